@@ -1,0 +1,19 @@
+"""The `[checkpoint]` table of the run file."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from shoal.config.table import Table, says
+
+
+class CheckpointConfig(Table):
+    """When a run saves, how much of the past it keeps, and how large its files are."""
+
+    every_steps: Annotated[
+        int, says("Optimizer steps between two checkpoints; 0 saves only at the end and when a signal stops the run.", ge=0)
+    ] = 200
+    keep: Annotated[int, says("How many checkpoints stay on the disk; older ones are deleted.", ge=1)] = 3
+    object_bytes: Annotated[
+        int, says("Largest file that tensors are cut or packed into, in bytes.", ge=1 << 16, le=1 << 30)
+    ] = 8 << 20

@@ -1,0 +1,183 @@
+"""One save after the copy, as one rank lives it: write and verify its share, tell, and hear whether it counts.
+
+    every rank   objects -> disk, read back -> Share
+    rank 0       all Shares -> manifest -> commit -> retention -> Verdict
+    the others   wait for the Verdict
+
+A fault never leaves this file as an exception: it becomes a sentence in a Share or in the Verdict, so that training
+goes on and no rank waits for one that has failed. Rank 0 deletes before it gives the Verdict, so that no other rank
+can be at the next save by then and count on an object that is about to go.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from shoal.checkpoint.commit import commit, tensor_entries, writer
+from shoal.checkpoint.durable import Disk
+from shoal.checkpoint.exchange import Exchange
+from shoal.checkpoint.faults import sentence
+from shoal.checkpoint.grid import Parcel
+from shoal.checkpoint.manifest import FORMAT_VERSION, Manifest
+from shoal.checkpoint.objects import Stored, settle, store
+from shoal.checkpoint.places import Places
+from shoal.checkpoint.retention import retain, sweep
+from shoal.checkpoint.staging import Staging
+from shoal.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """What a rank has for all its saves: its place among those that save together, and where they save to."""
+
+    rank: int
+    world_size: int
+    exchange: Exchange
+    timeout_s: float
+    places: Places
+    disk: Disk
+    keep: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How tensors become objects, and who writes which; equal on all ranks, as `fingerprint` shows."""
+
+    parcels: list[Parcel]
+    shares: list[list[int]]
+    fingerprint: str
+
+
+class Share(msgspec.Struct, frozen=True):
+    """What one rank wrote: the objects of its parcels in their order, or why it could not."""
+
+    plan: str
+    stored: list[Stored]
+    error: str | None = None
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What became of a save, for all ranks: bytes are of all ranks together."""
+
+    committed: bool
+    error: str | None = None
+    bytes_written: int = 0
+    bytes_reused: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """One save. `sequence` counts a saver's rounds, so that saving one step twice does not confuse the board."""
+
+    seat: Seat
+    plan: Plan
+    step: int
+    generation: int
+    sequence: int
+    state: dict[str, Any]
+    layout: dict[str, Any]
+
+    def run(self, staging: Staging) -> Verdict:
+        """Bring the content of `staging` to the disk and to a verdict; raises nothing."""
+        share = self._write(staging)
+        try:
+            return self._lead(share) if self.seat.rank == 0 else self._follow(share)
+        except Exception as error:
+            return Verdict(False, self._sentence(error))
+
+    def _write(self, staging: Staging) -> Share:
+        seat = self.seat
+        try:
+            owner = f"rank-{seat.rank:05d}"
+            stored = [store(data, seat.places, disk=seat.disk, owner=owner) for data in staging.objects()]
+            settle(stored, seat.places, disk=seat.disk)
+            return Share(self.plan.fingerprint, stored)
+        except Exception as error:
+            return Share(self.plan.fingerprint, [], self._sentence(error))
+
+    def _follow(self, share: Share) -> Verdict:
+        seat = self.seat
+        seat.exchange.publish(self._key(f"share-{seat.rank}"), msgspec.json.encode(share))
+        # Rank 0 may itself wait that long for a rank that never answers.
+        (verdict,) = seat.exchange.collect([self._key("verdict")], 2 * seat.timeout_s)
+        return msgspec.json.decode(verdict, type=Verdict)
+
+    def _lead(self, own: Share) -> Verdict:
+        seat = self.seat
+        try:
+            verdict = self._decide([own, *self._others()])
+        except Exception as error:
+            verdict = Verdict(False, self._sentence(error))
+            with suppress(OSError):
+                sweep(seat.places, disk=seat.disk)
+        if seat.world_size > 1:
+            seat.exchange.publish(self._key("verdict"), msgspec.json.encode(verdict))
+        return verdict
+
+    def _others(self) -> list[Share]:
+        seat = self.seat
+        if seat.world_size == 1:
+            return []
+        keys = [self._key(f"share-{rank}") for rank in range(1, seat.world_size)]
+        return [msgspec.json.decode(value, type=Share) for value in seat.exchange.collect(keys, seat.timeout_s)]
+
+    def _decide(self, shares: Sequence[Share]) -> Verdict:
+        failed = {rank: share.error for rank, share in enumerate(shares) if share.error}
+        if failed:
+            rank, error = next(iter(failed.items()))
+            raise _Failed(error if self.seat.world_size == 1 else f"rank {rank}: {error}")
+        strangers = [rank for rank, share in enumerate(shares) if share.plan != self.plan.fingerprint]
+        if strangers:
+            raise UsageError(
+                f"rank {strangers[0]} saves tensors of other names, types or shapes than rank 0: "
+                "pass the same ones on every rank"
+            )
+        stored = self._in_order(shares)
+        commit(self._manifest(stored), self.seat.places, disk=self.seat.disk)
+        written = sum(item.nbytes for item in stored if item.written)
+        total = sum(item.nbytes for item in stored)
+        return Verdict(True, self._tidy(), written, total - written)
+
+    def _in_order(self, shares: Sequence[Share]) -> list[Stored]:
+        by_parcel: dict[int, Stored] = {}
+        for indices, share in zip(self.plan.shares, shares, strict=True):
+            by_parcel.update(zip(indices, share.stored, strict=True))
+        return [by_parcel[index] for index in range(len(self.plan.parcels))]
+
+    def _manifest(self, stored: Sequence[Stored]) -> Manifest:
+        return Manifest(
+            format_version=FORMAT_VERSION,
+            step=self.step,
+            generation=self.generation,
+            created=time.time(),
+            tensors=tensor_entries(self.plan.parcels, stored),
+            objects={item.digest: item.nbytes for item in stored},
+            state=self.state,
+            layout=self.layout,
+            writer=writer(),
+        )
+
+    def _tidy(self) -> str | None:
+        try:
+            retain(self.seat.places, self.step, keep=self.seat.keep, disk=self.seat.disk)
+        except OSError as error:
+            return f"the checkpoint of step {self.step} is saved, but older ones could not be deleted: {error}"
+        return None
+
+    def _sentence(self, error: Exception) -> str:
+        if isinstance(error, _Failed):
+            return str(error)
+        return sentence(error, step=self.step, root=self.seat.places.root)
+
+    def _key(self, name: str) -> str:
+        return f"checkpoint/{self.generation}/{self.step}/{self.sequence}/{name}"
+
+
+class _Failed(Exception):
+    """A rank's own sentence, on its way to the verdict."""

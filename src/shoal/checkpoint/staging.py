@@ -1,0 +1,66 @@
+"""Memory in which a rank's share of a checkpoint is laid out exactly as it will lie in the files.
+
+Training waits only for the copy into this memory. It is allocated and touched once (a fresh allocation costs four times
+the copy, in page faults) and used again for every save. Headers are part of it, so that the writer hashes and writes
+each object as one run of bytes, without another copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shoal.checkpoint.dtypes import BY_NAME
+from shoal.checkpoint.grid import Parcel
+from shoal.checkpoint.tensorfile import header_of
+
+_ALIGNMENT_BYTES = 64
+
+
+class _Slot(NamedTuple):
+    name: str
+    index: tuple[slice, ...] | None
+    memory: Tensor
+
+
+class Staging:
+    """Memory for `parcels` and for nothing else; `pinned` lets an accelerator copy into it at full speed."""
+
+    def __init__(self, parcels: list[Parcel], *, pinned: bool = False) -> None:
+        headers = [header_of(parcel) for parcel in parcels]
+        self._extents: list[tuple[int, int]] = []
+        self._slots: list[_Slot] = []
+        end = 0
+        for parcel, header in zip(parcels, headers, strict=True):
+            begin = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            end = begin + len(header) + sum(piece.nbytes for piece in parcel)
+            self._extents.append((begin, end))
+        self._memory = torch.zeros(end, dtype=torch.uint8, pin_memory=pinned)
+        self._pinned = pinned
+        self._bytes = memoryview(self._memory.numpy())
+        for parcel, header, (begin, _) in zip(parcels, headers, self._extents, strict=True):
+            self._bytes[begin : begin + len(header)] = header
+            self._slots.extend(self._slots_of(parcel, begin + len(header)))
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy the boxes of `tensors` in; they may be changed as soon as this returns."""
+        for name, index, memory in self._slots:
+            source = tensors[name].detach()
+            memory.copy_(source if index is None else source[index], non_blocking=self._pinned)
+        if self._pinned:
+            torch.accelerator.synchronize()
+
+    def objects(self) -> Iterator[memoryview]:
+        """The bytes of each object, in the order of the parcels."""
+        for begin, end in self._extents:
+            yield self._bytes[begin:end]
+
+    def _slots_of(self, parcel: Parcel, at: int) -> Iterator[_Slot]:
+        for piece in parcel:
+            raw = self._memory[at : at + piece.nbytes]
+            at += piece.nbytes
+            index = None if piece.box.shape == piece.spec.shape else piece.box.slices
+            yield _Slot(piece.spec.name, index, raw.view(BY_NAME[piece.spec.dtype].torch).view(piece.box.shape))

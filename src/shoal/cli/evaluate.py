@@ -1,0 +1,50 @@
+"""`shoal evaluate`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def evaluate(
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR|CHECKPOINT", help="A run directory, or a checkpoint in it.")
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[key=value]...", help="Keys that replace the run's.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
+) -> None:
+    """Evaluates a checkpoint's weights on the held-out data, without training.
+
+    Example: shoal evaluate runs/digits run.processes=1
+    """
+    from shoal.launch.environment import Place
+    from shoal.recipes.run_file import RunFile, load_run
+    from shoal.recipes.start import run
+
+    folder = source.parent.parent if (source / "manifest.json").exists() else source
+    loaded = load_run(folder / "run.toml", overrides or ())
+
+    def rank(run_file: RunFile, place: Place) -> None:
+        from shoal.recipes.evaluating import evaluate_rank
+        from shoal.recipes.objects import Given
+
+        values = evaluate_rank(run_file, place, Given(), source=source)
+        if place.rank == 0:
+            print(json.dumps(values) if as_json else "  ".join(f"{name} {value:.6g}" for name, value in values.items()))
+
+    command = [
+        sys.executable,
+        "-m",
+        "shoal",
+        "evaluate",
+        str(source),
+        *(overrides or ()),
+        *(["--json"] if as_json else []),
+    ]
+    raise typer.Exit(run(loaded, command, rank, directory=folder, file=str(folder / "run.toml")))

@@ -1,0 +1,38 @@
+"""`shoal VERB`: parse, call, print. Errors that Shoal raises on purpose become a sentence and an exit code here."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from shoal.cli import checkpoint, doctor, evaluate, report, train
+from shoal.cli.bench import bench
+from shoal.errors import ShoalError
+
+app = typer.Typer(
+    name="shoal",
+    help="Distributed deep-learning training on PyTorch: the same math on one core, eight GPUs or eight hundred.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("train")(train.train)
+app.command("evaluate")(evaluate.evaluate)
+app.command("report")(report.report)
+app.command("doctor")(doctor.doctor)
+app.add_typer(checkpoint.app, name="checkpoint")
+app.add_typer(bench, name="bench")
+
+
+def main() -> None:
+    """The `shoal` command."""
+    try:
+        app()
+    except ShoalError as error:
+        print(f"shoal: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)

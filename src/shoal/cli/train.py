@@ -1,0 +1,38 @@
+"""`shoal train`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from shoal.launch.environment import Place
+    from shoal.recipes.run_file import RunFile
+
+
+def train(
+    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[key=value]...", help="Keys that replace the file's.")
+    ] = None,
+) -> None:
+    """Trains a run file; goes on from the newest checkpoint of its run directory.
+
+    Example: shoal train recipes/digits.toml run.processes=2 run.steps=200
+    """
+    from shoal.recipes.run_file import load_run, run_directory
+    from shoal.recipes.start import run
+
+    loaded = load_run(run_file, overrides or ())
+    command = [sys.executable, "-m", "shoal", "train", str(run_file), *(overrides or ())]
+    raise typer.Exit(run(loaded, command, _rank, directory=run_directory(loaded), file=str(run_file)))
+
+
+def _rank(run_file: RunFile, place: Place) -> None:
+    from shoal.recipes.objects import Given
+    from shoal.recipes.training import train_rank
+
+    train_rank(run_file, place, Given())

@@ -1,0 +1,139 @@
+"""`Collective`: what Shoal's own code says to other ranks, typed, in tensors, each call returning a handle.
+
+`GroupCollective` speaks to a process group; `shoal.comm.local` is its twin with threads of one process. All tensors of
+a call have the same shape and dtype on every rank unless sizes are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+Reduction = Literal["sum", "max", "min"]
+
+
+class Handle(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> Any:
+        """Blocks until the result is in place. Raises `CollectiveError` where a rank is dead, stopped or late."""
+        ...
+
+
+class Collective(Protocol):
+    """The ranks of one group. Results are written into the tensors that are passed in."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction = "sum") -> Handle:
+        """`tensor` becomes the reduction over all ranks, the same bits on each."""
+        ...
+
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
+        """`output` [n / size, ...] becomes this rank's part of the sum of `input` [n, ...]."""
+        ...
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
+        """`output` [size * n, ...] becomes every rank's `input` [n, ...], in rank order."""
+        ...
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        *,
+        output_sizes: Sequence[int] = (),
+        input_sizes: Sequence[int] = (),
+    ) -> Handle:
+        """Part i of `input` goes to rank i; part j of `output` comes from rank j. Sizes count along dim 0; none: equal."""
+        ...
+
+    def broadcast(self, tensor: torch.Tensor, *, root: int = 0) -> Handle: ...
+
+    def reduce(self, tensor: torch.Tensor, op: Reduction = "sum", *, root: int = 0) -> Handle:
+        """`tensor` of the root becomes the reduction; the others' content is undefined afterwards."""
+        ...
+
+    def gather(self, outputs: Sequence[torch.Tensor], input: torch.Tensor, *, root: int = 0) -> Handle:
+        """At the root, `outputs[r]` becomes rank r's `input`; the others pass an empty sequence."""
+        ...
+
+    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], *, root: int = 0) -> Handle:
+        """`output` becomes the root's `inputs[rank]`; the others pass an empty sequence."""
+        ...
+
+    def send(self, tensor: torch.Tensor, *, to: int, tag: int = 0) -> Handle: ...
+
+    def recv(self, tensor: torch.Tensor, *, source: int, tag: int = 0) -> Handle: ...
+
+    def barrier(self) -> Handle: ...
+
+
+_OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class GroupCollective:
+    """`Collective` over a process group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank: int = group.rank()
+        self.size: int = group.size()
+
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction = "sum") -> Handle:
+        options = c10d.AllreduceOptions()
+        options.reduceOp = _OPERATIONS[op]
+        return self.group.allreduce([tensor], options)
+
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
+        return self.group._reduce_scatter_base(output, input, c10d.ReduceScatterOptions())
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
+        return self.group._allgather_base(output, input, c10d.AllgatherOptions())
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        *,
+        output_sizes: Sequence[int] = (),
+        input_sizes: Sequence[int] = (),
+    ) -> Handle:
+        return self.group.alltoall_base(output, input, list(output_sizes), list(input_sizes), c10d.AllToAllOptions())
+
+    def broadcast(self, tensor: torch.Tensor, *, root: int = 0) -> Handle:
+        options = c10d.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        return self.group.broadcast([tensor], options)
+
+    def reduce(self, tensor: torch.Tensor, op: Reduction = "sum", *, root: int = 0) -> Handle:
+        options = c10d.ReduceOptions()
+        options.reduceOp, options.rootRank = _OPERATIONS[op], root
+        return self.group.reduce([tensor], options)
+
+    def gather(self, outputs: Sequence[torch.Tensor], input: torch.Tensor, *, root: int = 0) -> Handle:
+        options = c10d.GatherOptions()
+        options.rootRank = root
+        return self.group.gather([list(outputs)] if self.rank == root else [], [input], options)
+
+    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], *, root: int = 0) -> Handle:
+        options = c10d.ScatterOptions()
+        options.rootRank = root
+        return self.group.scatter([output], [list(inputs)] if self.rank == root else [], options)
+
+    def send(self, tensor: torch.Tensor, *, to: int, tag: int = 0) -> Handle:
+        return self.group.send([tensor], to, tag)
+
+    def recv(self, tensor: torch.Tensor, *, source: int, tag: int = 0) -> Handle:
+        return self.group.recv([tensor], source, tag)
+
+    def barrier(self) -> Handle:
+        return self.group.barrier(c10d.BarrierOptions())

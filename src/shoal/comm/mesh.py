@@ -1,0 +1,100 @@
+"""`Mesh`: a layout bound to live process groups, for one generation of the membership.
+
+Groups are built straight from the store, under a name that holds the generation: no global default group, so that a
+group can be dropped and a new one stand beside what is left of the old.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shoal.comm.collective import GroupCollective
+from shoal.comm.conditions import Conditions
+from shoal.comm.diagnosis import Diagnosis, introduce
+from shoal.comm.ledger import Ledger
+from shoal.comm.seam import Seam
+from shoal.topology.layout import Layout
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's place in a layout, and the wire to the others. Immutable for one `generation`."""
+
+    layout: Layout
+    rank: int
+    device: torch.device
+    generation: int
+    world: GroupCollective
+    replicate: GroupCollective
+    ledger: Ledger = field(default_factory=Ledger)
+
+    @property
+    def replica(self) -> int:
+        """Index of the replica that this rank belongs to."""
+        return self.replicate.rank
+
+
+def build_mesh(
+    layout: Layout,
+    rank: int,
+    *,
+    store: dist.Store,
+    device: torch.device,
+    generation: int = 0,
+    timeout_s: float = 60.0,
+    conditions: Conditions | None = None,
+) -> Mesh:
+    """Connects this rank to the others. Blocks until all ranks of the layout have called it."""
+    ledger = Ledger()
+
+    def group(axis: str, ranks: Sequence[int]) -> GroupCollective:
+        named = dist.PrefixStore(f"generation-{generation}/{axis}-{ranks[0]}", store)
+        return connect(
+            named, ranks.index(rank), len(ranks), device=device, label=axis, ledger=ledger, timeout_s=timeout_s,
+            world_rank=rank, conditions=conditions,
+        )  # fmt: skip
+
+    world = group("world", range(layout.world_size))
+    replicate_ranks = layout.group("replicate", rank)
+    whole = tuple(replicate_ranks) == tuple(range(layout.world_size))
+    replicate = world if whole else group("replicate", replicate_ranks)
+    return Mesh(layout, rank, device, generation, world, replicate, ledger)
+
+
+def connect(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    *,
+    device: torch.device,
+    label: str,
+    ledger: Ledger,
+    timeout_s: float,
+    world_rank: int | None = None,
+    conditions: Conditions | None = None,
+) -> GroupCollective:
+    """One group over the backend of `device`: NCCL for GPUs, Gloo otherwise."""
+    myself = f"rank {rank if world_rank is None else world_rank} (host {socket.gethostname()}, pid {os.getpid()})"
+    members = introduce(store, rank, size, myself=myself, timeout_s=timeout_s)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    inner = _backend(backend, store, rank, size, timeout_s)
+    diagnosis = Diagnosis(store, rank, members)
+    seam = Seam(inner, backend=backend, label=label, ledger=ledger, diagnosis=diagnosis, conditions=conditions)
+    return GroupCollective(seam)
+
+
+def _backend(backend: str, store: dist.Store, rank: int, size: int, timeout_s: float) -> Any:
+    timeout = timedelta(seconds=timeout_s)
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    return dist.ProcessGroupGloo(store, rank, size, timeout)

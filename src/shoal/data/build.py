@@ -1,0 +1,162 @@
+"""From the table `[data]` to the sources that it names."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, assert_never
+
+from shoal.data.arrays import Arrays
+from shoal.data.config import (
+    ArrayFiles,
+    BatchConfig,
+    BuiltInData,
+    Digits,
+    Packing,
+    StdlibText,
+    TextFiles,
+    Tokens,
+)
+from shoal.data.corpora.stdlib import stdlib_folder, stdlib_sources
+from shoal.data.corpora.text import SEPARATOR, VOCABULARY, TextCorpus, prepare_text
+from shoal.data.digits import digits
+from shoal.data.documents import Documents
+from shoal.data.sample import Source, describe
+from shoal.data.tokens import TokenFile, Windows
+from shoal.errors import DataError, UserCodeError
+
+Facts = dict[str, str | int | float]
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """What a run trains and evaluates on, and what is worth recording about it (hashes, sizes, baselines)."""
+
+    train: Source
+    held_out: Source | None = None
+    facts: Facts = field(default_factory=dict)
+
+
+def build(config: BuiltInData, *, batch: BatchConfig, vocabulary: int | None, cache: Path) -> Dataset:
+    """The data that `config` names; `from_objects` serves `data.kind = "python"`.
+
+    Args:
+        batch: its `sequence` cuts token data.
+        vocabulary: the model's number of token ids, against which token data is checked; None: unknown.
+        cache: where a prepared corpus is kept, see `corpora.cache`.
+
+    Raises:
+        DataError: a file is missing, empty or not what it should be.
+        MissingExtra: an optional package is not installed.
+    """
+    match config:
+        case StdlibText():
+            return _stdlib(config, batch.sequence, vocabulary=vocabulary, cache=cache)
+        case TextFiles():
+            return _text_files(config, batch.sequence, vocabulary=vocabulary, cache=cache)
+        case Tokens():
+            return _tokens(config, batch.sequence, vocabulary=vocabulary)
+        case ArrayFiles():
+            return _arrays(config)
+        case Digits():
+            train, held_out = digits()
+            return _with_sizes(train, held_out)
+        case _:
+            assert_never(config)
+
+
+def from_objects(train: Any, held_out: Any = None) -> Dataset:
+    """The data sets that a user's function or script gives: anything with `len(d)` and `d[i]`.
+
+    Raises:
+        UserCodeError: one of them has no length or no items.
+        DataError: one of them is empty.
+    """
+    _check_source(train, "the training data")
+    if held_out is not None:
+        _check_source(held_out, "the held-out data")
+    return _with_sizes(train, held_out)
+
+
+def _check_source(source: Any, name: str) -> None:
+    sized = hasattr(source, "__len__") and hasattr(source, "__getitem__")
+    if not sized or isinstance(source, str | bytes | dict):
+        raise UserCodeError(
+            f"As {name} came {describe(source)}: give an object with len(d) and d[i], such as a list of samples or a "
+            "map-style torch Dataset."
+        )
+    if len(source) == 0:
+        raise DataError(f"As {name} came an empty {type(source).__name__}: it must hold at least one sample.")
+
+
+def _with_sizes(train: Source, held_out: Source | None, facts: Facts | None = None) -> Dataset:
+    sizes: Facts = {"train/samples": len(train)}
+    if held_out is not None:
+        sizes["held_out/samples"] = len(held_out)
+    return Dataset(train, held_out, facts=sizes | (facts or {}))
+
+
+def _stdlib(config: StdlibText, sequence: int, *, vocabulary: int | None, cache: Path) -> Dataset:
+    root = stdlib_folder()
+    corpus = prepare_text(
+        stdlib_sources(root), cache, root=root, held_out_fraction=config.held_out_fraction, name="stdlib"
+    )
+    return _text(corpus, sequence, packing=config.packing, vocabulary=vocabulary)
+
+
+def _text_files(config: TextFiles, sequence: int, *, vocabulary: int | None, cache: Path) -> Dataset:
+    files = _globbed(config.files)
+    root = Path(os.path.commonpath([path.parent for path in files]))
+    corpus = prepare_text(files, cache, root=root, held_out_fraction=config.held_out_fraction)
+    return _text(corpus, sequence, packing=config.packing, vocabulary=vocabulary)
+
+
+def _globbed(patterns: Sequence[str]) -> list[Path]:
+    files: set[Path] = set()
+    for pattern in patterns:
+        found = {Path(name).resolve() for name in glob.glob(os.path.expanduser(pattern), recursive=True)}
+        found = {path for path in found if path.is_file()}
+        if not found:
+            raise DataError(f"data.files names {pattern!r}, and no file matches it from {Path.cwd()}: correct it.")
+        files |= found
+    return sorted(files)
+
+
+def _text(corpus: TextCorpus, sequence: int, *, packing: Packing, vocabulary: int | None) -> Dataset:
+    def packed(path: Path) -> Source:
+        tokens = TokenFile(path, dtype="uint8", vocabulary=vocabulary).tokens
+        return Documents.separated(tokens, SEPARATOR).packed(packing, sequence=sequence)
+
+    meta = corpus.meta
+    facts: Facts = {
+        "hash": meta.hash,
+        "vocabulary": VOCABULARY,
+        "train/files": meta.train_files,
+        "train/bytes": meta.train_bytes,
+        "held_out/files": meta.held_out_files,
+        "held_out/bytes": meta.held_out_bytes,
+    }
+    if meta.bigram_nats_per_byte is not None:
+        facts["baseline/bigram_nats_per_byte"] = meta.bigram_nats_per_byte
+    return _with_sizes(packed(corpus.train), packed(corpus.held_out) if corpus.held_out else None, facts)
+
+
+def _tokens(config: Tokens, sequence: int, *, vocabulary: int | None) -> Dataset:
+    train = TokenFile(config.path, dtype=config.dtype, vocabulary=vocabulary).tokens
+    facts: Facts = {"train/tokens": len(train)}
+    if config.held_out is None:
+        return _with_sizes(Windows(train, sequence), None, facts)
+    held_out = TokenFile(config.held_out, dtype=config.dtype, vocabulary=vocabulary).tokens
+    return _with_sizes(
+        Windows(train, sequence), Windows(held_out, sequence), facts | {"held_out/tokens": len(held_out)}
+    )
+
+
+def _arrays(config: ArrayFiles) -> Dataset:
+    held_out = None
+    if config.held_out_inputs is not None and config.held_out_targets is not None:
+        held_out = Arrays(config.held_out_inputs, config.held_out_targets)
+    return _with_sizes(Arrays(config.inputs, config.targets), held_out)

@@ -1,0 +1,106 @@
+"""How far the run has come through its data: the positions that are leased and those that are committed.
+
+A step leases positions, computes, and commits them when its update counts, or releases them when it does not. A
+synchronous run could do with one integer; the sets also serve runs whose contributions overtake each other or are
+dropped. Only what is committed survives a restart, so that a lease that a crash cut short is the first to be handed
+out again: every position is used in exactly one committed step. World size has no part in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from shoal.data.interval import Interval, IntervalSet
+from shoal.errors import DataError
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """Immutable; each verb returns the next cursor. A new one stands at position 0."""
+
+    committed: IntervalSet = field(default_factory=IntervalSet)
+    leased: IntervalSet = field(default_factory=IntervalSet)
+
+    @staticmethod
+    def at(position: int) -> Cursor:
+        """A cursor that has committed everything before `position`."""
+        return Cursor(committed=IntervalSet.of([Interval(0, position)]))
+
+    @property
+    def committed_count(self) -> int:
+        """How many positions are committed."""
+        return self.committed.count
+
+    @property
+    def next_position(self) -> int:
+        """The lowest position that is neither leased nor committed: where the next lease begins."""
+        return self._taken().first_gap(1).start
+
+    def lease(self, count: int) -> tuple[Cursor, Interval]:
+        """Takes the next `count` free positions; fewer where a gap between taken ones is smaller.
+
+        Runs that commit in order have no gaps, and always get `count`.
+
+        Raises:
+            ValueError: `count` is not positive.
+        """
+        if count < 1:
+            raise ValueError(f"a lease of {count} positions: it takes at least 1")
+        interval = self._taken().first_gap(count)
+        return replace(self, leased=self.leased.add(interval)), interval
+
+    def commit(self, interval: Interval) -> Cursor:
+        """Marks leased positions as used.
+
+        Raises:
+            ValueError: some of them are not leased, or are committed already.
+        """
+        self._require_leased(interval, verb="commit")
+        return Cursor(committed=self.committed.add(interval), leased=self.leased.remove(interval))
+
+    def release(self, interval: Interval) -> Cursor:
+        """Gives leased positions back; the next lease begins with the lowest of them.
+
+        Raises:
+            ValueError: some of them are not leased.
+        """
+        self._require_leased(interval, verb="release")
+        return replace(self, leased=self.leased.remove(interval))
+
+    def to_state(self) -> dict[str, list[list[int]]]:
+        """What a checkpoint keeps: {"committed": [[start, stop], ...]}. Leases are not part of it."""
+        return {"committed": [[part.start, part.stop] for part in self.committed.parts]}
+
+    @staticmethod
+    def from_state(state: Mapping[str, Any]) -> Cursor:
+        """The cursor that `to_state` described, with nothing leased.
+
+        Raises:
+            DataError: `state` is not such a description.
+        """
+        try:
+            parts = [Interval(*map(_whole, pair)) for pair in state["committed"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(
+                f"The checkpoint's data cursor is {dict(state)!r}, not intervals under 'committed': "
+                "resume from another checkpoint."
+            ) from error
+        return Cursor(committed=IntervalSet.of(parts))
+
+    def _taken(self) -> IntervalSet:
+        return self.committed.union(self.leased)
+
+    def _require_leased(self, interval: Interval, *, verb: str) -> None:
+        if not self.leased.covers(interval):
+            committed = self.committed.covers(interval)
+            found = "is committed already" if committed else "is not wholly leased"
+            raise ValueError(f"cannot {verb} {interval}: it {found}; {verb} each lease once, after leasing it")
+
+
+def _whole(number: object) -> int:
+    """JSON's integers and nothing else: 1.0 and true would pass `int()`."""
+    if type(number) is not int:
+        raise TypeError(f"{number!r} is not an integer")
+    return number

@@ -1,0 +1,180 @@
+"""The feed: one replica's microbatches, read ahead by threads while the step before them trains.
+
+The steps' intervals are leases of a cursor of the feed's own, so they are those that the engine's cursor will lease;
+this replica's share of each is read by one reader. Results are handed over in the order of the steps, whichever reader
+is ready first. Threads suffice: reading waits for disks, and numpy and torch release the interpreter while they copy.
+They are daemons, so that a data source that hangs cannot keep the interpreter from leaving.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from threading import Event, Thread
+from types import TracebackType
+from typing import Self
+
+from shoal.data.config import Denominator
+from shoal.data.cursor import Cursor
+from shoal.data.interval import Interval
+from shoal.data.order import Order
+from shoal.data.reading import read_batch
+from shoal.data.sample import Batch, Source
+from shoal.data.share import microbatches, share
+from shoal.errors import ConfigError, DataError
+
+CLOSING_S = 1.0  # how long `close` waits for readers that are inside the data source
+
+
+@dataclass(frozen=True)
+class FedStep:
+    """One step's data: the whole step's `interval`, this replica's microbatches, and how long the caller waited."""
+
+    interval: Interval
+    microbatches: list[Batch]
+    wait_s: float
+
+
+@dataclass
+class _Slot:
+    """The place of one step's result, filled by whichever reader takes it."""
+
+    interval: Interval
+    filled: Event = field(default_factory=Event)
+    batches: list[Batch] = field(default_factory=list)
+    error: BaseException | None = None
+
+
+class Feed:
+    """The steps from `start` on, without end, for replica `replica` of `replicas`.
+
+    Args:
+        source: samples 0 .. len - 1; read by several threads where `readers` > 1.
+        order: which sample stands at which position; of as many samples as `source`.
+        start: a position, or the run's cursor, whose committed and leased positions are left out.
+        micro_samples: samples of one microbatch; None: this replica's whole share.
+        group: samples that batch statistics are taken over; no share or microbatch cuts one.
+
+    Raises:
+        ConfigError: the samples of a step or of a microbatch are not whole groups.
+        DataError: `order` is of another number of samples.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        order: Order,
+        *,
+        replicas: int,
+        replica: int,
+        global_samples: int,
+        micro_samples: int | None = None,
+        group: int = 1,
+        denominator: Denominator = "auto",
+        start: Cursor | int = 0,
+        prefetch_steps: int = 2,
+        readers: int = 1,
+    ) -> None:
+        if len(source) != order.samples:
+            raise DataError(f"The source has {len(source)} samples, its order {order.samples}: they must be equal.")
+        if micro_samples is not None and micro_samples % group:
+            raise ConfigError(
+                f"batch.micro_samples = {micro_samples} would cut statistics groups of {group}: make it a multiple."
+            )
+        share(Interval(0, global_samples), replicas=replicas, replica=replica, group=group)  # refuses here, not later
+        self._source, self._order = source, order
+        self._denominator: Denominator = denominator
+        self._replicas, self._replica, self._group = replicas, replica, group
+        self._global_samples, self._micro_samples = global_samples, micro_samples
+        self._cursor = Cursor.at(start) if isinstance(start, int) else start
+        self._slots: deque[_Slot] = deque()
+        self._work: SimpleQueue[_Slot | None] = SimpleQueue()
+        self._closed = Event()
+        for _ in range(max(1, prefetch_steps)):
+            self._plan_step()
+        self._threads = [Thread(target=self._read, name=f"shoal-reader-{i}", daemon=True) for i in range(readers)]
+        for thread in self._threads:
+            thread.start()
+
+    def next(self) -> FedStep:
+        """The next step, waiting for it where it is not ready yet.
+
+        Raises:
+            DataError, UserCodeError: the source failed; the message names the sample id and the position, and the
+                source's own exception is the cause. The step stays the next one.
+            ValueError: the feed is closed.
+        """
+        if self._closed.is_set():
+            raise ValueError("the feed is closed: make a new one at the cursor")
+        slot = self._slots[0]
+        started_s = time.perf_counter()
+        slot.filled.wait()
+        wait_s = time.perf_counter() - started_s
+        if slot.error is not None:
+            raise slot.error
+        self._slots.popleft()
+        self._plan_step()
+        return FedStep(slot.interval, slot.batches, wait_s=wait_s)
+
+    def close(self) -> None:
+        """Ends the readers; one that is inside the data source ends when it comes out. May be called again."""
+        self._closed.set()
+        for _ in self._threads:
+            self._work.put(None)
+        deadline_s = time.monotonic() + CLOSING_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _plan_step(self) -> None:
+        self._cursor, interval = self._cursor.lease(self._global_samples)
+        slot = _Slot(interval)
+        self._slots.append(slot)
+        self._work.put(slot)
+
+    def _read(self) -> None:
+        while (slot := self._work.get()) is not None and not self._closed.is_set():
+            try:
+                slot.batches = list(self._batches(slot.interval))
+            except BaseException as error:  # whatever ends a reader must reach the caller, or it would wait for ever
+                slot.error = error
+            slot.filled.set()
+
+    def _batches(self, interval: Interval) -> Iterator[Batch]:
+        own = share(interval, replicas=self._replicas, replica=self._replica, group=self._group)
+        for part in microbatches(own, self._micro_samples or max(1, len(own))):
+            if self._closed.is_set():
+                return
+            positions = part.positions()
+            yield read_batch(self._source, self._order.ids(positions), positions, denominator=self._denominator)
+
+
+def evaluation_batches(
+    source: Source,
+    *,
+    replicas: int,
+    replica: int,
+    micro_samples: int | None = None,
+    denominator: Denominator = "auto",
+    limit: int | None = None,
+) -> Iterator[Batch]:
+    """This replica's part of one pass over the first `limit` samples (None: all), each once, in natural order.
+
+    Raises:
+        DataError, UserCodeError: as `Feed.next`.
+    """
+    samples = len(source) if limit is None else min(limit, len(source))
+    own = share(Interval(0, samples), replicas=replicas, replica=replica)
+    for part in microbatches(own, micro_samples or max(1, len(own))):
+        ids = part.positions()
+        yield read_batch(source, ids, ids, denominator=denominator)

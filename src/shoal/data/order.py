@@ -1,0 +1,91 @@
+"""Which sample stands at which position of the run: a keyed permutation, evaluated index by index.
+
+Position p belongs to epoch e = p // n at index i = p % n. Within an epoch the order is a balanced Feistel network on
+the smallest even-bit domain 2^2h >= n, eight rounds of
+
+    (left, right) <- (right, left xor (F(right, key_r) mod 2^h))
+
+with F the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) and the round keys blake2b(seed, epoch). An image
+outside [0, n) is sent through the network again until it falls inside ("cycle walking": Black and Rogaway, "Ciphers
+with Arbitrary Finite Domains", CT-RSA 2002), which keeps it a permutation; the domain is below 4n, so that takes fewer
+than four passes on average. Nothing is stored: an order of 10^12 samples costs no memory, and neither the world size
+nor the batch size has a part in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from shoal.errors import DataError
+
+ROUNDS = 8
+MOST_SAMPLES = 2**62
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order of `samples` samples in every epoch, drawn from `seed`, or the natural one.
+
+    Raises:
+        DataError: there are no samples, or more than 2^62.
+    """
+
+    samples: int
+    seed: int
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.samples <= MOST_SAMPLES:
+            raise DataError(
+                f"The data source holds {self.samples} samples; an order needs from 1 to 2^62: check what it reads."
+            )
+
+    def ids(self, positions: np.ndarray) -> np.ndarray:
+        """Sample ids at global positions, int64 of the shape of `positions` (int64, none negative)."""
+        positions = np.asarray(positions, dtype=np.int64)
+        if positions.size and positions.min() < 0:
+            raise ValueError(f"position {positions.min()} is negative: positions count from the start of the run")
+        epochs, indices = np.divmod(positions, self.samples)
+        if not self.shuffle:
+            return indices
+        ids = np.empty_like(indices)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            ids[here] = _permute(indices[here], self.samples, keys=_round_keys(self.seed, int(epoch)))
+        return ids
+
+
+def _round_keys(seed: int, epoch: int) -> np.ndarray:
+    """Keys of the rounds, uint64 [ROUNDS]; any integers will do for `seed` and `epoch`."""
+    digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8 * ROUNDS, person=b"shoal-order").digest()
+    return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
+
+
+def _permute(indices: np.ndarray, samples: int, *, keys: np.ndarray) -> np.ndarray:
+    """The images of `indices` under the permutation of [0, samples) that `keys` pick: the network, walked."""
+    half_bits = max(1, ((samples - 1).bit_length() + 1) // 2)
+    images = _feistel(indices.astype(np.uint64), half_bits, keys=keys)
+    outside = np.flatnonzero(images >= samples)
+    while outside.size:
+        images[outside] = _feistel(images[outside], half_bits, keys=keys)
+        outside = outside[images[outside] >= samples]
+    return images.astype(np.int64)
+
+
+def _feistel(numbers: np.ndarray, half_bits: int, *, keys: np.ndarray) -> np.ndarray:
+    """A permutation of [0, 2^(2 half_bits)), uint64 in and out."""
+    shift, mask = np.uint64(half_bits), np.uint64(2**half_bits - 1)
+    left, right = numbers >> shift, numbers & mask
+    for key in keys:
+        left, right = right, left ^ (_mix(right ^ key) & mask)
+    return (left << shift) | right
+
+
+def _mix(numbers: np.ndarray) -> np.ndarray:
+    """SplitMix64's finaliser; products wrap modulo 2^64 as they should."""
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return numbers ^ (numbers >> np.uint64(31))

@@ -1,0 +1,171 @@
+"""What a sample may be, and what a batch is.
+
+A data set is anything with `len(d)` and `d[i]`. A sample is `(inputs, targets)`, `(inputs, targets, weights)` or a
+mapping with those keys. Inputs and targets are a tensor, an array or a number, or a tuple or dict of such; weights are
+one number, or one for each position of the targets. Numbers become float32 and int64, and so do numpy's float64 and
+its wider unsigned integers; the dtype of a torch tensor is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.errors import UserCodeError
+
+Tree: TypeAlias = "Tensor | tuple[Tree, ...] | dict[str, Tree]"
+KEYS = ("inputs", "targets", "weights")
+WANTED = "return (inputs, targets), (inputs, targets, weights) or a mapping with those keys"
+
+
+@runtime_checkable
+class Source(Protocol):
+    """A map-style data set: sample ids are 0 .. len - 1."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@runtime_checkable
+class BatchSource(Source, Protocol):
+    """A source that reads many samples of equal shape at once, which spares Python's cost for each."""
+
+    def samples_at(self, ids: np.ndarray) -> Any:
+        """What `d[i]` returns, but with a leading dim for `ids` (int64 [samples]) on every leaf."""
+        ...
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sample, or several stacked ones, as tensors."""
+
+    inputs: Tree
+    targets: Tree
+    weights: Tensor | None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples side by side: every tensor in it has the leading dim `samples`.
+
+    The loss of a step is sum(losses * weights) / (sum of weights over the whole global batch). `weights` is [samples]
+    or the shape of the targets; `positions` (int64 [samples]) are the samples' places in the run.
+    """
+
+    inputs: Tree
+    targets: Tree
+    weights: Tensor
+    positions: Tensor
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @property
+    def weight(self) -> float:
+        """This batch's part of the denominator, summed in float64."""
+        return float(self.weights.sum(dtype=torch.float64))
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
+        """The same batch on `device`."""
+
+        def move(leaf: Tensor) -> Tensor:
+            return leaf.to(device, non_blocking=non_blocking)
+
+        inputs, targets = map_tree(move, self.inputs), map_tree(move, self.targets)
+        return Batch(inputs, targets, weights=move(self.weights), positions=move(self.positions))
+
+
+def map_tree(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
+    """`function` of every tensor of `tree`, in the same structure."""
+    if isinstance(tree, tuple):
+        return tuple(map_tree(function, branch) for branch in tree)
+    if isinstance(tree, dict):
+        return {key: map_tree(function, branch) for key, branch in tree.items()}
+    return function(tree)
+
+
+def parse_sample(raw: Any) -> Sample:
+    """What a data set returned, as tensors.
+
+    Raises:
+        UserCodeError: it is not of the forms above; the message says what came.
+    """
+    if isinstance(raw, Sample):
+        return raw
+    if isinstance(raw, Mapping):
+        parts = _parts_of_mapping(raw)
+    elif isinstance(raw, tuple) and len(raw) in (2, 3):
+        parts = dict(zip(KEYS, raw, strict=False))
+    else:
+        raise UserCodeError(f"The data set returned {describe(raw)}: {WANTED}.")
+    inputs, targets = (_as_tree(parts[name], name) for name in KEYS[:2])
+    if len(parts) == 2:
+        return Sample(inputs, targets, weights=None)
+    return Sample(inputs, targets, weights=_as_weights(parts["weights"], targets))
+
+
+def describe(value: Any) -> str:
+    """What `value` is, in a few words: its type, with the length or shape where it has one."""
+    kind = type(value).__name__
+    if value is None:
+        return "None"
+    if isinstance(value, str | bytes):
+        return f"a {kind}, {value[:20]!r}"
+    if hasattr(value, "shape"):
+        return f"one {kind} of shape {tuple(value.shape)}"
+    return f"a {kind} of {len(value)}" if hasattr(value, "__len__") else f"a {kind}"
+
+
+def _parts_of_mapping(raw: Mapping[str, Any]) -> dict[str, Any]:
+    missing = [key for key in KEYS[:2] if key not in raw]
+    unknown = [key for key in raw if key not in KEYS]
+    if missing or unknown:
+        raise UserCodeError(f"The data set returned a mapping with the keys {list(raw)}: {WANTED}.")
+    return dict(raw)
+
+
+def _as_tree(value: Any, name: str) -> Tree:
+    if isinstance(value, tuple) and value:
+        return tuple(_as_tree(branch, f"{name}[{index}]") for index, branch in enumerate(value))
+    if isinstance(value, Mapping) and value:
+        return {str(key): _as_tree(branch, f"{name}[{key!r}]") for key, branch in value.items()}
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, np.ndarray | np.generic | bool | int | float):
+        return _from_numpy(np.asarray(value), name)
+    raise UserCodeError(
+        f"The data set's {name} is {describe(value)}: it must be a tensor, an array or a number, or a tuple or dict of "
+        "those."
+    )
+
+
+def _from_numpy(array: np.ndarray, name: str) -> Tensor:
+    if array.dtype.kind not in "fiub":
+        raise UserCodeError(f"The data set's {name} has dtype {array.dtype}: it must hold numbers or booleans.")
+    if array.dtype in (np.float64, np.longdouble):
+        array = array.astype(np.float32)
+    elif array.dtype in (np.uint16, np.uint32, np.uint64):
+        array = array.astype(np.int64)
+    native = array.astype(array.dtype.newbyteorder("="), copy=not array.flags.writeable)
+    return torch.from_numpy(np.ascontiguousarray(native).reshape(array.shape))
+
+
+def _as_weights(value: Any, targets: Tree) -> Tensor:
+    weights = _as_tree(value, "weights")
+    if not isinstance(weights, Tensor):
+        raise UserCodeError(f"The data set's weights are {describe(value)}: give one number, or one per position.")
+    if isinstance(targets, Tensor) and weights.shape != targets.shape[: weights.ndim]:
+        raise UserCodeError(
+            f"The data set's weights have shape {tuple(weights.shape)} and its targets {tuple(targets.shape)}: give "
+            "one number, or one per position."
+        )
+    weights = weights if weights.is_floating_point() else weights.float()
+    if not bool((torch.isfinite(weights) & (weights >= 0)).all()):
+        raise UserCodeError("The data set's weights are not all finite and at least 0: mend them, they scale the loss.")
+    return weights

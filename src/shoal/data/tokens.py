@@ -1,0 +1,108 @@
+"""Token files, and windows over them.
+
+A token file is nothing but ids, one after the other, little-endian; it is mapped into memory, never read whole. Sample
+i of length S is tokens[i S : i S + S + 1], the first S of them as inputs and the last S as targets: neighbours share
+one token, so that every token but the first is a target once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from shoal.data.config import TokenType
+from shoal.errors import DataError
+
+CHECK_TOKENS = 2**24  # ids looked at in one go when a file is checked: 16 to 64 MiB
+
+
+class TokenFile:
+    """A file of token ids, checked once and mapped read-only: `tokens` is a numpy array [tokens].
+
+    `dtype` defaults to the smallest type that holds `vocabulary`; without a vocabulary ids are not checked.
+
+    Raises:
+        DataError: the file is missing, empty, not a whole number of ids, or holds ids outside the vocabulary.
+    """
+
+    def __init__(self, path: str | Path, *, dtype: TokenType | None = None, vocabulary: int | None = None) -> None:
+        self.path = Path(path)
+        self.dtype = np.dtype(dtype or smallest_type(vocabulary)).newbyteorder("<")
+        self._check_size()
+        self.tokens: np.ndarray = np.memmap(self.path, dtype=self.dtype, mode="r")
+        if vocabulary is not None:
+            self._check_ids(vocabulary)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def _check_size(self) -> None:
+        if not self.path.is_file():
+            raise DataError(f"There is no token file {self.path}: correct the path, or make the file.")
+        size_bytes = self.path.stat().st_size
+        if size_bytes == 0:
+            raise DataError(f"The token file {self.path} is empty: it must hold at least two ids.")
+        if size_bytes % self.dtype.itemsize:
+            raise DataError(
+                f"The token file {self.path} has {size_bytes} bytes, which is not a multiple of the "
+                f"{self.dtype.itemsize} bytes of a {self.dtype.name}: it is cut short, or data.dtype is another."
+            )
+
+    def _check_ids(self, vocabulary: int) -> None:
+        for start in range(0, len(self.tokens), CHECK_TOKENS):
+            chunk = self.tokens[start : start + CHECK_TOKENS]
+            if chunk.max() >= vocabulary:
+                at = start + int(np.argmax(chunk >= vocabulary))
+                raise DataError(
+                    f"The token file {self.path} holds id {int(self.tokens[at])} at token {at}, outside the vocabulary "
+                    f"of {vocabulary}: raise the model's vocabulary, or correct data.dtype."
+                )
+
+
+def smallest_type(vocabulary: int | None) -> TokenType:
+    """The smallest unsigned type whose values name `vocabulary` ids.
+
+    Raises:
+        DataError: no vocabulary is given, or it is above 2^32.
+    """
+    if vocabulary is None:
+        raise DataError("Neither data.dtype nor a vocabulary says how wide a token id is: set data.dtype.")
+    if vocabulary > 2**32:
+        raise DataError(f"A vocabulary of {vocabulary} does not fit 32-bit ids: it may have 2^32 at most.")
+    return "uint8" if vocabulary <= 2**8 else "uint16" if vocabulary <= 2**16 else "uint32"
+
+
+class Windows:
+    """Every stretch of `sequence` tokens and the one after it; the tokens of an incomplete last window are left out.
+
+    A sample is (inputs [sequence], targets [sequence]), both int64.
+
+    Raises:
+        DataError: there are too few tokens for one window.
+    """
+
+    def __init__(self, tokens: np.ndarray, sequence: int) -> None:
+        if len(tokens) < sequence + 1:
+            raise DataError(
+                f"{len(tokens)} tokens are too few for one sample of batch.sequence = {sequence} and the token after "
+                "it: shorten batch.sequence, or give more data."
+            )
+        self._tokens = tokens
+        self._sequence = sequence
+
+    def __len__(self) -> int:
+        return (len(self._tokens) - 1) // self._sequence
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"window {index} of {len(self)}")
+        start = index * self._sequence
+        window = self._tokens[start : start + self._sequence + 1].astype(np.int64)
+        return window[:-1], window[1:]
+
+    def samples_at(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The windows `ids` (int64 [samples]) at once: inputs and targets, int64 [samples, sequence]."""
+        places = np.asarray(ids)[:, None] * self._sequence + np.arange(self._sequence + 1)
+        windows = self._tokens[places].astype(np.int64)
+        return windows[:, :-1], windows[:, 1:]

@@ -1,0 +1,54 @@
+"""Tables `[precision]` and `[loss]`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from shoal.config.table import Table, says
+
+
+class Float32(Table, tag_field="kind", tag="float32"):
+    """Parameters, arithmetic and gradients in float32."""
+
+
+class Float64(Table, tag_field="kind", tag="float64"):
+    """Everything in float64: for proofs, not for speed."""
+
+
+class BFloat16(Table, tag_field="kind", tag="bfloat16"):
+    """Matrix products in bfloat16 (autocast); parameters, gradients, reductions and norms in float32."""
+
+
+class Float16(Table, tag_field="kind", tag="float16"):
+    """Matrix products in float16 (autocast) with loss scaling; parameters, gradients and norms in float32."""
+
+    loss_scale: Annotated[float | Literal["dynamic"], says('A fixed scale of the loss, or "dynamic".')] = "dynamic"
+    initial_scale: Annotated[float, says("Where the dynamic scale starts.", gt=0)] = 65536.0
+    growth_steps: Annotated[int, says("Finite steps in a row after which the dynamic scale doubles.", ge=1)] = 2000
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.loss_scale, str) and self.loss_scale <= 0:
+            raise ValueError(f'loss_scale = {self.loss_scale}; a scale is above 0, such as 1024, or "dynamic"')
+
+
+PrecisionConfig = Float32 | Float64 | BFloat16 | Float16
+
+
+class CrossEntropy(Table, tag_field="kind", tag="cross_entropy"):
+    """Cross-entropy of logits `[..., classes]` and integer targets, one value per target."""
+
+
+class SquaredError(Table, tag_field="kind", tag="squared_error"):
+    """The squared difference of outputs and targets, averaged over what is behind the weights' dimensions."""
+
+
+class PythonLoss(Table, tag_field="kind", tag="python"):
+    """The user's own loss: called with (outputs, targets), it returns one value per sample or per position."""
+
+    build: Annotated[str, says('"package.module:function"; the function returns the loss, a callable.')]
+    arguments: Annotated[dict[str, Any], says("Keywords for the function.")] = msgspec.field(default_factory=dict)
+
+
+LossConfig = CrossEntropy | SquaredError | PythonLoss

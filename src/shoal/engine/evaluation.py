@@ -1,0 +1,60 @@
+"""Evaluation: the loss over held-out data with exact weights, each rank taking its part of the samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from shoal.comm.collective import Collective
+from shoal.data.sample import Batch
+from shoal.engine.loss import Loss, call_model, weighted_sum
+from shoal.engine.precision import Precision
+from shoal.engine.step import on_device
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    loss: Loss,
+    batches: Iterable[Batch],
+    *,
+    group: Collective,
+    precision: Precision,
+    device: torch.device,
+) -> dict[str, float]:
+    """`loss/eval`, and `accuracy/eval` where the targets are classes, over all ranks' `batches` together.
+
+    Sums are added in float64 and divided once at the end, so that uneven batches and ranks change nothing.
+    """
+    was_training = model.training
+    model.eval()
+    sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, weight, right, judged
+    try:
+        for batch in batches:
+            batch = on_device(batch, device, precision.parameters)
+            with precision.autocast(device):
+                outputs = call_model(model, batch.inputs)
+                losses = loss(outputs, batch.targets)
+            sums[0] += weighted_sum(losses, batch.weights)
+            sums[1] += batch.weights.sum(dtype=torch.float64)
+            sums[2:] += _right_and_judged(outputs, batch)
+    finally:
+        model.train(was_training)
+    if group.size > 1:
+        group.all_reduce(sums).wait()
+    total, weight, right, judged = sums.tolist()
+    if weight == 0:
+        return {}
+    return {"loss/eval": total / weight} | ({"accuracy/eval": right / judged} if judged else {})
+
+
+def _right_and_judged(outputs: object, batch: Batch) -> Tensor:
+    """How many samples were classified rightly, and how many there are; 0, 0 where the targets are no classes."""
+    targets = batch.targets
+    classes = isinstance(targets, Tensor) and targets.ndim == 1 and not targets.is_floating_point()
+    if not classes or not isinstance(outputs, Tensor) or outputs.ndim != 2:
+        return batch.weights.new_zeros(2, dtype=torch.float64)
+    right = (outputs.argmax(-1) == targets).sum(dtype=torch.float64)
+    return torch.stack([right, torch.full_like(right, len(batch))])

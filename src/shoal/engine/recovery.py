@@ -1,0 +1,55 @@
+"""What to do when a step was not finite: skip it, count it, and give up after too many in a row, naming the culprit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from shoal.comm.collective import Collective
+from shoal.comm.words import gather_texts
+from shoal.data.sample import Batch
+from shoal.engine.nonfinite import first_nonfinite
+from shoal.engine.precision import LossScaler
+from shoal.engine.step import StepResult, TrainStep
+from shoal.errors import Diverged
+
+
+@dataclass
+class NonfiniteGuard:
+    """Counts non-finite steps in a row. An overflow that a smaller loss scale may cure does not count."""
+
+    limit: int
+    step: TrainStep
+    group: Collective
+    in_a_row: int = 0
+
+    def check(
+        self, number: int, result: StepResult, microbatches: Sequence[Batch], *, warn: Callable[[str], None]
+    ) -> None:
+        """Tells of a skipped step. Raises `Diverged` at the limit, on every rank alike."""
+        if result.committed:
+            self.in_a_row = 0
+            return
+        if _scale_was_too_large(result, self.step.scaler):
+            warn(f"step {number} overflowed and was skipped; the loss scale is now {self.step.scaler.scale:g}")
+            return
+        self.in_a_row += 1
+        if self.in_a_row >= self.limit:
+            culprit = self._culprit(microbatches)
+            raise Diverged(f"{self.in_a_row} steps in a row were not finite, the last was step {number}. {culprit}")
+        warn(
+            f"step {number} was not finite (loss {result.loss}, gradient norm {result.norm}) and was skipped: "
+            f"{self.in_a_row} in a row; at {self.limit} the run stops"
+        )
+
+    def _culprit(self, microbatches: Sequence[Batch]) -> str:
+        step = self.step
+        found = first_nonfinite(step.model, step.loss, microbatches, precision=step.precision, device=step.device)
+        for rank, text in enumerate(gather_texts(found or "", self.group, device=step.device)):
+            if text:
+                return f"The first value that was not finite: {text} (rank {rank})"
+        return "Parameters, samples and outputs are finite when looked at alone: the gradient overflowed; lower the lr"
+
+
+def _scale_was_too_large(result: StepResult, scaler: LossScaler) -> bool:
+    return scaler.can_shrink and result.loss - result.loss == 0  # a finite loss: only the scaled gradient overflowed

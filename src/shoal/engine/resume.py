@@ -1,0 +1,59 @@
+"""Where a run goes on: rank 0 looks for the newest verified checkpoint, all ranks load the one it found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from shoal.checkpoint.load import checkpoints, newest_verified, read_into, read_manifest
+
+from shoal.checkpoint.manifest import Manifest
+from shoal.engine.state import TrainState
+from shoal.errors import UsageError
+
+Announce = Callable[[str, Callable[[], str]], str]
+"""`announce(key, find)`: rank 0 calls `find`; every rank gets its answer."""
+
+
+def resume(state: TrainState, directory: Path, *, announce: Announce, warn: Callable[[str], None]) -> int | None:
+    """Loads the newest verified checkpoint of `directory` into `state`; its step, or None where there is none."""
+
+    def find() -> str:
+        manifest, problems = newest_verified(directory)
+        for problem in problems:
+            warn(problem)
+        return str(manifest.step) if manifest is not None else ""
+
+    step = announce("resume", find)
+    if not step:
+        return None
+    manifest = read_manifest(directory, int(step))
+    read_into(manifest, directory, state.targets(_dtypes(manifest)))
+    state.load_json(manifest.state)
+    return int(step)
+
+
+def load_weights(state: TrainState, source: Path, *, strict: bool) -> int:
+    """Loads the weights alone, from a run directory (its newest verified checkpoint) or from one checkpoint in it.
+
+    The step that they are from. Raises `UsageError` where there is none, or where names or shapes differ: all names
+    with `strict`, otherwise what both have must agree.
+    """
+    one = (source / "manifest.json").exists()
+    run = source.parent.parent if one else source
+    if not checkpoints(run):
+        raise UsageError(f"{source} holds no checkpoint; give a run directory or one of its checkpoints")
+    manifest = read_manifest(run, _step_of(source)) if one else newest_verified(run)[0]
+    if manifest is None:
+        raise UsageError(f"{source}: none of its checkpoints is whole; 'shoal checkpoint verify {source}' says why")
+    read_into(manifest, run, state.weights(), strict=strict, cast=True)
+    return manifest.step
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def _dtypes(manifest: Manifest) -> dict[str, torch.dtype]:
+    return {entry.name: getattr(torch, entry.dtype) for entry in manifest.tensors}

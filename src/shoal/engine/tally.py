@@ -1,0 +1,57 @@
+"""What a step counts before its backward: the denominator of the loss, samples, tokens, and who wants to stop.
+
+Each rank counts its own microbatches; one small all-reduce, hidden behind the first forward, adds them up. So every
+rank divides by the same global denominator, and all learn in the same step that one of them was told to stop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.comm.collective import Collective, Handle
+from shoal.data.sample import Batch
+from shoal.errors import DataError
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Sums over all ranks of the agreement domain."""
+
+    denominator: float
+    samples: int
+    tokens: int
+    stop: bool
+
+
+class PendingTally:
+    """A tally under way; `wait` gives it."""
+
+    def __init__(self, microbatches: Sequence[Batch], group: Collective, *, stop: bool, device: torch.device) -> None:
+        own = [
+            sum(batch.weight for batch in microbatches),
+            sum(len(batch) for batch in microbatches),
+            sum(_tokens(batch.weights) for batch in microbatches),
+            float(stop),
+        ]
+        self._sums = torch.tensor(own, dtype=torch.float64, device=device)
+        self._handle: Handle | None = group.all_reduce(self._sums) if group.size > 1 else None
+
+    def wait(self) -> Tally:
+        """Raises `DataError` where the whole global batch weighs nothing: there is nothing to average over."""
+        if self._handle is not None:
+            self._handle.wait()
+        denominator, samples, tokens, stop = self._sums.tolist()
+        if denominator <= 0:
+            raise DataError(
+                f"the weights of a global batch of {int(samples)} samples sum to {denominator:g}; the loss is divided "
+                "by that sum. Every step needs at least one sample or token of positive weight"
+            )
+        return Tally(denominator, int(samples), int(tokens), stop > 0)
+
+
+def _tokens(weights: Tensor) -> int:
+    return int(torch.count_nonzero(weights)) if weights.ndim > 1 else 0

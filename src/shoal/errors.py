@@ -1,0 +1,100 @@
+"""The exception tree, drawn once.
+
+    ShoalError                     1
+     ├── UsageError                2   the run file, the command line or the user's own code is wrong
+     │    ├── ConfigError              a key of the run file
+     │    ├── LayoutError              a layout that cannot be
+     │    ├── DataError                a data file or a sample
+     │    └── UserCodeError            a function of the user's that is missing or returns the wrong thing
+     ├── EnvironmentFault          3   the machine is: ports, devices, disks, missing extras
+     │    ├── MissingExtra
+     │    ├── InUse                    a run directory or a port that somebody else holds
+     │    └── CollectiveError          a rank that is dead, stopped or late
+     ├── Diverged                  4
+     ├── OutOfMemory               5
+     ├── VerificationFailed        6
+     │    └── CorruptCheckpoint
+     └── Stopped                  75   a signal, after a good checkpoint: start it again
+
+Each carries the exit code that `docs/reference/exit-codes.md` promises. A message says what was found, the rule,
+and the repair, in that order. None of them is shown with a traceback: they are answers, not accidents.
+"""
+
+from __future__ import annotations
+
+
+class ShoalError(Exception):
+    """Base of everything Shoal raises on purpose."""
+
+    exit_code = 1
+
+
+class UsageError(ShoalError):
+    """The run file, the command line or the user's own code is wrong."""
+
+    exit_code = 2
+
+
+class ConfigError(UsageError):
+    """A key of the run file is unknown, mistyped, missing or impossible beside another."""
+
+
+class LayoutError(UsageError):
+    """A layout whose axes do not fit the world, the model or each other."""
+
+
+class DataError(UsageError):
+    """A data file or a sample that cannot be used as it is."""
+
+
+class UserCodeError(UsageError):
+    """A function named in the run file is missing, raises, or returns the wrong thing."""
+
+
+class EnvironmentFault(ShoalError):
+    """The machine, not the run file, stands in the way."""
+
+    exit_code = 3
+
+
+class MissingExtra(EnvironmentFault):
+    """An optional package is needed; the message names the extra that brings it."""
+
+    def __init__(self, package: str, *, extra: str, purpose: str) -> None:
+        super().__init__(f"{purpose} needs the package '{package}': pip install 'shoal[{extra}]'")
+
+
+class InUse(EnvironmentFault):
+    """A run directory or a port is held by another process."""
+
+
+class CollectiveError(EnvironmentFault):
+    """A collective could not complete: a rank is dead, stopped or late."""
+
+
+class Diverged(ShoalError):
+    """Losses or gradients stayed non-finite."""
+
+    exit_code = 4
+
+
+class OutOfMemory(ShoalError):
+    """A device or the host ran out of memory."""
+
+    exit_code = 5
+
+
+class VerificationFailed(ShoalError):
+    """Something that was checked does not hold."""
+
+    exit_code = 6
+
+
+class CorruptCheckpoint(VerificationFailed):
+    """A checkpoint whose bytes are not those that were written."""
+
+
+class Stopped(ShoalError):
+    """A signal asked the run to stop, and a verified checkpoint was written."""
+
+    exit_code = 75

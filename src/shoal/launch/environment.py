@@ -1,0 +1,177 @@
+"""Where a process stands among the ranks, read from the variables that launchers set.
+
+    launcher   says so by                          rank                    world
+    shoal      SHOAL_LAUNCHER                      RANK                    WORLD_SIZE
+    torchrun   RANK, WORLD_SIZE                    RANK                    WORLD_SIZE
+    slurm      SLURM_STEP_ID, of several tasks     SLURM_PROCID            SLURM_STEP_NUM_TASKS
+    mpi        OMPI_COMM_WORLD_RANK, PMI_RANK      (the same variable)     OMPI_COMM_WORLD_SIZE, PMI_SIZE
+
+The first that applies counts. A Slurm batch script or a step of one task is no rank: there Shoal starts its own.
+Everything is a pure function of `environ`; values that contradict each other raise `EnvironmentFault`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from shoal.errors import EnvironmentFault
+from shoal.launch import slurm
+
+Environ = Mapping[str, str]
+Launcher = Literal["shoal", "torchrun", "slurm", "mpi"]
+
+LOOPBACK = "127.0.0.1"
+# The descriptor of a socket that already listens on MASTER_PORT, for rank 0 of Shoal's own launcher.
+STORE_FD = "SHOAL_STORE_FD"
+# Slurm gives its own steps (batch, extern, interactive) numbers from the very top of 32 bits.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+# Derived ports lie below the range that kernels hand out by themselves (32768 on Linux).
+_FIRST_PORT, _PORTS = 15_000, 16_000
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank's place: `0 <= rank < world_size`, and the same within its host."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    launcher: Launcher
+
+    @property
+    def one_host(self) -> bool:
+        """Whether all ranks share this host."""
+        return self.local_world_size == self.world_size
+
+
+def place_from(environ: Environ) -> Place | None:
+    """This process's place, or None where no launcher started it. Raises `EnvironmentFault` on a contradiction."""
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        return _torchrun(environ)
+    if _in_slurm_step(environ):
+        return _slurm(environ)
+    if "OMPI_COMM_WORLD_RANK" in environ:
+        prefix = "OMPI_COMM_WORLD_"
+        return _mpi(environ, prefix + "RANK", prefix + "SIZE", prefix + "LOCAL_RANK", prefix + "LOCAL_SIZE")
+    if "PMI_RANK" in environ:
+        return _mpi(environ, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    return None
+
+
+def master_from(environ: Environ) -> tuple[str, int]:
+    """Address and port where rank 0 hosts the store. Raises `EnvironmentFault` where neither is given nor derivable."""
+    address = environ.get("MASTER_ADDR") or _derived_address(environ)
+    if environ.get("MASTER_PORT"):
+        port = _whole(environ, "MASTER_PORT")
+        if not 0 < port < 1 << 16:
+            raise EnvironmentFault(f"MASTER_PORT is {port}: a port lies between 1 and 65535; set one that is free")
+    else:
+        port = _derived_port(environ)
+    return address, port
+
+
+def _torchrun(environ: Environ) -> Place:
+    rank, world_size = _whole(environ, "RANK"), _whole(environ, "WORLD_SIZE")
+    # Kubernetes' operators set these two alone: one process a pod.
+    local_rank, local_size = _whole(environ, "LOCAL_RANK", 0), _whole(environ, "LOCAL_WORLD_SIZE", 1)
+    _check_below("RANK", rank, "WORLD_SIZE", world_size)
+    _check_below("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_size)
+    node_rank = _whole(environ, "GROUP_RANK", rank // local_size)
+    launcher = "shoal" if environ.get("SHOAL_LAUNCHER") else "torchrun"
+    return _place(rank, world_size, local_rank, local_size, node_rank=node_rank, launcher=launcher)
+
+
+def _in_slurm_step(environ: Environ) -> bool:
+    if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
+        return False
+    return _whole(environ, "SLURM_STEP_ID") < _FIRST_SPECIAL_STEP and _whole(environ, _slurm_size(environ)) > 1
+
+
+def _slurm(environ: Environ) -> Place:
+    size_name = _slurm_size(environ)
+    rank, world_size = _whole(environ, "SLURM_PROCID"), _whole(environ, size_name)
+    local_rank, node = _whole(environ, "SLURM_LOCALID"), _whole(environ, "SLURM_NODEID")
+    _check_below("SLURM_PROCID", rank, size_name, world_size)
+    local_size = _slurm_local_size(environ, node)
+    _check_below("SLURM_LOCALID", local_rank, "the node's task count", local_size)
+    return _place(rank, world_size, local_rank, local_size, node_rank=node, launcher="slurm")
+
+
+def _slurm_size(environ: Environ) -> str:
+    # A step may be smaller than its job: the step's own count goes first.
+    return "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+
+
+def _slurm_local_size(environ: Environ, node: int) -> int:
+    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
+        if name in environ:
+            counts = slurm.tasks_per_node(environ[name])
+            _check_below("SLURM_NODEID", node, f"the number of nodes in {name}", len(counts))
+            return counts[node]
+    return _whole(environ, "SLURM_NTASKS_PER_NODE")
+
+
+def _mpi(environ: Environ, rank_name: str, size_name: str, local_rank_name: str, local_size_name: str) -> Place:
+    rank, world_size = _whole(environ, rank_name), _whole(environ, size_name)
+    local_rank, local_size = _whole(environ, local_rank_name), _whole(environ, local_size_name)
+    _check_below(rank_name, rank, size_name, world_size)
+    _check_below(local_rank_name, local_rank, local_size_name, local_size)
+    return _place(rank, world_size, local_rank, local_size, node_rank=rank // local_size, launcher="mpi")
+
+
+def _place(
+    rank: int, world_size: int, local_rank: int, local_size: int, *, node_rank: int, launcher: Launcher
+) -> Place:
+    if local_size > world_size:
+        raise EnvironmentFault(
+            f"{launcher} says {local_size} ranks on this host but {world_size} in all: "
+            "a host holds at most all of them; unset the variables of an outer job, or set them for this one"
+        )
+    return Place(rank, world_size, local_rank, local_size, node_rank, launcher)
+
+
+def _whole(environ: Environ, name: str, default: int | None = None) -> int:
+    text = environ.get(name)
+    if text is None and default is not None:
+        return default
+    # isascii: isdigit alone also accepts the digits of other scripts, and superscripts that int() refuses.
+    if text is None or not (text.isascii() and text.isdigit() and len(text) <= 10):
+        found = "missing" if text is None else repr(text[:40])
+        raise EnvironmentFault(
+            f"the environment variable {name} is {found}: it should be a whole number; "
+            "set it, or unset the launcher's variables to start ranks here"
+        )
+    return int(text)
+
+
+def _check_below(name: str, value: int, bound_name: str, bound: int) -> None:
+    if value >= bound:
+        raise EnvironmentFault(
+            f"{name} is {value} but {bound_name} is {bound}: ranks count from 0 to one less than the size; "
+            "unset the variables of an outer job, or set them for this one"
+        )
+
+
+def _derived_address(environ: Environ) -> str:
+    place = place_from(environ)
+    if place is not None and place.one_host:
+        return LOOPBACK
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"):
+        if environ.get(name):
+            return slurm.hosts(environ[name])[0]
+    raise EnvironmentFault("MASTER_ADDR is missing: ranks on several hosts need rank 0's address; set it on every rank")
+
+
+def _derived_port(environ: Environ) -> int:
+    if environ.get("SLURM_JOB_ID"):
+        number = _whole(environ, "SLURM_JOB_ID") + _whole(environ, "SLURM_STEP_ID", 0)
+    elif environ.get("PMIX_NAMESPACE"):
+        number = zlib.crc32(environ["PMIX_NAMESPACE"].encode())
+    else:
+        raise EnvironmentFault("MASTER_PORT is missing: the ranks meet at one port of rank 0; set it on every rank")
+    return _FIRST_PORT + number % _PORTS

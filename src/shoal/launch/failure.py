@@ -1,0 +1,140 @@
+"""What a failing rank leaves behind: one record, written whole, in the launcher's failure folder.
+
+The record's time is in nanoseconds, as ranks fall within the same millisecond; `secondary` marks an error that only
+echoes another rank's end (a collective that lost its peer), so that the launcher can show the cause first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from shoal.errors import CollectiveError, OutOfMemory, ShoalError
+from shoal.launch.environment import Place
+
+FAILURE_FOLDER = "SHOAL_FAILURE_FOLDER"
+_MOST_TEXT = 200_000
+# By name: this module runs in ranks that may not have imported torch yet.
+_OUT_OF_MEMORY = {"MemoryError", "OutOfMemoryError"}
+_LOST_PEER = {"DistBackendError", "DistNetworkError", "DistStoreError"}
+_LOST_PEER_TEXTS = ("Connection closed by peer", "Connection reset by peer")
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """Why one rank ended. `traceback` is empty where the message is the answer."""
+
+    rank: int
+    host: str
+    pid: int
+    time_ns: int
+    exit_code: int
+    kind: str
+    message: str
+    traceback: str = ""
+    secondary: bool = False
+
+    @property
+    def text(self) -> str:
+        """What to show of it."""
+        return (self.traceback or self.message or self.kind).rstrip()
+
+
+@contextlib.contextmanager
+def reporting(place: Place, folder: Path | None) -> Iterator[None]:
+    """Turn whatever escapes into a record in `folder`, and end the process with its exit code.
+
+    Without a folder (another launcher's rank) the text goes to standard error. The end is `os._exit`: neither a
+    thread that hangs nor a teardown in C++ may keep a failed rank alive.
+    """
+    try:
+        yield
+    except BaseException as error:
+        failure = failure_of(error, place.rank)
+        _leave(failure, folder)
+
+
+def failure_of(error: BaseException, rank: int) -> Failure:
+    """The record of `error`. Errors that Shoal raises on purpose, and requests to exit, carry no traceback."""
+    purposeful = isinstance(error, ShoalError | SystemExit | KeyboardInterrupt)
+    trace = "" if purposeful else "".join(traceback.format_exception(error))
+    return Failure(
+        rank=rank,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        time_ns=time.time_ns(),
+        exit_code=_exit_code(error),
+        kind=type(error).__name__,
+        # The end of a traceback says most; the start of a message does.
+        message=_message(error)[:_MOST_TEXT],
+        traceback=trace[-_MOST_TEXT:],
+        secondary=_is_secondary(error),
+    )
+
+
+def read_failures(folder: Path) -> list[Failure]:
+    """All records in the folder."""
+    return [msgspec.json.decode(path.read_bytes(), type=Failure) for path in sorted(folder.glob("rank-*.json"))]
+
+
+def write_failure(failure: Failure, folder: Path) -> None:
+    """Write the record so that a reader finds the whole of it or nothing."""
+    path = folder / f"rank-{failure.rank}.json"
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(msgspec.json.encode(failure))
+    partial.replace(path)
+
+
+def _leave(failure: Failure, folder: Path | None) -> NoReturn:
+    try:
+        if folder is not None:
+            write_failure(failure, folder)
+        elif failure.exit_code != 0:
+            print(f"rank {failure.rank} ({failure.host}, pid {failure.pid}): {failure.text}", file=sys.stderr)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    finally:
+        # In a `finally`: a full disk or a closed terminal must not turn this exit into a hang.
+        os._exit(failure.exit_code)
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, ShoalError):
+        return error.exit_code
+    if isinstance(error, SystemExit):
+        return _system_exit_code(error.code)
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    return OutOfMemory.exit_code if _is_out_of_memory(error) else 1
+
+
+def _system_exit_code(code: object) -> int:
+    if code is None:
+        return 0
+    return code & 0xFF if isinstance(code, int) else 1
+
+
+def _message(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, str) else f"exit({error.code})"
+    return str(error)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    named = any(kind.__name__ in _OUT_OF_MEMORY for kind in type(error).__mro__)
+    # PyTorch's allocator for the host raises a plain RuntimeError.
+    return named or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
+
+
+def _is_secondary(error: BaseException) -> bool:
+    if isinstance(error, CollectiveError) or type(error).__name__ in _LOST_PEER:
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST_PEER_TEXTS)

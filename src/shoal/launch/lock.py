@@ -1,0 +1,107 @@
+"""One run at a time in a run directory: a `flock` on `.lock`.
+
+The lock belongs to the open file, which ranks inherit by descriptor: it is held until the last of them is gone, even
+when the launcher was killed first, and the kernel drops it then. A file left behind is no obstacle. The file's text
+(holder's pid, host) only serves the refusal.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from shoal.errors import EnvironmentFault, InUse
+
+FILE_NAME = ".lock"
+_MOST_BYTES = 4096
+
+
+class Holder(msgspec.Struct, frozen=True):
+    """Who took the lock."""
+
+    pid: int
+    host: str
+
+
+class RunLock:
+    """The lock of one run directory. Hand `fd` to every rank (`pass_fds`), so that they hold it too."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / FILE_NAME
+        self._fd: int | None = None
+
+    @property
+    def fd(self) -> int:
+        """The descriptor that holds the lock."""
+        if self._fd is None:
+            raise RuntimeError(f"{self.path} is not locked: acquire it before handing it on")
+        return self._fd
+
+    def acquire(self) -> None:
+        """Take the lock, making the directory where needed. Raises `InUse`, or `EnvironmentFault`."""
+        fd = _open(self.path)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, msgspec.json.encode(Holder(os.getpid(), socket.gethostname())), 0)
+        except BlockingIOError as taken:
+            held_by = _holder(fd)
+            os.close(fd)
+            raise InUse(_refusal(self.path, held_by)) from taken
+        except OSError as error:
+            os.close(fd)
+            raise EnvironmentFault(_cannot(self.path, error)) from error
+        self._fd = fd
+
+    def release(self) -> None:
+        """Let go of this process's hold. Ranks that still live keep theirs, as the lock is the open file's."""
+        if self._fd is not None:
+            # Not LOCK_UN: that would unlock the open file for the ranks, too.
+            os.close(self._fd)
+            self._fd = None
+
+    def __enter__(self) -> RunLock:
+        self.acquire()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def _open(path: Path) -> int:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise EnvironmentFault(_cannot(path, error)) from error
+
+
+def _cannot(path: Path, error: OSError) -> str:
+    lockless = error.errno in (errno.ENOLCK, errno.ENOTSUP)
+    repair = "use a file system that has locks" if lockless else "make it writable, or set run.directory to another"
+    return f"the run directory {path.parent} cannot be locked ({error.strerror}): a run needs to write there; {repair}"
+
+
+def _holder(fd: int) -> Holder | None:
+    try:
+        return msgspec.json.decode(os.pread(fd, _MOST_BYTES, 0), type=Holder)
+    except msgspec.DecodeError:
+        # Between the holder's lock and its first write the file is still empty.
+        return None
+
+
+def _refusal(path: Path, held_by: Holder | None) -> str:
+    who = f"process {held_by.pid} on {held_by.host}" if held_by else "another process"
+    stop = f"stop it (kill {held_by.pid})" if held_by else "stop it"
+    return (
+        f"the run directory {path.parent} is in use by {who}, or by ranks that it started: "
+        f"one run writes to it at a time; wait for it, {stop}, or set run.directory to another"
+    )

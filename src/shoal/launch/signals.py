@@ -1,0 +1,76 @@
+"""A rank's answer to SIGTERM and SIGINT: stop after this step; asked twice, stop at once.
+
+    with StopRequest() as stop:
+        while not stop.requested:
+            step()
+
+Terminals, launchers and cluster agents often deliver one request twice, a few milliseconds apart: signals within
+`SAME_REQUEST_S` of the last are the same request.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+SAME_REQUEST_S = 0.3
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Debounce:
+    """Counts requests in a stream of signals: those closer than `SAME_REQUEST_S` to the one before are one request."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self._last_s = float("-inf")
+
+    def request(self, now_s: float) -> bool:
+        """Whether a signal at `now_s` (any monotonic seconds) is a new request."""
+        new = now_s - self._last_s > SAME_REQUEST_S
+        self._last_s = now_s
+        self.requests += new
+        return new
+
+
+class StopRequest:
+    """Notes the first SIGTERM or SIGINT; ends the process with 128 + n at the second. Main thread only."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic, end: Callable[[int], Any] = os._exit) -> None:
+        self.signal: signal.Signals | None = None
+        self._clock = clock
+        self._end = end
+        self._debounce = Debounce()
+        self._before: dict[signal.Signals, Any] = {}
+
+    @property
+    def requested(self) -> bool:
+        """Whether a stop has been asked for; `signal` says by which signal."""
+        return self.signal is not None
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("StopRequest was entered outside the main thread: Python runs handlers only there")
+        for number in _SIGNALS:
+            self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._before:
+            number, handler = self._before.popitem()
+            # None: a handler that was not installed from Python, which Python cannot put back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self._debounce.request(self._clock()):
+            return
+        if self.signal is not None:
+            # os._exit: asked twice means now, whatever thread or C++ teardown would hold a normal exit.
+            self._end(128 + number)
+        self.signal = signal.Signals(number)

@@ -1,0 +1,125 @@
+"""Start the ranks of one host, watch them, and exit with the code of the first that failed.
+
+The launcher imports no torch: the ranks do, in parallel, a few hundredths of a second after the command was given.
+It binds the store's port itself, on loopback, and hands the open socket to rank 0: no port is guessed, none is open to
+the network. What happens then is in `watch`; which signal goes when, in `supervision`; whose failure counts, in
+`root_cause`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from shoal.errors import Stopped
+from shoal.launch import loopback
+from shoal.launch.environment import STORE_FD, Environ
+from shoal.launch.failure import FAILURE_FOLDER, read_failures
+from shoal.launch.failure_report import failure_report
+from shoal.launch.orphans import LAUNCHER_PID, LAUNCHER_PIPE
+from shoal.launch.rank_process import RankProcess, rank_environment, start
+from shoal.launch.root_cause import exit_code, root_cause
+from shoal.launch.supervision import Patience, Supervision
+from shoal.launch.watch import Watch, say
+
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def run_ranks(
+    command: Sequence[str],
+    *,
+    processes: int,
+    run_directory: Path,
+    environ: Environ,
+    keep_fds: Sequence[int] = (),
+    patience: Patience | None = None,
+) -> int:
+    """Run `command` as `processes` ranks, and return the exit code that the launcher should exit with.
+
+    Call it from the main thread: signals arrive there, and the ranks end when that thread does. `keep_fds` (the run
+    directory's lock) are open in every rank. What went wrong is written to standard error. Raises `EnvironmentFault`
+    where ranks cannot be started at all.
+    """
+    watch = Watch(Supervision(set(range(processes)), patience or Patience()))
+    with tempfile.TemporaryDirectory(prefix="shoal-") as folder, _listening(watch.events), _no_survivors(watch.ranks):
+        environ = {**environ, FAILURE_FOLDER: folder}
+        # Held open in this frame, and in no rank: its end of file is how ranks learn that the launcher is gone.
+        with _pipe() as read_end:
+            environ |= {LAUNCHER_PID: str(os.getpid()), LAUNCHER_PIPE: str(read_end)}
+            _start_all(watch.ranks, command, processes, run_directory, environ, (read_end, *keep_fds))
+            watch.until_all_left()
+        return _conclude(watch, Path(folder))
+
+
+def _start_all(
+    ranks: list[RankProcess],
+    command: Sequence[str],
+    processes: int,
+    run_directory: Path,
+    environ: Environ,
+    keep_fds: Sequence[int],
+) -> None:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    environ = {"GLOO_SOCKET_IFNAME": loopback.interface_name(), **environ}
+    with loopback.listen() as listener:
+        port, store_fd = listener.getsockname()[1], listener.fileno()
+        for rank in range(processes):
+            own = rank_environment(environ, rank, processes=processes, port=port, cores=cores)
+            fds = [*keep_fds]
+            if rank == 0:
+                own[STORE_FD] = str(store_fd)
+                fds.append(store_fd)
+            ranks.append(start(command, rank, environ=own, run_directory=run_directory, pass_fds=fds))
+
+
+def _conclude(watch: Watch, folder: Path) -> int:
+    ends = root_cause(read_failures(folder), watch.exits)
+    asked_by = watch.supervision.asked_by
+    if ends and asked_by is not None and all(end.exit.ours for end in ends):
+        say(f"{asked_by.name}: stopped at once; the next start goes on from the newest checkpoint")
+        return 128 + asked_by
+    code = exit_code(watch.exits, ends)
+    if ends:
+        tails = {rank.rank: rank.log_tail() for rank in watch.ranks if rank.rank == ends[0].exit.rank}
+        say(failure_report(ends, watch.exits, stopped=watch.stopped, log_tails=tails))
+    elif code == Stopped.exit_code:
+        say("stopped after a good checkpoint; the same command goes on from there")
+    return code
+
+
+@contextlib.contextmanager
+def _listening(events: queue.SimpleQueue) -> Iterator[None]:
+    """Signals to the launcher become events. One that is ignored (`nohup`) stays so."""
+    chosen = [number for number in _STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    # SimpleQueue.put may be called from a handler, even while the main thread is inside get.
+    before = {number: signal.signal(number, lambda n, _: events.put(signal.Signals(n))) for number in chosen}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+@contextlib.contextmanager
+def _no_survivors(ranks: list[RankProcess]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for rank in ranks:
+            if rank.process.returncode is None:
+                rank.reap()
+
+
+@contextlib.contextmanager
+def _pipe() -> Iterator[int]:
+    read_end, write_end = os.pipe()
+    try:
+        yield read_end
+    finally:
+        os.close(read_end)
+        os.close(write_end)

@@ -1,0 +1,75 @@
+"""When the launcher sends which signal: a state machine without processes or clocks.
+
+    a rank fails              the others get `failure_s` to say their own last word, then SIGTERM, then SIGKILL
+    a rank leaves with 75     the others are saving, too: they get `saving_s`, then the same
+    the user asks to stop     SIGTERM to every rank, without a limit: they finish the step and save
+    the user asks twice       SIGKILL to every rank
+
+Events come in with their time (monotonic seconds); what comes out is the signals to send now.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass, field
+
+from shoal.errors import Stopped
+from shoal.launch.signals import Debounce
+
+Sending = list[tuple[int, signal.Signals]]
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long ranks may go on after another has left, in seconds."""
+
+    failure_s: float = 2.0
+    saving_s: float = 300.0
+    terminate_s: float = 1.0
+
+
+@dataclass
+class Supervision:
+    """Which ranks run, what they were sent, and when the next signal is due."""
+
+    running: set[int]
+    patience: Patience = field(default_factory=Patience)
+    sent: dict[int, set[signal.Signals]] = field(default_factory=dict)
+    asked_by: signal.Signals | None = None
+    deadline_s: float | None = None
+    _next: signal.Signals = signal.SIGTERM
+    _debounce: Debounce = field(default_factory=Debounce)
+
+    def left(self, rank: int, code: int, *, now_s: float) -> None:
+        """A rank has gone, with an exit code as `subprocess` gives it (negative for a signal)."""
+        self.running.discard(rank)
+        if code == 0:
+            return
+        wait_s = self.patience.saving_s if code == Stopped.exit_code else self.patience.failure_s
+        # A failure shortens the long patience; nothing lengthens one that already runs.
+        if self.deadline_s is None or now_s + wait_s < self.deadline_s:
+            self.deadline_s = now_s + wait_s
+
+    def asked(self, number: signal.Signals, *, now_s: float) -> Sending:
+        """The launcher got a signal; another within the debounce is the same request."""
+        if not self._debounce.request(now_s):
+            return []
+        first, self.asked_by = self.asked_by is None, number
+        return self._send(signal.SIGTERM if first else signal.SIGKILL)
+
+    def passed(self, now_s: float) -> Sending:
+        """Time has gone by: once the deadline is over SIGTERM is due, and `terminate_s` later SIGKILL."""
+        if self.deadline_s is None or now_s < self.deadline_s:
+            return []
+        number, self._next = self._next, signal.SIGKILL
+        self.deadline_s = now_s + self.patience.terminate_s
+        return self._send(number)
+
+    def is_ours(self, rank: int, code: int) -> bool:
+        """Whether this exit code is a signal that the launcher sent (ranks may also report signal n as 128 + n)."""
+        return any(code in (-number, 128 + number) for number in self.sent.get(rank, ()))
+
+    def _send(self, number: signal.Signals) -> Sending:
+        for rank in self.running:
+            self.sent.setdefault(rank, set()).add(number)
+        return [(rank, number) for rank in sorted(self.running)]

@@ -1,0 +1,117 @@
+"""Table `[model]`. Imports no torch: a size that cannot be is refused before any process starts."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from shoal.config.table import Table, says
+
+SWIGLU_ROUNDING = 32
+CHANNEL_MULTIPLE = 8
+
+
+class GPTConfig(Table, tag_field="kind", tag="gpt"):
+    """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU or GELU."""
+
+    vocabulary: Annotated[int, says("Different tokens; 256 for bytes.", ge=2, le=1 << 24)] = 256
+    layers: Annotated[int, says("Blocks of attention and feed-forward.", ge=1, le=4096)] = 4
+    width: Annotated[int, says("Features of the residual stream; a multiple of `heads`.", ge=2, le=1 << 20)] = 128
+    heads: Annotated[int, says("Query heads in each block.", ge=1, le=4096)] = 4
+    kv_heads: Annotated[
+        int | None, says("Key and value heads, a divisor of `heads` (arXiv:2305.13245); default: `heads`.", ge=1, le=4096)
+    ] = None
+    feed_forward: Annotated[
+        Literal["swiglu", "gelu"], says("Gated (arXiv:2002.05202) or plain feed-forward layers.")
+    ] = "swiglu"
+    feed_forward_width: Annotated[
+        int | None,
+        says("Features inside the feed-forward; default: 4 x width for gelu, 8/3 x width rounded up to a multiple of 32 "
+             "for swiglu.", ge=1, le=1 << 22),
+    ] = None
+    tied: Annotated[bool, says("Use the embedding's weights for the output head too.")] = False
+    dropout: Annotated[float, says("Share of features dropped, keyed per sample; 0: none.", ge=0, lt=1)] = 0.0
+    rope_base: Annotated[float, says("Base of the rotary wavelengths (arXiv:2104.09864).", gt=1, le=1e12)] = 10_000.0
+    norm_eps: Annotated[float, says("Added to the mean square in RMSNorm.", gt=0, le=1)] = 1e-5
+
+    def __post_init__(self) -> None:
+        step = 2 * self.heads
+        if self.width % step:
+            raise ValueError(
+                f"width = {self.width} with heads = {self.heads}; rotary positions need an even number of features in "
+                f"each head, so width must be a multiple of 2 x heads = {step}; nearest: {_nearest(self.width, step)}"
+            )
+        if self.heads % self.key_value_heads:
+            divisors = ", ".join(str(n) for n in range(1, self.heads + 1) if self.heads % n == 0)
+            raise ValueError(
+                f"kv_heads = {self.kv_heads} with heads = {self.heads}; each key and value head serves the same number "
+                f"of query heads, so kv_heads must divide heads; use one of {divisors}"
+            )
+
+    @property
+    def key_value_heads(self) -> int:
+        """Key and value heads, the default resolved."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def hidden_width(self) -> int:
+        """Features inside the feed-forward, the default resolved."""
+        if self.feed_forward_width is not None:
+            return self.feed_forward_width
+        if self.feed_forward == "gelu":
+            return 4 * self.width
+        return -(-8 * self.width // (3 * SWIGLU_ROUNDING)) * SWIGLU_ROUNDING
+
+
+class ConvNetConfig(Table, tag_field="kind", tag="convnet"):
+    """A small convolutional net for small images."""
+
+    channels: Annotated[int, says("Channels of the images: 1 for grey, 3 for colour.", ge=1, le=1024)] = 1
+    classes: Annotated[int, says("Classes to tell apart.", ge=2, le=1 << 20)] = 10
+    width: Annotated[int, says("Features of the first layer, a multiple of 8; later layers have twice.", ge=8, le=8192)] = 32
+    norm: Annotated[
+        Literal["group", "batch"],
+        says("Normalise over groups of features in each sample (group), or over declared groups of samples (batch)."),
+    ] = "group"
+    group_samples: Annotated[
+        int, says("Consecutive samples whose statistics are taken together, for `norm = \"batch\"`.", ge=1, le=1 << 16)
+    ] = 16
+
+    def __post_init__(self) -> None:
+        if self.width % CHANNEL_MULTIPLE:
+            raise ValueError(
+                f"width = {self.width}; features are normalised in {CHANNEL_MULTIPLE} groups, so width must be a "
+                f"multiple of {CHANNEL_MULTIPLE}; nearest: {_nearest(self.width, CHANNEL_MULTIPLE)}"
+            )
+
+
+class MLPConfig(Table, tag_field="kind", tag="mlp"):
+    """A multi-layer perceptron over flat inputs."""
+
+    inputs: Annotated[int, says("Numbers in one sample; samples of more dimensions are flattened.", ge=1, le=1 << 24)]
+    hidden: Annotated[tuple[int, ...], says("Features of each hidden layer; empty: a linear model.", max_length=1024)] = (128,)
+    outputs: Annotated[int, says("Numbers that come out.", ge=1, le=1 << 24)]
+    activation: Annotated[Literal["relu", "gelu", "tanh"], says("What follows each hidden layer.")] = "relu"
+
+    def __post_init__(self) -> None:
+        for features in self.hidden:
+            if not 1 <= features <= 1 << 24:
+                raise ValueError(f"hidden = {list(self.hidden)}; every hidden layer has from 1 to {1 << 24} features")
+
+
+class PythonModel(Table, tag_field="kind", tag="python"):
+    """The user's own module."""
+
+    build: Annotated[
+        str, says('"package.module:function"; the function returns a `torch.nn.Module`.', pattern=r"^[^:\s]+:[^:\s]+$")
+    ]
+    arguments: Annotated[dict[str, Any], says("Keywords for the function.")] = {}
+
+
+BuiltInModel = GPTConfig | ConvNetConfig | MLPConfig
+ModelConfig = GPTConfig | ConvNetConfig | MLPConfig | PythonModel
+
+
+def _nearest(found: int, step: int) -> str:
+    """The multiples of `step` on both sides of `found`, as words."""
+    below, above = found // step * step, -(-found // step) * step
+    return f"{below} or {above}" if below else str(above)

@@ -1,0 +1,110 @@
+"""A decoder-only transformer: pre-norm blocks of attention and feed-forward on a residual stream.
+
+    x <- x + attention(norm(x))
+    x <- x + feed_forward(norm(x))
+
+RMSNorm (arXiv:1910.07467), rotary positions, no biases. Weights start at N(0, 0.02^2); the projections that write into
+the residual stream at 0.02 / sqrt(2 layers), so that its variance does not grow with depth (GPT-2).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from shoal.models.attention import Attention
+from shoal.models.dropout import KeyedDropout
+from shoal.models.feed_forward import GELU, SwiGLU
+from shoal.models.law import ONES, Normal
+from shoal.models.roles import Role
+from shoal.models.rotary import rotations
+
+INIT_STD = 0.02
+
+
+class GPT(nn.Module):
+    """Tokens to the logits of the tokens that follow. The sizes are those of `GPTConfig`, defaults resolved."""
+
+    def __init__(
+        self,
+        *,
+        vocabulary: int,
+        layers: int,
+        width: int,
+        heads: int,
+        kv_heads: int,
+        feed_forward: Literal["swiglu", "gelu"],
+        feed_forward_width: int,
+        tied: bool = False,
+        dropout: float = 0.0,
+        rope_base: float = 10_000.0,
+        norm_eps: float = 1e-5,
+    ) -> None:
+        super().__init__()
+        self.head_size, self.rope_base = width // heads, rope_base
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.dropout = KeyedDropout(dropout, "embedding")
+        self.blocks = nn.ModuleList(
+            Block(
+                Attention(width, heads=heads, kv_heads=kv_heads),
+                (SwiGLU if feed_forward == "swiglu" else GELU)(width, feed_forward_width),
+                width=width,
+                dropout=dropout,
+                norm_eps=norm_eps,
+                name=f"blocks.{index}",
+            )
+            for index in range(layers)
+        )
+        self.norm = nn.RMSNorm(width, eps=norm_eps)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Integer tokens `[batch, seq]` to logits `[batch, seq, vocabulary]`.
+
+        `positions` `[batch, seq]` (int64) are the tokens' places in their samples, for rotary positions and dropout;
+        default 0, 1, 2, ... Attention stays causal in the order in which the tokens are given.
+        """
+        places = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
+        factors = rotations(places, head_size=self.head_size, base=self.rope_base)
+        x = self.dropout(self.embedding(tokens), positions)
+        for block in self.blocks:
+            x = block(x, factors, positions)
+        return self.head(self.norm(x))
+
+    def parameter_roles(self) -> dict[str, Role]:
+        """See `shoal.models.roles`."""
+        inner = Normal(INIT_STD)
+        residual = Normal(INIT_STD / math.sqrt(2 * len(self.blocks)))
+        columns = ("query", "key", "value", "gate", "up")
+        return {
+            "embedding.weight": Role("embedding", inner, decay=True),
+            "head.weight": Role("head", inner, decay=True),
+            "*norm.weight": Role("norm", ONES, decay=False),
+            **{f"*.{name}.weight": Role("column", inner, decay=True) for name in columns},
+            **{f"*.{name}.weight": Role("row", residual, decay=True) for name in ("output", "down")},
+        }
+
+
+class Block(nn.Module):
+    """One attention and one feed-forward, each behind its norm and before its dropout."""
+
+    def __init__(
+        self, attention: nn.Module, feed_forward: nn.Module, *, width: int, dropout: float, norm_eps: float, name: str
+    ) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(width, eps=norm_eps)
+        self.attention = attention
+        self.attention_dropout = KeyedDropout(dropout, f"{name}.attention")
+        self.feed_forward_norm = nn.RMSNorm(width, eps=norm_eps)
+        self.feed_forward = feed_forward
+        self.feed_forward_dropout = KeyedDropout(dropout, f"{name}.feed_forward")
+
+    def forward(self, x: Tensor, factors: Tensor, positions: Tensor | None = None) -> Tensor:
+        """`x` `[batch, seq, width]`; `factors` and `positions` as `GPT.forward` makes them."""
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x), factors), positions)
+        return x + self.feed_forward_dropout(self.feed_forward(self.feed_forward_norm(x)), positions)

@@ -1,0 +1,90 @@
+"""Batch normalisation whose statistics no layout can change.
+
+Batch normalisation (Ioffe and Szegedy, arXiv:1502.03167) ties a sample to whatever shares its batch, hence to the
+microbatch and the world size. Here the company is declared: every `group_samples` consecutive samples are normalised
+by their own mean and variance ("ghost batches", arXiv:1705.08741), in whichever batch they arrive. Each forward adds
+the groups' means and unbiased variances to sums; once a step, with `count` groups over all replicas,
+
+    running <- (1 - momentum) running + momentum sum / count
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class GroupedBatchNorm2d(nn.Module):
+    """Normalises `[groups * group_samples, channels, height, width]`; a `StepStatistics`.
+
+    Statistics are computed in float32 at least. `eval()` uses the running statistics, as of the last commit.
+    """
+
+    running_mean: Tensor
+    running_var: Tensor
+    totals: Tensor
+
+    def __init__(self, channels: int, group_samples: int, *, eps: float = 1e-5, momentum: float = 0.1) -> None:
+        super().__init__()
+        self.channels, self.group_samples, self.eps, self.momentum = channels, group_samples, eps, momentum
+        self.weight = nn.Parameter(torch.ones(channels))
+        self.bias = nn.Parameter(torch.zeros(channels))
+        self.register_buffer("running_mean", torch.zeros(channels))
+        self.register_buffer("running_var", torch.ones(channels))
+        self.register_buffer("totals", torch.zeros(1 + 2 * channels, dtype=torch.float64), persistent=False)
+
+    def reset_buffers(self) -> None:
+        """The state before the first step."""
+        self.running_mean.zero_()
+        self.running_var.fill_(1)
+        self.totals.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the shape and type of `x`. Raises `ValueError` in training for a batch of incomplete groups."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        if not self.training:
+            return self._scaled(wide, self.running_mean[:, None, None], self.running_var[:, None, None]).to(x.dtype)
+        groups = wide.unflatten(0, (self._groups_in(x), self.group_samples))
+        var, mean = torch.var_mean(groups, dim=(1, 3, 4), correction=0, keepdim=True)
+        self._gather(mean, var, numel=groups[0, :, 0].numel())
+        return self._scaled(groups, mean, var).flatten(0, 1).to(x.dtype)
+
+    def step_sums(self) -> Tensor:
+        """float64 `[1 + 2 * channels]`: the number of groups, the sum of their means, of their unbiased variances."""
+        return self.totals.clone()
+
+    @torch.no_grad()
+    def commit_sums(self, total: Tensor) -> None:
+        """One step of the running statistics; a total of no groups leaves them as they are."""
+        count, sums = total[0], total[1:].view(2, self.channels)
+        step = self.momentum * (count > 0)
+        for running, mean in zip((self.running_mean, self.running_var), sums / count.clamp(min=1), strict=True):
+            running.add_(step * (mean - running))
+        self.discard_sums()
+
+    def discard_sums(self) -> None:
+        """Forgets what was gathered since the last commit."""
+        self.totals.zero_()
+
+    def _scaled(self, x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+        scale = self.weight[:, None, None] * torch.rsqrt(var + self.eps)
+        return (x - mean) * scale + self.bias[:, None, None]
+
+    @torch.no_grad()
+    def _gather(self, mean: Tensor, var: Tensor, *, numel: int) -> None:
+        """Adds the groups. A recomputed forward adds them twice, their number too, so the averages stay what they are."""
+        unbiased = var * (numel / max(1, numel - 1))
+        sums = torch.stack((mean, unbiased)).to(torch.float64).flatten(2).sum(1).flatten()
+        self.totals += torch.cat((sums.new_full((1,), mean.shape[0]), sums))
+
+    def _groups_in(self, x: Tensor) -> int:
+        groups, left_over = divmod(x.shape[0], self.group_samples)
+        if left_over:
+            raise ValueError(
+                f"a batch of {x.shape[0]} samples; statistics are taken over groups of {self.group_samples}, so every "
+                f"batch of training must hold whole groups: make micro_samples a multiple of {self.group_samples}"
+            )
+        return groups
+
+    def extra_repr(self) -> str:
+        return f"{self.channels}, group_samples={self.group_samples}, eps={self.eps}, momentum={self.momentum}"

@@ -1,0 +1,115 @@
+"""First values of a model: every number a pure function of (seed, parameter's name, its index in the whole parameter).
+
+Neither the layout nor the order of the draws has a part in it. A rank that holds a box of a parameter draws that box
+alone (`draw`) and gets, bit for bit, the slice that a single process would hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import UserCodeError
+from shoal.maths.counter import indices, key_of
+from shoal.models.law import Law
+from shoal.models.roles import roles_of
+
+# Draws of this many numbers at a time stay in the cache and bound the memory that int64 and float64 steps take.
+BLOCK_NUMEL = 1 << 16
+
+
+@runtime_checkable
+class ResetsBuffers(Protocol):
+    """A module that can compute its own buffers anew."""
+
+    def reset_buffers(self) -> None:
+        """Writes the first values into the module's own buffers, in place."""
+        ...
+
+
+@torch.no_grad()
+def initialise(
+    model: nn.Module, *, seed: int, device: torch.device | str, dtype: torch.dtype = torch.float32
+) -> None:
+    """Gives `model`, typically built on the meta device, storage and first values, in place; ties stay tied.
+
+    Floating parameters become `dtype`; floating buffers are widened to it but never narrowed.
+    Raises `UserCodeError` for a parameter without a declared first value, or a meta buffer nobody can compute.
+    """
+    for name, role in roles_of(model).items():
+        if role.init is None:
+            raise UserCodeError(
+                f"the parameter '{name}' of {type(model).__name__} has no declared first value, so it cannot be drawn; "
+                f"declare it in parameter_roles(), or build the module with its values instead"
+            )
+    _place_parameters(model, torch.device(device), dtype)
+    _place_buffers(model, torch.device(device), dtype)
+    roles = roles_of(model)
+    for name, parameter in model.named_parameters():
+        shape, law = parameter.shape, roles[name].init
+        assert law is not None  # checked above
+        whole = draw(law, name, seed=seed, global_shape=shape, offsets=[0] * len(shape), shape=shape,
+                     dtype=parameter.dtype, device=parameter.device)
+        parameter.copy_(whole)
+
+
+def draw(
+    law: Law,
+    name: str,
+    *,
+    seed: int,
+    global_shape: Sequence[int],
+    offsets: Sequence[int],
+    shape: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """The first values of the box of `shape` at `offsets` of the parameter `name`, whose whole is `global_shape`.
+
+    Raises `ValueError` where the box is not inside.
+    """
+    key = key_of(seed, name)
+    drawn = torch.empty(tuple(shape), dtype=dtype, device=device)
+    for rows, box_offsets in _row_blocks(drawn, offsets):
+        counters = indices(global_shape, box_offsets, rows.shape, device=device)
+        rows.copy_(law.draw(key, counters, dtype=dtype))
+    return drawn
+
+
+def _row_blocks(drawn: Tensor, offsets: Sequence[int]) -> Iterator[tuple[Tensor, Sequence[int]]]:
+    """Views of `drawn` cut along the first dimension into about `BLOCK_NUMEL` numbers, and where each begins."""
+    if drawn.ndim == 0:
+        yield drawn, offsets
+        return
+    rows_each = max(1, BLOCK_NUMEL // max(1, math.prod(drawn.shape[1:])))
+    for block, rows in enumerate(drawn.split(rows_each)):
+        yield rows, [offsets[0] + block * rows_each, *offsets[1:]]
+
+
+def _place_parameters(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Replaces every parameter by an empty one on `device`; a parameter with several owners is replaced by one."""
+    placed: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, old in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if old not in placed:
+                empty = torch.empty(old.shape, dtype=dtype if old.is_floating_point() else old.dtype, device=device)
+                placed[old] = nn.Parameter(empty, requires_grad=old.requires_grad)
+            setattr(module, name, placed[old])
+
+
+def _place_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    for path, module in model.named_modules():
+        for name, old in list(module.named_buffers(recurse=False)):
+            if old.is_meta and not isinstance(module, ResetsBuffers):
+                raise UserCodeError(
+                    f"the buffer '{path}.{name}' has no value on the meta device; give {type(module).__name__} a method "
+                    f"reset_buffers() that computes it, or build it elsewhere"
+                )
+            wide = torch.promote_types(old.dtype, dtype) if old.is_floating_point() else old.dtype
+            setattr(module, name, torch.empty_like(old, dtype=wide, device=device) if old.is_meta else old.to(device, wide))
+        if isinstance(module, ResetsBuffers):
+            module.reset_buffers()

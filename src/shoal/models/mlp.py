@@ -1,0 +1,53 @@
+"""A multi-layer perceptron: linear layers with an activation between them.
+
+Layers alternate between split outputs (column) and split inputs (row), so that tensor parallelism sums once for each
+pair. Weights start at N(0, gain / fan in), biases at 0; gain 2 for activations that lose half (He et al.,
+arXiv:1502.01852), 1 otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.models.law import ZEROS, Normal
+from shoal.models.roles import Role
+
+ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "tanh": torch.tanh}
+GAINS = {"relu": 2.0, "gelu": 2.0, "tanh": 1.0}
+
+
+class MLP(nn.Module):
+    """Flat inputs to outputs, through hidden layers of the sizes given; none makes it a linear model."""
+
+    def __init__(
+        self, inputs: int, hidden: Sequence[int], *, outputs: int, activation: Literal["relu", "gelu", "tanh"] = "relu"
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        self.layers = nn.ModuleList(nn.Linear(here, there) for here, there in pairwise((inputs, *hidden, outputs)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Floating `[batch, ...]`, flattened to `[batch, inputs]`, to `[batch, outputs]`."""
+        x = x.flatten(1)
+        for layer in self.layers[:-1]:
+            x = ACTIVATIONS[self.activation](layer(x))
+        return self.layers[-1](x)
+
+    def parameter_roles(self) -> dict[str, Role]:
+        """See `shoal.models.roles`."""
+        roles = {}
+        for index, layer in enumerate(self.layers):
+            is_last, is_row = index == len(self.layers) - 1, index % 2 == 1
+            gain = 1.0 if is_last else GAINS[self.activation]
+            law = Normal(math.sqrt(gain / layer.in_features))
+            whole = "head" if is_last else "column"
+            roles[f"layers.{index}.weight"] = Role("row" if is_row else whole, law, decay=True)
+            roles[f"layers.{index}.bias"] = Role("bias" if is_row else whole, ZEROS, decay=False)
+        return roles

@@ -1,0 +1,23 @@
+"""The table `[observe]` of the run file. Imports no torch: a bad key is refused early."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from shoal.config.table import Positive, Table, says
+
+
+class ObserveConfig(Table):
+    """What is measured, how often, and who is shown it."""
+
+    evaluate_every_steps: Annotated[int, says("Steps between two evaluations; 0: only at the end.", ge=0)] = 0
+    evaluate_samples: Annotated[
+        Positive | None, says("Held-out samples of one evaluation; default: all of them.")
+    ] = None
+    sample_bytes: Annotated[
+        int, says("Bytes of text drawn from a byte-level language model at the end; 0: none.", ge=0, le=1 << 20)
+    ] = 0
+    sample_prompt: Annotated[str, says("Text that the drawn text continues.", min_length=1)] = "def "
+    live: Annotated[bool, says("Show a live line where the output is a terminal; else plain lines.")] = True
+    report: Annotated[bool, says("Write `report.html` and `loss.png` at the end.")] = True
+    log_every_steps: Annotated[int, says("Steps between two lines of the events file.", ge=1)] = 1

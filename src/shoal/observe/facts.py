@@ -1,0 +1,58 @@
+"""What is known of a run beside its steps: `facts.json`, one object in the run directory.
+
+Any key may be written, and the report shows all of them. It has a place of its own for these:
+
+    "state"       how the run ended where it did not reach its last step: "stopped", "diverged", ...
+    "world"       ranks                         "parameters"  numbers that are trained
+    "loss_unit"   "nats/byte", "nats/token"     "baseline"    {"name": "bigram", "loss": 2.47}
+    "evaluation"  {"loss": 2.04, ...}           "samples"     [{"step": 900, "prompt": "def ", "text": "..."}]
+
+Numbers that are not finite become null. Only rank 0 writes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shoal.errors import UsageError
+
+
+def facts_path(run_directory: Path) -> Path:
+    """Where the facts lie."""
+    return run_directory / "facts.json"
+
+
+def read_facts(run_directory: Path) -> dict[str, Any]:
+    """The facts so far, {} where there are none. Raises `UsageError` for a file that holds no JSON object."""
+    path = facts_path(run_directory)
+    if not path.is_file():
+        return {}
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
+        raise UsageError(f"{path} is no JSON object ({fault}); move it away, and the run writes a new one") from fault
+
+
+def write_facts(run_directory: Path, facts: Mapping[str, Any]) -> None:
+    """Adds `facts` to those on disk; a key that is there already is replaced. A reader sees the old file or the new."""
+    merged = read_facts(run_directory) | dict(facts)
+    run_directory.mkdir(parents=True, exist_ok=True)
+    replace_file(facts_path(run_directory), msgspec.json.format(msgspec.json.encode(merged), indent=2) + b"\n")
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Replaces a file by one atomic rename, after its bytes have reached the disk."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with draft.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)

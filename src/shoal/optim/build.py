@@ -1,0 +1,35 @@
+"""From the table `[optimizer]` to one of PyTorch's fused optimizers, with weight decay where it belongs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch.nn import Parameter
+
+from shoal.optim.config import SGD, AdamW, OptimizerConfig
+
+
+def build_optimizer(
+    config: OptimizerConfig, parameters: Iterable[tuple[str, Parameter, bool]], *, lr: float
+) -> torch.optim.Optimizer:
+    """The optimizer over `(name, parameter, decays)`. Parameters that do not decay form a group of their own."""
+    parameters = list(parameters)
+    groups = [
+        {"params": [p for _, p, decays in parameters if decays], "weight_decay": config.weight_decay},
+        {"params": [p for _, p, decays in parameters if not decays], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if isinstance(config, AdamW):
+        return torch.optim.AdamW(groups, lr=lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+    return _sgd(config, groups, lr)
+
+
+def _sgd(config: SGD, groups: list[dict], lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=lr, momentum=config.momentum, nesterov=config.nesterov, fused=True)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Makes `lr` the rate of every group."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr

@@ -1,0 +1,45 @@
+"""The peer: training a GPT with DDP as a careful person writes it by hand, with the same model and kernels.
+
+Everything that makes a DDP script fast is in it: gradients as views of the buckets, fused AdamW, gradients set to None,
+data from a memory map. Nothing of Shoal's engine, feed or reducer is.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Script:
+    """One model with its optimizer; `step` is the body of the script's loop. `distributed`: wrapped in DDP."""
+
+    def __init__(
+        self, model: nn.Module, tokens: Path, *, samples: int, sequence: int, rank: int, distributed: bool
+    ) -> None:
+        decay = [p for p in model.parameters() if p.ndim >= 2]
+        rest = [p for p in model.parameters() if p.ndim < 2]
+        groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=True)
+        wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True) if distributed else model
+        self.model = wrapped
+        self.parameters = list(model.parameters())
+        self.data = np.memmap(tokens, dtype=np.uint8, mode="r")
+        self.samples, self.sequence = samples, sequence
+        self.random = np.random.default_rng(rank)
+
+    def step(self) -> float:
+        """One update; its loss."""
+        starts = self.random.integers(0, len(self.data) - self.sequence - 1, self.samples)
+        rows = np.stack([self.data[start : start + self.sequence + 1] for start in starts]).astype(np.int64)
+        batch = torch.from_numpy(rows)
+        logits = self.model(batch[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(loss)

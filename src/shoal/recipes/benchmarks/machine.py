@@ -1,0 +1,64 @@
+"""What a figure was measured on, and how the ranks of a benchmark are started."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import EnvironmentFault
+from shoal.launch.environment import place_from
+from shoal.launch.spawn import run_ranks
+
+RESULT = "SHOAL_BENCH_RESULT"
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores, memory and versions."""
+    model = next(
+        (line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), ""
+    )
+    total = next((line.split()[1] for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), "0")
+    return {
+        "processor": model or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": int(total) * 1024,
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "shoal": version("shoal"),
+    }
+
+
+def is_rank() -> bool:
+    """Whether this process is a rank of a benchmark."""
+    return RESULT in os.environ and place_from(os.environ) is not None
+
+
+def on_ranks(arguments: Sequence[str], *, processes: int) -> Any:
+    """Runs `shoal` with `arguments` as ranks of one thread each; what rank 0 handed to `hand_in`."""
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
+        result = Path(folder) / "result.json"
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", RESULT: str(result)}
+        command = [sys.executable, "-m", "shoal", *arguments]
+        code = run_ranks(command, processes=processes, run_directory=Path(folder), environ=environ)
+        if code != 0:
+            raise EnvironmentFault(f"the benchmark's ranks ended with exit code {code}; their errors are above")
+        return json.loads(result.read_text())
+
+
+def hand_in(result: Any) -> None:
+    """What a rank calls with its figures; JSON-able."""
+    Path(os.environ[RESULT]).write_text(json.dumps(result))
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []

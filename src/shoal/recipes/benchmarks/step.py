@@ -1,0 +1,190 @@
+"""`shoal bench step`: a training step of Shoal beside the same step in a hand-written DDP script.
+
+Two ranks of one thread hold both, and a third DDP and a plain model beside them. Steps are taken in turn, in an order
+that changes from pair to pair, each after a barrier, so that what slows the machine slows all sides. DDP against its
+twin (A/A) shows how large a ratio noise alone makes.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from shoal.checkpoint.save import LocalExchange, Saver
+
+from shoal.checkpoint.config import CheckpointConfig
+from shoal.comm.collective import GroupCollective
+from shoal.comm.ledger import Ledger
+from shoal.comm.mesh import connect
+from shoal.data.config import BatchConfig, Tokens
+from shoal.engine.loop import Job, take_step
+from shoal.engine.recovery import NonfiniteGuard
+from shoal.launch.environment import Place
+from shoal.models.build import build as build_model
+from shoal.models.config import GPTConfig
+from shoal.models.initialise import initialise
+from shoal.observe.display import SilentDisplay
+from shoal.observe.events import EventWriter, read_events
+from shoal.recipes.benchmarks.ddp_script import Script
+from shoal.recipes.benchmarks.paired import check, lower_bound, milliseconds, ratios, spread
+from shoal.recipes.objects import Given
+from shoal.recipes.run_file import RunConfig, RunFile
+from shoal.recipes.setting import Setting, set_up
+from shoal.recipes.training import new_feed, new_state, new_step
+
+SEQUENCE = 128
+MODEL = GPTConfig(layers=6, width=256, heads=8, feed_forward="gelu", feed_forward_width=1024)
+BOUNDS = {256: 1.0, 2048: 0.98}
+LOOP_COST, SCALING = 0.02, 1.7
+WARM_UP_STEPS = 3
+CORPUS_BYTES = 1 << 20
+
+
+def measure(place: Place, *, tokens: int, pairs: int, alone: int) -> dict[str, Any] | None:
+    """One row and its checks, for `tokens` a rank and step; None on all ranks but the first."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-bench-")))
+        corpus = _corpus(folder)
+        setting = set_up(_run_file(folder, corpus, tokens * place.world_size // SEQUENCE), place, Given())
+        dist.init_process_group(
+            "gloo", store=dist.PrefixStore("ddp", setting.store), rank=place.rank, world_size=place.world_size
+        )
+        stack.callback(dist.destroy_process_group)
+        job = _job(setting, folder, stack)
+        sides: dict[str, Callable[[], Any]] = {
+            name: _script(corpus, tokens, place, distributed=distributed).step
+            for name, distributed in (("ddp", True), ("ddp_twin", True), ("no_communication", False))
+        }
+        sides["shoal"] = lambda: take_step(job)
+        clock = connect(
+            dist.PrefixStore("clock", setting.store), place.rank, place.world_size, device=setting.device, label="clock",
+            ledger=Ledger(), timeout_s=600.0,
+        )  # fmt: skip
+        times = _interleaved(sides, clock, pairs=pairs)
+        alone_s = _alone(sides["no_communication"], clock, steps=alone)
+        return _row(times, alone_s, folder, tokens=tokens, world=place.world_size) if place.rank == 0 else None
+
+
+def _interleaved(sides: dict[str, Callable[[], Any]], clock: GroupCollective, *, pairs: int) -> dict[str, list[float]]:
+    """Seconds of every side's steps, the slowest rank's; every rank shuffles the order in the same way."""
+    order, shuffle = list(sides), random.Random(0)
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for turn in range(WARM_UP_STEPS + pairs):
+        shuffle.shuffle(order)
+        for name in order:
+            clock.barrier().wait()
+            begin_s = time.perf_counter()
+            sides[name]()
+            spent = torch.tensor([time.perf_counter() - begin_s], dtype=torch.float64)
+            clock.all_reduce(spent, "max").wait()
+            if turn >= WARM_UP_STEPS:
+                times[name].append(float(spent))
+    return times
+
+
+def _alone(step: Callable[[], Any], clock: GroupCollective, *, steps: int) -> list[float]:
+    """Seconds of steps of rank 0 while the others wait: what one process of one thread does by itself."""
+    times = []
+    clock.barrier().wait()
+    if clock.rank == 0:
+        for _ in range(steps):
+            begin_s = time.perf_counter()
+            step()
+            times.append(time.perf_counter() - begin_s)
+    clock.barrier().wait()
+    return times
+
+
+def _row(
+    times: dict[str, list[float]], alone_s: list[float], folder: Path, *, tokens: int, world: int
+) -> dict[str, Any]:
+    gained = ratios(times["ddp"], times["shoal"])
+    twins = ratios(times["ddp"], times["ddp_twin"])
+    cost = _loop_cost(folder)
+    scaling = world * statistics.median(alone_s) / statistics.median(times["shoal"])
+    row = {
+        "tokens_per_rank": tokens,
+        "ranks": world,
+        "pairs": len(gained),
+        **milliseconds({**times, "one_process_alone": alone_s}),
+        "ratio_median": round(statistics.median(gained), 4),
+        "ratio_lower_95": round(lower_bound(gained), 4),
+        "aa_median": round(statistics.median(twins), 4),
+        "aa_spread": [round(value, 4) for value in spread(twins)],
+        "loop_cost": round(cost, 5),
+        "scaling": round(scaling, 3),
+    }
+    bound = BOUNDS.get(tokens, min(BOUNDS.values()))
+    checks = [
+        check(f"tokens/s against DDP, 95 % bound, {tokens} tokens a rank", lower_bound(gained), bound),
+        check(f"loop above the sum of its parts, {tokens} tokens a rank", cost, LOOP_COST, at_most=True),
+    ]
+    if tokens >= max(BOUNDS):
+        checks.append(check(f"{world} processes against one, {tokens} tokens a rank", scaling, SCALING))
+    return {"row": row, "checks": checks}
+
+
+def _loop_cost(folder: Path) -> float:
+    """By how much the loop's steps exceed the sum of their parts, in the median."""
+    parts = ("time/data", "time/forward_backward", "time/sync_exposed", "time/optimizer", "time/checkpoint_stall")
+    costs = []
+    for event in read_events(folder)[WARM_UP_STEPS:]:
+        values = {name: event.get(name) or 0.0 for name in (*parts, "time/step")}
+        costs.append(values["time/step"] / sum(values[name] for name in parts) - 1)
+    return statistics.median(costs)
+
+
+def _corpus(folder: Path) -> Path:
+    path = folder / "tokens.bin"
+    path.write_bytes(np.random.default_rng(0).integers(32, 127, CORPUS_BYTES, dtype=np.uint8).tobytes())
+    return path
+
+
+def _run_file(folder: Path, corpus: Path, samples: int) -> RunFile:
+    return RunFile(
+        run=RunConfig(name="bench-step", steps=10**6, directory=str(folder), timeout_s=600.0),
+        model=MODEL,
+        data=Tokens(path=str(corpus), dtype="uint8"),
+        batch=BatchConfig(global_samples=samples, sequence=SEQUENCE),
+        checkpoint=CheckpointConfig(every_steps=0),
+    )
+
+
+def _script(corpus: Path, tokens: int, place: Place, *, distributed: bool) -> Script:
+    model = build_model(MODEL)
+    initialise(model, seed=0, device=torch.device("cpu"), dtype=torch.float32)
+    samples = tokens // SEQUENCE
+    return Script(model, corpus, samples=samples, sequence=SEQUENCE, rank=place.rank, distributed=distributed)
+
+
+def _job(setting: Setting, folder: Path, stack: ExitStack) -> Job:
+    state = new_state(setting)
+    step = new_step(setting, state)
+    saver = Saver(folder, rank=0, world_size=1, exchange=LocalExchange(), keep=1)
+    stack.callback(saver.close)
+    return Job(
+        state=state,
+        step=step,
+        feed=stack.enter_context(new_feed(setting, state.cursor)),
+        guard=NonfiniteGuard(5, step, setting.mesh.replicate),
+        saver=saver,
+        events=stack.enter_context(EventWriter(folder, rank=setting.place.rank)),
+        display=SilentDisplay(),
+        rate=lambda number: 3e-4,
+        evaluate=dict,
+        stop_requested=lambda: False,
+        layout=setting.mesh.layout.to_dict(),
+        generation=0,
+        steps=10**6,
+        evaluate_every=0,
+        save_every=0,
+    )

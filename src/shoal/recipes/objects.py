@@ -1,0 +1,127 @@
+"""From the run file's tables to a model, its data and its loss, whether Shoal's own or the user's."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shoal.data import build as data_build
+from shoal.data.build import Dataset
+from shoal.data.config import PythonData
+from shoal.data.corpora.cache import cache_folder
+from shoal.engine.config import PythonLoss, SquaredError
+from shoal.engine.loss import Loss, cross_entropy, squared_error
+from shoal.errors import UserCodeError
+from shoal.maths.counter import key_of
+from shoal.models.build import build as build_model
+from shoal.models.config import PythonModel
+from shoal.models.initialise import initialise
+from shoal.recipes.run_file import RunFile
+from shoal.recipes.user_code import call_named
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a script passes instead of naming it in a run file; None: the run file says."""
+
+    model: Any = None
+    data: Any = None
+    loss: Any = None
+
+
+def model_of(run_file: RunFile, given: Given, *, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """The model on `device`, its floating parameters in `dtype`.
+
+    Shoal's own are built without storage and drawn parameter by parameter; a user's is built by the user, from
+    generators seeded with the run's seed. Raises `UserCodeError` where the user's function gives no module.
+    """
+    config = run_file.model
+    if given.model is None and not isinstance(config, PythonModel):
+        with torch.device("meta"):
+            model = build_model(config)
+        initialise(model, seed=run_file.run.seed, device=device, dtype=dtype)
+        return model
+    _seed_everything(run_file.run.seed)
+    model = given.model
+    if isinstance(config, PythonModel) and model is None:
+        model = call_named(config.build, config.arguments, key="model.build")
+    if not isinstance(model, nn.Module):
+        if not callable(model):
+            raise UserCodeError(
+                f"the model is a {type(model).__name__}; it must be an nn.Module, or a function that returns one"
+            )
+        return model_of(run_file, Given(model=_called(model)), device=device, dtype=dtype)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserCodeError("the model has no parameter that requires a gradient; there is nothing to train")
+    return model.to(device=device, dtype=dtype)
+
+
+def check_layout_independent(model: nn.Module, run_file: RunFile, *, replicas: int) -> None:
+    """Refuses batch statistics over whatever samples a rank happens to hold. Raises `UserCodeError`."""
+    micro, samples = run_file.batch.micro_samples, run_file.batch.global_samples
+    whole = replicas == 1 and (micro is None or micro == samples)
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and not whole:
+            raise UserCodeError(
+                f"module {name} ({type(module).__name__}) takes statistics over the samples of one microbatch of one "
+                "rank, so the result would depend on the layout; use GroupNorm, LayerNorm or "
+                "shoal.models.grouped_norm.GroupedBatchNorm2d, which takes them over declared groups of samples"
+            )
+
+
+def data_of(run_file: RunFile, given: Given, environ: Mapping[str, str] = os.environ) -> Dataset:
+    """The data to train and evaluate on. A user's function returns a data set, or a pair (training, held out)."""
+    config = run_file.data
+    if given.data is None and not isinstance(config, PythonData):
+        vocabulary = getattr(run_file.model, "vocabulary", None)
+        return data_build.build(config, batch=run_file.batch, vocabulary=vocabulary, cache=cache_folder(environ))
+    data = given.data
+    if isinstance(config, PythonData) and data is None:
+        data = call_named(config.build, config.arguments, key="data.build")
+    if callable(data) and not hasattr(data, "__getitem__"):
+        data = data()
+    return data_build.from_objects(*data) if _is_pair(data) else data_build.from_objects(data)
+
+
+def loss_of(run_file: RunFile, given: Given) -> Loss:
+    """The loss: one value per sample or per position of the targets."""
+    config = run_file.loss
+    loss = given.loss
+    if loss is None and isinstance(config, PythonLoss):
+        loss = call_named(config.build, config.arguments, key="loss.build")
+    if loss is None:
+        return squared_error if isinstance(config, SquaredError) else cross_entropy
+    if not callable(loss):
+        raise UserCodeError(f"the loss is a {type(loss).__name__}; it must be a callable of (outputs, targets)")
+    return loss
+
+
+def _is_pair(data: Any) -> bool:
+    """(training, held out), and not a training set that happens to be a tuple of two samples."""
+    return (
+        isinstance(data, tuple)
+        and len(data) == 2
+        and all(d is None or hasattr(d, "__getitem__") for d in data)
+        and not (isinstance(data[0], tuple))
+    )
+
+
+def _called(function: Any) -> nn.Module:
+    model = function()
+    if not isinstance(model, nn.Module):
+        raise UserCodeError(f"the model function returned a {type(model).__name__}; it must return an nn.Module")
+    return model
+
+
+def _seed_everything(seed: int) -> None:
+    torch.manual_seed(key_of(seed, "user model"))
+    random.seed(key_of(seed, "user model"))
+    np.random.seed(key_of(seed, "user model") % 2**32)

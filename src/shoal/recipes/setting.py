@@ -1,0 +1,129 @@
+"""What training and evaluation have in common on one rank: its device, its wire, the model, the data and the loss."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shoal.comm.mesh import Mesh, build_mesh
+from shoal.data.build import Dataset
+from shoal.data.feed import evaluation_batches
+from shoal.data.sample import Batch
+from shoal.engine.evaluation import evaluate
+from shoal.engine.loss import Loss
+from shoal.engine.precision import Precision, precision_of
+from shoal.errors import EnvironmentFault
+from shoal.launch.environment import Place
+from shoal.launch.rendezvous import open_store
+from shoal.recipes.objects import Given, check_layout_independent, data_of, loss_of, model_of
+from shoal.recipes.run_file import RunFile, statistics_group
+from shoal.topology.layout import Layout
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One rank, ready to compute. `announce(key, find)` gives every rank what rank 0 found."""
+
+    run_file: RunFile
+    place: Place
+    store: dist.Store
+    mesh: Mesh
+    device: torch.device
+    precision: Precision
+    model: nn.Module
+    loss: Loss
+    data: Dataset
+    announce: Callable[[str, Callable[[], str]], str]
+
+    @property
+    def group_samples(self) -> int:
+        """Samples that are never parted, because the model takes statistics over them together."""
+        return statistics_group(self.run_file)
+
+    def held_out(self) -> Iterator[Batch]:
+        """This rank's part of the held-out samples."""
+        if self.data.held_out is None:
+            return iter(())
+        batch = self.run_file.batch
+        return evaluation_batches(
+            self.data.held_out,
+            replicas=self.mesh.replicate.size,
+            replica=self.mesh.replica,
+            micro_samples=batch.micro_samples or max(1, batch.global_samples // self.mesh.replicate.size),
+            denominator=batch.denominator,
+            limit=self.run_file.observe.evaluate_samples,
+        )
+
+    def evaluate(self) -> dict[str, float]:
+        """The measurements on the held-out data; none where there is no such data."""
+        return evaluate(
+            self.model,
+            self.loss,
+            self.held_out(),
+            group=self.mesh.replicate,
+            precision=self.precision,
+            device=self.device,
+        )
+
+
+def set_up(run_file: RunFile, place: Place, given: Given, environ: Mapping[str, str] = os.environ) -> Setting:
+    """Connects this rank to the others and builds what it computes with. Blocks until all ranks are here."""
+    device = device_of(run_file, place)
+    _set_threads(place, environ)
+    store = open_store(place, environ, timeout_s=run_file.run.timeout_s)
+    announce = _announcer(store, place.rank)
+    layout = Layout.for_processes(place.world_size, replicate=run_file.layout.replicate)
+    precision = precision_of(run_file.precision)
+    model = model_of(run_file, given, device=device, dtype=precision.parameters)
+    check_layout_independent(model, run_file, replicas=layout.replicate)
+    loss, data = loss_of(run_file, given), data_of(run_file, given, environ)
+    mesh = build_mesh(layout, place.rank, store=store, device=device, timeout_s=run_file.run.timeout_s)
+    _start_equal(model, mesh)
+    if run_file.run.compile:
+        model.compile()
+    return Setting(run_file, place, store, mesh, device, precision, model, loss, data, announce)
+
+
+def device_of(run_file: RunFile, place: Place) -> torch.device:
+    """The device of this rank. Raises `EnvironmentFault` where GPUs were asked for and there are too few."""
+    wanted = run_file.run.device
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    there = torch.cuda.device_count()
+    if place.local_rank >= there:
+        raise EnvironmentFault(
+            f'{place.local_world_size} ranks on this host, but {there} GPUs; start a rank per GPU, or set run.device = "cpu"'
+        )
+    torch.cuda.set_device(place.local_rank)
+    return torch.device("cuda", place.local_rank)
+
+
+def _set_threads(place: Place, environ: Mapping[str, str]) -> None:
+    """Ranks of one host share its cores; more threads than cores make every rank slower."""
+    if "OMP_NUM_THREADS" not in environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.local_world_size))
+
+
+def _announcer(store: dist.Store, rank: int) -> Callable[[str, Callable[[], str]], str]:
+    def announce(key: str, find: Callable[[], str]) -> str:
+        if rank == 0:
+            store.set(f"announce/{key}", find())
+        return store.get(f"announce/{key}").decode()
+
+    return announce
+
+
+def _start_equal(model: nn.Module, mesh: Mesh) -> None:
+    """Everybody takes rank 0's parameters and buffers: a user's module may have been drawn from anything."""
+    if mesh.world.size == 1:
+        return
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            whole = tensor.data.contiguous()
+            mesh.world.broadcast(whole, root=0).wait()
+            tensor.data.copy_(whole)

@@ -1,0 +1,78 @@
+"""Being a rank, or starting them: what a process of `shoal train` or of a user's script does first.
+
+A process that a launcher started (Shoal's own, torchrun, srun, mpiexec) is a rank. Any other starts the ranks, each
+with the command that it was itself started with, and waits for them; it imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from shoal.launch.devices import gpus
+from shoal.launch.doctor import check_torch_version
+from shoal.launch.environment import Place, place_from
+from shoal.launch.failure import FAILURE_FOLDER, reporting
+from shoal.launch.lock import RunLock
+from shoal.launch.orphans import die_with_parent
+from shoal.launch.spawn import run_ranks
+from shoal.recipes.run_file import RunFile, check_across, with_processes
+from shoal.topology.layout import Layout
+
+DEFAULT_PROCESSES = 2
+
+
+def processes_of(run_file: RunFile, environ: Mapping[str, str] = os.environ) -> int:
+    """How many ranks to start: as the run file says, else the layout's product, else one per GPU, else two."""
+    if run_file.run.processes is not None:
+        Layout.for_processes(run_file.run.processes, replicate=run_file.layout.replicate)
+        return run_file.run.processes
+    if run_file.layout.replicate is not None:
+        return run_file.layout.replicate
+    there = gpus(environ) if run_file.run.device != "cpu" else 0
+    return there or min(DEFAULT_PROCESSES, run_file.batch.global_samples)
+
+
+def run(
+    run_file: RunFile,
+    command: Sequence[str],
+    be_rank: Callable[[RunFile, Place], None],
+    *,
+    directory: Path,
+    file: str,
+    environ: Mapping[str, str] = os.environ,
+) -> int:
+    """The exit code of the whole run; a rank never returns from a failure, it leaves with its code.
+
+    Raises `UsageError` and `EnvironmentFault` before any process has started.
+    """
+    place = place_from(environ)
+    processes = place.world_size if place is not None else processes_of(run_file, environ)
+    run_file = with_processes(run_file, processes)
+    check_across(run_file, file=file)
+    check_torch_version()
+    if place is None:
+        with RunLock(directory) as lock:
+            return run_ranks(command, processes=processes, run_directory=directory, environ=environ, keep_fds=[lock.fd])
+    return _as_rank(run_file, place, be_rank, directory, environ)
+
+
+def _as_rank(
+    run_file: RunFile,
+    place: Place,
+    be_rank: Callable[[RunFile, Place], None],
+    directory: Path,
+    environ: Mapping[str, str],
+) -> int:
+    folder = environ.get(FAILURE_FOLDER)
+    with reporting(place, Path(folder) if folder else None):
+        die_with_parent(environ)
+        if place.launcher == "shoal" or place.rank != 0:
+            be_rank(run_file, place)
+        else:
+            with RunLock(directory):
+                be_rank(run_file, place)
+    sys.stdout.flush()
+    return 0

@@ -1,0 +1,188 @@
+"""One rank of `shoal train`: from its setting to the finished report."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+from shoal.checkpoint.save import Saver
+from shoal.observe.report import write_report
+
+from shoal.config.load import dumps
+from shoal.data.cursor import Cursor
+from shoal.data.feed import Feed
+from shoal.data.order import Order
+from shoal.engine.loop import Job, train
+from shoal.engine.precision import scaler_of
+from shoal.engine.randomness import Randomness
+from shoal.engine.recovery import NonfiniteGuard
+from shoal.engine.resume import load_weights, resume
+from shoal.engine.state import TrainState
+from shoal.engine.step import TrainStep
+from shoal.launch.environment import Place
+from shoal.launch.signals import StopRequest
+from shoal.launch.store_exchange import StoreExchange
+from shoal.models.roles import roles_of
+from shoal.observe.display import Display, display_for
+from shoal.observe.events import EventWriter, read_events
+from shoal.observe.facts import write_facts
+from shoal.optim.build import build_optimizer
+from shoal.optim.schedule import peak_rate, rate
+from shoal.recipes.facts import run_facts
+from shoal.recipes.objects import Given
+from shoal.recipes.run_file import RunFile, run_directory
+from shoal.recipes.sampling import sample_text
+from shoal.recipes.setting import Setting, set_up
+from shoal.sync.allreduce import AllReduceSync
+
+
+def train_rank(run_file: RunFile, place: Place, given: Given) -> None:
+    """Trains to the end of the run file. Raises what `shoal.errors` draws; the run directory stays whole."""
+    directory = run_directory(run_file)
+    with ExitStack() as stack:
+        display = display_for(sys.stdout, place.rank, plain=None if run_file.observe.live else True)
+        stop = stack.enter_context(StopRequest())
+        setting = set_up(run_file, place, given)
+        if place.rank == 0:
+            (directory / "run.toml").write_text(dumps(run_file))
+        state = new_state(setting)
+        peak, said = peak_rate(run_file.optimizer, global_samples=run_file.batch.global_samples)
+        came_from = _restore(state, setting, directory, display)
+        generation = int(setting.announce("generation", lambda: str(_next_generation(directory))))
+        if place.rank == 0:
+            write_facts(directory, run_facts(setting, generation=generation))
+        _introduce(display, setting, came_from, said)
+        job = _job(setting, state, directory, display, stop, stack, peak=peak, generation=generation)
+        if came_from is not None:
+            job.events.resume(came_from, time_s=time.time())
+        display.start(run_file.run.name, run_file.run.steps, state.step)
+        stack.callback(display.finish)
+        train(job)
+        display.finish()
+        _conclude(setting, directory, display)
+        setting.mesh.world.barrier().wait()
+
+
+def new_state(setting: Setting) -> TrainState:
+    """The state before the first step."""
+    run_file = setting.run_file
+    roles = roles_of(setting.model)
+    parameters = [(n, p, roles[n].decay) for n, p in setting.model.named_parameters() if p.requires_grad]
+    peak, _ = peak_rate(run_file.optimizer, global_samples=run_file.batch.global_samples)
+    optimizer = build_optimizer(run_file.optimizer, parameters, lr=peak)
+    return TrainState(setting.model, optimizer, scaler_of(run_file.precision), Cursor(), run_file.run.seed)
+
+
+def new_step(setting: Setting, state: TrainState) -> TrainStep:
+    """The step that moves `state`."""
+    run_file, mesh = setting.run_file, setting.mesh
+    trained = [(name, p) for name, p in state.parameters if p.requires_grad]
+    return TrainStep(
+        setting.model,
+        setting.loss,
+        optimizer=state.optimizer,
+        sync=AllReduceSync(run_file.sync, trained, mesh.replicate),
+        group=mesh.replicate,
+        ledger=mesh.ledger,
+        precision=setting.precision,
+        scaler=state.scaler,
+        randomness=Randomness(setting.model, seed=run_file.run.seed, replica=mesh.replica),
+        device=setting.device,
+        clip_norm=run_file.optimizer.clip_norm,
+    )
+
+
+def new_feed(setting: Setting, cursor: Cursor) -> Feed:
+    """This replica's microbatches from `cursor` on."""
+    run_file, mesh = setting.run_file, setting.mesh
+    order = Order(len(setting.data.train), run_file.run.seed, shuffle=run_file.data.shuffle)
+    return Feed(
+        setting.data.train,
+        order,
+        replicas=mesh.replicate.size,
+        replica=mesh.replica,
+        global_samples=run_file.batch.global_samples,
+        micro_samples=run_file.batch.micro_samples,
+        group=setting.group_samples,
+        denominator=run_file.batch.denominator,
+        start=cursor,
+        prefetch_steps=run_file.data.prefetch_steps,
+        readers=run_file.data.readers,
+    )
+
+
+def _job(
+    setting: Setting, state: TrainState, directory: Path, display: Display, stop: StopRequest, stack: ExitStack,
+    *, peak: float, generation: int,
+) -> Job:  # fmt: skip
+    run_file, mesh = setting.run_file, setting.mesh
+    saver = Saver(
+        directory,
+        rank=mesh.rank,
+        world_size=mesh.layout.world_size,
+        exchange=StoreExchange(setting.store),
+        keep=run_file.checkpoint.keep,
+    )
+    stack.callback(saver.close)
+    step = new_step(setting, state)
+    return Job(
+        state=state,
+        step=step,
+        feed=stack.enter_context(new_feed(setting, state.cursor)),
+        guard=NonfiniteGuard(run_file.run.nonfinite_limit, step, mesh.replicate),
+        saver=saver,
+        events=stack.enter_context(EventWriter(directory, rank=mesh.rank, generation=generation, warn=display.warn)),
+        display=display,
+        rate=lambda number: rate(run_file.schedule, peak, step=number, steps=run_file.run.steps),
+        evaluate=setting.evaluate,
+        stop_requested=lambda: stop.requested,
+        layout=mesh.layout.to_dict(),
+        generation=generation,
+        steps=run_file.run.steps,
+        evaluate_every=run_file.observe.evaluate_every_steps,
+        save_every=run_file.checkpoint.every_steps,
+    )
+
+
+def _restore(state: TrainState, setting: Setting, directory: Path, display: Display) -> int | None:
+    """The step that the run goes on from; None for a fresh start, with the weights of a warm start where given."""
+    step = resume(state, directory, announce=setting.announce, warn=display.warn)
+    source = setting.run_file.run.warm_start
+    if step is None and source is not None:
+        display.note(f"weights from step {load_weights(state, Path(source), strict=True)} of {source}")
+    return step
+
+
+def _next_generation(directory: Path) -> int:
+    return max((event.generation + 1 for event in read_events(directory)), default=0)
+
+
+def _introduce(display: Display, setting: Setting, came_from: int | None, scaling: str | None) -> None:
+    count = sum(p.numel() for p in setting.model.parameters())
+    display.note(f"{setting.mesh.layout.describe()} on {setting.device.type}, {count:,} parameters, "
+                 f"{len(setting.data.train):,} training samples")  # fmt: skip
+    if scaling is not None:
+        display.note(scaling)
+    if came_from is not None:
+        display.note(f"going on from the checkpoint of step {came_from}")
+
+
+def _conclude(setting: Setting, directory: Path, display: Display) -> None:
+    """What rank 0 does when training is over: text from the model, the bigram beside the loss, the report."""
+    if setting.place.rank != 0:
+        return
+    observe = setting.run_file.observe
+    if observe.sample_bytes:
+        text = sample_text(setting, observe.sample_prompt, observe.sample_bytes)
+        write_facts(
+            directory,
+            {"samples": [{"step": setting.run_file.run.steps, "prompt": observe.sample_prompt, "text": text}]},
+        )
+        display.note(f"the model continues {observe.sample_prompt!r}:\n{observe.sample_prompt}{text}")
+    baseline = setting.data.facts.get("baseline/bigram_nats_per_byte")
+    if baseline is not None:
+        display.note(f"a bigram model of the same split reaches {baseline:.3f} nats/byte")
+    if observe.report:
+        display.note(f"report: {write_report(directory)}")

@@ -1,0 +1,72 @@
+"""The user's own model, data and loss: found by name, called with keywords, and told apart from Shoal's mistakes."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+from shoal.errors import ShoalError, UserCodeError
+
+
+def call_named(name: str, arguments: Mapping[str, Any], *, key: str) -> Any:
+    """What the function `name` ("package.module:function") returns for `arguments`. `key` is where the run file says so.
+
+    Raises `UserCodeError` where the module or the function is not there, or where it raises: with the user's own part
+    of the traceback.
+    """
+    function = _find(name, key)
+    try:
+        return function(**arguments)
+    except ShoalError:
+        raise
+    except Exception as error:
+        raise UserCodeError(f"{key} = {name!r} raised:\n{users_traceback(error)}") from None
+
+
+def _find(name: str, key: str) -> Callable[..., Any]:
+    module_name, colon, function_name = name.partition(":")
+    if not colon or not module_name or not function_name:
+        raise UserCodeError(f'{key} = {name!r}; write "package.module:function"')
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
+            raise UserCodeError(
+                f"{key} = {name!r}: there is no module '{error.name}'; it is looked for in the current folder and "
+                "among the installed packages"
+            ) from None
+        raise UserCodeError(f"{key} = {name!r} cannot be imported:\n{users_traceback(error)}") from None
+    except Exception as error:
+        raise UserCodeError(f"{key} = {name!r} cannot be imported:\n{users_traceback(error)}") from None
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        there = ", ".join(sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))[:8])
+        raise UserCodeError(
+            f"{key} = {name!r}: module '{module_name}' has no function '{function_name}'; it has: {there}"
+        )
+    return function
+
+
+def users_traceback(error: BaseException) -> str:
+    """The traceback without the frames of this package and of the import machinery."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _ours(f.filename)]
+    lines = traceback.format_list(frames) + traceback.format_exception_only(error)
+    return "".join(lines).rstrip()
+
+
+def raised_by_user(trace: TracebackType | None) -> bool:
+    """Whether the innermost frame that is neither PyTorch's nor ours is the user's."""
+    files = [frame.filename for frame in traceback.extract_tb(trace)]
+    return any(not _ours(name) and "site-packages" not in name and not name.startswith("<") for name in files)
+
+
+def _ours(filename: str) -> bool:
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    return os.path.abspath(filename).startswith(package) or filename.startswith("<frozen")

@@ -1,0 +1,195 @@
+"""`Layout`: how the ranks of a run are arranged. Pure arithmetic on integers.
+
+A layout is a box of ranks with five axes, R x P x D x C x T, outermost first:
+
+    replicate  copies of the model, which agree through a sync strategy     R
+    pipeline   stages of the model                                          P
+    shard      samples, and the pieces of parameters (FSDP, ZeRO)           D
+    context    parts of a sequence                                          C
+    tensor     parts of a matrix; innermost, for it needs the fastest link  T
+
+and the ranks count through it as an odometer does:
+
+    rank = (((replicate * P + pipeline) * D + shard) * C + context) * T + tensor
+
+So a replica is P * D * C * T consecutive ranks, and a tensor group is T consecutive ranks, which launchers put on one
+host. `expert` (E) adds no ranks: it re-reads those of shard x context x tensor, of which E must be a divisor, as
+expert_shard x expert, with `expert` innermost:
+
+    rank = ((replicate * P + pipeline) * (D * C * T / E) + expert_shard) * E + expert
+
+The *group* of an axis at a rank is the ranks that share all other coordinates with it; the groups of an axis are a
+partition of the world. Several axes of one reading (see `axes`) make a group in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from math import prod
+from typing import ClassVar, Self
+
+from shoal.errors import LayoutError
+from shoal.topology.axes import DENSE, INSIDE_REPLICA, SHARED_WITH_EXPERTS, Axis, in_order, reading_of
+from shoal.topology.mixed_radix import strides, to_digits, to_number
+from shoal.topology.placement import BATCH_AXES, Kind, placed
+from shoal.topology.refusal import check_divides, check_expert, check_size, check_total, check_world
+
+Axes = Axis | tuple[Axis, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coordinate:
+    """A rank's place along each axis of the box, from 0."""
+
+    replicate: int = 0
+    pipeline: int = 0
+    shard: int = 0
+    context: int = 0
+    tensor: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The sizes of the axes. Immutable; equality is by value.
+
+    Raises:
+        LayoutError: a size is not a whole number from 1, `expert` does not divide shard x context x tensor, or there
+            are more ranks than `refusal.MOST_RANKS`.
+    """
+
+    replicate: int = 1
+    pipeline: int = 1
+    shard: int = 1
+    context: int = 1
+    tensor: int = 1
+    expert: int = 1
+
+    batch_axes: ClassVar[tuple[Axis, ...]] = BATCH_AXES
+    replica_axes: ClassVar[tuple[Axis, ...]] = INSIDE_REPLICA
+
+    def __post_init__(self) -> None:
+        for name, size in asdict(self).items():
+            check_size(name, size)
+        check_world(self._named(DENSE))
+        check_expert(self.expert, self._named(SHARED_WITH_EXPERTS))
+
+    @classmethod
+    def for_processes(cls, processes: int, **given: int | None) -> Self:
+        """The layout of a known number of ranks. Where `replicate` is not given (or None), it takes what remains.
+
+        Raises:
+            LayoutError: the sizes do not multiply to `processes`; the message names the nearest that do.
+        """
+        check_size("processes", processes)
+        sizes = {axis: size for axis, size in given.items() if size is not None}
+        replica = cls.from_dict({**sizes, "replicate": 1})
+        check_divides(processes, replica._named(INSIDE_REPLICA))
+        layout = cls.from_dict({"replicate": processes // replica.world_size, **sizes})
+        check_total(processes, layout._named(DENSE))
+        return layout
+
+    @classmethod
+    def from_dict(cls, sizes: Mapping[str, int]) -> Self:
+        """The inverse of `to_dict`; an axis that is absent has size 1. Raises `LayoutError` for one that is unknown."""
+        known = [field.name for field in fields(cls)]
+        for name in sizes:
+            if name not in known:
+                raise LayoutError(f"a layout has no axis {name!r} whose size can be given; it has {', '.join(known)}")
+        return cls(**sizes)
+
+    def to_dict(self) -> dict[str, int]:
+        """The six sizes by name, as plain integers."""
+        return asdict(self)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.size(DENSE)
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks that hold one copy of the model together."""
+        return self.size(INSIDE_REPLICA)
+
+    @property
+    def expert_shard(self) -> int:
+        """Size of the experts' data axis: what `expert` leaves of shard x context x tensor."""
+        return self.size(SHARED_WITH_EXPERTS) // self.expert
+
+    def size(self, axes: Axes) -> int:
+        """Ranks in one group of `axes`. Raises `ValueError` if they are not of one reading."""
+        wanted = _as_tuple(axes)
+        return prod(self._sizes(in_order(wanted, reading_of(wanted))))
+
+    def coordinate(self, rank: int) -> Coordinate:
+        """Where `rank` lies in the box."""
+        return Coordinate(**dict(zip(DENSE, to_digits(self._known(rank), self._sizes(DENSE)), strict=True)))
+
+    def rank_of(self, coordinate: Coordinate) -> int:
+        """The inverse of `coordinate`. Raises `ValueError` for a place outside the box."""
+        sizes, places = self._named(DENSE), asdict(coordinate)
+        for axis, size in sizes.items():
+            _check_place(axis, places[axis], size)
+        return to_number([places[axis] for axis in sizes], list(sizes.values()))
+
+    def index(self, axis: Axis, rank: int) -> int:
+        """Place of `rank` along one axis, the experts' included: which member it is of its `group(axis, rank)`."""
+        reading = reading_of((axis,))
+        return to_digits(self._known(rank), self._sizes(reading))[reading.index(axis)]
+
+    def group(self, axes: Axes, rank: int) -> tuple[int, ...]:
+        """The ranks, ascending, that differ from `rank` along `axes` at most.
+
+        Raises:
+            ValueError: `rank` is outside the world, or the axes are not of one reading.
+        """
+        wanted = _as_tuple(axes)
+        reading = reading_of(wanted)
+        sizes = self._sizes(reading)
+        group = [self._known(rank)]
+        for axis, size, stride, index in zip(reading, sizes, strides(sizes), to_digits(rank, sizes), strict=True):
+            if axis in wanted:
+                group = [member + (place - index) * stride for member in group for place in range(size)]
+        return tuple(group)
+
+    def groups(self, axes: Axes) -> tuple[tuple[int, ...], ...]:
+        """All groups of `axes`, by their first rank: a partition of the world."""
+        wanted = _as_tuple(axes)
+        others: tuple[Axis, ...] = tuple(axis for axis in reading_of(wanted) if axis not in wanted)
+        return tuple(self.group(wanted, first) for first in self.group(others, 0))
+
+    def sum_axes(self, kind: Kind) -> tuple[Axis, ...]:
+        """The axes over which the gradient of a parameter of this kind is a sum; `placement.placed` says the rest."""
+        return placed(kind).partial
+
+    def describe(self) -> str:
+        """One line for people: `2 replicas x (shard 2, tensor 2) = 8 ranks`."""
+        inner = [f"{axis} {getattr(self, axis)}" for axis in INSIDE_REPLICA if getattr(self, axis) > 1]
+        if self.expert > 1:
+            inner.append(f"expert {self.expert} on the same ranks")
+        parts = f" x ({', '.join(inner)})" if inner else ""
+        return f"{_counted(self.replicate, 'replica')}{parts} = {_counted(self.world_size, 'rank')}"
+
+    def _sizes(self, axes: tuple[Axis, ...]) -> tuple[int, ...]:
+        return tuple(getattr(self, axis) for axis in axes)
+
+    def _named(self, axes: tuple[Axis, ...]) -> dict[str, int]:
+        return dict(zip(axes, self._sizes(axes), strict=True))
+
+    def _known(self, rank: int) -> int:
+        _check_place("rank", rank, self.world_size)
+        return rank
+
+
+def _as_tuple(axes: Axes) -> tuple[Axis, ...]:
+    return (axes,) if isinstance(axes, str) else axes
+
+
+def _check_place(name: str, place: int, size: int) -> None:
+    if not 0 <= place < size:
+        raise ValueError(f"{name} {place} of {size}: it must be in 0 .. {size - 1}")
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

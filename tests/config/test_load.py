@@ -1,0 +1,105 @@
+"""Run files: what is refused, in what words, and what comes back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.config.check import checked
+from shoal.config.load import dumps, load
+from shoal.errors import ConfigError
+from tests.config.tables import Big, Place, Root, Small
+
+
+def loaded(tmp_path: Path, text: str, *overrides: str) -> Root:
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    return load(Root, path, overrides)
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "words"),
+    [
+        ('[place]\nname = "a"\nstep = 4', (), ["place.step", "unknown key", "did you mean 'steps'", "run.toml"]),
+        ('[place]\nname = "a"\n[thin]\n', (), ["thin", "did you mean 'thing'"]),
+        ('[place]\nname = "a"', ("place.stepz=4",), ["place.stepz", "did you mean 'steps'"]),
+        ('[place]\nname = "a"\nsteps = "4"', (), ["place.steps", "found '4'", "expected int"]),
+        ('[place]\nname = "a"\nsteps = 4.5', (), ["place.steps", "found 4.5"]),
+        ('[place]\nname = "a"\nsteps = 0', (), ["place.steps", "found 0", ">= 1"]),
+        ('[place]\nname = "a"\nsteps = 101', (), ["place.steps", "<= 100"]),
+        ('[place]\nname = "a"\nrate = -1.0', (), ["place.rate", "found -1.0", "> 0"]),
+        ('[place]\nname = "a"\norder = "upp"', (), ["place.order", "'upp'", "did you mean 'up'", "'down'"]),
+        ("[place]\nsteps = 4", (), ["place.name", "missing", "What it is called"]),
+        ('[place]\nname = "a"\n[thing]\nkind = "bigg"', (), ["thing.kind", "'bigg'", "did you mean 'big'", "'small'"]),
+        ('[place]\nname = "a"\n[thing]\nkind = "small"\nwidth = 4', (), ["thing.width", "unknown key", "names"]),
+        ('[place]\nname = "a"\n[thing]\nwidth = 5', (), ["thing", "width = 5", "must be even", "6"]),
+        ('place = "a"', (), ["place", "it is a table", "[place]"]),
+        ("", (), ["place", "missing"]),
+        ("[place", (), ["not a TOML file", "run.toml"]),
+        ('[place]\nname = "a"', ("steps=4",), ["'steps=4' is no override", "run.steps=100"]),
+        ('[place]\nname = "a"', ("place.steps",), ["is no override"]),
+        ('[place]\nname = "a"', ("place.steps.more=1",), ["place.steps"]),
+    ],
+)
+def test_a_mistake_is_named_with_its_repair(tmp_path: Path, text: str, overrides: tuple, words: list[str]) -> None:
+    """File, key, what was found, what is allowed, and the nearest key: one sentence for each kind of mistake."""
+    with pytest.raises(ConfigError) as caught:
+        loaded(tmp_path, text, *overrides)
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
+
+
+def test_a_missing_file_names_those_that_are_there(tmp_path: Path) -> None:
+    """A mistyped file name is answered with the run files beside it."""
+    (tmp_path / "real.toml").write_text("")
+    with pytest.raises(ConfigError, match=r"there is no such run file; there are .*real\.toml"):
+        load(Root, tmp_path / "unreal.toml")
+
+
+def test_overrides_are_toml_and_the_last_wins(tmp_path: Path) -> None:
+    """Numbers, lists, bare words and paths as values; a whole table can come from the command line."""
+    root = loaded(
+        tmp_path,
+        "",
+        "place.name=/tmp/a b",
+        "place.steps=4",
+        "place.steps=5",
+        "thing.kind=small",
+        'thing.names=["x", "y"]',
+    )
+    assert root == Root(place=Place(name="/tmp/a b", steps=5), thing=Small(names=["x", "y"]))
+
+
+def test_a_text_that_looks_like_a_number_stays_a_text(tmp_path: Path) -> None:
+    """`place.name=2024` names it "2024"; quotes may be written and then do not belong to the name."""
+    assert loaded(tmp_path, "", "place.name=2024").place.name == "2024"
+    assert loaded(tmp_path, "", 'place.name="2024"').place.name == "2024"
+
+
+def test_a_table_without_kind_is_the_default_variant(tmp_path: Path) -> None:
+    """`thing.width=4` alone means the default kind."""
+    assert loaded(tmp_path, '[place]\nname = "a"', "thing.width=4").thing == Big(width=4)
+
+
+@given(
+    name=st.text(min_size=1),
+    steps=st.integers(1, 100),
+    rate=st.none() | st.floats(1e-9, 1e9),
+    order=st.sampled_from(["up", "down"]),
+    thing=st.builds(Big, width=st.integers(1, 50).map(lambda n: 2 * n)) | st.builds(Small, names=st.lists(st.text())),
+)
+def test_what_is_written_is_read_again(tmp_path_factory, name, steps, rate, order, thing) -> None:
+    """The resolved file loads to the same tables, whatever they hold."""
+    root = Root(place=Place(name=name, steps=steps, rate=rate, order=order), thing=thing)
+    path = tmp_path_factory.mktemp("again") / "run.toml"
+    path.write_text(dumps(root), encoding="utf-8")
+    assert load(Root, path) == root
+
+
+def test_tables_are_frozen() -> None:
+    """A run file cannot change under a run."""
+    with pytest.raises(AttributeError):
+        checked({"place": {"name": "a"}}, Root, file="x").place.steps = 4  # type: ignore[misc]

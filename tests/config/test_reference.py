@@ -1,0 +1,14 @@
+"""The generated reference."""
+
+from __future__ import annotations
+
+from shoal.config.reference import markdown
+from tests.config.tables import Root
+
+
+def test_every_key_is_in_the_reference_with_its_sentence() -> None:
+    """Tables, variants, types, bounds, defaults and sentences all appear."""
+    text = markdown(Root, title="Keys")
+    for part in ("## `[place]`", '### `kind = "big"` (default)', '### `kind = "small"`', "| `steps` | int ≥ 1, ≤ 100 | `3` | How many. |",
+                 "| `name` | str | required |", '`"up"`, `"down"`', "| `rate` | float > 0 | — |"):  # fmt: skip
+        assert part in text, part

@@ -1,0 +1,20 @@
+"""Fixtures that every room uses."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator:
+    """`ranks(world, function, *args)` runs `function(place, *args)` on that many processes: see tests/ranks.py."""
+    from tests.ranks import RankPool
+
+    pool = RankPool()
+    yield pool
+    pool.close()

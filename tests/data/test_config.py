@@ -1,0 +1,57 @@
+"""The tables of data and batch are strict, and read without torch."""
+
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from shoal.data.config import ArrayFiles, BatchConfig, DataConfig, StdlibText, Tokens
+
+
+def read(table: dict) -> object:
+    return msgspec.convert(table, DataConfig)
+
+
+def test_kinds_pick_their_table():
+    """`kind` picks the variant; every variant carries the keys of reading."""
+    assert read({"kind": "stdlib"}) == StdlibText(held_out_fraction=0.05, shuffle=True, prefetch_steps=2, readers=1)
+    assert read({"kind": "tokens", "path": "x", "dtype": "uint16"}) == Tokens(path="x", dtype="uint16")
+    assert read({"kind": "arrays", "inputs": "a", "targets": "b"}) == ArrayFiles(inputs="a", targets="b")
+    for table in ({"kind": "digits"}, {"kind": "text", "files": ["*"]}, {"kind": "python", "build": "a.b:c"}):
+        assert read(table).prefetch_steps == 2  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"kind": "std"},
+        {"kind": "stdlib", "path": "x"},
+        {"kind": "stdlib", "readers": 0},
+        {"kind": "stdlib", "held_out_fraction": 1.0},
+        {"kind": "stdlib", "packing": "both"},
+        {"kind": "text", "files": []},
+        {"kind": "tokens"},
+        {"kind": "tokens", "path": "x", "dtype": "int8"},
+        {"kind": "arrays", "inputs": "a", "targets": "b", "held_out_inputs": "c"},
+        {"kind": "python", "build": "no_colon"},
+    ],
+)
+def test_wrong_tables_are_refused(table: dict):
+    """Unknown keys, kinds and values, missing keys and half pairs do not pass."""
+    with pytest.raises(msgspec.ValidationError):
+        read(table)
+
+
+@pytest.mark.parametrize("table", [{}, {"global_samples": 0}, {"global_samples": 4, "micro_samples": 8}])
+def test_wrong_batches_are_refused(table: dict):
+    """A batch states its samples, and a microbatch is a part of it."""
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(table, BatchConfig)
+    assert msgspec.convert({"global_samples": 4, "micro_samples": 4}, BatchConfig).denominator == "auto"
+
+
+def test_no_torch_is_needed():
+    """Importing the tables imports neither torch nor numpy."""
+    code = "import sys, shoal.data.config; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

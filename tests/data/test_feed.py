@@ -1,0 +1,209 @@
+"""The feed gives exactly this replica's positions, in order, ahead of need, and says what went wrong."""
+
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.data.cursor import Cursor
+from shoal.data.feed import Feed, evaluation_batches
+from shoal.data.interval import Interval
+from shoal.data.order import Order
+from shoal.data.sample import Batch
+from shoal.errors import ConfigError, DataError, UserCodeError
+
+
+class Numbers:
+    """Sample i is (i, i), after a pause; fails at `faulty`."""
+
+    def __init__(self, samples: int, pause_s: float = 0.0, faulty: int = -1) -> None:
+        self.samples, self.pause_s, self.faulty = samples, pause_s, faulty
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        time.sleep(self.pause_s)
+        if index == self.faulty:
+            raise ZeroDivisionError("user's own")
+        return index, index
+
+
+def feed(source: Numbers, **options) -> Feed:
+    order = Order(len(source), seed=7)
+    return Feed(source, order, **({"replicas": 1, "replica": 0, "global_samples": 4} | options))
+
+
+def ids_of(batches: list[Batch]) -> list[int]:
+    return [int(i) for batch in batches for i in batch.inputs]  # type: ignore[union-attr]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    samples=st.integers(1, 30),
+    replicas=st.integers(1, 5),
+    global_samples=st.integers(1, 12),
+    micro=st.one_of(st.none(), st.integers(1, 5)),
+    start=st.integers(0, 50),
+    readers=st.integers(1, 3),
+)
+def test_replicas_together_read_the_order(samples, replicas, global_samples, micro, start, readers):
+    """Whatever the replicas, microbatches and readers, a step's ids are the order's at its positions."""
+    source, order = Numbers(samples), Order(samples, seed=7)
+    feeds = [
+        feed(
+            source,
+            replicas=replicas,
+            replica=replica,
+            global_samples=global_samples,
+            micro_samples=micro,
+            start=start,
+            readers=readers,
+        )
+        for replica in range(replicas)
+    ]
+    for step in range(3):
+        parts = [each.next() for each in feeds]
+        expected = Interval(start + step * global_samples, start + (step + 1) * global_samples)
+        assert {part.interval for part in parts} == {expected}
+        batches = [batch for part in parts for batch in part.microbatches]
+        assert ids_of(batches) == order.ids(expected.positions()).tolist()
+        assert torch.cat([batch.positions for batch in batches]).tolist() == expected.positions().tolist()
+        assert all(len(batch) <= (micro or global_samples) for batch in batches)
+    for each in feeds:
+        each.close()
+
+
+def test_an_epoch_survives_restarts_with_other_world_sizes():
+    """Over an epoch and a half with two kills and 2, 3, then 1 replicas, committed ids are those of one replica's run,
+    and the first epoch's are all there once."""
+    source, cursor, used = Numbers(60), Cursor(), []
+    for replicas, steps in ((2, 4), (3, 5), (1, 3)):
+        feeds = [
+            feed(source, replicas=replicas, replica=i, global_samples=8, start=cursor, readers=2)
+            for i in range(replicas)
+        ]
+        for step in range(steps):
+            parts = [each.next() for each in feeds]
+            cursor, leased = cursor.lease(8)
+            assert all(part.interval == leased for part in parts)
+            if step < steps - 1:  # the last step is killed before its commit
+                cursor = cursor.commit(leased)
+                used += [i for part in parts for i in ids_of(part.microbatches)]
+        for each in feeds:
+            each.close()
+        cursor = Cursor.from_state(cursor.to_state())
+    assert sorted(used[:60]) == list(range(60))
+    assert used == Order(60, seed=7).ids(np.arange(len(used))).tolist()
+    assert len(used) == 72
+
+
+def test_groups_are_never_cut():
+    """With statistics groups, every microbatch is whole groups; sizes that would cut one are refused."""
+    source = Numbers(64)
+    for replica in range(3):
+        with feed(source, replicas=3, replica=replica, global_samples=16, micro_samples=4, group=4) as fed:
+            assert all(len(batch) == 4 for batch in fed.next().microbatches)
+    with pytest.raises(ConfigError, match="cut statistics groups"):
+        feed(source, global_samples=16, micro_samples=6, group=4)
+    with pytest.raises(ConfigError, match="multiple of 4"):
+        feed(source, global_samples=10, group=4)
+
+
+def test_a_replica_without_samples_gets_none():
+    """More replicas than samples is legal: the last ones have steps without microbatches."""
+    with feed(Numbers(9), replicas=3, replica=0, global_samples=2) as fed:
+        assert fed.next().microbatches == []
+
+
+def test_order_is_kept_when_readers_race():
+    """With readers of random speed, steps come in order."""
+
+    class Erratic(Numbers):
+        def __getitem__(self, index: int) -> tuple[int, int]:
+            time.sleep(0.004 * (index % 3))
+            return index, index
+
+    with feed(Erratic(100), global_samples=2, readers=4, prefetch_steps=8) as fed:
+        got = [fed.next() for _ in range(30)]
+    assert [step.interval.start for step in got] == list(range(0, 60, 2))
+    assert ids_of([b for step in got for b in step.microbatches]) == Order(100, 7).ids(np.arange(60)).tolist()
+
+
+def test_reading_hides_behind_the_step():
+    """Where reading takes just under a step, the caller hardly waits; without time to hide behind, it does."""
+    source = Numbers(1000, pause_s=0.009)  # 4 samples: 36 ms of a 45 ms step
+    with feed(source) as fed:
+        fed.next()
+        waits_s = []
+        for _ in range(10):
+            time.sleep(0.045)
+            waits_s.append(fed.next().wait_s)
+        hurried_s = [fed.next().wait_s for _ in range(10)]
+    assert sum(waits_s) < 0.5 * sum(hurried_s)
+    assert sum(hurried_s) > 0.2
+
+
+def test_a_failing_sample_stops_at_its_own_step():
+    """Steps before it are given; then its id and position are named, again and again, and nothing is skipped."""
+    order = Order(40, seed=7)
+    position = 9
+    faulty = int(order.ids(np.array([position]))[0])
+    with feed(Numbers(40, faulty=faulty), readers=2, prefetch_steps=4) as fed:
+        assert [fed.next().interval.start for _ in range(2)] == [0, 4]
+        for _ in range(2):
+            with pytest.raises(UserCodeError, match=f"Sample {faulty} at position {position}.*user's own") as caught:
+                fed.next()
+            assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_closing_ends_the_readers():
+    """After `close` no thread of the feed runs, even in mid-step, and `next` says so."""
+    before = threading.active_count()
+    fed = feed(Numbers(1000, pause_s=0.005), global_samples=1000, micro_samples=2, readers=3)  # 5 s a step
+    assert threading.active_count() == before + 3
+    fed.close()
+    fed.close()
+    assert threading.active_count() == before
+    with pytest.raises(ValueError, match="closed"):
+        fed.next()
+
+
+def test_a_hanging_source_does_not_hold_the_interpreter():
+    """A process whose data source never returns can still leave."""
+    code = """
+import threading
+from shoal.data.feed import Feed
+from shoal.data.order import Order
+class Hangs:
+    def __len__(self): return 4
+    def __getitem__(self, index): threading.Event().wait()
+Feed(Hangs(), Order(4, 0), replicas=1, replica=0, global_samples=2)
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_an_order_of_another_size_is_refused():
+    """Order and source must count the same samples."""
+    with pytest.raises(DataError, match="5 samples, its order 6"):
+        Feed(Numbers(5), Order(6, 0), replicas=1, replica=0, global_samples=1)
+
+
+@pytest.mark.parametrize("limit", [None, 7, 100])
+@pytest.mark.parametrize("micro", [None, 3])
+def test_evaluation_reads_each_sample_once(limit: int | None, micro: int | None):
+    """Over the replicas, a pass is the first samples in natural order, each once."""
+    batches = [
+        batch
+        for replica in range(3)
+        for batch in evaluation_batches(Numbers(20), replicas=3, replica=replica, micro_samples=micro, limit=limit)
+    ]
+    assert ids_of(batches) == list(range(min(20, limit or 20)))
+    assert torch.cat([batch.positions for batch in batches]).tolist() == ids_of(batches)
+    assert all(len(batch) <= (micro or 20) for batch in batches)

@@ -1,0 +1,186 @@
+"""A launcher and its ranks, as real processes: who fails, who is named, who survives."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from shoal.errors import EnvironmentFault
+from shoal.launch.spawn import run_ranks
+
+WAIT = "ready(); time.sleep(60)"
+
+
+def test_ranks_that_finish_make_a_launcher_that_succeeds(launch):
+    """All ranks done: exit 0, nothing said, and every rank knew its place."""
+    launched = launch("(here / f'place-{rank}').write_text(f'{place.rank} {place.world_size} {place.local_rank}')", 3)
+    assert launched.end() == (0, "")
+    assert [(launched.directory / f"place-{rank}").read_text() for rank in range(3)] == ["0 3 0", "1 3 1", "2 3 2"]
+
+
+def test_an_error_is_shown_whole_and_peers_in_a_line(launch):
+    """The failed rank's traceback comes first; a peer that waits in vain is ended, and is one line."""
+    body = """
+def inner():
+    raise ValueError("the third weight is odd")
+if rank == 1:
+    inner()
+time.sleep(60)
+"""
+    code, said = launch(body).end()
+    assert code == 1
+    assert said.startswith("rank 1 of 2 failed (host ")
+    assert "in inner" in said
+    assert "ValueError: the third weight is odd" in said
+    assert said.splitlines()[-1].startswith("rank 0 (pid ")
+    assert "ended by the launcher" in said.splitlines()[-1]
+
+
+def test_an_answer_has_no_traceback_and_its_own_code(launch):
+    """What Shoal raises on purpose is shown as its sentence, and gives the launcher's exit code."""
+    code, said = launch("if rank == 0: raise errors.Diverged('loss is nan')\ntime.sleep(60)").end()
+    assert code == 4
+    assert "loss is nan" in said
+    assert "Traceback" not in said
+
+
+def test_a_secondary_error_that_came_first_is_not_the_cause(launch):
+    """A rank that lost its peer may report before the peer does: the peer is still shown first, with its code."""
+    body = """
+if rank == 0:
+    raise errors.CollectiveError("all_reduce lost rank 1")
+until(lambda: any(Path(os.environ["SHOAL_FAILURE_FOLDER"]).glob("rank-0.json")))
+raise errors.DataError("sample 7 is empty")
+"""
+    code, said = launch(body).end()
+    assert code == 2
+    assert said.index("sample 7 is empty") < said.index("CollectiveError: all_reduce lost rank 1")
+
+
+def test_a_killed_rank_is_noticed_at_once_and_named(launch):
+    """kill -9 of a rank: the launcher ends well under 5 s later, with 128 + 9, naming rank and signal."""
+    launched = launch(WAIT)
+    pids = launched.rank_pids()
+    os.kill(pids[1], signal.SIGKILL)
+    start_s = time.monotonic()
+    code, said = launched.end()
+    assert time.monotonic() - start_s < 5.0
+    assert code == 137
+    assert f"rank 1 of 2 failed (host {os.uname().nodename}, pid {pids[1]}, killed by SIGKILL)" in said
+
+
+def test_a_rank_that_dies_without_a_record_shows_the_end_of_its_log(launch):
+    """A death below Python leaves no record: the last lines of the rank's log stand in for it."""
+    code, said = launch("print('about to fall'); os._exit(9) if rank == 1 else time.sleep(60)").end()
+    assert code == 9
+    assert "about to fall" in said
+
+
+def test_a_stopped_rank_is_named_and_killed(launch):
+    """Rank 0 is stopped, its peer gives up: the report leads with the stopped one, which does not survive."""
+    launched = launch("ready(); until((here / 'go').exists)\nraise errors.CollectiveError('rank 0 is late')")
+    pids = launched.rank_pids()
+    os.kill(pids[0], signal.SIGSTOP)
+    (launched.directory / "go").touch()
+    code, said = launched.end()
+    assert code == 3
+    assert said.startswith(f"rank 0 (pid {pids[0]}) is stopped (SIGSTOP)")
+    assert launched.survivors(pids) == []
+
+
+def test_no_rank_outlives_a_killed_launcher(launch):
+    """kill -9 of the launcher ends every rank within two seconds, even one that is stopped."""
+    launched = launch(WAIT)
+    pids = launched.rank_pids()
+    os.kill(pids[1], signal.SIGSTOP)
+    launched.process.send_signal(signal.SIGKILL)
+    assert launched.are_gone(pids, within_s=2.0)
+
+
+def test_what_a_rank_started_is_ended_with_it(launch):
+    """A failed rank's own children (a data loader, say) do not outlive the run."""
+    body = """
+import subprocess
+child = subprocess.Popen(["sleep", "60"])
+(here / f"child-{rank}").write_text(str(child.pid))
+os._exit(1)
+"""
+    launched = launch(body)
+    assert launched.end()[0] == 1
+    pids = [int((launched.directory / f"child-{rank}").read_text()) for rank in range(2)]
+    assert launched.are_gone(pids, within_s=2.0)
+
+
+STOPPING = """
+with StopRequest() as stop:
+    ready()
+    until(lambda: stop.requested)
+    time.sleep(0.5)
+raise errors.Stopped("saved step 3")
+"""
+
+
+def test_ctrl_c_lets_the_ranks_save(launch):
+    """One SIGINT to the launcher, even delivered twice at once: ranks finish, the launcher exits 75."""
+    launched = launch(STOPPING)
+    launched.rank_pids()
+    launched.process.send_signal(signal.SIGINT)
+    time.sleep(0.05)
+    launched.process.send_signal(signal.SIGINT)
+    code, said = launched.end()
+    assert code == 75
+    assert "press again to stop at once" in said
+    assert "stopped after a good checkpoint" in said
+
+
+def test_ctrl_c_twice_stops_at_once(launch):
+    """A second SIGINT, later: every rank is killed, whatever it does, and the exit code is 128 + 2."""
+    launched = launch("signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAIT)
+    pids = launched.rank_pids()
+    launched.process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert launched.survivors(pids) == pids, "the first request must not kill"
+    launched.process.send_signal(signal.SIGINT)
+    code, said = launched.end()
+    assert code == 130
+    assert "failed" not in said
+    assert launched.survivors(pids) == []
+
+
+def test_a_rank_that_leaves_with_75_waits_for_the_others_to_save(launch):
+    """Exit 75 gives peers the long patience, not the short one of a failure; a peer's own 0 or 75 keeps it 75."""
+    body = "if rank == 0: raise errors.Stopped('saved')\ntime.sleep(1.2)\n(here / 'saved-too').touch()"
+    launched = launch(body)
+    assert launched.end()[0] == 75
+    assert (launched.directory / "saved-too").exists()
+
+
+def test_a_failure_while_others_save_is_a_failure(launch):
+    """75 needs every rank to leave well: one that fails while saving gives its own code."""
+    code, said = launch("raise errors.Stopped('saved') if rank == 0 else OSError('disk full')").end()
+    assert code == 1
+    assert "disk full" in said
+
+
+def test_the_store_socket_is_on_loopback_and_in_rank_zero_only(launch):
+    """Rank 0 gets a socket that listens on 127.0.0.1 at MASTER_PORT; no other rank holds it."""
+    body = """
+import socket
+fd = os.environ.get("SHOAL_STORE_FD")
+name = socket.socket(fileno=os.dup(int(fd))).getsockname() if fd else None
+(here / f"name-{rank}").write_text(repr((name, os.environ["MASTER_PORT"])))
+"""
+    launched = launch(body)
+    assert launched.end() == (0, "")
+    (first, port), (second, _) = (eval((launched.directory / f"name-{rank}").read_text()) for rank in range(2))
+    assert first == ("127.0.0.1", int(port))
+    assert second is None
+
+
+def test_a_command_that_cannot_start_is_a_fault_of_the_environment(tmp_path):
+    """A program that is not there is one sentence, not a hang with half the ranks."""
+    with pytest.raises(EnvironmentFault, match="rank 0 could not be started"):
+        run_ranks([str(tmp_path / "absent")], processes=2, run_directory=tmp_path, environ=os.environ)
