@@ -46,7 +46,7 @@ class RankPool:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def __call__(self, world: int, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
-        """What `function(place, *args)` returned on each rank. Raises `AssertionError` with a failing rank's traceback."""
+        """What `function(place, *args)` returned on each rank. Raises `AssertionError` with the traceback of one."""
         outcomes = self.outcomes(world, function, *args, timeout_s=timeout_s)
         for rank, (worked, value) in enumerate(outcomes):
             if not worked:

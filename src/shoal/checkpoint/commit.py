@@ -1,7 +1,7 @@
 """The commit: what all ranks wrote becomes a checkpoint by one atomic rename, and not before it is durable.
 
-Order: objects (durable, verified) -> manifest in a temporary folder (durable, verified) -> rename of that folder -> fsync
-of its parent -> the file `latest`. A crash between any two leaves the checkpoint before, or this one, whole.
+Order: objects (durable, verified) -> manifest in a temporary folder (durable, verified) -> rename of that folder ->
+fsync of its parent -> the file `latest`. A crash between any two leaves the checkpoint before, or this one, whole.
 """
 
 from __future__ import annotations

@@ -7,11 +7,11 @@ from typing import Annotated
 from shoal.config.table import Table, says
 
 
-class CheckpointConfig(Table):
+class CheckpointConfig(Table, frozen=True):
     """When a run saves, how much of the past it keeps, and how large its files are."""
 
     every_steps: Annotated[
-        int, says("Optimizer steps between two checkpoints; 0 saves only at the end and when a signal stops the run.", ge=0)
+        int, says("Optimizer steps between two checkpoints; 0 saves only at the end and on a signal.", ge=0)
     ] = 200
     keep: Annotated[int, says("How many checkpoints stay on the disk; older ones are deleted.", ge=1)] = 3
     object_bytes: Annotated[

@@ -44,5 +44,7 @@ def dtype_name(tensor: torch.Tensor, name: str) -> str:
     """The manifest's name for the element type of `tensor`, which is called `name`; `UsageError` if it has none."""
     found = str(tensor.dtype).removeprefix("torch.")
     if found not in BY_NAME:
-        raise UsageError(f"tensor {name!r} is {found}, which a checkpoint cannot hold: store one of {', '.join(BY_NAME)}")
+        raise UsageError(
+            f"tensor {name!r} is {found}, which a checkpoint cannot hold: store one of {', '.join(BY_NAME)}"
+        )
     return found

@@ -1,7 +1,7 @@
 """Loading: the newest checkpoint that is whole, read into tensors of any layout by the intersection of boxes.
 
-Nothing in a file is trusted before it is checked, and nothing is unpickled. Objects are mapped, so that a rank that needs a
-part of a tensor reads that part.
+Nothing in a file is trusted before it is checked, and nothing is unpickled. Objects are mapped, so that a rank that
+needs a part of a tensor reads that part.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor
 from shoal.checkpoint import manifest as manifests
 from shoal.checkpoint import tensorfile
 from shoal.checkpoint.dtypes import BY_NAME, dtype_name
-from shoal.checkpoint.grid import Box, intersection
+from shoal.checkpoint.grid import Box, Dims, intersection
 from shoal.checkpoint.manifest import BoxEntry, Manifest, TensorEntry
 from shoal.checkpoint.matching import Expected, require_match
-from shoal.checkpoint.places import MANIFEST, Places
+from shoal.checkpoint.places import MANIFEST, Places, step_name
 from shoal.checkpoint.verify import findings
 from shoal.errors import CorruptCheckpoint, VerificationFailed
 
@@ -42,8 +42,8 @@ def checkpoints(directory: Path) -> list[Path]:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of the checkpoint in `folder`; `VerificationFailed` when it is damaged or of another format."""
     manifest = manifests.read(folder / MANIFEST)
-    if folder.name != Places(folder).step(manifest.step).name:
-        raise CorruptCheckpoint(f"{folder} holds the checkpoint of step {manifest.step}: give the folder its own name back")
+    if folder.name != step_name(manifest.step):
+        raise CorruptCheckpoint(f"{folder} holds step {manifest.step}: rename it to {step_name(manifest.step)}")
     return manifest
 
 
@@ -120,7 +120,7 @@ def _fill(manifest: Manifest, places: Places, targets: Mapping[str, Target]) -> 
             shared = _shared(box, targets[entry.name])
             if shared is not None:
                 content = content if content is not None else tensorfile.read(path)
-                _copy(_part(content, entry, box, path), Box(tuple(box.offset), ()), shared, targets[entry.name])
+                _copy(_part(content, entry, box, path), tuple(box.offset), shared, targets[entry.name])
 
 
 def _shared(box: BoxEntry, target: Target) -> Box | None:
@@ -134,6 +134,6 @@ def _part(content: Mapping[str, Tensor], entry: TensorEntry, box: BoxEntry, path
     return part
 
 
-def _copy(part: Tensor, held: Box, shared: Box, target: Target) -> None:
-    source = part[shared.relative_to(held.offset).slices]
+def _copy(part: Tensor, origin: Dims, shared: Box, target: Target) -> None:
+    source = part[shared.relative_to(origin).slices]
     target.tensor.detach()[shared.relative_to(target.offset).slices].copy_(source)

@@ -18,7 +18,9 @@ class Expected(NamedTuple):
     dtype: str
 
 
-def require_match(saved: Mapping[str, TensorEntry], wanted: Mapping[str, Expected], *, strict: bool, cast: bool) -> None:
+def require_match(
+    saved: Mapping[str, TensorEntry], wanted: Mapping[str, Expected], *, strict: bool, cast: bool
+) -> None:
     """Raise `UsageError` unless `saved` can fill `wanted`.
 
     `strict` also refuses names that only one of them has; `cast` allows other element types.
@@ -37,7 +39,9 @@ def require_match(saved: Mapping[str, TensorEntry], wanted: Mapping[str, Expecte
         )
     types = [f"{name} is {saved[name].dtype}, not {wanted[name].dtype}" for name in both if _cast(name, saved, wanted)]
     if types and not cast:
-        raise UsageError(f"{_listed('the checkpoint has other element types', types)}: train in these, or ask for a cast")
+        raise UsageError(
+            f"{_listed('the checkpoint has other element types', types)}: train in these, or ask for a cast"
+        )
 
 
 def _same_shape(name: str, saved: Mapping[str, TensorEntry], wanted: Mapping[str, Expected]) -> bool:

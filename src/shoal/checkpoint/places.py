@@ -1,9 +1,9 @@
 """Where the parts of a checkpoint lie inside a run directory, and what unfinished parts are called.
 
-    checkpoints/step-00000100/manifest.json   a committed checkpoint
-    checkpoints/objects/<blake3>.safetensors  its content, shared by all checkpoints
-    checkpoints/latest                        the name of the newest one, for people and scripts
-    .tmp-*                                    not finished, or about to be deleted; never read, swept at the next start
+checkpoints/step-00000100/manifest.json   a committed checkpoint
+checkpoints/objects/<blake3>.safetensors  its content, shared by all checkpoints
+checkpoints/latest                        the name of the newest one, for people and scripts
+.tmp-*                                    not finished, or about to be deleted; never read, swept at the next start
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Places:
 
     def step(self, step: int) -> Path:
         """The folder of the checkpoint of `step`."""
-        return self.root / f"step-{step:08d}"
+        return self.root / step_name(step)
 
     def manifest(self, step: int) -> Path:
         """The manifest of the checkpoint of `step`."""
@@ -57,6 +57,11 @@ class Places:
             return []
         found = (_STEP.match(entry.name) for entry in self.root.iterdir())
         return sorted((int(match[1]) for match in found if match), reverse=True)
+
+
+def step_name(step: int) -> str:
+    """The name of the folder of the checkpoint of `step`."""
+    return f"step-{step:08d}"
 
 
 def temporary(path: Path, owner: str) -> Path:

@@ -23,12 +23,13 @@ from shoal.checkpoint.commit import commit, tensor_entries, writer
 from shoal.checkpoint.durable import Disk
 from shoal.checkpoint.exchange import Exchange
 from shoal.checkpoint.faults import sentence
-from shoal.checkpoint.grid import Parcel
 from shoal.checkpoint.manifest import FORMAT_VERSION, Manifest
 from shoal.checkpoint.objects import Stored, settle, store
 from shoal.checkpoint.places import Places
+from shoal.checkpoint.plan import Plan
 from shoal.checkpoint.retention import retain, sweep
 from shoal.checkpoint.staging import Staging
+from shoal.checkpoint.verdict import Share, Verdict, decode_share, decode_verdict, encode
 from shoal.errors import UsageError
 
 
@@ -46,32 +47,6 @@ class Seat:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """How tensors become objects, and who writes which; equal on all ranks, as `fingerprint` shows."""
-
-    parcels: list[Parcel]
-    shares: list[list[int]]
-    fingerprint: str
-
-
-class Share(msgspec.Struct, frozen=True):
-    """What one rank wrote: the objects of its parcels in their order, or why it could not."""
-
-    plan: str
-    stored: list[Stored]
-    error: str | None = None
-
-
-class Verdict(msgspec.Struct, frozen=True):
-    """What became of a save, for all ranks: bytes are of all ranks together."""
-
-    committed: bool
-    error: str | None = None
-    bytes_written: int = 0
-    bytes_reused: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
 class Round:
     """One save. `sequence` counts a saver's rounds, so that saving one step twice does not confuse the board."""
 
@@ -86,10 +61,7 @@ class Round:
     def run(self, staging: Staging) -> Verdict:
         """Bring the content of `staging` to the disk and to a verdict; raises nothing."""
         share = self._write(staging)
-        try:
-            return self._lead(share) if self.seat.rank == 0 else self._follow(share)
-        except Exception as error:
-            return Verdict(False, self._sentence(error))
+        return self._lead(share) if self.seat.rank == 0 else self._follow(share)
 
     def _write(self, staging: Staging) -> Share:
         seat = self.seat
@@ -103,10 +75,13 @@ class Round:
 
     def _follow(self, share: Share) -> Verdict:
         seat = self.seat
-        seat.exchange.publish(self._key(f"share-{seat.rank}"), msgspec.json.encode(share))
-        # Rank 0 may itself wait that long for a rank that never answers.
-        (verdict,) = seat.exchange.collect([self._key("verdict")], 2 * seat.timeout_s)
-        return msgspec.json.decode(verdict, type=Verdict)
+        try:
+            seat.exchange.publish(self._key(f"share-{seat.rank}"), encode(share))
+            # Rank 0 may itself wait that long for a rank that never answers.
+            (verdict,) = seat.exchange.collect([self._key("verdict")], 2 * seat.timeout_s)
+            return decode_verdict(verdict)
+        except Exception as error:
+            return Verdict(False, self._sentence(error))
 
     def _lead(self, own: Share) -> Verdict:
         seat = self.seat
@@ -116,8 +91,16 @@ class Round:
             verdict = Verdict(False, self._sentence(error))
             with suppress(OSError):
                 sweep(seat.places, disk=seat.disk)
-        if seat.world_size > 1:
-            seat.exchange.publish(self._key("verdict"), msgspec.json.encode(verdict))
+        return self._announce(verdict)
+
+    def _announce(self, verdict: Verdict) -> Verdict:
+        if self.seat.world_size == 1:
+            return verdict
+        try:
+            self.seat.exchange.publish(self._key("verdict"), encode(verdict))
+        except Exception as error:
+            told = f"the other ranks were not told what became of the checkpoint of step {self.step} ({error})"
+            return msgspec.structs.replace(verdict, error=verdict.error or told)
         return verdict
 
     def _others(self) -> list[Share]:
@@ -125,7 +108,7 @@ class Round:
         if seat.world_size == 1:
             return []
         keys = [self._key(f"share-{rank}") for rank in range(1, seat.world_size)]
-        return [msgspec.json.decode(value, type=Share) for value in seat.exchange.collect(keys, seat.timeout_s)]
+        return [decode_share(value) for value in seat.exchange.collect(keys, seat.timeout_s)]
 
     def _decide(self, shares: Sequence[Share]) -> Verdict:
         failed = {rank: share.error for rank, share in enumerate(shares) if share.error}

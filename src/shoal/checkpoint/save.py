@@ -1,7 +1,7 @@
 """Saving without stopping: training waits for a copy in memory, and a thread brings it to the disk.
 
-The thread hands large buffers to calls that release the interpreter's lock (hashing, writing, fsync), so that the thread
-that trains keeps it. One save is on its way at a time; the next one waits for it, and the wait is part of its stall.
+The thread hands large buffers to calls that release the interpreter's lock (hashing, writing, fsync), so that the
+thread that trains keeps it. One save is on its way at a time; the next one waits for it, and the wait is part of its stall.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from blake3 import blake3
 from torch import Tensor
 
 from shoal.checkpoint.dtypes import dtype_name
 from shoal.checkpoint.durable import Disk, OnPoint, unheard
 from shoal.checkpoint.exchange import Exchange
-from shoal.checkpoint.grid import TensorSpec, assign, parcels
+from shoal.checkpoint.grid import TensorSpec
 from shoal.checkpoint.places import Places
 from shoal.checkpoint.plain import plain
+from shoal.checkpoint.plan import Plan, plan_for
 from shoal.checkpoint.retention import sweep
-from shoal.checkpoint.round import Plan, Round, Seat
+from shoal.checkpoint.round import Round, Seat
 from shoal.checkpoint.staging import Staging
 from shoal.errors import EnvironmentFault
 
@@ -51,8 +51,8 @@ class Saver:
     """Saves named tensors and a JSON-able state into the checkpoints of the run directory `directory`.
 
     Every rank has one, with the same tensors; all call `save` for the same steps in the same order. Rank 0's start
-    deletes what an interrupted save left, so every rank makes its saver before the first save of any. `directory` lies on
-    a file system that all ranks share. Raises `EnvironmentFault` at once where nothing can be saved.
+    deletes what an interrupted save left, so every rank makes its saver before the first save of any. `directory` lies
+    on a file system that all ranks share. Raises `EnvironmentFault` at once where nothing can be saved.
     """
 
     def __init__(
@@ -147,17 +147,11 @@ class Saver:
         specs = [_spec(name, tensor) for name, tensor in tensors.items()]
         if self._plan is None or self._staging is None or specs != self._specs:
             self._staging = None  # The old memory goes before the new is asked for.
-            self._plan = self._plan_for(specs)
-            share = [self._plan.parcels[index] for index in self._plan.shares[self._seat.rank]]
-            self._staging = Staging(share, pinned=any(tensor.is_cuda for tensor in tensors.values()))
+            self._plan = plan_for(specs, world_size=self._seat.world_size, object_bytes=self._object_bytes)
+            pinned = any(tensor.is_cuda for tensor in tensors.values())
+            self._staging = Staging(self._plan.share(self._seat.rank), pinned=pinned)
             self._specs = specs
         return self._plan, self._staging
-
-    def _plan_for(self, specs: list[TensorSpec]) -> Plan:
-        cut = parcels(specs, self._object_bytes)
-        sizes = [sum(piece.nbytes for piece in parcel) for parcel in cut]
-        fingerprint = blake3(repr(cut).encode()).hexdigest()
-        return Plan(parcels=cut, shares=assign(sizes, self._seat.world_size), fingerprint=fingerprint)
 
     def _run(self, round_: Round, staging: Staging, started_s: float) -> None:
         verdict = round_.run(staging)
@@ -185,13 +179,13 @@ def _spec(name: str, tensor: Tensor) -> TensorSpec:
 
 def _open(seat: Seat) -> None:
     """Make the folders durable and delete what an interrupted save left."""
-    places = seat.places
+    places, disk = seat.places, Disk()
     try:
         places.objects.mkdir(parents=True, exist_ok=True)
         if seat.rank == 0:
-            sweep(places, disk=Disk())
+            sweep(places, disk=disk)
             for folder in (places.root, places.run_directory):
-                seat.disk.sync_folder(folder, action="folder/fsync")
+                disk.sync_folder(folder, action="folder/fsync")
     except OSError as error:
         raise EnvironmentFault(
             f"no checkpoint can be saved in {places.root} ({error.strerror}): make it writable, or change run.directory"

@@ -22,7 +22,7 @@ _ALIGNMENT_BYTES = 64
 
 class _Slot(NamedTuple):
     name: str
-    index: tuple[slice, ...] | None
+    part: tuple[slice, ...] | None
     memory: Tensor
 
 
@@ -40,16 +40,16 @@ class Staging:
             self._extents.append((begin, end))
         self._memory = torch.zeros(end, dtype=torch.uint8, pin_memory=pinned)
         self._pinned = pinned
-        self._bytes = memoryview(self._memory.numpy())
+        self._bytes = self._memory.numpy().data
         for parcel, header, (begin, _) in zip(parcels, headers, self._extents, strict=True):
             self._bytes[begin : begin + len(header)] = header
             self._slots.extend(self._slots_of(parcel, begin + len(header)))
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy the boxes of `tensors` in; they may be changed as soon as this returns."""
-        for name, index, memory in self._slots:
+        for name, part, memory in self._slots:
             source = tensors[name].detach()
-            memory.copy_(source if index is None else source[index], non_blocking=self._pinned)
+            memory.copy_(source if part is None else source[part], non_blocking=self._pinned)
         if self._pinned:
             torch.accelerator.synchronize()
 
@@ -62,5 +62,5 @@ class Staging:
         for piece in parcel:
             raw = self._memory[at : at + piece.nbytes]
             at += piece.nbytes
-            index = None if piece.box.shape == piece.spec.shape else piece.box.slices
-            yield _Slot(piece.spec.name, index, raw.view(BY_NAME[piece.spec.dtype].torch).view(piece.box.shape))
+            part = None if piece.box.shape == piece.spec.shape else piece.box.slices
+            yield _Slot(piece.spec.name, part, raw.view(BY_NAME[piece.spec.dtype].torch).view(piece.box.shape))

@@ -57,21 +57,28 @@ def read(path: Path) -> dict[str, Tensor]:
 
     Raises `CorruptCheckpoint` when the file is not what `header_of` promises.
     """
-    with path.open("rb") as file:
-        size = file.seek(0, 2)
-        if size < _LENGTH_BYTES:
-            raise _corrupt(path, f"has {size} bytes, fewer than a header")
-        # A private mapping: torch refuses silence about read-only memory, and the file can not be written through it.
-        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    data_at = _data_start(path, content, size)
+    content = _mapped(path)
+    data_at = _data_start(path, content)
     header = _parse_header(path, content[_LENGTH_BYTES:data_at])
     return {key: _view(path, entry, content, data_at) for key, entry in header.items()}
 
 
-def _data_start(path: Path, content: mmap.mmap, size: int) -> int:
+def _mapped(path: Path) -> mmap.mmap:
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            if size < _LENGTH_BYTES:
+                raise _corrupt(path, f"has {size} bytes, fewer than a header")
+            # Private, not read-only: torch warns of memory that it may not write, and nothing reaches the file.
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except OSError as error:
+        raise CorruptCheckpoint(f"{path} cannot be read ({error.strerror}): use another checkpoint") from error
+
+
+def _data_start(path: Path, content: mmap.mmap) -> int:
     header_bytes = int.from_bytes(content[:_LENGTH_BYTES], "little")
-    if header_bytes > min(MAX_HEADER_BYTES, size - _LENGTH_BYTES):
-        raise _corrupt(path, f"announces a header of {header_bytes} bytes in a file of {size}")
+    if header_bytes > min(MAX_HEADER_BYTES, len(content) - _LENGTH_BYTES):
+        raise _corrupt(path, f"announces a header of {header_bytes} bytes in a file of {len(content)}")
     return _LENGTH_BYTES + header_bytes
 
 

@@ -48,7 +48,4 @@ def tensors_by_object(manifest: Manifest) -> dict[str, list[str]]:
 def _sentence(step: int, path: Path, problem: str, names: list[str]) -> str:
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     held = f"{', '.join(names[:_NAMED])}{more}" if names else "no tensor"
-    return (
-        f"checkpoint of step {step}: {path} {problem}; it holds {held}. "
-        "Use another checkpoint, and check the disk"
-    )
+    return f"checkpoint of step {step}: {path} {problem}; it holds {held}. Use another checkpoint, and check the disk"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from typing import Annotated
 
-import msgspec
 import typer
 
 MARKS = {"ok": "ok", "warning": "!!", "problem": "XX"}
@@ -23,7 +23,7 @@ def doctor(
 
     found = findings(os.environ)
     if as_json:
-        print(json.dumps({"findings": msgspec.to_builtins(found)}))
+        print(json.dumps({"findings": [dataclasses.asdict(finding) for finding in found]}))
     else:
         for finding in found:
             print(f"{MARKS[finding.status]}  {finding.name}: {finding.found}")

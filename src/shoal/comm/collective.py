@@ -53,7 +53,7 @@ class Collective(Protocol):
         output_sizes: Sequence[int] = (),
         input_sizes: Sequence[int] = (),
     ) -> Handle:
-        """Part i of `input` goes to rank i; part j of `output` comes from rank j. Sizes count along dim 0; none: equal."""
+        """Part i of `input` goes to rank i, part j of `output` comes from rank j. Sizes are of dim 0; none: equal."""
         ...
 
     def broadcast(self, tensor: torch.Tensor, *, root: int = 0) -> Handle: ...

@@ -31,7 +31,7 @@ class Diagnosis:
                 f"{head}, and the store does not answer: its host, {self.members[0]}, is dead or stopped"
             )
         if silent:
-            return f"{head}: {_named(self.members, silent)} did not come: dead, stopped, or busy for longer than the timeout"
+            return f"{head}: {_named(self.members, silent)} did not come: dead, stopped, or busy for too long"
         if behind:
             return f"{head}: {_named(self.members, behind)} called another collective or fewer of them"
         return f"{head}: {error.splitlines()[0] if error else 'the backend gave no reason'}"

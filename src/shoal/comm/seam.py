@@ -52,7 +52,8 @@ class SeamWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        return self._done or ((self._inner is None or self._inner.is_completed()) and time.perf_counter() >= self._due_s)
+        arrived = self._inner is None or self._inner.is_completed()
+        return self._done or (arrived and time.perf_counter() >= self._due_s)
 
     def get_future(self) -> Any:
         return self._inner.get_future()

@@ -44,8 +44,8 @@ def weighted_sum(losses: Any, weights: Tensor) -> Tensor:
     """
     if not isinstance(losses, Tensor) or losses.shape[: weights.ndim] != weights.shape:
         raise UserCodeError(
-            f"the loss returned {_shape(losses)} for weights {tuple(weights.shape)}; it must return one value per sample "
-            "or position and average nothing (in PyTorch: reduction='none')"
+            f"the loss returned {_shape(losses)} for weights {tuple(weights.shape)}; return one value per sample or "
+            "position and average nothing (in PyTorch: reduction='none')"
         )
     if losses.ndim > weights.ndim:
         losses = losses.flatten(weights.ndim).mean(-1)

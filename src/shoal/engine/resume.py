@@ -9,26 +9,34 @@ import torch
 from shoal.checkpoint.load import checkpoints, newest_verified, read_into, read_manifest
 
 from shoal.checkpoint.manifest import Manifest
+from shoal.checkpoint.places import Places
 from shoal.engine.state import TrainState
-from shoal.errors import UsageError
+from shoal.errors import CorruptCheckpoint, UsageError
 
 Announce = Callable[[str, Callable[[], str]], str]
 """`announce(key, find)`: rank 0 calls `find`; every rank gets its answer."""
 
 
 def resume(state: TrainState, directory: Path, *, announce: Announce, warn: Callable[[str], None]) -> int | None:
-    """Loads the newest verified checkpoint of `directory` into `state`; its step, or None where there is none."""
+    """Loads the newest verified checkpoint of `directory` into `state`; its step, or None where there is none.
+
+    Raises `CorruptCheckpoint` where there are checkpoints and none is whole: starting afresh would hide the loss.
+    """
 
     def find() -> str:
         manifest, problems = newest_verified(directory)
         for problem in problems:
             warn(problem)
+        if manifest is None and problems:
+            raise CorruptCheckpoint(
+                f"{directory} holds checkpoints, but none is whole: {problems[0]}. Restore one, or give another run.directory"
+            )
         return str(manifest.step) if manifest is not None else ""
 
     step = announce("resume", find)
     if not step:
         return None
-    manifest = read_manifest(directory, int(step))
+    manifest = read_manifest(Places(directory).step(int(step)))
     read_into(manifest, directory, state.targets(_dtypes(manifest)))
     state.load_json(manifest.state)
     return int(step)
@@ -44,15 +52,11 @@ def load_weights(state: TrainState, source: Path, *, strict: bool) -> int:
     run = source.parent.parent if one else source
     if not checkpoints(run):
         raise UsageError(f"{source} holds no checkpoint; give a run directory or one of its checkpoints")
-    manifest = read_manifest(run, _step_of(source)) if one else newest_verified(run)[0]
+    manifest = read_manifest(source) if one else newest_verified(run)[0]
     if manifest is None:
         raise UsageError(f"{source}: none of its checkpoints is whole; 'shoal checkpoint verify {source}' says why")
     read_into(manifest, run, state.weights(), strict=strict, cast=True)
     return manifest.step
-
-
-def _step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step-"))
 
 
 def _dtypes(manifest: Manifest) -> dict[str, torch.dtype]:

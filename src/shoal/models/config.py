@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from shoal.config.table import Table, says
+from shoal.config.table import Positive, Table, says
 
 SWIGLU_ROUNDING = 32
 CHANNEL_MULTIPLE = 8
 
 
-class GPTConfig(Table, tag_field="kind", tag="gpt"):
+class GPTConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag="gpt"):
     """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU or GELU."""
 
     vocabulary: Annotated[int, says("Different tokens; 256 for bytes.", ge=2, le=1 << 24)] = 256
@@ -18,15 +18,17 @@ class GPTConfig(Table, tag_field="kind", tag="gpt"):
     width: Annotated[int, says("Features of the residual stream; a multiple of `heads`.", ge=2, le=1 << 20)] = 128
     heads: Annotated[int, says("Query heads in each block.", ge=1, le=4096)] = 4
     kv_heads: Annotated[
-        int | None, says("Key and value heads, a divisor of `heads` (arXiv:2305.13245); default: `heads`.", ge=1, le=4096)
+        Positive | None, says("Key and value heads, a divisor of `heads` (arXiv:2305.13245); default: `heads`.")
     ] = None
     feed_forward: Annotated[
         Literal["swiglu", "gelu"], says("Gated (arXiv:2002.05202) or plain feed-forward layers.")
     ] = "swiglu"
     feed_forward_width: Annotated[
-        int | None,
-        says("Features inside the feed-forward; default: 4 x width for gelu, 8/3 x width rounded up to a multiple of 32 "
-             "for swiglu.", ge=1, le=1 << 22),
+        Positive | None,
+        says(
+            "Features inside the feed-forward; default: 4 x width for gelu, 8/3 x width rounded up to a multiple of 32 "
+            "for swiglu."
+        ),
     ] = None
     tied: Annotated[bool, says("Use the embedding's weights for the output head too.")] = False
     dropout: Annotated[float, says("Share of features dropped, keyed per sample; 0: none.", ge=0, lt=1)] = 0.0
@@ -62,7 +64,7 @@ class GPTConfig(Table, tag_field="kind", tag="gpt"):
         return -(-8 * self.width // (3 * SWIGLU_ROUNDING)) * SWIGLU_ROUNDING
 
 
-class ConvNetConfig(Table, tag_field="kind", tag="convnet"):
+class ConvNetConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag="convnet"):
     """A small convolutional net for small images."""
 
     channels: Annotated[int, says("Channels of the images: 1 for grey, 3 for colour.", ge=1, le=1024)] = 1
@@ -84,7 +86,7 @@ class ConvNetConfig(Table, tag_field="kind", tag="convnet"):
             )
 
 
-class MLPConfig(Table, tag_field="kind", tag="mlp"):
+class MLPConfig(Table, kw_only=True, tag_field="kind", tag="mlp"):
     """A multi-layer perceptron over flat inputs."""
 
     inputs: Annotated[int, says("Numbers in one sample; samples of more dimensions are flattened.", ge=1, le=1 << 24)]
@@ -98,7 +100,7 @@ class MLPConfig(Table, tag_field="kind", tag="mlp"):
                 raise ValueError(f"hidden = {list(self.hidden)}; every hidden layer has from 1 to {1 << 24} features")
 
 
-class PythonModel(Table, tag_field="kind", tag="python"):
+class PythonModel(Table, frozen=True, kw_only=True, tag_field="kind", tag="python"):
     """The user's own module."""
 
     build: Annotated[

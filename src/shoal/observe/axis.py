@@ -58,7 +58,7 @@ def axis_for(values: Sequence[float], *, from_zero: bool = False, may_be_log: bo
 
 
 def wants_log(ordered: Sequence[float]) -> bool:
-    """Do ascending values, the outermost fiftieth left out, span so much that a linear axis would hide the small ones?"""
+    """Do ascending values, the outermost fiftieth left out, span so much that a linear axis hides the small ones?"""
     if not ordered or ordered[0] <= 1e-150:
         return False
     edge = len(ordered) // 50

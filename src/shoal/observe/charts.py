@@ -8,8 +8,10 @@ come from the page's style sheet, by class. Everything that is text is escaped h
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from shoal.observe import figures
 from shoal.observe.axis import Axis, axis_for, drawable
@@ -83,7 +85,8 @@ def chart(
 def bar(parts: Sequence[tuple[str, str, float]], *, whole: float = 1.0) -> str:
     """A stacked bar of (class, hover text, amount); the empty rest up to `whole` stays open."""
     spans = (
-        f'<span class="fill {name}" style="width:{100 * min(1.0, amount / whole):.2f}%" title="{html.escape(text)}"></span>'
+        f'<span class="fill {name}" style="width:{100 * min(1.0, amount / whole):.2f}%" '
+        f'title="{html.escape(text)}"></span>'
         for name, text, amount in parts
         if amount > 0 and whole > 0
     )
@@ -96,7 +99,9 @@ def _step_axis(steps: Sequence[float]) -> Axis:
 
 
 def _draw(curve: Curve, frame: Frame) -> str:
-    points = thin(curve.steps, [value if drawable([value]) else float("nan") for value in curve.values], limit=MAX_POINTS)
+    points = thin(
+        curve.steps, [value if drawable([value]) else float("nan") for value in curve.values], limit=MAX_POINTS
+    )
     if curve.look == "dots" or len(points) == 1:
         # A stroke of no length with round ends is a dot, and stays round when the SVG is stretched.
         dots = "".join(f"M{frame.point(*point)}h0" for point in points)
@@ -148,13 +153,14 @@ def _strips(curves: Sequence[Curve], frame: Frame) -> str:
             column = min(MAX_STRIPS - 1, int(frame.x.place(step) * MAX_STRIPS))
             columns.setdefault(column, {})[curve.label] = (step, value)
     found = sorted(columns)
-    edges = [0.0, *((left + right + 1) / 2 for left, right in zip(found, found[1:], strict=False)), float(MAX_STRIPS)]
+    edges = [0.0, *((left + right + 1) / 2 for left, right in pairwise(found)), float(MAX_STRIPS)]
     strips = []
-    for column, start, end in zip(found, edges, edges[1:], strict=False):
+    for column, start, end in zip(found, edges[:-1], edges[1:], strict=True):
         size, left = (end - start) / MAX_STRIPS * WIDTH, start / MAX_STRIPS * WIDTH
         text = html.escape(_strip_text(columns[column], frame))
         strips.append(
-            f'<rect class="strip" x="{left:.1f}" y="0" width="{size:.1f}" height="{HEIGHT}"><title>{text}</title></rect>'
+            f'<rect class="strip" x="{left:.1f}" y="0" width="{size:.1f}" height="{HEIGHT}">'
+            f"<title>{text}</title></rect>"
         )
     return "".join(strips)
 

@@ -7,13 +7,13 @@ from typing import Annotated
 from shoal.config.table import Positive, Table, says
 
 
-class ObserveConfig(Table):
+class ObserveConfig(Table, frozen=True):
     """What is measured, how often, and who is shown it."""
 
     evaluate_every_steps: Annotated[int, says("Steps between two evaluations; 0: only at the end.", ge=0)] = 0
-    evaluate_samples: Annotated[
-        Positive | None, says("Held-out samples of one evaluation; default: all of them.")
-    ] = None
+    evaluate_samples: Annotated[Positive | None, says("Held-out samples of one evaluation; default: all of them.")] = (
+        None
+    )
     sample_bytes: Annotated[
         int, says("Bytes of text drawn from a byte-level language model at the end; 0: none.", ge=0, le=1 << 20)
     ] = 0

@@ -29,7 +29,7 @@ class Event(msgspec.Struct, frozen=True):
     """One line. Values are finite or NaN; a line without values says that a life continues after `step`."""
 
     step: Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP)]
-    time_s: Annotated[float, msgspec.Meta(ge=0, le=1e12)] = msgspec.field(name="time")
+    time_s: Annotated[float, msgspec.Meta(ge=0, le=2.5e11)] = msgspec.field(name="time")
     generation: Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP)] = 0
     values: dict[str, float | None] = msgspec.field(default_factory=dict)
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from shoal.observe.axis import drawable, wants_log
 from shoal.observe.events import series
 from shoal.observe.record import Record
 from shoal.observe.series import thin
 from shoal.observe.summary import Summary, smoothed_loss
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 INK, SOFT, TEAL, CORAL = "#12242d", "#c9d4d8", "#0b7a75", "#d9532c"
 MAX_POINTS = 4000
@@ -35,13 +40,13 @@ def loss_picture(record: Record, summary: Summary) -> bytes | None:
         label = f"{summary.baseline_name} {summary.baseline_loss:.3g}"
         axes.axhline(summary.baseline_loss, color=INK, linewidth=1, linestyle=(0, (4, 3)), label=label)
     axes.set_yscale("log" if wants_log(sorted(heights)) else "linear")
-    _style(axes, record.name, f"loss ({summary.loss_unit})" if summary.loss_unit else "loss")
+    _style(axes, record.name, loss_label=f"loss ({summary.loss_unit})" if summary.loss_unit else "loss")
     file = io.BytesIO()
     FigureCanvasAgg(figure).print_png(file)
     return file.getvalue()
 
 
-def _curve(axes, steps, values, *, label, **look) -> None:
+def _curve(axes: Axes, steps: Sequence[float], values: Sequence[float], *, label: str, **look: Any) -> None:
     points = thin(steps, [value if drawable([value]) else math.nan for value in values], limit=MAX_POINTS)
     if points:
         if len(points) == 1:
@@ -49,7 +54,7 @@ def _curve(axes, steps, values, *, label, **look) -> None:
         axes.plot(*zip(*points, strict=True), label=label, **look)
 
 
-def _style(axes, title: str, loss_label: str) -> None:
+def _style(axes: Axes, title: str, *, loss_label: str) -> None:
     axes.set_title(title, loc="left", fontsize=13, fontweight="bold", color=INK, parse_math=False)
     axes.set_xlabel("optimizer step", color=INK)
     axes.set_ylabel(loss_label, color=INK, parse_math=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 
 def finite(values: Iterable[float]) -> list[float]:
@@ -47,8 +48,8 @@ def smooth(values: Sequence[float], *, half_life: float) -> list[float]:
 
 def rates(totals: Sequence[float], times_s: Sequence[float]) -> list[float]:
     """Growth per second between neighbours, one value fewer than `totals`; NaN where no time passed."""
-    spans = zip(totals, totals[1:], times_s, times_s[1:], strict=False)
-    return [(after - before) / (end - start) if end > start else math.nan for before, after, start, end in spans]
+    spans = pairwise(zip(totals, times_s, strict=True))
+    return [(total - before) / (end - start) if end > start else math.nan for (before, start), (total, end) in spans]
 
 
 def thin(xs: Sequence[float], ys: Sequence[float], *, limit: int) -> list[tuple[float, float]]:

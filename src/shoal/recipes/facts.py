@@ -24,7 +24,7 @@ def run_facts(setting: Setting, *, generation: int) -> dict[str, Any]:
         "layout": layout.to_dict(),
         "device": setting.device.type,
         "host": socket.gethostname(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
     }

@@ -32,7 +32,7 @@ class RunConfig(Table):
         says("Name of the run; its folder is `runs/<name>`.", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128),
     ]
     steps: Annotated[int, says("Optimizer steps in the whole run.", ge=1, le=10**9)]
-    seed: Annotated[int, says("Parameters, order of the data and dropout follow from it.", ge=0, lt=2**63)] = 0
+    seed: Annotated[int, says("Parameters, order of the data and dropout follow from it.", ge=0, le=2**63 - 1)] = 0
     processes: Annotated[
         Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] | None,
         says("Ranks; default: the layout's product, else one per GPU, else two."),

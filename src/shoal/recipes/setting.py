@@ -19,7 +19,7 @@ from shoal.engine.loss import Loss
 from shoal.engine.precision import Precision, precision_of
 from shoal.errors import EnvironmentFault
 from shoal.launch.environment import Place
-from shoal.launch.rendezvous import open_store
+from shoal.launch.rendezvous import interface_for, open_store
 from shoal.recipes.objects import Given, check_layout_independent, data_of, loss_of, model_of
 from shoal.recipes.run_file import RunFile, statistics_group
 from shoal.topology.layout import Layout
@@ -74,7 +74,7 @@ class Setting:
 def set_up(run_file: RunFile, place: Place, given: Given, environ: Mapping[str, str] = os.environ) -> Setting:
     """Connects this rank to the others and builds what it computes with. Blocks until all ranks are here."""
     device = device_of(run_file, place)
-    _set_threads(place, environ)
+    _share_host(place, environ)
     store = open_store(place, environ, timeout_s=run_file.run.timeout_s)
     announce = _announcer(store, place.rank)
     layout = Layout.for_processes(place.world_size, replicate=run_file.layout.replicate)
@@ -97,14 +97,15 @@ def device_of(run_file: RunFile, place: Place) -> torch.device:
     there = torch.cuda.device_count()
     if place.local_rank >= there:
         raise EnvironmentFault(
-            f'{place.local_world_size} ranks on this host, but {there} GPUs; start a rank per GPU, or set run.device = "cpu"'
+            f"{place.local_world_size} ranks on this host, but {there} GPUs; start one rank per GPU, or set run.device=cpu"
         )
     torch.cuda.set_device(place.local_rank)
     return torch.device("cuda", place.local_rank)
 
 
-def _set_threads(place: Place, environ: Mapping[str, str]) -> None:
-    """Ranks of one host share its cores; more threads than cores make every rank slower."""
+def _share_host(place: Place, environ: Mapping[str, str]) -> None:
+    """Ranks of one host talk over loopback and share its cores: more threads than cores make every rank slower."""
+    interface_for(place, os.environ)
     if "OMP_NUM_THREADS" not in environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.local_world_size))
 

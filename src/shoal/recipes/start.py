@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from shoal.launch.devices import gpus
-from shoal.launch.doctor import check_torch_version
 from shoal.launch.environment import Place, place_from
 from shoal.launch.failure import FAILURE_FOLDER, reporting
 from shoal.launch.lock import RunLock
 from shoal.launch.orphans import die_with_parent
 from shoal.launch.spawn import run_ranks
+from shoal.launch.versions import check_torch_version
 from shoal.recipes.run_file import RunFile, check_across, with_processes
 from shoal.topology.layout import Layout
 

@@ -57,7 +57,7 @@ def train_rank(run_file: RunFile, place: Place, given: Given) -> None:
         job = _job(setting, state, directory, display, stop, stack, peak=peak, generation=generation)
         if came_from is not None:
             job.events.resume(came_from, time_s=time.time())
-        display.start(run_file.run.name, run_file.run.steps, state.step)
+        display.start(run_file.run.name, run_file.run.steps, first_step=state.step + 1)
         stack.callback(display.finish)
         train(job)
         display.finish()
@@ -124,6 +124,7 @@ def _job(
         world_size=mesh.layout.world_size,
         exchange=StoreExchange(setting.store),
         keep=run_file.checkpoint.keep,
+        object_bytes=run_file.checkpoint.object_bytes,
     )
     stack.callback(saver.close)
     step = new_step(setting, state)

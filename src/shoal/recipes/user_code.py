@@ -14,7 +14,7 @@ from shoal.errors import ShoalError, UserCodeError
 
 
 def call_named(name: str, arguments: Mapping[str, Any], *, key: str) -> Any:
-    """What the function `name` ("package.module:function") returns for `arguments`. `key` is where the run file says so.
+    """What the function `name` ("package.module:function") returns for `arguments`; `key` is where it was named.
 
     Raises `UserCodeError` where the module or the function is not there, or where it raises: with the user's own part
     of the traceback.

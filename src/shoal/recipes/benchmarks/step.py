@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from shoal.checkpoint.save import LocalExchange, Saver
+from shoal.checkpoint.exchange import LocalExchange
+from shoal.checkpoint.save import Saver
 
 from shoal.checkpoint.config import CheckpointConfig
 from shoal.comm.collective import GroupCollective
@@ -66,9 +67,14 @@ def measure(place: Place, *, tokens: int, pairs: int, alone: int) -> dict[str, A
         }
         sides["shoal"] = lambda: take_step(job)
         clock = connect(
-            dist.PrefixStore("clock", setting.store), place.rank, place.world_size, device=setting.device, label="clock",
-            ledger=Ledger(), timeout_s=600.0,
-        )  # fmt: skip
+            dist.PrefixStore("clock", setting.store),
+            place.rank,
+            place.world_size,
+            device=setting.device,
+            label="clock",
+            ledger=Ledger(),
+            timeout_s=600.0,
+        )
         times = _interleaved(sides, clock, pairs=pairs)
         alone_s = _alone(sides["no_communication"], clock, steps=alone)
         return _row(times, alone_s, folder, tokens=tokens, world=place.world_size) if place.rank == 0 else None

@@ -1,0 +1,109 @@
+"""What a failing rank leaves behind, in real processes where the process's end matters."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from shoal import errors
+from shoal.launch.failure import Failure, failure_of, read_failures, write_failure
+
+SOURCE = Path(__file__).parents[2] / "src"
+
+
+class OutOfMemoryError(RuntimeError):
+    """Named like torch's."""
+
+
+class DistNetworkError(RuntimeError):
+    """Named like torch's."""
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "secondary", "traced"),
+    [
+        (ValueError("x"), 1, False, True),
+        (errors.ConfigError("x"), 2, False, False),
+        (errors.CollectiveError("x"), 3, True, False),
+        (errors.Stopped("x"), 75, False, False),
+        (MemoryError("x"), 5, False, True),
+        (OutOfMemoryError("x"), 5, False, True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 5, False, True),
+        (RuntimeError("Connection closed by peer [127.0.0.1]"), 1, True, True),
+        (DistNetworkError("x"), 1, True, True),
+        (KeyboardInterrupt(), 130, False, False),
+        (SystemExit(7), 7, False, False),
+        (SystemExit("no"), 1, False, False),
+    ],
+)
+def test_each_error_has_its_code(error, code, secondary, traced):
+    """Exit code, echo or cause, and whether a traceback helps: all from the error's type."""
+    record = failure_of(error, 3)
+    assert (record.exit_code, record.secondary, bool(record.traceback)) == (code, secondary, traced)
+    assert record.rank == 3
+    assert record.pid == os.getpid()
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path):
+    """Every field survives, and no partial file is left."""
+    record = failure_of(ValueError("naïve \udce9".encode("utf-8", "replace").decode()), 4)
+    write_failure(record, tmp_path)
+    assert read_failures(tmp_path) == [record]
+    assert [path.name for path in tmp_path.iterdir()] == ["rank-4.json"]
+
+
+def run(body: str, folder: str) -> subprocess.CompletedProcess[str]:
+    """A rank under `reporting`, in a process."""
+    script = f"""
+import os, sys, threading, time
+from pathlib import Path
+from shoal.launch.environment import Place
+from shoal.launch.failure import reporting
+with reporting(Place(0, 1, 0, 1, 0, "torchrun"), {folder}):
+    {body}
+print("went on")
+"""
+    environ = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    return subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=20)
+
+
+def test_a_thread_that_hangs_does_not_hold_the_exit(tmp_path):
+    """A non-daemon thread that sleeps would keep a normal exit waiting; the failed rank leaves at once."""
+    done = run(
+        "threading.Thread(target=time.sleep, args=(60,)).start(); raise ValueError('x')", f"Path({str(tmp_path)!r})"
+    )
+    assert done.returncode == 1
+    (record,) = read_failures(tmp_path)
+    assert record.message == "x"
+    assert done.stderr == ""
+
+
+def test_without_a_folder_the_text_goes_to_standard_error():
+    """Under another launcher the rank speaks for itself."""
+    done = run("raise ValueError('odd weight')", "None")
+    assert done.returncode == 1
+    assert done.stderr.startswith("rank 0 (")
+    assert "ValueError: odd weight" in done.stderr
+
+
+def test_a_folder_that_is_gone_does_not_hold_the_exit(tmp_path):
+    """Where the record cannot be written the code still counts."""
+    assert run("sys.exit(6)", f"Path({str(tmp_path / 'gone')!r})").returncode == 6
+
+
+def test_without_an_error_nothing_happens(tmp_path):
+    """A rank that succeeds runs on, and leaves no record."""
+    done = run("pass", f"Path({str(tmp_path)!r})")
+    assert (done.returncode, done.stdout) == (0, "went on\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_record_that_is_not_one_is_refused():
+    """Unknown shapes do not become failures."""
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(b'{"rank": 1}', type=Failure)

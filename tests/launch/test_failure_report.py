@@ -1,0 +1,48 @@
+"""The launcher's last words, from invented ends."""
+
+from __future__ import annotations
+
+from shoal.launch.failure import Failure
+from shoal.launch.failure_report import failure_report
+from shoal.launch.root_cause import Exit, root_cause
+
+
+def record(rank: int, message: str, *, secondary: bool = False) -> Failure:
+    """A rank's record."""
+    return Failure(
+        rank=rank, host="tuna", pid=rank, time_ns=rank, exit_code=3, kind="Kind", message=message, secondary=secondary
+    )
+
+
+def test_the_cause_is_whole_and_the_others_take_a_line_each():
+    """Both lines of the cause's message, the first of an echo's, and a word for those that left well."""
+    exits = [Exit(0, 100, 3, 0), Exit(1, 101, 3, 1), Exit(2, 102, 0, 2), Exit(3, 103, 75, 3), Exit(4, 104, 9, 9)]
+    ends = root_cause([record(1, "one\ntwo"), record(0, "lost\npeer", secondary=True)], exits)
+    assert failure_report(ends, exits, stopped={}, log_tails={}).splitlines() == [
+        "rank 1 of 5 failed (host tuna, pid 101, exit code 3):",
+        "one",
+        "two",
+        "rank 0 (pid 100): Kind: lost",
+        "rank 2 (pid 102): finished",
+        "rank 3 (pid 103): stopped after a good checkpoint",
+        "rank 4 (pid 104): exit code 9, no message",
+    ]
+
+
+def test_a_stopped_rank_leads_only_where_nobody_failed_by_itself():
+    """Beside a cause of its own kind SIGSTOP is a remark; beside echoes it is the explanation."""
+    exits = [Exit(0, 100, -9, 1, ours=True), Exit(1, 101, 3, 0)]
+    echo = failure_report(root_cause([record(1, "m", secondary=True)], exits), exits, stopped={0: 100}, log_tails={})
+    assert echo.startswith("rank 0 (pid 100) is stopped (SIGSTOP)")
+    own = failure_report(root_cause([record(1, "m")], exits), exits, stopped={0: 100}, log_tails={})
+    assert own.startswith("rank 1 of 2 failed")
+    assert "rank 0 (pid 100) is stopped (SIGSTOP)" in own
+
+
+def test_a_kill_from_outside_says_so_and_shows_the_log():
+    """SIGKILL by nobody we know: the hint at the kernel's memory killer, and the log's end."""
+    exits = [Exit(0, 100, -9, 0)]
+    report = failure_report(root_cause([], exits), exits, stopped={}, log_tails={0: "last words"})
+    assert "killed by SIGKILL" in report
+    assert "dmesg" in report
+    assert report.endswith("last words")
