@@ -99,6 +99,12 @@ def test_a_tensor_parallel_gradient_is_whole_on_its_rank() -> None:
     assert "tensor" in COLUMN.sharded
 
 
+def test_experts_lie_in_pieces_along_expert() -> None:
+    """Two ranks along `expert` hold different experts, so no plan need say so, and no norm counts one for another."""
+    assert placed("expert").sharded == ("expert",)
+    assert placed("expert").replicated == ("replicate", "pipeline", "expert_shard")
+
+
 @given(st.sampled_from(["dense", "expert"]), st.data())
 def test_placement_is_in_the_order_of_the_layout(kind: Kind, data: st.DataObject) -> None:
     """Axes given in any order make equal placements."""

@@ -1,8 +1,8 @@
 """Changes to a disk that survive a crash, each between two labelled points.
 
 A file is durable when it is fsynced, its name when its folder is. So: write under a temporary name, fsync, rename,
-fsync the folder (Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014). `on_point` hears "LABEL.before" and
-"LABEL.after" around every call that can be interrupted; tests kill the process there.
+fsync the folder (Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014). `on_point` hears "LABEL.before"
+and "LABEL.after" around every call that can be interrupted; tests kill the process there.
 """
 
 from __future__ import annotations

@@ -15,7 +15,10 @@ class Exchange(Protocol):
         ...
 
     def collect(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
-        """The values of `keys`, in their order, once all are there; `TimeoutError` after `timeout_s` seconds."""
+        """The values of `keys`, in their order, once all are there; after `timeout_s` an error that names the others.
+
+        `TimeoutError` or any `ShoalError`: its message becomes part of a save's report.
+        """
         ...
 
 

@@ -92,10 +92,15 @@ def intersection(a: Box, b: Box) -> Box | None:
     return Box(start, shape) if all(size > 0 for size in shape) else None
 
 
+def family(name: str) -> str:
+    """The top-level prefix of a tensor's name: "model" of "model/embed.weight"; empty where there is none."""
+    return name.partition("/")[0] if "/" in name else ""
+
+
 def parcels(specs: Iterable[TensorSpec], object_bytes: int) -> list[Parcel]:
     """Everything to be saved, as parcels of at most `object_bytes` (more only where one element is larger)."""
-    ordered = sorted(specs, key=lambda spec: (_prefix(spec), spec.name))
-    groups = (group for _, group in groupby(ordered, key=_prefix))
+    ordered = sorted(specs, key=lambda spec: (family(spec.name), spec.name))
+    groups = (group for _, group in groupby(ordered, key=lambda spec: family(spec.name)))
     return [parcel for group in groups for parcel in _pack(_pieces(group, object_bytes), object_bytes)]
 
 
@@ -111,10 +116,6 @@ def assign(sizes: Sequence[int], ranks: int) -> list[list[int]]:
         shares[rank].append(index)
         loads[rank] += sizes[index]
     return [sorted(share) for share in shares]
-
-
-def _prefix(spec: TensorSpec) -> str:
-    return spec.name.partition("/")[0] if "/" in spec.name else ""
 
 
 def _pieces(specs: Iterable[TensorSpec], object_bytes: int) -> Iterator[Piece]:

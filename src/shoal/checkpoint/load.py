@@ -17,7 +17,7 @@ from torch import Tensor
 from shoal.checkpoint import manifest as manifests
 from shoal.checkpoint import tensorfile
 from shoal.checkpoint.dtypes import BY_NAME, dtype_name
-from shoal.checkpoint.grid import Box, Dims, intersection
+from shoal.checkpoint.grid import Box, Dims, family, intersection
 from shoal.checkpoint.manifest import BoxEntry, Manifest, TensorEntry
 from shoal.checkpoint.matching import Expected, require_match
 from shoal.checkpoint.places import MANIFEST, Places, step_name
@@ -76,11 +76,13 @@ def read_into(
 ) -> list[str]:
     """Fill `tensors` in place from a checkpoint; returns the names it does not hold (none when `strict`).
 
-    A plain tensor is a whole one. Raises `UsageError` when names (if `strict`), shapes or element types (unless `cast`)
-    differ, before anything is changed; `CorruptCheckpoint` when a file is not what the manifest says.
+    A plain tensor is a whole one. Only the families ("model/", "optimizer/") that `tensors` asks for are compared, so
+    that weights alone can be loaded strictly. Raises `UsageError` when names (if `strict`), shapes or element types
+    (unless `cast`) differ, before anything is changed; `CorruptCheckpoint` when a file is not what the manifest says.
     """
     targets = {name: _target(tensor) for name, tensor in tensors.items()}
-    saved = {entry.name: entry for entry in manifest.tensors}
+    families = {family(name) for name in targets}
+    saved = {entry.name: entry for entry in manifest.tensors if family(entry.name) in families}
     wanted = {
         name: Expected(tuple(target.global_shape), dtype_name(target.tensor, name)) for name, target in targets.items()
     }

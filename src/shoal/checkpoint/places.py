@@ -1,9 +1,11 @@
 """Where the parts of a checkpoint lie inside a run directory, and what unfinished parts are called.
 
-checkpoints/step-00000100/manifest.json   a committed checkpoint
-checkpoints/objects/<blake3>.safetensors  its content, shared by all checkpoints
-checkpoints/latest                        the name of the newest one, for people and scripts
-.tmp-*                                    not finished, or about to be deleted; never read, swept at the next start
+Inside the run directory:
+
+    checkpoints/step-00000100/manifest.json   a committed checkpoint
+    checkpoints/objects/<blake3>.safetensors  its content, shared by all checkpoints
+    checkpoints/latest                        the name of the newest one, for people and scripts
+    .tmp-*                                    not finished, or about to be deleted; never read, swept at a start
 """
 
 from __future__ import annotations

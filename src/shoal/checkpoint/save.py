@@ -1,7 +1,7 @@
 """Saving without stopping: training waits for a copy in memory, and a thread brings it to the disk.
 
 The thread hands large buffers to calls that release the interpreter's lock (hashing, writing, fsync), so that the
-thread that trains keeps it. One save is on its way at a time; the next one waits for it, and the wait is part of its stall.
+thread that trains keeps it. One save is on its way at a time; the next one waits for it, as part of its own stall.
 """
 
 from __future__ import annotations

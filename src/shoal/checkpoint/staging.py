@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,7 +50,7 @@ class Staging:
         """Copy the boxes of `tensors` in; they may be changed as soon as this returns."""
         for name, part, memory in self._slots:
             source = tensors[name].detach()
-            memory.copy_(source if part is None else source[part], non_blocking=self._pinned)
+            _copy(source if part is None else source[part], memory, non_blocking=self._pinned)
         if self._pinned:
             torch.accelerator.synchronize()
 
@@ -64,3 +65,16 @@ class Staging:
             at += piece.nbytes
             part = None if piece.box.shape == piece.spec.shape else piece.box.slices
             yield _Slot(piece.spec.name, part, raw.view(BY_NAME[piece.spec.dtype].torch).view(piece.box.shape))
+
+
+def _copy(source: Tensor, memory: Tensor, *, non_blocking: bool) -> None:
+    if source.device.type == "cpu" and source.is_contiguous():
+        # One thread fills the memory's bandwidth. PyTorch's parallel copy waits for its team of threads, and where the
+        # cores are busy (other ranks, data workers) that took ten times the copy itself.
+        np.copyto(_bytes(memory), _bytes(source))
+    else:
+        memory.copy_(source, non_blocking=non_blocking)
+
+
+def _bytes(tensor: Tensor) -> np.ndarray:
+    return tensor.reshape(-1).view(torch.uint8).numpy()

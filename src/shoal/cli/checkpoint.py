@@ -30,7 +30,11 @@ def ls(directory: RunDirectory, as_json: AsJson = False) -> None:
         return
     for row in rows:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["created"])) if row["created"] else "-"
-        print("  ".join([f"step {row['step']:>8}", when, *(f"{k} {v}" for k, v in row.items() if k not in ("step", "created"))]))
+        print(
+            "  ".join(
+                [f"step {row['step']:>8}", when, *(f"{k} {v}" for k, v in row.items() if k not in ("step", "created"))]
+            )
+        )
     if not rows:
         print(f"{directory} holds no checkpoint")
 
@@ -51,5 +55,7 @@ def verify(
     if as_json:
         print(json.dumps({"findings": found}))
     else:
-        print("\n".join(finding["sentence"] for finding in found) if found else f"{directory}: every checkpoint is whole")
+        print(
+            "\n".join(finding["sentence"] for finding in found) if found else f"{directory}: every checkpoint is whole"
+        )
     raise typer.Exit(6 if found else 0)

@@ -10,14 +10,14 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 
 @dataclass(frozen=True)
 class Diagnosis:
     """What one rank of one group needs to find the culprits. `members` names each rank for people (rank, host, pid)."""
 
-    store: dist.Store
+    store: Store
     rank: int
     members: tuple[str, ...]
     patience_s: float = 2.0
@@ -27,9 +27,7 @@ class Diagnosis:
         head = f"{self.members[self.rank]}: {what} failed after {waited_s:.1f} s"
         silent, behind = self._culprits(started)
         if silent is None:
-            return (
-                f"{head}, and the store does not answer: its host, {self.members[0]}, is dead or stopped"
-            )
+            return f"{head}, and the store does not answer: its host, {self.members[0]}, is dead or stopped"
         if silent:
             return f"{head}: {_named(self.members, silent)} did not come: dead, stopped, or busy for too long"
         if behind:
@@ -53,7 +51,7 @@ class Diagnosis:
         return silent, [rank for rank, count in heard.items() if count < max(heard.values())]
 
 
-def introduce(store: dist.Store, rank: int, size: int, *, myself: str, timeout_s: float) -> tuple[str, ...]:
+def introduce(store: Store, rank: int, size: int, *, myself: str, timeout_s: float) -> tuple[str, ...]:
     """Every rank writes who it is and reads who the others are."""
     store.set(f"member/{rank}", myself)
     store.wait([f"member/{other}" for other in range(size)], timedelta(seconds=timeout_s))

@@ -17,7 +17,7 @@ import torch
 from shoal.comm.collective import Handle, Reduction
 from shoal.errors import CollectiveError
 
-Results = Callable[[list[Any]], list[torch.Tensor | None]]
+Results = Callable[[list[Any]], Sequence[torch.Tensor | None]]
 
 
 @dataclass
@@ -26,7 +26,7 @@ class _Meeting:
 
     brought: dict[int, Any] = field(default_factory=dict)
     complete: threading.Event = field(default_factory=threading.Event)
-    results: list[torch.Tensor | None] = field(default_factory=list)
+    results: Sequence[torch.Tensor | None] = ()
 
 
 class _Hub:

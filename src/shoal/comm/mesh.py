@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from shoal.comm.collective import GroupCollective
 from shoal.comm.conditions import Conditions
@@ -46,7 +47,7 @@ def build_mesh(
     layout: Layout,
     rank: int,
     *,
-    store: dist.Store,
+    store: Store,
     device: torch.device,
     generation: int = 0,
     timeout_s: float = 60.0,
@@ -56,7 +57,7 @@ def build_mesh(
     ledger = Ledger()
 
     def group(axis: str, ranks: Sequence[int]) -> GroupCollective:
-        named = dist.PrefixStore(f"generation-{generation}/{axis}-{ranks[0]}", store)
+        named = PrefixStore(f"generation-{generation}/{axis}-{ranks[0]}", store)
         return connect(
             named, ranks.index(rank), len(ranks), device=device, label=axis, ledger=ledger, timeout_s=timeout_s,
             world_rank=rank, conditions=conditions,
@@ -70,7 +71,7 @@ def build_mesh(
 
 
 def connect(
-    store: dist.Store,
+    store: Store,
     rank: int,
     size: int,
     *,
@@ -91,7 +92,7 @@ def connect(
     return GroupCollective(seam)
 
 
-def _backend(backend: str, store: dist.Store, rank: int, size: int, timeout_s: float) -> Any:
+def _backend(backend: str, store: Store, rank: int, size: int, timeout_s: float) -> Any:
     timeout = timedelta(seconds=timeout_s)
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()

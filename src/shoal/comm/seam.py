@@ -7,6 +7,9 @@ sentence that names rank and operation, and the conditions that tests impose.
 Only the operations that have a caller are wrapped; a call of any other fails loudly in the base class.
 """
 
+# pyright: reportIncompatibleMethodOverride=false
+# The stubs of ProcessGroup list several overloads under one name; these are the forms that backends implement.
+
 from __future__ import annotations
 
 import time
@@ -72,7 +75,7 @@ class Seam(dist.ProcessGroup):
         diagnosis: Diagnosis | None = None,
         conditions: Conditions | None = None,
     ) -> None:
-        super().__init__(inner.rank(), inner.size())
+        super().__init__(inner.rank(), inner.size())  # pyright: ignore[reportCallIssue]
         self.inner, self.backend, self.label, self.ledger = inner, backend, label, ledger
         self._diagnosis, self._conditions = diagnosis, conditions
         self._calls: dict[str, int] = {}

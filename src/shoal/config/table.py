@@ -5,8 +5,8 @@ A table is a frozen struct that refuses keys it does not know. A key is written
     global_samples: Annotated[int, says("Samples in one optimizer step, over all ranks.", ge=1)]
 
 The sentence goes to the generated reference, the bounds are checked before any process starts. Variants of one table
-(`kind = "gpt"`) are declared as `class GPT(Table, tag_field="kind", tag="gpt")`; rules between the keys of one
-table go to its `__post_init__`, as a `ValueError` whose message says what was found, the rule and the repair.
+(`kind = "gpt"`) are declared as `class GPT(Table, frozen=True, tag_field="kind", tag="gpt")`; rules between the keys of
+one table go to its `__post_init__`, as a `ValueError` whose message says what was found, the rule and the repair.
 """
 
 from __future__ import annotations

@@ -39,7 +39,8 @@ class Arrays:
 def _opened(source: np.ndarray | str | Path, name: str) -> np.ndarray:
     array = source if isinstance(source, np.ndarray) else _mapped(Path(source), name)
     if array.ndim == 0 or len(array) == 0:
-        raise DataError(f"The array of {name} has shape {array.shape}: it must hold at least one sample.")
+        where = "" if isinstance(source, np.ndarray) else f" in {source}"
+        raise DataError(f"The array of {name}{where} has shape {array.shape}: it must hold at least one sample.")
     return array
 
 

@@ -9,19 +9,19 @@ import msgspec
 from shoal.config.table import Table, says
 
 
-class Float32(Table, tag_field="kind", tag="float32"):
+class Float32(Table, frozen=True, tag_field="kind", tag="float32"):
     """Parameters, arithmetic and gradients in float32."""
 
 
-class Float64(Table, tag_field="kind", tag="float64"):
+class Float64(Table, frozen=True, tag_field="kind", tag="float64"):
     """Everything in float64: for proofs, not for speed."""
 
 
-class BFloat16(Table, tag_field="kind", tag="bfloat16"):
+class BFloat16(Table, frozen=True, tag_field="kind", tag="bfloat16"):
     """Matrix products in bfloat16 (autocast); parameters, gradients, reductions and norms in float32."""
 
 
-class Float16(Table, tag_field="kind", tag="float16"):
+class Float16(Table, frozen=True, tag_field="kind", tag="float16"):
     """Matrix products in float16 (autocast) with loss scaling; parameters, gradients and norms in float32."""
 
     loss_scale: Annotated[float | Literal["dynamic"], says('A fixed scale of the loss, or "dynamic".')] = "dynamic"
@@ -36,15 +36,15 @@ class Float16(Table, tag_field="kind", tag="float16"):
 PrecisionConfig = Float32 | Float64 | BFloat16 | Float16
 
 
-class CrossEntropy(Table, tag_field="kind", tag="cross_entropy"):
+class CrossEntropy(Table, frozen=True, tag_field="kind", tag="cross_entropy"):
     """Cross-entropy of logits `[..., classes]` and integer targets, one value per target."""
 
 
-class SquaredError(Table, tag_field="kind", tag="squared_error"):
+class SquaredError(Table, frozen=True, tag_field="kind", tag="squared_error"):
     """The squared difference of outputs and targets, averaged over what is behind the weights' dimensions."""
 
 
-class PythonLoss(Table, tag_field="kind", tag="python"):
+class PythonLoss(Table, frozen=True, tag_field="kind", tag="python"):
     """The user's own loss: called with (outputs, targets), it returns one value per sample or per position."""
 
     build: Annotated[str, says('"package.module:function"; the function returns the loss, a callable.')]

@@ -53,8 +53,10 @@ def evaluate(
 def _right_and_judged(outputs: object, batch: Batch) -> Tensor:
     """How many samples were classified rightly, and how many there are; 0, 0 where the targets are no classes."""
     targets = batch.targets
-    classes = isinstance(targets, Tensor) and targets.ndim == 1 and not targets.is_floating_point()
-    if not classes or not isinstance(outputs, Tensor) or outputs.ndim != 2:
-        return batch.weights.new_zeros(2, dtype=torch.float64)
-    right = (outputs.argmax(-1) == targets).sum(dtype=torch.float64)
+    none = batch.weights.new_zeros(2, dtype=torch.float64)
+    if not isinstance(targets, Tensor) or not isinstance(outputs, Tensor):
+        return none
+    if targets.ndim != 1 or targets.is_floating_point() or outputs.ndim != 2:
+        return none
+    right = torch.eq(outputs.argmax(-1), targets).sum(dtype=torch.float64)
     return torch.stack([right, torch.full_like(right, len(batch))])

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.checkpoint.save import Saver, SaveReport
-
 from shoal.data.feed import FedStep, Feed
 from shoal.engine.measure import measurements
 from shoal.engine.recovery import NonfiniteGuard
@@ -119,7 +118,10 @@ def _report_saves(job: Job, reports: list[SaveReport]) -> bool:
 
 
 def _finish_saves(job: Job) -> bool:
-    return _report_saves(job, job.saver.wait(CHECKPOINT_TIMEOUT_S))
+    """Waits until every rank knows what became of its save: whoever leaves earlier takes the exchange along."""
+    saved = _report_saves(job, job.saver.wait(CHECKPOINT_TIMEOUT_S))
+    job.step.group.barrier().wait()
+    return saved
 
 
 def _stop(job: Job) -> None:

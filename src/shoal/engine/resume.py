@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from shoal.checkpoint.load import checkpoints, newest_verified, read_into, read_manifest
 
+from shoal.checkpoint.load import checkpoints, newest_verified, read_into, read_manifest
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.places import Places
 from shoal.engine.state import TrainState
@@ -29,7 +29,8 @@ def resume(state: TrainState, directory: Path, *, announce: Announce, warn: Call
             warn(problem)
         if manifest is None and problems:
             raise CorruptCheckpoint(
-                f"{directory} holds checkpoints, but none is whole: {problems[0]}. Restore one, or give another run.directory"
+                f"{directory} holds checkpoints, but none is whole: {problems[0]}. Restore one, or give "
+                "another run.directory"
             )
         return str(manifest.step) if manifest is not None else ""
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+import msgspec
+
 from shoal.config.table import Positive, Table, says
 
 SWIGLU_ROUNDING = 32
 CHANNEL_MULTIPLE = 8
+MOST_FEATURES = 1 << 24
 
 
 class GPTConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag="gpt"):
@@ -42,6 +45,10 @@ class GPTConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag="gpt"):
                 f"width = {self.width} with heads = {self.heads}; rotary positions need an even number of features in "
                 f"each head, so width must be a multiple of 2 x heads = {step}; nearest: {_nearest(self.width, step)}"
             )
+        if self.hidden_width > MOST_FEATURES:
+            raise ValueError(
+                f"feed_forward_width = {self.hidden_width}; a layer has at most {MOST_FEATURES} features: lower it"
+            )
         if self.heads % self.key_value_heads:
             divisors = ", ".join(str(n) for n in range(1, self.heads + 1) if self.heads % n == 0)
             raise ValueError(
@@ -69,13 +76,15 @@ class ConvNetConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag="con
 
     channels: Annotated[int, says("Channels of the images: 1 for grey, 3 for colour.", ge=1, le=1024)] = 1
     classes: Annotated[int, says("Classes to tell apart.", ge=2, le=1 << 20)] = 10
-    width: Annotated[int, says("Features of the first layer, a multiple of 8; later layers have twice.", ge=8, le=8192)] = 32
+    width: Annotated[
+        int, says("Features of the first two layers, a multiple of 8; the last has four times.", ge=8, le=8192)
+    ] = 32
     norm: Annotated[
         Literal["group", "batch"],
         says("Normalise over groups of features in each sample (group), or over declared groups of samples (batch)."),
     ] = "group"
     group_samples: Annotated[
-        int, says("Consecutive samples whose statistics are taken together, for `norm = \"batch\"`.", ge=1, le=1 << 16)
+        int, says('Consecutive samples whose statistics are taken together, for `norm = "batch"`.', ge=1, le=1 << 16)
     ] = 16
 
     def __post_init__(self) -> None:
@@ -86,18 +95,23 @@ class ConvNetConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag="con
             )
 
 
-class MLPConfig(Table, kw_only=True, tag_field="kind", tag="mlp"):
+class MLPConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag="mlp"):
     """A multi-layer perceptron over flat inputs."""
 
     inputs: Annotated[int, says("Numbers in one sample; samples of more dimensions are flattened.", ge=1, le=1 << 24)]
-    hidden: Annotated[tuple[int, ...], says("Features of each hidden layer; empty: a linear model.", max_length=1024)] = (128,)
+    hidden: Annotated[
+        tuple[int, ...], says("Features of each hidden layer; empty: a linear model.", max_length=1024)
+    ] = (128,)
     outputs: Annotated[int, says("Numbers that come out.", ge=1, le=1 << 24)]
     activation: Annotated[Literal["relu", "gelu", "tanh"], says("What follows each hidden layer.")] = "relu"
 
     def __post_init__(self) -> None:
         for features in self.hidden:
-            if not 1 <= features <= 1 << 24:
-                raise ValueError(f"hidden = {list(self.hidden)}; every hidden layer has from 1 to {1 << 24} features")
+            if not 1 <= features <= MOST_FEATURES:
+                raise ValueError(
+                    f"hidden = {list(self.hidden)}; a hidden layer has from 1 to {MOST_FEATURES} features: "
+                    f"replace {features}, or leave it out"
+                )
 
 
 class PythonModel(Table, frozen=True, kw_only=True, tag_field="kind", tag="python"):
@@ -106,7 +120,7 @@ class PythonModel(Table, frozen=True, kw_only=True, tag_field="kind", tag="pytho
     build: Annotated[
         str, says('"package.module:function"; the function returns a `torch.nn.Module`.', pattern=r"^[^:\s]+:[^:\s]+$")
     ]
-    arguments: Annotated[dict[str, Any], says("Keywords for the function.")] = {}
+    arguments: Annotated[dict[str, Any], says("Keywords for the function.")] = msgspec.field(default_factory=dict)
 
 
 BuiltInModel = GPTConfig | ConvNetConfig | MLPConfig

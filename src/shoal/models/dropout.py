@@ -62,9 +62,9 @@ class KeyedDropout(nn.Module):
 
 
 def set_sample_keys(model: nn.Module, keys: Tensor | None) -> None:
-    """Gives every `KeyedDropout` of `model` the keys, int64 `[batch]`, of the samples that come next; None takes them away.
+    """Gives every `KeyedDropout` of `model` the keys, int64 `[batch]`, of the samples that come next; None takes them.
 
-    They are used by a recomputation too: set them again if another batch went through the model in between.
+    A recomputation uses them too: set them again before it if another batch went through the model in between.
     """
     for module in model.modules():
         if isinstance(module, KeyedDropout):

@@ -57,7 +57,7 @@ class GroupedBatchNorm2d(nn.Module):
     def commit_sums(self, total: Tensor) -> None:
         """One step of the running statistics; a total of no groups leaves them as they are."""
         count, sums = total[0], total[1:].view(2, self.channels)
-        step = self.momentum * (count > 0)
+        step = self.momentum * (count > 0).to(total.dtype)
         for running, mean in zip((self.running_mean, self.running_var), sums / count.clamp(min=1), strict=True):
             running.add_(step * (mean - running))
         self.discard_sums()
@@ -72,7 +72,7 @@ class GroupedBatchNorm2d(nn.Module):
 
     @torch.no_grad()
     def _gather(self, mean: Tensor, var: Tensor, *, numel: int) -> None:
-        """Adds the groups. A recomputed forward adds them twice, their number too, so the averages stay what they are."""
+        """Adds the groups. A recomputed forward adds them twice, and their number too: the averages stay the same."""
         unbiased = var * (numel / max(1, numel - 1))
         sums = torch.stack((mean, unbiased)).to(torch.float64).flatten(2).sum(1).flatten()
         self.totals += torch.cat((sums.new_full((1,), mean.shape[0]), sums))

@@ -32,29 +32,18 @@ class ResetsBuffers(Protocol):
 
 
 @torch.no_grad()
-def initialise(
-    model: nn.Module, *, seed: int, device: torch.device | str, dtype: torch.dtype = torch.float32
-) -> None:
+def initialise(model: nn.Module, *, seed: int, device: torch.device | str, dtype: torch.dtype = torch.float32) -> None:
     """Gives `model`, typically built on the meta device, storage and first values, in place; ties stay tied.
 
     Floating parameters become `dtype`; floating buffers are widened to it but never narrowed.
     Raises `UserCodeError` for a parameter without a declared first value, or a meta buffer nobody can compute.
     """
-    for name, role in roles_of(model).items():
-        if role.init is None:
-            raise UserCodeError(
-                f"the parameter '{name}' of {type(model).__name__} has no declared first value, so it cannot be drawn; "
-                f"declare it in parameter_roles(), or build the module with its values instead"
-            )
+    laws = _laws_of(model)
     _place_parameters(model, torch.device(device), dtype)
     _place_buffers(model, torch.device(device), dtype)
-    roles = roles_of(model)
     for name, parameter in model.named_parameters():
-        shape, law = parameter.shape, roles[name].init
-        assert law is not None  # checked above
-        whole = draw(law, name, seed=seed, global_shape=shape, offsets=[0] * len(shape), shape=shape,
-                     dtype=parameter.dtype, device=parameter.device)
-        parameter.copy_(whole)
+        key = key_of(seed, name)
+        _fill(parameter, laws[name], key=key, global_shape=parameter.shape, offsets=[0] * parameter.ndim)
 
 
 def draw(
@@ -72,21 +61,37 @@ def draw(
 
     Raises `ValueError` where the box is not inside.
     """
-    key = key_of(seed, name)
-    drawn = torch.empty(tuple(shape), dtype=dtype, device=device)
-    for rows, box_offsets in _row_blocks(drawn, offsets):
-        counters = indices(global_shape, box_offsets, rows.shape, device=device)
-        rows.copy_(law.draw(key, counters, dtype=dtype))
-    return drawn
+    box = torch.empty(tuple(shape), dtype=dtype, device=device)
+    _fill(box, law, key=key_of(seed, name), global_shape=global_shape, offsets=offsets)
+    return box
 
 
-def _row_blocks(drawn: Tensor, offsets: Sequence[int]) -> Iterator[tuple[Tensor, Sequence[int]]]:
-    """Views of `drawn` cut along the first dimension into about `BLOCK_NUMEL` numbers, and where each begins."""
-    if drawn.ndim == 0:
-        yield drawn, offsets
+def _laws_of(model: nn.Module) -> dict[str, Law]:
+    laws: dict[str, Law] = {}
+    for name, role in roles_of(model).items():
+        if role.init is None:
+            raise UserCodeError(
+                f"the parameter '{name}' of {type(model).__name__} has no declared first values, so they cannot be "
+                f"drawn; declare them in parameter_roles(), or build the module with its values instead"
+            )
+        laws[name] = role.init
+    return laws
+
+
+def _fill(box: Tensor, law: Law, *, key: int, global_shape: Sequence[int], offsets: Sequence[int]) -> None:
+    """Draws `box`, which lies at `offsets` in the whole, in place and block by block."""
+    for rows, row_offsets in _row_blocks(box, offsets):
+        counters = indices(global_shape, row_offsets, rows.shape, device=box.device)
+        rows.copy_(law.draw(key, counters, dtype=box.dtype))
+
+
+def _row_blocks(box: Tensor, offsets: Sequence[int]) -> Iterator[tuple[Tensor, Sequence[int]]]:
+    """Views of `box` cut along the first dimension into about `BLOCK_NUMEL` numbers, and where each begins."""
+    if box.ndim == 0:
+        yield box, offsets
         return
-    rows_each = max(1, BLOCK_NUMEL // max(1, math.prod(drawn.shape[1:])))
-    for block, rows in enumerate(drawn.split(rows_each)):
+    rows_each = max(1, BLOCK_NUMEL // max(1, math.prod(box.shape[1:])))
+    for block, rows in enumerate(box.split(rows_each)):
         yield rows, [offsets[0] + block * rows_each, *offsets[1:]]
 
 
@@ -106,10 +111,11 @@ def _place_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype) -
         for name, old in list(module.named_buffers(recurse=False)):
             if old.is_meta and not isinstance(module, ResetsBuffers):
                 raise UserCodeError(
-                    f"the buffer '{path}.{name}' has no value on the meta device; give {type(module).__name__} a method "
-                    f"reset_buffers() that computes it, or build it elsewhere"
+                    f"the buffer '{path}.{name}' has no value on the meta device; give {type(module).__name__} a "
+                    f"method reset_buffers() that computes it, or build it elsewhere"
                 )
             wide = torch.promote_types(old.dtype, dtype) if old.is_floating_point() else old.dtype
-            setattr(module, name, torch.empty_like(old, dtype=wide, device=device) if old.is_meta else old.to(device, wide))
+            empty_or_moved = torch.empty_like(old, dtype=wide, device=device) if old.is_meta else old.to(device, wide)
+            setattr(module, name, empty_or_moved)
         if isinstance(module, ResetsBuffers):
             module.reset_buffers()

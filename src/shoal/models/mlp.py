@@ -31,7 +31,8 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         self.activation = activation
-        self.layers = nn.ModuleList(nn.Linear(here, there) for here, there in pairwise((inputs, *hidden, outputs)))
+        self.sizes = (inputs, *hidden, outputs)
+        self.layers = nn.ModuleList(nn.Linear(here, there) for here, there in pairwise(self.sizes))
 
     def forward(self, x: Tensor) -> Tensor:
         """Floating `[batch, ...]`, flattened to `[batch, inputs]`, to `[batch, outputs]`."""
@@ -43,10 +44,9 @@ class MLP(nn.Module):
     def parameter_roles(self) -> dict[str, Role]:
         """See `shoal.models.roles`."""
         roles = {}
-        for index, layer in enumerate(self.layers):
+        for index, fan_in in enumerate(self.sizes[:-1]):
             is_last, is_row = index == len(self.layers) - 1, index % 2 == 1
-            gain = 1.0 if is_last else GAINS[self.activation]
-            law = Normal(math.sqrt(gain / layer.in_features))
+            law = Normal(math.sqrt((1.0 if is_last else GAINS[self.activation]) / fan_in))
             whole = "head" if is_last else "column"
             roles[f"layers.{index}.weight"] = Role("row" if is_row else whole, law, decay=True)
             roles[f"layers.{index}.bias"] = Role("bias" if is_row else whole, ZEROS, decay=False)

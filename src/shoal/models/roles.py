@@ -50,21 +50,28 @@ def roles_of(model: nn.Module) -> dict[str, Role]:
 
     Raises `UserCodeError` for a parameter that a model which declares roles has forgotten.
     """
-    return {name: _role(model, name, parameter) for name, parameter in model.named_parameters()}
+    if not isinstance(model, DeclaresRoles):
+        return {name: _role_of_undeclared(parameter) for name, parameter in model.named_parameters()}
+    declared = model.parameter_roles()
+    return {name: _declared_role(model, declared, name=name) for name, _ in model.named_parameters()}
 
 
 def role_of(model: nn.Module, name: str) -> Role:
     """The role of one parameter, by any of its names. Raises `UserCodeError` where there is no such name or role."""
-    for found, parameter in model.named_parameters(remove_duplicate=False):
-        if found == name:
-            return _role(model, name, parameter)
-    raise UserCodeError(f"{type(model).__name__} has no parameter '{name}'; ask for a name of its named_parameters()")
-
-
-def _role(model: nn.Module, name: str, parameter: Tensor) -> Role:
+    parameter = dict(model.named_parameters(remove_duplicate=False)).get(name)
+    if parameter is None:
+        raise UserCodeError(f"{type(model).__name__} has no parameter '{name}'; use a name of its named_parameters()")
     if not isinstance(model, DeclaresRoles):
-        return Role("replicated", init=None, decay=parameter.ndim >= 2)
-    for pattern, role in model.parameter_roles().items():
+        return _role_of_undeclared(parameter)
+    return _declared_role(model, model.parameter_roles(), name=name)
+
+
+def _role_of_undeclared(parameter: Tensor) -> Role:
+    return Role("replicated", init=None, decay=parameter.ndim >= 2)
+
+
+def _declared_role(model: nn.Module, declared: Mapping[str, Role], *, name: str) -> Role:
+    for pattern, role in declared.items():
         if fnmatchcase(name, pattern):
             return role
     raise UserCodeError(

@@ -21,7 +21,7 @@ class StepStatistics(Protocol):
     """A module with statistics that are agreed once a step."""
 
     def step_sums(self) -> Tensor:
-        """What was gathered since the last commit or discard: float64, flat, of a fixed length; sums of it make sense."""
+        """What was gathered since the last commit or discard, to be summed: float64, flat, of a fixed length."""
         ...
 
     def commit_sums(self, total: Tensor) -> None:

@@ -74,7 +74,7 @@ def _linear_ticks(low: float, high: float, count: int) -> list[float]:
 
 def _round_step(step: float) -> float:
     power = 10.0 ** math.floor(math.log10(step))
-    return next(factor * power for factor in (1.0, 2.0, 2.5, 5.0, 10.0) if factor * power >= step * 0.999)
+    return next(factor * power for factor in (1.0, 2.0, 2.5, 5.0, 10.0) if factor * power >= step * 0.7)
 
 
 def _log_ticks(low: float, high: float, count: int) -> list[float]:

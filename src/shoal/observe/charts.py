@@ -95,13 +95,13 @@ def bar(parts: Sequence[tuple[str, str, float]], *, whole: float = 1.0) -> str:
 
 def _step_axis(steps: Sequence[float]) -> Axis:
     low, high = min(steps), max(steps)
+    low = 0 if low < 0.1 * high else low
     return Axis(low, high) if high > low else Axis(low - 1, high + 1)
 
 
 def _draw(curve: Curve, frame: Frame) -> str:
-    points = thin(
-        curve.steps, [value if drawable([value]) else float("nan") for value in curve.values], limit=MAX_POINTS
-    )
+    values = [value if drawable([value]) else math.nan for value in curve.values]
+    points = thin(curve.steps, values, limit=MAX_POINTS)
     if curve.look == "dots" or len(points) == 1:
         # A stroke of no length with round ends is a dot, and stays round when the SVG is stretched.
         dots = "".join(f"M{frame.point(*point)}h0" for point in points)
@@ -126,10 +126,11 @@ def _labels(frame: Frame) -> str:
         f'<span class="y" style="bottom:{frame.y.place(tick) * 100:.2f}%">{html.escape(frame.form(tick))}</span>'
         for tick in frame.y.ticks()
     )
+    whole = [tick for tick in frame.x.ticks(4) if tick == round(tick)]
     columns = "".join(
-        f'<span class="x" style="left:{frame.x.place(tick) * 100:.2f}%">{figures.count(tick)}</span>'
-        for tick in frame.x.ticks(4)
-        if tick == round(tick) and frame.x.low <= tick <= frame.x.high
+        f'<span class="x" style="left:{frame.x.place(tick) * 100:.2f}%">'
+        f"{'step ' if tick == whole[0] else ''}{figures.count(tick)}</span>"
+        for tick in whole
     )
     return rows + columns
 

@@ -20,4 +20,3 @@ class ObserveConfig(Table, frozen=True):
     sample_prompt: Annotated[str, says("Text that the drawn text continues.", min_length=1)] = "def "
     live: Annotated[bool, says("Show a live line where the output is a terminal; else plain lines.")] = True
     report: Annotated[bool, says("Write `report.html` and `loss.png` at the end.")] = True
-    log_every_steps: Annotated[int, says("Steps between two lines of the events file.", ge=1)] = 1

@@ -10,6 +10,11 @@ def number(value: float) -> str:
     return f"{value:.4g}" if math.isfinite(value) else "not finite"
 
 
+def loss(value: float) -> str:
+    """A loss, four digits, zeros kept so that a column lines up: 2.040, 0.001250."""
+    return f"{value:#.4g}" if math.isfinite(value) else "not finite"
+
+
 def count(value: float) -> str:
     """How many: 912, 14.2k, 0.912M of things."""
     for bound, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):

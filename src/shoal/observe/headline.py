@@ -51,8 +51,8 @@ Entry = tuple[str, str, str] | None
 def _train_loss(summary: Summary) -> Entry:
     if summary.train_loss is None or summary.last_train_loss is None:
         return None
-    note = f"{summary.loss_unit}, smoothed; last step {summary.last_train_loss:.3f}".removeprefix(", ")
-    return "training loss", f"{summary.train_loss:.3f}", note
+    note = f"{summary.loss_unit}, smoothed; last step {figures.loss(summary.last_train_loss)}".removeprefix(", ")
+    return "training loss", figures.loss(summary.train_loss), note
 
 
 def _held_out(summary: Summary) -> Entry:
@@ -62,8 +62,8 @@ def _held_out(summary: Summary) -> Entry:
     if summary.baseline_loss:
         change = summary.held_out_loss / summary.baseline_loss - 1
         way = "below" if change < 0 else "above"
-        note = f"{figures.percent(abs(change))} {way} {summary.baseline_name} {summary.baseline_loss:.3f}"
-    return "held-out loss", f"{summary.held_out_loss:.3f}", note
+        note = f"{figures.percent(abs(change))} {way} {summary.baseline_name} {figures.loss(summary.baseline_loss)}"
+    return "held-out loss", figures.loss(summary.held_out_loss), note
 
 
 def _accuracy(summary: Summary) -> Entry:
@@ -90,4 +90,4 @@ def _parameters(record: Record) -> Entry:
 
 def _ranks(record: Record) -> Entry:
     world = number_of(record.facts.get("world")) or len(record.rank_times)
-    return ("ranks", figures.count(world), text_of(record.facts.get("device"))) if world else None
+    return ("ranks", figures.count(world), "") if world else None

@@ -75,8 +75,8 @@ class Progress:
 
     def _table(self) -> list[tuple[str, str, Mapping[str, float], Callable[[float], str]]]:
         return [
-            ("loss", "loss/train", self.values, "{:.4f}".format),
-            ("held out", "loss/eval", self.held_out, "{:.4f}".format),
+            ("loss", "loss/train", self.values, figures.loss),
+            ("held out", "loss/eval", self.held_out, figures.loss),
             ("accuracy", "accuracy/eval", self.held_out, figures.percent),
             ("lr", "lr", self.values, "{:.2e}".format),
         ]

@@ -1,4 +1,4 @@
-"""What is drawn from a series of measurements: smooth curves, medians, rates, fewer points. Pure.
+"""What is drawn from a series of measurements: smooth curves, medians, fewer points. Pure.
 
 Values that are NaN are steps that were skipped: they count in nothing, and leave a gap where a curve is drawn.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 
 
 def finite(values: Iterable[float]) -> list[float]:
@@ -29,27 +28,34 @@ def mean(values: Iterable[float]) -> float | None:
 
 
 def smooth(values: Sequence[float], *, half_life: float) -> list[float]:
-    """The exponential moving average, corrected for its start (Kingma and Ba, 2015, section 3).
+    """An exponential average that looks both ways, so that the curve does not lag behind a loss that falls.
 
-        m_t = d m_{t-1} + (1 - d) x_t,    result_t = m_t / (1 - d^t),    d = 2^(-1 / half_life)
+        y_t = sum_s d^|t-s| x_s / sum_s d^|t-s|,    d = 2^(-1 / half_life)
 
-    `half_life` is in values. A value that is not finite repeats the average so far (NaN before the first).
+    The division corrects for the ends, as in Adam (Kingma and Ba, 2015, section 3): the last value is exactly the
+    bias-corrected moving average of all before it. `half_life` is in values. NaN where there is no finite value.
     """
     decay = 0.5 ** (1.0 / half_life)
-    average, weight = 0.0, 0.0
+    before = _decayed_sums(values, decay)
+    after = _decayed_sums(values[::-1], decay)[::-1]
     curve: list[float] = []
-    for value in values:
-        if math.isfinite(value):
-            average = decay * average + (1.0 - decay) * value
-            weight = decay * weight + (1.0 - decay)
-        curve.append(average / weight if weight else math.nan)
+    for value, (past, past_weight), (future, future_weight) in zip(values, before, after, strict=True):
+        own, own_weight = (value, 1.0) if math.isfinite(value) else (0.0, 0.0)  # it is in both sums
+        weight = past_weight + future_weight - own_weight
+        curve.append((past + future - own) / weight if weight > 0 else math.nan)
     return curve
 
 
-def rates(totals: Sequence[float], times_s: Sequence[float]) -> list[float]:
-    """Growth per second between neighbours, one value fewer than `totals`; NaN where no time passed."""
-    spans = pairwise(zip(totals, times_s, strict=True))
-    return [(total - before) / (end - start) if end > start else math.nan for (before, start), (total, end) in spans]
+def _decayed_sums(values: Sequence[float], decay: float) -> list[tuple[float, float]]:
+    """For each value, the decayed sum of the finite ones up to it, and the sum of their weights."""
+    total, weight = 0.0, 0.0
+    sums: list[tuple[float, float]] = []
+    for value in values:
+        is_number = math.isfinite(value)
+        total = decay * total + (value if is_number else 0.0)
+        weight = decay * weight + is_number
+        sums.append((total, weight))
+    return sums
 
 
 def thin(xs: Sequence[float], ys: Sequence[float], *, limit: int) -> list[tuple[float, float]]:

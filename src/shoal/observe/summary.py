@@ -11,7 +11,7 @@ from shoal.observe.events import Event, series
 from shoal.observe.lives import Life, lives, training_time_s
 from shoal.observe.record import Record
 
-SMOOTHING_SHARE = 0.02
+SMOOTHING_SHARE = 0.008
 """Half-life of the smoothed loss, as a share of the run's steps."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from html import escape
@@ -16,6 +15,7 @@ from shoal.observe.summary import Summary, number_of, text_of
 
 MAX_ROWS = 12
 MAX_SAMPLE_CHARACTERS = 20_000
+MAX_FACT_CHARACTERS = 500
 SHOWN_ELSEWHERE = {"samples", "baseline", "loss_unit", "state"}
 
 
@@ -26,19 +26,18 @@ def evaluation_section(record: Record, summary: Summary) -> str:
     steps = sorted(losses.keys() | accuracies.keys())
     if not steps:
         return ""
-    columns = [("loss", losses, figures.number)] if losses else []
+    columns = [("loss", losses, figures.loss)] if losses else []
     columns += [("accuracy", accuracies, lambda share: f"{100 * share:.2f} %")] if accuracies else []
     head = "<tr><th>step</th>" + "".join(f"<td>{label}</td>" for label, _, _ in columns) + "</tr>"
-    rows = "".join(
-        f"<tr><th>{step:,}</th>"
-        + "".join(f"<td>{form(of.get(step, math.nan))}</td>" for _, of, form in columns)
-        + "</tr>"
+    cells = (
+        (step, "".join(f"<td>{form(of[step]) if step in of else '–'}</td>" for _, of, form in columns))
         for step in steps[-MAX_ROWS:]
     )
+    rows = "".join(f"<tr><th>{step:,}</th>{row}</tr>" for step, row in cells)
     lead = f"On data held out of training{f', in {summary.loss_unit}' if summary.loss_unit else ''}."
     if len(steps) > MAX_ROWS:
         lead += f" The last {MAX_ROWS} of {len(steps)}."
-    return section("Evaluation", table(head, rows), lead=lead)
+    return section("Evaluation", f'<div class="narrow">{table(head, rows)}</div>', lead=lead)
 
 
 def sample_section(record: Record) -> str:
@@ -108,8 +107,12 @@ def _flat(facts: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str
         if isinstance(value, dict):
             yield from _flat(value, f"{name}.")
         else:
-            whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**18
-            yield (
-                name,
-                f"{value:,}" if whole else figures.number(value) if isinstance(value, float) else str(value)[:500],
-            )
+            yield name, _fact(value)
+
+
+def _fact(value: Any) -> str:
+    if isinstance(value, float):
+        return figures.number(value)
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**18:
+        return f"{value:,}"
+    return str(value)[:MAX_FACT_CHARACTERS]

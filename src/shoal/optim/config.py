@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from shoal.config.table import Positive, PositiveFloat, Table, says
 
 
-class _Common(Table):
+class _Common(Table, frozen=True):
     """Keys that every optimizer has."""
 
     weight_decay: Annotated[float, says("Weight decay, on parameters of two dimensions or more only.", ge=0, le=1)] = (
@@ -25,7 +25,7 @@ class _Common(Table):
     ] = None
 
 
-class AdamW(_Common, tag_field="kind", tag="adamw"):
+class AdamW(_Common, frozen=True, tag_field="kind", tag="adamw"):
     """AdamW (arXiv:1711.05101), PyTorch's fused kernel."""
 
     lr: Annotated[float, says("Peak learning rate.", ge=0, le=1e3)] = 3e-4
@@ -40,7 +40,7 @@ class AdamW(_Common, tag_field="kind", tag="adamw"):
     ] = 1.0
 
 
-class SGD(_Common, tag_field="kind", tag="sgd"):
+class SGD(_Common, frozen=True, tag_field="kind", tag="sgd"):
     """Stochastic gradient descent, PyTorch's fused kernel."""
 
     lr: Annotated[float, says("Peak learning rate.", ge=0, le=1e3)] = 0.1
@@ -52,7 +52,7 @@ class SGD(_Common, tag_field="kind", tag="sgd"):
             raise ValueError("nesterov = true with momentum = 0; Nesterov's form needs a momentum above 0, such as 0.9")
 
 
-class Schedule(Table):
+class Schedule(Table, frozen=True):
     """The learning rate over the run: a linear warm-up, then a decay to `final_fraction` of the peak."""
 
     kind: Annotated[Literal["cosine", "linear", "constant"], says("The shape after the warm-up.")] = "cosine"

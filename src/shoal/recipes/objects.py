@@ -6,7 +6,7 @@ import os
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -88,30 +88,27 @@ def data_of(run_file: RunFile, given: Given, environ: Mapping[str, str] = os.env
         data = call_named(config.build, config.arguments, key="data.build")
     if callable(data) and not hasattr(data, "__getitem__"):
         data = data()
-    return data_build.from_objects(*data) if _is_pair(data) else data_build.from_objects(data)
+    if isinstance(data, tuple) and _is_pair(data):
+        return data_build.from_objects(data[0], data[1])
+    return data_build.from_objects(data)
 
 
 def loss_of(run_file: RunFile, given: Given) -> Loss:
     """The loss: one value per sample or per position of the targets."""
-    config = run_file.loss
-    loss = given.loss
+    config, loss = run_file.loss, given.loss
     if loss is None and isinstance(config, PythonLoss):
         loss = call_named(config.build, config.arguments, key="loss.build")
     if loss is None:
-        return squared_error if isinstance(config, SquaredError) else cross_entropy
+        loss = squared_error if isinstance(config, SquaredError) else cross_entropy
     if not callable(loss):
         raise UserCodeError(f"the loss is a {type(loss).__name__}; it must be a callable of (outputs, targets)")
-    return loss
+    return cast(Loss, loss)
 
 
-def _is_pair(data: Any) -> bool:
+def _is_pair(data: tuple[Any, ...]) -> bool:
     """(training, held out), and not a training set that happens to be a tuple of two samples."""
-    return (
-        isinstance(data, tuple)
-        and len(data) == 2
-        and all(d is None or hasattr(d, "__getitem__") for d in data)
-        and not (isinstance(data[0], tuple))
-    )
+    sets = all(part is None or hasattr(part, "__getitem__") for part in data)
+    return len(data) == 2 and sets and not isinstance(data[0], tuple)
 
 
 def _called(function: Any) -> nn.Module:

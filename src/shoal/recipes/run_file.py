@@ -24,7 +24,7 @@ from shoal.sync.config import AllReduce, SyncConfig
 from shoal.topology.config import LayoutConfig
 
 
-class RunConfig(Table):
+class RunConfig(Table, frozen=True):
     """What the run is called, how long it is, and where it runs."""
 
     name: Annotated[
@@ -49,7 +49,7 @@ class RunConfig(Table):
     timeout_s: Annotated[float, says("Longest wait for the other ranks in one collective.", gt=0, le=86400)] = 60.0
 
 
-class RunFile(Table):
+class RunFile(Table, frozen=True):
     """One run, whole."""
 
     run: RunConfig
@@ -113,9 +113,9 @@ def _groups_rule(run_file: RunFile) -> str | None:
 
 
 def _vocabulary_rule(run_file: RunFile) -> str | None:
-    reads_bytes = isinstance(run_file.data, StdlibText | TextFiles) and isinstance(run_file.model, GPTConfig)
-    if reads_bytes and run_file.model.vocabulary < 256:
-        return f"model.vocabulary = {run_file.model.vocabulary}: text is read as bytes, so it must be at least 256"
+    model, reads_bytes = run_file.model, isinstance(run_file.data, StdlibText | TextFiles)
+    if reads_bytes and isinstance(model, GPTConfig) and model.vocabulary < 256:
+        return f"model.vocabulary = {model.vocabulary}: text is read as bytes, so it must be at least 256"
     return None
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import Store
 
 from shoal.comm.mesh import Mesh, build_mesh
 from shoal.data.build import Dataset
@@ -31,7 +31,7 @@ class Setting:
 
     run_file: RunFile
     place: Place
-    store: dist.Store
+    store: Store
     mesh: Mesh
     device: torch.device
     precision: Precision
@@ -97,7 +97,7 @@ def device_of(run_file: RunFile, place: Place) -> torch.device:
     there = torch.cuda.device_count()
     if place.local_rank >= there:
         raise EnvironmentFault(
-            f"{place.local_world_size} ranks on this host, but {there} GPUs; start one rank per GPU, or set run.device=cpu"
+            f"{place.local_world_size} ranks on this host, but {there} GPUs; start one a GPU, or set run.device=cpu"
         )
     torch.cuda.set_device(place.local_rank)
     return torch.device("cuda", place.local_rank)
@@ -110,7 +110,7 @@ def _share_host(place: Place, environ: Mapping[str, str]) -> None:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.local_world_size))
 
 
-def _announcer(store: dist.Store, rank: int) -> Callable[[str, Callable[[], str]], str]:
+def _announcer(store: Store, rank: int) -> Callable[[str, Callable[[], str]], str]:
     def announce(key: str, find: Callable[[], str]) -> str:
         if rank == 0:
             store.set(f"announce/{key}", find())

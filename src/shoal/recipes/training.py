@@ -8,8 +8,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from shoal.checkpoint.save import Saver
-from shoal.observe.report import write_report
-
 from shoal.config.load import dumps
 from shoal.data.cursor import Cursor
 from shoal.data.feed import Feed
@@ -21,13 +19,17 @@ from shoal.engine.recovery import NonfiniteGuard
 from shoal.engine.resume import load_weights, resume
 from shoal.engine.state import TrainState
 from shoal.engine.step import TrainStep
+from shoal.errors import Diverged, Stopped
 from shoal.launch.environment import Place
 from shoal.launch.signals import StopRequest
 from shoal.launch.store_exchange import StoreExchange
 from shoal.models.roles import roles_of
 from shoal.observe.display import Display, display_for
 from shoal.observe.events import EventWriter, read_events
-from shoal.observe.facts import write_facts
+from shoal.observe.facts import replace_file, write_facts
+from shoal.observe.logged import LoggedDisplay
+from shoal.observe.logs import close_log, open_log
+from shoal.observe.report import write_report
 from shoal.optim.build import build_optimizer
 from shoal.optim.schedule import peak_rate, rate
 from shoal.recipes.facts import run_facts
@@ -42,16 +44,18 @@ def train_rank(run_file: RunFile, place: Place, given: Given) -> None:
     """Trains to the end of the run file. Raises what `shoal.errors` draws; the run directory stays whole."""
     directory = run_directory(run_file)
     with ExitStack() as stack:
-        display = display_for(sys.stdout, place.rank, plain=None if run_file.observe.live else True)
+        log = open_log(directory, rank=place.rank, to_terminal=False)
+        stack.callback(close_log, log)
+        terminal = display_for(sys.stdout, place.rank, plain=None if run_file.observe.live else True)
+        display = LoggedDisplay(terminal, log)
         stop = stack.enter_context(StopRequest())
         setting = set_up(run_file, place, given)
-        if place.rank == 0:
-            (directory / "run.toml").write_text(dumps(run_file))
         state = new_state(setting)
         peak, said = peak_rate(run_file.optimizer, global_samples=run_file.batch.global_samples)
         came_from = _restore(state, setting, directory, display)
         generation = int(setting.announce("generation", lambda: str(_next_generation(directory))))
         if place.rank == 0:
+            replace_file(directory / "run.toml", dumps(run_file).encode())
             write_facts(directory, run_facts(setting, generation=generation))
         _introduce(display, setting, came_from, said)
         job = _job(setting, state, directory, display, stop, stack, peak=peak, generation=generation)
@@ -59,10 +63,21 @@ def train_rank(run_file: RunFile, place: Place, given: Given) -> None:
             job.events.resume(came_from, time_s=time.time())
         display.start(run_file.run.name, run_file.run.steps, first_step=state.step + 1)
         stack.callback(display.finish)
-        train(job)
+        _train(job, directory, place)
+        job.saver.close()
         display.finish()
-        _conclude(setting, directory, display)
-        setting.mesh.world.barrier().wait()
+        if place.rank == 0:
+            _conclude(setting, directory, display)
+
+
+def _train(job: Job, directory: Path, place: Place) -> None:
+    """Where it raises, no save is waited for: another rank may be gone."""
+    try:
+        train(job)
+    except (Stopped, Diverged) as end:
+        if place.rank == 0:
+            write_facts(directory, {"state": type(end).__name__.lower()})
+        raise
 
 
 def new_state(setting: Setting) -> TrainState:
@@ -126,7 +141,6 @@ def _job(
         keep=run_file.checkpoint.keep,
         object_bytes=run_file.checkpoint.object_bytes,
     )
-    stack.callback(saver.close)
     step = new_step(setting, state)
     return Job(
         state=state,
@@ -172,8 +186,6 @@ def _introduce(display: Display, setting: Setting, came_from: int | None, scalin
 
 def _conclude(setting: Setting, directory: Path, display: Display) -> None:
     """What rank 0 does when training is over: text from the model, the bigram beside the loss, the report."""
-    if setting.place.rank != 0:
-        return
     observe = setting.run_file.observe
     if observe.sample_bytes:
         text = sample_text(setting, observe.sample_prompt, observe.sample_bytes)

@@ -7,7 +7,7 @@ from typing import Annotated
 from shoal.config.table import Table, says
 
 
-class AllReduce(Table, tag_field="kind", tag="allreduce"):
+class AllReduce(Table, frozen=True, tag_field="kind", tag="allreduce"):
     """Every step, the replicas' gradients are summed by all-reduce, bucket by bucket, while the backward still runs."""
 
     bucket_bytes: Annotated[int, says("Size of a gradient bucket.", ge=1, le=1 << 31)] = 8 << 20

@@ -19,10 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from shoal.checkpoint.exchange import LocalExchange
-from shoal.checkpoint.save import Saver
+from torch._C._distributed_c10d import PrefixStore
 
 from shoal.checkpoint.config import CheckpointConfig
+from shoal.checkpoint.exchange import LocalExchange
+from shoal.checkpoint.save import Saver
 from shoal.comm.collective import GroupCollective
 from shoal.comm.ledger import Ledger
 from shoal.comm.mesh import connect
@@ -57,7 +58,7 @@ def measure(place: Place, *, tokens: int, pairs: int, alone: int) -> dict[str, A
         corpus = _corpus(folder)
         setting = set_up(_run_file(folder, corpus, tokens * place.world_size // SEQUENCE), place, Given())
         dist.init_process_group(
-            "gloo", store=dist.PrefixStore("ddp", setting.store), rank=place.rank, world_size=place.world_size
+            "gloo", store=PrefixStore("ddp", setting.store), rank=place.rank, world_size=place.world_size
         )
         stack.callback(dist.destroy_process_group)
         job = _job(setting, folder, stack)
@@ -67,7 +68,7 @@ def measure(place: Place, *, tokens: int, pairs: int, alone: int) -> dict[str, A
         }
         sides["shoal"] = lambda: take_step(job)
         clock = connect(
-            dist.PrefixStore("clock", setting.store),
+            PrefixStore("clock", setting.store),
             place.rank,
             place.world_size,
             device=setting.device,

@@ -1,0 +1,55 @@
+# The environment is made by the first target that needs it, and again when pyproject.toml changes.
+# Another interpreter: make PYTHON=python3.12 test. PyTorch without GPU libraries, a much smaller download:
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.shoal-installed
+
+.PHONY: help demo test check bench clean
+
+help:
+	@echo "make demo    trains a small GPT on this machine's Python library (about 3 minutes) and writes a report"
+	@echo "make test    runs the tests"
+	@echo "make check   runs lint, format, types and the floors"
+	@echo "make bench   measures a training step beside PyTorch's DDP; JSON in out/"
+	@echo "make clean   removes caches and out/; keeps runs/ and $(VENV)/"
+
+demo: $(READY)
+	$(BIN)/shoal train recipes/stdlib-gpt.toml
+	@echo "The report: runs/stdlib-gpt/report.html"
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+bench: $(READY)
+	@mkdir -p out
+	$(BIN)/shoal bench step --json > out/bench-step.json.part
+	@mv out/bench-step.json.part out/bench-step.json
+	@$(BIN)/python -m json.tool out/bench-step.json
+	@echo "Written to out/bench-step.json"
+
+clean:
+	rm -rf out build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is touched last, so that an install that was cut short is done again.
+$(READY): pyproject.toml | $(BIN)/activate
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[vision,dev]'
+	@touch $@
+
+# `venv` writes `activate` after it has put pip in: an environment that was cut short has none, and is made again.
+$(BIN)/activate:
+	@command -v $(PYTHON) >/dev/null || { \
+		echo "There is no $(PYTHON) here; Shoal needs Python 3.11 or newer: install it, or name it: make PYTHON=python3.11" >&2; exit 3; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "$$($(PYTHON) -V 2>&1) is too old; Shoal needs 3.11 or newer: install one, and name it: make PYTHON=python3.11" >&2; exit 3; }
+	@$(PYTHON) -m venv --clear $(VENV) || { \
+		echo "$(PYTHON) could not make an environment; on Debian and Ubuntu its module is a package: sudo apt install python3-venv" >&2; exit 3; }

@@ -1,0 +1,96 @@
+"""`shoal.train`: a run from a script, with the script's own objects.
+
+A process that no launcher started starts the ranks, each with the script's own command line, and waits for them; in
+each of them the same call trains. So one script serves a laptop, torchrun and srun alike.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shoal.config.check import checked
+from shoal.config.load import read
+from shoal.config.overrides import apply
+from shoal.errors import ShoalError, UsageError
+from shoal.launch.environment import place_from
+from shoal.recipes.objects import Given
+from shoal.recipes.run_file import RunFile, check_across, run_directory
+from shoal.recipes.start import run
+
+GIVEN = {"kind": "python", "build": "given:object"}
+
+
+def train(
+    config: str | Path | Mapping[str, Any] | RunFile,
+    overrides: Sequence[str] = (),
+    *,
+    model: Any = None,
+    data: Any = None,
+    loss: Any = None,
+) -> Path:
+    """Trains, and returns the run directory.
+
+    `config` is a run file, its tables as dictionaries, or a `RunFile`. `model` is an `nn.Module` or a function that
+    returns one; `data` a map-style data set or a pair (training, held out); `loss` a callable of (outputs, targets)
+    that returns one value per sample or position. What is not given, the configuration names.
+
+    Raises what `shoal.errors` draws in the process that started the ranks; a rank ends with its exit code.
+    """
+    run_file, file = _resolved(config, overrides, model=model, data=data, loss=loss)
+    directory = run_directory(run_file)
+
+    def be_rank(run_file: RunFile, place: Any) -> None:
+        from shoal.recipes.training import train_rank
+
+        train_rank(run_file, place, Given(model=model, data=data, loss=loss))
+
+    code = run(run_file, _own_command(), be_rank, directory=directory, file=file)
+    place = place_from(os.environ)
+    if place is not None and place.launcher == "shoal":
+        sys.exit(code)  # this process was made for the call above; what follows in the script runs once, in its parent
+    if code != 0:
+        raise _Ended(code)
+    return directory
+
+
+class _Ended(ShoalError):
+    """The ranks ended with another exit code than 0; what went wrong was written to standard error."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"the run ended with exit code {code}; its first error is above")
+        self.exit_code = code
+
+
+def _resolved(
+    config: str | Path | Mapping[str, Any] | RunFile, overrides: Sequence[str], **given: Any
+) -> tuple[RunFile, str]:
+    if isinstance(config, RunFile):
+        return config, "the configuration"
+    tables, file = (
+        (read(Path(config)), str(config)) if isinstance(config, str | Path) else (dict(config), "the configuration")
+    )
+    for name, value in given.items():
+        if value is not None:
+            tables[name] = GIVEN
+    run_file = checked(apply(tables, overrides, RunFile), RunFile, file=file)
+    check_across(run_file, file=file)
+    return run_file, file
+
+
+def _own_command() -> list[str]:
+    """The command that starts this very script again. Raises `UsageError` where there is no script."""
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    if spec is not None and spec.name:
+        return [sys.executable, "-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]
+    script = getattr(main, "__file__", None)
+    if script is None:
+        raise UsageError(
+            "shoal.train starts its ranks by running the script again, and there is no script here (a notebook or a "
+            "prompt); put the call into a file, or start the process under torchrun"
+        )
+    return [sys.executable, os.path.abspath(script), *sys.argv[1:]]

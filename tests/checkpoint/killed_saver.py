@@ -1,0 +1,78 @@
+"""A process that kills itself in the middle of saves: `python -m tests.checkpoint.killed_saver FOLDER`.
+
+For every point of `deaths()` it copies a run directory that holds the checkpoint of step 100, and a forked child saves step
+200 there (keeping one, so that retention is passed too) until SIGKILL strikes at that point. Prints a line a point: its
+name and how the child ended.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+from shoal.checkpoint.durable import POINTS
+from tests.checkpoint.states import save, saver_for
+
+HALVES = ("object/write.half", "manifest/write.half", "latest/write.half")
+"""Deaths that leave half a file behind."""
+
+_HALF_OF = {HALVES[0]: ".safetensors", HALVES[1]: "manifest.json", HALVES[2]: "latest"}
+
+
+def deaths() -> list[str]:
+    """All points of a save, in order, the middle of a write after its beginning."""
+    found = list(POINTS)
+    for half in HALVES:
+        found.insert(found.index(half.replace("half", "before")) + 1, half)
+    return found
+
+
+def folder_of(root: Path, death: str) -> Path:
+    """The run directory in which `death` took place."""
+    return root / death.replace("/", "-")
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def write_half_of(suffix: str) -> None:
+    """From now on the first write to a file whose name ends so is cut in the middle, by death."""
+    write = os.write
+
+    def dying(descriptor: int, data: memoryview) -> int:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(suffix):
+            write(descriptor, data[: len(data) // 2])
+            die()
+        return write(descriptor, data)
+
+    os.write = dying  # pyright: ignore[reportAttributeAccessIssue] this process ends here anyway
+
+
+def save_and_die(directory: Path, death: str) -> None:
+    if death in HALVES:
+        write_half_of(_HALF_OF[death])
+    save(saver_for(directory, keep=1, on_point=lambda label: die() if label == death else None), 200)
+
+
+def main(root: Path) -> None:
+    torch.set_num_threads(1)
+    start = root / "start"
+    save(saver_for(start, keep=1), 100)
+    for death in deaths():
+        shutil.copytree(start, folder_of(root, death))
+        child = os.fork()
+        if child == 0:
+            save_and_die(folder_of(root, death), death)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        print(death, os.waitstatus_to_exitcode(status), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

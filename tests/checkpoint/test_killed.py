@@ -1,0 +1,76 @@
+"""kill -9 at any point of a save: the next start finds the newest verified checkpoint, and nothing else is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal.checkpoint.load import newest_verified, read_all
+from shoal.checkpoint.places import TEMPORARY, Places
+from tests.checkpoint.killed_saver import HALVES, deaths, folder_of
+from tests.checkpoint.states import leftovers, same, save, saver_for, state_of
+
+COMMITTED_FROM = deaths().index("commit/rename.after")
+
+
+@pytest.fixture(scope="module")
+def graves(tmp_path_factory) -> tuple[Path, dict[str, int]]:
+    """A run directory for each death, and how each process ended: one process, for one import of torch."""
+    root = tmp_path_factory.mktemp("killed")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.checkpoint.killed_saver", str(root)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return root, {death: int(code) for death, code in (line.split() for line in done.stdout.splitlines())}
+
+
+@pytest.mark.parametrize("death", deaths())
+def test_a_kill_at_any_point_costs_at_most_the_save_it_struck(graves, death):
+    """The save counts from the rename on; before it the previous one is there; each is whole and has its own bits."""
+    root, ends = graves
+    assert ends[death] == -signal.SIGKILL, "the save never passed this point"
+    directory = folder_of(root, death)
+    manifest, problems = newest_verified(directory)
+    assert manifest is not None
+    assert (manifest.step, problems) == (200 if deaths().index(death) >= COMMITTED_FROM else 100, [])
+    assert same(read_all(manifest, directory), state_of(manifest.step))
+    assert Places(directory).latest.read_text().strip() in [path.name for path in Places(directory).root.iterdir()]
+
+
+@pytest.mark.parametrize("death", deaths())
+def test_the_next_start_leaves_nothing_behind_and_can_save(graves, death, tmp_path):
+    """Unfinished files and unnamed objects are gone once a saver has started, and the next save is whole."""
+    directory = folder_of(graves[0], death)
+    saver = saver_for(directory, keep=1)
+    assert leftovers(directory) == []
+    report = save(saver, 300)
+    assert (report.committed, report.error) == (True, None)
+    manifest, problems = newest_verified(directory)
+    assert manifest is not None
+    assert (manifest.step, problems, leftovers(directory)) == (300, [], [])
+
+
+def test_halves_of_files_were_really_left(tmp_path):
+    """The deaths in the middle of a write leave a file that is not whole: the tests above saw real damage."""
+    root = tmp_path / "again"
+    for half in HALVES:
+        child = os.fork()
+        if child == 0:
+            from tests.checkpoint.killed_saver import save_and_die
+
+            save_and_die(folder_of(root, half), half)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        found = [path for path in folder_of(root, half).rglob("*") if path.is_file()]
+        assert any(TEMPORARY in str(path) for path in found)

@@ -1,0 +1,128 @@
+"""Manifests are deterministic, and parsed as if an enemy had written them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.checkpoint import manifest as manifests
+from shoal.checkpoint.grid import boxes
+from shoal.checkpoint.manifest import BoxEntry, Manifest, TensorEntry, decode, encode, tiles
+from shoal.errors import CorruptCheckpoint, VerificationFailed
+from tests.checkpoint.states import light
+
+DIGEST = "ab" * 32
+PATH = Path("run/checkpoints/step-00000007/manifest.json")
+
+
+def entry(offset, shape) -> BoxEntry:
+    return BoxEntry(list(offset), list(shape), DIGEST, "0")
+
+
+def a_manifest(**changes) -> Manifest:
+    whole = Manifest(
+        format_version=1,
+        step=7,
+        generation=0,
+        created=1.5,
+        tensors=[TensorEntry("model/w", "float32", [4, 2], [entry((0, 0), (2, 2)), entry((2, 0), (2, 2))])],
+        objects={DIGEST: 100},
+        state={"b": 1, "a": [2**100, None, "x"]},
+        layout={},
+        writer={"torch": "2"},
+    )
+    return msgspec.structs.replace(whole, **changes)
+
+
+def test_a_manifest_survives_the_file():
+    """What is decoded equals what was encoded, large integers included."""
+    assert decode(encode(a_manifest()), PATH) == a_manifest()
+
+
+def test_the_order_of_a_mapping_does_not_reach_the_file():
+    """Equal manifests are equal bytes."""
+    assert encode(a_manifest(state={"a": 1, "b": 2})) == encode(a_manifest(state={"b": 2, "a": 1}))
+
+
+def changed(path: str, value: object) -> bytes:
+    """The JSON of a manifest in which the value at the dotted `path` is another."""
+    tree = msgspec.json.decode(encode(a_manifest()))
+    *way, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+    at = tree
+    for part in way:
+        at = at[part]
+    at[last] = value
+    return msgspec.json.encode(tree)
+
+
+BAD = {
+    "not JSON": b"\x80\x04pickle",
+    "empty": b"",
+    "nested without end": b"[" * 200_000,
+    "nested state": changed("step", 7).replace(b'"state":{', b'"state":{"deep":' + b"[" * 99_999 + b",", 1),
+    "unknown field": changed("surprise", 1),
+    "unknown field of a box": changed("tensors.0.boxes.0.surprise", 1),
+    "negative step": changed("step", -1),
+    "step is text": changed("step", "7"),
+    "unknown type": changed("tensors.0.dtype", "object"),
+    "other shape": changed("tensors.0.shape", [5, 2]),
+    "overlap": changed("tensors.0.boxes.1.offset", [1, 0]),
+    "box twice": changed("tensors.0.boxes.1.offset", [0, 0]),
+    "box of other dims": changed("tensors.0.boxes.1.offset", [2]),
+    "box beyond": changed("tensors.0.boxes.1.shape", [3, 2]),
+    "no boxes": changed("tensors.0.boxes", []),
+    "object not listed": changed("objects", {}),
+    "object too small": changed("objects", {DIGEST: 8}),
+    "path for a hash": changed("tensors.0.boxes.0.object", "../" * 20 + "etc/"),
+    "hash with a newline": changed("objects", {DIGEST[:-1] + "\n": 100}),
+    "one name twice": changed("tensors", msgspec.to_builtins(a_manifest().tensors * 2)),
+}
+
+
+@pytest.mark.parametrize("content", BAD.values(), ids=BAD.keys())
+def test_a_manifest_that_cannot_be_is_refused_with_its_path(content):
+    """Every lie is a `CorruptCheckpoint` that names the file."""
+    with pytest.raises(CorruptCheckpoint, match="step-00000007/manifest"):
+        decode(content, PATH)
+
+
+def test_the_unchanged_manifest_is_accepted():
+    """The helper of the test above breaks a manifest only by what it changes."""
+    assert decode(changed("step", 7), PATH) == a_manifest()
+
+
+def test_another_format_is_no_corruption_and_says_what_to_do():
+    """A checkpoint of a later Shoal asks for that Shoal, whatever fields it has."""
+    content = msgspec.json.encode({"format_version": 2, "new": 1})
+    with pytest.raises(VerificationFailed, match="the format 2, and this Shoal reads 1") as caught:
+        decode(content, PATH)
+    assert not isinstance(caught.value, CorruptCheckpoint)
+
+
+def test_a_huge_file_is_refused_before_it_is_parsed(tmp_path, monkeypatch):
+    """The size is bounded."""
+    monkeypatch.setattr(manifests, "MAX_MANIFEST_BYTES", 100)
+    path = tmp_path / "manifest.json"
+    path.write_bytes(encode(a_manifest()))
+    with pytest.raises(CorruptCheckpoint, match="larger than 100 bytes"):
+        manifests.read(path)
+
+
+shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
+
+
+@light
+@given(shapes, st.integers(1, 30), st.data())
+def test_exactly_the_boxes_of_a_grid_tile(shape, limit, data):
+    """The grid's own boxes pass in any order; without one, or with one moved, they do not."""
+    cut = data.draw(st.permutations([entry(*box) for box in boxes(shape, limit)]))
+    assert tiles(shape, cut)
+    assert not tiles(shape, cut[1:])
+    assert not tiles(shape, [*cut, cut[0]])
+    if shape:
+        moved = entry([cut[0].offset[0] + 1, *cut[0].offset[1:]], cut[0].shape)
+        assert not tiles(shape, [moved, *cut[1:]])

@@ -1,0 +1,173 @@
+"""A user's folder with a model and data of his own, and `shoal` called in it as a person would."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.observe.events import Event, read_events
+
+OWN = '''
+import json, os, time
+import torch
+from torch import nn
+
+SAMPLES = 30
+
+
+class Numbers:
+    """Sample i is the number i; `slow` seconds to read, `broken` one of them is not a number."""
+
+    def __init__(self, slow=0.0, broken=-1):
+        self.slow, self.broken = slow, broken
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, i):
+        time.sleep(self.slow)
+        x = torch.tensor([float(i) / SAMPLES, 1.0])
+        return (x * float("nan") if i == self.broken else x), torch.tensor(i % 3)
+
+
+class Logging(nn.Module):
+    """Learns the remainder by three, and writes down which numbers it was trained on in which step."""
+
+    def __init__(self, width=8, pause=0.0, fail_at=-1, stop_at=-1):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, width), nn.Tanh(), nn.Linear(width, 3))
+        self.register_buffer("step", torch.zeros((), dtype=torch.int64))
+        self.pause, self.fail_at, self.stop_at = pause, fail_at, stop_at
+
+    def forward(self, x):
+        if self.training:
+            time.sleep(self.pause)
+            self.step += 1
+            ids = (x[:, 0] * SAMPLES).round().int().tolist()
+            line = {"step": int(self.step), "rank": int(os.environ["RANK"]), "ids": ids}
+            with open("used.jsonl", "a") as file:
+                file.write(json.dumps(line) + "\\n")
+            if int(self.step) == self.fail_at and os.environ["RANK"] == "1":
+                raise ArithmeticError("a mistake in the user's own module")
+            if int(self.step) == self.stop_at and os.environ["RANK"] == "1":
+                os.kill(os.getpid(), 19)
+        return self.layers(x)
+
+
+def model(**arguments):
+    return Logging(**arguments)
+
+
+def data(**arguments):
+    return Numbers(**arguments), Numbers()
+
+
+def not_a_model():
+    return "hello"
+
+
+def scalar_loss():
+    return nn.CrossEntropyLoss()
+'''
+
+RUN = """
+[run]
+name = "own"
+steps = 9
+[model]
+kind = "python"
+build = "own:model"
+[data]
+kind = "python"
+build = "own:data"
+[batch]
+global_samples = 5
+[optimizer]
+kind = "adamw"
+lr = 0.01
+[checkpoint]
+every_steps = 1
+keep = 50
+[observe]
+report = false
+"""
+
+
+@dataclass(frozen=True)
+class Project:
+    """A folder with `own.py` and `run.toml`."""
+
+    folder: Path
+
+    def environ(self, **more: str) -> dict[str, str]:
+        """The environment of a plain shell: nothing of a launcher in it."""
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("SHOAL_", "SLURM_", "RANK", "WORLD_"))}
+        return {**kept, "OMP_NUM_THREADS": "1", "SHOAL_CACHE": str(self.folder / "cache"), **more}
+
+    def shoal(self, *arguments: str, timeout_s: float = 90.0) -> subprocess.CompletedProcess[str]:
+        """`shoal ...`, to its end."""
+        return subprocess.run(
+            [sys.executable, "-m", "shoal", *arguments],
+            cwd=self.folder,
+            env=self.environ(),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """`shoal ...` in the background, its output in `out.txt`."""
+        with open(self.folder / "out.txt", "w") as out:
+            return subprocess.Popen(
+                [sys.executable, "-m", "shoal", *arguments],
+                cwd=self.folder,
+                env=self.environ(),
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+
+    def events(self, run: str = "runs/own", rank: int = 0) -> list[Event]:
+        return read_events(self.folder / run, rank)
+
+    def losses(self, run: str = "runs/own") -> dict[int, float]:
+        """The last loss of each step."""
+        found = {}
+        for event in self.events(run):
+            loss = event.get("loss/train")
+            if loss is not None:
+                found[event.step] = loss
+        return found
+
+    def manifest(self, run: str = "runs/own", step: int = 9) -> dict:
+        return json.loads((self.folder / run / f"checkpoints/step-{step:08d}/manifest.json").read_text())
+
+    def wait_for_step(self, step: int, run: str = "runs/own", timeout_s: float = 60.0) -> None:
+        """Until the events hold `step`."""
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            if any(event.step >= step for event in self.events(run)):
+                return
+            time.sleep(0.02)
+        raise AssertionError(f"step {step} did not come:\n{(self.folder / 'out.txt').read_text()}")
+
+
+def project(folder: Path) -> Project:
+    """The files of a user who has a model and data of his own."""
+    (folder / "own.py").write_text(OWN)
+    (folder / "run.toml").write_text(RUN)
+    return Project(folder)
+
+
+def ranks_of(launcher: subprocess.Popen[str]) -> list[int]:
+    """The pids of a launcher's children, in the order in which they were started."""
+    listed = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(launcher.pid)], capture_output=True, text=True, check=False
+    )
+    return [int(pid) for pid in listed.stdout.split()]

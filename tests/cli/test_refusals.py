@@ -1,0 +1,136 @@
+"""Bad input gets a sentence, a code and a repair, and nothing is lost by it."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.cli.project import Project, project
+
+USAGE, ENVIRONMENT = 2, 3
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Project:
+    return project(tmp_path)
+
+
+def refused(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    for word in words:
+        assert word in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["batch.global_sample=4"], ["batch.global_sample", "did you mean 'global_samples'"]),
+        (["run.steps=many"], ["run.steps", "'many'"]),
+        (["run.steps=0"], ["run.steps", "found 0"]),
+        (["run.steps=-3"], ["run.steps"]),
+        (["run.steps=10000000000"], ["run.steps"]),
+        (["batch.global_samples=1", "run.processes=4"], ["global_samples = 1", "4 replicas"]),
+        (["layout.replicate=3", "run.processes=4"], ["3", "4"]),
+        (["layout.tensor=2"], ["layout.tensor", "unknown key"]),
+        (["run.processes=0"], ["run.processes"]),
+        (["precision.kind=float8"], ["precision.kind", "float8", "'bfloat16'"]),
+        (["optimizer.kind=adam"], ["optimizer.kind", "did you mean 'adamw'"]),
+        (["run.name=../../etc"], ["run.name"]),
+    ],
+)
+def test_a_wrong_key_is_refused_before_anything_starts(own: Project, overrides: list[str], words: list[str]) -> None:
+    """Exit 2, the key, what was found; no run directory appears."""
+    refused(own.shoal("train", "run.toml", *overrides), USAGE, *words)
+    assert not (own.folder / "runs").exists()
+
+
+def test_a_missing_run_file_is_named(own: Project) -> None:
+    """Exit 2, with the run files that are there."""
+    refused(own.shoal("train", "rum.toml"), USAGE, "rum.toml", "run.toml")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["model.build=own:nothing"], ["own:nothing", "no function 'nothing'", "model"]),
+        (["model.build=nowhere:model"], ["nowhere", "no module"]),
+        (["model.build=own:not_a_model"], ["str", "nn.Module"]),
+        (["model.arguments={widht=3}"], ["model.build", "widht"]),
+        (["loss.kind=python", "loss.build=own:scalar_loss"], ["reduction='none'"]),
+        (["data.build=own:not_a_model"], ["str"]),
+    ],
+)
+def test_a_user_function_that_is_wrong_is_named(own: Project, overrides: list[str], words: list[str]) -> None:
+    """A function that is not there, fails, or returns the wrong thing: exit 2, and no traceback of Shoal's own."""
+    done = own.shoal("train", "run.toml", *overrides)
+    assert done.returncode == USAGE, done.stderr
+    assert "/shoal/" not in done.stderr, done.stderr
+    for word in words:
+        assert word in done.stderr, done.stderr
+
+
+TOKENS = [
+    "data.kind=tokens",
+    "data.path=tokens.bin",
+    "model.kind=gpt",
+    "model.layers=1",
+    "model.width=16",
+    "batch.sequence=8",
+]
+
+
+@pytest.mark.parametrize(
+    ("content", "overrides", "words"),
+    [
+        (None, [], ["tokens.bin"]),
+        (b"", [], ["tokens.bin", "empty"]),
+        (b"\1" * 33, ["data.dtype=uint16"], ["tokens.bin", "33"]),
+        (bytes(range(200)), ["model.vocabulary=100"], ["100"]),
+        (b"\1" * 5, [], ["5 tokens", "batch.sequence = 8"]),
+    ],
+)
+def test_a_token_file_that_cannot_be_is_named(
+    own: Project, content: bytes | None, overrides: list, words: list
+) -> None:
+    """Missing, empty, of odd length, ids outside the vocabulary, too short for one sample: exit 2 names the file."""
+    text = (own.folder / "run.toml").read_text().replace('kind = "python"', "").replace('build = "own:model"', "")
+    (own.folder / "run.toml").write_text(text.replace('build = "own:data"', ""))
+    if content is not None:
+        (own.folder / "tokens.bin").write_bytes(content)
+    refused(own.shoal("train", "run.toml", *TOKENS, *overrides), USAGE, *words)
+
+
+def test_a_directory_of_another_model_is_refused_and_kept(own: Project) -> None:
+    """Names and shapes that differ: exit 2 says which, and the checkpoints and the run file of the other stay."""
+    assert own.shoal("train", "run.toml", "run.steps=2").returncode == 0
+    written = (own.folder / "runs/own/checkpoints").rglob("*")
+    before = {path: path.read_bytes() for path in written if path.is_file()}
+    kept = (own.folder / "runs/own/run.toml").read_text()
+    refused(own.shoal("train", "run.toml", "run.steps=4", "model.arguments={width=9}"), USAGE, "layers.0.weight")
+    assert (own.folder / "runs/own/run.toml").read_text() == kept
+    assert all(path.read_bytes() == content for path, content in before.items())
+
+
+def test_a_directory_in_use_is_refused(own: Project) -> None:
+    """A second run in the same directory: exit 3 names the holder, and the first goes on."""
+    running = own.start("train", "run.toml", "model.arguments={pause=0.5}")
+    own.wait_for_step(1)
+    refused(own.shoal("train", "run.toml"), ENVIRONMENT, "in use", str(running.pid))
+    assert running.wait(60) == 0
+
+
+def test_an_empty_data_file_of_arrays_is_named(own: Project) -> None:
+    """An array file without samples: exit 2 with its name."""
+    np.save(own.folder / "x.npy", np.zeros((0, 2), dtype=np.float32))
+    np.save(own.folder / "y.npy", np.zeros(0, dtype=np.int64))
+    text = (
+        (own.folder / "run.toml")
+        .read_text()
+        .replace('kind = "python"\nbuild = "own:data"', 'kind = "arrays"\ninputs = "x.npy"\ntargets = "y.npy"')
+    )
+    (own.folder / "run.toml").write_text(text)
+    refused(own.shoal("train", "run.toml"), USAGE, "x.npy")

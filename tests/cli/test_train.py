@@ -1,0 +1,193 @@
+"""`shoal train` as a person meets it: restarts, signals, failures. Real processes, real kills."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from shoal.data.order import Order
+from tests.cli.project import Project, project, ranks_of
+
+STOPPED = 75
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Project:
+    return project(tmp_path)
+
+
+def used(own: Project) -> dict[int, list[int]]:
+    """The ids of each step as the model saw them: those of the last life, ranks in order."""
+    lives: dict[tuple[int, int], list[int]] = {}
+    for line in (own.folder / "used.jsonl").read_text().splitlines():
+        entry = json.loads(line)
+        lives[entry["step"], entry["rank"]] = entry["ids"]
+    return lives  # type: ignore[return-value]
+
+
+def test_every_sample_once_through_kills_and_other_worlds(own: Project) -> None:
+    """An epoch and a half in three lives of 2, 3 and 1 ranks, two of them ended by kill -9: each id of the first epoch
+    is used exactly once in the steps that count, in the order that an uninterrupted run would have used."""
+    for processes, kill_at in ((2, 2), (3, 5)):
+        running = own.start("train", "run.toml", f"run.processes={processes}", "model.arguments={pause=0.15}")
+        own.wait_for_step(kill_at)
+        os.kill(ranks_of(running)[-1], signal.SIGKILL)
+        assert running.wait(30) == 128 + signal.SIGKILL
+        (own.folder / "used.jsonl").rename(own.folder / f"used-{processes}.jsonl")
+    done = own.shoal("train", "run.toml", "run.processes=1")
+    assert done.returncode == 0, done.stderr
+
+    steps: dict[int, list[int]] = {}
+    last_of_life = [json.loads(line)["step"] for line in (own.folder / "used.jsonl").read_text().splitlines()]
+    first_of_third = min(last_of_life)
+    second = [json.loads(line) for line in (own.folder / "used-3.jsonl").read_text().splitlines()]
+    first = [json.loads(line) for line in (own.folder / "used-2.jsonl").read_text().splitlines()]
+    third = [json.loads(line) for line in (own.folder / "used.jsonl").read_text().splitlines()]
+    first_of_second = min(entry["step"] for entry in second)
+    assert 1 < first_of_second < first_of_third <= 9, "both resumes must have come in the middle"
+    for life, begin, end in (
+        (first, 1, first_of_second),
+        (second, first_of_second, first_of_third),
+        (third, first_of_third, 10),
+    ):
+        for entry in sorted(life, key=lambda e: (e["step"], e["rank"])):
+            if begin <= entry["step"] < end:
+                steps.setdefault(entry["step"], []).extend(entry["ids"])
+
+    in_order = [sample for step in sorted(steps) for sample in steps[step]]
+    assert sorted(in_order[:30]) == list(range(30))
+    assert in_order == Order(30, seed=0).ids(__import__("numpy").arange(45)).tolist()
+
+
+def test_resuming_is_bitwise_never_having_stopped(own: Project) -> None:
+    """Killed in mid-run and started again on as many ranks: the same losses, the same bytes of weights and moments."""
+    plain = own.shoal("train", "run.toml", "run.directory=plain")
+    assert plain.returncode == 0, plain.stderr
+    running = own.start("train", "run.toml", "run.directory=killed", "model.arguments={pause=0.1}")
+    own.wait_for_step(4, "killed")
+    running.kill()
+    running.wait()
+    again = own.shoal("train", "run.toml", "run.directory=killed")
+    assert again.returncode == 0, again.stderr
+    assert own.losses("killed") == own.losses("plain")
+    assert own.manifest("killed")["objects"] == own.manifest("plain")["objects"]
+    assert {event.generation for event in own.events("killed")} == {0, 1}
+
+
+def test_a_file_and_a_seed_are_one_result(own: Project) -> None:
+    """Two fresh runs end in the same bytes; another seed does not."""
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        done = own.shoal("train", "run.toml", f"run.directory={name}", f"run.seed={seed}", "run.steps=4")
+        assert done.returncode == 0, done.stderr
+    assert own.manifest("a", 4)["objects"] == own.manifest("b", 4)["objects"]
+    assert own.manifest("a", 4)["objects"] != own.manifest("c", 4)["objects"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_the_same_command_goes_on(own: Project, number: signal.Signals) -> None:
+    """Ctrl-C or SIGTERM: the step is finished, a checkpoint written, exit 75; the same command ends the run."""
+    command = ("train", "run.toml", "checkpoint.every_steps=0", "model.arguments={pause=0.1}")
+    running = own.start(*command)
+    own.wait_for_step(3)
+    running.send_signal(number)
+    assert running.wait(30) == STOPPED, (own.folder / "out.txt").read_text()
+    stopped_at = max(own.losses())
+    assert 3 <= stopped_at < 9
+    assert own.shoal("checkpoint", "verify", "runs/own").returncode == 0
+    again = own.shoal(*command)
+    assert again.returncode == 0, again.stderr
+    assert f"going on from the checkpoint of step {stopped_at}" in again.stdout
+    assert sorted(own.losses()) == list(range(1, 10))
+
+
+def test_a_second_signal_stops_at_once(own: Project) -> None:
+    """Asked twice, the run does not wait for its step."""
+    running = own.start("train", "run.toml", "model.arguments={pause=20}")
+    deadline_s = time.monotonic() + 40
+    while not (own.folder / "runs/own/run.toml").exists() and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    running.send_signal(signal.SIGINT)
+    time.sleep(0.6)
+    running.send_signal(signal.SIGINT)
+    assert running.wait(5) == 128 + signal.SIGINT
+
+
+def test_what_a_user_module_raises_comes_first_and_whole(own: Project) -> None:
+    """Rank 1 raises: its traceback is shown first, with host and pid; the others get a line each; exit 1."""
+    done = own.shoal("train", "run.toml", "model.arguments={fail_at=3}")
+    assert done.returncode == 1
+    first, *others = [line for line in done.stderr.splitlines() if line.startswith("rank ")]
+    assert first.startswith("rank 1 of 2 failed (host ")
+    assert "pid" in first
+    assert 'raise ArithmeticError("a mistake in the user\'s own module")' in done.stderr
+    assert "ArithmeticError: a mistake in the user's own module" in done.stderr
+    assert len(others) == 1
+    assert others[0].startswith("rank 0 ")
+
+
+def test_a_killed_rank_is_noticed_in_seconds_and_leaves_nothing(own: Project) -> None:
+    """kill -9 of one rank: in under 5 s the others are gone, the code is 137, and the run directory is free again."""
+    running = own.start("train", "run.toml", "model.arguments={pause=0.3}", "run.steps=500")
+    own.wait_for_step(2)
+    victims = ranks_of(running)
+    begin_s = time.monotonic()
+    os.kill(victims[0], signal.SIGKILL)
+    assert running.wait(5) == 128 + signal.SIGKILL
+    assert time.monotonic() - begin_s < 5
+    assert not any(Path(f"/proc/{pid}").exists() for pid in victims)
+    assert "SIGKILL" in (own.folder / "out.txt").read_text()
+
+
+def test_a_killed_launcher_leaves_no_ranks(own: Project) -> None:
+    """kill -9 of the launcher: its ranks end too, within a second or two."""
+    running = own.start("train", "run.toml", "model.arguments={pause=0.3}", "run.steps=500")
+    own.wait_for_step(1)
+    ranks = ranks_of(running)
+    running.kill()
+    running.wait()
+    deadline_s = time.monotonic() + 3
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+
+
+def test_a_stopped_rank_is_named(own: Project) -> None:
+    """A rank that stands still (SIGSTOP) in mid-step: after the timeout the others name it, and it is ended."""
+    done = own.shoal("train", "run.toml", "model.arguments={stop_at=3}", "run.timeout_s=2")
+    assert done.returncode != 0
+    assert "rank 1" in done.stderr
+    assert "stopped" in done.stderr
+    assert "all_reduce" in done.stderr
+
+
+def test_data_that_is_no_number_is_named(own: Project) -> None:
+    """NaN in one sample of every step's batch: skipped, counted, and after the limit exit 4 names the sample."""
+    done = own.shoal(
+        "train",
+        "run.toml",
+        "data.arguments={broken=7}",
+        "batch.global_samples=30",
+        "run.nonfinite_limit=3",
+        "run.steps=20",
+    )
+    assert done.returncode == 4
+    assert "3 steps in a row were not finite" in done.stderr
+    assert "the inputs of the sample at position" in done.stderr
+    assert "Traceback" not in done.stderr
+    values = [event.values for event in own.events()]
+    assert values[-1]["steps/skipped"] == 3
+    assert values[0]["loss/train"] is None
+
+
+def test_a_single_bad_step_is_skipped_and_the_run_goes_on(own: Project) -> None:
+    """One NaN sample an epoch: its step is skipped by all ranks, the others count, the weights stay finite."""
+    done = own.shoal("train", "run.toml", "data.arguments={broken=7}")
+    assert done.returncode == 0, done.stderr
+    skipped = [event.values["steps/skipped"] for event in own.events() if "steps/skipped" in event.values]
+    assert 1 <= skipped[-1] <= 2
+    assert "was skipped" in done.stdout + done.stderr

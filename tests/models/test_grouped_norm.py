@@ -1,0 +1,120 @@
+"""Batch normalisation over declared groups of samples."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from shoal.models.grouped_norm import GroupedBatchNorm2d
+from shoal.models.statistics import StepStatistics
+
+GROUP = 4
+# The same sums in float64; only the last bits may differ with their order.
+REL_F64 = 1e-12
+
+
+def images(samples: int, *, seed: int = 0) -> torch.Tensor:
+    return 3 + 2 * torch.randn(samples, 3, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def layer(**options: float) -> GroupedBatchNorm2d:
+    return GroupedBatchNorm2d(3, GROUP, **options).double()
+
+
+def test_one_group_is_pytorchs_batch_norm() -> None:
+    """The batch as one group: output, gradients and, after a commit, running statistics are nn.BatchNorm2d's."""
+    ours, theirs = layer(), nn.BatchNorm2d(3).double()
+    for norm in (ours, theirs):
+        nn.init.uniform_(norm.weight, 0.5, 1.5, generator=torch.Generator().manual_seed(1))
+    x, y = images(GROUP).requires_grad_(), images(GROUP).requires_grad_()
+    torch.testing.assert_close(ours(x), theirs(y), rtol=REL_F64, atol=REL_F64)
+    ours(x).pow(3).sum().backward()
+    theirs(y).pow(3).sum().backward()
+    torch.testing.assert_close(x.grad, y.grad, rtol=REL_F64, atol=1e-10)
+    torch.testing.assert_close(ours.weight.grad, theirs.weight.grad, rtol=REL_F64, atol=1e-10)
+    theirs.reset_running_stats()
+    theirs(y)
+    ours.commit_sums(ours.step_sums())
+    torch.testing.assert_close(ours.running_mean, theirs.running_mean, rtol=REL_F64, atol=0)
+    torch.testing.assert_close(ours.running_var, theirs.running_var, rtol=REL_F64, atol=0)
+    torch.testing.assert_close(ours.eval()(x), theirs.eval()(y), rtol=REL_F64, atol=REL_F64)
+
+
+@settings(max_examples=20)
+@given(cuts=st.sets(st.integers(1, 5)))
+def test_no_split_into_microbatches_and_replicas_changes_anything(cuts: set[int]) -> None:
+    """Outputs, summed statistics and committed buffers are those of the whole batch, wherever groups are cut."""
+    x = images(6 * GROUP)
+    whole = layer()
+    expected = whole(x)
+    whole.commit_sums(whole.step_sums())
+    edges = [0, *sorted(cuts), 6]
+    replicas = [layer() for _ in edges[1:]]
+    outputs = [r(x[a * GROUP : b * GROUP]) for r, a, b in zip(replicas, edges, edges[1:], strict=False)]
+    torch.testing.assert_close(torch.cat(outputs), expected, rtol=REL_F64, atol=REL_F64)
+    total = torch.stack([replica.step_sums() for replica in replicas]).sum(0)
+    for replica in replicas:
+        replica.commit_sums(total)
+        torch.testing.assert_close(replica.running_mean, whole.running_mean, rtol=REL_F64, atol=0)
+        torch.testing.assert_close(replica.running_var, whole.running_var, rtol=REL_F64, atol=0)
+
+
+def test_accumulated_forwards_count_as_one_step() -> None:
+    """Two microbatches and one commit move the running statistics once, as the batch of both does."""
+    x, one, two = images(2 * GROUP), layer(), layer()
+    one(x)
+    two(x[:GROUP])
+    two(x[GROUP:])
+    for norm in (one, two):
+        norm.commit_sums(norm.step_sums())
+    torch.testing.assert_close(two.running_mean, one.running_mean, rtol=REL_F64, atol=0)
+
+
+def test_a_discarded_or_empty_step_leaves_no_trace() -> None:
+    """discard_sums, and a commit of no groups, leave the buffers as they were; a commit starts the sums anew."""
+    norm = layer()
+    before = {name: value.clone() for name, value in norm.state_dict().items()}
+    norm(images(GROUP))
+    norm.discard_sums()
+    assert not norm.step_sums().any()
+    norm.commit_sums(norm.step_sums())
+    assert all(torch.equal(value, before[name]) for name, value in norm.state_dict().items())
+    norm(images(GROUP))
+    norm.commit_sums(norm.step_sums())
+    assert not torch.equal(norm.running_mean, before["running_mean"])
+    assert not norm.step_sums().any()
+
+
+def test_evaluation_gathers_nothing_and_needs_no_whole_groups() -> None:
+    """eval() leaves the sums alone and takes any number of samples, each for itself."""
+    norm = layer().eval()
+    x = images(3)
+    torch.testing.assert_close(norm(x)[1:2], norm(x[1:2]), rtol=0, atol=0)
+    assert not norm.step_sums().any()
+
+
+def test_incomplete_groups_are_refused_in_training() -> None:
+    """The sentence names the batch, the rule and the repair."""
+    with pytest.raises(ValueError, match=r"a batch of 6 samples; .* groups of 4, .* a multiple of 4"):
+        layer()(images(6))
+
+
+def test_the_sums_are_no_part_of_a_checkpoint() -> None:
+    """Only weights and running statistics are saved; the layer keeps the protocol the engine asks for."""
+    assert list(layer().state_dict()) == ["weight", "bias", "running_mean", "running_var"]
+    assert isinstance(layer(), StepStatistics)
+    assert not isinstance(nn.BatchNorm2d(3), StepStatistics)
+
+
+def test_half_precision_inputs_are_normalised_in_float32() -> None:
+    """bfloat16 images with a large mean are centred, and their mean committed, as statistics in bfloat16 could not."""
+    x = (images(GROUP).float() + 97).to(torch.bfloat16)
+    norm = GroupedBatchNorm2d(3, GROUP)
+    y = norm(x)
+    assert y.dtype == torch.bfloat16
+    assert y.float().mean(dim=(0, 2, 3)).tolist() == pytest.approx([0.0] * 3, abs=0.01)
+    norm.commit_sums(norm.step_sums())
+    assert norm.running_mean.tolist() == pytest.approx((0.1 * x.double().mean(dim=(0, 2, 3))).tolist(), rel=1e-6)

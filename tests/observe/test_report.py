@@ -1,0 +1,160 @@
+"""One page shows the run, needs nothing beside itself, and is written whatever the directory holds."""
+
+from __future__ import annotations
+
+import html
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import EnvironmentFault, UsageError
+from shoal.observe.events import EventWriter, events_path
+from shoal.observe.facts import facts_path, write_facts
+from shoal.observe.report import write_report
+from tests.observe.synthetic import write_run
+
+
+class Balanced(HTMLParser):
+    """Fails where a tag is closed that is not open; collects tags, attributes and text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.attributes: list[tuple[str, str]] = []
+        self.text = ""
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data + " "
+
+
+def report(directory: Path) -> str:
+    return write_report(directory).read_text(encoding="utf-8")
+
+
+def test_the_page_shows_the_run(tmp_path: Path) -> None:
+    """The figures of a known run are on its page, the slowest rank by name, the restart and the skipped step."""
+    write_run(tmp_path, stop_at=20, ranks=3)
+    write_facts(tmp_path, {"baseline": {"name": "bigram", "loss": 2.5}, "samples": [{"step": 40, "text": "def f():"}]})
+    text = re.sub(r"\s+", " ", Balanced(report(tmp_path)).text)
+    for expected in (
+        "tiny", "finished", "2.000", "20 % below bigram 2.500", "97.50 %", "20.5k", "912,384",
+        "Rank 2 is the slowest", "started 2 times; 5 of its steps", "changed no weight: 7", "def f():", "steps = 40",
+    ):  # fmt: skip
+        assert expected in text
+
+
+def test_the_page_is_whole(tmp_path: Path) -> None:
+    """No script, no link, no address: the page is one file, and its policy forbids the rest. loss.png is a picture."""
+    write_run(tmp_path)
+    page = report(tmp_path)
+    found = Balanced(page)
+    assert found.tags.isdisjoint({"script", "link", "img", "iframe", "object"})
+    assert not [name for name, _ in found.attributes if name in ("src", "href") or name.startswith("on")]
+    assert "http://" not in page
+    assert "https://" not in page
+    assert "url(" not in page
+    assert "default-src 'none'" in page
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_texts_of_files_are_escaped(tmp_path: Path) -> None:
+    """A tag in a name, a fact, its key, a sample or the run file stays text."""
+    evil = "<script>alert('&')</script>"
+    write_run(tmp_path)
+    (tmp_path / "run.toml").write_text(f'[run]\nname = "{evil}"\nsteps = 50\n')
+    names = ("torch", "device", "state", "loss_unit", evil)
+    samples = [{"prompt": evil, "text": evil}]
+    write_facts(tmp_path, dict.fromkeys(names, evil) | {"baseline": {"name": evil, "loss": 1.0}, "samples": samples})
+    page = report(tmp_path)
+    assert "<script" not in page
+    assert page.count(html.escape("<script>")) >= 8
+    Balanced(page)
+
+
+def test_damage_still_gives_a_page(tmp_path: Path) -> None:
+    """Torn events, broken facts, a run file that is no TOML: the page says what it could not read."""
+    write_run(tmp_path)
+    path = events_path(tmp_path, 0)
+    path.write_bytes(path.read_bytes()[:-30] + b"\n\x00\x00\n")
+    facts_path(tmp_path).write_text("{")
+    (tmp_path / "run.toml").write_bytes(b"\xff[run")
+    text = Balanced(report(tmp_path)).text
+    for expected in ("2 lines of rank 0", "facts.json", "run.toml is not TOML", "step 40"):
+        assert expected in text
+
+
+def test_many_ranks_are_shown_by_their_slowest(tmp_path: Path) -> None:
+    """Of 30 ranks 24 have a row, the slowest among them."""
+    write_run(tmp_path, steps=3, ranks=30)
+    page = report(tmp_path)
+    text = re.sub(r"\s+", " ", Balanced(page).text)
+    assert "<tr><th>29</th>" in page
+    assert page.count('<td class="wide">') == 24
+    assert "Rank 29 is the slowest" in text
+    assert "The 24 with the most work of 30 are shown" in text
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_a_short_run_has_a_page(tmp_path: Path, steps: int) -> None:
+    """No step, one step, two steps: nothing divides by zero, and the page says what is missing."""
+    write_run(tmp_path, steps=steps, ranks=1)
+    text = Balanced(report(tmp_path)).text
+    assert f"step {steps} of 40" in text
+    assert ("No step has been recorded" in text) == (steps == 0)
+    assert (tmp_path / "loss.png").exists() == (steps > 0)
+
+
+def test_a_step_without_times_or_losses_has_a_page(tmp_path: Path) -> None:
+    """Measurements that nobody made are said to be missing; values that are not finite draw nothing."""
+    with EventWriter(tmp_path, rank=4) as writer:
+        writer.write(1, {"loss/train": float("nan"), "lr": 1e308, "own/measure": 1.0}, time_s=0.0)
+    text = Balanced(report(tmp_path)).text
+    for expected in ("Not measured", "No step has its time measured", "There is no run.toml"):
+        assert expected in text
+    assert not (tmp_path / "loss.png").exists()
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
+    """An empty directory, and one that is not there, are a usage error that names what is needed."""
+    with pytest.raises(UsageError, match=r"holds no run.*events/"):
+        write_report(tmp_path)
+    with pytest.raises(UsageError, match="is not there"):
+        write_report(tmp_path / "nothing")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_page_that_cannot_be_written_is_an_environment_fault(tmp_path: Path) -> None:
+    """Where the page cannot replace what is there, the sentence names the file."""
+    write_run(tmp_path)
+    (tmp_path / "report.html").mkdir()
+    with pytest.raises(EnvironmentFault, match=r"report\.html"):
+        write_report(tmp_path)
+
+
+def test_the_room_needs_no_torch(tmp_path: Path) -> None:
+    """A report is written in a process that never imports torch."""
+    write_run(tmp_path, ranks=1)
+    program = (
+        "import sys; from pathlib import Path; from shoal.observe.report import write_report\n"
+        "import shoal.observe.config, shoal.observe.live, shoal.observe.logs\n"
+        "write_report(Path(sys.argv[1])); sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=os.environ | {"PYTHONPATH": "src"})
+    assert done.returncode == 0
