@@ -18,7 +18,7 @@ help:
 
 demo: $(READY)
 	$(BIN)/shoal train recipes/stdlib-gpt.toml
-	@echo "The report: runs/stdlib-gpt/report.html"
+	@echo "Open runs/stdlib-gpt/report.html in a browser."
 
 test: $(READY)
 	$(BIN)/python -m pytest

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+hypothesis.settings.register_profile("shoal", deadline=None)  # a deadline is a timing assertion in disguise
+hypothesis.settings.load_profile("shoal")
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,8 @@
 """A process that kills itself in the middle of saves: `python -m tests.checkpoint.killed_saver FOLDER`.
 
-For every point of `deaths()` it copies a run directory that holds the checkpoint of step 100, and a forked child saves step
-200 there (keeping one, so that retention is passed too) until SIGKILL strikes at that point. Prints a line a point: its
-name and how the child ended.
+For every point of `deaths()` it copies a run directory that holds the checkpoint of step 100, and a forked child saves
+step 200 there (keeping one, so that retention is passed too) until SIGKILL strikes at that point. Prints a line a
+point: its name and how the child ended.
 """
 
 from __future__ import annotations

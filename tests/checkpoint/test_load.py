@@ -25,11 +25,11 @@ def saved(directory: Path, *steps: int) -> Manifest:
     return read_manifest(checkpoints(directory)[0])
 
 
-shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
+shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
 
 @light
-@given(st.data(), shapes, st.integers(1, 90))
+@given(st.data(), shapes, st.integers(40, 300))
 def test_any_box_of_a_tensor_can_be_loaded(tmp_path_factory, data, shape, object_bytes):
     """Saved whole, loaded in any box, into memory that is not contiguous too: the same elements as the slice."""
     directory = tmp_path_factory.mktemp("boxes")
@@ -37,7 +37,7 @@ def test_any_box_of_a_tensor_can_be_loaded(tmp_path_factory, data, shape, object
     save(saver_for(directory, object_bytes=object_bytes), 1, {"model/w": whole})
     offset = tuple(data.draw(st.integers(0, size)) for size in shape)
     part = tuple(data.draw(st.integers(0, size - at)) for size, at in zip(shape, offset, strict=True))
-    into = torch.full(part[::-1], -1, dtype=torch.int32).permute(*reversed(range(len(part))))
+    into = torch.full(part[::-1], -1, dtype=torch.int32).permute(tuple(reversed(range(len(part)))))
     read_into(read_manifest(checkpoints(directory)[0]), directory, {"model/w": Target(into, shape, offset)})
     index = tuple(slice(at, at + size) for at, size in zip(offset, part, strict=True))
     assert torch.equal(into, whole[index])

@@ -202,7 +202,7 @@ def test_a_disk_that_becomes_read_only_costs_a_checkpoint_and_not_the_run(tiny_d
 def test_a_run_that_could_never_save_does_not_start(tiny_disk):
     """Read-only from the beginning: better to hear it before the first step."""
     subprocess.run(["mount", "-o", "remount,ro", str(tiny_disk)], check=True)
-    with pytest.raises(EnvironmentFault, match="no checkpoint can be saved in .*/checkpoints"):
+    with pytest.raises(EnvironmentFault, match=r"no checkpoint can be saved in .*/checkpoints"):
         saver_for(tiny_disk)
 
 
@@ -308,6 +308,13 @@ def test_a_rank_that_never_answers_is_an_error_in_time(tmp_path):
         report = save(saver, 10 + rank)
         assert not report.committed
         assert "a rank did not answer" in str(report.error)
+
+
+def test_closing_does_not_wait_for_the_dead(tmp_path):
+    """A rank that leaves because others died is not held back by a save that they will never finish."""
+    saver = saver_for(tmp_path, world_size=2, timeout_s=20)
+    saver.save(1, state_of(1), {}, layout={})
+    assert saver.close(0.05) == []
 
 
 def test_what_cannot_be_saved_is_refused_by_name(tmp_path):

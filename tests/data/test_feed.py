@@ -198,12 +198,13 @@ def test_an_order_of_another_size_is_refused():
 @pytest.mark.parametrize("limit", [None, 7, 100])
 @pytest.mark.parametrize("micro", [None, 3])
 def test_evaluation_reads_each_sample_once(limit: int | None, micro: int | None):
-    """Over the replicas, a pass is the first samples in natural order, each once."""
+    """Over the replicas, a pass takes the samples in natural order, each once; with a limit, evenly spaced ones."""
     batches = [
         batch
         for replica in range(3)
         for batch in evaluation_batches(Numbers(20), replicas=3, replica=replica, micro_samples=micro, limit=limit)
     ]
-    assert ids_of(batches) == list(range(min(20, limit or 20)))
-    assert torch.cat([batch.positions for batch in batches]).tolist() == ids_of(batches)
+    wanted = {None: list(range(20)), 7: [0, 2, 5, 8, 11, 14, 17], 100: list(range(20))}
+    assert ids_of(batches) == wanted[limit]
+    assert torch.cat([batch.positions for batch in batches]).tolist() == list(range(len(wanted[limit])))
     assert all(len(batch) <= (micro or 20) for batch in batches)

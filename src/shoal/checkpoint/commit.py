@@ -19,7 +19,7 @@ from shoal.checkpoint.durable import Disk
 from shoal.checkpoint.grid import Parcel
 from shoal.checkpoint.manifest import BoxEntry, Manifest, TensorEntry
 from shoal.checkpoint.objects import Stored, damage
-from shoal.checkpoint.places import MANIFEST, Places, temporary
+from shoal.checkpoint.places import MANIFEST, Places, step_name, temporary
 from shoal.errors import CorruptCheckpoint, EnvironmentFault
 
 
@@ -45,7 +45,7 @@ def writer() -> dict[str, str]:
 
 
 def commit(manifest: Manifest, places: Places, *, disk: Disk) -> None:
-    """Make `manifest`, whose objects are durable, the checkpoint of its step, and let `latest` name it."""
+    """Make `manifest`, whose objects are durable and verified, the checkpoint of its step."""
     _require_visible(manifest, places)
     folder = _unfinished(manifest, places, disk)
     target = places.step(manifest.step)
@@ -56,7 +56,6 @@ def commit(manifest: Manifest, places: Places, *, disk: Disk) -> None:
     else:
         disk.rename(folder, target, action="commit/rename")
     disk.sync_folder(places.root, action="commit/fsync")
-    _point_latest(target.name, places, disk)
 
 
 def _require_visible(manifest: Manifest, places: Places) -> None:
@@ -84,8 +83,9 @@ def _unfinished(manifest: Manifest, places: Places, disk: Disk) -> Path:
     return folder
 
 
-def _point_latest(name: str, places: Places, disk: Disk) -> None:
+def point_latest(step: int, places: Places, *, disk: Disk) -> None:
+    """Let the file `latest` name the checkpoint of `step`, which is committed."""
     unfinished = temporary(places.latest, "commit")
-    disk.write(unfinished, f"{name}\n".encode(), kind="latest")
+    disk.write(unfinished, f"{step_name(step)}\n".encode(), kind="latest")
     disk.rename(unfinished, places.latest, action="latest/rename")
     disk.sync_folder(places.root, action="pointer/fsync")

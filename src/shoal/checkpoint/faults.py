@@ -16,6 +16,12 @@ def sentence(error: Exception, *, step: int, root: Path) -> str:
     return f"the checkpoint of step {step} was not saved, and the one before it stays: {_reason(error, root)}"
 
 
+def sentence_after_commit(error: OSError, *, step: int, root: Path) -> str:
+    """Why the end of a save did not succeed, though the checkpoint of `step` is there and counts."""
+    found = _reason(error, root)
+    return f"the checkpoint of step {step} is saved, but `latest` was not changed or older ones not deleted: {found}"
+
+
 def _reason(error: Exception, root: Path) -> str:
     if isinstance(error, ShoalError):
         return str(error)

@@ -19,10 +19,10 @@ from typing import Any
 
 import msgspec
 
-from shoal.checkpoint.commit import commit, tensor_entries, writer
+from shoal.checkpoint.commit import commit, point_latest, tensor_entries, writer
 from shoal.checkpoint.durable import Disk
 from shoal.checkpoint.exchange import Exchange
-from shoal.checkpoint.faults import sentence
+from shoal.checkpoint.faults import sentence, sentence_after_commit
 from shoal.checkpoint.manifest import FORMAT_VERSION, Manifest
 from shoal.checkpoint.objects import Stored, settle, store
 from shoal.checkpoint.places import Places
@@ -147,10 +147,12 @@ class Round:
         )
 
     def _tidy(self) -> str | None:
+        seat = self.seat
         try:
-            retain(self.seat.places, self.step, keep=self.seat.keep, disk=self.seat.disk)
+            point_latest(self.step, seat.places, disk=seat.disk)
+            retain(seat.places, self.step, keep=seat.keep, disk=seat.disk)
         except OSError as error:
-            return f"the checkpoint of step {self.step} is saved, but older ones could not be deleted: {error}"
+            return sentence_after_commit(error, step=self.step, root=seat.places.root)
         return None
 
     def _sentence(self, error: Exception) -> str:

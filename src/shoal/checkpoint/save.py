@@ -35,8 +35,8 @@ OBJECT_BYTES = 8 << 20
 class SaveReport:
     """What became of a save. Bytes are of all ranks together; `seconds` run from the call to the verdict.
 
-    `committed` says whether the checkpoint counts. `error` can be set beside it: the checkpoint is there, but older
-    ones could not be deleted.
+    `committed` says whether the checkpoint counts. `error` can be set beside it: the checkpoint is there, but `latest`
+    could not be changed, or older ones not deleted.
     """
 
     step: int
@@ -137,9 +137,13 @@ class Saver:
         self._join(timeout_s)
         return self.poll()
 
-    def close(self) -> list[SaveReport]:
-        """Wait for the save on its way, give the memory back, and return the last reports."""
-        self._join(None)
+    def close(self, timeout_s: float = 10.0) -> list[SaveReport]:
+        """Wait at most `timeout_s` seconds for the save on its way, give the memory back, return the last reports.
+
+        A save that is then still on its way (its peers may be dead) is left to the end of the process: that is a kill
+        like any other, and costs that save alone.
+        """
+        self._join(timeout_s)
         self._specs, self._plan, self._staging = [], None, None
         return self.poll()
 

@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-bench = typer.Typer(
-    name="bench", help="Benchmarks, each beside a peer in one run.", no_args_is_help=True, rich_markup_mode=None
+if TYPE_CHECKING:
+    from shoal.launch.environment import Place
+
+app = typer.Typer(
+    help="Benchmarks, each beside a peer in one run. They report, they do not judge: exit 0 even where a check fails.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")]
+Processes = Annotated[int, typer.Option(help="Ranks of one thread.", min=2)]
 
 
-@bench.callback()
-def _bench() -> None:
-    """Benchmarks, each beside a peer in one run. They report, they do not judge: exit 0 even where a check fails."""
-
-
-@bench.command("step")
+@app.command("step")
 def step(
     tokens: Annotated[
         str, typer.Option(help="Tokens of a rank and step, several with commas; multiples of 128.")
     ] = "256,2048",
     pairs: Annotated[int, typer.Option(help="Paired steps for each.", min=5)] = 100,
-    processes: Annotated[int, typer.Option(help="Ranks of one thread.", min=2)] = 2,
+    processes: Processes = 2,
     as_json: AsJson = False,
 ) -> None:
     """A training step beside the same step in a hand-written DDP script.
@@ -38,33 +39,77 @@ def step(
 
     sizes = _sizes(tokens)
     if machine.is_rank():
-        _step_rank(sizes[0], pairs)
+        _as_rank(lambda place: _step(place, sizes[0], pairs))
         return
     results = []
     for size in sizes:
         arguments = ["bench", "step", "--tokens", str(size), "--pairs", str(pairs)]
         results.append(machine.on_ranks(arguments, processes=processes))
-    rows, checks = [r["row"] for r in results], [c for r in results for c in r["checks"]]
-    _show({"bench": "step", "machine": machine.machine(), "rows": rows, "checks": checks}, as_json)
+    _show("step", [r["row"] for r in results], [c for r in results for c in r["checks"]], as_json)
 
 
-def _step_rank(tokens: int, pairs: int) -> None:
-    from pathlib import Path
+@app.command("checkpoint")
+def checkpoint(
+    saves: Annotated[int, typer.Option(help="Saves of each kind.", min=2)] = 10,
+    processes: Processes = 2,
+    as_json: AsJson = False,
+) -> None:
+    """What a save holds up, beside a blocking torch.save and fsync of the same state.
 
-    from shoal.launch.environment import place_from
-    from shoal.launch.failure import FAILURE_FOLDER, reporting
-    from shoal.launch.orphans import die_with_parent
+    Example: shoal bench checkpoint --saves 5
+    """
     from shoal.recipes.benchmarks import machine
 
-    place, folder = place_from(os.environ), os.environ.get(FAILURE_FOLDER)
-    assert place is not None
-    with reporting(place, Path(folder) if folder else None):
-        die_with_parent(os.environ)
-        from shoal.recipes.benchmarks.step import measure
+    if machine.is_rank():
+        _as_rank(lambda place: _checkpoint(place, saves))
+        return
+    result = machine.on_ranks(["bench", "checkpoint", "--saves", str(saves)], processes=processes)
+    _show("checkpoint", [result["row"]], result["checks"], as_json)
 
-        result = measure(place, tokens=tokens, pairs=pairs, alone=max(5, pairs // 5))
+
+@app.command("start")
+def start(
+    repeats: Annotated[int, typer.Option(help="Starts of each command.", min=1)] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """Seconds from a command to its first step, beside a bare script under torchrun.
+
+    Example: shoal bench start --repeats 3
+    """
+    from shoal.recipes.benchmarks.start import measure
+
+    result = measure(repeats)
+    _show("start", result["rows"], result["checks"], as_json)
+
+
+def _step(place: Place, tokens: int, pairs: int) -> dict[str, Any] | None:
+    from shoal.recipes.benchmarks.step import measure
+
+    return measure(place, tokens=tokens, pairs=pairs, alone=max(5, pairs // 5))
+
+
+def _checkpoint(place: Place, saves: int) -> dict[str, Any] | None:
+    from shoal.recipes.benchmarks.checkpoint import measure
+
+    return measure(place, saves=saves)
+
+
+def _as_rank(measure: Callable[[Place], dict[str, Any] | None]) -> None:
+    """Measures as one rank; the first hands in the result."""
+    from shoal.launch.environment import place_from
+    from shoal.recipes.benchmarks import machine
+    from shoal.recipes.start import as_rank
+
+    place = place_from(os.environ)
+    if place is None:
+        raise typer.BadParameter("a rank of a benchmark was started without its place")
+
+    def measured() -> None:
+        result = measure(place)
         if result is not None:
             machine.hand_in(result)
+
+    as_rank(place, measured, os.environ)
 
 
 def _sizes(text: str) -> list[int]:
@@ -74,12 +119,13 @@ def _sizes(text: str) -> list[int]:
     return sizes
 
 
-def _show(result: dict[str, Any], as_json: bool) -> None:
+def _show(name: str, rows: list[dict[str, Any]], checks: list[dict[str, Any]], as_json: bool) -> None:
+    from shoal.recipes.benchmarks.machine import machine
+
     if as_json:
-        print(json.dumps(result))
+        print(json.dumps({"bench": name, "machine": machine(), "rows": rows, "checks": checks}))
         return
-    for row in result["rows"]:
-        print("  ".join(f"{name}={value}" for name, value in row.items()))
-    for check in result["checks"]:
+    for row in rows:
+        print("  ".join(f"{key}={value}" for key, value in row.items()))
+    for check in checks:
         print(f"{'holds' if check['holds'] else 'SHORT'}  {check['name']}: {check['value']} (bound {check['bound']})")
-    sys.stdout.flush()

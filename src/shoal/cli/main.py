@@ -6,8 +6,7 @@ import sys
 
 import typer
 
-from shoal.cli import checkpoint, doctor, evaluate, report, train
-from shoal.cli.bench import bench
+from shoal.cli import bench, checkpoint, doctor, evaluate, report, train
 from shoal.errors import ShoalError
 
 app = typer.Typer(
@@ -24,7 +23,7 @@ app.command("evaluate")(evaluate.evaluate)
 app.command("report")(report.report)
 app.command("doctor")(doctor.doctor)
 app.add_typer(checkpoint.app, name="checkpoint")
-app.add_typer(bench, name="bench")
+app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:

@@ -168,7 +168,9 @@ def evaluation_batches(
     denominator: Denominator = "auto",
     limit: int | None = None,
 ) -> Iterator[Batch]:
-    """This replica's part of one pass over the first `limit` samples (None: all), each once, in natural order.
+    """This replica's part of one pass over the samples, each once, in natural order.
+
+    With a `limit`, over that many of them, evenly spaced: the first ones alone may come from a single file.
 
     Raises:
         DataError, UserCodeError: as `Feed.next`.
@@ -176,5 +178,5 @@ def evaluation_batches(
     samples = len(source) if limit is None else min(limit, len(source))
     own = share(Interval(0, samples), replicas=replicas, replica=replica)
     for part in microbatches(own, micro_samples or max(1, len(own))):
-        ids = part.positions()
-        yield read_batch(source, ids, ids, denominator=denominator)
+        positions = part.positions()
+        yield read_batch(source, positions * len(source) // samples, positions, denominator=denominator)

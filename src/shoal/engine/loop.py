@@ -17,7 +17,7 @@ from shoal.errors import EnvironmentFault, Stopped
 from shoal.observe.display import Display
 from shoal.observe.events import EventWriter
 
-CHECKPOINT_TIMEOUT_S = 600.0
+CHECKPOINT_TIMEOUT_S = 1200.0
 
 
 @dataclass(frozen=True)
@@ -110,11 +110,11 @@ def _evaluate(job: Job) -> None:
 
 
 def _report_saves(job: Job, reports: list[SaveReport]) -> bool:
-    """Tells of finished saves; false where one of them failed."""
+    """Tells of finished saves; whether the checkpoint of the newest step is among them, and good."""
     for report in reports:
         if report.error is not None:
-            job.display.warn(f"the checkpoint of step {report.step} failed, training goes on: {report.error}")
-    return all(report.error is None for report in reports)
+            job.display.warn(f"{report.error}; training goes on")
+    return any(report.committed and report.step == job.state.step for report in reports)
 
 
 def _finish_saves(job: Job) -> bool:

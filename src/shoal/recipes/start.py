@@ -56,23 +56,23 @@ def run(
     if place is None:
         with RunLock(directory) as lock:
             return run_ranks(command, processes=processes, run_directory=directory, environ=environ, keep_fds=[lock.fd])
-    return _as_rank(run_file, place, be_rank, directory, environ)
 
-
-def _as_rank(
-    run_file: RunFile,
-    place: Place,
-    be_rank: Callable[[RunFile, Place], None],
-    directory: Path,
-    environ: Mapping[str, str],
-) -> int:
-    folder = environ.get(FAILURE_FOLDER)
-    with reporting(place, Path(folder) if folder else None):
-        die_with_parent(environ)
+    def ranked() -> None:
         if place.launcher == "shoal" or place.rank != 0:
             be_rank(run_file, place)
         else:
             with RunLock(directory):
                 be_rank(run_file, place)
-    sys.stdout.flush()
+
+    as_rank(place, ranked, environ)
     return 0
+
+
+def as_rank(place: Place, work: Callable[[], None], environ: Mapping[str, str]) -> None:
+    """Does a rank's `work`: it ends with the launcher, and leaves a record of its failure."""
+    folder = environ.get(FAILURE_FOLDER)
+    with reporting(place, Path(folder) if folder else None):
+        if place.launcher == "shoal":
+            die_with_parent(environ)
+        work()
+    sys.stdout.flush()

@@ -57,6 +57,11 @@ def hand_in(result: Any) -> None:
     Path(os.environ[RESULT]).write_text(json.dumps(result))
 
 
+def result_folder() -> Path:
+    """The folder that all ranks of a benchmark share; it goes when the benchmark is over."""
+    return Path(os.environ[RESULT]).parent
+
+
 def _lines(path: str) -> list[str]:
     try:
         return Path(path).read_text().splitlines()

@@ -16,52 +16,41 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from shoal.checkpoint.config import CheckpointConfig
 from shoal.checkpoint.exchange import LocalExchange
-from shoal.checkpoint.save import Saver
 from shoal.comm.collective import GroupCollective
 from shoal.comm.ledger import Ledger
 from shoal.comm.mesh import connect
-from shoal.data.config import BatchConfig, Tokens
-from shoal.engine.loop import Job, take_step
-from shoal.engine.recovery import NonfiniteGuard
+from shoal.engine.loop import take_step
 from shoal.launch.environment import Place
 from shoal.models.build import build as build_model
-from shoal.models.config import GPTConfig
 from shoal.models.initialise import initialise
-from shoal.observe.display import SilentDisplay
-from shoal.observe.events import EventWriter, read_events
+from shoal.observe.events import read_events
 from shoal.recipes.benchmarks.ddp_script import Script
+from shoal.recipes.benchmarks.gpt_job import MODEL, SEQUENCE, corpus_file, gpt_job, gpt_run_file
 from shoal.recipes.benchmarks.paired import check, lower_bound, milliseconds, ratios, spread
 from shoal.recipes.objects import Given
-from shoal.recipes.run_file import RunConfig, RunFile
-from shoal.recipes.setting import Setting, set_up
-from shoal.recipes.training import new_feed, new_state, new_step
+from shoal.recipes.setting import set_up
 
-SEQUENCE = 128
-MODEL = GPTConfig(layers=6, width=256, heads=8, feed_forward="gelu", feed_forward_width=1024)
 BOUNDS = {256: 1.0, 2048: 0.98}
 LOOP_COST, SCALING = 0.02, 1.7
 WARM_UP_STEPS = 3
-CORPUS_BYTES = 1 << 20
 
 
 def measure(place: Place, *, tokens: int, pairs: int, alone: int) -> dict[str, Any] | None:
     """One row and its checks, for `tokens` a rank and step; None on all ranks but the first."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-bench-")))
-        corpus = _corpus(folder)
-        setting = set_up(_run_file(folder, corpus, tokens * place.world_size // SEQUENCE), place, Given())
+        corpus = corpus_file(folder)
+        setting = set_up(gpt_run_file(folder, corpus, tokens * place.world_size), place, Given())
         dist.init_process_group(
             "gloo", store=PrefixStore("ddp", setting.store), rank=place.rank, world_size=place.world_size
         )
         stack.callback(dist.destroy_process_group)
-        job = _job(setting, folder, stack)
+        job = gpt_job(setting, folder, stack, exchange=LocalExchange(), ranks=1)
         sides: dict[str, Callable[[], Any]] = {
             name: _script(corpus, tokens, place, distributed=distributed).step
             for name, distributed in (("ddp", True), ("ddp_twin", True), ("no_communication", False))
@@ -150,48 +139,8 @@ def _loop_cost(folder: Path) -> float:
     return statistics.median(costs)
 
 
-def _corpus(folder: Path) -> Path:
-    path = folder / "tokens.bin"
-    path.write_bytes(np.random.default_rng(0).integers(32, 127, CORPUS_BYTES, dtype=np.uint8).tobytes())
-    return path
-
-
-def _run_file(folder: Path, corpus: Path, samples: int) -> RunFile:
-    return RunFile(
-        run=RunConfig(name="bench-step", steps=10**6, directory=str(folder), timeout_s=600.0),
-        model=MODEL,
-        data=Tokens(path=str(corpus), dtype="uint8"),
-        batch=BatchConfig(global_samples=samples, sequence=SEQUENCE),
-        checkpoint=CheckpointConfig(every_steps=0),
-    )
-
-
 def _script(corpus: Path, tokens: int, place: Place, *, distributed: bool) -> Script:
     model = build_model(MODEL)
     initialise(model, seed=0, device=torch.device("cpu"), dtype=torch.float32)
     samples = tokens // SEQUENCE
     return Script(model, corpus, samples=samples, sequence=SEQUENCE, rank=place.rank, distributed=distributed)
-
-
-def _job(setting: Setting, folder: Path, stack: ExitStack) -> Job:
-    state = new_state(setting)
-    step = new_step(setting, state)
-    saver = Saver(folder, rank=0, world_size=1, exchange=LocalExchange(), keep=1)
-    stack.callback(saver.close)
-    return Job(
-        state=state,
-        step=step,
-        feed=stack.enter_context(new_feed(setting, state.cursor)),
-        guard=NonfiniteGuard(5, step, setting.mesh.replicate),
-        saver=saver,
-        events=stack.enter_context(EventWriter(folder, rank=setting.place.rank)),
-        display=SilentDisplay(),
-        rate=lambda number: 3e-4,
-        evaluate=dict,
-        stop_requested=lambda: False,
-        layout=setting.mesh.layout.to_dict(),
-        generation=0,
-        steps=10**6,
-        evaluate_every=0,
-        save_every=0,
-    )
