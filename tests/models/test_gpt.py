@@ -11,7 +11,7 @@ from torch import nn
 
 from shoal.models.build import build, parameter_count
 from shoal.models.config import GPTConfig
-from shoal.models.dropout import set_sample_keys
+from shoal.models.dropout import KeyedDropout, set_sample_keys
 from shoal.models.initialise import initialise
 from shoal.models.rotary import rotated, rotations
 
@@ -160,9 +160,24 @@ def test_dropout_follows_the_samples() -> None:
     assert torch.equal(model.eval()(ids), gpt()(ids))
 
 
+def test_a_part_of_the_positions_has_its_part_of_every_mask() -> None:
+    """A rank that holds the later positions of each sample drops there, in every layer, what the whole would drop."""
+    model, ids, masks = gpt(dropout=0.3), tokens(), []
+    set_sample_keys(model, torch.arange(3))
+    for module in model.modules():
+        if isinstance(module, KeyedDropout):
+            module.register_forward_hook(lambda module, inputs, output: masks.append(output == 0))
+    model(ids)
+    model(ids[:, 5:], positions=torch.arange(5, 11).expand(3, 6))
+    wholes, parts = masks[: len(masks) // 2], masks[len(masks) // 2 :]
+    assert len(parts) == 5
+    for whole, part in zip(wholes, parts, strict=True):
+        assert torch.equal(whole[:, 5:], part)
+
+
 def test_no_two_dropout_layers_share_a_name() -> None:
     """Layers of one name would drop the same features."""
-    names = [module.name for module in gpt(dropout=0.1).modules() if hasattr(module, "threshold")]
+    names = [module.name for module in gpt(dropout=0.1).modules() if isinstance(module, KeyedDropout)]
     assert len(names) == 5
     assert len(set(names)) == 5
 

@@ -78,20 +78,22 @@ class Reducer:
         finally:
             self._sending = False
 
-    def finish(self) -> None:
-        """Sends what the backward did not fill, waits for all, and leaves every `.grad` a slice of its bucket."""
+    def finish(self) -> Tensor:
+        """Sends what the backward did not fill, waits for all, and leaves every `.grad` a slice of its bucket.
+
+        Returns the 2-norm of the whole gradient, each parameter counted once, in float32 at least, on the device. Each
+        bucket's part is computed while those behind it are still on the wire.
+        """
         for index, (_, parameter) in enumerate(self.parameters):
             if index not in self._filled:
                 self._slice(index).zero_()
                 parameter.grad = self._slice(index)
         self._send(self.buckets[self._next :])
+        norms = []
         for bucket in self.buckets:
             if bucket.handle is not None:
                 bucket.handle.wait()
-
-    def norm(self) -> Tensor:
-        """The 2-norm of the whole gradient, each parameter counted once; at least float32, on the device."""
-        norms = [torch.linalg.vector_norm(bucket.flat) for bucket in self.buckets]
+            norms.append(torch.linalg.vector_norm(bucket.flat))
         return torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms]))
 
     def scale(self, factor: float | Tensor) -> None:

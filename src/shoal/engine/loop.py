@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ class Job:
     stop_requested: Callable[[], bool]
     layout: Mapping[str, Any]
     generation: int
+    came_from: int
     steps: int
     evaluate_every: int
     save_every: int
@@ -50,12 +51,12 @@ def train(job: Job) -> None:
         stopping = result.tally.stop and number < job.steps
         if _due(job.evaluate_every, number, job.steps) and not stopping:
             _evaluate(job)
+        _tell(job, job.saver.poll())
         saving = stopping or _due(job.save_every, number, job.steps)
         stall_s = _save(job) if saving else 0.0
-        _report_saves(job, job.saver.poll())
         if stopping:
-            _stop(job)
-    _finish_saves(job)
+            break
+    _end(job)
 
 
 def take_step(job: Job, stall_s: float = 0.0) -> StepResult:
@@ -109,24 +110,22 @@ def _evaluate(job: Job) -> None:
         job.display.step(job.state.step, values)
 
 
-def _report_saves(job: Job, reports: list[SaveReport]) -> bool:
-    """Tells of finished saves; whether the checkpoint of the newest step is among them, and good."""
+def _tell(job: Job, reports: Sequence[SaveReport]) -> None:
+    """Warns of what went wrong with saves that are over; training goes on without them."""
     for report in reports:
         if report.error is not None:
-            job.display.warn(f"{report.error}; training goes on")
-    return any(report.committed and report.step == job.state.step for report in reports)
+            job.display.warn(report.error)
 
 
-def _finish_saves(job: Job) -> bool:
-    """Waits until every rank knows what became of its save: whoever leaves earlier takes the exchange along."""
-    saved = _report_saves(job, job.saver.wait(CHECKPOINT_TIMEOUT_S))
+def _end(job: Job) -> None:
+    """Waits for the last save, and for every rank to know of it: who leaves earlier takes the exchange along."""
+    reports = job.saver.wait(CHECKPOINT_TIMEOUT_S)
+    _tell(job, reports)
     job.step.group.barrier().wait()
-    return saved
-
-
-def _stop(job: Job) -> None:
-    if not _finish_saves(job):
-        raise EnvironmentFault(f"stopped at step {job.state.step} by a signal, but its checkpoint could not be written")
-    raise Stopped(
-        f"stopped at step {job.state.step} by a signal, after a good checkpoint; the same command goes on from it"
-    )
+    step = job.state.step
+    if step > job.came_from and not any(report.committed and report.step == step for report in reports):
+        raise EnvironmentFault(
+            f"step {step} was reached, but its checkpoint could not be written; the warnings say why"
+        )
+    if step < job.steps:
+        raise Stopped(f"stopped at step {step} by a signal, after a good checkpoint; the same command goes on from it")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.collective import Collective
-from shoal.comm.ledger import Ledger
+from shoal.comm.ledger import Entry, Ledger
 from shoal.data.sample import Batch, map_tree
 from shoal.engine.loss import Loss, call_model, weighted_sum
 from shoal.engine.precision import LossScaler, Precision
@@ -24,7 +24,10 @@ from shoal.sync.strategy import Sync
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of one step. `sync_exposed_s` is what the caller stood still for the wire, wherever that was."""
+    """Seconds of one step, without overlap: they add up to it.
+
+    `sync_exposed_s` is what the caller stood still for the wire, wherever that was; `optimizer_s` has norm and clip in it.
+    """
 
     forward_backward_s: float
     sync_exposed_s: float
@@ -75,15 +78,14 @@ class TrainStep:
         tally = PendingTally(microbatches, self.group, stop=stop, device=self.device)
         counted, loss = self._forward_backward(microbatches, tally)
         backward_s = time.perf_counter()
-        hidden = self.ledger.total()
-        self.sync.gradients()
-        norm = float(self.sync.norm()) / self.scaler.scale
+        waited_s = self.ledger.total().exposed_s
+        norm = float(self.sync.gradients()) / self.scaler.scale
         global_loss = loss() / counted.denominator
-        synced_s = time.perf_counter()
         committed = self._commit_or_skip(norm, global_loss, lr)
-        end_s = time.perf_counter()
-        wire = sum(self.ledger.take().values(), start=type(hidden)())
-        times = StepTimes(backward_s - begin_s - hidden.exposed_s, wire.exposed_s, end_s - synced_s)
+        wire = sum(self.ledger.take().values(), start=Entry())
+        in_backward_s, after_s = backward_s - begin_s, time.perf_counter() - backward_s
+        waited_after_s = wire.exposed_s - waited_s
+        times = StepTimes(in_backward_s - waited_s, wire.exposed_s, after_s - waited_after_s)
         return StepResult(global_loss, norm, committed, counted, times, wire.bytes_sent)
 
     def _forward_backward(self, microbatches: Sequence[Batch], tally: PendingTally):

@@ -155,6 +155,7 @@ def _job(
         stop_requested=lambda: stop.requested,
         layout=mesh.layout.to_dict(),
         generation=generation,
+        came_from=state.step,
         steps=run_file.run.steps,
         evaluate_every=run_file.observe.evaluate_every_steps,
         save_every=run_file.checkpoint.every_steps,

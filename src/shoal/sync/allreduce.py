@@ -34,11 +34,8 @@ class AllReduceSync:
     def backward(self, *, last: bool) -> AbstractContextManager[None]:
         return self._reducer.backward(last=last)
 
-    def gradients(self) -> None:
-        self._reducer.finish()
-
-    def norm(self) -> Tensor:
-        return self._reducer.norm()
+    def gradients(self) -> Tensor:
+        return self._reducer.finish()
 
     def scale(self, factor: float | Tensor) -> None:
         self._reducer.scale(factor)

@@ -19,12 +19,11 @@ class Sync(Protocol):
         """Around the backward of a microbatch; `last` where no other of this step follows."""
         ...
 
-    def gradients(self) -> None:
-        """After the last backward: returns when every `.grad` is the agreed one."""
-        ...
+    def gradients(self) -> Tensor:
+        """After the last backward: returns when every `.grad` is the agreed one.
 
-    def norm(self) -> Tensor:
-        """2-norm of the agreed gradient, the same bits on every rank that agrees."""
+        The 2-norm of the agreed gradient, a scalar, the same bits on every rank that agrees.
+        """
         ...
 
     def scale(self, factor: float | Tensor) -> None:

@@ -63,6 +63,7 @@ def gpt_job(setting: Setting, folder: Path, stack: ExitStack, *, exchange: Excha
         stop_requested=lambda: False,
         layout=setting.mesh.layout.to_dict(),
         generation=0,
+        came_from=0,
         steps=10**6,
         evaluate_every=0,
         save_every=0,
