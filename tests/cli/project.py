@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 SAMPLES = 30
+RANK = os.environ.get("RANK") or os.environ["SLURM_PROCID"]
 
 
 class Numbers:
@@ -49,12 +50,12 @@ class Logging(nn.Module):
             time.sleep(self.pause)
             self.step += 1
             ids = (x[:, 0] * SAMPLES).round().int().tolist()
-            line = {"step": int(self.step), "rank": int(os.environ["RANK"]), "ids": ids}
+            line = {"step": int(self.step), "rank": int(RANK), "ids": ids}
             with open("used.jsonl", "a") as file:
                 file.write(json.dumps(line) + "\\n")
-            if int(self.step) == self.fail_at and os.environ["RANK"] == "1":
+            if int(self.step) == self.fail_at and RANK == "1":
                 raise ArithmeticError("a mistake in the user's own module")
-            if int(self.step) == self.stop_at and os.environ["RANK"] == "1":
+            if int(self.step) == self.stop_at and RANK == "1":
                 os.kill(os.getpid(), 19)
         return self.layers(x)
 

@@ -26,7 +26,7 @@ from shoal.sync.strategy import Sync
 class StepTimes:
     """Seconds of one step, without overlap: they add up to it.
 
-    `sync_exposed_s` is what the caller stood still for the wire, wherever that was; `optimizer_s` has norm and clip in it.
+    `sync_exposed_s` is what the caller stood still for the wire, wherever that was; `optimizer_s` holds norm and clip.
     """
 
     forward_backward_s: float

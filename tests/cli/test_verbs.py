@@ -1,0 +1,213 @@
+"""The other verbs, other launchers, and the door from Python."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.project import Project, project
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Project:
+    """A finished run of nine steps on two ranks, with its report."""
+    own = project(tmp_path_factory.mktemp("trained"))
+    done = own.shoal("train", "run.toml", "observe.report=true")
+    assert done.returncode == 0, done.stderr
+    return own
+
+
+def test_a_run_directory_holds_what_the_contract_lists(trained: Project) -> None:
+    """Resolved file, events and logs of every rank, checkpoints with a latest, report and picture."""
+    run = trained.folder / "runs/own"
+    for name in (
+        "run.toml",
+        "events/rank-00000.jsonl",
+        "events/rank-00001.jsonl",
+        "logs/rank-00000.log",
+        "logs/rank-00001.log",
+        "checkpoints/step-00000009/manifest.json",
+        "checkpoints/latest",
+        "report.html",
+        "loss.png",
+    ):
+        assert (run / name).exists(), name
+    names = {name for event in trained.events() for name in event.values}
+    assert {"loss/train", "loss/eval", "accuracy/eval", "lr", "grad/norm", "samples/consumed", "time/step", "time/data",
+            "time/forward_backward", "time/sync_exposed", "time/optimizer", "time/checkpoint_stall", "wire/bytes_sent",
+            "memory/peak_bytes", "throughput/samples_per_second"} <= names  # fmt: skip
+
+
+def test_training_from_the_resolved_file_is_the_same_run(trained: Project) -> None:
+    """`runs/own/run.toml` trains to the same losses."""
+    done = trained.shoal("train", "runs/own/run.toml", "run.directory=again")
+    assert done.returncode == 0, done.stderr
+    assert trained.losses("again") == trained.losses()
+
+
+def test_evaluate_gives_what_training_gave(trained: Project) -> None:
+    """On one rank and on two, the last evaluation of the run comes out again; --json prints one object."""
+    want = next(e.get("loss/eval") for e in reversed(trained.events()) if e.get("loss/eval") is not None)
+    for processes in (1, 2):
+        done = trained.shoal("evaluate", "runs/own", f"run.processes={processes}", "--json")
+        assert done.returncode == 0, done.stderr
+        values = json.loads(done.stdout)
+        assert values["loss/eval"] == pytest.approx(want, rel=1e-6)
+        assert values["step"] == 9
+
+
+def test_checkpoints_are_listed_and_a_flipped_bit_is_named(trained: Project) -> None:
+    """`ls` shows every step; `verify` reads them and exits 0; after one changed byte it names file and step, exit 6."""
+    listed = json.loads(trained.shoal("checkpoint", "ls", "runs/own", "--json").stdout)["checkpoints"]
+    assert [row["step"] for row in listed] == list(range(9, 0, -1))
+    assert trained.shoal("checkpoint", "verify", "runs/own").returncode == 0
+    shutil.copytree(trained.folder / "runs/own", trained.folder / "damaged")
+    name = next(iter(trained.manifest("damaged")["objects"]))
+    path = trained.folder / f"damaged/checkpoints/objects/{name}.safetensors"
+    original = path.read_bytes()
+    path.write_bytes(original[:-1] + bytes([original[-1] ^ 1]))
+    found = trained.shoal("checkpoint", "verify", "damaged", "--step", "9")
+    assert found.returncode == 6
+    assert name in found.stdout
+    resumed = trained.shoal("train", "run.toml", "run.directory=damaged", "run.steps=10")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "going on from the checkpoint of step 8" in resumed.stdout
+    assert name in resumed.stdout + resumed.stderr
+
+
+def test_weights_alone_start_another_run(trained: Project) -> None:
+    """`run.warm_start` takes a run directory or a checkpoint; the new run begins at step 1 with a lower loss."""
+    for source in ("runs/own", "runs/own/checkpoints/step-00000005"):
+        done = trained.shoal(
+            "train",
+            "run.toml",
+            f"run.warm_start={source}",
+            "run.directory=warm",
+            "run.steps=1",
+            "batch.global_samples=30",
+        )
+        assert done.returncode == 0, done.stderr
+        assert f"of {source}" in done.stdout
+        shutil.rmtree(trained.folder / "warm")
+
+
+def test_the_report_can_be_written_again(trained: Project) -> None:
+    """`shoal report` on a run directory; a folder without a run is refused."""
+    assert trained.shoal("report", "runs/own").returncode == 0
+    assert trained.shoal("report", "cache").returncode == 2
+
+
+def test_doctor_finds_a_repair_for_each_finding(trained: Project) -> None:
+    """Every finding that is not ok names its repair; --json holds the same."""
+    done = trained.shoal("doctor", "--json")
+    findings = json.loads(done.stdout)["findings"]
+    assert {"ok", "warning", "problem"} >= {finding["status"] for finding in findings}
+    assert all(finding["repair"] for finding in findings if finding["status"] != "ok")
+    assert any("torch" in finding["name"].lower() for finding in findings)
+
+
+@pytest.mark.parametrize(
+    "verb", [[], ["train"], ["evaluate"], ["report"], ["doctor"], ["checkpoint", "ls"], ["bench", "step"]]
+)
+def test_help_shows_an_example_and_loads_no_torch(trained: Project, verb: list[str]) -> None:
+    """`--help` answers without importing torch."""
+    code = "import sys\nfrom shoal.cli.main import app\ntry: app(sys.argv[1:])\nfinally: print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, *verb, "--help"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip().endswith("False")
+    assert not verb or "Example: shoal" in done.stdout
+
+
+def test_torchrun_starts_the_same_run(trained: Project) -> None:
+    """Under torchrun the processes are ranks, and the losses are the same bits."""
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "shoal", "train",
+         "run.toml", "run.directory=torchrun"],
+        cwd=trained.folder, env=trained.environ(), capture_output=True, text=True, timeout=90, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert trained.losses("torchrun") == trained.losses()
+
+
+def test_srun_variables_make_ranks_of_several_nodes(trained: Project) -> None:
+    """Two processes with Slurm's variables, as two nodes of one task each, train the same run."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = []
+    for node in range(2):
+        variables = {
+            "SLURM_JOB_ID": "77",
+            "SLURM_STEP_ID": "0",
+            "SLURM_PROCID": str(node),
+            "SLURM_NTASKS": "2",
+            "SLURM_LOCALID": "0",
+            "SLURM_NODEID": str(node),
+            "SLURM_TASKS_PER_NODE": "1(x2)",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "shoal", "train", "run.toml", "run.directory=srun"],
+                cwd=trained.folder,
+                env=trained.environ(**variables),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    outputs = [rank.communicate(timeout=90)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    assert trained.losses("srun") == trained.losses()
+
+
+SCRIPT = """
+import shoal
+from own import Logging, Numbers
+
+config = {"run": {"name": "scripted", "steps": 5}, "batch": {"global_samples": 6}, "observe": {"report": False}}
+folder = shoal.train(config, ["optimizer.lr=0.01"], model=Logging, data=(Numbers(), Numbers()))
+print("trained into", folder)
+"""
+
+
+def test_a_script_trains_its_own_objects_and_goes_on_once(trained: Project) -> None:
+    """`shoal.train` from a script starts two ranks; what follows it runs in the starting process alone."""
+    (trained.folder / "script.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=trained.folder,
+        env=trained.environ(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("trained into runs/scripted") == 1
+    assert sorted(trained.losses("runs/scripted")) == [1, 2, 3, 4, 5]
+    assert len(list((trained.folder / "runs/scripted/events").iterdir())) == 2
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a file system that is full is mounted for this, which takes root")
+def test_a_full_disk_stops_no_training(tmp_path: Path) -> None:
+    """Checkpoints that do not fit: the run goes on and says so, and ends with code 3, as its last step is not saved."""
+    own = project(tmp_path)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(disk)], check=True)
+    try:
+        done = own.shoal("train", "run.toml", f"run.directory={disk}/run", "model.arguments={width=20000}")
+        assert done.returncode == 3, done.stderr
+        assert "No space left" in done.stdout + done.stderr
+        assert sorted(own.losses(f"{disk}/run")) == list(range(1, 10))
+        assert "Traceback" not in done.stderr
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)

@@ -1,0 +1,70 @@
+"""Optimizers against their plain PyTorch twins, and their state as named tensors."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.optim.build import build_optimizer, set_rate
+from shoal.optim.config import SGD, AdamW
+from shoal.optim.slots import make_slots, named_slots
+
+ROUNDING = 1e-6  # fused and unfused kernels differ in the order of operations
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(count):
+        optimizer.zero_grad()
+        model(torch.randn(5, 4, generator=generator)).square().sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("config", "plain"),
+    [
+        (AdamW(lr=0.01, weight_decay=0.3), lambda g: torch.optim.AdamW(g, lr=0.01, betas=(0.9, 0.95), foreach=False)),
+        (
+            SGD(lr=0.01, weight_decay=0.3, momentum=0.9),
+            lambda g: torch.optim.SGD(g, lr=0.01, momentum=0.9, foreach=False),
+        ),
+    ],
+)
+def test_matrices_decay_and_the_rest_does_not(config, plain) -> None:
+    """Five steps equal PyTorch's unfused optimizer whose groups were made by hand."""
+    ours, theirs = net(), net()
+    steps(ours, build_optimizer(config, [(n, p, p.ndim > 1) for n, p in ours.named_parameters()], lr=config.lr), 5)
+    groups = [
+        {"params": [p for p in theirs.parameters() if p.ndim > 1], "weight_decay": 0.3},
+        {"params": [p for p in theirs.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    steps(theirs, plain(groups), 5)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=ROUNDING, atol=ROUNDING)
+
+
+@pytest.mark.parametrize("config", [AdamW(lr=0.01), SGD(lr=0.01, momentum=0.9), SGD(lr=0.01)])
+def test_a_state_that_was_saved_and_loaded_goes_on_bitwise(config) -> None:
+    """Slots read out by name and filled into a fresh optimizer continue as if nothing had happened."""
+    going_on = net()
+    first = build_optimizer(config, [(n, p, True) for n, p in going_on.named_parameters()], lr=0.01)
+    steps(going_on, first, 3)
+    resumed = copy.deepcopy(going_on)
+    second = build_optimizer(config, [(n, p, True) for n, p in resumed.named_parameters()], lr=0.5)
+    set_rate(second, 0.01)
+    saved = {name: tensor.clone() for name, tensor in named_slots(first, going_on.named_parameters()).items()}
+    made = make_slots(second, resumed.named_parameters(), {name: tensor.dtype for name, tensor in saved.items()})
+    assert made.keys() == saved.keys()
+    for name, tensor in made.items():
+        tensor.copy_(saved[name])
+    for model, optimizer in ((going_on, first), (resumed, second)):
+        steps(model, optimizer, 3)
+    assert all(torch.equal(a, b) for a, b in zip(going_on.parameters(), resumed.parameters(), strict=True))
