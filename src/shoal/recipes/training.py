@@ -61,6 +61,7 @@ def train_rank(run_file: RunFile, place: Place, given: Given) -> None:
         job = _job(setting, state, directory, display, stop, stack, peak=peak, generation=generation)
         if came_from is not None:
             job.events.resume(came_from, time_s=time.time())
+        setting.mesh.ledger.take()  # what the start sent belongs to no step
         display.start(run_file.run.name, run_file.run.steps, first_step=state.step + 1)
         stack.callback(display.finish)
         _train(job, directory, place)
