@@ -64,7 +64,7 @@ def test_the_loss_is_the_mean_over_tokens(ranks) -> None:
     model, total, count = own_module(), 0.0, 0
     for index in range(len(Sentences())):
         inputs, targets = Sentences()[index]
-        total += float(cross_entropy(model(inputs[None]), targets[None]).sum())
+        total += float(cross_entropy(model(inputs[None]), targets[None]).sum().detach())
         count += len(targets)
     (values,) = ranks(1, evaluated, True, None, None)
     assert values["loss/eval"] == pytest.approx(total / count, rel=SUM_ORDER)

@@ -19,6 +19,8 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+FEWEST_PAIRS = 100
+
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")]
 Processes = Annotated[int, typer.Option(help="Ranks of one thread.", min=2)]
 
@@ -28,7 +30,9 @@ def step(
     tokens: Annotated[
         str, typer.Option(help="Tokens of a rank and step, several with commas; multiples of 128.")
     ] = "256,2048",
-    pairs: Annotated[int, typer.Option(help="Paired steps for each.", min=5)] = 100,
+    pairs: Annotated[
+        int | None, typer.Option(help="Paired steps for each; default: 100, more where steps are short.", min=6)
+    ] = None,
     processes: Processes = 2,
     as_json: AsJson = False,
 ) -> None:
@@ -40,11 +44,12 @@ def step(
 
     sizes = _sizes(tokens)
     if machine.is_rank():
-        _as_rank(lambda place: _step(place, sizes[0], pairs))
+        _as_rank(lambda place: _step(place, sizes[0], pairs or FEWEST_PAIRS))
         return
     results = []
     for size in sizes:
-        arguments = ["bench", "step", "--tokens", str(size), "--pairs", str(pairs)]
+        count = pairs or max(FEWEST_PAIRS, min(4 * FEWEST_PAIRS, FEWEST_PAIRS * 1024 // size))
+        arguments = ["bench", "step", "--tokens", str(size), "--pairs", str(count)]
         results.append(machine.on_ranks(arguments, processes=processes))
     _show("step", [r["row"] for r in results], [c for r in results for c in r["checks"]], as_json)
 

@@ -15,11 +15,6 @@ from typing import Any
 ONE_SIDED_95 = 1.645
 
 
-def ratios(peer_s: Sequence[float], ours_s: Sequence[float]) -> list[float]:
-    """How many times faster ours is, pair by pair."""
-    return [peer / ours for peer, ours in zip(peer_s, ours_s, strict=True)]
-
-
 def lower_bound(values: Sequence[float]) -> float:
     """The 95 % lower bound of the median of `values`."""
     ordered = sorted(values)

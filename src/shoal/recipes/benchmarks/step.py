@@ -31,7 +31,7 @@ from shoal.models.initialise import initialise
 from shoal.observe.events import read_events
 from shoal.recipes.benchmarks.ddp_script import Script
 from shoal.recipes.benchmarks.gpt_job import MODEL, SEQUENCE, corpus_file, gpt_job, gpt_run_file
-from shoal.recipes.benchmarks.paired import check, lower_bound, milliseconds, ratios, spread
+from shoal.recipes.benchmarks.paired import check, lower_bound, milliseconds, spread
 from shoal.recipes.objects import Given
 from shoal.recipes.setting import set_up
 
@@ -65,26 +65,31 @@ def measure(place: Place, *, tokens: int, pairs: int, alone: int) -> dict[str, A
             ledger=Ledger(),
             timeout_s=600.0,
         )
-        times = _interleaved(sides, clock, pairs=pairs)
+        turns = _interleaved(sides, clock, pairs=pairs)
         alone_s = _alone(sides["no_communication"], clock, steps=alone)
-        return _row(times, alone_s, folder, tokens=tokens, world=place.world_size) if place.rank == 0 else None
+        return _row(turns, alone_s, folder, tokens=tokens, world=place.world_size) if place.rank == 0 else None
 
 
-def _interleaved(sides: dict[str, Callable[[], Any]], clock: GroupCollective, *, pairs: int) -> dict[str, list[float]]:
-    """Seconds of every side's steps, the slowest rank's; every rank shuffles the order in the same way."""
-    order, shuffle = list(sides), random.Random(0)
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for turn in range(WARM_UP_STEPS + pairs):
+def _interleaved(sides: dict[str, Callable[[], Any]], clock: GroupCollective, *, pairs: int) -> list[dict[str, float]]:
+    """Per turn, the seconds of each side's step on the slowest rank; all ranks shuffle the order in the same way.
+
+    The two that are compared stand side by side in every turn, the others in every third.
+    """
+    shuffle, turns = random.Random(0), []
+    for number in range(WARM_UP_STEPS + pairs):
+        order = list(sides) if number % 3 == 0 else ["ddp", "shoal"]
         shuffle.shuffle(order)
-        for name in order:
-            clock.barrier().wait()
-            begin_s = time.perf_counter()
-            sides[name]()
-            spent = torch.tensor([time.perf_counter() - begin_s], dtype=torch.float64)
-            clock.all_reduce(spent, "max").wait()
-            if turn >= WARM_UP_STEPS:
-                times[name].append(float(spent))
-    return times
+        turns.append({name: _slowest(sides[name], clock) for name in order})
+    return turns[WARM_UP_STEPS:]
+
+
+def _slowest(step: Callable[[], Any], clock: GroupCollective) -> float:
+    clock.barrier().wait()
+    begin_s = time.perf_counter()
+    step()
+    spent = torch.tensor([time.perf_counter() - begin_s], dtype=torch.float64)
+    clock.all_reduce(spent, "max").wait()
+    return float(spent)
 
 
 def _alone(step: Callable[[], Any], clock: GroupCollective, *, steps: int) -> list[float]:
@@ -101,10 +106,10 @@ def _alone(step: Callable[[], Any], clock: GroupCollective, *, steps: int) -> li
 
 
 def _row(
-    times: dict[str, list[float]], alone_s: list[float], folder: Path, *, tokens: int, world: int
+    turns: list[dict[str, float]], alone_s: list[float], folder: Path, *, tokens: int, world: int
 ) -> dict[str, Any]:
-    gained = ratios(times["ddp"], times["shoal"])
-    twins = ratios(times["ddp"], times["ddp_twin"])
+    gained, twins = _ratios(turns, "shoal"), _ratios(turns, "ddp_twin")
+    times = {name: [turn[name] for turn in turns if name in turn] for name in turns[0]}
     cost = _loop_cost(folder)
     scaling = world * statistics.median(alone_s) / statistics.median(times["shoal"])
     row = {
@@ -127,6 +132,11 @@ def _row(
     if tokens >= max(BOUNDS):
         checks.append(check(f"{world} processes against one, {tokens} tokens a rank", scaling, SCALING))
     return {"row": row, "checks": checks}
+
+
+def _ratios(turns: list[dict[str, float]], side: str) -> list[float]:
+    """How many times faster than DDP `side` was, in each turn that has both."""
+    return [turn["ddp"] / turn[side] for turn in turns if side in turn]
 
 
 def _loop_cost(folder: Path) -> float:
