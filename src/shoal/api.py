@@ -1,7 +1,8 @@
 """`shoal.train`: a run from a script, with the script's own objects.
 
 A process that no launcher started starts the ranks, each with the script's own command line, and waits for them; in
-each of them the same call trains. So one script serves a laptop, torchrun and srun alike.
+each of them the same call trains, and other calls of the script are passed over. So one script serves a laptop,
+torchrun and srun alike.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from shoal.config.load import read
 from shoal.config.overrides import apply
 from shoal.errors import ShoalError, UsageError
 from shoal.launch.environment import place_from
+from shoal.observe.facts import facts_path
 from shoal.recipes.objects import Given
 from shoal.recipes.run_file import RunFile, check_across, run_directory
 from shoal.recipes.start import run
+from shoal.recipes.user_code import GIVEN
 
-GIVEN = {"kind": "python", "build": "given:object"}
+ONLY_RUN = "SHOAL_ONLY_RUN"
+"""Which run the ranks of a script were started for: they pass over its other calls of `train`."""
 
 
 def train(
@@ -48,12 +52,20 @@ def train(
 
         train_rank(run_file, place, Given(model=model, data=data, loss=loss))
 
-    code = run(run_file, _own_command(), be_rank, directory=directory, file=file)
-    place = place_from(os.environ)
+    place, wanted = place_from(os.environ), str(directory.resolve())
+    if place is not None and os.environ.get(ONLY_RUN, wanted) != wanted:
+        return directory  # this rank was started for another call of the script
+    environ = os.environ if place is not None else {**os.environ, ONLY_RUN: wanted}
+    code = run(run_file, _own_command(), be_rank, directory=directory, file=file, environ=environ)
     if place is not None and place.launcher == "shoal":
         sys.exit(code)  # this process was made for the call above; what follows in the script runs once, in its parent
     if code != 0:
         raise _Ended(code)
+    if place is None and not facts_path(directory).exists():
+        raise UsageError(
+            f"the ranks ended without training into {directory}: the script, run again, did not come to the same "
+            "call of shoal.train; what leads to it must not depend on time or chance"
+        )
     return directory
 
 
@@ -75,7 +87,7 @@ def _resolved(
     )
     for name, value in given.items():
         if value is not None:
-            tables[name] = GIVEN
+            tables[name] = {"kind": "python", "build": GIVEN}
     run_file = checked(apply(tables, overrides, RunFile), RunFile, file=file)
     check_across(run_file, file=file)
     return run_file, file

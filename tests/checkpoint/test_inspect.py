@@ -67,4 +67,7 @@ def test_a_step_that_is_not_there_is_a_mistake_of_the_caller(run):
     """Not an empty list of findings, which would mean that all is well."""
     with pytest.raises(UsageError, match="has no checkpoint of step 8"):
         verify(run, 8)
-    assert listing(run / "elsewhere") == []
+    with pytest.raises(UsageError, match="is no folder"):
+        listing(run / "elsewhere")
+    with pytest.raises(UsageError, match="holds no checkpoint"):
+        verify(run / "elsewhere")

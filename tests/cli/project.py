@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 SAMPLES = 30
-RANK = os.environ.get("RANK") or os.environ["SLURM_PROCID"]
+RANK = os.environ.get("RANK") or os.environ.get("SLURM_PROCID", "0")
 
 
 class Numbers:

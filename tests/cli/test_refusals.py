@@ -134,3 +134,32 @@ def test_an_empty_data_file_of_arrays_is_named(own: Project) -> None:
     )
     (own.folder / "run.toml").write_text(text)
     refused(own.shoal("train", "run.toml"), USAGE, "x.npy")
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (["run.seed=5"], ["run.seed = 0", "now it is 5", "warm_start"]),
+        (["optimizer.kind=sgd"], ["optimizer.kind = 'adamw'", "'sgd'"]),
+        (["data.shuffle=false"], ["data.shuffle = True"]),
+    ],
+)
+def test_a_run_cannot_change_what_it_was(own: Project, changed: list[str], words: list[str]) -> None:
+    """Another seed, order or optimizer in the same directory would lose samples or moments in silence: exit 2."""
+    assert own.shoal("train", "run.toml", "run.steps=1").returncode == 0
+    refused(own.shoal("train", "run.toml", *changed), USAGE, *words)
+
+
+def test_ranks_that_drew_other_data_are_named(own: Project) -> None:
+    """A data set that is drawn unseeded is another one on every rank: exit 2 names the rank and the sample."""
+    (own.folder / "own.py").write_text(
+        (own.folder / "own.py").read_text()
+        + "\n\ndef unseeded():\n    torch.seed()\n    return list(zip(torch.randn(9, 2), torch.ones(9).long()))\n"
+    )
+    refused(own.shoal("train", "run.toml", "data.build=own:unseeded"), USAGE, "rank 1 has another data", "seeded")
+
+
+def test_checkpoints_that_are_not_there_are_not_whole(own: Project) -> None:
+    """A mistyped path must not pass a verification."""
+    for verb in ("verify", "ls"):
+        refused(own.shoal("checkpoint", verb, "runs/nowhere"), USAGE, "runs/nowhere")

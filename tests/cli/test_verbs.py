@@ -173,14 +173,15 @@ SCRIPT = """
 import shoal
 from own import Logging, Numbers
 
-config = {"run": {"name": "scripted", "steps": 5}, "batch": {"global_samples": 6}, "observe": {"report": False}}
-folder = shoal.train(config, ["optimizer.lr=0.01"], model=Logging, data=(Numbers(), Numbers()))
-print("trained into", folder)
+for name, steps in (("first", 3), ("second", 5)):
+    config = {"run": {"name": name, "steps": steps}, "batch": {"global_samples": 6}, "observe": {"report": False}}
+    folder = shoal.train(config, ["optimizer.lr=0.01"], model=Logging, data=(Numbers(), Numbers()))
+    print("trained into", folder)
 """
 
 
 def test_a_script_trains_its_own_objects_and_goes_on_once(trained: Project) -> None:
-    """`shoal.train` from a script starts two ranks; what follows it runs in the starting process alone."""
+    """Each `shoal.train` of a script starts two ranks; what follows runs in the starting process alone."""
     (trained.folder / "script.py").write_text(SCRIPT)
     done = subprocess.run(
         [sys.executable, "script.py"],
@@ -191,9 +192,13 @@ def test_a_script_trains_its_own_objects_and_goes_on_once(trained: Project) -> N
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("trained into runs/scripted") == 1
-    assert sorted(trained.losses("runs/scripted")) == [1, 2, 3, 4, 5]
-    assert len(list((trained.folder / "runs/scripted/events").iterdir())) == 2
+    assert done.stdout.count("trained into runs/second") == 1
+    assert sorted(trained.losses("runs/first")) == [1, 2, 3]
+    assert sorted(trained.losses("runs/second")) == [1, 2, 3, 4, 5]
+    assert len(list((trained.folder / "runs/second/events").iterdir())) == 2
+    evaluated = trained.shoal("evaluate", "runs/second")
+    assert evaluated.returncode == 2
+    assert "from that script" in evaluated.stderr
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a file system that is full is mounted for this, which takes root")

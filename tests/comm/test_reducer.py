@@ -6,11 +6,13 @@ import copy
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 from shoal.comm.buckets import Member, cut
 from shoal.comm.conditions import Conditions, Fault
 from shoal.comm.reducer import Reducer
+from shoal.errors import UserCodeError
 from tests.comm.groups import replicas
 
 SUM_ORDER = 1e-12  # float64; only the order of sums differs
@@ -127,3 +129,19 @@ def test_the_cut_is_reversed_bounded_and_whole() -> None:
     for index, bucket in enumerate(buckets):
         assert len(bucket) == 1 or sum(m.bytes for m in bucket) <= (200 if index == 0 else 1000)
     assert len(buckets) > 2
+
+
+def test_a_gradient_that_is_ready_twice_is_refused() -> None:
+    """Reentrant checkpoints fire a shared parameter's hook before its gradient is whole: named, not sent."""
+    weight = nn.Parameter(torch.ones(3))
+    reducer = Reducer([("weight", weight)], None, bucket_bytes=100, first_bucket_bytes=100)
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        return x * weight
+
+    x = torch.ones(3, requires_grad=True)
+    for _ in range(2):
+        x = torch.utils.checkpoint.checkpoint(part, x, use_reentrant=True)
+    reducer.start()
+    with pytest.raises(UserCodeError, match="weight was ready twice"), reducer.backward(last=True):
+        x.sum().backward()

@@ -64,3 +64,21 @@ def test_inputs_become_arguments() -> None:
     assert call_model(model, (2, 3)) == (2, 3)
     assert call_model(model, {"a": 4, "b": 5}) == (4, 5)
     assert call_model(model, 6) == (6, 1)
+
+
+def test_half_precision_is_summed_in_float32() -> None:
+    """Four thousand float16 losses of 30 sum to 120,000, which float16 cannot hold."""
+    total = weighted_sum(torch.full((4000,), 30.0, dtype=torch.float16), torch.ones(4000))
+    assert total.dtype == torch.float32
+    assert total == 120_000
+    assert squared_error(torch.full((2,), 300.0, dtype=torch.float16), torch.zeros(2)).tolist() == [90_000.0, 90_000.0]
+
+
+@pytest.mark.parametrize(
+    ("targets", "words"),
+    [(torch.tensor([0.0, 1.0]), "squared_error"), (torch.tensor([0, 5]), "between 0 and 5.*3 classes")],
+)
+def test_targets_that_are_no_classes_are_named(targets, words: str) -> None:
+    """Floating targets, and classes beyond the model's: the two commonest mistakes."""
+    with pytest.raises(UserCodeError, match=words):
+        cross_entropy(torch.ones(2, 3), targets)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor, nn
 
@@ -9,6 +11,7 @@ from shoal.data.sample import Batch
 from shoal.engine.loss import cross_entropy
 from shoal.engine.nonfinite import first_nonfinite
 from shoal.engine.precision import Precision
+from shoal.engine.randomness import Randomness
 
 
 class Net(nn.Module):
@@ -34,7 +37,9 @@ def batch() -> Batch:
 
 
 def culprit(model: nn.Module, samples: Batch, loss=cross_entropy) -> str | None:
-    return first_nonfinite(model, loss, [samples], precision=Precision(torch.float32, None), device=torch.device("cpu"))
+    randomness = Randomness(model, seed=0, replica=0)
+    parts = {"precision": Precision(torch.float32, None), "device": torch.device("cpu"), "randomness": randomness}
+    return first_nonfinite(SimpleNamespace(model=model, loss=loss, **parts), [samples])  # type: ignore[arg-type]
 
 
 def test_finite_everywhere_names_nobody() -> None:

@@ -27,12 +27,16 @@ class Row(msgspec.Struct, frozen=True):
 
 def listing(directory: Path) -> list[Row]:
     """A row for each checkpoint of a run directory, newest first; every object is hashed."""
+    if not directory.is_dir():
+        raise UsageError(f"{directory} is no folder: give the folder of a run, such as runs/NAME")
     return [_row(folder, directory) for folder in checkpoints(directory)]
 
 
 def verify(directory: Path, step: int | None = None) -> list[Finding]:
     """What is wrong with the checkpoint of `step`, or with any when it is None; `UsageError` if it is not there."""
     folders = checkpoints(directory)
+    if not folders:
+        raise UsageError(f"{directory} holds no checkpoint: give the folder of a run, such as runs/NAME")
     if step is not None:
         folders = [folder for folder in folders if folder == Places(directory).step(step)]
         if not folders:

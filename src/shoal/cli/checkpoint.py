@@ -29,12 +29,9 @@ def ls(directory: RunDirectory, as_json: AsJson = False) -> None:
         print(json.dumps({"checkpoints": rows}))
         return
     for row in rows:
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["created"])) if row["created"] else "-"
-        print(
-            "  ".join(
-                [f"step {row['step']:>8}", when, *(f"{k} {v}" for k, v in row.items() if k not in ("step", "created"))]
-            )
-        )
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["created"])) if row["created"] else "unreadable"
+        state = "whole" if row["verified"] else "DAMAGED: 'shoal checkpoint verify' says where"
+        print(f"step {row['step']:>8}  {when}  {row['tensors'] or 0} tensors, {row['nbytes'] or 0:,} bytes  {state}")
     if not rows:
         print(f"{directory} holds no checkpoint")
 

@@ -47,4 +47,4 @@ def evaluate(
         *(overrides or ()),
         *(["--json"] if as_json else []),
     ]
-    raise typer.Exit(run(loaded, command, rank, directory=folder, file=str(folder / "run.toml")))
+    raise typer.Exit(run(loaded, command, rank, directory=folder, file=str(folder / "run.toml"), writes=False))

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,11 @@ from shoal.comm.conditions import Conditions
 from shoal.comm.diagnosis import Diagnosis, introduce
 from shoal.comm.ledger import Ledger
 from shoal.comm.seam import Seam
+from shoal.comm.shm.group import share_memory
 from shoal.topology.layout import Layout
+
+Transport = Literal["auto", "gloo"]
+"""How ranks without GPUs talk: "auto" is shared memory where all ranks of a group are on one host, else Gloo."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ def build_mesh(
     generation: int = 0,
     timeout_s: float = 60.0,
     conditions: Conditions | None = None,
+    transport: Transport = "auto",
 ) -> Mesh:
     """Connects this rank to the others. Blocks until all ranks of the layout have called it."""
     ledger = Ledger()
@@ -60,7 +65,7 @@ def build_mesh(
         named = PrefixStore(f"generation-{generation}/{axis}-{ranks[0]}", store)
         return connect(
             named, ranks.index(rank), len(ranks), device=device, label=axis, ledger=ledger, timeout_s=timeout_s,
-            world_rank=rank, conditions=conditions,
+            world_rank=rank, conditions=conditions, transport=transport,
         )  # fmt: skip
 
     world = group("world", range(layout.world_size))
@@ -81,21 +86,33 @@ def connect(
     timeout_s: float,
     world_rank: int | None = None,
     conditions: Conditions | None = None,
+    transport: Transport = "auto",
 ) -> GroupCollective:
-    """One group over the backend of `device`: NCCL for GPUs, Gloo otherwise."""
+    """One group over the backend of `device`: NCCL for GPUs; else Gloo, and shared memory where ranks share a host."""
     myself = f"rank {rank if world_rank is None else world_rank} (host {socket.gethostname()}, pid {os.getpid()})"
     members = introduce(store, rank, size, myself=myself, timeout_s=timeout_s)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    inner = _backend(backend, store, rank, size, timeout_s)
+    if device.type == "cuda":
+        inner, backend, why = _nccl(store, rank, size, timeout_s), "nccl", "nccl: GPUs"
+    else:
+        inner, backend, why = _for_cpus(store, rank, size, timeout_s=timeout_s, transport=transport)
     diagnosis = Diagnosis(store, rank, members)
-    seam = Seam(inner, backend=backend, label=label, ledger=ledger, diagnosis=diagnosis, conditions=conditions)
-    return GroupCollective(seam)
+    return GroupCollective(
+        Seam(
+            inner, backend=backend, why=why, label=label, ledger=ledger, diagnosis=diagnosis, conditions=conditions
+        )
+    )  # fmt: skip
 
 
-def _backend(backend: str, store: Store, rank: int, size: int, timeout_s: float) -> Any:
-    timeout = timedelta(seconds=timeout_s)
-    if backend == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-    return dist.ProcessGroupGloo(store, rank, size, timeout)
+def _nccl(store: Store, rank: int, size: int, timeout_s: float) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def _for_cpus(store: Store, rank: int, size: int, *, timeout_s: float, transport: Transport) -> tuple[Any, str, str]:
+    """The group, its backend's name, and why it is that one."""
+    gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
+    if transport == "gloo":
+        return gloo, "gloo", "gloo: asked for"
+    group, why = share_memory(gloo, store, timeout_s=timeout_s)
+    return group, "gloo" if group is gloo else "shm", why

@@ -58,6 +58,7 @@ class Reducer:
         self.buckets = [self._bucket(bucket) for bucket in plan]
         self._home = {index: bucket for bucket in self.buckets for index in bucket.slices}
         self._filled: set[int] = set()
+        self._fired: set[int] = set()
         self._sending, self._next = False, 0
         self._hooks = [p.register_post_accumulate_grad_hook(self._hook(i)) for i, (_, p) in enumerate(self.parameters)]
 
@@ -71,6 +72,7 @@ class Reducer:
     def backward(self, *, last: bool) -> Iterator[None]:
         """Around the backward of one microbatch; only the last of a step sends."""
         self._sending, self._next = last, 0
+        self._fired.clear()
         for bucket in self.buckets:
             bucket.missing, bucket.handle = len(bucket.slices), None
         try:
@@ -125,6 +127,12 @@ class Reducer:
     def _hook(self, index: int):
         def filled(parameter: Parameter) -> None:
             self._take(index, parameter)
+            if index in self._fired:
+                raise UserCodeError(
+                    f"the gradient of {self.parameters[index][0]} was ready twice in one backward, as it is when a "
+                    "parameter is used in several reentrant checkpoints; checkpoint with use_reentrant=False"
+                )
+            self._fired.add(index)
             if self._sending:
                 bucket = self._home[index]
                 bucket.missing -= 1

@@ -63,20 +63,21 @@ class SeamWork(dist.Work):
 
 
 class Seam(dist.ProcessGroup):
-    """Wraps `inner`, a backend's process group of the same rank and size."""
+    """Wraps `inner`, a backend's process group of the same rank and size. `why` says for people why it is that one."""
 
     def __init__(
         self,
         inner: Any,
         *,
         backend: str,
+        why: str = "",
         label: str,
         ledger: Ledger,
         diagnosis: Diagnosis | None = None,
         conditions: Conditions | None = None,
     ) -> None:
         super().__init__(inner.rank(), inner.size())  # pyright: ignore[reportCallIssue]
-        self.inner, self.backend, self.label, self.ledger = inner, backend, label, ledger
+        self.inner, self.backend, self.why, self.label, self.ledger = inner, backend, why, label, ledger
         self._diagnosis, self._conditions = diagnosis, conditions
         self._calls: dict[str, int] = {}
         self._started, self._busy_until_s = 0, 0.0

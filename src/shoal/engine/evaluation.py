@@ -51,12 +51,13 @@ def evaluate(
 
 
 def _right_and_judged(outputs: object, batch: Batch) -> Tensor:
-    """How many samples were classified rightly, and how many there are; 0, 0 where the targets are no classes."""
+    """How many samples that count were classified rightly, and how many count; 0, 0 where targets are no classes."""
     targets = batch.targets
     none = batch.weights.new_zeros(2, dtype=torch.float64)
     if not isinstance(targets, Tensor) or not isinstance(outputs, Tensor):
         return none
     if targets.ndim != 1 or targets.is_floating_point() or outputs.ndim != 2:
         return none
-    right = torch.eq(outputs.argmax(-1), targets).sum(dtype=torch.float64)
-    return torch.stack([right, torch.full_like(right, len(batch))])
+    judged = batch.weights > 0
+    right = torch.eq(outputs.argmax(-1), targets) & judged
+    return torch.stack([right.sum(dtype=torch.float64), judged.sum(dtype=torch.float64)])

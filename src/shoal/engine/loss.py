@@ -25,16 +25,26 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
             f"the model returned {_shape(outputs)} for targets {_shape(targets)}; cross-entropy needs logits "
             "[*targets, classes]. Return those, or name a loss of your own in [loss]"
         )
-    logits = outputs.flatten(0, -2) if outputs.ndim > 1 else outputs
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    return F.cross_entropy(logits, targets.reshape(-1), reduction="none").view(targets.shape)
+    if targets.dtype != torch.int64:
+        raise UserCodeError(
+            f"targets are {str(targets.dtype).removeprefix('torch.')}; cross-entropy needs integers (int64). For "
+            'regression set loss.kind = "squared_error"'
+        )
+    logits = at_least_float32(outputs.flatten(0, -2) if outputs.ndim > 1 else outputs)
+    try:
+        return F.cross_entropy(logits, targets.reshape(-1), reduction="none").view(targets.shape)
+    except IndexError:
+        raise UserCodeError(
+            f"targets lie between {int(targets.min())} and {int(targets.max())}, and the model gives logits of "
+            f"{outputs.shape[-1]} classes; targets must lie between 0 and {outputs.shape[-1] - 1} (-100 is left out)"
+        ) from None
 
 
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
     """(outputs - targets)^2, elementwise. The shapes must be equal: broadcasting hides mistakes."""
     if not isinstance(outputs, Tensor) or outputs.shape != targets.shape:
         raise UserCodeError(f"the model returned {_shape(outputs)} for targets {_shape(targets)}; make them equal")
-    return (outputs - targets.to(outputs.dtype)).square()
+    return (at_least_float32(outputs) - targets).square()
 
 
 def weighted_sum(losses: Any, weights: Tensor) -> Tensor:
@@ -47,10 +57,16 @@ def weighted_sum(losses: Any, weights: Tensor) -> Tensor:
             f"the loss returned {_shape(losses)} for weights {tuple(weights.shape)}; return one value per sample or "
             "position and average nothing (in PyTorch: reduction='none')"
         )
+    losses = at_least_float32(losses)
     if losses.ndim > weights.ndim:
         losses = losses.flatten(weights.ndim).mean(-1)
     weights = weights.to(losses.dtype)
     return (losses.masked_fill(weights == 0, 0) * weights).sum()
+
+
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """Sums of half precision overflow or stall; nothing is summed in less than float32."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def call_model(model: Callable[..., Any], inputs: Any) -> Any:

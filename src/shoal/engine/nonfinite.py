@@ -8,24 +8,21 @@ import torch
 from torch import Tensor, nn
 
 from shoal.data.sample import Batch, Tree
-from shoal.engine.loss import Loss, call_model
-from shoal.engine.precision import Precision
-from shoal.engine.step import on_device
+from shoal.engine.loss import call_model
+from shoal.engine.step import TrainStep, on_device
 
 
-def first_nonfinite(
-    model: nn.Module, loss: Loss, batches: Iterable[Batch], *, precision: Precision, device: torch.device
-) -> str | None:
-    """Names the first culprit in the order of cause: a sample, a parameter, a module's output, the loss, a gradient."""
-    for name, parameter in model.named_parameters():
+def first_nonfinite(step: TrainStep, batches: Iterable[Batch]) -> str | None:
+    """The first culprit: a parameter, a sample, a module's output, the loss, a gradient; None if all are finite."""
+    for name, parameter in step.model.named_parameters():
         if not _finite(parameter):
             return f"parameter {name}"
     for batch in batches:
-        batch = on_device(batch, device, precision.parameters)
-        found = _in_samples(batch) or _in_forward(model, loss, batch, precision, device)
+        batch = on_device(batch, step.device, step.precision.parameters)
+        found = _in_samples(batch) or _in_forward(step, batch)
         if found is not None:
             return found
-    for name, parameter in model.named_parameters():
+    for name, parameter in step.model.named_parameters():
         if parameter.grad is not None and not _finite(parameter.grad):
             return f"the gradient of parameter {name}"
     return None
@@ -41,7 +38,7 @@ def _in_samples(batch: Batch) -> str | None:
 
 
 @torch.no_grad()
-def _in_forward(model: nn.Module, loss: Loss, batch: Batch, precision: Precision, device: torch.device) -> str | None:
+def _in_forward(step: TrainStep, batch: Batch) -> str | None:
     found: list[str] = []
 
     def watch(name: str):
@@ -51,10 +48,11 @@ def _in_forward(model: nn.Module, loss: Loss, batch: Batch, precision: Precision
 
         return after
 
-    hooks = [module.register_forward_hook(watch(name)) for name, module in model.named_modules() if name]
+    hooks = [module.register_forward_hook(watch(name)) for name, module in step.model.named_modules() if name]
     try:
-        with precision.autocast(device):
-            losses = loss(call_model(model, batch.inputs), batch.targets)
+        step.randomness.microbatch(batch.positions)
+        with step.precision.autocast(step.device):
+            losses = step.loss(call_model(step.model, batch.inputs), batch.targets)
     finally:
         for hook in hooks:
             hook.remove()

@@ -39,16 +39,13 @@ class LossScaler:
         elif self.finite_in_a_row >= self.growth_steps:
             self.scale, self.finite_in_a_row = self.scale * 2, 0
 
-    @property
-    def can_shrink(self) -> bool:
-        """Whether an overflow may be the scale's fault and not the model's."""
-        return self.dynamic and self.scale > SMALLEST_SCALE
-
     def to_state(self) -> dict[str, Any]:
-        return {"scale": self.scale, "finite_in_a_row": self.finite_in_a_row}
+        return {"dynamic": self.dynamic, "scale": self.scale, "finite_in_a_row": self.finite_in_a_row}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        self.scale, self.finite_in_a_row = float(state["scale"]), int(state["finite_in_a_row"])
+        """Goes on from a saved scale; a run file that now says something else keeps what it says."""
+        if self.dynamic and state["dynamic"]:
+            self.scale, self.finite_in_a_row = float(state["scale"]), int(state["finite_in_a_row"])
 
 
 @dataclass(frozen=True)

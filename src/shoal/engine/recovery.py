@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ from shoal.comm.collective import Collective
 from shoal.comm.words import gather_texts
 from shoal.data.sample import Batch
 from shoal.engine.nonfinite import first_nonfinite
-from shoal.engine.precision import LossScaler
+from shoal.engine.precision import SMALLEST_SCALE, LossScaler
 from shoal.engine.step import StepResult, TrainStep
 from shoal.errors import Diverged
 
@@ -43,13 +44,18 @@ class NonfiniteGuard:
         )
 
     def _culprit(self, microbatches: Sequence[Batch]) -> str:
-        step = self.step
-        found = first_nonfinite(step.model, step.loss, microbatches, precision=step.precision, device=step.device)
-        for rank, text in enumerate(gather_texts(found or "", self.group, device=step.device)):
+        for rank, text in enumerate(gather_texts(self._own_culprit(microbatches), self.group, device=self.step.device)):
             if text:
                 return f"The first value that was not finite: {text} (rank {rank})"
         return "Parameters, samples and outputs are finite when looked at alone: the gradient overflowed; lower the lr"
 
+    def _own_culprit(self, microbatches: Sequence[Batch]) -> str:
+        try:
+            return first_nonfinite(self.step, microbatches) or ""
+        except Exception as error:  # the others wait for a text from this rank, whatever happens here
+            return f"unknown, as looking for it raised {type(error).__name__}: {error}"
+
 
 def _scale_was_too_large(result: StepResult, scaler: LossScaler) -> bool:
-    return scaler.can_shrink and result.loss - result.loss == 0  # a finite loss: only the scaled gradient overflowed
+    """A finite loss whose scaled gradient overflowed, at a scale that can shrink."""
+    return scaler.dynamic and result.scale > SMALLEST_SCALE and math.isfinite(result.loss)

@@ -38,26 +38,32 @@ def resume(state: TrainState, directory: Path, *, announce: Announce, warn: Call
     if not step:
         return None
     manifest = read_manifest(Places(directory).step(int(step)))
-    read_into(manifest, directory, state.targets(_dtypes(manifest)))
     state.load_json(manifest.state)
+    read_into(manifest, directory, state.targets(_dtypes(manifest)))
     return int(step)
 
 
-def load_weights(state: TrainState, source: Path, *, strict: bool) -> int:
+def load_weights(state: TrainState, source: Path, *, announce: Announce) -> int:
     """Loads the weights alone, from a run directory (its newest verified checkpoint) or from one checkpoint in it.
 
-    The step that they are from. Raises `UsageError` where there is none, or where names or shapes differ: all names
-    with `strict`, otherwise what both have must agree.
+    The step that they are from. Raises `UsageError` where there is none, or where names or shapes differ.
     """
-    one = (source / "manifest.json").exists()
-    run = source.parent.parent if one else source
-    if not checkpoints(run):
+    folder = Path(announce("weights", lambda: str(_checkpoint_in(source))))
+    manifest = read_manifest(folder)
+    read_into(manifest, folder.parent.parent, state.weights(), cast=True)
+    return manifest.step
+
+
+def _checkpoint_in(source: Path) -> Path:
+    """The checkpoint that `source` means; looked for by one rank, as a run that goes on may add another."""
+    if (source / "manifest.json").exists():
+        return source
+    if not checkpoints(source):
         raise UsageError(f"{source} holds no checkpoint; give a run directory or one of its checkpoints")
-    manifest = read_manifest(source) if one else newest_verified(run)[0]
+    manifest, _ = newest_verified(source)
     if manifest is None:
         raise UsageError(f"{source}: none of its checkpoints is whole; 'shoal checkpoint verify {source}' says why")
-    read_into(manifest, run, state.weights(), strict=strict, cast=True)
-    return manifest.step
+    return Places(source).step(manifest.step)
 
 
 def _dtypes(manifest: Manifest) -> dict[str, torch.dtype]:

@@ -12,18 +12,23 @@ from torch.nn import Parameter
 
 from shoal.data.cursor import Cursor
 from shoal.engine.precision import LossScaler
+from shoal.errors import UsageError, UserCodeError
 from shoal.optim.slots import make_slots, named_slots
 
 
 @dataclass
 class TrainState:
-    """Model, optimizer, loss scale, and how far the run has come. `step` is the number of steps taken."""
+    """Model, optimizer, loss scale, and how far the run has come. `step` is the number of steps taken.
+
+    `identity` is what may not change between two lives of a run, by the key that says it: the order of the samples and
+    the optimizer. With another one, "exactly once" or the moments would be lost in silence.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: LossScaler
     cursor: Cursor
-    seed: int
+    identity: Mapping[str, Any]
     step: int = 0
     samples: int = 0
     tokens: int = 0
@@ -44,7 +49,11 @@ class TrainState:
         found: dict[str, Tensor] = {}
         seen: set[int] = set()
         for name, tensor in self.model.state_dict(keep_vars=True).items():
-            if id(tensor) not in seen and isinstance(tensor, Tensor):
+            if not isinstance(tensor, Tensor):
+                raise UserCodeError(
+                    f"the module's state {name} is a {type(tensor).__name__}; checkpoints hold tensors only"
+                )
+            if id(tensor) not in seen:
                 seen.add(id(tensor))
                 found[f"model/{name}"] = tensor.detach()
         return found
@@ -56,15 +65,21 @@ class TrainState:
             "samples": self.samples,
             "tokens": self.tokens,
             "skipped": self.skipped,
-            "seed": self.seed,
+            "identity": dict(self.identity),
             "cursor": self.cursor.to_state(),
             "scaler": self.scaler.to_state(),
         }
 
     def load_json(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `to_json` gave."""
+        """Takes over what `to_json` gave. Raises `UsageError` where the saved run was another one."""
+        for key, value in state["identity"].items():
+            if self.identity.get(key) != value:
+                raise UsageError(
+                    f"this run directory was trained with {key} = {value!r}, and now it is {self.identity.get(key)!r}; "
+                    "keep it, or give another run.directory (and run.warm_start to begin with these weights)"
+                )
         self.step, self.samples, self.tokens = int(state["step"]), int(state["samples"]), int(state["tokens"])
-        self.skipped, self.seed = int(state["skipped"]), int(state["seed"])
+        self.skipped = int(state["skipped"])
         self.cursor = Cursor.from_state(state["cursor"])
         self.scaler.load(state["scaler"])
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shoal.comm.collective import Collective
 from shoal.comm.ledger import Entry, Ledger
 from shoal.data.sample import Batch, map_tree
+from shoal.engine.buffers import BufferGuard
 from shoal.engine.loss import Loss, call_model, weighted_sum
 from shoal.engine.precision import LossScaler, Precision
 from shoal.engine.randomness import Randomness
@@ -36,10 +37,11 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did. `norm` and `loss` are those of the whole global batch, equal on every rank."""
+    """What a step did. `norm` and `loss` are those of the whole global batch; `scale` is the loss scale it used."""
 
     loss: float
     norm: float
+    scale: float
     committed: bool
     tally: Tally
     times: StepTimes
@@ -67,12 +69,14 @@ class TrainStep:
         self.model, self.loss, self.optimizer, self.sync = model, loss, optimizer, sync
         self.group, self.ledger, self.device, self.clip_norm = group, ledger, device, clip_norm
         self.precision, self.scaler, self.randomness = precision, scaler, randomness
-        self.statistics = StatisticsSync(model, group)
+        self.statistics, self.buffers = StatisticsSync(model, group), BufferGuard(model, group)
 
     def __call__(self, step: int, microbatches: Sequence[Batch], *, lr: float, stop: bool = False) -> StepResult:
         """Raises `CollectiveError` where a rank is lost; a non-finite loss or gradient makes `committed` false."""
         begin_s = time.perf_counter()
+        self.ledger.take()  # what an evaluation has sent belongs to no step
         self.model.train()
+        self.buffers.start()
         self.randomness.step(step)
         self.sync.start()
         tally = PendingTally(microbatches, self.group, stop=stop, device=self.device)
@@ -81,12 +85,12 @@ class TrainStep:
         waited_s = self.ledger.total().exposed_s
         norm = float(self.sync.gradients()) / self.scaler.scale
         global_loss = loss() / counted.denominator
-        committed = self._commit_or_skip(norm, global_loss, lr)
+        scale, committed = self.scaler.scale, self._commit_or_skip(norm, global_loss, lr)
         wire = sum(self.ledger.take().values(), start=Entry())
         in_backward_s, after_s = backward_s - begin_s, time.perf_counter() - backward_s
         waited_after_s = wire.exposed_s - waited_s
         times = StepTimes(in_backward_s - waited_s, wire.exposed_s, after_s - waited_after_s)
-        return StepResult(global_loss, norm, committed, counted, times, wire.bytes_sent)
+        return StepResult(global_loss, norm, scale, committed, counted, times, wire.bytes_sent)
 
     def _forward_backward(self, microbatches: Sequence[Batch], tally: PendingTally):
         """Every microbatch forward and backward. Returns the tally, and a function that gives the global loss sum."""
@@ -130,6 +134,7 @@ class TrainStep:
             self.optimizer.step()
             self.sync.parameters()
         self.statistics.finish(committed=finite)
+        self.buffers.finish(committed=finite)
         self.scaler.update(finite=finite)
         return finite
 
@@ -140,8 +145,9 @@ class TrainStep:
 
 
 def on_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
-    """The batch on `device`, its floating inputs in `dtype` (weights stay as they are)."""
+    """The batch on `device`, its floating inputs and targets in `dtype` (weights stay as they are)."""
     if device.type != "cpu":
         batch = batch.to(device, non_blocking=True)
     cast = lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf  # noqa: E731
-    return Batch(map_tree(cast, batch.inputs), batch.targets, weights=batch.weights, positions=batch.positions)
+    inputs, targets = map_tree(cast, batch.inputs), map_tree(cast, batch.targets)
+    return Batch(inputs, targets, weights=batch.weights, positions=batch.positions)

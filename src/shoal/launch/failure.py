@@ -23,6 +23,7 @@ from shoal.launch.environment import Place
 
 FAILURE_FOLDER = "SHOAL_FAILURE_FOLDER"
 _MOST_TEXT = 200_000
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # By name: this module runs in ranks that may not have imported torch yet.
 _OUT_OF_MEMORY = {"MemoryError", "OutOfMemoryError"}
 _LOST_PEER = {"DistBackendError", "DistNetworkError", "DistStoreError"}
@@ -65,7 +66,7 @@ def reporting(place: Place, folder: Path | None) -> Iterator[None]:
 def failure_of(error: BaseException, rank: int) -> Failure:
     """The record of `error`. Errors that Shoal raises on purpose, and requests to exit, carry no traceback."""
     purposeful = isinstance(error, ShoalError | SystemExit | KeyboardInterrupt)
-    trace = "" if purposeful else "".join(traceback.format_exception(error))
+    trace = "" if purposeful else _trace(error)
     return Failure(
         rank=rank,
         host=socket.gethostname(),
@@ -78,6 +79,15 @@ def failure_of(error: BaseException, rank: int) -> Failure:
         traceback=trace[-_MOST_TEXT:],
         secondary=_is_secondary(error),
     )
+
+
+def _trace(error: BaseException) -> str:
+    """The traceback; of an error in code that Shoal called, only that code's own part."""
+    summary = traceback.TracebackException.from_exception(error)
+    ours = [index for index, frame in enumerate(summary.stack) if frame.filename.startswith(_PACKAGE)]
+    if ours and ours[-1] < len(summary.stack) - 1:
+        summary.stack = traceback.StackSummary.from_list(summary.stack[ours[-1] + 1 :])
+    return "".join(summary.format())
 
 
 def read_failures(folder: Path) -> list[Failure]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -102,8 +103,11 @@ class PlainDisplay:
         self._say(self._progress.line())
 
     def _say(self, text: str) -> None:
-        self._stream.write(text + "\n")
-        self._stream.flush()
+        try:
+            self._stream.write(text + "\n")
+            self._stream.flush()
+        except (OSError, ValueError):  # a pipe that was closed, a full disk: no reason to end a run
+            self._stream = io.StringIO()
 
 
 def display_for(stream: TextIO, rank: int, *, plain: bool | None = None) -> Display:

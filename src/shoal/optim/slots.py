@@ -26,12 +26,11 @@ def make_slots(
 
     A slot has the shape of its parameter, but for `step`, which is one number.
     """
-    made: dict[str, Tensor] = {}
-    for name, parameter in parameters:
-        for key, dtype in saved.items():
-            slot, _, owner = key.partition("/")
-            if owner == name:
-                shape = () if slot == "step" else parameter.shape
-                device = "cpu" if slot == "step" and parameter.device.type == "cpu" else parameter.device
-                made[key] = optimizer.state[parameter][slot] = torch.zeros(shape, dtype=dtype, device=device)
+    owners, made = dict(parameters), {}
+    for key, dtype in saved.items():
+        slot, _, name = key.partition("/")
+        if name in owners:
+            parameter = owners[name]
+            shape = () if slot == "step" else parameter.shape
+            made[key] = optimizer.state[parameter][slot] = torch.zeros(shape, dtype=dtype, device=parameter.device)
     return made

@@ -16,7 +16,7 @@ from shoal.recipes.training import new_state
 def evaluate_rank(run_file: RunFile, place: Place, given: Given, *, source: Path) -> dict[str, float]:
     """The measurements on the held-out data, and the `step` that the weights are from. The same on every rank."""
     setting = set_up(run_file, place, given)
-    step = load_weights(new_state(setting), source, strict=True)
+    step = load_weights(new_state(setting), source, announce=setting.announce)
     values = setting.evaluate()
     if not values:
         raise DataError("this run has no held-out data to evaluate on")

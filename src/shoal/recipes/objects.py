@@ -22,7 +22,7 @@ from shoal.engine.loss import Loss, cross_entropy, squared_error
 from shoal.errors import UserCodeError
 from shoal.maths.counter import key_of
 from shoal.models.build import build as build_model
-from shoal.models.config import PythonModel
+from shoal.models.config import ModelConfig, PythonModel
 from shoal.models.initialise import initialise
 from shoal.recipes.run_file import RunFile
 from shoal.recipes.user_code import call_named
@@ -50,18 +50,25 @@ def model_of(run_file: RunFile, given: Given, *, device: torch.device, dtype: to
         initialise(model, seed=run_file.run.seed, device=device, dtype=dtype)
         return model
     _seed_everything(run_file.run.seed)
-    model = given.model
-    if isinstance(config, PythonModel) and model is None:
-        model = call_named(config.build, config.arguments, key="model.build")
+    model = _users_model(config, given)
     if not isinstance(model, nn.Module):
-        if not callable(model):
-            raise UserCodeError(
-                f"the model is a {type(model).__name__}; it must be an nn.Module, or a function that returns one"
-            )
-        return model_of(run_file, Given(model=_called(model)), device=device, dtype=dtype)
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise UserCodeError(f"the model is {what}; it must be an nn.Module, ready to be called")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserCodeError("the model has no parameter that requires a gradient; there is nothing to train")
-    return model.to(device=device, dtype=dtype)
+    return _placed(model, device, dtype)
+
+
+def _placed(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """On `device`, what is floating in `dtype`. `Module.to(dtype)` would drop the imaginary part of complex buffers."""
+    lazy = [name for name, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
+    if lazy:
+        raise UserCodeError(f"parameter {lazy[0]} has no shape yet; run the lazy module once before returning it")
+    model.to(device)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
+    return model
 
 
 def check_layout_independent(model: nn.Module, run_file: RunFile, *, replicas: int) -> None:
@@ -111,11 +118,14 @@ def _is_pair(data: tuple[Any, ...]) -> bool:
     return len(data) == 2 and sets and not isinstance(data[0], tuple)
 
 
-def _called(function: Any) -> nn.Module:
-    model = function()
-    if not isinstance(model, nn.Module):
-        raise UserCodeError(f"the model function returned a {type(model).__name__}; it must return an nn.Module")
-    return model
+def _users_model(config: ModelConfig, given: Given) -> Any:
+    """What the user gave for a model: an object, or what a function of a script or of the run file returns."""
+    if given.model is not None:
+        ready = isinstance(given.model, nn.Module) or not callable(given.model)
+        return given.model if ready else given.model()
+    if isinstance(config, PythonModel):
+        return call_named(config.build, config.arguments, key="model.build")
+    return None
 
 
 def _seed_everything(seed: int) -> None:

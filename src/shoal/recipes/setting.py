@@ -20,9 +20,13 @@ from shoal.engine.precision import Precision, precision_of
 from shoal.errors import EnvironmentFault
 from shoal.launch.environment import Place
 from shoal.launch.rendezvous import interface_for, open_store
+from shoal.observe.facts import read_facts
 from shoal.recipes.objects import Given, check_layout_independent, data_of, loss_of, model_of
-from shoal.recipes.run_file import RunFile, statistics_group
+from shoal.recipes.run_file import RunFile, run_directory, statistics_group
+from shoal.recipes.sameness import require_same, samples_of, shapes_of
 from shoal.topology.layout import Layout
+
+START_TIMEOUT_S = 1800.0  # corpora are read and checkpoints verified before the first step
 
 
 @dataclass(frozen=True)
@@ -75,14 +79,24 @@ def set_up(run_file: RunFile, place: Place, given: Given, environ: Mapping[str, 
     """Connects this rank to the others and builds what it computes with. Blocks until all ranks are here."""
     device = device_of(run_file, place)
     _share_host(place, environ)
-    store = open_store(place, environ, timeout_s=run_file.run.timeout_s)
+    store = open_store(place, environ, timeout_s=max(START_TIMEOUT_S, run_file.run.timeout_s))
     announce = _announcer(store, place.rank)
     layout = Layout.for_processes(place.world_size, replicate=run_file.layout.replicate)
     precision = precision_of(run_file.precision)
     model = model_of(run_file, given, device=device, dtype=precision.parameters)
     check_layout_independent(model, run_file, replicas=layout.replicate)
     loss, data = loss_of(run_file, given), data_of(run_file, given, environ)
-    mesh = build_mesh(layout, place.rank, store=store, device=device, timeout_s=run_file.run.timeout_s)
+    require_same(place.rank, announce, {"model": shapes_of(model), "data": samples_of(data)})
+    generation = int(announce("generation", lambda: str(read_facts(run_directory(run_file)).get("generation", -1) + 1)))
+    mesh = build_mesh(
+        layout,
+        place.rank,
+        store=store,
+        device=device,
+        generation=generation,
+        timeout_s=run_file.run.timeout_s,
+        transport=run_file.sync.transport,
+    )
     _start_equal(model, mesh)
     if run_file.run.compile:
         model.compile()
@@ -95,6 +109,8 @@ def device_of(run_file: RunFile, place: Place) -> torch.device:
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     there = torch.cuda.device_count()
+    if there == 1 and place.launcher == "slurm":  # it shows each task its own GPU alone
+        return torch.device("cuda", 0)
     if place.local_rank >= there:
         raise EnvironmentFault(
             f"{place.local_world_size} ranks on this host, but {there} GPUs; start one a GPU, or set run.device=cpu"
@@ -107,7 +123,7 @@ def _share_host(place: Place, environ: Mapping[str, str]) -> None:
     """Ranks of one host talk over loopback and share its cores: more threads than cores make every rank slower."""
     interface_for(place, os.environ)
     if "OMP_NUM_THREADS" not in environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.local_world_size))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.local_world_size))
 
 
 def _announcer(store: Store, rank: int) -> Callable[[str, Callable[[], str]], str]:
@@ -126,5 +142,5 @@ def _start_equal(model: nn.Module, mesh: Mesh) -> None:
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             whole = tensor.data.contiguous()
-            mesh.world.broadcast(whole, root=0).wait()
+            mesh.world.broadcast(torch.view_as_real(whole) if whole.is_complex() else whole, root=0).wait()
             tensor.data.copy_(whole)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from shoal.launch.devices import gpus
 from shoal.launch.environment import Place, place_from
@@ -18,7 +20,7 @@ from shoal.launch.lock import RunLock
 from shoal.launch.orphans import die_with_parent
 from shoal.launch.spawn import run_ranks
 from shoal.launch.versions import check_torch_version
-from shoal.recipes.run_file import RunFile, check_across, with_processes
+from shoal.recipes.run_file import RunFile, check_across, statistics_group, with_processes
 from shoal.topology.layout import Layout
 
 DEFAULT_PROCESSES = 2
@@ -32,7 +34,7 @@ def processes_of(run_file: RunFile, environ: Mapping[str, str] = os.environ) -> 
     if run_file.layout.replicate is not None:
         return run_file.layout.replicate
     there = gpus(environ) if run_file.run.device != "cpu" else 0
-    return there or min(DEFAULT_PROCESSES, run_file.batch.global_samples)
+    return there or min(DEFAULT_PROCESSES, max(1, run_file.batch.global_samples // statistics_group(run_file)))
 
 
 def run(
@@ -42,11 +44,13 @@ def run(
     *,
     directory: Path,
     file: str,
+    writes: bool = True,
     environ: Mapping[str, str] = os.environ,
 ) -> int:
     """The exit code of the whole run; a rank never returns from a failure, it leaves with its code.
 
-    Raises `UsageError` and `EnvironmentFault` before any process has started.
+    A run that `writes` to its directory holds the lock of it. Raises `UsageError` and `EnvironmentFault` before any
+    process has started.
     """
     place = place_from(environ)
     processes = place.world_size if place is not None else processes_of(run_file, environ)
@@ -54,11 +58,13 @@ def run(
     check_across(run_file, file=file)
     check_torch_version()
     if place is None:
-        with RunLock(directory) as lock:
-            return run_ranks(command, processes=processes, run_directory=directory, environ=environ, keep_fds=[lock.fd])
+        with ExitStack() as stack:
+            keep_fds = [stack.enter_context(RunLock(directory)).fd] if writes else []
+            logs = directory if writes else Path(stack.enter_context(TemporaryDirectory(prefix="shoal-")))
+            return run_ranks(command, processes=processes, run_directory=logs, environ=environ, keep_fds=keep_fds)
 
     def ranked() -> None:
-        if place.launcher == "shoal" or place.rank != 0:
+        if place.launcher == "shoal" or place.rank != 0 or not writes:
             be_rank(run_file, place)
         else:
             with RunLock(directory):

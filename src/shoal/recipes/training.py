@@ -19,13 +19,13 @@ from shoal.engine.recovery import NonfiniteGuard
 from shoal.engine.resume import load_weights, resume
 from shoal.engine.state import TrainState
 from shoal.engine.step import TrainStep
-from shoal.errors import Diverged, Stopped
+from shoal.errors import ConfigError, Diverged, Stopped
 from shoal.launch.environment import Place
 from shoal.launch.signals import StopRequest
 from shoal.launch.store_exchange import StoreExchange
 from shoal.models.roles import roles_of
 from shoal.observe.display import Display, display_for
-from shoal.observe.events import EventWriter, read_events
+from shoal.observe.events import EventWriter
 from shoal.observe.facts import replace_file, write_facts
 from shoal.observe.logged import LoggedDisplay
 from shoal.observe.logs import close_log, open_log
@@ -53,7 +53,7 @@ def train_rank(run_file: RunFile, place: Place, given: Given) -> None:
         state = new_state(setting)
         peak, said = peak_rate(run_file.optimizer, global_samples=run_file.batch.global_samples)
         came_from = _restore(state, setting, directory, display)
-        generation = int(setting.announce("generation", lambda: str(_next_generation(directory))))
+        generation = setting.mesh.generation
         if place.rank == 0:
             replace_file(directory / "run.toml", dumps(run_file).encode())
             write_facts(directory, run_facts(setting, generation=generation))
@@ -88,7 +88,13 @@ def new_state(setting: Setting) -> TrainState:
     parameters = [(n, p, roles[n].decay) for n, p in setting.model.named_parameters() if p.requires_grad]
     peak, _ = peak_rate(run_file.optimizer, global_samples=run_file.batch.global_samples)
     optimizer = build_optimizer(run_file.optimizer, parameters, lr=peak)
-    return TrainState(setting.model, optimizer, scaler_of(run_file.precision), Cursor(), run_file.run.seed)
+    identity = {
+        "run.seed": run_file.run.seed,
+        "data.shuffle": run_file.data.shuffle,
+        "the number of training samples": len(setting.data.train),
+        "optimizer.kind": type(run_file.optimizer).__struct_config__.tag,
+    }
+    return TrainState(setting.model, optimizer, scaler_of(run_file.precision), Cursor(), identity)
 
 
 def new_step(setting: Setting, state: TrainState) -> TrainStep:
@@ -168,12 +174,8 @@ def _restore(state: TrainState, setting: Setting, directory: Path, display: Disp
     step = resume(state, directory, announce=setting.announce, warn=display.warn)
     source = setting.run_file.run.warm_start
     if step is None and source is not None:
-        display.note(f"weights from step {load_weights(state, Path(source), strict=True)} of {source}")
+        display.note(f"weights from step {load_weights(state, Path(source), announce=setting.announce)} of {source}")
     return step
-
-
-def _next_generation(directory: Path) -> int:
-    return max((event.generation + 1 for event in read_events(directory)), default=0)
 
 
 def _introduce(display: Display, setting: Setting, came_from: int | None, scaling: str | None) -> None:
@@ -184,13 +186,25 @@ def _introduce(display: Display, setting: Setting, came_from: int | None, scalin
         display.note(scaling)
     if came_from is not None:
         display.note(f"going on from the checkpoint of step {came_from}")
+    if came_from is not None and came_from >= setting.run_file.run.steps:
+        display.warn(f"run.steps = {setting.run_file.run.steps} are done already: nothing to train; raise it to go on")
+
+
+def _sampled(setting: Setting, display: Display) -> str | None:
+    """Text from the model; a model that gives none is no reason to end a finished run with an error."""
+    observe = setting.run_file.observe
+    try:
+        return sample_text(setting, observe.sample_prompt, observe.sample_bytes)
+    except ConfigError as error:
+        display.warn(str(error))
+        return None
 
 
 def _conclude(setting: Setting, directory: Path, display: Display) -> None:
     """What rank 0 does when training is over: text from the model, the bigram beside the loss, the report."""
     observe = setting.run_file.observe
-    if observe.sample_bytes:
-        text = sample_text(setting, observe.sample_prompt, observe.sample_bytes)
+    text = _sampled(setting, display) if observe.sample_bytes else None
+    if text is not None:
         write_facts(
             directory,
             {"samples": [{"step": setting.run_file.run.steps, "prompt": observe.sample_prompt, "text": text}]},

@@ -7,10 +7,12 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any
 
 from shoal.errors import ShoalError, UserCodeError
+
+GIVEN = "given:object"
+"""What stands in the run file for an object that a script passed."""
 
 
 def call_named(name: str, arguments: Mapping[str, Any], *, key: str) -> Any:
@@ -29,6 +31,11 @@ def call_named(name: str, arguments: Mapping[str, Any], *, key: str) -> Any:
 
 
 def _find(name: str, key: str) -> Callable[..., Any]:
+    if name == GIVEN:
+        raise UserCodeError(
+            f"{key}: this run was started from a script that passed its own object; start it from that script, or "
+            'name a function as "package.module:function"'
+        )
     module_name, colon, function_name = name.partition(":")
     if not colon or not module_name or not function_name:
         raise UserCodeError(f'{key} = {name!r}; write "package.module:function"')
@@ -59,12 +66,6 @@ def users_traceback(error: BaseException) -> str:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not _ours(f.filename)]
     lines = traceback.format_list(frames) + traceback.format_exception_only(error)
     return "".join(lines).rstrip()
-
-
-def raised_by_user(trace: TracebackType | None) -> bool:
-    """Whether the innermost frame that is neither PyTorch's nor ours is the user's."""
-    files = [frame.filename for frame in traceback.extract_tb(trace)]
-    return any(not _ours(name) and "site-packages" not in name and not name.startswith("<") for name in files)
 
 
 def _ours(filename: str) -> bool:

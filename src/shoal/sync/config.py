@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from shoal.config.table import Table, says
 
@@ -14,6 +14,10 @@ class AllReduce(Table, frozen=True, tag_field="kind", tag="allreduce"):
     first_bucket_bytes: Annotated[
         int, says("Size of the bucket that is ready first; small, so that sending starts early.", ge=1, le=1 << 31)
     ] = 1 << 20
+    transport: Annotated[
+        Literal["auto", "gloo"],
+        says('How ranks without GPUs talk: "auto" is shared memory where all of a group are on one host, else Gloo.'),
+    ] = "auto"
 
 
 SyncConfig = AllReduce

@@ -1,0 +1,116 @@
+"""`ShmGroup`: a process group whose large all-reduces of CPU tensors go through shared memory.
+
+What else is asked of it goes to the Gloo group that it is given. Which way a call goes follows from its dtype, size and
+operation alone: these are equal on all ranks, so the ranks always agree.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+from torch._C._distributed_c10d import Store
+
+from shoal.comm.collective import Reduction
+from shoal.comm.shm.host import Apart, HostMates, find_mates
+from shoal.comm.shm.meeting import Meeting
+from shoal.comm.shm.two_shot import SEGMENT_BYTES, TwoShot
+from shoal.comm.shm.worker import ShmWork, work_off
+
+MINIMUM_BYTES = 1 << 18
+
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_REDUCTIONS: tuple[tuple[Any, Reduction], ...] = (
+    (dist.ReduceOp.SUM, "sum"),
+    (dist.ReduceOp.MAX, "max"),
+    (dist.ReduceOp.MIN, "min"),
+)
+
+
+def share_memory(inner: Any, store: Store, *, timeout_s: float) -> tuple[Any, str]:
+    """`inner` behind shared memory where all its ranks are on one host, else as it is; and why, for people.
+
+    Blocks until all ranks of the group have called it. All get the same.
+    """
+    rank, size = inner.rank(), inner.size()
+    if size == 1:
+        return inner, "gloo: one rank alone"
+    try:
+        mates = find_mates(store, rank, size, segment_bytes=SEGMENT_BYTES, timeout_s=timeout_s)
+    except Apart as reason:
+        return inner, f"gloo: {reason}"
+    return ShmGroup(inner, mates, timeout_s=timeout_s), f"shared memory: {size} ranks on one host"
+
+
+class ShmGroup:
+    """A rank's side of a group of processes of one host. Ends when it is closed or dropped, after what was begun."""
+
+    def __init__(self, inner: Any, mates: HostMates, *, timeout_s: float) -> None:
+        self._inner = inner
+        meeting = Meeting(mates.streams, timeout_s=timeout_s)
+        self._two_shot = TwoShot(mates.segments, inner.rank(), meeting)
+        self._calls: SimpleQueue[ShmWork | None] = SimpleQueue()
+        self._thread = threading.Thread(
+            target=work_off, args=(self._calls, meeting.close), name="shoal-shm", daemon=True
+        )
+        self._thread.start()
+        self._end = weakref.finalize(self, self._calls.put, None)
+        self._end.atexit = False  # the kernel tidies up after a process
+
+    def __getattr__(self, name: str) -> Any:
+        """Any other operation is Gloo's. Forwarded by name, because c10d's names differ between torch versions."""
+        return getattr(self._inner, name)
+
+    def rank(self) -> int:
+        return self._inner.rank()
+
+    def size(self) -> int:
+        return self._inner.size()
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: c10d.AllreduceOptions) -> Any:
+        """Returns at once; the tensor is the group's until `wait` of what is returned comes back."""
+        op = _through_memory(tensors, opts)
+        if op is None:
+            return self._inner.allreduce(tensors, opts)
+        if not self._end.alive:
+            raise RuntimeError("this group is closed")
+        work = ShmWork(partial(_all_reduce, self._two_shot, tensors[0], op))
+        self._calls.put(work)
+        return work
+
+    def close(self) -> None:
+        """Ends the group when the calls that were made are done."""
+        self._end()
+        self._thread.join()
+
+    def shutdown(self) -> None:
+        """`close`, by c10d's name; Gloo's side ends too."""
+        self.close()
+        self._inner.shutdown()
+
+
+def _through_memory(tensors: Sequence[Tensor], opts: c10d.AllreduceOptions) -> Reduction | None:
+    """The reduction, where the call is one for shared memory."""
+    first = tensors[0]
+    if len(tensors) != 1 or first.dtype not in (*_FLOATS, *_INTEGERS) or first.layout is not torch.strided:
+        return None
+    if first.device.type != "cpu" or first.numel() * first.element_size() < MINIMUM_BYTES:
+        return None
+    return next((op for kind, op in _REDUCTIONS if opts.reduceOp == kind), None)
+
+
+def _all_reduce(two_shot: TwoShot, tensor: Tensor, op: Reduction) -> None:
+    tensor = tensor.data  # as with Gloo, autograd does not count this as a change
+    flat = tensor.contiguous().view(-1)
+    two_shot.all_reduce(flat, op)
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.copy_(flat.view(tensor.shape))

@@ -1,0 +1,73 @@
+"""Finding out whether the ranks of a group share a host, by doing it: each hands its segment to every other.
+
+A boot id and a user are not proof enough (containers share the first, and may not see each other's files), so the ranks
+connect over Unix sockets in private folders and pass descriptors. After each step all ranks say through the store how
+it went. Since all read the same answers, all come to the same end: mates, or one reason why not.
+
+The folders are gone before the first collective; no port is open, and nothing has a name in /dev/shm.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from shoal.comm.diagnosis import introduce
+from shoal.comm.shm.handshake import Handshake
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_NO, _ECHO = "no: ", "no more: "  # what went wrong here, and what did because of another rank
+
+
+@dataclass(frozen=True)
+class HostMates:
+    """What ranks of one host share: a stream to each other rank, and the segments of all, in rank order."""
+
+    streams: dict[int, socket.socket]
+    segments: tuple[Tensor, ...]
+
+
+class Apart(Exception):
+    """The reason why ranks cannot share memory, the same on all of them."""
+
+
+def find_mates(store: Store, rank: int, size: int, *, segment_bytes: int, timeout_s: float) -> HostMates:
+    """Blocks until all ranks have called it. Raises `Apart` on all of them, or returns on all of them."""
+
+    def agree(step: str, attempt: Callable[[], str]) -> tuple[str, ...]:
+        try:
+            answer = attempt()
+        except OSError as error:
+            answer = f"{_ECHO if isinstance(error, ConnectionError) else _NO}rank {rank}: {error}"
+        answers = introduce(PrefixStore(f"shm/{step}", store), rank, size, myself=answer, timeout_s=timeout_s)
+        for kind in (_NO, _ECHO):
+            if refusal := next((a.removeprefix(kind) for a in answers if a.startswith(kind)), None):
+                raise Apart(refusal)
+        return answers
+
+    _same_host(agree("host", _host))
+    with Handshake(rank, size, segment_bytes=segment_bytes, timeout_s=timeout_s) as handshake:
+        doors = agree("open", handshake.open)
+        agree("knock", lambda: handshake.knock(doors[:rank]))
+        agree("enter", handshake.enter)
+    return HostMates(handshake.streams, tuple(handshake.segments[other] for other in range(size)))
+
+
+def _host() -> str:
+    if sys.platform != "linux":
+        raise OSError(f"shared memory needs Linux, this is {sys.platform}")
+    return f"{_BOOT_ID.read_text().strip()}/{os.getuid()}"
+
+
+def _same_host(hosts: tuple[str, ...]) -> None:
+    if (count := len({host.split("/")[0] for host in hosts})) > 1:
+        raise Apart(f"ranks on {count} hosts")
+    if (count := len(set(hosts))) > 1:
+        raise Apart(f"ranks of {count} users")

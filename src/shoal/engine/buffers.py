@@ -1,0 +1,78 @@
+"""Buffers that a module changes in its forward, such as running statistics.
+
+They are not gradients, so nothing sums them. Two things could go wrong in silence: ranks see other samples, so the
+buffers drift apart, and what is evaluated and saved depends on the layout; and a step that is skipped for a NaN has
+already written it.
+
+So the first step shows which buffers change. On several ranks they must have changed alike, or the run is refused by
+name; and a skipped step puts them back. Modules that follow `StepStatistics` bring their own agreement, and buffers
+that are not saved are their module's business.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from shoal.comm.collective import Collective
+from shoal.errors import UserCodeError
+from shoal.models.statistics import StepStatistics
+
+
+class BufferGuard:
+    """Watches the persistent buffers of `model` over the ranks of `group`."""
+
+    def __init__(self, model: nn.Module, group: Collective) -> None:
+        self._group = group
+        agreeing = [module for module in model.modules() if isinstance(module, StepStatistics)]
+        agreed = {id(buffer) for module in agreeing for buffer in cast(nn.Module, module).buffers()}
+        saved = set(model.state_dict(keep_vars=True))
+        self._watched = {n: b for n, b in model.named_buffers() if n in saved and id(b) not in agreed}
+        self._before: dict[str, Tensor] = {}
+        self._known = not self._watched
+
+    def start(self) -> None:
+        """Before a step."""
+        self._before = {name: buffer.clone() for name, buffer in self._watched.items()}
+
+    def finish(self, *, committed: bool) -> None:
+        """After a step. Raises `UserCodeError`, on every rank alike, for buffers that follow a rank's own samples."""
+        if not self._known:
+            self._watched = {n: b for n, b in self._watched.items() if not torch.equal(b, self._before[n])}
+            self._known = True
+            self._require_alike()
+        if not committed:
+            for name, buffer in self._watched.items():
+                buffer.copy_(self._before[name])
+
+    def _require_alike(self) -> None:
+        if self._group.size == 1:
+            return
+        for name in sorted(self._everyones()):
+            raise UserCodeError(
+                f"the module changes its buffer {name} in forward, and ranks that see other samples change it "
+                "otherwise; what is evaluated and saved would depend on the layout. Compute it without the samples, or "
+                "follow shoal.models.statistics.StepStatistics, which sums over ranks once a step"
+            )
+
+    def _everyones(self) -> list[str]:
+        """The watched buffers that are not the same on every rank."""
+        names = sorted(self._watched)
+        sums = torch.tensor([float(_checksum(self._watched[name])) for name in names], dtype=torch.float64)
+        count = torch.tensor([float(len(names))], dtype=torch.float64)
+        self._group.all_reduce(count, "max").wait()
+        if int(count) != len(names):
+            raise UserCodeError(f"the module changed {len(names)} buffers on this rank and {int(count)} on another")
+        largest, smallest = sums.clone(), sums.clone()
+        if names:
+            self._group.all_reduce(largest, "max").wait()
+            self._group.all_reduce(smallest, "min").wait()
+        return [name for name, high, low in zip(names, largest, smallest, strict=True) if high != low]
+
+
+def _checksum(buffer: Tensor) -> Tensor:
+    flat = torch.view_as_real(buffer).flatten() if buffer.is_complex() else buffer.flatten()
+    weights = torch.arange(1, flat.numel() + 1, dtype=torch.float64, device=flat.device)
+    return (flat.double().nan_to_num() * weights.sin()).sum()
