@@ -58,7 +58,7 @@ def test_a_stopped_rank_is_named_after_the_timeout(ranks) -> None:
     """A rank that stands still (SIGSTOP) is named once the timeout is over, although its connection is alive."""
     ranks._fill(2)
     stopped = ranks.workers[1][0].pid
-    (survived, sentence), _ = ranks.outcomes(2, under, [Fault("all_reduce", 1, "stop")], 1, 1.0, timeout_s=15.0)
+    (survived, sentence), _ = ranks.outcomes(2, under, [Fault("all_reduce", 1, "stop")], 1, 1.0, timeout_s=8.0)
     assert survived, sentence
     assert "rank 1 (host" in sentence
     assert "did not come" in sentence

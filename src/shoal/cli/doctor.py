@@ -15,7 +15,7 @@ MARKS = {"ok": "ok", "warning": "!!", "problem": "XX"}
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
 ) -> None:
-    """Checks devices, interfaces, ports, versions and leftovers; each finding has its repair.
+    """Checks versions, devices, memory, interfaces and ports; each finding has its repair.
 
     Example: shoal doctor
     """
