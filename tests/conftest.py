@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import hypothesis
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell that runs the tests in the background has them ignore SIGINT; the programs that they start would, too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 hypothesis.settings.register_profile("shoal", deadline=None)  # a deadline is a timing assertion in disguise
 hypothesis.settings.load_profile("shoal")
 
