@@ -8,6 +8,7 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from shoal.data.order import Order
@@ -19,15 +20,6 @@ STOPPED = 75
 @pytest.fixture
 def own(tmp_path: Path) -> Project:
     return project(tmp_path)
-
-
-def used(own: Project) -> dict[int, list[int]]:
-    """The ids of each step as the model saw them: those of the last life, ranks in order."""
-    lives: dict[tuple[int, int], list[int]] = {}
-    for line in (own.folder / "used.jsonl").read_text().splitlines():
-        entry = json.loads(line)
-        lives[entry["step"], entry["rank"]] = entry["ids"]
-    return lives  # type: ignore[return-value]
 
 
 def test_every_sample_once_through_kills_and_other_worlds(own: Project) -> None:
@@ -61,7 +53,7 @@ def test_every_sample_once_through_kills_and_other_worlds(own: Project) -> None:
 
     in_order = [sample for step in sorted(steps) for sample in steps[step]]
     assert sorted(in_order[:30]) == list(range(30))
-    assert in_order == Order(30, seed=0).ids(__import__("numpy").arange(45)).tolist()
+    assert in_order == Order(30, seed=0).ids(np.arange(45)).tolist()
 
 
 def test_resuming_is_bitwise_never_having_stopped(own: Project) -> None:

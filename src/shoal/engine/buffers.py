@@ -40,9 +40,9 @@ class BufferGuard:
     def finish(self, *, committed: bool) -> None:
         """After a step. Raises `UserCodeError`, on every rank alike, for buffers that follow a rank's own samples."""
         if not self._known:
+            self._require_alike()
             self._watched = {n: b for n, b in self._watched.items() if not torch.equal(b, self._before[n])}
             self._known = True
-            self._require_alike()
         if not committed:
             for name, buffer in self._watched.items():
                 buffer.copy_(self._before[name])
@@ -50,26 +50,21 @@ class BufferGuard:
     def _require_alike(self) -> None:
         if self._group.size == 1:
             return
-        for name in sorted(self._everyones()):
+        for name in self._unlike():
             raise UserCodeError(
                 f"the module changes its buffer {name} in forward, and ranks that see other samples change it "
                 "otherwise; what is evaluated and saved would depend on the layout. Compute it without the samples, or "
                 "follow shoal.models.statistics.StepStatistics, which sums over ranks once a step"
             )
 
-    def _everyones(self) -> list[str]:
+    def _unlike(self) -> list[str]:
         """The watched buffers that are not the same on every rank."""
         names = sorted(self._watched)
-        sums = torch.tensor([float(_checksum(self._watched[name])) for name in names], dtype=torch.float64)
-        count = torch.tensor([float(len(names))], dtype=torch.float64)
-        self._group.all_reduce(count, "max").wait()
-        if int(count) != len(names):
-            raise UserCodeError(f"the module changed {len(names)} buffers on this rank and {int(count)} on another")
-        largest, smallest = sums.clone(), sums.clone()
-        if names:
-            self._group.all_reduce(largest, "max").wait()
-            self._group.all_reduce(smallest, "min").wait()
-        return [name for name, high, low in zip(names, largest, smallest, strict=True) if high != low]
+        largest = torch.stack([_checksum(self._watched[name]) for name in names])
+        smallest = largest.clone()
+        self._group.all_reduce(largest, "max").wait()
+        self._group.all_reduce(smallest, "min").wait()
+        return [name for name, high, low in zip(names, largest.tolist(), smallest.tolist(), strict=True) if high != low]
 
 
 def _checksum(buffer: Tensor) -> Tensor:
