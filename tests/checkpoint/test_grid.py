@@ -9,7 +9,8 @@ from math import prod
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.checkpoint.grid import MAX_PIECES, Box, TensorSpec, assign, boxes, family, intersection, parcels
+from shoal.checkpoint.grid import MAX_PIECES, TensorSpec, assign, boxes, family, parcels
+from shoal.topology.box import Box, intersection
 from tests.checkpoint.states import light
 
 shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)

@@ -15,26 +15,10 @@ from itertools import groupby, product
 from math import ceil, prod
 from typing import NamedTuple
 
+from shoal.topology.box import Box, Dims
+
 MAX_PIECES = 1024
 """Boxes in one parcel: bounds the header of an object, which a reader must bound too."""
-
-Dims = tuple[int, ...]
-
-
-class Box(NamedTuple):
-    """A rectangular part of a tensor: where it begins and how far it reaches, one number a dim."""
-
-    offset: Dims
-    shape: Dims
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        """The index that cuts this box out of the tensor."""
-        return tuple(slice(start, start + size) for start, size in zip(self.offset, self.shape, strict=True))
-
-    def relative_to(self, origin: Dims) -> Box:
-        """The same box, seen from `origin`."""
-        return Box(tuple(a - b for a, b in zip(self.offset, origin, strict=True)), self.shape)
 
 
 class TensorSpec(NamedTuple):
@@ -82,14 +66,6 @@ def boxes(shape: Dims, limit: int) -> Iterator[Box]:
     for offset in product(*(range(0, size, step) for size, step in zip(shape, block, strict=True))):
         reach = tuple(min(step, size - at) for step, size, at in zip(block, shape, offset, strict=True))
         yield Box(offset, reach)
-
-
-def intersection(a: Box, b: Box) -> Box | None:
-    """The box that `a` and `b` share, in the tensor's own coordinates; None when they share no element."""
-    start = tuple(map(max, a.offset, b.offset))
-    end = tuple(min(p + n, q + m) for p, n, q, m in zip(a.offset, a.shape, b.offset, b.shape, strict=True))
-    shape = tuple(e - s for s, e in zip(start, end, strict=True))
-    return Box(start, shape) if all(size > 0 for size in shape) else None
 
 
 def family(name: str) -> str:

@@ -17,12 +17,13 @@ from torch import Tensor
 from shoal.checkpoint import manifest as manifests
 from shoal.checkpoint import tensorfile
 from shoal.checkpoint.dtypes import BY_NAME, dtype_name
-from shoal.checkpoint.grid import Box, Dims, family, intersection
+from shoal.checkpoint.grid import family
 from shoal.checkpoint.manifest import BoxEntry, Manifest, TensorEntry
 from shoal.checkpoint.matching import Expected, require_match
 from shoal.checkpoint.places import MANIFEST, Places, step_name
 from shoal.checkpoint.verify import findings
 from shoal.errors import CorruptCheckpoint, VerificationFailed
+from shoal.topology.box import Box, Dims, intersection
 
 
 class Target(NamedTuple):

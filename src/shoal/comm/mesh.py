@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
@@ -17,34 +17,60 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from shoal.comm.collective import GroupCollective
+from shoal.comm.alone import Alone
+from shoal.comm.collective import Collective, GroupCollective
 from shoal.comm.conditions import Conditions
 from shoal.comm.diagnosis import Diagnosis, introduce
 from shoal.comm.ledger import Ledger
 from shoal.comm.seam import Seam
 from shoal.comm.shm.group import share_memory
+from shoal.topology.axes import Axis
 from shoal.topology.layout import Layout
 
 Transport = Literal["auto", "gloo"]
 """How ranks without GPUs talk: "auto" is shared memory where all ranks of a group are on one host, else Gloo."""
 
 
+Connect = Callable[[Sequence[int]], Collective]
+
+
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place in a layout, and the wire to the others. Immutable for one `generation`."""
+    """This rank's place in a layout, and the wire to the others. Immutable for one `generation`.
+
+    Groups are opened when they are first asked for, and once: every rank of a group has to ask for it, and ranks that
+    share several groups have to ask for them in the same order.
+    """
 
     layout: Layout
     rank: int
     device: torch.device
     generation: int
-    world: GroupCollective
-    replicate: GroupCollective
-    ledger: Ledger = field(default_factory=Ledger)
+    ledger: Ledger
+    _connect: Connect
+    _open: dict[tuple[int, ...], Collective] = field(default_factory=dict)
 
     @property
-    def replica(self) -> int:
-        """Index of the replica that this rank belongs to."""
-        return self.replicate.rank
+    def world(self) -> Collective:
+        """All ranks."""
+        return self.ranks(range(self.layout.world_size))
+
+    def axis(self, *axes: Axis) -> Collective:
+        """The ranks that differ from this one along `axes` at most; their order is that of the layout."""
+        return self.ranks(self.layout.group(axes, self.rank))
+
+    def ranks(self, ranks: Sequence[int]) -> Collective:
+        """The group of these ranks of the world, ascending, this one among them."""
+        key = tuple(ranks)
+        if key not in self._open:
+            self._open[key] = Alone() if len(key) == 1 else self._connect(key)
+        return self._open[key]
+
+    @property
+    def batch_share(self) -> tuple[int, int]:
+        """(index, number): which part of every global batch this rank sees, and of how many."""
+        replica, shard = self.layout.index("replicate", self.rank), self.layout.index("shard", self.rank)
+        return replica * self.layout.shard + shard, self.layout.replicate * self.layout.shard
 
 
 def build_mesh(
@@ -61,18 +87,17 @@ def build_mesh(
     """Connects this rank to the others. Blocks until all ranks of the layout have called it."""
     ledger = Ledger()
 
-    def group(axis: str, ranks: Sequence[int]) -> GroupCollective:
-        named = PrefixStore(f"generation-{generation}/{axis}-{ranks[0]}", store)
+    def connected(ranks: Sequence[int]) -> Collective:
+        name = "world" if len(ranks) == layout.world_size else "ranks-" + "-".join(map(str, ranks))
+        named = PrefixStore(f"generation-{generation}/{name}", store)
         return connect(
-            named, ranks.index(rank), len(ranks), device=device, label=axis, ledger=ledger, timeout_s=timeout_s,
+            named, ranks.index(rank), len(ranks), device=device, label=name, ledger=ledger, timeout_s=timeout_s,
             world_rank=rank, conditions=conditions, transport=transport,
         )  # fmt: skip
 
-    world = group("world", range(layout.world_size))
-    replicate_ranks = layout.group("replicate", rank)
-    whole = tuple(replicate_ranks) == tuple(range(layout.world_size))
-    replicate = world if whole else group("replicate", replicate_ranks)
-    return Mesh(layout, rank, device, generation, world, replicate, ledger)
+    mesh = Mesh(layout, rank, device, generation, ledger, connected)
+    _ = mesh.world  # all are here
+    return mesh
 
 
 def connect(

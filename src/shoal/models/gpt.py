@@ -10,12 +10,15 @@ the residual stream at 0.02 / sqrt(2 layers), so that its variance does not grow
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from shoal.models.attention import Attention
+from shoal.models.chain import Part, run_chain
 from shoal.models.dropout import KeyedDropout
 from shoal.models.feed_forward import GELU, SwiGLU
 from shoal.models.law import ONES, Normal
@@ -23,6 +26,16 @@ from shoal.models.roles import Role
 from shoal.models.rotary import rotations
 
 INIT_STD = 0.02
+
+
+@dataclass(frozen=True)
+class GPTContext:
+    """What goes along with the activations: tokens, positions and documents `[batch, seq]`, factors of `rotations`."""
+
+    tokens: Tensor
+    positions: Tensor | None
+    documents: Tensor | None
+    factors: Tensor
 
 
 class GPT(nn.Module):
@@ -63,17 +76,34 @@ class GPT(nn.Module):
         if tied:
             self.head.weight = self.embedding.weight
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """Integer tokens `[batch, seq]` to logits `[batch, seq, vocabulary]`.
 
         `positions` `[batch, seq]` (int64) are the tokens' places in their samples, for rotary positions and dropout;
-        default 0, 1, 2, ... Attention stays causal in the order in which the tokens are given.
+        default 0, 1, 2, ... Attention stays causal in the order in which the tokens are given. `documents` `[batch,
+        seq]` (integers) number the documents of a packed sequence: no token sees one of another document.
         """
+        return run_chain(self, tokens, positions, documents)
+
+    def context(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> GPTContext:
+        """What every part of the chain needs beside the activations."""
         places = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
         factors = rotations(places, head_size=self.head_size, base=self.rope_base)
-        x = self.dropout(self.embedding(tokens), positions)
-        for block in self.blocks:
-            x = block(x, factors, positions)
+        return GPTContext(tokens, positions, documents, factors)
+
+    def parts(self) -> list[Part]:
+        """See `shoal.models.chain`."""
+        blocks = [Part(f"blocks.{i}", (f"blocks.{i}",), partial(self._block, i)) for i in range(len(self.blocks))]
+        first = Part("embedding", ("embedding", "dropout"), self._embed)
+        return [first, *blocks, Part("head", ("norm", "head"), self._logits)]
+
+    def _embed(self, x: Tensor | None, context: GPTContext) -> Tensor:
+        return self.dropout(self.embedding(context.tokens), context.positions)
+
+    def _block(self, index: int, x: Tensor, context: GPTContext) -> Tensor:
+        return self.blocks[index](x, context.factors, context.positions, context.documents)
+
+    def _logits(self, x: Tensor, context: GPTContext) -> Tensor:
         return self.head(self.norm(x))
 
     def parameter_roles(self) -> dict[str, Role]:
@@ -104,7 +134,9 @@ class Block(nn.Module):
         self.feed_forward = feed_forward
         self.feed_forward_dropout = KeyedDropout(dropout, f"{name}.feed_forward")
 
-    def forward(self, x: Tensor, factors: Tensor, positions: Tensor | None = None) -> Tensor:
-        """`x` `[batch, seq, width]`; `factors` and `positions` as `GPT.forward` makes them."""
-        x = x + self.attention_dropout(self.attention(self.attention_norm(x), factors), positions)
+    def forward(
+        self, x: Tensor, factors: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
+        """`x` `[batch, seq, width]`; the others as in `GPTContext`."""
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x), factors, documents), positions)
         return x + self.feed_forward_dropout(self.feed_forward(self.feed_forward_norm(x)), positions)

@@ -56,9 +56,9 @@ class Setting:
         batch = self.run_file.batch
         return evaluation_batches(
             self.data.held_out,
-            replicas=self.mesh.replicate.size,
-            replica=self.mesh.replica,
-            micro_samples=batch.micro_samples or max(1, batch.global_samples // self.mesh.replicate.size),
+            replicas=self.mesh.batch_share[1],
+            replica=self.mesh.batch_share[0],
+            micro_samples=batch.micro_samples or max(1, batch.global_samples // self.mesh.batch_share[1]),
             denominator=batch.denominator,
             limit=self.run_file.observe.evaluate_samples,
         )
@@ -69,7 +69,7 @@ class Setting:
             self.model,
             self.loss,
             self.held_out(),
-            group=self.mesh.replicate,
+            group=self.mesh.axis("replicate"),
             precision=self.precision,
             device=self.device,
         )
