@@ -15,6 +15,7 @@ from shoal.data.feed import Feed
 from shoal.data.order import Order
 from shoal.engine.config import Float32, Float64, PrecisionConfig
 from shoal.engine.loss import cross_entropy
+from shoal.engine.passes import Compute, WholePasses
 from shoal.engine.precision import precision_of, scaler_of
 from shoal.engine.randomness import Randomness
 from shoal.engine.step import TrainStep
@@ -142,17 +143,17 @@ def train_step(case: Case, mesh: Mesh) -> TrainStep:
     precision = precision_of(case.precision)
     model = case.model().to(precision.parameters)
     parameters = list(model.named_parameters())
+    randomness, device = Randomness(model, seed=7, replica=mesh.batch_share[0]), torch.device("cpu")
     return TrainStep(
-        model,
-        cross_entropy,
+        WholePasses(Compute(model, cross_entropy, precision, device, randomness)),
         optimizer=build_optimizer(case.optimizer, [(n, p, p.ndim > 1) for n, p in parameters], lr=case.optimizer.lr),
         sync=AllReduceSync(AllReduce(bucket_bytes=2000, first_bucket_bytes=500), parameters, mesh.axis("replicate")),
-        group=mesh.axis("replicate"),
+        group=mesh.world,
+        twins=mesh.axis("replicate"),
         ledger=mesh.ledger,
-        precision=precision,
         scaler=scaler_of(case.precision),
-        randomness=Randomness(model, seed=7, replica=mesh.batch_share[0]),
-        device=torch.device("cpu"),
+        randomness=randomness,
+        device=device,
         clip_norm=case.clip_norm,
     )
 

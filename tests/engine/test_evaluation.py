@@ -9,7 +9,9 @@ from torch import nn
 from shoal.data.feed import evaluation_batches
 from shoal.engine.evaluation import evaluate
 from shoal.engine.loss import cross_entropy
+from shoal.engine.passes import Compute, WholePasses
 from shoal.engine.precision import Precision
+from shoal.engine.randomness import Randomness
 from tests.comm.groups import replicas
 from tests.engine.same_math import Pictures, Sentences, own_module
 
@@ -36,14 +38,10 @@ def evaluated(place, sentences: bool, micro: int | None, limit: int | None) -> d
     )
     model = own_module() if sentences else Flat()
     model.train()
-    values = evaluate(
-        model,
-        cross_entropy,
-        batches,
-        group=mesh.world,
-        precision=Precision(torch.float32, None),
-        device=torch.device("cpu"),
-    )
+    device = torch.device("cpu")
+    randomness = Randomness(model, seed=0, replica=0)
+    passes = WholePasses(Compute(model, cross_entropy, Precision(torch.float32, None), device, randomness))
+    values = evaluate(passes, batches, group=mesh.world, device=device)
     assert model.training, "evaluation must leave the mode as it was"
     return values
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import torch
 from torch import Tensor, nn
 
 from shoal.data.sample import Batch
 from shoal.engine.loss import cross_entropy
 from shoal.engine.nonfinite import first_nonfinite
+from shoal.engine.passes import Compute
 from shoal.engine.precision import Precision
 from shoal.engine.randomness import Randomness
 
@@ -38,8 +37,8 @@ def batch() -> Batch:
 
 def culprit(model: nn.Module, samples: Batch, loss=cross_entropy) -> str | None:
     randomness = Randomness(model, seed=0, replica=0)
-    parts = {"precision": Precision(torch.float32, None), "device": torch.device("cpu"), "randomness": randomness}
-    return first_nonfinite(SimpleNamespace(model=model, loss=loss, **parts), [samples])  # type: ignore[arg-type]
+    compute = Compute(model, loss, Precision(torch.float32, None), torch.device("cpu"), randomness)
+    return first_nonfinite(compute, [samples])
 
 
 def test_finite_everywhere_names_nobody() -> None:

@@ -5,49 +5,39 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.comm.collective import Collective
 from shoal.data.sample import Batch
-from shoal.engine.loss import Loss, call_model, weighted_sum
-from shoal.engine.precision import Precision
-from shoal.engine.step import on_device
+from shoal.engine.loss import weighted_sum
+from shoal.engine.passes import Passes
 
 
 @torch.no_grad()
-def evaluate(
-    model: nn.Module,
-    loss: Loss,
-    batches: Iterable[Batch],
-    *,
-    group: Collective,
-    precision: Precision,
-    device: torch.device,
-) -> dict[str, float]:
+def evaluate(passes: Passes, batches: Iterable[Batch], *, group: Collective, device: torch.device) -> dict[str, float]:
     """`loss/eval`, and `accuracy/eval` where the targets are classes, over all ranks' `batches` together.
 
     Sums are added in float64 and divided once at the end, so that uneven batches and ranks change nothing.
     """
+    model = passes.compute.model
     was_training = model.training
     model.eval()
     sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, weight, right, judged
     try:
         for batch in batches:
-            batch = on_device(batch, device, precision.parameters)
-            with precision.autocast(device):
-                outputs = call_model(model, batch.inputs)
-                losses = loss(outputs, batch.targets)
-            sums[0] += weighted_sum(losses, batch.weights)
-            sums[1] += batch.weights.sum(dtype=torch.float64)
-            sums[2:] += _right_and_judged(outputs, batch)
+            judged = passes.judge(batch)
+            if judged is not None:
+                sums[0] += weighted_sum(judged.losses, judged.batch.weights)
+                sums[1] += judged.batch.weights.sum(dtype=torch.float64)
+                sums[2:] += _right_and_judged(judged.outputs, judged.batch)
     finally:
         model.train(was_training)
     if group.size > 1:
         group.all_reduce(sums).wait()
-    total, weight, right, judged = sums.tolist()
+    total, weight, right, counted = sums.tolist()
     if weight == 0:
         return {}
-    return {"loss/eval": total / weight} | ({"accuracy/eval": right / judged} if judged else {})
+    return {"loss/eval": total / weight} | ({"accuracy/eval": right / counted} if counted else {})
 
 
 def _right_and_judged(outputs: object, batch: Batch) -> Tensor:

@@ -8,21 +8,23 @@ import torch
 from torch import Tensor, nn
 
 from shoal.data.sample import Batch, Tree
-from shoal.engine.loss import call_model
-from shoal.engine.step import TrainStep, on_device
+from shoal.engine.passes import Compute
 
 
-def first_nonfinite(step: TrainStep, batches: Iterable[Batch]) -> str | None:
-    """The first culprit: a parameter, a sample, a module's output, the loss, a gradient; None if all are finite."""
-    for name, parameter in step.model.named_parameters():
+def first_nonfinite(compute: Compute, batches: Iterable[Batch], *, forward: bool = True) -> str | None:
+    """The first culprit: a parameter, a sample, a module's output, the loss, a gradient; None if all are finite.
+
+    Without `forward`, modules are not run: a rank that holds a part of the model cannot run it alone.
+    """
+    for name, parameter in compute.model.named_parameters():
         if not _finite(parameter):
             return f"parameter {name}"
     for batch in batches:
-        batch = on_device(batch, step.device, step.precision.parameters)
-        found = _in_samples(batch) or _in_forward(step, batch)
+        batch = compute.prepared(batch)
+        found = _in_samples(batch) or (_in_forward(compute, batch) if forward else None)
         if found is not None:
             return found
-    for name, parameter in step.model.named_parameters():
+    for name, parameter in compute.model.named_parameters():
         if parameter.grad is not None and not _finite(parameter.grad):
             return f"the gradient of parameter {name}"
     return None
@@ -38,7 +40,7 @@ def _in_samples(batch: Batch) -> str | None:
 
 
 @torch.no_grad()
-def _in_forward(step: TrainStep, batch: Batch) -> str | None:
+def _in_forward(compute: Compute, batch: Batch) -> str | None:
     found: list[str] = []
 
     def watch(name: str):
@@ -48,11 +50,10 @@ def _in_forward(step: TrainStep, batch: Batch) -> str | None:
 
         return after
 
-    hooks = [module.register_forward_hook(watch(name)) for name, module in step.model.named_modules() if name]
+    hooks = [module.register_forward_hook(watch(name)) for name, module in compute.model.named_modules() if name]
     try:
-        step.randomness.microbatch(batch.positions)
-        with step.precision.autocast(step.device):
-            losses = step.loss(call_model(step.model, batch.inputs), batch.targets)
+        compute.randomness.microbatch(batch.positions)
+        losses = compute.judged(batch).losses
     finally:
         for hook in hooks:
             hook.remove()

@@ -17,11 +17,15 @@ from shoal.errors import Diverged
 
 @dataclass
 class NonfiniteGuard:
-    """Counts non-finite steps in a row. An overflow that a smaller loss scale may cure does not count."""
+    """Counts non-finite steps in a row. An overflow that a smaller loss scale may cure does not count.
+
+    `forward`: may a rank run its model alone, to find the module? Not where it holds a part of one.
+    """
 
     limit: int
     step: TrainStep
     group: Collective
+    forward: bool = True
     in_a_row: int = 0
 
     def check(
@@ -51,7 +55,7 @@ class NonfiniteGuard:
 
     def _own_culprit(self, microbatches: Sequence[Batch]) -> str:
         try:
-            return first_nonfinite(self.step, microbatches) or ""
+            return first_nonfinite(self.step.passes.compute, microbatches, forward=self.forward) or ""
         except Exception as error:  # the others wait for a text from this rank, whatever happens here
             return f"unknown, as looking for it raised {type(error).__name__}: {error}"
 

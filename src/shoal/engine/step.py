@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.comm.collective import Collective
 from shoal.comm.ledger import Entry, Ledger
-from shoal.data.sample import Batch, map_tree
+from shoal.data.sample import Batch
 from shoal.engine.buffers import BufferGuard
-from shoal.engine.loss import Loss, call_model, weighted_sum
-from shoal.engine.precision import LossScaler, Precision
+from shoal.engine.passes import Passes
+from shoal.engine.precision import LossScaler
 from shoal.engine.randomness import Randomness
 from shoal.engine.statistics import StatisticsSync
 from shoal.engine.tally import PendingTally, Tally
@@ -49,42 +49,60 @@ class StepResult:
 
 
 class TrainStep:
-    """Computes one update of `model` from the microbatches of this rank."""
+    """Computes one update from this rank's samples.
+
+    `group` are the ranks that vote, all that train in lock-step; `twins` those that hold the same part of the model and
+    see other samples; `counts` says whether this rank's samples are counted, or those of a rank that sees the same.
+    """
 
     def __init__(
         self,
-        model: nn.Module,
-        loss: Loss,
+        passes: Passes,
         *,
         optimizer: torch.optim.Optimizer,
         sync: Sync,
         group: Collective,
+        twins: Collective,
         ledger: Ledger,
-        precision: Precision,
         scaler: LossScaler,
         randomness: Randomness,
         device: torch.device,
         clip_norm: float | None,
+        counts: bool = True,
     ) -> None:
-        self.model, self.loss, self.optimizer, self.sync = model, loss, optimizer, sync
+        self.passes, self.model, self.optimizer, self.sync = passes, passes.compute.model, optimizer, sync
         self.group, self.ledger, self.device, self.clip_norm = group, ledger, device, clip_norm
-        self.precision, self.scaler, self.randomness = precision, scaler, randomness
-        self.statistics, self.buffers = StatisticsSync(model, group), BufferGuard(model, group)
+        self.scaler, self.randomness, self.counts = scaler, randomness, counts
+        self.statistics, self.buffers = StatisticsSync(self.model, twins), BufferGuard(self.model, twins)
 
-    def __call__(self, step: int, microbatches: Sequence[Batch], *, lr: float, stop: bool = False) -> StepResult:
-        """Raises `CollectiveError` where a rank is lost; a non-finite loss or gradient makes `committed` false."""
+    def __call__(
+        self,
+        step: int,
+        batches: Sequence[Batch],
+        *,
+        lr: float,
+        stop: bool = False,
+        look: Callable[[float], None] | None = None,
+    ) -> StepResult:
+        """Raises `CollectiveError` where a rank is lost; a non-finite loss or gradient makes `committed` false.
+
+        `look` is called with the norm when every gradient is agreed, before the optimizer changes anything.
+        """
         begin_s = time.perf_counter()
         self.ledger.take()  # what an evaluation has sent belongs to no step
         self.model.train()
         self.buffers.start()
         self.randomness.step(step)
         self.sync.start()
-        tally = PendingTally(microbatches, self.group, stop=stop, device=self.device)
-        counted, loss = self._forward_backward(microbatches, tally)
-        backward_s = time.perf_counter()
+        tally = PendingTally(batches if self.counts else (), self.group, stop=stop, device=self.device)
+        loss = GlobalSum(self.group)
+        self.passes.train(batches, sync=self.sync, factor=lambda: self._factor_of(tally), known=loss.start)
+        counted, backward_s = tally.wait(), time.perf_counter()
         waited_s = self.ledger.total().exposed_s
         norm = float(self.sync.gradients()) / self.scaler.scale
-        global_loss = loss() / counted.denominator
+        if look is not None:
+            look(norm)
+        global_loss = loss.wait() / counted.denominator
         scale, committed = self.scaler.scale, self._commit_or_skip(norm, global_loss, lr)
         wire = sum(self.ledger.take().values(), start=Entry())
         in_backward_s, after_s = backward_s - begin_s, time.perf_counter() - backward_s
@@ -92,36 +110,9 @@ class TrainStep:
         times = StepTimes(in_backward_s - waited_s, wire.exposed_s, after_s - waited_after_s)
         return StepResult(global_loss, norm, scale, committed, counted, times, wire.bytes_sent)
 
-    def _forward_backward(self, microbatches: Sequence[Batch], tally: PendingTally):
-        """Every microbatch forward and backward. Returns the tally, and a function that gives the global loss sum."""
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        counted, handle = None, None
-        for index, batch in enumerate(microbatches):
-            last = index == len(microbatches) - 1
-            loss_sum = self._forward(batch)
-            total += loss_sum.detach()
-            if counted is None:
-                counted = tally.wait()
-            if last and self.group.size > 1:
-                handle = self.group.all_reduce(total)
-            with self.sync.backward(last=last):
-                (loss_sum * (self.scaler.scale / counted.denominator)).backward()
-
-        def global_sum() -> float:
-            if handle is not None:
-                handle.wait()
-            return float(total)
-
-        assert counted is not None, "a step has at least one microbatch"
-        return counted, global_sum
-
-    def _forward(self, batch: Batch) -> Tensor:
-        batch = on_device(batch, self.device, self.precision.parameters)
-        self.randomness.microbatch(batch.positions)
-        with self.precision.autocast(self.device):
-            outputs = call_model(self.model, batch.inputs)
-            losses = self.loss(outputs, batch.targets)
-        return weighted_sum(losses, batch.weights)
+    def _factor_of(self, tally: PendingTally) -> float:
+        """What the sum of losses is multiplied by before the backward."""
+        return self.scaler.scale / tally.wait().denominator
 
     def _commit_or_skip(self, norm: float, loss: float, lr: float) -> bool:
         """The vote: norm and loss are sums over all ranks, so what is not finite anywhere shows on every rank."""
@@ -144,10 +135,19 @@ class TrainStep:
         return clip / self.scaler.scale
 
 
-def on_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
-    """The batch on `device`, its floating inputs and targets in `dtype` (weights stay as they are)."""
-    if device.type != "cpu":
-        batch = batch.to(device, non_blocking=True)
-    cast = lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf  # noqa: E731
-    inputs, targets = map_tree(cast, batch.inputs), map_tree(cast, batch.targets)
-    return Batch(inputs, targets, weights=batch.weights, positions=batch.positions)
+class GlobalSum:
+    """A sum over the ranks of `group`, under way behind the backward."""
+
+    def __init__(self, group: Collective) -> None:
+        self._group, self._total, self._handle = group, torch.zeros(()), None
+
+    def start(self, own: Tensor) -> None:
+        """This rank's part, which must not change any more."""
+        self._total = own
+        self._handle = self._group.all_reduce(own) if self._group.size > 1 else None
+
+    def wait(self) -> float:
+        """The sum."""
+        if self._handle is not None:
+            self._handle.wait()
+        return float(self._total)

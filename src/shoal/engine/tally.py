@@ -39,9 +39,12 @@ class PendingTally:
         ]
         self._sums = torch.tensor(own, dtype=torch.float64, device=device)
         self._handle: Handle | None = group.all_reduce(self._sums) if group.size > 1 else None
+        self._tally: Tally | None = None
 
     def wait(self) -> Tally:
         """Raises `DataError` where the whole global batch weighs nothing: there is nothing to average over."""
+        if self._tally is not None:
+            return self._tally
         if self._handle is not None:
             self._handle.wait()
         denominator, samples, tokens, stop = self._sums.tolist()
@@ -50,7 +53,8 @@ class PendingTally:
                 f"the weights of a global batch of {int(samples)} samples sum to {denominator:g}; the loss is divided "
                 "by that sum. Every step needs at least one sample or token of positive weight"
             )
-        return Tally(denominator, int(samples), int(tokens), stop > 0)
+        self._tally = Tally(denominator, int(samples), int(tokens), stop > 0)
+        return self._tally
 
 
 def _tokens(weights: Tensor) -> int:

@@ -17,9 +17,12 @@ from shoal.config.table import Table, says
 from shoal.data.config import BatchConfig, DataConfig, StdlibText, TextFiles
 from shoal.engine.config import CrossEntropy, Float32, LossConfig, PrecisionConfig
 from shoal.errors import ConfigError
+from shoal.memory.config import MemoryConfig
 from shoal.models.config import GPTConfig, ModelConfig
 from shoal.observe.config import ObserveConfig
 from shoal.optim.config import AdamW, OptimizerConfig, Schedule
+from shoal.parallel.config import ContextConfig, PipelineConfig
+from shoal.recipes.layout_rules import layout_refusal
 from shoal.sync.config import AllReduce, SyncConfig
 from shoal.topology.config import LayoutConfig
 
@@ -61,7 +64,10 @@ class RunFile(Table, frozen=True):
     schedule: Schedule = Schedule()
     precision: PrecisionConfig = Float32()
     layout: LayoutConfig = LayoutConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    context: ContextConfig = ContextConfig()
     sync: SyncConfig = AllReduce()
+    memory: MemoryConfig = MemoryConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()
 
@@ -80,18 +86,21 @@ def run_directory(run_file: RunFile) -> Path:
 
 def check_across(run_file: RunFile, *, file: str) -> None:
     """The rules between tables. Raises `ConfigError` for the first that is broken."""
-    for sentence in (_batch_rule(run_file), _groups_rule(run_file), _vocabulary_rule(run_file)):
+    for rule in (_batch_rule, _groups_rule, _vocabulary_rule, layout_refusal):
+        sentence = rule(run_file)
         if sentence is not None:
             raise ConfigError(f"{file}: {sentence}")
 
 
 def _batch_rule(run_file: RunFile) -> str | None:
-    ranks, samples = run_file.run.processes or 1, run_file.batch.global_samples
-    replicas = run_file.layout.replicate or ranks
-    fewest = replicas * statistics_group(run_file)
+    layout, samples = run_file.layout, run_file.batch.global_samples
+    processes = run_file.run.processes or layout.default_processes or 1
+    shares = processes // (layout.pipeline * layout.context * layout.tensor)
+    fewest = shares * statistics_group(run_file)
     if samples < fewest:
+        what = f"{shares} replicas" if layout.shard == 1 else f"{shares} shares (replicate x shard)"
         return (
-            f"batch.global_samples = {samples} for {replicas} replicas: every replica needs at least "
+            f"batch.global_samples = {samples} for {what}: each needs at least "
             f"{statistics_group(run_file)} of a step; raise it to {fewest} or more, or use fewer processes"
         )
     return None

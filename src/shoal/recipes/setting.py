@@ -15,8 +15,9 @@ from shoal.data.build import Dataset
 from shoal.data.feed import evaluation_batches
 from shoal.data.sample import Batch
 from shoal.engine.evaluation import evaluate
-from shoal.engine.loss import Loss
+from shoal.engine.passes import Compute, Passes, WholePasses
 from shoal.engine.precision import Precision, precision_of
+from shoal.engine.randomness import Randomness
 from shoal.errors import EnvironmentFault
 from shoal.launch.environment import Place
 from shoal.launch.rendezvous import interface_for, open_store
@@ -24,7 +25,6 @@ from shoal.observe.facts import read_facts
 from shoal.recipes.objects import Given, check_layout_independent, data_of, loss_of, model_of
 from shoal.recipes.run_file import RunFile, run_directory, statistics_group
 from shoal.recipes.sameness import require_same, samples_of, shapes_of
-from shoal.topology.layout import Layout
 
 START_TIMEOUT_S = 1800.0  # corpora are read and checkpoints verified before the first step
 
@@ -40,7 +40,7 @@ class Setting:
     device: torch.device
     precision: Precision
     model: nn.Module
-    loss: Loss
+    passes: Passes
     data: Dataset
     announce: Callable[[str, Callable[[], str]], str]
 
@@ -65,14 +65,7 @@ class Setting:
 
     def evaluate(self) -> dict[str, float]:
         """The measurements on the held-out data; none where there is no such data."""
-        return evaluate(
-            self.model,
-            self.loss,
-            self.held_out(),
-            group=self.mesh.axis("replicate"),
-            precision=self.precision,
-            device=self.device,
-        )
+        return evaluate(self.passes, self.held_out(), group=self.mesh.world, device=self.device)
 
 
 def set_up(run_file: RunFile, place: Place, given: Given, environ: Mapping[str, str] = os.environ) -> Setting:
@@ -81,10 +74,10 @@ def set_up(run_file: RunFile, place: Place, given: Given, environ: Mapping[str, 
     _share_host(place, environ)
     store = open_store(place, environ, timeout_s=max(START_TIMEOUT_S, run_file.run.timeout_s))
     announce = _announcer(store, place.rank)
-    layout = Layout.for_processes(place.world_size, replicate=run_file.layout.replicate)
+    layout = run_file.layout.layout(place.world_size)
     precision = precision_of(run_file.precision)
     model = model_of(run_file, given, device=device, dtype=precision.parameters)
-    check_layout_independent(model, run_file, replicas=layout.replicate)
+    check_layout_independent(model, run_file, replicas=layout.replicate * layout.shard)
     loss, data = loss_of(run_file, given), data_of(run_file, given, environ)
     require_same(place.rank, announce, {"model": shapes_of(model), "data": samples_of(data)})
     generation = int(announce("generation", lambda: str(read_facts(run_directory(run_file)).get("generation", -1) + 1)))
@@ -100,7 +93,9 @@ def set_up(run_file: RunFile, place: Place, given: Given, environ: Mapping[str, 
     _start_equal(model, mesh)
     if run_file.run.compile:
         model.compile()
-    return Setting(run_file, place, store, mesh, device, precision, model, loss, data, announce)
+    randomness = Randomness(model, seed=run_file.run.seed, replica=mesh.batch_share[0])
+    passes = WholePasses(Compute(model, loss, precision, device, randomness))
+    return Setting(run_file, place, store, mesh, device, precision, model, passes, data, announce)
 
 
 def device_of(run_file: RunFile, place: Place) -> torch.device:

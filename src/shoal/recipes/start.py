@@ -21,7 +21,6 @@ from shoal.launch.orphans import die_with_parent
 from shoal.launch.spawn import run_ranks
 from shoal.launch.versions import check_torch_version
 from shoal.recipes.run_file import RunFile, check_across, statistics_group, with_processes
-from shoal.topology.layout import Layout
 
 DEFAULT_PROCESSES = 2
 
@@ -29,10 +28,10 @@ DEFAULT_PROCESSES = 2
 def processes_of(run_file: RunFile, environ: Mapping[str, str] = os.environ) -> int:
     """How many ranks to start: as the run file says, else the layout's product, else one per GPU, else two."""
     if run_file.run.processes is not None:
-        Layout.for_processes(run_file.run.processes, replicate=run_file.layout.replicate)
+        run_file.layout.layout(run_file.run.processes)
         return run_file.run.processes
-    if run_file.layout.replicate is not None:
-        return run_file.layout.replicate
+    if run_file.layout.default_processes is not None:
+        return run_file.layout.default_processes
     there = gpus(environ) if run_file.run.device != "cpu" else 0
     return there or min(DEFAULT_PROCESSES, max(1, run_file.batch.global_samples // statistics_group(run_file)))
 

@@ -14,7 +14,6 @@ from shoal.data.feed import Feed
 from shoal.data.order import Order
 from shoal.engine.loop import Job, train
 from shoal.engine.precision import scaler_of
-from shoal.engine.randomness import Randomness
 from shoal.engine.recovery import NonfiniteGuard
 from shoal.engine.resume import load_weights, resume
 from shoal.engine.state import TrainState
@@ -102,15 +101,14 @@ def new_step(setting: Setting, state: TrainState) -> TrainStep:
     run_file, mesh = setting.run_file, setting.mesh
     trained = [(name, p) for name, p in state.parameters if p.requires_grad]
     return TrainStep(
-        setting.model,
-        setting.loss,
+        setting.passes,
         optimizer=state.optimizer,
         sync=AllReduceSync(run_file.sync, trained, mesh.axis("replicate")),
-        group=mesh.axis("replicate"),
+        group=mesh.world,
+        twins=mesh.axis("replicate", "shard"),
         ledger=mesh.ledger,
-        precision=setting.precision,
         scaler=state.scaler,
-        randomness=Randomness(setting.model, seed=run_file.run.seed, replica=mesh.batch_share[0]),
+        randomness=setting.passes.compute.randomness,
         device=setting.device,
         clip_norm=run_file.optimizer.clip_norm,
     )
@@ -153,7 +151,7 @@ def _job(
         state=state,
         step=step,
         feed=stack.enter_context(new_feed(setting, state.cursor)),
-        guard=NonfiniteGuard(run_file.run.nonfinite_limit, step, mesh.axis("replicate")),
+        guard=NonfiniteGuard(run_file.run.nonfinite_limit, step, mesh.world, forward=mesh.layout.replica_size == 1),
         saver=saver,
         events=stack.enter_context(EventWriter(directory, rank=mesh.rank, generation=generation, warn=display.warn)),
         display=display,

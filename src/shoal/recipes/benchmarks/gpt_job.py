@@ -54,7 +54,7 @@ def gpt_job(setting: Setting, folder: Path, stack: ExitStack, *, exchange: Excha
         state=state,
         step=step,
         feed=stack.enter_context(new_feed(setting, state.cursor)),
-        guard=NonfiniteGuard(5, step, setting.mesh.axis("replicate")),
+        guard=NonfiniteGuard(5, step, setting.mesh.world),
         saver=saver,
         events=stack.enter_context(EventWriter(folder, rank=setting.place.rank)),
         display=SilentDisplay(),

@@ -1,0 +1,66 @@
+"""Microbatches of one number and one size on all ranks, where the ranks of a replica work in lock-step.
+
+Pipelines, sharded parameters and experts exchange tensors within every microbatch, so that no rank may have more of
+them than another, nor other shapes. What a rank lacks is made up by samples of weight 0, which change no sum; their
+position is -1, and they are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.data.sample import Batch, map_tree
+
+PADDING_POSITION = -1
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """`count` microbatches of `samples` samples in every step of every rank."""
+
+    count: int
+    samples: int
+
+    def __call__(self, batches: Sequence[Batch]) -> list[Batch]:
+        """The same samples in the same order, padded. There is at least one sample."""
+        filler = padding_like(batches[0], self.samples)
+        padded = [_padded(batch, self.samples) for batch in batches]
+        return [*padded, *[filler] * (self.count - len(padded))]
+
+
+def padding_like(batch: Batch, samples: int) -> Batch:
+    """`samples` copies of the first sample that weigh nothing."""
+    repeat = lambda leaf: leaf[:1].expand(samples, *leaf.shape[1:])  # noqa: E731
+    return Batch(
+        map_tree(repeat, batch.inputs),
+        map_tree(repeat, batch.targets),
+        weights=torch.zeros_like(repeat(batch.weights)),
+        positions=torch.full((samples,), PADDING_POSITION),
+    )
+
+
+def _padded(batch: Batch, samples: int) -> Batch:
+    if len(batch) == samples:
+        return batch
+    filler = padding_like(batch, samples - len(batch))
+    leaves: Iterator[Tensor] = iter(_leaves(filler.inputs, filler.targets))
+    join = lambda leaf: torch.cat([leaf, next(leaves)])  # noqa: E731
+    inputs, targets = map_tree(join, batch.inputs), map_tree(join, batch.targets)
+    return Batch(
+        inputs,
+        targets,
+        weights=torch.cat([batch.weights, filler.weights]),
+        positions=torch.cat([batch.positions, filler.positions]),
+    )
+
+
+def _leaves(*trees: object) -> list[Tensor]:
+    """The leaves in the order in which `map_tree` visits them."""
+    found: list[Tensor] = []
+    for tree in trees:
+        map_tree(lambda leaf: found.append(leaf) or leaf, tree)  # type: ignore[arg-type]
+    return found

@@ -1,0 +1,1 @@
+"""What a rank keeps in memory for the backward pass, and what it computes again."""

@@ -1,0 +1,29 @@
+"""The table `[memory]` of the run file. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from shoal.config.table import Table, says
+
+
+class MemoryConfig(Table, frozen=True):
+    """What a rank keeps, and what it does without."""
+
+    zero: Annotated[
+        Annotated[int, msgspec.Meta(ge=1, le=3)] | None,
+        says(
+            "What the ranks of `layout.shard` split: 1 the optimizer's state, 2 gradients too, 3 parameters too "
+            "(arXiv:1910.02054); default: 3 where `layout.shard` is more than 1."
+        ),
+    ] = None
+    recompute: Annotated[
+        Literal["none", "selective", "full"],
+        says("Activations computed again in the backward: none, those of attention (arXiv:2205.05198), or all."),
+    ] = "none"
+    recompute_layers: Annotated[
+        list[Annotated[int, msgspec.Meta(ge=0)]] | None,
+        says("The blocks that `recompute` is applied to, from 0; default: all."),
+    ] = None

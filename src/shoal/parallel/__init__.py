@@ -1,0 +1,1 @@
+"""How the ranks of one replica split a model: tensor, pipeline, context, expert."""

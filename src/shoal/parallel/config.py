@@ -1,0 +1,55 @@
+"""The tables `[pipeline]` and `[context]` of the run file. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from shoal.config.table import Positive, Table, says
+
+Schedule = Literal[
+    "GPipe",
+    "1F1B",
+    "Interleaved1F1B",
+    "LoopedBFS",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "DualPipeV",
+    "ZB-H1",
+    "ZB-H2",
+]
+LOOPED: tuple[Schedule, ...] = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
+
+class PipelineConfig(Table, frozen=True):
+    """How microbatches go through the stages of `layout.pipeline` ranks."""
+
+    schedule: Annotated[Schedule, says("Order of forwards and backwards on each rank.")] = "1F1B"
+    microbatches: Annotated[
+        Positive | None, says("Microbatches in one pass through the pipeline; default: twice `layout.pipeline`.")
+    ] = None
+    stages_per_rank: Annotated[
+        Positive | None, says("Stages of each rank; default: 2 for schedules that loop or turn back, else 1.")
+    ] = None
+    cut: Annotated[
+        list[str] | None,
+        says(
+            'First part of each stage but the first, such as ["blocks.2"]; default: cut to balance the estimated cost.'
+        ),
+    ] = None
+
+    @property
+    def stages_each(self) -> int:
+        """Stages of each rank, the default resolved."""
+        return self.stages_per_rank or (2 if self.schedule in LOOPED else 1)
+
+
+class ContextConfig(Table, frozen=True):
+    """How attention sees the parts of a sequence that other ranks of `layout.context` hold."""
+
+    kind: Annotated[
+        Literal["ring", "ulysses", "allgather"],
+        says(
+            "Keys and values travel round a ring (arXiv:2310.01889), heads are exchanged for sequence "
+            "(arXiv:2309.14509), or keys and values are gathered (arXiv:2407.21783)."
+        ),
+    ] = "ring"

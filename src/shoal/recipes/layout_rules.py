@@ -1,0 +1,119 @@
+"""What a layout asks of the model and of the batch, checked before any process starts.
+
+Each rule gives one sentence, which names the number that does not divide and the nearest ones that do, or None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from shoal.models.config import GPTConfig, PythonModel
+from shoal.topology.refusal import nearest_divisors, nearest_multiples
+
+if TYPE_CHECKING:  # the run file asks these rules
+    from shoal.recipes.run_file import RunFile
+
+Rule = Callable[["RunFile"], str | None]
+
+
+def layout_refusal(run_file: RunFile) -> str | None:
+    """The first rule that is broken, as a sentence."""
+    return next((sentence for rule in _RULES if (sentence := rule(run_file)) is not None), None)
+
+
+def _only_chains(run_file: RunFile) -> str | None:
+    """Models that cannot be split along an axis: those that are neither a GPT nor the user's own."""
+    layout, model = run_file.layout, run_file.model
+    if isinstance(model, GPTConfig | PythonModel):
+        return None
+    kind = type(model).__struct_config__.tag
+    for axis in ("pipeline", "context", "tensor"):
+        size = getattr(layout, axis)
+        if size > 1:
+            return f'layout.{axis} = {size}: a model of kind "{kind}" cannot be split so; use layout.shard or replicate'
+    return None
+
+
+def _heads(run_file: RunFile) -> str | None:
+    model, tensor = run_file.model, run_file.layout.tensor
+    if not isinstance(model, GPTConfig):
+        return None
+    return (
+        _divides("layout.tensor", tensor, "model.heads", model.heads)
+        or _divides_or_divided("layout.tensor", tensor, "model.kv_heads", model.key_value_heads)
+        or _divides("layout.tensor", tensor, "model.feed_forward_width", model.hidden_width)
+    )
+
+
+def _sequence(run_file: RunFile) -> str | None:
+    layout, sequence = run_file.layout, run_file.batch.sequence
+    if not isinstance(run_file.model, GPTConfig):
+        return None
+    if layout.context > 1 and sequence % (2 * layout.context):
+        return _not_multiple(
+            "batch.sequence", sequence, 2 * layout.context, f"2 x layout.context = {2 * layout.context}"
+        )
+    own = sequence // layout.context
+    if layout.sequence_parallel and own % layout.tensor:
+        unit = layout.context * layout.tensor
+        return _not_multiple("batch.sequence", sequence, unit, f"layout.context x layout.tensor = {unit}")
+    return None
+
+
+def _ulysses(run_file: RunFile) -> str | None:
+    layout, model = run_file.layout, run_file.model
+    if not isinstance(model, GPTConfig) or run_file.context.kind != "ulysses":
+        return None
+    return _divides("layout.context", layout.context, "heads per tensor rank", model.heads // layout.tensor)
+
+
+def _stages(run_file: RunFile) -> str | None:
+    layout, model, pipeline = run_file.layout, run_file.model, run_file.pipeline
+    stages = layout.pipeline * pipeline.stages_each
+    if layout.pipeline == 1 or not isinstance(model, GPTConfig) or stages <= model.layers + 2:
+        return None
+    return (
+        f"layout.pipeline = {layout.pipeline} x {pipeline.stages_each} stages each makes {stages} stages, "
+        f"and the model has {model.layers + 2} parts (embedding, {model.layers} layers, head): use fewer stages, or "
+        "more model.layers"
+    )
+
+
+def _sequence_parallel(run_file: RunFile) -> str | None:
+    if run_file.layout.sequence_parallel and run_file.layout.tensor == 1:
+        return (
+            "layout.sequence_parallel = true splits over layout.tensor, which is 1: set layout.tensor, or leave it out"
+        )
+    return None
+
+
+def _zero(run_file: RunFile) -> str | None:
+    zero, shard = run_file.memory.zero, run_file.layout.shard
+    if zero is not None and shard == 1:
+        return (
+            f"memory.zero = {zero} splits the model's state over layout.shard, which is 1: set layout.shard to the "
+            "number of ranks that share one copy (layout.replicate to the number of copies), or leave memory.zero out"
+        )
+    return None
+
+
+def _divides(axis: str, size: int, name: str, number: int) -> str | None:
+    if number % size == 0:
+        return None
+    divisors = " or ".join(map(str, nearest_divisors(number, size)))
+    multiples = " or ".join(map(str, nearest_multiples(size, number)))
+    return f"{axis} = {size} does not divide {name} = {number}; nearest: {axis} = {divisors}, or {name} = {multiples}"
+
+
+def _divides_or_divided(axis: str, size: int, name: str, number: int) -> str | None:
+    """Fewer heads than ranks are held by several ranks each, so the larger must be a multiple of the smaller."""
+    return None if size % number == 0 else _divides(axis, size, name, number)
+
+
+def _not_multiple(name: str, number: int, unit: int, what: str) -> str:
+    nearest = " or ".join(map(str, nearest_multiples(unit, number)))
+    return f"{name} = {number} is not a multiple of {what}; nearest: {nearest}"
+
+
+_RULES: tuple[Rule, ...] = (_only_chains, _heads, _sequence, _ulysses, _stages, _sequence_parallel, _zero)
