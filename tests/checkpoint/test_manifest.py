@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,6 +14,7 @@ from shoal.checkpoint import manifest as manifests
 from shoal.checkpoint.grid import boxes
 from shoal.checkpoint.manifest import BoxEntry, Manifest, TensorEntry, decode, encode, tiles
 from shoal.errors import CorruptCheckpoint, VerificationFailed
+from tests.checkpoint.cuts import held
 from tests.checkpoint.states import light
 
 DIGEST = "ab" * 32
@@ -126,3 +128,30 @@ def test_exactly_the_boxes_of_a_grid_tile(shape, limit, data):
     if shape:
         moved = entry([cut[0].offset[0] + 1, *cut[0].offset[1:]], cut[0].shape)
         assert not tiles(shape, [moved, *cut[1:]])
+
+
+@light
+@given(st.data(), shapes)
+def test_boxes_tile_exactly_when_every_element_is_in_one(data, shape):
+    """The oracle counts elements: runs of a flat tensor and any other cut pass, random boxes pass as it says."""
+    cut = [box for boxes in data.draw(held(shape, [0])).values() for box in boxes]
+    some = data.draw(st.lists(st.sampled_from(cut), max_size=len(cut) + 1)) if cut else []
+    for found in (cut, some):
+        count = torch.zeros(shape, dtype=torch.int64)
+        for box in found:
+            count[box.slices] += 1
+        once = bool((count == 1).all()) and (count.numel() > 0 or len(found) == 1)
+        assert tiles(shape, [entry(*box) for box in found]) == once
+
+
+def test_boxes_beyond_a_tensor_do_not_make_up_for_gaps():
+    """As many elements as the tensor has, but not its own; and corners that cancel by number, not by place."""
+    assert not tiles((4, 4), [entry((0, 0), (4, 2)), entry((0, 2), (2, 2)), entry((4, 2), (2, 2))])
+    assert not tiles((4, 4), [entry((0, 0), (2, 4)), entry((0, 0), (2, 4))])
+    assert tiles((4, 4), [entry((0, 0), (1, 4)), entry((1, 0), (1, 3)), entry((1, 3), (1, 1)), entry((2, 0), (2, 4))])
+
+
+def test_the_work_of_checking_a_tiling_is_bounded():
+    """A tensor of many dims, all of them cut, is refused before its corners are counted."""
+    cut = [entry((at,) * 40, (1,) * 40) for at in range(2)]
+    assert not tiles((2,) * 40, cut)

@@ -76,10 +76,10 @@ def test_the_memory_is_used_again(tmp_path):
     """Saves of the same shapes stage into the same memory; `prepare` has allocated it already; other shapes work."""
     saver = saver_for(tmp_path)
     saver.prepare(state_of(0))
-    memory = saver._staging
+    ready = saver._ready
     save(saver, 1)
     save(saver, 2)
-    assert saver._staging is memory
+    assert saver._ready is ready
     other = {"model/other": torch.ones(3)}
     save(saver, 3, other)
     assert same(loaded(tmp_path)[1], other)

@@ -12,9 +12,11 @@ from safetensors.torch import load
 
 from shoal.checkpoint.dtypes import DTYPES
 from shoal.checkpoint.grid import TensorSpec, parcels
+from shoal.checkpoint.part import parts_of
 from shoal.checkpoint.staging import Staging
 from shoal.checkpoint.tensorfile import read
 from shoal.errors import CorruptCheckpoint
+from shoal.topology.box import whole
 from tests.checkpoint.states import light
 
 
@@ -34,8 +36,8 @@ def staged(tensors):
         for name, tensor in tensors.items()
     ]
     (parcel,) = parcels(specs, 1 << 20)
-    staging = Staging([parcel])
-    staging.fill(tensors)
+    staging = Staging([parcel], {name: [whole(tuple(tensor.shape))] for name, tensor in tensors.items()})
+    staging.fill(parts_of(tensors))
     (content,) = staging.objects()
     return parcel, bytes(content)
 

@@ -9,9 +9,12 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
+from shoal.comm.alone import Alone
 from shoal.comm.buckets import Member, cut
+from shoal.comm.collective import Collective
 from shoal.comm.conditions import Conditions, Fault
 from shoal.comm.reducer import Reducer
+from shoal.comm.summed_bucket import Summand, summed_buckets
 from shoal.errors import UserCodeError
 from tests.comm.groups import replicas
 
@@ -33,6 +36,16 @@ class Net(nn.Module):
         return self.layers[3](torch.tanh(self.layers[2](x))).sum()
 
 
+def reducer_of(
+    net: nn.Module, group: Collective, *, bucket_bytes: int = 2000, first_bucket_bytes: int = 256
+) -> Reducer:
+    """Every gradient summed over one group."""
+    parameters = list(net.named_parameters())
+    summands = [Summand(name, parameter, group) for name, parameter in parameters]
+    buckets = summed_buckets(summands, bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes)
+    return Reducer(parameters, buckets)
+
+
 def naive(net: nn.Module, batches, branch, group) -> list[torch.Tensor]:
     """All microbatches backward, then one all-reduce a parameter."""
     for x in batches:
@@ -47,9 +60,7 @@ def bucketed_against_naive(place, bucket_bytes: int, microbatches: int, branches
     """The largest difference between both, over two steps."""
     mesh = replicas(place)
     fast, slow = Net().double(), Net().double()
-    reducer = Reducer(
-        list(fast.named_parameters()), mesh.world, bucket_bytes=bucket_bytes, first_bucket_bytes=min(bucket_bytes, 256)
-    )
+    reducer = reducer_of(fast, mesh.world, bucket_bytes=bucket_bytes, first_bucket_bytes=min(bucket_bytes, 256))
     torch.manual_seed(place.rank)
     worst = 0.0
     for _ in range(2):
@@ -83,7 +94,7 @@ def test_unused_parameters_are_zero_and_pair_rightly(ranks) -> None:
 def sent_calls(place, microbatches: int) -> int:
     mesh = replicas(place)
     net = Net()
-    reducer = Reducer(list(net.named_parameters()), mesh.world, bucket_bytes=2000, first_bucket_bytes=256)
+    reducer = reducer_of(net, mesh.world)
     reducer.start()
     for index in range(microbatches):
         with reducer.backward(last=index == microbatches - 1):
@@ -104,7 +115,7 @@ def test_only_the_last_microbatch_sends(ranks) -> None:
 def with_a_dropped_bucket(place) -> float:
     mesh = replicas(place, conditions=Conditions(faults=[Fault("all_reduce", 1, "drop")]))
     net = Net().double()
-    reducer = Reducer(list(net.named_parameters()), mesh.world, bucket_bytes=2000, first_bucket_bytes=256)
+    reducer = reducer_of(net, mesh.world)
     alone = copy.deepcopy(net)
     alone(torch.ones(1, 5, dtype=torch.float64), branch=True).backward()
     reducer.start()
@@ -133,8 +144,9 @@ def test_the_cut_is_reversed_bounded_and_whole() -> None:
 
 def test_a_gradient_that_is_ready_twice_is_refused() -> None:
     """Reentrant checkpoints fire a shared parameter's hook before its gradient is whole: named, not sent."""
-    weight = nn.Parameter(torch.ones(3))
-    reducer = Reducer([("weight", weight)], None, bucket_bytes=100, first_bucket_bytes=100)
+    net = nn.Module()
+    net.weight = weight = nn.Parameter(torch.ones(3))
+    reducer = reducer_of(net, Alone())
 
     def part(x: torch.Tensor) -> torch.Tensor:
         return x * weight

@@ -8,14 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.alone import Alone
 from shoal.comm.conditions import Conditions
 from shoal.comm.mesh import Mesh
 from shoal.data.config import Denominator
 from shoal.data.feed import Feed
 from shoal.data.order import Order
+from shoal.engine.compute import Compute
 from shoal.engine.config import Float32, Float64, PrecisionConfig
 from shoal.engine.loss import cross_entropy
-from shoal.engine.passes import Compute, WholePasses
+from shoal.engine.passes import WholePasses
 from shoal.engine.precision import precision_of, scaler_of
 from shoal.engine.randomness import Randomness
 from shoal.engine.step import TrainStep
@@ -24,7 +26,7 @@ from shoal.models.config import ConvNetConfig, GPTConfig
 from shoal.models.initialise import initialise
 from shoal.optim.build import build_optimizer
 from shoal.optim.config import SGD, AdamW, OptimizerConfig
-from shoal.sync.allreduce import AllReduceSync
+from shoal.sync.allreduce import AllReduceSync, replicated
 from shoal.sync.config import AllReduce
 from tests.comm.groups import replicas
 from tests.ranks import TestPlace
@@ -147,7 +149,11 @@ def train_step(case: Case, mesh: Mesh) -> TrainStep:
     return TrainStep(
         WholePasses(Compute(model, cross_entropy, precision, device, randomness)),
         optimizer=build_optimizer(case.optimizer, [(n, p, p.ndim > 1) for n, p in parameters], lr=case.optimizer.lr),
-        sync=AllReduceSync(AllReduce(bucket_bytes=2000, first_bucket_bytes=500), parameters, mesh.axis("replicate")),
+        sync=AllReduceSync(
+            AllReduce(bucket_bytes=2000, first_bucket_bytes=500),
+            replicated(parameters, mesh.axis("replicate")),
+            Alone(),
+        ),
         group=mesh.world,
         twins=mesh.axis("replicate"),
         ledger=mesh.ledger,

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from shoal.data.feed import evaluation_batches
+from shoal.engine.compute import Compute
 from shoal.engine.evaluation import evaluate
 from shoal.engine.loss import cross_entropy
-from shoal.engine.passes import Compute, WholePasses
+from shoal.engine.passes import WholePasses
 from shoal.engine.precision import Precision
 from shoal.engine.randomness import Randomness
 from tests.comm.groups import replicas

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from shoal.data.sample import Batch
+from shoal.engine.compute import Compute
 from shoal.engine.loss import cross_entropy
 from shoal.engine.nonfinite import first_nonfinite
-from shoal.engine.passes import Compute
 from shoal.engine.precision import Precision
 from shoal.engine.randomness import Randomness
 

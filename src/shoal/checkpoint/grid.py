@@ -1,11 +1,12 @@
-"""How tensors become objects: a grid of boxes that depends on shapes alone, never on who holds what.
+"""How tensors become objects: a grid of cells that depends on shapes alone, never on who holds what.
 
 A tensor of shape `s` is cut into slabs of at most `limit` bytes, along the outermost dim that allows it, in equal
 parts: with `r = floor(limit / bytes of one row)` rows at most in a slab, `n = ceil(s_0 / r)` slabs of `ceil(s_0 / n)`
 rows. A row that is itself too large is cut along the next dim. Boxes are then packed in the order of their names into
 parcels of at most `limit` bytes, one top-level prefix ("model/", "optimizer/") at a time; one parcel is one file.
-Equal tensors therefore become equal bytes whatever layout wrote them, and loading under another layout is the
-intersection of boxes.
+Equal tensors that every rank holds therefore become equal bytes in any world. Where ranks hold parts of a tensor, the
+cells are cut at the borders of the parts (`plan`), so that nothing has to move before it is written; loading under
+another layout is the intersection of boxes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from itertools import groupby, product
 from math import ceil, prod
 from typing import NamedTuple
 
-from shoal.topology.box import Box, Dims
+from shoal.topology.box import Box, Dims, whole
 
 MAX_PIECES = 1024
 """Boxes in one parcel: bounds the header of an object, which a reader must bound too."""
@@ -59,13 +60,19 @@ def block_shape(shape: Dims, limit: int) -> Dims:
 
 def boxes(shape: Dims, limit: int) -> Iterator[Box]:
     """The boxes of at most `limit` elements that tile `shape`, in row-major order; an empty tensor is one empty box."""
-    if prod(shape) == 0:
-        yield Box((0,) * len(shape), shape)
+    return boxes_within(whole(shape), shape, limit)
+
+
+def boxes_within(part: Box, shape: Dims, limit: int) -> Iterator[Box]:
+    """The shares that `part` has of the cells of `shape`, in row-major order; an empty part is itself."""
+    if part.numel == 0:
+        yield part
         return
-    block = block_shape(shape, limit)
-    for offset in product(*(range(0, size, step) for size, step in zip(shape, block, strict=True))):
-        reach = tuple(min(step, size - at) for step, size, at in zip(block, shape, offset, strict=True))
-        yield Box(offset, reach)
+    reach = list(zip(part.offset, part.shape, block_shape(shape, limit), strict=True))
+    for at in product(*(range(start // step, -(-(start + size) // step)) for start, size, step in reach)):
+        starts = tuple(max(start, n * step) for n, (start, _, step) in zip(at, reach, strict=True))
+        ends = (min(start + size, (n + 1) * step) for n, (start, size, step) in zip(at, reach, strict=True))
+        yield Box(starts, tuple(end - start for start, end in zip(starts, ends, strict=True)))
 
 
 def family(name: str) -> str:
@@ -74,34 +81,43 @@ def family(name: str) -> str:
 
 
 def parcels(specs: Iterable[TensorSpec], object_bytes: int) -> list[Parcel]:
-    """Everything to be saved, as parcels of at most `object_bytes` (more only where one element is larger)."""
+    """Tensors that are held whole, as parcels of at most `object_bytes` (more only where one element is larger)."""
     ordered = sorted(specs, key=lambda spec: (family(spec.name), spec.name))
     groups = (group for _, group in groupby(ordered, key=lambda spec: family(spec.name)))
-    return [parcel for group in groups for parcel in _pack(_pieces(group, object_bytes), object_bytes)]
+    return [parcel for group in groups for parcel in pack(_pieces(group, object_bytes), object_bytes)]
 
 
-def assign(sizes: Sequence[int], ranks: int) -> list[list[int]]:
+def assign(sizes: Sequence[int], ranks: int, *, holders: Sequence[Sequence[int]] | None = None) -> list[list[int]]:
     """Which parcels each rank writes: the largest first, each to the rank that has least, so that shares are level.
 
-    Graham, "Bounds on multiprocessing timing anomalies" (1969): never worse than 4/3 of the best split.
+    `holders[i]` are the ranks that can write parcel `i`; default: all. Graham, "Bounds on multiprocessing timing
+    anomalies" (1969): where all can, never worse than 4/3 of the best split.
     """
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
-        rank = loads.index(min(loads))
+        rank = min(holders[index] if holders is not None else range(ranks), key=lambda rank: (loads[rank], rank))
         shares[rank].append(index)
         loads[rank] += sizes[index]
     return [sorted(share) for share in shares]
 
 
+def max_elements(spec: TensorSpec, object_bytes: int) -> int:
+    """How many elements of a tensor fit in one object; at least one."""
+    return max(1, object_bytes // spec.itemsize)
+
+
 def _pieces(specs: Iterable[TensorSpec], object_bytes: int) -> Iterator[Piece]:
     for spec in specs:
-        for box in boxes(spec.shape, max(1, object_bytes // spec.itemsize)):
+        for box in boxes(spec.shape, max_elements(spec, object_bytes)):
             yield Piece(spec, box)
 
 
-def _pack(pieces: Iterable[Piece], object_bytes: int) -> Iterator[Parcel]:
-    """First come, first packed. Within a parcel wide elements go first, so that each box is aligned without padding."""
+def pack(pieces: Iterable[Piece], object_bytes: int) -> Iterator[Parcel]:
+    """`pieces` in parcels of at most `object_bytes`: first come, first packed.
+
+    Within a parcel wide elements go first, so that each box is aligned without padding.
+    """
     parcel: list[Piece] = []
     filled = 0
     for piece in pieces:

@@ -1,13 +1,13 @@
 """Loading: the newest checkpoint that is whole, read into tensors of any layout by the intersection of boxes.
 
 Nothing in a file is trusted before it is checked, and nothing is unpickled. Objects are mapped, so that a rank that
-needs a part of a tensor reads that part.
+needs a part of a tensor reads that part, and none that it needs nothing of.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,18 +20,11 @@ from shoal.checkpoint.dtypes import BY_NAME, dtype_name
 from shoal.checkpoint.grid import family
 from shoal.checkpoint.manifest import BoxEntry, Manifest, TensorEntry
 from shoal.checkpoint.matching import Expected, require_match
+from shoal.checkpoint.part import Held, Target, parts_of
 from shoal.checkpoint.places import MANIFEST, Places, step_name
 from shoal.checkpoint.verify import findings
-from shoal.errors import CorruptCheckpoint, VerificationFailed
-from shoal.topology.box import Box, Dims, intersection
-
-
-class Target(NamedTuple):
-    """A part of a tensor to be filled: `tensor` begins at `offset` of the tensor whose shape is `global_shape`."""
-
-    tensor: Tensor
-    global_shape: tuple[int, ...]
-    offset: tuple[int, ...]
+from shoal.errors import CorruptCheckpoint, UsageError, VerificationFailed
+from shoal.topology.box import Box, intersection
 
 
 def checkpoints(directory: Path) -> list[Path]:
@@ -67,29 +60,45 @@ def newest_verified(directory: Path) -> tuple[Manifest | None, list[str]]:
     return None, problems
 
 
+def checkpoint_in(source: Path) -> Path:
+    """The folder of the checkpoint that `source` means: itself, or the newest whole one of a run directory.
+
+    Raises `UsageError` where there is none. One rank looks and tells the others, as a run that goes on may add another.
+    """
+    if (source / MANIFEST).exists():
+        return source
+    if not checkpoints(source):
+        raise UsageError(f"{source} holds no checkpoint; give a run directory or one of its checkpoints")
+    manifest, _ = newest_verified(source)
+    if manifest is None:
+        raise UsageError(f"{source}: none of its checkpoints is whole; 'shoal checkpoint verify {source}' says why")
+    return Places(source).step(manifest.step)
+
+
 def read_into(
     manifest: Manifest,
     directory: Path,
-    tensors: Mapping[str, Tensor | Target],
+    tensors: Mapping[str, Held],
     *,
     strict: bool = True,
     cast: bool = False,
+    elsewhere: Collection[str] = (),
 ) -> list[str]:
     """Fill `tensors` in place from a checkpoint; returns the names it does not hold (none when `strict`).
 
-    A plain tensor is a whole one. Only the families ("model/", "optimizer/") that `tensors` asks for are compared, so
-    that weights alone can be loaded strictly. Raises `UsageError` when names (if `strict`), shapes or element types
+    A plain tensor is a whole one; of any other the parts are filled. `elsewhere` are names that other ranks fill: the
+    checkpoint must hold them too. Only the families ("model/", "optimizer/") that are asked for are compared, so that
+    weights alone can be loaded strictly. Raises `UsageError` when names (if `strict`), shapes or element types
     (unless `cast`) differ, before anything is changed; `CorruptCheckpoint` when a file is not what the manifest says.
     """
-    targets = {name: _target(tensor) for name, tensor in tensors.items()}
-    families = {family(name) for name in targets}
+    parts = parts_of(tensors)
+    asked = {*tensors, *elsewhere}
+    families = {family(name) for name in asked}
     saved = {entry.name: entry for entry in manifest.tensors if family(entry.name) in families}
-    wanted = {
-        name: Expected(tuple(target.global_shape), dtype_name(target.tensor, name)) for name, target in targets.items()
-    }
-    require_match(saved, wanted, strict=strict, cast=cast)
-    _fill(manifest, Places(directory), targets)
-    return [name for name in targets if name not in saved]
+    wanted = [(name, _expected(name, target)) for name, targets in parts.items() for target in targets]
+    require_match(saved, wanted, asked if strict else None, cast=cast)
+    _fill(manifest, Places(directory), parts)
+    return [name for name in parts if name not in saved]
 
 
 def read_all(manifest: Manifest, directory: Path, prefix: str = "") -> dict[str, Tensor]:
@@ -103,31 +112,37 @@ def read_all(manifest: Manifest, directory: Path, prefix: str = "") -> dict[str,
     return tensors
 
 
-def _target(tensor: Tensor | Target) -> Target:
-    if isinstance(tensor, Target):
-        return tensor
-    return Target(tensor, tuple(tensor.shape), (0,) * tensor.dim())
+def _expected(name: str, target: Target) -> Expected:
+    return Expected(tuple(target.global_shape), dtype_name(target.tensor, name))
 
 
-def _fill(manifest: Manifest, places: Places, targets: Mapping[str, Target]) -> None:
+def _fill(manifest: Manifest, places: Places, parts: Mapping[str, Sequence[Target]]) -> None:
     """Object by object, so that each file is opened once."""
-    wanted: dict[str, list[tuple[TensorEntry, BoxEntry]]] = defaultdict(list)
+    wanted: dict[str, list[_Copy]] = defaultdict(list)
     for entry in manifest.tensors:
-        if entry.name in targets:
+        for target in parts.get(entry.name, ()):
             for box in entry.boxes:
-                wanted[box.object].append((entry, box))
-    for digest, parts in wanted.items():
+                shared = intersection(Box(tuple(box.offset), tuple(box.shape)), target.box)
+                if shared is not None:
+                    wanted[box.object].append(_Copy(entry, box, shared, target))
+    for digest, copies in wanted.items():
         path = places.object(digest)
-        content: Mapping[str, Tensor] | None = None
-        for entry, box in parts:
-            shared = _shared(box, targets[entry.name])
-            if shared is not None:
-                content = content if content is not None else tensorfile.read(path)
-                _copy(_part(content, entry, box, path), tuple(box.offset), shared, targets[entry.name])
+        content = tensorfile.read(path)
+        for copy in copies:
+            copy.run(_part(content, copy.entry, copy.box, path))
 
 
-def _shared(box: BoxEntry, target: Target) -> Box | None:
-    return intersection(Box(tuple(box.offset), tuple(box.shape)), Box(target.offset, tuple(target.tensor.shape)))
+class _Copy(NamedTuple):
+    """What a saved box and a target have in common, in the coordinates of the whole tensor."""
+
+    entry: TensorEntry
+    box: BoxEntry
+    shared: Box
+    target: Target
+
+    def run(self, part: Tensor) -> None:
+        source = part[self.shared.relative_to(tuple(self.box.offset)).slices]
+        self.target.tensor.detach()[self.shared.relative_to(tuple(self.target.offset)).slices].copy_(source)
 
 
 def _part(content: Mapping[str, Tensor], entry: TensorEntry, box: BoxEntry, path: Path) -> Tensor:
@@ -135,8 +150,3 @@ def _part(content: Mapping[str, Tensor], entry: TensorEntry, box: BoxEntry, path
     if part is None or list(part.shape) != box.shape or part.dtype != BY_NAME[entry.dtype].torch:
         raise CorruptCheckpoint(f"{path} does not hold the box {box.key} of {entry.name}: use another checkpoint")
     return part
-
-
-def _copy(part: Tensor, origin: Dims, shared: Box, target: Target) -> None:
-    source = part[shared.relative_to(origin).slices]
-    target.tensor.detach()[shared.relative_to(target.offset).slices].copy_(source)

@@ -6,7 +6,9 @@ may come from anywhere: bounded size, no unknown field, and the boxes of every t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,6 +21,9 @@ from shoal.errors import CorruptCheckpoint, VerificationFailed
 FORMAT_VERSION = 1
 MAX_MANIFEST_BYTES = 256 << 20
 """A trillion parameters with their optimizer state, in objects of 8 MiB."""
+
+MAX_CORNERS = 1 << 25
+"""Corners of all boxes of one tensor: bounds the work of checking a tiling, and is beyond any real cut."""
 
 Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
@@ -119,23 +124,31 @@ def _tensor_problem(tensor: TensorEntry, objects: dict[str, int]) -> str | None:
 
 
 def tiles(shape: Sequence[int], boxes: Sequence[BoxEntry]) -> bool:
-    """Whether `boxes` are the cells of a grid over `shape`: every element in exactly one box.
+    """Whether `boxes` tile `shape`: every element in exactly one box.
 
-    A grid is given by its cuts along each dim. The boxes must begin at every crossing of cuts, once, and reach to the
-    next cut; this takes O(n log n), where comparing pairs would let a hostile file cost O(n^2).
+    The number of boxes at an element is the sum, over all dims, of what begins minus what ends before it. So it is 1
+    everywhere in `shape` and 0 outside of it if and only if the corners of the boxes, each with the sign of the
+    mixed difference, add up to the corners of `shape`. That takes O(n 2^d) for d dims that are cut at all, where
+    comparing pairs would let a hostile file cost O(n^2).
     """
     if any(len(box.offset) != len(shape) or len(box.shape) != len(shape) for box in boxes):
         return False
     if prod(shape) == 0:
         return [(box.offset, box.shape) for box in boxes] == [([0] * len(shape), list(shape))]
-    cuts = [sorted({box.offset[dim] for box in boxes}) for dim in range(len(shape))]
-    if any(not cut or cut[0] != 0 for cut in cuts) or len(boxes) != prod(map(len, cuts)):
+    if any(size == 0 for box in boxes for size in box.shape):
         return False
-    ends = [dict(zip(cut, [*cut[1:], size], strict=True)) for cut, size in zip(cuts, shape, strict=True)]
-    crossings = {tuple(box.offset) for box in boxes}
-    return len(crossings) == len(boxes) and all(_reaches(box, ends) for box in boxes)
+    everything = ([0] * len(shape), list(shape))
+    cut = [dim for dim, size in enumerate(shape) if any(b.offset[dim] or b.shape[dim] != size for b in boxes)]
+    if len(boxes) << len(cut) > MAX_CORNERS:
+        return False
+    found = _corners([(box.offset, box.shape) for box in boxes], cut)
+    return found == _corners([everything], cut)
 
 
-def _reaches(box: BoxEntry, ends: list[dict[int, int]]) -> bool:
-    reach = zip(ends, box.offset, box.shape, strict=True)
-    return all(size > 0 and end[offset] == offset + size for end, offset, size in reach)
+def _corners(boxes: Iterable[tuple[list[int], list[int]]], dims: Sequence[int]) -> dict[tuple[int, ...], int]:
+    """The signed corners of `boxes` along `dims`, those left out that cancel."""
+    total: Counter[tuple[int, ...]] = Counter()
+    for offset, shape in boxes:
+        for corner in product(*(((offset[dim], 1), (offset[dim] + shape[dim], -1)) for dim in dims)):
+            total[tuple(at for at, _ in corner)] += prod(sign for _, sign in corner)
+    return {corner: count for corner, count in total.items() if count}

@@ -18,42 +18,39 @@ class Expected(NamedTuple):
     dtype: str
 
 
-def require_match(
-    saved: Mapping[str, TensorEntry], wanted: Mapping[str, Expected], *, strict: bool, cast: bool
-) -> None:
-    """Raise `UsageError` unless `saved` can fill `wanted`.
+Wanted = Sequence[tuple[str, Expected]]
 
-    `strict` also refuses names that only one of them has; `cast` allows other element types.
+
+def require_match(
+    saved: Mapping[str, TensorEntry], wanted: Wanted, asked: Collection[str] | None, *, cast: bool
+) -> None:
+    """Raise `UsageError` unless `saved` can fill `wanted`, where a name may occur several times.
+
+    `asked` are the names that all ranks together want: others in `saved`, and those missing there, are refused too;
+    None does not compare names. `cast` allows other element types.
     """
-    both = [name for name in wanted if name in saved]
-    differences = [
-        _listed("other shapes", [_shapes(name, saved, wanted) for name in both if not _same_shape(name, saved, wanted)])
-    ]
-    if strict:
-        differences.append(_listed("missing in it", sorted(_absent(wanted, saved))))
-        differences.append(_listed("only in it", sorted(_absent(saved, wanted))))
+    both = [(name, expected) for name, expected in wanted if name in saved]
+    shapes = [_shapes(name, saved[name], want) for name, want in both if tuple(saved[name].shape) != want.shape]
+    differences = [_listed("other shapes", shapes)]
+    if asked is not None:
+        differences.append(_listed("missing in it", sorted(_absent(asked, saved))))
+        differences.append(_listed("only in it", sorted(_absent(saved, asked))))
     if any(differences):
         raise UsageError(
             f"this run directory holds another model: {'; '.join(filter(None, differences))}. "
             "Set run.directory to a new folder, or go back to the model that wrote it"
         )
-    types = [f"{name} is {saved[name].dtype}, not {wanted[name].dtype}" for name in both if _cast(name, saved, wanted)]
+    types = [
+        f"{name} is {saved[name].dtype}, not {want.dtype}" for name, want in both if saved[name].dtype != want.dtype
+    ]
     if types and not cast:
         raise UsageError(
             f"{_listed('the checkpoint has other element types', types)}: train in these, or ask for a cast"
         )
 
 
-def _same_shape(name: str, saved: Mapping[str, TensorEntry], wanted: Mapping[str, Expected]) -> bool:
-    return tuple(saved[name].shape) == wanted[name].shape
-
-
-def _cast(name: str, saved: Mapping[str, TensorEntry], wanted: Mapping[str, Expected]) -> bool:
-    return saved[name].dtype != wanted[name].dtype
-
-
-def _shapes(name: str, saved: Mapping[str, TensorEntry], wanted: Mapping[str, Expected]) -> str:
-    return f"{name} {list(saved[name].shape)} there, {list(wanted[name].shape)} here"
+def _shapes(name: str, saved: TensorEntry, wanted: Expected) -> str:
+    return f"{name} {list(saved.shape)} there, {list(wanted.shape)} here"
 
 
 def _absent(names: Iterable[str], other: Collection[str]) -> list[str]:
@@ -61,6 +58,7 @@ def _absent(names: Iterable[str], other: Collection[str]) -> list[str]:
 
 
 def _listed(what: str, items: Sequence[str]) -> str:
+    items = list(dict.fromkeys(items))
     if not items:
         return ""
     more = f" and {len(items) - _NAMED} more" if len(items) > _NAMED else ""

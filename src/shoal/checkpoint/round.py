@@ -119,7 +119,7 @@ class Round:
         if strangers:
             raise UsageError(
                 f"rank {strangers[0]} saves tensors of other names, types or shapes than rank 0: "
-                "pass the same ones on every rank"
+                "pass the same ones on every rank, or give all savers split=True"
             )
         stored = self._in_order(shares)
         commit(self._manifest(stored), self.seat.places, disk=self.seat.disk)

@@ -2,6 +2,8 @@
 
 The thread hands large buffers to calls that release the interpreter's lock (hashing, writing, fsync), so that the
 thread that trains keeps it. One save is on its way at a time; the next one waits for it, as part of its own stall.
+
+Where ranks hold different tensors, or parts of them, they first agree on who writes what (`agreement`, `plan`).
 """
 
 from __future__ import annotations
@@ -9,17 +11,17 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from shoal.checkpoint.dtypes import dtype_name
+from shoal.checkpoint.agreement import Agreement, Ranks
 from shoal.checkpoint.durable import Disk, OnPoint, unheard
 from shoal.checkpoint.exchange import Exchange
-from shoal.checkpoint.grid import TensorSpec
+from shoal.checkpoint.faults import sentence
+from shoal.checkpoint.inventory import Inventory, inventory_of
+from shoal.checkpoint.part import Held, Target, parts_of
 from shoal.checkpoint.places import Places
 from shoal.checkpoint.plain import plain
 from shoal.checkpoint.plan import Plan, plan_for
@@ -27,6 +29,7 @@ from shoal.checkpoint.retention import sweep
 from shoal.checkpoint.round import Round, Seat
 from shoal.checkpoint.staging import Staging
 from shoal.errors import EnvironmentFault
+from shoal.topology.box import Box
 
 OBJECT_BYTES = 8 << 20
 
@@ -50,9 +53,12 @@ class SaveReport:
 class Saver:
     """Saves named tensors and a JSON-able state into the checkpoints of the run directory `directory`.
 
-    Every rank has one, with the same tensors; all call `save` for the same steps in the same order. Rank 0's start
-    deletes what an interrupted save left, so every rank makes its saver before the first save of any. `directory` lies
-    on a file system that all ranks share. Raises `EnvironmentFault` at once where nothing can be saved.
+    Every rank has one; all call `prepare` and `save` for the same steps in the same order. Rank 0's start deletes what
+    an interrupted save left, so every rank makes its saver before the first save of any. `directory` lies on a file
+    system that all ranks share. Raises `EnvironmentFault` at once where nothing can be saved.
+
+    `split` says that ranks may hold different tensors or parts of them: then a save begins with a word between all
+    ranks. Without it all hold the same whole tensors, and no rank waits for another before it copies.
     """
 
     def __init__(
@@ -65,6 +71,7 @@ class Saver:
         keep: int,
         object_bytes: int = OBJECT_BYTES,
         timeout_s: float = 600.0,
+        split: bool = False,
         on_point: OnPoint = unheard,
     ) -> None:
         self._seat = Seat(
@@ -77,23 +84,27 @@ class Saver:
             keep=keep,
         )
         self._object_bytes = object_bytes
-        self._specs: list[TensorSpec] = []
-        self._plan: Plan | None = None
-        self._staging: Staging | None = None
+        self._split = split
+        self._agreement = Agreement(exchange, rank=rank, world_size=world_size, timeout_s=timeout_s)
+        self._ready: _Ready | None = None
         self._thread: threading.Thread | None = None
         self._reports: queue.SimpleQueue[SaveReport] = queue.SimpleQueue()
         self._rounds = 0
         _open(self._seat)
 
-    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
-        """Allocate and touch the memory for `tensors` now, so that the first save stalls no longer than the others."""
+    def prepare(self, tensors: Mapping[str, Held], *, generation: int = 0) -> None:
+        """Agree on who writes what, and allocate the memory, so that the first save stalls no longer than the others.
+
+        Raises as `save` does, and what the exchange raises when a rank does not answer.
+        """
         self._join(None)
-        self._make_ready(tensors)
+        parts = parts_of(tensors)
+        self._make_ready(parts, self._held_by_all(parts, generation))
 
     def save(
         self,
         step: int,
-        tensors: Mapping[str, Tensor],
+        tensors: Mapping[str, Held],
         state: Mapping[str, Any],
         *,
         layout: Mapping[str, Any],
@@ -101,26 +112,34 @@ class Saver:
     ) -> float:
         """Copy this rank's share of `tensors` and start to save it; returns the seconds that training was blocked.
 
-        `tensors` are whole and equal on all ranks, of any device and shape; `state` and `layout` are JSON, and those of
-        rank 0 count. Raises `UsageError` for what a checkpoint cannot hold; a fault of the disk is never raised, but
-        reported by `poll`.
+        A plain tensor is whole, and equal on all ranks that name it; of any other the rank names the parts that it
+        has. `state` and `layout` are JSON, and those of rank 0 count. Raises `UsageError` for what a checkpoint cannot
+        hold, and on all ranks alike where a part of a tensor has no holder or parts overlap; a fault of the disk or
+        of another rank is never raised, but reported by `poll`.
         """
         started_s = time.perf_counter()
         self._join(None)
-        plan, staging = self._make_ready(tensors)
-        staging.fill(tensors)
+        parts, sequence = parts_of(tensors), self._rounds
+        self._rounds += 1
+        try:
+            held = self._held_by_all(parts, generation)
+        except (TimeoutError, EnvironmentFault) as error:
+            failed = sentence(error, step=step, root=self._seat.places.root)
+            self._reports.put(SaveReport(step, time.perf_counter() - started_s, 0, 0, committed=False, error=failed))
+            return time.perf_counter() - started_s
+        ready = self._make_ready(parts, held)
+        ready.staging.fill(parts)
         round_ = Round(
             seat=self._seat,
-            plan=plan,
+            plan=ready.plan,
             step=step,
             generation=generation,
-            sequence=self._rounds,
+            sequence=sequence,
             state=plain(state, "state"),
             layout=plain(layout, "layout"),
         )
-        self._rounds += 1
         self._thread = threading.Thread(
-            target=self._run, args=(round_, staging, started_s), name=f"checkpoint-{step}", daemon=True
+            target=self._run, args=(round_, ready.staging, started_s), name=f"checkpoint-{step}", daemon=True
         )
         self._thread.start()
         return time.perf_counter() - started_s
@@ -144,18 +163,27 @@ class Saver:
         like any other, and costs that save alone.
         """
         self._join(timeout_s)
-        self._specs, self._plan, self._staging = [], None, None
+        self._ready = None
         return self.poll()
 
-    def _make_ready(self, tensors: Mapping[str, Tensor]) -> tuple[Plan, Staging]:
-        specs = [_spec(name, tensor) for name, tensor in tensors.items()]
-        if self._plan is None or self._staging is None or specs != self._specs:
-            self._staging = None  # The old memory goes before the new is asked for.
-            self._plan = plan_for(specs, world_size=self._seat.world_size, object_bytes=self._object_bytes)
-            pinned = any(tensor.is_cuda for tensor in tensors.values())
-            self._staging = Staging(self._plan.share(self._seat.rank), pinned=pinned)
-            self._specs = specs
-        return self._plan, self._staging
+    def _held_by_all(self, parts: Mapping[str, Sequence[Target]], generation: int) -> _HeldByAll:
+        """What each rank holds; this rank's own inventory is made anew only when its tensors are others."""
+        signature = [(name, *_signature(target)) for name, targets in parts.items() for target in targets]
+        known = self._ready
+        own = known.held.own if known is not None and known.held.signature == signature else inventory_of(parts)
+        if self._split:
+            return _HeldByAll(signature, own, self._agreement.inventories(own, generation=generation))
+        return _HeldByAll(signature, own, {tuple(range(self._seat.world_size)): own})
+
+    def _make_ready(self, parts: Mapping[str, Sequence[Target]], held: _HeldByAll) -> _Ready:
+        if self._ready is not None and self._ready.held == held:
+            return self._ready
+        self._ready = None  # The old memory goes before the new is asked for.
+        plan = plan_for(held.by_ranks, world_size=self._seat.world_size, object_bytes=self._object_bytes)
+        boxes: dict[str, Sequence[Box]] = {item.name: item.boxes for item in held.own}
+        pinned = any(target.tensor.is_cuda for targets in parts.values() for target in targets)
+        self._ready = _Ready(held, plan, Staging(plan.share(self._seat.rank), boxes, pinned=pinned))
+        return self._ready
 
     def _run(self, round_: Round, staging: Staging, started_s: float) -> None:
         verdict = round_.run(staging)
@@ -177,8 +205,26 @@ class Saver:
                 self._thread = None
 
 
-def _spec(name: str, tensor: Tensor) -> TensorSpec:
-    return TensorSpec(name, dtype_name(tensor, name), tensor.itemsize, tuple(tensor.shape))
+@dataclass(frozen=True)
+class _HeldByAll:
+    """What this rank holds (`signature` tells it cheaply from another state, `own` in full), and what all do."""
+
+    signature: list[tuple[Any, ...]]
+    own: Inventory
+    by_ranks: dict[Ranks, Inventory]
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """All that is made once for tensors that stay the same."""
+
+    held: _HeldByAll
+    plan: Plan
+    staging: Staging
+
+
+def _signature(target: Target) -> tuple[Any, ...]:
+    return target.tensor.dtype, target.tensor.shape, target.global_shape, target.offset
 
 
 def _open(seat: Seat) -> None:

@@ -7,7 +7,7 @@ each object as one run of bytes, without another copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,22 +15,30 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint.dtypes import BY_NAME
-from shoal.checkpoint.grid import Parcel
+from shoal.checkpoint.grid import Parcel, Piece
+from shoal.checkpoint.part import Target
 from shoal.checkpoint.tensorfile import header_of
+from shoal.topology.box import Box, intersection
 
 _ALIGNMENT_BYTES = 64
 
 
 class _Slot(NamedTuple):
+    """Where one piece is copied from (target number `source` of a name, and an index into it) and to."""
+
     name: str
+    source: int
     part: tuple[slice, ...] | None
     memory: Tensor
 
 
 class Staging:
-    """Memory for `parcels` and for nothing else; `pinned` lets an accelerator copy into it at full speed."""
+    """Memory for `parcels` and for nothing else; `pinned` lets an accelerator copy into it at full speed.
 
-    def __init__(self, parcels: list[Parcel], *, pinned: bool = False) -> None:
+    `held` are the boxes that this rank holds of each tensor, in the order in which `fill` gets them.
+    """
+
+    def __init__(self, parcels: list[Parcel], held: Mapping[str, Sequence[Box]], *, pinned: bool = False) -> None:
         headers = [header_of(parcel) for parcel in parcels]
         self._extents: list[tuple[int, int]] = []
         self._slots: list[_Slot] = []
@@ -44,12 +52,12 @@ class Staging:
         self._bytes = self._memory.numpy().data
         for parcel, header, (begin, _) in zip(parcels, headers, self._extents, strict=True):
             self._bytes[begin : begin + len(header)] = header
-            self._slots.extend(self._slots_of(parcel, begin + len(header)))
+            self._slots.extend(self._slots_of(parcel, begin + len(header), held))
 
-    def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy the boxes of `tensors` in; they may be changed as soon as this returns."""
-        for name, part, memory in self._slots:
-            source = tensors[name].detach()
+    def fill(self, parts: Mapping[str, Sequence[Target]]) -> None:
+        """Copy from `parts` what is written here; they may be changed as soon as this returns."""
+        for name, number, part, memory in self._slots:
+            source = parts[name][number].tensor.detach()
             _copy(source if part is None else source[part], memory, non_blocking=self._pinned)
         if self._pinned:
             torch.accelerator.synchronize()
@@ -59,12 +67,20 @@ class Staging:
         for begin, end in self._extents:
             yield self._bytes[begin:end]
 
-    def _slots_of(self, parcel: Parcel, at: int) -> Iterator[_Slot]:
+    def _slots_of(self, parcel: Parcel, at: int, held: Mapping[str, Sequence[Box]]) -> Iterator[_Slot]:
         for piece in parcel:
             raw = self._memory[at : at + piece.nbytes]
             at += piece.nbytes
-            part = None if piece.box.shape == piece.spec.shape else piece.box.slices
-            yield _Slot(piece.spec.name, part, raw.view(BY_NAME[piece.spec.dtype].torch).view(piece.box.shape))
+            if piece.nbytes:
+                memory = raw.view(BY_NAME[piece.spec.dtype].torch).view(piece.box.shape)
+                yield _Slot(piece.spec.name, *_source(piece, held[piece.spec.name]), memory)
+
+
+def _source(piece: Piece, held: Sequence[Box]) -> tuple[int, tuple[slice, ...] | None]:
+    """Which of the boxes `held` the piece lies in, and where in it: None where it is that box."""
+    number = next(n for n, box in enumerate(held) if intersection(box, piece.box) == piece.box)
+    box = held[number]
+    return number, None if box == piece.box else piece.box.relative_to(box.offset).slices
 
 
 def _copy(source: Tensor, memory: Tensor, *, non_blocking: bool) -> None:

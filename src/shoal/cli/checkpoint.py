@@ -1,18 +1,22 @@
-"""`shoal checkpoint ls|verify`: reads checkpoints without a job."""
+"""`shoal checkpoint ls|verify|diff|export|import`: reads checkpoints without a job."""
 
 from __future__ import annotations
 
 import json
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
+if TYPE_CHECKING:
+    from shoal.checkpoint.compare import Difference
+
 app = typer.Typer(help="Reads checkpoints without a job.", no_args_is_help=True, rich_markup_mode=None)
 
 RunDirectory = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory.")]
+Source = Annotated[Path, typer.Argument(metavar="RUN_DIR|CHECKPOINT", help="A run directory, or a checkpoint in it.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")]
 
 
@@ -56,3 +60,62 @@ def verify(
             "\n".join(finding["sentence"] for finding in found) if found else f"{directory}: every checkpoint is whole"
         )
     raise typer.Exit(6 if found else 0)
+
+
+@app.command("diff")
+def diff(first: Source, second: Source, as_json: AsJson = False) -> None:
+    """Compares two checkpoints tensor by tensor, whatever layouts wrote them; exit 6 where they differ.
+
+    Example: shoal checkpoint diff runs/a runs/b/checkpoints/step-00000100
+    """
+    from shoal.checkpoint.compare import compare
+
+    found = compare(first, second)
+    if as_json:
+        print(msgspec.json.encode(found).decode())
+    else:
+        print(f"step {found.first_step} and step {found.second_step}: {found.same} tensors are the same, "
+              f"{len(found.differences)} are not")  # fmt: skip
+        for difference in found.differences:
+            print(_line(difference))
+    raise typer.Exit(6 if found.differences else 0)
+
+
+def _line(difference: Difference) -> str:
+    there = " and ".join(said for said in (difference.first, difference.second) if said is not None)
+    if difference.kind not in ("values", "type"):
+        return f"  {difference.name}: {difference.kind} ({there})"
+    size = "not finite" if difference.max_abs is None else f"{difference.max_abs:.6g}"
+    return f"  {difference.name}: {difference.kind} ({there}), largest difference {size}"
+
+
+@app.command("export")
+def export(
+    source: Source,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The safetensors file to write.")],
+    as_json: AsJson = False,
+) -> None:
+    """Writes the weights of the unsplit model, whatever layout trained it, to one safetensors file.
+
+    Example: shoal checkpoint export runs/stdlib-gpt weights.safetensors
+    """
+    from shoal.checkpoint.weights_file import export as write
+
+    step = write(source, file)
+    print(json.dumps({"step": step, "file": str(file)}) if as_json else f"{file}: the weights of step {step}")
+
+
+@app.command("import")
+def import_(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A safetensors file with the model's own names.")],
+    directory: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A new folder for the checkpoint.")],
+    as_json: AsJson = False,
+) -> None:
+    """Makes the weights in a safetensors file a checkpoint, for run.warm_start in any layout.
+
+    Example: shoal checkpoint import weights.safetensors imported
+    """
+    from shoal.checkpoint.weights_file import import_weights
+
+    folder = import_weights(file, directory)
+    print(json.dumps({"checkpoint": str(folder)}) if as_json else f"{folder}: start from it with run.warm_start")

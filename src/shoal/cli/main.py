@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from shoal.cli import bench, checkpoint, doctor, evaluate, report, train
+from shoal.cli import bench, checkpoint, doctor, evaluate, report, train, verify
 from shoal.errors import ShoalError
 
 app = typer.Typer(
@@ -19,6 +19,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("train")(train.train)
+app.command("verify")(verify.verify)
 app.command("evaluate")(evaluate.evaluate)
 app.command("report")(report.report)
 app.command("doctor")(doctor.doctor)

@@ -66,6 +66,13 @@ class Mesh:
             self._open[key] = Alone() if len(key) == 1 else self._connect(key)
         return self._open[key]
 
+    def twin(self, *axes: Axis) -> Collective:
+        """A second group of the ranks of `axis(*axes)`, for traffic that must not wait behind that of the first."""
+        key = (-1, *self.layout.group(axes, self.rank))
+        if key not in self._open:
+            self._open[key] = self._connect(key)
+        return self._open[key]
+
     @property
     def batch_share(self) -> tuple[int, int]:
         """(index, number): which part of every global batch this rank sees, and of how many."""
@@ -87,8 +94,9 @@ def build_mesh(
     """Connects this rank to the others. Blocks until all ranks of the layout have called it."""
     ledger = Ledger()
 
-    def connected(ranks: Sequence[int]) -> Collective:
-        name = "world" if len(ranks) == layout.world_size else "ranks-" + "-".join(map(str, ranks))
+    def connected(key: Sequence[int]) -> Collective:
+        ranks = [member for member in key if member >= 0]  # a leading -1: the second group of these ranks
+        name = "world" if len(key) == layout.world_size else "ranks-" + "-".join(map(str, key))
         named = PrefixStore(f"generation-{generation}/{name}", store)
         return connect(
             named, ranks.index(rank), len(ranks), device=device, label=name, ledger=ledger, timeout_s=timeout_s,

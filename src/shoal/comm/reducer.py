@@ -1,132 +1,162 @@
-"""The bucketed gradient reducer: sums gradients over a group while the backward pass still runs.
+"""The bucketed gradient reducer: sums gradients over groups of ranks while the backward pass still runs.
+
+One scheduler for all strategies. It takes gradients as they become ready, and sends buckets; where the numbers lie and
+what a bucket says to other ranks is the bucket's own business (`Bucket`).
 
 Note: how a gradient gets into its bucket
 -----------------------------------------
 Before a step every `.grad` is None, so that autograd hands over a fresh tensor instead of adding into zeros. The hook
 that runs after accumulation copies it into the parameter's slice of the bucket and makes `.grad` that slice; later
-microbatches then accumulate straight into the bucket. That is one pass over memory less than zeroing and adding.
+microbatches then accumulate straight into the bucket. That is one pass over memory less than zeroing and adding. A
+bucket that does not keep its slices (`keeps`) takes the gradient away instead: `.grad` is None again.
 
 Note: order
 -----------
 Buckets leave in one fixed order on every rank: a bucket that is full waits for those before it. Otherwise ranks that
 use different parameters would pair different buckets. What the backward did not fill is zero, and leaves at the end.
+
+Note: gradients without hooks
+-----------------------------
+In a pipeline's schedule hooks fire once a microbatch, or not at all where the weights' gradients are computed apart
+from the activations'. Inside `schedule()` hooks are therefore deaf, and `finish` takes what lies in `.grad`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from shoal.comm.buckets import Member, cut
-from shoal.comm.collective import Collective, Handle
 from shoal.errors import UserCodeError
 
-_ALIGNMENT = 16  # elements: slices start on a cache line
 
+class Bucket(Protocol):
+    """Gradients that travel together. `missing` counts those that are not yet final, and is the reducer's to write."""
 
-@dataclass
-class Bucket:
-    """A flat buffer and the slices of it that are gradients. `missing` counts those that are not yet final."""
+    missing: int
 
-    flat: Tensor
-    slices: dict[int, Tensor]
-    missing: int = 0
-    handle: Handle | None = None
+    @property
+    def slices(self) -> Collection[int]:
+        """The parameters whose gradients are in it, by index."""
+        ...
+
+    @property
+    def keeps(self) -> bool:
+        """May `.grad` be the slice, or is the gradient taken away?"""
+        ...
+
+    def slice(self, index: int) -> Tensor:
+        """Where the gradient of parameter `index` belongs, in the shape of the parameter."""
+        ...
+
+    def start(self) -> None:
+        """Forgets the step before."""
+        ...
+
+    def send(self) -> None:
+        """Every slice is filled: starts what the ranks have to say to each other. Does not block."""
+        ...
+
+    def settle(self) -> None:
+        """No more is sent in this step: starts what has to follow. All buckets settle before the first one waits."""
+        ...
+
+    def wait(self) -> None:
+        """Returns when the gradients are the agreed ones."""
+        ...
+
+    def norm(self) -> Tensor:
+        """The 2-norm of those numbers of the bucket that this rank counts: a scalar, in float32 at least."""
+        ...
 
 
 @dataclass
 class Reducer:
-    """Sums the gradients of `parameters` over `group`. All parameters are floating point and dense."""
+    """Fills and sends `buckets` with the gradients of `parameters`, which are floating point and dense.
+
+    `eager`: the gradient of every microbatch is sent, not that of the last one alone.
+    """
 
     parameters: Sequence[tuple[str, Parameter]]
-    group: Collective | None
-    bucket_bytes: int
-    first_bucket_bytes: int
-    buckets: list[Bucket] = field(init=False)
+    buckets: Sequence[Bucket]
+    eager: bool = False
+    _filled: set[int] = field(default_factory=set, init=False)
+    _fired: set[int] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
-        members = [
-            Member(i, p.numel(), p.numel() * p.element_size(), (p.dtype, p.device))
-            for i, (_, p) in enumerate(self.parameters)
-        ]
-        plan = cut(members, first_bytes=self.first_bucket_bytes, bytes_limit=self.bucket_bytes)
-        self.buckets = [self._bucket(bucket) for bucket in plan]
         self._home = {index: bucket for bucket in self.buckets for index in bucket.slices}
-        self._filled: set[int] = set()
-        self._fired: set[int] = set()
-        self._sending, self._next = False, 0
+        self._sending = self._deaf = False
+        self._next = 0
         self._hooks = [p.register_post_accumulate_grad_hook(self._hook(i)) for i, (_, p) in enumerate(self.parameters)]
 
     def start(self) -> None:
         """Forgets the gradients of the step before."""
         for _, parameter in self.parameters:
             parameter.grad = None
+        for bucket in self.buckets:
+            bucket.start()
         self._filled.clear()
+        self._begin()
 
     @contextmanager
     def backward(self, *, last: bool) -> Iterator[None]:
-        """Around the backward of one microbatch; only the last of a step sends."""
-        self._sending, self._next = last, 0
-        self._fired.clear()
-        for bucket in self.buckets:
-            bucket.missing, bucket.handle = len(bucket.slices), None
+        """Around the backward of one microbatch. Unless `eager`, only the last of a step sends."""
+        self._begin()
+        self._sending = last or self.eager
         try:
             yield
         finally:
             self._sending = False
+        if self.eager and not last:
+            self._send_rest()
 
-    def finish(self) -> Tensor:
-        """Sends what the backward did not fill, waits for all, and leaves every `.grad` a slice of its bucket.
+    @contextmanager
+    def schedule(self) -> Iterator[None]:
+        """Around all microbatches of a pipeline's schedule. See the note on gradients without hooks."""
+        self._begin()
+        self._deaf = True
+        try:
+            yield
+        finally:
+            self._deaf = False
 
-        Returns the 2-norm of the whole gradient, each parameter counted once, in float32 at least, on the device. Each
-        bucket's part is computed while those behind it are still on the wire.
+    def finish(self) -> Tensor | None:
+        """Sends what the backward did not fill, and waits for all.
+
+        Returns the 2-norm of the numbers that this rank counts, in float32 at least, on the device; None where it has
+        no bucket. Each bucket's part is computed while those behind it are still on the wire.
         """
-        for index, (_, parameter) in enumerate(self.parameters):
-            if index not in self._filled:
-                self._slice(index).zero_()
-                parameter.grad = self._slice(index)
-        self._send(self.buckets[self._next :])
-        norms = []
+        self._send_rest()
         for bucket in self.buckets:
-            if bucket.handle is not None:
-                bucket.handle.wait()
-            norms.append(torch.linalg.vector_norm(bucket.flat))
-        return torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms]))
-
-    def scale(self, factor: float | Tensor) -> None:
-        """Multiplies every gradient."""
+            bucket.settle()
+        norms: list[Tensor] = []
         for bucket in self.buckets:
-            bucket.flat.mul_(factor)
+            bucket.wait()
+            norms.append(bucket.norm())
+        return torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms])) if norms else None
 
     def close(self) -> None:
         """Takes the hooks off the parameters."""
         for hook in self._hooks:
             hook.remove()
 
-    def _bucket(self, members: Sequence[Member]) -> Bucket:
-        starts, end = [], 0
-        for member in members:
-            starts.append(end)
-            end += -(-member.numel // _ALIGNMENT) * _ALIGNMENT
-        dtype, device = members[0].kind  # type: ignore[misc]
-        flat = torch.zeros(end, dtype=dtype, device=device)
-        views = {
-            member.index: flat[start : start + member.numel].view_as(self.parameters[member.index][1])
-            for member, start in zip(members, starts, strict=True)
-        }
-        return Bucket(flat, views)
-
-    def _slice(self, index: int) -> Tensor:
-        return self._home[index].slices[index]
+    def _begin(self) -> None:
+        self._next = 0
+        self._fired.clear()
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.slices)
 
     def _hook(self, index: int):
         def filled(parameter: Parameter) -> None:
-            self._take(index, parameter)
+            if self._deaf:
+                return
+            bucket = self._home[index]
+            self._take(index, parameter, bucket)
             if index in self._fired:
                 raise UserCodeError(
                     f"the gradient of {self.parameters[index][0]} was ready twice in one backward, as it is when a "
@@ -134,31 +164,47 @@ class Reducer:
                 )
             self._fired.add(index)
             if self._sending:
-                bucket = self._home[index]
                 bucket.missing -= 1
                 if bucket.missing == 0:
                     self._send_full()
 
         return filled
 
-    def _take(self, index: int, parameter: Parameter) -> None:
-        gradient, place = parameter.grad, self._slice(index)
-        if gradient is None or gradient.data_ptr() == place.data_ptr():
+    def _take(self, index: int, parameter: Parameter, bucket: Bucket) -> None:
+        gradient = parameter.grad
+        if gradient is None:
             return
         if gradient.is_sparse:
             name = self.parameters[index][0]
             raise UserCodeError(
                 f"the gradient of {name} is sparse; gradients must be dense: build the module with sparse=False"
             )
+        place = bucket.slice(index)
+        if gradient.data_ptr() == place.data_ptr():
+            return
         place.copy_(gradient) if index not in self._filled else place.add_(gradient)
-        parameter.grad = place
+        parameter.grad = place if bucket.keeps else None
         self._filled.add(index)
 
     def _send_full(self) -> None:
         while self._next < len(self.buckets) and self.buckets[self._next].missing <= 0:
-            self._send(self.buckets[self._next : self._next + 1])
+            self._send(self.buckets[self._next])
 
-    def _send(self, buckets: Sequence[Bucket]) -> None:
-        for bucket in buckets:
-            bucket.handle = self.group.all_reduce(bucket.flat) if self.group is not None else None
-            self._next += 1
+    def _send_rest(self) -> None:
+        for bucket in self.buckets[self._next :]:
+            for index in bucket.slices:
+                self._fill(index, bucket)
+            self._send(bucket)
+
+    def _fill(self, index: int, bucket: Bucket) -> None:
+        parameter = self.parameters[index][1]
+        self._take(index, parameter, bucket)
+        if index not in self._filled:
+            bucket.slice(index).zero_()
+            parameter.grad = bucket.slice(index) if bucket.keeps else None
+
+    def _send(self, bucket: Bucket) -> None:
+        bucket.send()
+        self._next += 1
+        if self.eager:
+            self._filled.difference_update(bucket.slices)

@@ -90,6 +90,13 @@ def map_tree(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
     return function(tree)
 
 
+def first_leaf(tree: Tree) -> Tensor:
+    """The first tensor of `tree`, such as the tokens among the inputs of a language model."""
+    while not isinstance(tree, Tensor):
+        tree = tree[0] if isinstance(tree, tuple) else next(iter(tree.values()))
+    return tree
+
+
 def parse_sample(raw: Any) -> Sample:
     """What a data set returned, as tensors.
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.data.sample import Batch, Tree
-from shoal.engine.passes import Compute
+from shoal.engine.compute import Compute
 
 
 def first_nonfinite(compute: Compute, batches: Iterable[Batch], *, forward: bool = True) -> str | None:
@@ -20,7 +20,7 @@ def first_nonfinite(compute: Compute, batches: Iterable[Batch], *, forward: bool
         if not _finite(parameter):
             return f"parameter {name}"
     for batch in batches:
-        batch = compute.prepared(batch)
+        batch = compute.prepared(batch).batch
         found = _in_samples(batch) or (_in_forward(compute, batch) if forward else None)
         if found is not None:
             return found
@@ -53,7 +53,7 @@ def _in_forward(compute: Compute, batch: Batch) -> str | None:
     hooks = [module.register_forward_hook(watch(name)) for name, module in compute.model.named_modules() if name]
     try:
         compute.randomness.microbatch(batch.positions)
-        losses = compute.judged(batch).losses
+        _, losses = compute.losses(batch)
     finally:
         for hook in hooks:
             hook.remove()

@@ -7,16 +7,20 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from shoal.data.sample import Batch, map_tree
-from shoal.engine.loss import Loss, call_model, weighted_sum
-from shoal.engine.precision import Precision
-from shoal.engine.randomness import Randomness
+from shoal.data.sample import Batch
+from shoal.engine.compute import Compute, Microbatch
+from shoal.engine.loss import weighted_sum
 from shoal.sync.strategy import Sync
 
 Arrange = Callable[[Sequence[Batch]], Sequence[Batch]]
 """From this rank's samples of a step to the microbatches that it computes."""
+
+
+def as_they_are(batches: Sequence[Batch]) -> Sequence[Batch]:
+    """The microbatches of the feed."""
+    return batches
 
 
 @dataclass(frozen=True)
@@ -26,28 +30,6 @@ class Judged:
     batch: Batch
     outputs: Any
     losses: Tensor
-
-
-@dataclass(frozen=True)
-class Compute:
-    """What turns a microbatch into its loss. `cut` gives this rank's part of every sample, where samples are split."""
-
-    model: nn.Module
-    loss: Loss
-    precision: Precision
-    device: torch.device
-    randomness: Randomness
-    cut: Callable[[Batch], Batch] = lambda batch: batch
-
-    def prepared(self, batch: Batch) -> Batch:
-        """This rank's part of `batch`, on the device and in the type of the parameters."""
-        return on_device(self.cut(batch), self.device, self.precision.parameters)
-
-    def judged(self, batch: Batch) -> Judged:
-        """The forward of a `prepared` batch."""
-        with self.precision.autocast(self.device):
-            outputs = call_model(self.model, batch.inputs)
-            return Judged(batch, outputs, self.loss(outputs, batch.targets))
 
 
 class Passes(Protocol):
@@ -77,7 +59,7 @@ class WholePasses:
     """One microbatch after the other, forward and backward. `counts`: are this rank's losses those that count?"""
 
     compute: Compute
-    arrange: Arrange = lambda batches: batches
+    arrange: Arrange = as_they_are
     counts: bool = True
 
     def train(
@@ -87,7 +69,7 @@ class WholePasses:
         total = torch.zeros((), dtype=torch.float64, device=self.compute.device)
         for index, batch in enumerate(microbatches):
             last = index == len(microbatches) - 1
-            loss_sum = self._forward(batch)
+            loss_sum = self._forward(self.compute.prepared(batch), factor)
             total += loss_sum.detach()
             scale = factor()
             if last:
@@ -96,19 +78,11 @@ class WholePasses:
                 (loss_sum * scale).backward()
 
     def judge(self, batch: Batch) -> Judged | None:
-        judged = self.compute.judged(self.compute.prepared(batch))
-        return judged if self.counts else None
+        own = self.compute.prepared(batch).batch
+        outputs, losses = self.compute.losses(own)
+        return Judged(own, outputs, losses) if self.counts else None
 
-    def _forward(self, batch: Batch) -> Tensor:
-        batch = self.compute.prepared(batch)
-        self.compute.randomness.microbatch(batch.positions)
-        return weighted_sum(self.compute.judged(batch).losses, batch.weights)
-
-
-def on_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
-    """The batch on `device`, its floating inputs and targets in `dtype` (weights stay as they are)."""
-    if device.type != "cpu":
-        batch = batch.to(device, non_blocking=True)
-    cast = lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf  # noqa: E731
-    inputs, targets = map_tree(cast, batch.inputs), map_tree(cast, batch.targets)
-    return Batch(inputs, targets, weights=batch.weights, positions=batch.positions)
+    def _forward(self, microbatch: Microbatch, factor: Callable[[], float]) -> Tensor:
+        self.compute.announce(microbatch, factor)
+        _, losses = self.compute.losses(microbatch.batch)
+        return weighted_sum(losses, microbatch.batch.weights)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 
-from shoal.checkpoint.load import checkpoints, newest_verified, read_into, read_manifest
+from shoal.checkpoint.load import checkpoint_in, newest_verified, read_into, read_manifest
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.places import Places
 from shoal.engine.state import TrainState
-from shoal.errors import CorruptCheckpoint, UsageError
+from shoal.errors import CorruptCheckpoint
 
 Announce = Callable[[str, Callable[[], str]], str]
 """`announce(key, find)`: rank 0 calls `find`; every rank gets its answer."""
@@ -39,7 +39,8 @@ def resume(state: TrainState, directory: Path, *, announce: Announce, warn: Call
         return None
     manifest = read_manifest(Places(directory).step(int(step)))
     state.load_json(manifest.state)
-    read_into(manifest, directory, state.targets(_dtypes(manifest)))
+    dtypes = _dtypes(manifest)
+    read_into(manifest, directory, state.targets(dtypes), elsewhere=state.elsewhere(dtypes))
     return int(step)
 
 
@@ -48,22 +49,10 @@ def load_weights(state: TrainState, source: Path, *, announce: Announce) -> int:
 
     The step that they are from. Raises `UsageError` where there is none, or where names or shapes differ.
     """
-    folder = Path(announce("weights", lambda: str(_checkpoint_in(source))))
+    folder = Path(announce("weights", lambda: str(checkpoint_in(source))))
     manifest = read_manifest(folder)
-    read_into(manifest, folder.parent.parent, state.weights(), cast=True)
+    read_into(manifest, folder.parent.parent, state.weight_targets(), cast=True, elsewhere=state.elsewhere())
     return manifest.step
-
-
-def _checkpoint_in(source: Path) -> Path:
-    """The checkpoint that `source` means; looked for by one rank, as a run that goes on may add another."""
-    if (source / "manifest.json").exists():
-        return source
-    if not checkpoints(source):
-        raise UsageError(f"{source} holds no checkpoint; give a run directory or one of its checkpoints")
-    manifest, _ = newest_verified(source)
-    if manifest is None:
-        raise UsageError(f"{source}: none of its checkpoints is whole; 'shoal checkpoint verify {source}' says why")
-    return Places(source).step(manifest.step)
 
 
 def _dtypes(manifest: Manifest) -> dict[str, torch.dtype]:

@@ -1,19 +1,39 @@
-"""What a run is, between two steps: everything that a checkpoint holds, and nothing else."""
+"""What a run is, between two steps: everything that a checkpoint holds, and nothing else.
+
+Every tensor goes by its name in the unsplit model. Where ranks split the model, a name stands for the parts of that
+tensor that this rank has: of the weights what it computes with (`held`), of the optimizer's slots what it updates
+(`owned`). Ranks together then hold the same tensors in every layout, and a checkpoint of one is a checkpoint of all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from shoal.checkpoint.part import Held, Target, targets_of, views
 from shoal.data.cursor import Cursor
 from shoal.engine.precision import LossScaler
 from shoal.errors import UsageError, UserCodeError
-from shoal.optim.slots import make_slots, named_slots
+from shoal.optim.slots import local, make_slots, named_slots, slot_and_parameter
+from shoal.sync.owned import Owned
+from shoal.topology.box import Box, Dims
+
+MODEL, OPTIMIZER = "model/", "optimizer/"
+
+
+class HeldWeight(NamedTuple):
+    """A weight as this rank computes with it: `tensor` is the part `box` of one of `global_shape`."""
+
+    name: str
+    tensor: Tensor
+    global_shape: Dims
+    box: Box
 
 
 @dataclass
@@ -22,6 +42,10 @@ class TrainState:
 
     `identity` is what may not change between two lives of a run, by the key that says it: the order of the samples and
     the optimizer. With another one, "exactly once" or the moments would be lost in silence.
+
+    The rest is for split models. `owned` are the tensors that the optimizer steps (None: the parameters as they are),
+    `held` the parts of parameters that are saved from this rank (None: all of them, whole), and `names` all parameters
+    and persistent buffers of the unsplit model (None: those of `model`).
     """
 
     model: nn.Module
@@ -33,30 +57,32 @@ class TrainState:
     samples: int = 0
     tokens: int = 0
     skipped: int = 0
+    owned: Sequence[Owned] | None = None
+    held: Sequence[HeldWeight] | None = None
+    names: Collection[str] | None = None
 
     @property
     def parameters(self) -> list[tuple[str, Parameter]]:
         """Name and parameter, tied ones once, under the names of the unsplit model."""
         return list(self.model.named_parameters())
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Held]:
         """Every tensor of the state: `model/<name>` and `optimizer/<slot>/<name>`."""
-        slots = named_slots(self.optimizer, self.parameters)
-        return self.weights() | {f"optimizer/{name}": tensor for name, tensor in slots.items()}
+        return self.weights() | self._located(named_slots(self.optimizer, self._stepped))
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self) -> dict[str, Held]:
         """The model's parameters and persistent buffers, tied ones once: `model/<name>`."""
-        found: dict[str, Tensor] = {}
-        seen: set[int] = set()
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
-            if not isinstance(tensor, Tensor):
-                raise UserCodeError(
-                    f"the module's state {name} is a {type(tensor).__name__}; checkpoints hold tensors only"
-                )
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                found[f"model/{name}"] = tensor.detach()
-        return found
+        whole: dict[str, Held] = {f"{MODEL}{name}": tensor for name, tensor in self._state().items()}
+        return whole | _parts(self.held or ())
+
+    def weight_targets(self) -> dict[str, Held]:
+        """What a checkpoint's weights are read into: `weights`, and what the optimizer steps in memory of its own."""
+        targets = {name: list(targets_of(held)) for name, held in self.weights().items()}
+        filled = {_memory(target.tensor) for parts in targets.values() for target in parts}
+        for owned in self.owned or ():
+            if _memory(owned.parameter) not in filled:
+                targets.setdefault(f"{MODEL}{owned.name}", []).extend(_views(local(owned.parameter), owned))
+        return dict(targets)
 
     def to_json(self) -> dict[str, Any]:
         """What is not a tensor. Random numbers follow from `seed` and `step`, so there is no generator to save."""
@@ -72,6 +98,11 @@ class TrainState:
 
     def load_json(self, state: Mapping[str, Any]) -> None:
         """Takes over what `to_json` gave. Raises `UsageError` where the saved run was another one."""
+        if "identity" not in state:
+            raise UsageError(
+                "this run directory holds imported weights and no run to go on with: give another run.directory, and "
+                "this one as run.warm_start"
+            )
         for key, value in state["identity"].items():
             if self.identity.get(key) != value:
                 raise UsageError(
@@ -83,9 +114,82 @@ class TrainState:
         self.cursor = Cursor.from_state(state["cursor"])
         self.scaler.load(state["scaler"])
 
-    def targets(self, saved: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+    def targets(self, saved: Mapping[str, torch.dtype]) -> dict[str, Held]:
         """The tensors that a checkpoint holding `saved` (name and dtype) is read into, the optimizer's made anew."""
-        prefix = "optimizer/"
-        slots = {name[len(prefix) :]: dtype for name, dtype in saved.items() if name.startswith(prefix)}
-        made = make_slots(self.optimizer, self.parameters, slots)
-        return self.weights() | {f"{prefix}{name}": tensor for name, tensor in made.items()}
+        slots = {name.removeprefix(OPTIMIZER): dtype for name, dtype in saved.items() if name.startswith(OPTIMIZER)}
+        return self.weight_targets() | self._located(make_slots(self.optimizer, self._stepped, slots))
+
+    def elsewhere(self, saved: Iterable[str] = ()) -> set[str]:
+        """Names that other ranks fill: all weights, and those of the slots in `saved` whose parameter is known."""
+        if self.names is None:
+            return set()
+        slots = {name for name in saved if name.startswith(OPTIMIZER)}
+        known = {name for name in slots if slot_and_parameter(name.removeprefix(OPTIMIZER))[1] in self.names}
+        return {f"{MODEL}{name}" for name in self.names} | known
+
+    @property
+    def _stepped(self) -> list[tuple[str, Parameter]]:
+        return self.parameters if self.owned is None else [(owned.name, owned.parameter) for owned in self.owned]
+
+    def _located(self, slots: Mapping[str, Tensor]) -> dict[str, Held]:
+        """Slots under the names that they are saved by, and where in the unsplit parameter they lie."""
+        owned = {own.name: own for own in self.owned or ()}
+        return {
+            f"{OPTIMIZER}{key}": _slot(tensor, owned.get(slot_and_parameter(key)[1])) for key, tensor in slots.items()
+        }
+
+    def _state(self) -> dict[str, Tensor]:
+        """What of the module's state is whole here: buffers, and the parameters unless `held` lists their parts."""
+        if self.held is not None:
+            _require_listed(self.model, self.held)
+        found: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if not isinstance(tensor, Tensor):
+                raise UserCodeError(
+                    f"the module's state {name} is a {type(tensor).__name__}; checkpoints hold tensors only"
+                )
+            if id(tensor) not in seen and not (self.held is not None and isinstance(tensor, Parameter)):
+                seen.add(id(tensor))
+                found[name] = tensor.detach()
+        return found
+
+
+def held_pieces(owned: Iterable[Owned]) -> list[HeldWeight]:
+    """The weights of a rank that has nothing of them but what it updates (ZeRO-3)."""
+    return [
+        HeldWeight(own.name, target.tensor, target.global_shape, target.box)
+        for own in owned
+        for target in _views(local(own.parameter), own)
+    ]
+
+
+def _require_listed(model: nn.Module, held: Iterable[HeldWeight]) -> None:
+    names, tensors = {weight.name for weight in held}, {id(weight.tensor) for weight in held}
+    for name, parameter in model.named_parameters():
+        if name not in names and id(parameter) not in tensors:
+            raise UsageError(
+                f"this rank has the parameter {name}, and what it holds for checkpoints does not list it: give every "
+                "parameter a holding"
+            )
+
+
+def _parts(held: Iterable[HeldWeight]) -> dict[str, list[Target]]:
+    parts: dict[str, list[Target]] = defaultdict(list)
+    for name, tensor, global_shape, box in held:
+        parts[f"{MODEL}{name}"].append(Target(local(tensor).detach(), tuple(global_shape), box.offset))
+    return dict(parts)
+
+
+def _slot(tensor: Tensor, owned: Owned | None) -> Held:
+    """A slot of one number belongs to the whole parameter; any other lies as the tensor that the optimizer steps."""
+    return tensor if owned is None or tensor.dim() == 0 else _views(tensor, owned)
+
+
+def _views(tensor: Tensor, owned: Owned) -> list[Target]:
+    regions = ((region.box, region.start) for region in owned.regions)
+    return views(tensor, regions, global_shape=owned.holding.global_shape)
+
+
+def _memory(tensor: Tensor) -> int:
+    return local(tensor).untyped_storage().data_ptr()

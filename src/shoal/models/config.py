@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from shoal.config.table import Positive, Table, says
+from shoal.config.table import Positive, PositiveFloat, Table, says
 
 SWIGLU_ROUNDING = 32
 CHANNEL_MULTIPLE = 8
@@ -71,6 +71,74 @@ class GPTConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag="gpt"):
         return -(-8 * self.width // (3 * SWIGLU_ROUNDING)) * SWIGLU_ROUNDING
 
 
+class MoEConfig(GPTConfig, frozen=True, kw_only=True, tag_field="kind", tag="moe"):
+    """A GPT whose feed-forwards are mixtures of experts: each token goes through a few of many."""
+
+    experts: Annotated[int, says("Experts in each mixture.", ge=2, le=1 << 16)] = 8
+    top_k: Annotated[int, says("Experts that each token goes through; of equal scores the lower index.", ge=1)] = 2
+    expert_width: Annotated[
+        Positive | None, says("Features inside each expert; default: those of a dense feed-forward over `top_k`.")
+    ] = None
+    shared_experts: Annotated[
+        int, says("Experts that every token goes through, beside those (arXiv:2401.06066).", ge=0, le=1 << 10)
+    ] = 0
+    moe_every: Annotated[int, says("Every so many blocks one has a mixture, the others stay dense.", ge=1)] = 1
+    first_dense: Annotated[int, says("The first blocks, which stay dense and are not counted.", ge=0)] = 0
+    gate: Annotated[Literal["softmax", "sigmoid"], says("Scores over all experts together, or of each by itself.")] = (
+        "softmax"
+    )
+    normalise_gates: Annotated[
+        bool | None, says("Divide the chosen scores by their sum; default: yes, unless `top_k` is 1.")
+    ] = None
+    capacity_factor: Annotated[
+        PositiveFloat | None,
+        says(
+            "An expert takes at most capacity_factor x top_k x length / experts tokens of a sequence, rounded up, the "
+            "first ones; default: all (dropless)."
+        ),
+    ] = None
+    balance: Annotated[
+        Literal["auxiliary", "bias", "none"],
+        says(
+            "What keeps the loads even: a loss over each sequence (arXiv:2101.03961), or a bias on the choice that "
+            "follows the loads of each step (arXiv:2408.15664)."
+        ),
+    ] = "auxiliary"
+    balance_coefficient: Annotated[float, says('Weight of the loss of `balance = "auxiliary"`.', ge=0, le=1e3)] = 0.01
+    bias_rate: Annotated[float, says('How far a step moves a bias of `balance = "bias"`.', ge=0, le=1)] = 1e-3
+    router_z_loss: Annotated[
+        float, says("Weight of the squared log-sum-exp of the router's logits (arXiv:2202.08906).", ge=0, le=1e3)
+    ] = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.top_k > self.experts:
+            raise ValueError(
+                f"top_k = {self.top_k} with experts = {self.experts}; a token goes to different experts, so top_k is "
+                f"at most {self.experts}: lower it"
+            )
+        if self.normalise_gates and self.top_k == 1:
+            raise ValueError(
+                "normalise_gates = true with top_k = 1; the only gate is then always 1 and the router learns nothing: "
+                "leave it out or set it to false"
+            )
+        if self.first_dense + self.moe_every > self.layers:
+            raise ValueError(
+                f"first_dense = {self.first_dense} and moe_every = {self.moe_every} with layers = {self.layers}; no "
+                f"block would have a mixture: their sum must be at most {self.layers}"
+            )
+
+    @property
+    def gates_normalised(self) -> bool:
+        """Are the chosen scores divided by their sum? The default resolved."""
+        return self.top_k > 1 if self.normalise_gates is None else self.normalise_gates
+
+    @property
+    def width_of_expert(self) -> int:
+        """Features inside each expert, the default resolved."""
+        return max(1, self.hidden_width // self.top_k) if self.expert_width is None else self.expert_width
+
+
 class ConvNetConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag="convnet"):
     """A small convolutional net for small images."""
 
@@ -123,8 +191,8 @@ class PythonModel(Table, frozen=True, kw_only=True, tag_field="kind", tag="pytho
     arguments: Annotated[dict[str, Any], says("Keywords for the function.")] = msgspec.field(default_factory=dict)
 
 
-BuiltInModel = GPTConfig | ConvNetConfig | MLPConfig
-ModelConfig = GPTConfig | ConvNetConfig | MLPConfig | PythonModel
+BuiltInModel = GPTConfig | MoEConfig | ConvNetConfig | MLPConfig
+ModelConfig = GPTConfig | MoEConfig | ConvNetConfig | MLPConfig | PythonModel
 
 
 def _nearest(found: int, step: int) -> str:

@@ -3,8 +3,9 @@
     x <- x + attention(norm(x))
     x <- x + feed_forward(norm(x))
 
-RMSNorm (arXiv:1910.07467), rotary positions, no biases. Weights start at N(0, 0.02^2); the projections that write into
-the residual stream at 0.02 / sqrt(2 layers), so that its variance does not grow with depth (GPT-2).
+RMSNorm (arXiv:1910.07467), rotary positions, no biases. The feed-forward of some blocks may be a mixture of experts.
+Weights start at N(0, 0.02^2); the projections that write into the residual stream at 0.02 / sqrt(2 layers), so that its
+variance does not grow with depth (GPT-2).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from shoal.models.chain import Part, run_chain
 from shoal.models.dropout import KeyedDropout
 from shoal.models.feed_forward import GELU, SwiGLU
 from shoal.models.law import ONES, Normal
+from shoal.models.mixture import Mixture, MixtureOptions
 from shoal.models.roles import Role
 from shoal.models.rotary import rotations
 
@@ -55,22 +57,23 @@ class GPT(nn.Module):
         dropout: float = 0.0,
         rope_base: float = 10_000.0,
         norm_eps: float = 1e-5,
+        mixture: MixtureOptions | None = None,
     ) -> None:
         super().__init__()
         self.head_size, self.rope_base = width // heads, rope_base
-        self.embedding = nn.Embedding(vocabulary, width)
+        # `initialise` draws the first values; nn.Embedding's own, normal ones on the meta device, cost 2 s of imports.
+        self.embedding = nn.Embedding.from_pretrained(torch.zeros(vocabulary, width), freeze=False)
         self.dropout = KeyedDropout(dropout, "embedding")
-        self.blocks = nn.ModuleList(
-            Block(
-                Attention(width, heads=heads, kv_heads=kv_heads),
-                (SwiGLU if feed_forward == "swiglu" else GELU)(width, feed_forward_width),
-                width=width,
-                dropout=dropout,
-                norm_eps=norm_eps,
-                name=f"blocks.{index}",
-            )
-            for index in range(layers)
-        )
+        dense = SwiGLU if feed_forward == "swiglu" else GELU
+
+        def block(index: int) -> Block:
+            name, attention = f"blocks.{index}", Attention(width, heads=heads, kv_heads=kv_heads)
+            kind, layer = Block, dense(width, feed_forward_width)
+            if mixture is not None and mixture.holds(index):
+                kind, layer = MixtureBlock, Mixture(width, mixture, feed_forward=feed_forward, name=name)
+            return kind(attention, layer, width=width, dropout=dropout, norm_eps=norm_eps, name=name)
+
+        self.blocks = nn.ModuleList(block(index) for index in range(layers))
         self.norm = nn.RMSNorm(width, eps=norm_eps)
         self.head = nn.Linear(width, vocabulary, bias=False)
         if tied:
@@ -117,6 +120,9 @@ class GPT(nn.Module):
             "*norm.weight": Role("norm", ONES, decay=False),
             **{f"*.{name}.weight": Role("column", inner, decay=True) for name in columns},
             **{f"*.{name}.weight": Role("row", residual, decay=True) for name in ("output", "down")},
+            "*.router.weight": Role("router", inner, decay=True),
+            "*.experts.down": Role("expert", residual, decay=True),
+            "*.experts.*": Role("expert", inner, decay=True),
         }
 
 
@@ -139,4 +145,14 @@ class Block(nn.Module):
     ) -> Tensor:
         """`x` `[batch, seq, width]`; the others as in `GPTContext`."""
         x = x + self.attention_dropout(self.attention(self.attention_norm(x), factors, documents), positions)
-        return x + self.feed_forward_dropout(self.feed_forward(self.feed_forward_norm(x)), positions)
+        return x + self.feed_forward_dropout(self._fed_forward(self.feed_forward_norm(x), positions), positions)
+
+    def _fed_forward(self, x: Tensor, positions: Tensor | None) -> Tensor:
+        return self.feed_forward(x)
+
+
+class MixtureBlock(Block):
+    """A block whose feed-forward is a `Mixture`: how far a token has come in its sequence counts for its capacity."""
+
+    def _fed_forward(self, x: Tensor, positions: Tensor | None) -> Tensor:
+        return self.feed_forward(x, positions)

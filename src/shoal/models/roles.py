@@ -8,6 +8,8 @@ roles follow the first values, the weight decay, and later how tensor parallelis
     row                 input features split: a weight's columns; the products are then summed
     bias                added once, after the sum of a `row` layer; whole everywhere
     norm, replicated    whole everywhere
+    router              whole everywhere; each rank routes tokens of its own, so its gradient is a sum over them
+    expert              stacked experts; split over the experts, the first dimension
 
 A module that declares nothing, such as a user's own, is replicated and keeps the first values it was built with.
 """
@@ -24,7 +26,7 @@ from torch import Tensor, nn
 from shoal.errors import UserCodeError
 from shoal.models.law import Law
 
-Kind = Literal["embedding", "head", "column", "row", "norm", "bias", "replicated"]
+Kind = Literal["embedding", "head", "column", "row", "norm", "bias", "replicated", "router", "expert"]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,8 @@
-"""An optimizer's state as named tensors: `exp_avg/layers.0.weight`. What checkpoints save and load."""
+"""An optimizer's state as named tensors: `exp_avg/layers.0.weight`. What checkpoints save and load.
+
+The names are those of the parameters in the unsplit model. The tensors are what lies on this rank: of a sharded
+parameter (a `DTensor`) its local part.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from torch.nn import Parameter
 def named_slots(optimizer: torch.optim.Optimizer, parameters: Iterable[tuple[str, Parameter]]) -> dict[str, Tensor]:
     """Every tensor of the state, by slot and parameter name. Empty before the first step."""
     return {
-        f"{slot}/{name}": value
+        f"{slot}/{name}": local(value)
         for name, parameter in parameters
         for slot, value in optimizer.state.get(parameter, {}).items()
         if isinstance(value, Tensor)
@@ -28,9 +32,27 @@ def make_slots(
     """
     owners, made = dict(parameters), {}
     for key, dtype in saved.items():
-        slot, _, name = key.partition("/")
+        slot, name = slot_and_parameter(key)
         if name in owners:
             parameter = owners[name]
-            shape = () if slot == "step" else parameter.shape
-            made[key] = optimizer.state[parameter][slot] = torch.zeros(shape, dtype=dtype, device=parameter.device)
+            value = optimizer.state[parameter][slot] = _empty_slot(slot, parameter, dtype)
+            made[key] = local(value)
     return made
+
+
+def slot_and_parameter(key: str) -> tuple[str, str]:
+    """The two parts of a name as `named_slots` makes it."""
+    slot, _, name = key.partition("/")
+    return slot, name
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What of `tensor` lies on this rank, as a view."""
+    # Asked for by name: importing DTensor costs every run's start what only a sharded one needs.
+    return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _empty_slot(slot: str, parameter: Parameter, dtype: torch.dtype) -> Tensor:
+    if slot == "step":
+        return torch.zeros((), dtype=dtype, device=parameter.device)
+    return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)

@@ -15,16 +15,18 @@ from shoal.data.build import Dataset
 from shoal.data.feed import evaluation_batches
 from shoal.data.sample import Batch
 from shoal.engine.evaluation import evaluate
-from shoal.engine.passes import Compute, Passes, WholePasses
+from shoal.engine.passes import Passes
 from shoal.engine.precision import Precision, precision_of
-from shoal.engine.randomness import Randomness
 from shoal.errors import EnvironmentFault
 from shoal.launch.environment import Place
 from shoal.launch.rendezvous import interface_for, open_store
 from shoal.observe.facts import read_facts
+from shoal.recipes.microbatching import Microbatching, microbatching
 from shoal.recipes.objects import Given, check_layout_independent, data_of, loss_of, model_of
 from shoal.recipes.run_file import RunFile, run_directory, statistics_group
 from shoal.recipes.sameness import require_same, samples_of, shapes_of
+from shoal.recipes.splitting import Divided, divided, passes_of
+from shoal.sync.owned import Trained
 
 START_TIMEOUT_S = 1800.0  # corpora are read and checkpoints verified before the first step
 
@@ -41,8 +43,21 @@ class Setting:
     precision: Precision
     model: nn.Module
     passes: Passes
+    parts: Divided
+    microbatching: Microbatching
     data: Dataset
     announce: Callable[[str, Callable[[], str]], str]
+
+    @property
+    def trained(self) -> list[Trained]:
+        """The parameters that this rank trains, and where each stands in the unsplit model."""
+        return [Trained(h.holding, h.parameter) for h in self.parts.split.held if h.parameter.requires_grad]
+
+    @property
+    def trained_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the unsplit model's trained parameters, tied ones once."""
+        split = self.parts.split
+        return {name: shape for name, shape in split.shapes.items() if name not in split.frozen}
 
     @property
     def group_samples(self) -> int:
@@ -58,7 +73,7 @@ class Setting:
             self.data.held_out,
             replicas=self.mesh.batch_share[1],
             replica=self.mesh.batch_share[0],
-            micro_samples=batch.micro_samples or max(1, batch.global_samples // self.mesh.batch_share[1]),
+            micro_samples=self.microbatching.samples or max(1, batch.global_samples // self.mesh.batch_share[1]),
             denominator=batch.denominator,
             limit=self.run_file.observe.evaluate_samples,
         )
@@ -68,11 +83,22 @@ class Setting:
         return evaluate(self.passes, self.held_out(), group=self.mesh.world, device=self.device)
 
 
-def set_up(run_file: RunFile, place: Place, given: Given, environ: Mapping[str, str] = os.environ) -> Setting:
-    """Connects this rank to the others and builds what it computes with. Blocks until all ranks are here."""
+def set_up(
+    run_file: RunFile,
+    place: Place,
+    given: Given,
+    *,
+    environ: Mapping[str, str] = os.environ,
+    store: Store | None = None,
+) -> Setting:
+    """Connects this rank to the others and builds what it computes with. Blocks until all ranks are here.
+
+    `store` is where they meet; None: the one that the launcher told of.
+    """
     device = device_of(run_file, place)
     _share_host(place, environ)
-    store = open_store(place, environ, timeout_s=max(START_TIMEOUT_S, run_file.run.timeout_s))
+    if store is None:
+        store = open_store(place, environ, timeout_s=max(START_TIMEOUT_S, run_file.run.timeout_s))
     announce = _announcer(store, place.rank)
     layout = run_file.layout.layout(place.world_size)
     precision = precision_of(run_file.precision)
@@ -93,9 +119,10 @@ def set_up(run_file: RunFile, place: Place, given: Given, environ: Mapping[str, 
     _start_equal(model, mesh)
     if run_file.run.compile:
         model.compile()
-    randomness = Randomness(model, seed=run_file.run.seed, replica=mesh.batch_share[0])
-    passes = WholePasses(Compute(model, loss, precision, device, randomness))
-    return Setting(run_file, place, store, mesh, device, precision, model, passes, data, announce)
+    plan = microbatching(run_file, layout)
+    parts = divided(run_file, model, mesh, in_flight=plan.in_flight)
+    passes = passes_of(run_file, parts, mesh, loss=loss, precision=precision, microbatching=plan)
+    return Setting(run_file, place, store, mesh, device, precision, model, passes, parts, plan, data, announce)
 
 
 def device_of(run_file: RunFile, place: Place) -> torch.device:

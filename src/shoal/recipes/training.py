@@ -5,38 +5,33 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import ExitStack
+from math import prod
 from pathlib import Path
 
 from shoal.checkpoint.save import Saver
 from shoal.config.load import dumps
-from shoal.data.cursor import Cursor
-from shoal.data.feed import Feed
-from shoal.data.order import Order
 from shoal.engine.loop import Job, train
-from shoal.engine.precision import scaler_of
 from shoal.engine.recovery import NonfiniteGuard
 from shoal.engine.resume import load_weights, resume
 from shoal.engine.state import TrainState
-from shoal.engine.step import TrainStep
 from shoal.errors import ConfigError, Diverged, Stopped
 from shoal.launch.environment import Place
 from shoal.launch.signals import StopRequest
 from shoal.launch.store_exchange import StoreExchange
-from shoal.models.roles import roles_of
 from shoal.observe.display import Display, display_for
 from shoal.observe.events import EventWriter
 from shoal.observe.facts import replace_file, write_facts
 from shoal.observe.logged import LoggedDisplay
 from shoal.observe.logs import close_log, open_log
 from shoal.observe.report import write_report
-from shoal.optim.build import build_optimizer
 from shoal.optim.schedule import peak_rate, rate
+from shoal.recipes.assembly import new_feed, new_state, new_step, new_sync
 from shoal.recipes.facts import run_facts
 from shoal.recipes.objects import Given
 from shoal.recipes.run_file import RunFile, run_directory
 from shoal.recipes.sampling import sample_text
 from shoal.recipes.setting import Setting, set_up
-from shoal.sync.allreduce import AllReduceSync
+from shoal.sync.strategy import Sync
 
 
 def train_rank(run_file: RunFile, place: Place, given: Given) -> None:
@@ -49,7 +44,8 @@ def train_rank(run_file: RunFile, place: Place, given: Given) -> None:
         display = LoggedDisplay(terminal, log)
         stop = stack.enter_context(StopRequest())
         setting = set_up(run_file, place, given)
-        state = new_state(setting)
+        sync = new_sync(setting)
+        state = new_state(setting, sync)
         peak, said = peak_rate(run_file.optimizer, global_samples=run_file.batch.global_samples)
         came_from = _restore(state, setting, directory, display)
         generation = setting.mesh.generation
@@ -57,7 +53,7 @@ def train_rank(run_file: RunFile, place: Place, given: Given) -> None:
             replace_file(directory / "run.toml", dumps(run_file).encode())
             write_facts(directory, run_facts(setting, generation=generation))
         _introduce(display, setting, came_from, said)
-        job = _job(setting, state, directory, display, stop, stack, peak=peak, generation=generation)
+        job = _job(setting, state, sync, directory, display, stop, stack, peak=peak, generation=generation)
         if came_from is not None:
             job.events.resume(came_from, time_s=time.time())
         setting.mesh.ledger.take()  # what the start sent belongs to no step
@@ -80,62 +76,9 @@ def _train(job: Job, directory: Path, place: Place) -> None:
         raise
 
 
-def new_state(setting: Setting) -> TrainState:
-    """The state before the first step."""
-    run_file = setting.run_file
-    roles = roles_of(setting.model)
-    parameters = [(n, p, roles[n].decay) for n, p in setting.model.named_parameters() if p.requires_grad]
-    peak, _ = peak_rate(run_file.optimizer, global_samples=run_file.batch.global_samples)
-    optimizer = build_optimizer(run_file.optimizer, parameters, lr=peak)
-    identity = {
-        "run.seed": run_file.run.seed,
-        "data.shuffle": run_file.data.shuffle,
-        "the number of training samples": len(setting.data.train),
-        "optimizer.kind": type(run_file.optimizer).__struct_config__.tag,
-    }
-    return TrainState(setting.model, optimizer, scaler_of(run_file.precision), Cursor(), identity)
-
-
-def new_step(setting: Setting, state: TrainState) -> TrainStep:
-    """The step that moves `state`."""
-    run_file, mesh = setting.run_file, setting.mesh
-    trained = [(name, p) for name, p in state.parameters if p.requires_grad]
-    return TrainStep(
-        setting.passes,
-        optimizer=state.optimizer,
-        sync=AllReduceSync(run_file.sync, trained, mesh.axis("replicate")),
-        group=mesh.world,
-        twins=mesh.axis("replicate", "shard"),
-        ledger=mesh.ledger,
-        scaler=state.scaler,
-        randomness=setting.passes.compute.randomness,
-        device=setting.device,
-        clip_norm=run_file.optimizer.clip_norm,
-    )
-
-
-def new_feed(setting: Setting, cursor: Cursor) -> Feed:
-    """This replica's microbatches from `cursor` on."""
-    run_file, mesh = setting.run_file, setting.mesh
-    order = Order(len(setting.data.train), run_file.run.seed, shuffle=run_file.data.shuffle)
-    return Feed(
-        setting.data.train,
-        order,
-        replicas=mesh.batch_share[1],
-        replica=mesh.batch_share[0],
-        global_samples=run_file.batch.global_samples,
-        micro_samples=run_file.batch.micro_samples,
-        group=setting.group_samples,
-        denominator=run_file.batch.denominator,
-        start=cursor,
-        prefetch_steps=run_file.data.prefetch_steps,
-        readers=run_file.data.readers,
-    )
-
-
 def _job(
-    setting: Setting, state: TrainState, directory: Path, display: Display, stop: StopRequest, stack: ExitStack,
-    *, peak: float, generation: int,
+    setting: Setting, state: TrainState, sync: Sync, directory: Path, display: Display, stop: StopRequest,
+    stack: ExitStack, *, peak: float, generation: int,
 ) -> Job:  # fmt: skip
     run_file, mesh = setting.run_file, setting.mesh
     saver = Saver(
@@ -146,7 +89,7 @@ def _job(
         keep=run_file.checkpoint.keep,
         object_bytes=run_file.checkpoint.object_bytes,
     )
-    step = new_step(setting, state)
+    step = new_step(setting, state, sync)
     return Job(
         state=state,
         step=step,
@@ -177,7 +120,7 @@ def _restore(state: TrainState, setting: Setting, directory: Path, display: Disp
 
 
 def _introduce(display: Display, setting: Setting, came_from: int | None, scaling: str | None) -> None:
-    count = sum(p.numel() for p in setting.model.parameters())
+    count = sum(prod(shape) for shape in setting.parts.split.shapes.values())
     display.note(f"{setting.mesh.layout.describe()} on {setting.device.type}, {count:,} parameters, "
                  f"{len(setting.data.train):,} training samples")  # fmt: skip
     if scaling is not None:

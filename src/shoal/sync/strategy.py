@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import Tensor
 
+from shoal.sync.owned import Owned
+
 
 class Sync(Protocol):
     """One strategy, for one model, on one generation of the membership."""
+
+    @property
+    def owned(self) -> Sequence[Owned]:
+        """What this rank's optimizer runs on, in the order of the model's parameters."""
+        ...
 
     def start(self) -> None:
         """A step begins: the gradients of the last one are gone."""
@@ -19,10 +27,14 @@ class Sync(Protocol):
         """Around the backward of a microbatch; `last` where no other of this step follows."""
         ...
 
-    def gradients(self) -> Tensor:
-        """After the last backward: returns when every `.grad` is the agreed one.
+    def schedule(self) -> AbstractContextManager[None]:
+        """Instead of `backward`: around all of a pipeline's schedule, which computes one step."""
+        ...
 
-        The 2-norm of the agreed gradient, a scalar, the same bits on every rank that agrees.
+    def gradients(self) -> Tensor:
+        """After the last backward: returns when every owned `.grad` is the agreed one.
+
+        The 2-norm of the agreed gradient of the whole model, a scalar, the same bits on every rank that agrees.
         """
         ...
 
@@ -31,7 +43,11 @@ class Sync(Protocol):
         ...
 
     def parameters(self) -> None:
-        """After the optimizer step: returns when every parameter is the agreed one."""
+        """After the optimizer step: returns when the model computes with the agreed parameters."""
+        ...
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Inside, every parameter of the model can be read, and written where all ranks write the same."""
         ...
 
     def close(self) -> None:

@@ -1,4 +1,6 @@
-"""`ShmGroup`: a process group whose large all-reduces of CPU tensors go through shared memory.
+"""Choosing how CPU ranks of one host share memory; and `ShmGroup`, the way without a compiler.
+
+The core in C takes all operations (`core_group`). Without it, `ShmGroup` takes large all-reduces on torch's kernels.
 
 What else is asked of it goes to the Gloo group that it is given. Which way a call goes follows from its dtype, size and
 operation alone: these are equal on all ranks, so the ranks always agree.
@@ -17,15 +19,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from shoal.comm.collective import Reduction
+from shoal.comm.diagnosis import introduce
+from shoal.comm.shm.core import CoreMissing, core_identity, load_core
+from shoal.comm.shm.core_group import CoreGroup
 from shoal.comm.shm.host import Apart, HostMates, find_mates
 from shoal.comm.shm.meeting import Meeting
+from shoal.comm.shm.segment import map_segment
+from shoal.comm.shm.transport import CoreSegment, Transport, core_settings
 from shoal.comm.shm.two_shot import SEGMENT_BYTES, TwoShot
 from shoal.comm.shm.worker import ShmWork, work_off
 
 MINIMUM_BYTES = 1 << 18
+_MISSING = "missing: "
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -36,19 +44,47 @@ _REDUCTIONS: tuple[tuple[Any, Reduction], ...] = (
 )
 
 
-def share_memory(inner: Any, store: Store, *, timeout_s: float) -> tuple[Any, str]:
+def share_memory(inner: Any, store: Store, *, timeout_s: float, with_core: bool = True) -> tuple[Any, str]:
     """`inner` behind shared memory where all its ranks are on one host, else as it is; and why, for people.
 
-    Blocks until all ranks of the group have called it. All get the same.
+    Blocks until all ranks of the group have called it. All get the same. `with_core=False`: not through the core in C.
     """
     rank, size = inner.rank(), inner.size()
     if size == 1:
         return inner, "gloo: one rank alone"
+    missing = _no_core(store, rank, size, timeout_s=timeout_s) if with_core else "it was not asked for"
     try:
-        mates = find_mates(store, rank, size, segment_bytes=SEGMENT_BYTES, timeout_s=timeout_s)
+        if missing is None:
+            return _core_group(inner, store, timeout_s=timeout_s), f"shared memory: {size} ranks on one host"
+        mates = find_mates(
+            store, rank, size, segment_bytes=SEGMENT_BYTES, map_segment=map_segment, timeout_s=timeout_s
+        )  # fmt: skip
     except Apart as reason:
         return inner, f"gloo: {reason}"
-    return ShmGroup(inner, mates, timeout_s=timeout_s), f"shared memory: {size} ranks on one host"
+    group = ShmGroup(inner, mates, timeout_s=timeout_s)
+    return group, f"shared memory without the core in C ({missing}): {size} ranks on one host"
+
+
+def _no_core(store: Store, rank: int, size: int, *, timeout_s: float) -> str | None:
+    """Why the ranks cannot use the core, the same on all of them; None where they can."""
+    try:
+        mine = core_identity()
+    except CoreMissing as error:
+        mine = f"{_MISSING}rank {rank}: {error}"
+    answers = introduce(PrefixStore("shm/core", store), rank, size, myself=mine, timeout_s=timeout_s)
+    if missing := next((a for a in answers if a.startswith(_MISSING)), None):
+        return missing.removeprefix(_MISSING)
+    return None if len(set(answers)) == 1 else "the ranks have different versions of it"
+
+
+def _core_group(inner: Any, store: Store, *, timeout_s: float) -> CoreGroup:
+    core, rank, size = load_core(), inner.rank(), inner.size()
+    settings = core_settings(size, timeout_s=timeout_s)
+    mates = find_mates(
+        store, rank, size, segment_bytes=core.shoal_segment_bytes(size, settings), map_segment=partial(CoreSegment, core),
+        timeout_s=timeout_s,
+    )  # fmt: skip
+    return CoreGroup(inner, Transport(core, mates, rank=rank, settings=settings))
 
 
 class ShmGroup:

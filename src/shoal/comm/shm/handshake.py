@@ -11,28 +11,34 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import Generic, TypeVar
 
-from torch import Tensor
+from shoal.comm.shm.segment import create_segment
 
-from shoal.comm.shm.segment import create_segment, map_segment
+Segment = TypeVar("Segment")
 
 
-class Handshake:
-    """One rank's side. `open`, `knock` and `enter` in this order, each after all ranks have done the one before.
+class Handshake(Generic[Segment]):
+    """One rank's side. `map_segment(descriptor, size_bytes)` makes of a segment what its user wants it as.
+
+    `open`, `knock` and `enter` in this order, each after all ranks have done the one before.
 
     All raise `OSError`. As a context it leaves no folder and no descriptor but those of `streams`; where its body
     raises, not those either.
     """
 
-    def __init__(self, rank: int, size: int, *, segment_bytes: int, timeout_s: float) -> None:
+    def __init__(
+        self, rank: int, size: int, *, segment_bytes: int, map_segment: Callable[[int, int], Segment], timeout_s: float
+    ) -> None:
         self._rank, self._size, self._segment_bytes, self._timeout_s = rank, size, segment_bytes, timeout_s
+        self._map_segment = map_segment
         self.streams: dict[int, socket.socket] = {}
-        self.segments: dict[int, Tensor] = {}
+        self.segments: dict[int, Segment] = {}
         self._stack = ExitStack()
 
-    def __enter__(self) -> Handshake:
+    def __enter__(self) -> Handshake[Segment]:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -50,7 +56,7 @@ class Handshake:
         self._door.listen(self._size)
         self._own = create_segment(self._segment_bytes)
         self._stack.callback(os.close, self._own)
-        self.segments[self._rank] = map_segment(self._own, self._segment_bytes)
+        self.segments[self._rank] = self._map_segment(self._own, self._segment_bytes)
         return path
 
     def knock(self, doors: Sequence[str]) -> str:
@@ -95,7 +101,7 @@ class Handshake:
         try:
             if len(descriptors) != 1 or expected not in (None, rank):
                 raise ConnectionError("a peer hung up while segments were exchanged")
-            self.segments[rank] = map_segment(descriptors[0], self._segment_bytes)
+            self.segments[rank] = self._map_segment(descriptors[0], self._segment_bytes)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)

@@ -15,30 +15,38 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic
 
-from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from shoal.comm.diagnosis import introduce
-from shoal.comm.shm.handshake import Handshake
+from shoal.comm.shm.handshake import Handshake, Segment
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NO, _ECHO = "no: ", "no more: "  # what went wrong here, and what did because of another rank
 
 
 @dataclass(frozen=True)
-class HostMates:
+class HostMates(Generic[Segment]):
     """What ranks of one host share: a stream to each other rank, and the segments of all, in rank order."""
 
     streams: dict[int, socket.socket]
-    segments: tuple[Tensor, ...]
+    segments: tuple[Segment, ...]
 
 
 class Apart(Exception):
     """The reason why ranks cannot share memory, the same on all of them."""
 
 
-def find_mates(store: Store, rank: int, size: int, *, segment_bytes: int, timeout_s: float) -> HostMates:
+def find_mates(
+    store: Store,
+    rank: int,
+    size: int,
+    *,
+    segment_bytes: int,
+    map_segment: Callable[[int, int], Segment],
+    timeout_s: float,
+) -> HostMates[Segment]:
     """Blocks until all ranks have called it. Raises `Apart` on all of them, or returns on all of them."""
 
     def agree(step: str, attempt: Callable[[], str]) -> tuple[str, ...]:
@@ -53,7 +61,10 @@ def find_mates(store: Store, rank: int, size: int, *, segment_bytes: int, timeou
         return answers
 
     _same_host(agree("host", _host))
-    with Handshake(rank, size, segment_bytes=segment_bytes, timeout_s=timeout_s) as handshake:
+    handshake = Handshake(
+        rank, size, segment_bytes=segment_bytes, map_segment=map_segment, timeout_s=timeout_s
+    )  # fmt: skip
+    with handshake:
         doors = agree("open", handshake.open)
         agree("knock", lambda: handshake.knock(doors[:rank]))
         agree("enter", handshake.enter)

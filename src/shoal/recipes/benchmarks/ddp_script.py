@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 
 class Script:
@@ -20,22 +20,15 @@ class Script:
     def __init__(
         self, model: nn.Module, tokens: Path, *, samples: int, sequence: int, rank: int, distributed: bool
     ) -> None:
-        decay = [p for p in model.parameters() if p.ndim >= 2]
-        rest = [p for p in model.parameters() if p.ndim < 2]
-        groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=True)
+        self.optimizer = torch.optim.AdamW(decay_groups(model), lr=3e-4, betas=(0.9, 0.95), fused=True)
         wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True) if distributed else model
         self.model = wrapped
         self.parameters = list(model.parameters())
-        self.data = np.memmap(tokens, dtype=np.uint8, mode="r")
-        self.samples, self.sequence = samples, sequence
-        self.random = np.random.default_rng(rank)
+        self.batches = ByteSamples(tokens, samples=samples, sequence=sequence, rank=rank)
 
     def step(self) -> float:
         """One update; its loss."""
-        starts = self.random.integers(0, len(self.data) - self.sequence - 1, self.samples)
-        rows = np.stack([self.data[start : start + self.sequence + 1] for start in starts]).astype(np.int64)
-        batch = torch.from_numpy(rows)
+        batch = self.batches.next()
         logits = self.model(batch[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
@@ -43,3 +36,25 @@ class Script:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return float(loss.detach())
+
+
+class ByteSamples:
+    """Sequences of bytes from random places of a file."""
+
+    def __init__(self, tokens: Path, *, samples: int, sequence: int, rank: int) -> None:
+        self.data = np.memmap(tokens, dtype=np.uint8, mode="r")
+        self.samples, self.sequence = samples, sequence
+        self.random = np.random.default_rng(rank)
+
+    def next(self) -> Tensor:
+        """`[samples, sequence + 1]`, int64."""
+        starts = self.random.integers(0, len(self.data) - self.sequence - 1, self.samples)
+        rows = np.stack([self.data[start : start + self.sequence + 1] for start in starts]).astype(np.int64)
+        return torch.from_numpy(rows)
+
+
+def decay_groups(model: nn.Module) -> list[dict]:
+    """Matrices decay, the rest does not."""
+    decay = [p for p in model.parameters() if p.ndim >= 2]
+    rest = [p for p in model.parameters() if p.ndim < 2]
+    return [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]

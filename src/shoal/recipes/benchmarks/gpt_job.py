@@ -16,9 +16,9 @@ from shoal.engine.recovery import NonfiniteGuard
 from shoal.models.config import GPTConfig
 from shoal.observe.display import SilentDisplay
 from shoal.observe.events import EventWriter
+from shoal.recipes.assembly import new_feed, new_state, new_step, new_sync
 from shoal.recipes.run_file import RunConfig, RunFile
 from shoal.recipes.setting import Setting
-from shoal.recipes.training import new_feed, new_state, new_step
 
 SEQUENCE = 128
 MODEL = GPTConfig(layers=6, width=256, heads=8, feed_forward="gelu", feed_forward_width=1024)
@@ -46,8 +46,9 @@ def gpt_run_file(folder: Path, corpus: Path, tokens: int) -> RunFile:
 
 def gpt_job(setting: Setting, folder: Path, stack: ExitStack, *, exchange: Exchange, ranks: int) -> Job:
     """The parts of the run, as `shoal train` puts them together; `ranks` share the saves."""
-    state = new_state(setting)
-    step = new_step(setting, state)
+    sync = new_sync(setting)
+    state = new_state(setting, sync)
+    step = new_step(setting, state, sync)
     saver = Saver(folder, rank=setting.place.rank if ranks > 1 else 0, world_size=ranks, exchange=exchange, keep=1)
     stack.callback(saver.close)
     return Job(

@@ -7,7 +7,6 @@ twin (A/A) shows how large a ratio noise alone makes.
 
 from __future__ import annotations
 
-import random
 import statistics
 import tempfile
 import time
@@ -32,12 +31,12 @@ from shoal.observe.events import read_events
 from shoal.recipes.benchmarks.ddp_script import Script
 from shoal.recipes.benchmarks.gpt_job import MODEL, SEQUENCE, corpus_file, gpt_job, gpt_run_file
 from shoal.recipes.benchmarks.paired import check, lower_bound, milliseconds, spread
+from shoal.recipes.benchmarks.turns import WARM_UP_STEPS, interleaved, ratios
 from shoal.recipes.objects import Given
 from shoal.recipes.setting import set_up
 
 BOUNDS = {256: 1.0, 2048: 0.98}
 LOOP_COST, SCALING = 0.02, 1.7
-WARM_UP_STEPS = 3
 
 
 def measure(place: Place, *, tokens: int, pairs: int, alone: int) -> dict[str, Any] | None:
@@ -65,31 +64,9 @@ def measure(place: Place, *, tokens: int, pairs: int, alone: int) -> dict[str, A
             ledger=Ledger(),
             timeout_s=600.0,
         )
-        turns = _interleaved(sides, clock, pairs=pairs)
+        turns = interleaved(sides, clock, pairs=pairs, always=("ddp", "shoal"))
         alone_s = _alone(sides["no_communication"], clock, steps=alone)
         return _row(turns, alone_s, folder, tokens=tokens, world=place.world_size) if place.rank == 0 else None
-
-
-def _interleaved(sides: dict[str, Callable[[], Any]], clock: GroupCollective, *, pairs: int) -> list[dict[str, float]]:
-    """Per turn, the seconds of each side's step on the slowest rank; all ranks shuffle the order in the same way.
-
-    The two that are compared stand side by side in every turn, the others in every third.
-    """
-    shuffle, turns = random.Random(0), []
-    for number in range(WARM_UP_STEPS + pairs):
-        order = list(sides) if number % 3 == 0 else ["ddp", "shoal"]
-        shuffle.shuffle(order)
-        turns.append({name: _slowest(sides[name], clock) for name in order})
-    return turns[WARM_UP_STEPS:]
-
-
-def _slowest(step: Callable[[], Any], clock: GroupCollective) -> float:
-    clock.barrier().wait()
-    begin_s = time.perf_counter()
-    step()
-    spent = torch.tensor([time.perf_counter() - begin_s], dtype=torch.float64)
-    clock.all_reduce(spent, "max").wait()
-    return float(spent)
 
 
 def _alone(step: Callable[[], Any], clock: GroupCollective, *, steps: int) -> list[float]:
@@ -108,7 +85,7 @@ def _alone(step: Callable[[], Any], clock: GroupCollective, *, steps: int) -> li
 def _row(
     turns: list[dict[str, float]], alone_s: list[float], folder: Path, *, tokens: int, world: int
 ) -> dict[str, Any]:
-    gained, twins = _ratios(turns, "shoal"), _ratios(turns, "ddp_twin")
+    gained, twins = ratios(turns, "shoal", peer="ddp"), ratios(turns, "ddp_twin", peer="ddp")
     times = {name: [turn[name] for turn in turns if name in turn] for name in turns[0]}
     cost = _loop_cost(folder)
     scaling = world * statistics.median(alone_s) / statistics.median(times["shoal"])
@@ -132,11 +109,6 @@ def _row(
     if tokens >= max(BOUNDS):
         checks.append(check(f"{world} processes against one, {tokens} tokens a rank", scaling, SCALING))
     return {"row": row, "checks": checks}
-
-
-def _ratios(turns: list[dict[str, float]], side: str) -> list[float]:
-    """How many times faster than DDP `side` was, in each turn that has both."""
-    return [turn["ddp"] / turn[side] for turn in turns if side in turn]
 
 
 def _loop_cost(folder: Path) -> float:

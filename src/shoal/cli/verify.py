@@ -1,0 +1,49 @@
+"""`shoal verify`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from shoal.launch.environment import Place
+    from shoal.recipes.run_file import RunFile
+
+
+def verify(
+    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[key=value]...", help="Keys that replace the file's.")
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps to compare.")] = 3,
+    exact: Annotated[bool, typer.Option("--exact", help="In float64, to 1e-12 instead of 1e-5.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
+) -> None:
+    """Proves a layout against one process: loss, every gradient, the norm, and the weights after each step.
+
+    Example: shoal verify recipes/stdlib-gpt.toml layout.tensor=2 layout.shard=2
+    """
+    from shoal.recipes.run_file import load_run, run_directory
+    from shoal.recipes.start import run
+
+    loaded = load_run(run_file, overrides or ())
+
+    def rank(run_file: RunFile, place: Place) -> None:
+        from shoal.errors import VerificationFailed
+        from shoal.recipes.objects import Given
+        from shoal.recipes.verifying import verify_rank
+
+        verdict = verify_rank(run_file, place, Given(), steps=steps, exact=exact)
+        if verdict is None:
+            return
+        print(json.dumps(verdict.to_json()) if as_json else "\n".join(verdict.lines()), flush=True)
+        if not verdict.holds:
+            raise VerificationFailed(verdict.sentence())
+
+    flags = ["--steps", str(steps), *(["--exact"] if exact else []), *(["--json"] if as_json else [])]
+    command = [sys.executable, "-m", "shoal", "verify", str(run_file), *(overrides or ()), *flags]
+    raise typer.Exit(run(loaded, command, rank, directory=run_directory(loaded), file=str(run_file), writes=False))

@@ -1,0 +1,54 @@
+"""Named tensors to the first rank of a group, whatever each rank has: for comparisons, not for training.
+
+A rank sends one header (names, types and shapes as JSON) and one run of bytes; the root asks them one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from shoal.comm.collective import Collective
+
+Named = Sequence[tuple[str, Tensor]]
+_SIZES, _HEADER, _PAYLOAD = 101, 102, 103  # tags
+
+
+def gather_named(items: Named, group: Collective) -> list[list[tuple[str, Tensor]]]:
+    """At rank 0, what each rank passed, in rank order, on the CPU; an empty list on the others."""
+    if group.rank != 0:
+        _send(items, group)
+        return []
+    own = [(name, tensor.detach().cpu().clone()) for name, tensor in items]
+    return [own] + [_receive(group, rank) for rank in range(1, group.size)]
+
+
+def _send(items: Named, group: Collective) -> None:
+    entries = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in items]
+    header = torch.frombuffer(bytearray(json.dumps(entries).encode()), dtype=torch.uint8)
+    parts = [tensor.detach().cpu().contiguous().flatten().view(torch.uint8) for _, tensor in items if tensor.numel()]
+    payload = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.uint8)
+    group.send(torch.tensor([header.numel(), payload.numel()]), to=0, tag=_SIZES).wait()
+    group.send(header, to=0, tag=_HEADER).wait()
+    if payload.numel():
+        group.send(payload, to=0, tag=_PAYLOAD).wait()
+
+
+def _receive(group: Collective, source: int) -> list[tuple[str, Tensor]]:
+    sizes = torch.zeros(2, dtype=torch.int64)
+    group.recv(sizes, source=source, tag=_SIZES).wait()
+    header, payload = (torch.zeros(int(size), dtype=torch.uint8) for size in sizes)
+    group.recv(header, source=source, tag=_HEADER).wait()
+    if payload.numel():
+        group.recv(payload, source=source, tag=_PAYLOAD).wait()
+    items, at = [], 0
+    for name, dtype_name, shape in json.loads(bytes(header.numpy())):
+        dtype = getattr(torch, dtype_name)
+        size = prod(shape) * dtype.itemsize
+        items.append((name, payload[at : at + size].clone().view(dtype).view(shape)))
+        at += size
+    return items

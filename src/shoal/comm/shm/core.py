@@ -1,0 +1,115 @@
+"""The shared-memory core in C, as Python sees it: loaded with ctypes, so that calls leave the interpreter lock.
+
+The sources lie in `core/`; `core.h` tells how it works. The names and numbers here mirror that file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.machinery
+import zlib
+from ctypes import POINTER, Structure, c_bool, c_double, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from enum import IntEnum
+from pathlib import Path
+
+import torch
+
+_FOLDER = Path(__file__).parent
+
+BYTES = 10
+DTYPES = {
+    torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3, torch.int8: 4, torch.uint8: 5,
+    torch.int16: 6, torch.int32: 7, torch.int64: 8, torch.bool: 9,
+}  # fmt: skip
+REDUCTIONS = ("sum", "avg", "max", "min", "product")
+
+
+class Kind(IntEnum):
+    """What a call is."""
+
+    ALL_REDUCE, REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, GATHER, SCATTER, ALL_TO_ALL, BARRIER, SEND, RECV = range(11)
+
+
+class Outcome(IntEnum):
+    """What became of a call. FOREIGN: it is another process's."""
+
+    PENDING, DONE, BROKEN, FOREIGN = range(4)
+
+
+class Fault(IntEnum):
+    """Why a call failed."""
+
+    NO_FAULT, PEER_DEAD, PEER_LEFT, PEER_FAILED, TIMED_OUT, DISAGREE, WRONG_SIZE, CLOSED, NO_MEMORY = range(9)
+
+
+class Settings(Structure):
+    """Sizes of a segment, and how waiting is done. The same on all ranks, but for spins and yields."""
+
+    _fields_ = (
+        ("places", c_uint32),
+        ("place_bytes", c_uint64),
+        ("ring_bytes", c_uint64),
+        ("one_shot_bytes", c_uint64),
+        ("spins", c_uint32),
+        ("yields", c_uint32),
+        ("timeout_s", c_double),
+    )
+
+
+class Signature(Structure):
+    """What the ranks of a call must agree on."""
+
+    _fields_ = (("kind", c_uint32), ("dtype", c_uint32), ("reduction", c_uint32), ("root", c_int32), ("bytes", c_uint64))
+
+
+class CoreMissing(Exception):
+    """Why there is no core, for people."""
+
+
+_POINTERS, _COUNTS, _SIGNATURE = POINTER(c_void_p), POINTER(c_uint64), POINTER(Signature)
+_FUNCTIONS = {
+    "segment_bytes": (c_uint64, [c_int, POINTER(Settings)]),
+    "map": (c_void_p, [c_int, c_uint64]),
+    "unmap": (None, [c_void_p, c_uint64]),
+    "open": (c_void_p, [c_int, c_int, _POINTERS, POINTER(c_int), POINTER(Settings)]),
+    "start": (c_void_p, [c_void_p, _SIGNATURE, c_void_p, c_void_p, c_bool]),
+    "start_lists": (c_void_p, [c_void_p, _SIGNATURE, _POINTERS, _COUNTS, _POINTERS, _COUNTS, c_bool]),
+    "message": (c_void_p, [c_void_p, c_int, c_void_p, c_uint64, c_int, c_int64, c_bool]),
+    "wait": (c_int, [c_void_p, c_double]),
+    "test": (c_int, [c_void_p]),
+    "report": (None, [c_void_p, POINTER(c_int), POINTER(c_int), _SIGNATURE, _SIGNATURE, POINTER(c_int)]),
+    "drop": (None, [c_void_p]),
+    "end": (None, [c_void_p]),
+    "break": (None, [c_void_p, c_int, c_int]),
+}
+
+
+Core = ctypes.CDLL
+
+
+@functools.cache
+def load_core() -> Core:
+    """The core, its functions declared. Raises `CoreMissing` where the package was installed without a C compiler."""
+    path = _library()
+    try:
+        core = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise CoreMissing(f"the shared-memory core cannot be loaded: {error}") from None
+    for name, (result, arguments) in _FUNCTIONS.items():
+        function = getattr(core, f"shoal_{name}")
+        function.restype, function.argtypes = result, arguments
+    return core
+
+
+def core_identity() -> str:
+    """The same for the same build. Raises `CoreMissing`."""
+    load_core()
+    return f"{zlib.crc32(_library().read_bytes()):08x}"
+
+
+def _library() -> Path:
+    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+        if (path := _FOLDER / f"_core{suffix}").exists():
+            return path
+    raise CoreMissing("the shared-memory core was not built; install a C compiler and Shoal again")

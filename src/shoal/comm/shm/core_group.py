@@ -1,0 +1,305 @@
+"""`CoreGroup`: c10d's process group of CPU ranks of one host, over the shared-memory core.
+
+What the core does not do (sparse tensors, bit-wise reductions, means of integers) goes to the Gloo group beside it.
+Which way a call goes follows from its dtype, layout and reduction alone: the ranks always agree.
+
+c10d has two names for some operations: new ones (`all_gather_single`, torch 2.13) and old ones (`_allgather_base`).
+"""
+
+# pyright: reportIncompatibleMethodOverride=false
+# The stubs of ProcessGroup list several overloads under one name; these are the forms that backends implement.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+
+from shoal.comm.shm.core import DTYPES, REDUCTIONS, Kind
+from shoal.comm.shm.transport import Transport
+
+_OPS: dict[Any, str] = {
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.AVG: "avg",
+    dist.ReduceOp.MAX: "max",
+    dist.ReduceOp.MIN: "min",
+    dist.ReduceOp.PRODUCT: "product",
+}
+_NUMBERS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+Finish = list[Callable[[], None]]
+
+
+class CoreGroup(dist.ProcessGroup):
+    """`inner` is a Gloo group of the same ranks. Works are asynchronous; tensors may be of any strides."""
+
+    def __init__(self, inner: Any, transport: Transport) -> None:
+        super().__init__(inner.rank(), inner.size())  # pyright: ignore[reportCallIssue]
+        self.inner, self._transport = inner, transport
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, inner)
+
+    def getBackendName(self) -> str:
+        return "shoal"
+
+    def close(self) -> None:
+        """Ends the group when the calls that were made are done."""
+        self._transport.close()
+
+    def shutdown(self) -> None:
+        self.close()
+        self.inner.shutdown()
+
+    def abort(self) -> None:
+        self._transport.give_up()
+        self.inner.abort()
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        opts = opts or c10d.AllreduceOptions()
+        tensors = _listed(tensors)
+        if any(_reducible(tensor, opts.reduceOp) is None for tensor in tensors):
+            return self.inner.allreduce(tensors, opts)
+        return _joined([self._reduced(Kind.ALL_REDUCE, tensor, opts) for tensor in tensors])
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
+        opts = opts or c10d.AllreduceCoalescedOptions()
+        return self.allreduce(tensors, opts)
+
+    def reduce(self, tensors: Any, opts: Any = None) -> Any:
+        opts = opts or c10d.ReduceOptions()
+        tensors = _listed(tensors)
+        if any(_reducible(tensor, opts.reduceOp) is None for tensor in tensors):
+            return self.inner.reduce(tensors, opts)
+        return _joined([self._reduced(Kind.REDUCE, tensor, opts, root=opts.rootRank) for tensor in tensors])
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> Any:
+        opts = opts or c10d.BroadcastOptions()
+        return _joined([self._broadcast(tensor, opts) for tensor in _listed(tensors)])
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        opts = opts or c10d.AllgatherOptions()
+        works = [self._gathered(Kind.ALL_GATHER, outs, own, opts) for outs, own in zip(outputs, inputs, strict=True)]
+        return _joined(works)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        if output.numel() != input.numel() * self.size() or output.dtype != input.dtype:
+            raise ValueError(f"all_gather of {_shown(input)} into {_shown(output)}: it takes one block for each rank")
+        finish: Finish = []
+        return self._transport.collective(
+            Kind.ALL_GATHER, input.contiguous(), _writable(output, finish), count=input.nbytes, sync=_sync(opts),
+            outputs=[output], finish=finish,
+        )  # fmt: skip
+
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        return self.all_gather_single(output, input, opts)
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        return _joined([self.all_gather_single(o, i) for o, i in zip(outputs, inputs, strict=True)])
+
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        return self.all_gather_single_coalesced(outputs, inputs, opts)
+
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        return self.allgather([[row[i] for row in outputs] for i in range(len(inputs))], inputs, opts)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        opts = opts or c10d.GatherOptions()
+        outs = outputs[0] if self.rank() == opts.rootRank else []
+        return self._gathered(Kind.GATHER, outs, inputs[0], opts, root=opts.rootRank)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        opts = opts or c10d.ScatterOptions()
+        output, finish = outputs[0], []
+        blocks = [block.contiguous() for block in inputs[0]] if self.rank() == opts.rootRank else []
+        _check_blocks("scatter", blocks, output)
+        return self._transport.collective_of_lists(
+            Kind.SCATTER, blocks, [_writable(output, finish)], count=output.nbytes, root=opts.rootRank,
+            sync=_sync(opts), outputs=[output], finish=finish,
+        )  # fmt: skip
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        opts = opts or c10d.ReduceScatterOptions()
+        if any(_reducible(output, opts.reduceOp) is None for output in outputs):
+            return self.inner.reduce_scatter(outputs, inputs, opts)
+        return _joined([self._reduce_scattered(o, i, opts) for o, i in zip(outputs, inputs, strict=True)])
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        opts = opts or c10d.ReduceScatterOptions()
+        if (numbers := _reducible(output, opts.reduceOp)) is None:
+            return self.inner._reduce_scatter_base(output, input, opts)
+        if input.numel() != output.numel() * self.size() or output.dtype != input.dtype:
+            raise ValueError(f"reduce_scatter of {_shown(input)} into {_shown(output)}: it takes one block for each rank")
+        finish: Finish = []
+        return self._transport.collective(
+            Kind.REDUCE_SCATTER, input.contiguous(), _writable(output, finish), count=output.nbytes,
+            dtype=numbers[0], reduction=numbers[1], sync=_sync(opts), outputs=[output], finish=finish,
+        )  # fmt: skip
+
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        return self.reduce_scatter_single(output, input, opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        reduce_op = (opts or c10d.ReduceScatterOptions()).reduceOp
+        each = c10d.ReduceScatterOptions()
+        each.reduceOp = reduce_op
+        return _joined([self.reduce_scatter_single(o, i, each) for o, i in zip(outputs, inputs, strict=True)])
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        return self.reduce_scatter_single_coalesced(outputs, inputs, opts)
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int], opts: Any = None
+    ) -> Any:
+        finish: Finish = []
+        source, target = input.contiguous(), _writable(output, finish)
+        receive, send = _split(target, out_sizes, self.size()), _split(source, in_sizes, self.size())
+        return self._transport.collective_of_lists(
+            Kind.ALL_TO_ALL, send, receive, count=0, sync=_sync(opts), outputs=[output], finish=finish
+        )
+
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int], opts: Any = None
+    ) -> Any:
+        return self.all_to_all_single(output, input, out_sizes, in_sizes, opts)
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        finish: Finish = []
+        return self._transport.collective_of_lists(
+            Kind.ALL_TO_ALL, [block.contiguous() for block in inputs], [_writable(o, finish) for o in outputs],
+            count=0, sync=_sync(opts), outputs=outputs, finish=finish,
+        )  # fmt: skip
+
+    def send(self, tensors: Any, dstRank: int, tag: int = 0) -> Any:
+        self._check_peer(dstRank)
+        return self._transport.message(Kind.SEND, _listed(tensors)[0].contiguous(), peer=dstRank, tag=tag)
+
+    def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> Any:
+        self._check_peer(srcRank)
+        return self._receive(_listed(tensors)[0], srcRank, tag)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
+        return self._receive(_listed(tensors)[0], -1, tag)
+
+    def barrier(self, opts: Any = None) -> Any:
+        return self._transport.collective(Kind.BARRIER, None, None, count=0, sync=_sync(opts))
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
+        return self.inner.monitored_barrier(timeout, wait_all_ranks)
+
+    def _reduced(self, kind: Kind, tensor: Tensor, opts: Any, root: int = 0) -> Any:
+        dtype, reduction = _reducible(tensor, opts.reduceOp) or (0, 0)
+        finish: Finish = []
+        flat = _writable(tensor, finish, copy=True)
+        return self._transport.collective(
+            kind, flat, flat, count=flat.nbytes, dtype=dtype, reduction=reduction, root=root, sync=_sync(opts),
+            outputs=[tensor], finish=finish,
+        )  # fmt: skip
+
+    def _broadcast(self, tensor: Tensor, opts: Any) -> Any:
+        finish: Finish = []
+        flat = _writable(tensor, finish, copy=True)
+        return self._transport.collective(
+            Kind.BROADCAST, flat, flat, count=flat.nbytes, root=opts.rootRank, sync=_sync(opts), outputs=[tensor],
+            finish=finish,
+        )  # fmt: skip
+
+    def _gathered(self, kind: Kind, outputs: Sequence[Tensor], own: Tensor, opts: Any, root: int = 0) -> Any:
+        _check_blocks(kind.name.lower(), outputs, own)
+        finish: Finish = []
+        return self._transport.collective_of_lists(
+            kind, [own.contiguous()], [_writable(output, finish) for output in outputs], count=own.nbytes, root=root,
+            sync=_sync(opts), outputs=list(outputs), finish=finish,
+        )  # fmt: skip
+
+    def _reduce_scattered(self, output: Tensor, blocks: Sequence[Tensor], opts: Any) -> Any:
+        _check_blocks("reduce_scatter", blocks, output)
+        dtype, reduction = _reducible(output, opts.reduceOp) or (0, 0)
+        finish: Finish = []
+        return self._transport.collective_of_lists(
+            Kind.REDUCE_SCATTER, [block.contiguous() for block in blocks], [_writable(output, finish)],
+            count=output.nbytes, dtype=dtype, reduction=reduction, sync=_sync(opts), outputs=[output], finish=finish,
+        )  # fmt: skip
+
+    def _receive(self, tensor: Tensor, source: int, tag: int) -> Any:
+        finish: Finish = []
+        return self._transport.message(Kind.RECV, _writable(tensor, finish), peer=source, tag=tag, finish=finish)
+
+    def _check_peer(self, rank: int) -> None:
+        if not 0 <= rank < self.size() or rank == self.rank():
+            raise ValueError(f"rank {rank} is no peer of rank {self.rank()} in a group of {self.size()}")
+
+
+class JoinedWork(dist.Work):
+    """Several works of one call."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        super().__init__()
+        self._works = list(works)
+
+    def wait(self, timeout: Any = None) -> bool:
+        return all([work.wait(timeout) for work in self._works])
+
+    def is_completed(self) -> bool:
+        return all([work.is_completed() for work in self._works])
+
+    def result(self) -> list[Tensor]:
+        return [tensor for work in self._works for tensor in work.result()]
+
+    def get_future(self) -> torch.futures.Future:
+        whole: torch.futures.Future = torch.futures.collect_all([work.get_future() for work in self._works])
+        return whole.then(lambda futures: [tensor for future in futures.value() for tensor in future.value()])
+
+
+def _joined(works: Sequence[Any]) -> Any:
+    return works[0] if len(works) == 1 else JoinedWork(works)
+
+
+def _listed(tensors: Any) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _sync(opts: Any) -> bool:
+    return opts is not None and not opts.asyncOp
+
+
+def _shown(tensor: Tensor) -> str:
+    return f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _reducible(tensor: Tensor, reduce_op: Any) -> tuple[int, int] | None:
+    """The core's numbers of dtype and reduction; None where it has none."""
+    name = next((name for op, name in _OPS.items() if reduce_op == op), None)
+    dtype = _NUMBERS.get(tensor.dtype, tensor.dtype) if name in ("sum", "avg") else tensor.dtype
+    if name is None or dtype not in DTYPES or tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        return None
+    if name == "avg" and not dtype.is_floating_point:
+        return None
+    return DTYPES[dtype], REDUCTIONS.index(name)
+
+
+def _writable(tensor: Tensor, finish: Finish, *, copy: bool = False) -> Tensor:
+    """`tensor` where it is contiguous; else memory (`copy`: with its content) that `finish` copies back."""
+    if tensor.is_contiguous():
+        return tensor
+    flat = tensor.contiguous() if copy else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    finish.append(lambda: tensor.data.copy_(flat))  # as with Gloo, autograd does not count this as a change
+    return flat
+
+
+def _split(tensor: Tensor, sizes: Sequence[int], ranks: int) -> Sequence[Tensor]:
+    """By dim 0; equally where no sizes are given."""
+    rows = tensor.shape[0] if tensor.dim() else 0
+    if not sizes and rows % ranks:
+        raise ValueError(f"all_to_all of {rows} rows over {ranks} ranks: give sizes, or a multiple of the ranks")
+    sizes = list(sizes) or [rows // ranks] * ranks
+    if len(sizes) != ranks or sum(sizes) != rows:
+        raise ValueError(f"all_to_all of {rows} rows over {ranks} ranks: sizes {sizes} do not add up")
+    return tensor.split(sizes)
+
+
+def _check_blocks(operation: str, blocks: Sequence[Tensor], own: Tensor) -> None:
+    for block in blocks:
+        if block.numel() != own.numel() or block.dtype != own.dtype:
+            raise ValueError(f"{operation}: a block of {_shown(block)} beside one of {_shown(own)}; all must be alike")

@@ -1,0 +1,156 @@
+"""A call under way in the core, and the thread that completes futures.
+
+A call is carried out by whoever waits for it. c10d's futures cannot be waited for by us: they are completed by a
+thread, which waits in their stead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from queue import SimpleQueue
+from time import monotonic
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.comm.shm.core import Core, Fault, Kind, Outcome, Signature
+
+_PATIENCE_S = 0.1  # how long the core is waited in before Python looks whether somebody has pressed Ctrl-C
+
+
+class CoreWork(dist.Work):
+    """`outputs` are the tensors that the call writes; `held` are all that must live until it is over."""
+
+    def __init__(
+        self, core: Core, handle: int, *, rank: int, timeout_s: float, outputs: Sequence[Tensor], held: object,
+        finish: Sequence[Callable[[], None]], futures: FutureThread,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self._core, self._handle, self._rank, self._timeout_s = core, handle, rank, timeout_s
+        self._outputs, self._held, self._finish, self._futures = list(outputs), held, list(finish), futures
+        self._once = threading.Lock()
+        self._error: str | None = None
+        self._over = False
+
+    def __del__(self) -> None:
+        if self._handle:
+            self._core.shoal_drop(self._handle)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Blocks, without the interpreter lock. Raises `RuntimeError` with what went wrong, or after `timeout`."""
+        limit_s = timeout.total_seconds() if timeout else math.inf  # c10d says zero where it means none
+        until_s = monotonic() + limit_s
+        while not self._over:
+            outcome = self._core.shoal_wait(self._handle, min(limit_s, _PATIENCE_S))
+            if outcome != Outcome.PENDING:
+                self._end(outcome)
+            elif monotonic() >= until_s:
+                raise RuntimeError(f"Timed out after {limit_s:g} s waiting for a call through shared memory")
+        if self._error is not None:
+            raise RuntimeError(self._error)
+        return True
+
+    def is_completed(self) -> bool:
+        """Also goes on with the call, if nobody else does."""
+        if not self._over and (outcome := self._core.shoal_test(self._handle)) != Outcome.PENDING:
+            self._end(outcome)
+        return self._over
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._error is None
+
+    def result(self) -> list[Tensor]:
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future:
+        """Completed with the tensors that the call wrote."""
+        future: torch.futures.Future = torch.futures.Future()
+        if self.is_completed():
+            complete(future, self)
+        else:
+            self._futures.complete(future, self)
+        return future
+
+    def _source_rank(self) -> int:
+        """Who sent what a receive got."""
+        return self._report()[4]
+
+    def _end(self, outcome: int) -> None:
+        with self._once:
+            if self._over:
+                return
+            if outcome == Outcome.DONE:
+                for finish in self._finish:
+                    finish()
+            else:
+                self._error = self._sentence(outcome)
+            self._held, self._finish, self._over = None, [], True  # the tensors are the caller's again
+
+    def _report(self) -> tuple[Fault, int, Signature, Signature, int]:
+        fault, culprit, peer = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+        ours, theirs = Signature(), Signature()
+        self._core.shoal_report(self._handle, fault, culprit, ours, theirs, peer)
+        return Fault(fault.value), culprit.value, ours, theirs, peer.value
+
+    def _sentence(self, outcome: int) -> str:
+        if outcome == Outcome.FOREIGN:
+            return "a call can be waited for by the process that made it only"
+        fault, rank, ours, theirs, _ = self._report()
+        return {
+            Fault.PEER_DEAD: f"Connection closed by peer: rank {rank} of the group is gone",
+            Fault.PEER_LEFT: f"rank {rank} of the group has closed it",
+            Fault.PEER_FAILED: f"another rank of the group gave up on rank {rank}",
+            Fault.TIMED_OUT: f"Timed out after {self._timeout_s:g} s waiting for rank {rank} of the group",
+            Fault.DISAGREE: f"rank {self._rank} called {_named(ours)}, rank {rank} of the group {_named(theirs)}: all "
+            "ranks must make the same calls in the same order",
+            Fault.WRONG_SIZE: f"rank {rank} of the group sends {theirs.bytes} bytes, rank {self._rank} expects others",
+            Fault.CLOSED: "this group is closed",
+            Fault.NO_MEMORY: "no memory for a message that nobody has asked for yet",
+        }.get(fault, f"shared memory failed ({fault.name})")
+
+
+def _named(call: Signature) -> str:
+    return f"{Kind(call.kind).name.lower()} of {call.bytes} bytes"
+
+
+def complete(future: torch.futures.Future, work: CoreWork) -> None:
+    """Waits for `work` and says in `future` how it went."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        future.set_exception(error)
+    else:
+        future.set_result(work.result())
+
+
+class FutureThread:
+    """Completes futures in the order in which they were asked for. The thread starts with the first."""
+
+    def __init__(self) -> None:
+        self._asked: SimpleQueue[tuple[torch.futures.Future, CoreWork] | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def complete(self, future: torch.futures.Future, work: CoreWork) -> None:
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=_complete_all, args=(self._asked,), name="shoal-futures", daemon=True
+                )
+                self._thread.start()
+        self._asked.put((future, work))
+
+    def close(self) -> None:
+        """Returns at once; futures that were asked for are still completed."""
+        self._asked.put(None)
+
+
+def _complete_all(asked: SimpleQueue[tuple[torch.futures.Future, CoreWork] | None]) -> None:
+    while (pair := asked.get()) is not None:
+        complete(*pair)
+        del pair  # an idle thread keeps no tensor alive

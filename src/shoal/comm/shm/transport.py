@@ -1,0 +1,151 @@
+"""`Transport`: a rank's side of a group in the C core. Tensors go in, works under way come out.
+
+    segment   4 MB in 16 places for collectives, 1 MB for messages to each rank; taken page by page when first written
+    waiting   a rank looks for a while before it sleeps where every rank can have a core; else it sleeps at once
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from ctypes import byref, c_int, c_uint64, c_void_p
+
+from torch import Tensor
+
+from shoal.comm.shm.core import BYTES, Core, Fault, Kind, Settings, Signature
+from shoal.comm.shm.core_work import CoreWork, FutureThread
+from shoal.comm.shm.host import HostMates
+
+_PLACES, _PLACE_BYTES, _RING_BYTES = 16, 256 << 10, 1 << 20
+_ONE_SHOT_BYTES = 32 << 10
+_SPINS, _YIELDS = 2000, 4
+
+
+def core_settings(size: int, *, timeout_s: float) -> Settings:
+    """For a group of `size` ranks."""
+    spins = _SPINS if size <= len(os.sched_getaffinity(0)) else 0
+    return Settings(_PLACES, _PLACE_BYTES, _RING_BYTES, _ONE_SHOT_BYTES, spins, _YIELDS, timeout_s)
+
+
+class CoreSegment:
+    """A segment in this process's memory, until it is dropped or taken over."""
+
+    def __init__(self, core: Core, descriptor: int, size_bytes: int) -> None:
+        self.address = core.shoal_map(descriptor, size_bytes)
+        if self.address is None:
+            raise OSError(f"cannot map a shared segment of {size_bytes} bytes: no memory, or ranks run different versions")
+        self._unmap = weakref.finalize(self, core.shoal_unmap, self.address, size_bytes)
+        self._unmap.atexit = False
+
+    def hand_over(self) -> int:
+        """The address, for one who unmaps it."""
+        self._unmap.detach()
+        return self.address
+
+
+class Transport:
+    """Ends when it is closed or dropped, after what was begun. Calls are refused after that."""
+
+    def __init__(
+        self, core: Core, mates: HostMates[CoreSegment], *, rank: int, settings: Settings
+    ) -> None:  # fmt: skip
+        self.rank, self.size = rank, len(mates.segments)
+        self._core, self._timeout_s, self._futures = core, settings.timeout_s, FutureThread()
+        self._under_way: deque[CoreWork] = deque()
+        streams = [mates.streams[q].detach() if q in mates.streams else -1 for q in range(self.size)]
+        segments = (c_void_p * self.size)(*(segment.hand_over() for segment in mates.segments))
+        handle = core.shoal_open(rank, self.size, segments, (c_int * self.size)(*streams), byref(settings))
+        if handle is None:
+            raise MemoryError("no memory for a group")
+        self._handle: int = handle
+        self._end = weakref.finalize(self, _end, core, handle, self._under_way, self._futures)
+        self._end.atexit = False  # the kernel tidies up after a process
+
+    def close(self) -> None:
+        """Ends the group when the calls that were made are done."""
+        self._end()
+
+    def give_up(self) -> None:
+        """Calls under way fail, here and on the other ranks; the group is of no more use."""
+        if self._end.alive:
+            self._core.shoal_break(self._handle, Fault.CLOSED, self.rank)
+
+    def collective(
+        self, kind: Kind, send: Tensor | None, receive: Tensor | None, *, count: int, dtype: int = BYTES,
+        reduction: int = 0, root: int = 0, sync: bool = False, outputs: Sequence[Tensor] = (),
+        finish: Sequence[Callable[[], None]] = (),
+    ) -> CoreWork:  # fmt: skip
+        """Of contiguous tensors. `count` is the bytes of a block, where there are blocks, else of all. `sync`: the
+        caller waits at once."""
+        self._check()
+        what = Signature(kind, dtype, reduction, root, count)
+        handle = self._core.shoal_start(
+            self._handle, byref(what), _pointer(send), _pointer(receive), sync
+        )  # fmt: skip
+        return self._work(handle, outputs=outputs, held=(send, receive), finish=finish)
+
+    def collective_of_lists(
+        self, kind: Kind, send: Sequence[Tensor], receive: Sequence[Tensor], *, count: int, dtype: int = BYTES,
+        reduction: int = 0, root: int = 0, sync: bool = False, outputs: Sequence[Tensor] = (),
+        finish: Sequence[Callable[[], None]] = (),
+    ) -> CoreWork:  # fmt: skip
+        """The same of a tensor for each rank; one alone stands for all, and none for nothing."""
+        self._check()
+        what = Signature(kind, dtype, reduction, root, count)
+        handle = self._core.shoal_start_lists(
+            self._handle, byref(what), *self._addresses(send), *self._addresses(receive), sync
+        )  # fmt: skip
+        return self._work(handle, outputs=outputs, held=(send, receive), finish=finish)
+
+    def message(
+        self, kind: Kind, tensor: Tensor, *, peer: int, tag: int, finish: Sequence[Callable[[], None]] = ()
+    ) -> CoreWork:
+        """`peer` -1: from whoever sends."""
+        self._check()
+        handle = self._core.shoal_message(self._handle, kind, tensor.data_ptr(), tensor.nbytes, peer, tag, False)
+        return self._work(handle, outputs=[tensor], held=tensor, finish=finish)
+
+    def _check(self) -> None:
+        if not self._end.alive:
+            raise RuntimeError("this group is closed")
+
+    def _addresses(self, tensors: Sequence[Tensor]) -> tuple[ctypes.Array, ctypes.Array]:
+        n = self.size
+        if not tensors:
+            return (c_void_p * n)(), (c_uint64 * n)()
+        if len(tensors) == 1:
+            tensors = [tensors[0]] * n
+        return (c_void_p * n)(*(t.data_ptr() for t in tensors)), (c_uint64 * n)(*(t.nbytes for t in tensors))
+
+    def _work(
+        self, handle: int | None, *, outputs: Sequence[Tensor], held: object, finish: Sequence[Callable[[], None]]
+    ) -> CoreWork:
+        if handle is None:
+            raise RuntimeError("a group can be used by the process that made it only, and while there is memory")
+        work = CoreWork(
+            self._core, handle, rank=self.rank, timeout_s=self._timeout_s, outputs=outputs, held=held, finish=finish,
+            futures=self._futures,
+        )  # fmt: skip
+        self._remember(work)
+        return work
+
+    def _remember(self, work: CoreWork) -> None:
+        """Works that nobody keeps must live, with their tensors, until they are over."""
+        while self._under_way and self._under_way[0].is_completed():
+            self._under_way.popleft()
+        self._under_way.append(work)
+
+
+def _pointer(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _end(core: Core, handle: int, under_way: deque[CoreWork], futures: FutureThread) -> None:
+    core.shoal_end(handle)
+    futures.close()
+    under_way.clear()
+

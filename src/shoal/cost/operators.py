@@ -1,0 +1,169 @@
+"""The operators of one transformer layer on one rank, as a training stack launches them.
+
+Matrix multiplies carry their shapes; everything else is a pass over memory with the bytes it moves. What is fused is
+what Megatron-LM fuses (bias and GELU; bias, dropout and residual; scale, mask and softmax). With n numbers of the
+residual stream in a rank's microbatch, e bytes each:
+
+    norm 2ne, backward 4ne              residual with dropout 3ne + mask            activation 2fe, backward 3fe
+    softmax 2qe, backward 3qe, dropout 2qe + mask      (q = b a s^2 / t scores; none of it with flash attention)
+    copies of q, k, v and of the heads' output          sums of weight gradients: 6 to 8 bytes of each weight where not fused
+
+Flash attention (arXiv:2205.14135) runs 4 b s^2 d a / 2 operations forward under a causal mask and 2.5 times as many backward,
+at `flash_share` of the matrix-multiply rate (arXiv:2307.08691, figures 4 and 5: 50 to 73 % of an A100's peak).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal.cost.parameters import attention_parameters, expert_parameters
+from shoal.cost.roofline import Matmul, Rates, matmul_s, pass_s
+from shoal.cost.transformer import Transformer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """One rank's part of a layer: samples of a microbatch, all tokens of a sample, and how both are split."""
+
+    samples: int
+    sequence: int
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+    sequence_parallel: bool = False
+    element_bytes: float = 2.0
+    dropout: bool = False
+    flash_attention: bool = True
+    fused_weight_gradient: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of this rank, sequence parallelism aside."""
+        return -(-self.samples * self.sequence // self.context)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSeconds:
+    """Device seconds of one layer: forward and backward of products, of attention, of passes over memory."""
+
+    matmul_forward: float
+    matmul_input: float
+    matmul_weight: float
+    attention_forward: float
+    attention_backward: float
+    passes_forward: float
+    passes_backward: float
+
+    @property
+    def forward(self) -> float:
+        """All of the forward."""
+        return self.matmul_forward + self.attention_forward + self.passes_forward
+
+    @property
+    def backward(self) -> float:
+        """All of the backward, nothing recomputed."""
+        return self.matmul_input + self.matmul_weight + self.attention_backward + self.passes_backward
+
+
+def layer_seconds(model: Transformer, share: Share, rates: Rates) -> LayerSeconds:
+    """Roofline seconds of one layer on one rank, communication aside."""
+    products = _products(model, share)
+    size = share.element_bytes
+    attention = _flash(model, share, rates) if share.flash_attention else _plain_attention(model, share, rates)
+    passes = _passes(model, share, rates)
+    return LayerSeconds(
+        matmul_forward=sum(matmul_s(p, rates, element_bytes=size) for p in products),
+        matmul_input=sum(matmul_s(p.input_gradient(), rates, element_bytes=size) for p in products),
+        matmul_weight=sum(matmul_s(p.weight_gradient(), rates, element_bytes=size) for p in products),
+        attention_forward=attention[0],
+        attention_backward=attention[1],
+        passes_forward=passes[0],
+        passes_backward=passes[1],
+    )
+
+
+def head_seconds(model: Transformer, share: Share, rates: Rates) -> tuple[float, float, float]:
+    """(products, loss, embedding) seconds of one microbatch, forward and backward, on the rank that has them.
+
+    The loss makes about nine float32 passes over the logits (cast, maximum, subtraction, exponential, sum, target,
+    division, gradient, cast) and two in the stack's dtype; the embedding reads and writes four times.
+    """
+    tokens, columns = share.tokens, max(1, model.vocabulary // share.tensor)
+    product = Matmul(tokens, columns, model.hidden)
+    products = sum(
+        matmul_s(p, rates, element_bytes=share.element_bytes)
+        for p in (product, product.input_gradient(), product.weight_gradient())
+    )
+    loss = pass_s(tokens * columns * (9 * 4.0 + share.element_bytes), rates)
+    return products, loss, pass_s(4 * share.element_bytes * tokens * model.hidden, rates)
+
+
+def _products(model: Transformer, share: Share) -> list[Matmul]:
+    """Linear layers of one layer: query-key-value, output, feed-forward or this rank's experts."""
+    tokens, t = share.tokens, share.tensor
+    own = max(1, model.attention_width // t)
+    kv = max(model.head_size, model.kv_width // t)
+    products = [Matmul(tokens, own + 2 * kv, model.hidden), Matmul(tokens, model.hidden, own)]
+    rows, copies, inner = tokens, 1, max(1, model.feed_forward // t)
+    if model.experts:
+        copies = max(1, model.experts // share.expert)
+        rows = max(1, tokens * model.experts_per_token * share.expert // model.experts)
+        inner = model.feed_forward
+        products.append(Matmul(tokens, model.experts, model.hidden))
+        if model.shared_feed_forward:
+            products += _feed_forward(model, tokens, max(1, model.shared_feed_forward // t), 1)
+    return products + _feed_forward(model, rows, inner, copies)
+
+
+def _feed_forward(model: Transformer, rows: int, inner: int, copies: int) -> list[Matmul]:
+    up = Matmul(rows, (2 if model.gated else 1) * inner, model.hidden, copies)
+    return [up, Matmul(rows, model.hidden, inner, copies)]
+
+
+def _plain_attention(model: Transformer, share: Share, rates: Rates) -> tuple[float, float]:
+    """Scores, softmax, dropout and weighted values, each through memory."""
+    own = max(1, model.heads // share.tensor)
+    queries = max(1, share.sequence // share.context)
+    scores = Matmul(queries, share.sequence, model.head_size, share.samples * own)
+    values = Matmul(queries, model.head_size, share.sequence, share.samples * own)
+    size = share.element_bytes
+    numbers = float(share.samples) * own * queries * share.sequence
+    drop = pass_s((2 * size + 1) * numbers, rates) if share.dropout else 0.0
+    forward = matmul_s(scores, rates, element_bytes=size) + matmul_s(values, rates, element_bytes=size)
+    backward = sum(
+        matmul_s(p, rates, element_bytes=size)
+        for product in (scores, values)
+        for p in (product.input_gradient(), product.weight_gradient())
+    )
+    return forward + pass_s(2 * size * numbers, rates) + drop, backward + pass_s(3 * size * numbers, rates) + drop
+
+
+def _flash(model: Transformer, share: Share, rates: Rates) -> tuple[float, float]:
+    own = max(1, model.heads // share.tensor)
+    work = 4.0 * share.samples * share.sequence**2 / share.context * own * model.head_size / 2
+    seconds = work / (rates.matmul_flops_s * rates.flash_share)
+    return max(seconds, rates.kernel_s), max(2.5 * seconds, rates.kernel_s)
+
+
+def _passes(model: Transformer, share: Share, rates: Rates) -> tuple[float, float]:
+    """Norms, residuals, activation, copies, sums of weight gradients."""
+    size, t = share.element_bytes, share.tensor
+    stream = share.tokens * model.hidden * size / (t if share.sequence_parallel else 1)
+    residual = (3 + (1 / size if share.dropout else 0)) * stream
+    copies = model.experts_per_token if model.experts else 1
+    inner = share.tokens * copies * model.feed_forward * size / t * (1.5 if model.gated else 1)
+    heads = share.tokens * (2 * model.attention_width + 2 * model.kv_width) * size / t
+    bias = 2 * pass_s(2 * stream, rates) if model.biases else 0.0
+    shared = 2 * pass_s(residual, rates) + pass_s(2 * heads, rates)
+    forward = shared + 2 * pass_s(2 * stream, rates) + pass_s(2 * inner, rates)
+    backward = shared + 2 * pass_s(4 * stream, rates) + pass_s(3 * inner, rates) + bias
+    return forward, backward + _weight_sums(model, share, rates)
+
+
+def _weight_sums(model: Transformer, share: Share, rates: Rates) -> float:
+    """A weight's gradient of each microbatch added to its float32 sum, where the product does not do it itself."""
+    if share.fused_weight_gradient:
+        return 0.0
+    experts = model.experts * expert_parameters(model) / share.expert if model.experts else 0.0
+    dense = attention_parameters(model) + (0 if model.experts else expert_parameters(model))
+    return pass_s((dense / share.tensor + experts) * (share.element_bytes + 4), rates)

@@ -1,0 +1,80 @@
+"""How one step is executed: everything about a run that changes its time or its memory and not its result."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Literal
+
+from shoal.cost.flops import Recompute
+from shoal.topology.layout import Layout
+
+Schedule = Literal[
+    "GPipe",
+    "1F1B",
+    "Interleaved1F1B",
+    "LoopedBFS",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "DualPipeV",
+    "ZB-H1",
+    "ZB-H2",
+]
+Zero = Literal[0, 1, 2, 3]
+WHOLE_STAGES: tuple[Schedule, ...] = ("GPipe", "1F1B", "ZB-H1", "ZB-H2")
+TWO_STAGES: tuple[Schedule, ...] = ("ZBVZeroBubble", "DualPipeV")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A layout and what fills it. `microbatch` counts samples of one forward on one data-parallel rank.
+
+    `virtual_stages` are the stages that one pipeline rank holds; `zero` shards over the layout's `shard` axis.
+    """
+
+    layout: Layout
+    microbatch: int
+    microbatches: int
+    schedule: Schedule = "1F1B"
+    virtual_stages: int = 1
+    zero: Zero = 0
+    recompute: Recompute = "none"
+    sequence_parallel: bool = False
+
+    @functools.cached_property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        layout = self.layout
+        return layout.replicate * layout.pipeline * layout.shard * layout.context * layout.tensor
+
+    @property
+    def state_ranks(self) -> int:
+        """Ranks over which ZeRO divides dense parameters: shard x context."""
+        return self.layout.shard * self.layout.context
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks that see different samples."""
+        return self.layout.replicate * self.layout.shard
+
+    @property
+    def global_samples(self) -> int:
+        """Samples of one step."""
+        return self.microbatch * self.microbatches * self.data_parallel
+
+    def stage_layers(self, layers: int) -> float:
+        """Layers of the fullest pipeline rank: stages are as even as whole layers allow."""
+        stages = self.layout.pipeline * self.virtual_stages
+        return float(-(-layers // stages) * self.virtual_stages) if stages > 1 else float(layers)
+
+    def describe(self) -> str:
+        """One line for people."""
+        axes = {name: size for name, size in self.layout.to_dict().items() if size > 1}
+        words = [f"{name}={size}" for name, size in axes.items()] or ["one device"]
+        words.append(f"micro={self.microbatch}x{self.microbatches}")
+        if self.layout.pipeline > 1:
+            words.append(self.schedule + (f"(v={self.virtual_stages})" if self.virtual_stages > 1 else ""))
+        words += [f"zero={self.zero}"] if self.zero else []
+        words += [f"recompute={self.recompute}"] if self.recompute != "none" else []
+        words += ["sequence-parallel"] if self.sequence_parallel else []
+        return " ".join(words)

@@ -1,0 +1,78 @@
+"""What turns a microbatch into losses on one rank: its part of the model, the loss, the device and the precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.data.sample import Batch, first_leaf, map_tree
+from shoal.engine.loss import Loss, call_model
+from shoal.engine.precision import Precision
+from shoal.engine.randomness import Randomness
+from shoal.engine.uniform import is_padding
+from shoal.models.mixture_auxiliary import TakesAuxiliary, set_auxiliary
+
+Cut = Callable[[Batch], Batch]
+
+
+def uncut(batch: Batch) -> Batch:
+    """Every sample whole."""
+    return batch
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """This rank's part of some samples, and the weight of each whole sample `[samples]`."""
+
+    batch: Batch
+    weights: Tensor
+
+
+@dataclass(frozen=True)
+class Compute:
+    """One rank's means. `cut` gives this rank's part of every sample, where samples are split along the sequence."""
+
+    model: nn.Module
+    loss: Loss
+    precision: Precision
+    device: torch.device
+    randomness: Randomness
+    cut: Cut = field(default=uncut)
+
+    def prepared(self, batch: Batch) -> Microbatch:
+        """This rank's part of `batch`, on the device and in the type of the parameters."""
+        weights = batch.weights.flatten(1).sum(1) if batch.weights.ndim > 1 else batch.weights
+        own = on_device(self.cut(batch), self.device, self.precision.parameters)
+        return Microbatch(own, weights.to(self.device))
+
+    def announce(self, microbatch: Microbatch, factor: Callable[[], float]) -> None:
+        """Tells the model which samples come next; their losses will be multiplied by `factor()`."""
+        batch = microbatch.batch
+        self.randomness.microbatch(batch.positions)
+        if self._mixtures:
+            real = ~is_padding(batch)[:, None].expand(-1, first_leaf(batch.inputs).shape[1]).to(self.device)
+            set_auxiliary(self.model, microbatch.weights, factor(), real=real, samples=batch.positions)
+
+    def losses(self, batch: Batch) -> tuple[Any, Tensor]:
+        """The whole chain on a prepared batch: its outputs, and the loss of each sample or position."""
+        with self.precision.autocast(self.device):
+            outputs = call_model(self.model, batch.inputs)
+            return outputs, self.loss(outputs, batch.targets)
+
+    @cached_property
+    def _mixtures(self) -> bool:
+        return any(isinstance(module, TakesAuxiliary) for module in self.model.modules())
+
+
+def on_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
+    """The batch on `device`, its floating inputs and targets in `dtype` (weights stay as they are)."""
+    if device.type != "cpu":
+        batch = batch.to(device, non_blocking=True)
+    cast = lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf  # noqa: E731
+    inputs, targets = map_tree(cast, batch.inputs), map_tree(cast, batch.targets)
+    return Batch(inputs, targets, weights=batch.weights, positions=batch.positions)

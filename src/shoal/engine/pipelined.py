@@ -1,0 +1,118 @@
+"""Forward and backward of the microbatches of one step, on a rank that holds some stages of the model's chain.
+
+Every rank of a pipeline has the same samples: a stage makes the context of its microbatches itself, and only
+activations and their gradients travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from shoal.comm.collective import Collective
+from shoal.data.sample import Batch
+from shoal.engine.compute import Compute, Microbatch
+from shoal.engine.loss import call_model, weighted_sum
+from shoal.engine.passes import Arrange, Judged
+from shoal.models.chain import DeclaresParts
+from shoal.parallel.pipeline.execute import Hooks, run_pipeline
+from shoal.parallel.pipeline.stages import Stages
+from shoal.schedules.action import Action
+from shoal.schedules.table import Table
+from shoal.sync.strategy import Sync
+
+
+@dataclass(frozen=True)
+class PipelinedPasses:
+    """`Passes` by `table` over the ranks of `group`, the pipeline; `back` is a second group of them.
+
+    The number of microbatches that `arrange` gives is a multiple of the table's. `counts`: does this rank hold the last
+    stage, and no other holds the same numbers?
+    """
+
+    compute: Compute
+    table: Table
+    stages: Stages
+    arrange: Arrange
+    group: Collective
+    back: Collective
+    counts: bool
+
+    def train(
+        self, batches: Sequence[Batch], *, sync: Sync, factor: Callable[[], float], known: Callable[[Tensor], None]
+    ) -> None:
+        scale = factor()
+        total = torch.zeros((), dtype=torch.float64, device=self.compute.device)
+        with sync.schedule():
+            for microbatches in self._rounds(batches):
+
+                def loss(output: Tensor, index: int, own: Sequence[Microbatch] = microbatches) -> Tensor:
+                    loss_sum = self._loss_sum(output, own[index].batch)
+                    total.add_(loss_sum.detach())
+                    return loss_sum * scale
+
+                self._run(self.table, microbatches, loss, announced=lambda: scale)
+        known(total if self.counts else torch.zeros_like(total))
+
+    def judge(self, batch: Batch) -> Judged | None:
+        microbatch, found = self.compute.prepared(batch), []
+
+        def loss(output: Tensor, index: int) -> Tensor:
+            losses = self.compute.loss(output, microbatch.batch.targets)
+            found.append(Judged(microbatch.batch, output, losses))
+            return losses.sum()
+
+        self._run(_one_forward(self.table), [microbatch], loss)
+        return found[0] if found and self.counts else None
+
+    def _rounds(self, batches: Sequence[Batch]) -> Iterator[list[Microbatch]]:
+        """As many microbatches at a time as the table takes."""
+        arranged, size = self.arrange(batches), self.table.microbatches
+        for first in range(0, len(arranged), size):
+            yield [self.compute.prepared(batch) for batch in arranged[first : first + size]]
+
+    def _run(
+        self,
+        table: Table,
+        microbatches: Sequence[Microbatch],
+        loss: Callable[[Tensor, int], Tensor],
+        *,
+        announced: Callable[[], float] | None = None,
+    ) -> None:
+        model = cast(DeclaresParts, self.compute.model)
+
+        @contextmanager
+        def around(action: Action) -> Iterator[None]:
+            if action.kind != "F":  # a backward runs in the types of its forward
+                yield
+                return
+            if announced is not None:
+                self.compute.announce(microbatches[action.microbatch], announced)
+            with self.compute.precision.autocast(self.compute.device):
+                yield
+
+        run_pipeline(
+            table,
+            self.group,
+            stage=self.stages.forward,
+            contexts=[call_model(model.context, microbatch.batch.inputs) for microbatch in microbatches],
+            loss=loss,
+            weights=self.stages.weights,
+            device=self.compute.device,
+            back=self.back,
+            hooks=Hooks(around=around),
+        )
+
+    def _loss_sum(self, output: Any, batch: Batch) -> Tensor:
+        return weighted_sum(self.compute.loss(output, batch.targets), batch.weights)
+
+
+def _one_forward(table: Table) -> Table:
+    """The stages of `table` for one microbatch without a backward."""
+    rows = tuple(tuple(a for a in row if a.kind == "F" and a.microbatch == 0) for row in table.rows)
+    return replace(table, name=f"{table.name}, one forward", microbatches=1, rows=rows)

@@ -1,0 +1,114 @@
+"""Is what a layout computed what one process computes? Comparisons with tolerances, pure functions of tensors.
+
+A gradient that is zero in exact arithmetic holds noise only, for which a relative error means nothing. So a tensor of n
+of the model's N numbers is compared on the scale of the larger of its own norm and its share of the whole gradient g:
+
+    |a - b| <= tolerance * max(|b|, 1e-3 |g| sqrt(n / N))
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shoal.topology.box import Box
+
+NOISE_SHARE = 1e-3
+"""Below this share of its due part of the whole gradient, a tensor's gradient is taken for noise."""
+
+Quantity = Literal["loss", "norm", "gradient", "weight", "route"]
+
+
+@dataclass(frozen=True)
+class Tolerances:
+    """Largest relative differences; those of contracts.md for float32 and float64."""
+
+    loss: float
+    norm: float
+    gradient: float
+    weight: float
+
+
+SINGLE = Tolerances(loss=1e-5, norm=1e-5, gradient=1e-5, weight=1e-6)
+EXACT = Tolerances(loss=1e-12, norm=1e-12, gradient=1e-12, weight=1e-12)
+
+
+class Part(NamedTuple):
+    """A box of a tensor of the unsplit model, as rank `rank` has it."""
+
+    name: str
+    rank: int
+    box: Box
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One comparison. `difference` is relative, on the scale that the tolerance is meant for; `rank` -1: all."""
+
+    step: int
+    quantity: Quantity
+    name: str
+    rank: int
+    difference: float
+    tolerance: float
+
+    @property
+    def holds(self) -> bool:
+        """Within the tolerance; a difference that is not a number is not."""
+        return self.difference <= self.tolerance
+
+
+def compare_number(step: int, quantity: Quantity, found: float, wanted: float, *, tolerance: float) -> Finding:
+    """A loss or a norm."""
+    scale = max(abs(wanted), torch.finfo(torch.float64).tiny)
+    return Finding(step, quantity, quantity, -1, abs(found - wanted) / scale, tolerance)
+
+
+def compare_gradients(
+    step: int, parts: Iterable[Part], wanted: dict[str, Tensor], *, tolerance: float
+) -> list[Finding]:
+    """Every rank's boxes of every gradient beside the reference's."""
+    numbers = sum(gradient.numel() for gradient in wanted.values())
+    whole = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in wanted.values()))
+    own = {name: float(gradient.double().norm()) for name, gradient in wanted.items()}
+
+    def scale(name: str) -> float:
+        return max(own[name], NOISE_SHARE * whole * math.sqrt(wanted[name].numel() / numbers))
+
+    return [_compared(step, "gradient", part, wanted, scale(part.name), tolerance) for part in parts]
+
+
+def compare_weights(step: int, parts: Iterable[Part], wanted: dict[str, Tensor], *, tolerance: float) -> list[Finding]:
+    """Every rank's boxes of every parameter after the step beside the reference's."""
+    scales = {name: float(weight.double().norm()) for name, weight in wanted.items()}
+    return [_compared(step, "weight", part, wanted, scales[part.name], tolerance) for part in parts]
+
+
+def assembled(parts: Iterable[Part], like: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Whole tensors out of the ranks' boxes. Raises `ValueError` for one of which a number is missing."""
+    whole = {name: torch.full_like(tensor, math.nan) for name, tensor in like.items()}
+    covered = {name: torch.zeros(tensor.shape, dtype=torch.bool) for name, tensor in like.items()}
+    for part in parts:
+        whole[part.name][part.box.slices] = part.values.to(whole[part.name])
+        covered[part.name][part.box.slices] = True
+    for name, mask in covered.items():
+        if not bool(mask.all()):
+            raise ValueError(
+                f"no rank owns all of {name}: {int((~mask).sum())} of its {mask.numel()} numbers are missing"
+            )
+    return whole
+
+
+def _compared(
+    step: int, quantity: Quantity, part: Part, wanted: dict[str, Tensor], scale: float, tolerance: float
+) -> Finding:
+    """The difference of one box, on the scale of its whole tensor: a box may hold zeros only."""
+    gap = float((part.values.double() - wanted[part.name][part.box.slices].double()).norm())
+    difference = gap / scale if scale > 0 else (0.0 if gap == 0 else math.inf)
+    return Finding(step, quantity, part.name, part.rank, math.inf if math.isnan(difference) else difference, tolerance)

@@ -1,0 +1,67 @@
+"""Activations computed again in the backward instead of kept (Chen et al., arXiv:1604.06174).
+
+    full        of each block its inputs alone are kept, and it runs again: about a third more work
+    selective   of each attention core its query, key and value alone are kept (arXiv:2205.05198): little work, and
+                what it saves are the log-sum-exps, the masks of documents and copies of shared heads
+
+A recomputed forward is the same to the last bit: same autocast, same generator, same sample keys though other batches
+went through the model in between (`replay`). Where it calls collectives, all ranks of the group call them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shoal.errors import UserCodeError
+from shoal.memory.blocks import chosen_blocks
+from shoal.memory.replay import remember
+from shoal.models.attention import CausalAttention
+
+RecomputeKind = Literal["none", "selective", "full"]
+
+
+def recompute(model: nn.Module, kind: RecomputeKind, *, layers: Collection[int] | None = None) -> None:
+    """Has `model` compute again what `kind` says, in the blocks numbered `layers`, from 0 (None: all).
+
+    Names of parameters stay. Call it once, on the whole model, after what replaces its modules.
+    Raises `UserCodeError` for a model without such blocks, or without attention for "selective".
+    """
+    if kind == "none":
+        return
+    blocks = chosen_blocks(model, layers)
+    for module in blocks.values() if kind == "full" else _attention_cores(model, blocks):
+        module.forward = Recomputed(module, module.forward)
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """The `forward` of one module, which keeps its inputs alone; copied along with the module."""
+
+    module: nn.Module
+    inner: Callable[..., Any]
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.inner(*inputs, **named)
+        as_now = remember(self.module)
+        contexts = lambda: (torch.enable_grad(), as_now())  # noqa: E731
+        return checkpoint(partial(self.inner, **named), *inputs, use_reentrant=False, context_fn=contexts)
+
+
+def _attention_cores(model: nn.Module, blocks: dict[str, nn.Module]) -> list[nn.Module]:
+    cores: list[nn.Module] = [
+        module for block in blocks.values() for module in block.modules() if isinstance(module, CausalAttention)
+    ]
+    if blocks and not cores:
+        raise UserCodeError(
+            f"no block of {type(model).__name__} has a module of type shoal.models.attention.CausalAttention, which "
+            f"memory.recompute = 'selective' computes again: set it to 'full' or 'none'"
+        )
+    return cores

@@ -1,0 +1,63 @@
+"""What a module is told beside its arguments, so that a forward can be repeated later as it was.
+
+The keys of the samples, what a router has to know of its microbatch, training or evaluation: such things are set on the
+modules before a forward, and by the time of the backward others may have been set for the next microbatch. `remember`
+takes them down; under `replayed` they are as they were, and what the repeated forward writes leaves no trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from torch import nn
+
+_INTERNAL = frozenset(vars(nn.Module())) - {"training"}
+
+Attributes = Mapping[nn.Module, Mapping[str, Any]]
+
+
+def remember(module: nn.Module) -> Callable[[], AbstractContextManager[None]]:
+    """Takes down the attributes of `module` and its submodules, by reference; returns the context `replayed`."""
+    attributes = _attributes(module)
+
+    @contextmanager
+    def replayed() -> Iterator[None]:
+        later = _attributes(module)
+        _set(attributes)
+        try:
+            with _copied_buffers(module):
+                yield
+        finally:
+            _set(later)
+
+    return replayed
+
+
+def _attributes(module: nn.Module) -> Attributes:
+    return {m: {name: x for name, x in vars(m).items() if name not in _INTERNAL} for m in module.modules()}
+
+
+def _set(attributes: Attributes) -> None:
+    for module, values in attributes.items():
+        now = vars(module)
+        for name, value in values.items():
+            if now.get(name) is not value:
+                setattr(module, name, value)
+
+
+@contextmanager
+def _copied_buffers(module: nn.Module) -> Iterator[None]:
+    """Gives the modules copies of their buffers to write to, such as running statistics."""
+    places = [
+        (m, name, old) for m in module.modules() for name, old in m.named_buffers(recurse=False, remove_duplicate=False)
+    ]
+    copies = {id(old): old.clone() for _, _, old in places}
+    try:
+        for owner, name, old in places:
+            setattr(owner, name, copies[id(old)])
+        yield
+    finally:
+        for owner, name, old in places:
+            setattr(owner, name, old)

@@ -1,0 +1,122 @@
+"""Bytes that a rank holds for training, counted by the storages of tensors, each once.
+
+Not the resident memory of the process: that knows of allocators and libraries, and not what a byte is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """Bytes of what outlives a step on this rank."""
+
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages behind `tensors`, those of distributed tensors' local parts; a shared storage once."""
+    storages = (_local(tensor).untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}.values())
+
+
+def model_state(
+    model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], *, gradients: Iterable[Tensor] | None = None
+) -> ModelState:
+    """What this rank holds now. `gradients`: those that live elsewhere, as in buckets; default the parameters' `grad`.
+
+    The parameters' bytes include those of whole float32 copies that optimizers hold as their own parameters.
+    """
+    optimizers = list(optimizers)
+    parameters = list(model.parameters())
+    masters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    grads = [p.grad for p in {*parameters, *masters} if p.grad is not None] if gradients is None else list(gradients)
+    slots = [x for optimizer in optimizers for state in optimizer.state.values() for x in _tensors(state)]
+    return ModelState(storage_bytes([*parameters, *masters]), storage_bytes(grads), storage_bytes(slots))
+
+
+class SavedActivations:
+    """Counts, while it is entered, the tensors that autograd saves and has not yet let go.
+
+    `bytes` is what is held now, `peak_bytes` the most there was; storages of `apart`, such as the parameters, are not
+    counted. Tensors inside a recomputed block are saved by nobody; its inputs are counted here.
+    """
+
+    def __init__(self, *, apart: Iterable[Tensor] = ()) -> None:
+        self._apart = {_local(tensor).untyped_storage().data_ptr() for tensor in apart}
+        self._holders: dict[int, int] = {}
+        self._hooks = saved_tensors_hooks(self._pack, lambda held: held.tensor)
+        self.bytes = self.peak_bytes = 0
+
+    def __enter__(self) -> SavedActivations:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._hooks.__exit__(*raised)
+
+    def _pack(self, tensor: Tensor) -> _Held:
+        storage = _local(tensor).untyped_storage()
+        pointer, numel = storage.data_ptr(), storage.nbytes()
+        if pointer in self._apart or not numel:
+            return _Held(tensor, _nothing)
+        self._holders[pointer] = self._holders.get(pointer, 0) + 1
+        if self._holders[pointer] == 1:
+            self.bytes += numel
+            self.peak_bytes = max(self.peak_bytes, self.bytes)
+        return _Held(tensor, lambda: self._let_go(pointer, numel))
+
+    def _let_go(self, pointer: int, storage_bytes: int) -> None:
+        self._holders[pointer] -= 1
+        if not self._holders[pointer]:
+            del self._holders[pointer]
+            self.bytes -= storage_bytes
+
+
+class _Held:
+    """A saved tensor. Autograd drops it when the graph is freed, before which its storage cannot be reused."""
+
+    def __init__(self, tensor: Tensor, let_go: Callable[[], None]) -> None:
+        self.tensor, self._let_go = tensor, let_go
+
+    def __del__(self) -> None:
+        self._let_go()
+
+
+def measured_activation_bytes(model: nn.Module, forward: Callable[[], Tensor]) -> int:
+    """Bytes that the graph of `forward()`, a loss of `model`, holds when it returns; parameters not counted."""
+    with SavedActivations(apart=model.parameters()) as saved:
+        loss = forward()
+        held_bytes = saved.bytes
+    del loss
+    return held_bytes
+
+
+def _tensors(state: Any) -> Iterator[Tensor]:
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, dict):
+        for value in state.values():
+            yield from _tensors(value)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
+def _nothing() -> None:
+    """For what is not counted."""

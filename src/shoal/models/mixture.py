@@ -1,0 +1,213 @@
+"""A mixture of experts in place of a feed-forward (Shazeer et al., arXiv:1701.06538; Mixtral, arXiv:2401.04088).
+
+    y_t = sum over the chosen experts e of gate_te * expert_e(x_t)  +  shared(x_t)
+
+The shared experts (DeepSeekMoE, arXiv:2401.06066) see every token. What a token's way depends on, the choice and the
+capacity, and the losses of the router are functions of its own sequence: no batch and no layout can change them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from shoal.models.feed_forward import GELU, SwiGLU
+from shoal.models.mixture_auxiliary import TakesAuxiliary, balance_terms, injected, z_terms
+from shoal.models.mixture_capacity import NEVER, capacity_of, within_capacity
+from shoal.models.mixture_exchange import Exchange, LocalExchange
+from shoal.models.mixture_experts import Experts
+from shoal.models.mixture_routes import TakesRoutes
+from shoal.models.router import Gate, Router, top_k
+
+Balance = Literal["auxiliary", "bias", "none"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureOptions:
+    """What a mixture is, beside the width of the model. The keys are those of `MoEConfig`, defaults resolved."""
+
+    experts: int
+    top_k: int
+    expert_width: int
+    shared_experts: int = 0
+    gate: Gate = "softmax"
+    normalise_gates: bool = True
+    capacity_factor: float | None = None
+    balance: Balance = "none"
+    balance_coefficient: float = 0.0
+    bias_rate: float = 0.0
+    router_z_loss: float = 0.0
+    every: int = 1
+    first_dense: int = 0
+
+    @property
+    def balances_by_loss(self) -> bool:
+        """Is there a balance loss?"""
+        return self.balance == "auxiliary" and self.balance_coefficient > 0
+
+    @property
+    def has_losses(self) -> bool:
+        """Has the router any loss of its own?"""
+        return self.balances_by_loss or self.router_z_loss > 0
+
+    def holds(self, block: int) -> bool:
+        """Is the feed-forward of this block, counted from 0, a mixture?"""
+        return block >= self.first_dense and (block - self.first_dense + 1) % self.every == 0
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where the tokens of one forward go: all `[batch, seq, ...]` of the tokens that this rank routes.
+
+    `counts` int64 `[batch, experts]` and `lengths` int64 `[batch]` leave padding out; they are over whole sequences
+    where anything asks for that.
+    """
+
+    logits: Tensor
+    scores: Tensor
+    chosen: Tensor
+    real: Tensor
+    counts: Tensor
+    lengths: Tensor
+
+
+class Mixture(TakesAuxiliary, TakesRoutes):
+    """`[batch, seq, width]` to the same shape. `name` tells the layers of a model apart."""
+
+    def __init__(
+        self, width: int, options: MixtureOptions, *, feed_forward: Literal["swiglu", "gelu"], name: str
+    ) -> None:
+        super().__init__()
+        self.options, self.name = options, name
+        self.router = Router(
+            width,
+            options.experts,
+            gate=options.gate,
+            normalised=options.normalise_gates,
+            bias_rate=options.bias_rate if options.balance == "bias" else None,
+        )
+        self.experts = Experts(options.experts, width=width, hidden=options.expert_width, feed_forward=feed_forward)
+        dense, shared = (SwiGLU if feed_forward == "swiglu" else GELU), options.shared_experts * options.expert_width
+        self.shared: nn.Module | None = dense(width, shared) if shared else None
+        self.exchange: Exchange = LocalExchange()
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """`positions` `[batch, seq]` (int64) are the tokens' places in their samples; default 0, 1, 2, ...
+
+        Raises `RuntimeError` in training where the router has a loss and no `Auxiliary` was set.
+        """
+        mine = self.exchange.split(x)
+        places = self.exchange.positions(positions, x)
+        routing = self._route(mine, places)
+        gates = self.router.gates(routing.scores, routing.chosen)
+        kept = self._kept(routing, places, seq=x.shape[1])
+        done = self._through_experts(mine, routing.chosen, gates, kept)
+        if self.training and self.options.has_losses:
+            done = self._with_losses(done, routing)
+        out = self.exchange.join(done, seq=x.shape[1])
+        return out if self.shared is None else out + self.shared(x)
+
+    def _route(self, x: Tensor, places: Tensor) -> Routing:
+        logits, scores = self.router(x)
+        chosen = self._chosen(self.router.preferences(scores), places)
+        real = self._real(places)
+        counts = places.new_zeros(x.shape[0], self.options.experts)
+        counts.scatter_add_(1, chosen.flatten(1), real[..., None].expand_as(chosen).flatten(1).long())
+        first_time = self.auxiliary is None or self.name not in self.auxiliary.counted
+        if self.training and first_time:  # a recomputation counts nothing
+            self.router.count(counts.sum(0))
+            if self.auxiliary is not None:
+                self.auxiliary.counted.add(self.name)
+        whole = torch.cat((counts, real.sum(1, keepdim=True)), dim=1)
+        if self.options.capacity_factor is not None or (self.training and self.options.has_losses):
+            whole = self.exchange.sum_over_sequence(whole)
+        return Routing(logits, scores, chosen, real, whole[:, :-1], whole[:, -1])
+
+    def _chosen(self, preferences: Tensor, places: Tensor) -> Tensor:
+        chosen = top_k(preferences, self.options.top_k)
+        if self.tap is None:
+            return chosen
+        if self.auxiliary is None or self.auxiliary.samples is None:
+            raise RuntimeError(
+                f"{self.name} has its routes recorded or replayed and does not know its samples; call set_auxiliary("
+                f"model, ..., samples=positions) before each forward"
+            )
+        samples = self.auxiliary.samples
+        return self.tap(self.name, samples=samples, places=places, preferences=preferences, chosen=chosen)
+
+    def _real(self, places: Tensor) -> Tensor:
+        """Which tokens are no padding, bool as `places`."""
+        if self.auxiliary is None or self.auxiliary.real is None:
+            return torch.ones_like(places, dtype=torch.bool)
+        return self.exchange.part(self.auxiliary.real)
+
+    def _kept(self, routing: Routing, places: Tensor, *, seq: int) -> Tensor | None:
+        """The choices that find room, bool as `routing.chosen`; None: all."""
+        options = self.options
+        if options.capacity_factor is None:
+            return None
+        capacity = capacity_of(
+            routing.lengths, factor=options.capacity_factor, top_k=options.top_k, experts=options.experts
+        )
+        return within_capacity(
+            routing.chosen, places, real=routing.real, capacity=capacity, experts=options.experts,
+            gather=partial(self.exchange.gather_over_sequence, fill=NEVER, seq=seq),
+        )  # fmt: skip
+
+    def _through_experts(self, x: Tensor, chosen: Tensor, gates: Tensor, kept: Tensor | None) -> Tensor:
+        """Each token through its experts, and the weighted sum; a choice without room adds nothing."""
+        experts, choices = self.options.experts, chosen.shape[-1]
+        goes_to = chosen.flatten() if kept is None else chosen.masked_fill(~kept, experts).flatten()
+        order = torch.argsort(goes_to, stable=True)
+        counts = torch.bincount(goes_to, minlength=experts)[:experts]
+        if kept is not None:
+            order = order[: int(counts.sum())]
+        tokens = x.to(_compute_dtype(x)).flatten(0, 1)
+        rows = tokens[:, None].expand(-1, choices, -1).flatten(0, 1)[order]
+        done = self.exchange.apply(rows, counts, self.experts)
+        back = done.new_zeros(len(goes_to), x.shape[-1]).index_copy(0, order, done)
+        weighted = back.unflatten(0, (-1, choices)) * gates.flatten(0, 1)[..., None]
+        return weighted.sum(1).to(done.dtype).unflatten(0, x.shape[:2])
+
+    def _with_losses(self, out: Tensor, routing: Routing) -> Tensor:
+        """`out`, and in its backward the gradient of the router's own losses."""
+        options, losses = self.options, []
+        if options.balances_by_loss:
+            shares = self.router.shares(routing.scores).masked_fill(~routing.real[..., None], 0)
+            terms = balance_terms(shares, counts=routing.counts, lengths=routing.lengths, top_k=options.top_k)
+            losses.append(options.balance_coefficient * terms)
+        if options.router_z_loss:
+            z = z_terms(routing.logits, real=routing.real, lengths=routing.lengths)
+            losses.append(options.router_z_loss * z)
+        if self.auxiliary is None:
+            raise RuntimeError(
+                f"{self.name} has an auxiliary loss and no weights of the sequences; in training call "
+                f"set_auxiliary(model, weights, scale) before each forward"
+            )
+        return injected(out, torch.stack(losses).sum(0), self.auxiliary, name=self.name)
+
+
+def loads(model: nn.Module) -> dict[str, Tensor]:
+    """Tokens for each expert in the last committed step over all ranks, int64 `[experts]`, by the mixture's name."""
+    return {module.name: module.router.last_loads for module in model.modules() if isinstance(module, Mixture)}
+
+
+def load_figures(model: nn.Module) -> dict[str, float]:
+    """Measurements of the last step, over the mixtures that are here: the worst and the mean of largest over mean load.
+
+    Empty where there is no mixture, or no step was committed yet.
+    """
+    ratios = [float(load.max() / load.double().mean()) for load in loads(model).values() if bool(load.any())]
+    if not ratios:
+        return {}
+    return {"moe/load_max_over_mean": max(ratios), "moe/load_max_over_mean_average": sum(ratios) / len(ratios)}
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    """What the experts compute in: rows are rounded before they travel, not after."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

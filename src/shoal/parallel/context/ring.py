@@ -1,0 +1,89 @@
+"""Ring attention (Liu, Zaharia and Abbeel, arXiv:2310.01889), balanced for the causal mask.
+
+Keys and values travel round the ring while each rank computes with those that it has; what comes out is merged by the
+log-sum-exp. In the backward they travel again, and their gradients one step behind them: the sum of a block begins at
+the rank after its home, gains a term at every rank, and is home after size - 1 steps. Only this rank's slices and its
+log-sum-exp are kept in between.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from shoal.comm.collective import Collective
+from shoal.parallel.context.core import ContextCore
+from shoal.parallel.context.exchange import gathered, shift
+from shoal.parallel.context.rows import Rows, RowsBackward, wide_dtype
+from shoal.parallel.context.tiles import Documents, tiles_of_source
+
+BLOCKS, GRADIENTS = 0, 1
+"""Tags of the two things that travel."""
+
+
+class RingAttention(ContextCore):
+    """`ContextCore` by a ring."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
+        everyones = None if documents is None else gathered(self.group, documents)
+        return _Ring.apply(query, key, value, everyones, self.group)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, everyones: Tensor | None, group: Collective
+    ) -> Tensor:
+        rows, block = Rows(query), torch.stack((key, value))
+        for source in _sources(group):
+            coming = None if source == _last(group) else shift(group, block, tag=BLOCKS)
+            documents = _documents(everyones, group.rank, source)
+            for tile in tiles_of_source(group.rank, source, length=query.shape[2]):
+                rows.add(tile, block[0], block[1], documents=documents)
+            block = block if coming is None else coming.wait()
+        ctx.group, out = group, rows.out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, everyones, out, rows.lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        query, key, value, everyones, out, lse = ctx.saved_tensors
+        with torch.autocast(query.device.type, enabled=False):
+            rows = RowsBackward(grads[0], query, out=out, lse=lse)
+            of_block = _block_gradient(rows, torch.stack((key, value)), everyones, group=ctx.group)
+        return rows.grad_query.to(query.dtype), of_block[0].to(key.dtype), of_block[1].to(value.dtype), None, None
+
+
+def _block_gradient(rows: RowsBackward, block: Tensor, everyones: Tensor | None, *, group: Collective) -> Tensor:
+    """The gradient of this rank's `block` of keys and values, all ranks' terms; adds to `rows` on the way."""
+    own = torch.zeros(block.shape, dtype=wide_dtype(block.dtype), device=block.device)
+    travelling = None
+    for source in _sources(group):
+        coming = None if source == _last(group) else shift(group, block, tag=BLOCKS)
+        terms = own if source == group.rank else torch.zeros_like(own)
+        documents = _documents(everyones, group.rank, source)
+        for tile in tiles_of_source(group.rank, source, length=rows.query.shape[2]):
+            rows.add(tile, block[0], block[1], documents=documents, grad_key=terms[0], grad_value=terms[1])
+        if source != group.rank:
+            if travelling is not None:
+                terms += travelling.wait()
+            travelling = shift(group, terms, tag=GRADIENTS)
+        block = block if coming is None else coming.wait()
+    return own if travelling is None else own + travelling.wait()
+
+
+def _sources(group: Collective) -> list[int]:
+    """Whose block is here, step by step."""
+    return [(group.rank - step) % group.size for step in range(group.size)]
+
+
+def _last(group: Collective) -> int:
+    return _sources(group)[-1]
+
+
+def _documents(everyones: Tensor | None, rank: int, source: int) -> Documents | None:
+    return None if everyones is None else Documents(everyones[rank], everyones[source])

@@ -1,0 +1,56 @@
+"""Which tokens of a sequence a context rank holds.
+
+The causal mask gives late tokens more work than early ones. A sequence of n tokens is therefore cut into 2 C chunks,
+and rank i of C holds the chunks i and 2 C - 1 - i, in this order: the work of the two adds up to the same on every
+rank (arXiv:2407.21783, section 3.3.2). All kinds of context parallelism use this one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.errors import LayoutError
+from shoal.topology.refusal import nearest_multiples
+
+
+def check_sequence(tokens: int, size: int) -> None:
+    """Raises `LayoutError` unless `size` context ranks can hold two equal chunks of `tokens` each."""
+    if size > 1 and (tokens % (2 * size) or tokens == 0):
+        fitting = " or ".join(f"sequence={n}" for n in nearest_multiples(2 * size, tokens))
+        raise LayoutError(
+            f"sequence={tokens} cannot be split by context={size}: each rank holds two chunks of equal length, so the "
+            f"sequence must be a multiple of 2 x context = {2 * size}; nearest: {fitting}"
+        )
+
+
+def positions(tokens: int, *, size: int, rank: int) -> Tensor:
+    """The places in their sequence, int64 `[tokens / size]`, ascending, of what `rank` of `size` ranks holds.
+
+    Raises `LayoutError` where the sequence cannot be split.
+    """
+    check_sequence(tokens, size)
+    if size == 1:
+        return torch.arange(tokens)
+    chunk = tokens // (2 * size)
+    late = 2 * size - 1 - rank
+    return torch.cat((torch.arange(rank * chunk, (rank + 1) * chunk), torch.arange(late * chunk, (late + 1) * chunk)))
+
+
+def slice_sequence(tensor: Tensor, places: Tensor, *, dim: int = 1) -> Tensor:
+    """The slices of `tensor` `[..., tokens, ...]` at `places`, a rank's `positions`, along `dim`."""
+    return tensor.index_select(dim, places.to(tensor.device))
+
+
+def in_sequence(by_rank: Sequence[Tensor] | Tensor, *, dim: int) -> Tensor:
+    """What all ranks hold, rank 0 first, put together in the order of the sequence along `dim`."""
+    early, late = zip(*(part.chunk(2, dim) for part in by_rank), strict=True)
+    return torch.cat((*early, *reversed(late)), dim)
+
+
+def by_rank(whole: Tensor, *, size: int, dim: int) -> Tensor:
+    """The inverse of `in_sequence`: `[size, ...]`, the part of each rank."""
+    chunks = whole.chunk(2 * size, dim)
+    return torch.stack([torch.cat((chunks[rank], chunks[-1 - rank]), dim) for rank in range(size)])

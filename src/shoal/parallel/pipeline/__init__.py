@@ -1,0 +1,1 @@
+"""Stages of a model on different ranks: cutting the chain, running a schedule's table, PipeDream's older weights."""

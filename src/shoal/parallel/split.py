@@ -1,0 +1,150 @@
+"""A model becomes this rank's part of it, along all axes at once, and every parameter learns where it stands.
+
+    chain of parts  --pipeline-->  the stages of this rank  --tensor-->  slices of matrices  --expert-->  some experts
+                    --context-->   attention that sees the rest of the sequence
+
+What is left is an `nn.Module` of plain parameters under the names of the unsplit model. `Holding` says of each which
+box of the unsplit parameter it is, with whom its gradient is summed, and who holds the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn import Parameter
+
+from shoal.comm.mesh import Mesh
+from shoal.models.roles import Role, roles_of
+from shoal.parallel.context.put import ContextKind, put_context
+from shoal.parallel.expert.exchange import ExpertGroups
+from shoal.parallel.expert.plan import ExpertPart, split_experts
+from shoal.parallel.pipeline.stages import Stages
+from shoal.parallel.tensor.plan import TensorPart, split_tensor
+from shoal.parallel.tensor.vocabulary import VocabularySplit
+from shoal.topology.box import Box, Dims, whole
+from shoal.topology.holding import Holding, held
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter of this rank's part, by its name in the unsplit model."""
+
+    holding: Holding
+    parameter: Parameter
+
+
+@dataclass(frozen=True)
+class Split:
+    """This rank's part of a model.
+
+    `shapes` and `roles` are those of all parameters of the unsplit model, in its order, tied ones once; `frozen` those
+    that are not trained, `buffers` the names of its buffers that are saved; `held` the parameters of this rank.
+    `vocabulary` says how the logits are split over `tensor`, where they are.
+    """
+
+    model: nn.Module
+    shapes: Mapping[str, Dims]
+    roles: Mapping[str, Role]
+    frozen: frozenset[str]
+    buffers: frozenset[str]
+    held: Sequence[Held]
+    vocabulary: VocabularySplit | None
+
+
+def split_model(
+    model: nn.Module,
+    mesh: Mesh,
+    *,
+    stages: Stages | None = None,
+    sequence_parallel: bool = False,
+    context: ContextKind = "ring",
+) -> Split:
+    """Leaves in `model`, in place, what this rank computes with. Parameters may be of any device, "meta" too.
+
+    `stages` say which parts of the chain this rank holds; None: all.
+
+    Raises:
+        LayoutError: something does not divide; the sentence names the nearest sizes that do.
+        UserCodeError: the model does not declare what splitting it needs.
+    """
+    layout, unsplit = mesh.layout, _Unsplit.of(model)
+    if stages is not None:
+        stages.keep(layout.index("pipeline", mesh.rank))
+    tensor = split_tensor(model, mesh.axis("tensor"), sequence_parallel=sequence_parallel)
+    experts: dict[str, ExpertPart] = {}
+    if layout.size(("shard", "context", "tensor")) > 1:
+        experts = split_experts(model, _expert_groups(mesh, sequence_parallel=sequence_parallel))
+    put_context(model, mesh.axis("context"), context)
+    held_here = []
+    for name, parameter in model.named_parameters():
+        places = stages.holders(name) if stages is not None else ()
+        holding = _holding(mesh, unsplit, name, tensor.parts.get(name), experts.get(name), places)
+        held_here.append(Held(holding, parameter))
+    return Split(model, unsplit.shapes, unsplit.roles, unsplit.frozen, unsplit.buffers, held_here, tensor.vocabulary)
+
+
+@dataclass(frozen=True)
+class _Unsplit:
+    """What the unsplit model is made of: shapes and roles by first name, the first name by each name."""
+
+    shapes: dict[str, Dims]
+    roles: dict[str, Role]
+    frozen: frozenset[str]
+    buffers: frozenset[str]
+    first: dict[str, str]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> _Unsplit:
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        by_id = {id(parameter): name for name, parameter in model.named_parameters()}
+        first = {name: by_id[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+        saved = set(model.state_dict(keep_vars=True))
+        buffers = frozenset(name for name, _ in model.named_buffers() if name in saved)
+        frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
+        return cls(shapes, roles_of(model), frozen, buffers, first)
+
+
+def _expert_groups(mesh: Mesh, *, sequence_parallel: bool) -> ExpertGroups:
+    return ExpertGroups(
+        expert=mesh.axis("expert"),
+        tensor=mesh.axis("tensor"),
+        sequence=mesh.axis("context", "tensor"),
+        sequence_parallel=sequence_parallel,
+    )
+
+
+def _holding(
+    mesh: Mesh,
+    unsplit: _Unsplit,
+    name: str,
+    tensor: TensorPart | None,
+    expert: ExpertPart | None,
+    places: Collection[int],
+) -> Holding:
+    """Of the parameter that this rank's part of the model calls `name`; `places` along `pipeline` hold it."""
+    first = unsplit.first[name]
+    shape = unsplit.shapes[first]
+    part = expert or tensor
+    box = whole(shape) if part is None or part.dim is None else _slab(shape, part.dim, part.offset, part.length)
+    if unsplit.roles[first].kind == "expert":
+        return held(mesh.layout, mesh.rank, first, shape, kind="expert", box=box)
+    assert tensor is not None, f"the tensor plan says nothing of {name}"
+    return held(
+        mesh.layout,
+        mesh.rank,
+        first,
+        shape,
+        box=box,
+        twins=tensor.twins,
+        tensor_split=tensor.dim is not None,
+        tensor_partial=tensor.partial,
+        tied=places,
+    )
+
+
+def _slab(shape: Dims, dim: int, offset: int, length: int) -> Box:
+    starts, sizes = [0] * len(shape), list(shape)
+    starts[dim], sizes[dim] = offset, length
+    return Box(tuple(starts), tuple(sizes))

@@ -1,0 +1,124 @@
+"""What happens to activations `[batch, seq, ...]` where a model goes from whole to split layers and back.
+
+Two matrix products with an elementwise function between them need one sum if the first matrix is split by columns and
+the second by rows (arXiv:1909.08053); the residual stream between such pairs is either whole on every rank or split
+along the sequence (arXiv:2205.05198). Each operator is a linear map between such states, its backward the adjoint:
+
+    operator          forward            backward           the stream outside
+    enter             the same           sum                whole
+    leave             sum                the same           whole
+    enter_sequence    gather             sum and scatter    split along the sequence
+    leave_sequence    sum and scatter    gather             split along the sequence
+    split_sequence    slice              gather             becomes split; later work is shared out
+    join_sequence     gather             slice              becomes whole; later work is repeated on every rank
+
+The sequence is dimension 1, and the size of the group must divide it. Floating types of any width; sums are in the
+type of the activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from shoal.comm.collective import Collective
+from shoal.errors import LayoutError
+from shoal.topology.refusal import nearest_multiples
+
+Map = Callable[[Tensor, Collective], Tensor]
+
+
+def enter(x: Tensor, group: Collective) -> Tensor:
+    """Whole activations, before layers of which each rank has a part: the gradient is the sum of the ranks' terms."""
+    return _Linear.apply(x, group, _same, summed)
+
+
+def leave(x: Tensor, group: Collective) -> Tensor:
+    """The sum of the ranks' terms, whole on each."""
+    return _Linear.apply(x, group, summed, _same)
+
+
+def enter_sequence(x: Tensor, group: Collective) -> Tensor:
+    """This rank's slice `[batch, seq / size, ...]` to the whole sequence, before layers of which each has a part."""
+    return _Linear.apply(x, group, gathered, scattered)
+
+
+def leave_sequence(x: Tensor, group: Collective) -> Tensor:
+    """This rank's slice `[batch, seq / size, ...]` of the sum of the ranks' terms. Raises `LayoutError`: `slice_of`."""
+    return _Linear.apply(x, group, scattered, gathered)
+
+
+def split_sequence(x: Tensor, group: Collective) -> Tensor:
+    """This rank's slice of what every rank has whole. Raises `LayoutError`: see `slice_of`."""
+    return _Linear.apply(x, group, slice_of, gathered)
+
+
+def join_sequence(x: Tensor, group: Collective) -> Tensor:
+    """The whole sequence from slices, before work that every rank does alike on all of it."""
+    return _Linear.apply(x, group, gathered, slice_of)
+
+
+class _Linear(torch.autograd.Function):
+    """A linear map over a group, and its adjoint for the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Collective, there: Map, back: Map) -> Tensor:
+        ctx.group, ctx.back = group, back
+        return there(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ctx.back(grads[0], ctx.group), None, None, None
+
+
+def _same(x: Tensor, group: Collective) -> Tensor:
+    return x.view_as(x)
+
+
+def summed(x: Tensor, group: Collective) -> Tensor:
+    """The sum over the ranks, in a tensor of its own."""
+    total = x.clone(memory_format=torch.contiguous_format)
+    group.all_reduce(total).wait()
+    return total
+
+
+def gathered(x: Tensor, group: Collective) -> Tensor:
+    """Slices along dimension 1, joined in rank order."""
+    stacked = x.new_empty(group.size, *x.shape)
+    group.all_gather(stacked.view(-1, *x.shape[1:]), x.contiguous()).wait()
+    return stacked.transpose(0, 1).flatten(1, 2)  # no copy for a batch of one
+
+
+def scattered(x: Tensor, group: Collective) -> Tensor:
+    """This rank's slice along dimension 1 of the sum over the ranks."""
+    slices = _slices(x, group.size).transpose(0, 1).contiguous()
+    total = torch.empty_like(slices[0])
+    group.reduce_scatter(total, slices.flatten(0, 1)).wait()
+    return total
+
+
+def slice_of(x: Tensor, group: Collective) -> Tensor:
+    """This rank's slice along dimension 1. Raises `LayoutError` where the group's size does not divide it."""
+    return _slices(x, group.size)[:, group.rank].contiguous()
+
+
+def _slices(x: Tensor, size: int) -> Tensor:
+    """`[batch, seq, ...]` to `[batch, size, seq / size, ...]`."""
+    if x.ndim < 2 or x.shape[1] % size:
+        check_sequence(x.shape[1] if x.ndim > 1 else 1, size)
+    return x.unflatten(1, (size, -1))
+
+
+def check_sequence(length: int, size: int) -> None:
+    """Raises `LayoutError` unless sequence parallelism can split a sequence of `length` tokens over `size` ranks."""
+    if length % size:
+        nearest = " or ".join(map(str, nearest_multiples(size, length)))
+        raise LayoutError(
+            f"a sequence of {length} tokens cannot be split evenly over tensor={size} ranks, as sequence parallelism "
+            f"does; nearest: {nearest} tokens"
+        )

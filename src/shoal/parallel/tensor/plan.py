@@ -1,0 +1,209 @@
+"""Tensor parallelism of a model, derived from the roles that it declares (`shoal.models.roles`).
+
+    column       rows of the weight, and their biases      the first of a pair: its input is the whole stream
+    row          columns of the weight                     the second: its outputs are summed, then the bias is added
+    embedding    rows, unevenly where they do not divide   the ranks' vectors are summed
+    head         rows, the same way                        logits stay split: `shoal.parallel.tensor.cross_entropy`
+    the others   whole on every rank
+
+Parameters stay plain tensors under the names of the unsplit model. Experts are left to expert parallelism; a router
+then sees an equal share of the tokens on each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
+
+from shoal.comm.collective import Collective
+from shoal.errors import UserCodeError
+from shoal.models.roles import DeclaresRoles, role_of, roles_of
+from shoal.parallel.tensor.crossings import Crossings
+from shoal.parallel.tensor.cut import Cut, even_cut, grouped_cut, uneven_cut
+from shoal.parallel.tensor.layers import ColumnLinear, RowLinear, VocabularyEmbedding
+from shoal.parallel.tensor.region import Region, linear, regions_of
+from shoal.parallel.tensor.sequence import gather_at, slice_positions
+from shoal.parallel.tensor.split_layer import SplitLayer, check_ties, replace
+from shoal.parallel.tensor.vocabulary import VocabularySplit
+
+SPLIT_ROLES = ("column", "row", "embedding", "head")
+
+
+@dataclass(frozen=True)
+class TensorPart:
+    """What this rank holds of one parameter of the unsplit model: `length` slices along `dim` from `offset`.
+
+    `dim` None: all of it (`length` is then that of dimension 0). `twins` are the places along `tensor` that hold the
+    same part; where `partial`, each of them computes one term of its gradient, else each the whole.
+    """
+
+    dim: int | None
+    offset: int
+    length: int
+    twins: tuple[int, ...]
+    partial: bool
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """The part of every parameter but experts', by its first name; and how the logits are split, where they are."""
+
+    parts: dict[str, TensorPart]
+    vocabulary: VocabularySplit | None
+
+
+def split_tensor(model: nn.Module, group: Collective, *, sequence_parallel: bool) -> TensorPlan:
+    """Leaves in `model`, in place, this rank's part of every layer with a split role; says what it holds now.
+
+    Takes parameters of any device, "meta" too; ties stay ties. `forward` then takes the same inputs on every rank, and
+    gives whole outputs or, behind a layer of role head, this rank's part of the classes. With `sequence_parallel` the
+    activations outside of regions are slices `[batch, seq / size, ...]`.
+
+    Raises:
+        UserCodeError: the model declares no roles, or layers that cannot be split; it is left as it was.
+        LayoutError: heads or features do not divide; it is left as it was.
+    """
+    if group.size == 1:
+        return TensorPlan(_parts(model, _kinds(model), [], 1, partial=set()), None)
+    if not isinstance(model, DeclaresRoles):
+        raise UserCodeError(
+            f"{type(model).__name__} declares no roles of its parameters, and tensor={group.size} splits by them; give "
+            f"it a method parameter_roles() (see shoal.models.roles), or set tensor=1"
+        )
+    kinds, crossings = _kinds(model), Crossings(group, sequence_parallel)
+    regions = regions_of(model, kinds)
+    layers = [layer for region in regions for layer in _layers_of(region, crossings)]
+    layers += _vocabulary_layers(model, kinds, crossings)
+    _check(model, kinds, layers, sequence_parallel=sequence_parallel)
+    terms = {region.full_name(name) for region in regions for name in region.per_head}
+    terms |= {name for name, kind in kinds.items() if sequence_parallel or kind == "router"}
+    parts = _parts(model, kinds, layers, group.size, partial=terms)
+    vocabulary = _vocabulary_split(layers, kinds)
+    replace(model, layers)
+    if sequence_parallel:
+        _split_stream(model, regions, crossings)
+    return TensorPlan(parts, vocabulary)
+
+
+def _kinds(model: nn.Module) -> dict[str, str]:
+    """The kind of every parameter, by each of its names."""
+    kinds: dict[str, str] = {name: role.kind for name, role in roles_of(model).items()}
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    return {name: kinds[name] if name in kinds else role_of(model, name).kind for name in names}
+
+
+def _layers_of(region: Region, crossings: Crossings) -> list[SplitLayer]:
+    """The column and row layers of one region, each with its cut."""
+    entrances = crossings.entrances(region)
+    columns = [
+        SplitLayer(
+            region.full_name(name), layer, 0, _column_cut(region, name, crossings.group),
+            partial(ColumnLinear, entrance=entrances[name]),
+        )
+        for name, layer in region.columns.items()
+    ]  # fmt: skip
+    rows = [
+        SplitLayer(
+            region.full_name(name), layer, 1, _even(region, name, layer.in_features, crossings.group),
+            partial(RowLinear, leave=crossings.leave),
+        )
+        for name, layer in region.rows.items()
+    ]  # fmt: skip
+    return columns + rows
+
+
+def _column_cut(region: Region, name: str, group: Collective) -> Cut:
+    features, unit, inner = region.columns[name].out_features, region.head_size, region.inner_features
+    if unit is None or inner is None or features == inner:
+        return _even(region, name, features, group)
+    return grouped_cut(
+        features, group.rank, group.size, what=region.full_name(name), unit=unit, heads=inner // unit
+    )  # fmt: skip
+
+
+def _even(region: Region, name: str, features: int, group: Collective) -> Cut:
+    return even_cut(features, group.rank, group.size, what=region.full_name(name), unit=region.head_size or 1)
+
+
+def _vocabulary_layers(model: nn.Module, kinds: Mapping[str, str], crossings: Crossings) -> list[SplitLayer]:
+    """The embeddings and heads, cut by their rows."""
+    layers = []
+    for name, module in model.named_modules():
+        kind = kinds.get(f"{name}.weight")
+        if kind not in ("embedding", "head"):
+            continue
+        if isinstance(module, nn.Embedding):
+            layers.append(_split_embedding(name, module, crossings))
+        else:
+            layer = linear(module, name, kind)
+            cut = uneven_cut(layer.out_features, crossings.group.rank, crossings.group.size)
+            layers.append(SplitLayer(name, layer, 0, cut, partial(ColumnLinear, entrance=crossings.enter)))
+    return layers
+
+
+def _split_embedding(name: str, module: nn.Embedding, crossings: Crossings) -> SplitLayer:
+    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+        raise UserCodeError(
+            f"the embedding '{name}' uses max_norm, scale_grad_by_freq or sparse, which a split embedding has not; "
+            f"leave them out, or give it the role 'replicated'"
+        )
+    total = module.num_embeddings
+    cut = uneven_cut(total, crossings.group.rank, crossings.group.size)
+    return SplitLayer(
+        name, module, 0, cut,
+        lambda weight, bias: VocabularyEmbedding(
+            weight, cut, total=total, padding=module.padding_idx, leave=crossings.leave
+        ),
+    )  # fmt: skip
+
+
+def _check(model: nn.Module, kinds: Mapping[str, str], layers: list[SplitLayer], *, sequence_parallel: bool) -> None:
+    """Raises `UserCodeError` for a role that no layer can follow."""
+    check_ties(layers)
+    followed = {id(parameter) for layer in layers for parameter in layer.layer.parameters()}
+    for name, parameter in model.named_parameters():
+        kind = kinds[name]
+        if kind in SPLIT_ROLES and id(parameter) not in followed:
+            raise UserCodeError(
+                f"'{name}' has the role '{kind}', but is not the parameter of an nn.Linear or nn.Embedding that tensor "
+                f"parallelism could split; use such a layer, or give it the role 'replicated'"
+            )
+    if sequence_parallel and "embedding" not in {role.kind for role in model.parameter_roles().values()}:  # pyright: ignore
+        raise UserCodeError(
+            f"{type(model).__name__} has no embedding, whose outputs sequence parallelism splits along the sequence; "
+            f"turn sequence parallelism off, or give the first layer's weight the role 'embedding'"
+        )
+
+
+def _parts(
+    model: nn.Module, kinds: Mapping[str, str], layers: list[SplitLayer], size: int, *, partial: set[str]
+) -> dict[str, TensorPart]:
+    """The part of every parameter. `partial`: of those that are whole everywhere, the ones with terms of gradients."""
+    split = {name: (dim, layer.cut) for layer in layers for name, dim in layer.split_parameters()}
+    parts = {}
+    for name, parameter in model.named_parameters():
+        if name in split:
+            dim, cut = split[name]
+            parts[name] = TensorPart(dim, cut.offset, cut.length, cut.twins, partial=len(cut.twins) > 1)
+        elif kinds[name] != "expert":
+            length = parameter.shape[0] if parameter.ndim else 1
+            parts[name] = TensorPart(None, 0, length, tuple(range(size)), partial=name in partial)
+    return parts
+
+
+def _vocabulary_split(layers: list[SplitLayer], kinds: Mapping[str, str]) -> VocabularySplit | None:
+    for layer in layers:
+        if kinds[f"{layer.name}.weight"] == "head":
+            return VocabularySplit(layer.cut.offset, layer.cut.length, layer.layer.weight.shape[0])
+    return None
+
+
+def _split_stream(model: nn.Module, regions: list[Region], crossings: Crossings) -> None:
+    """What is outside of the regions gets slices of the sequence."""
+    gathering = [region.module for region in regions if crossings.gathers_at(region)]
+    for module in gathering:
+        gather_at(module, crossings.enter)
+    slice_positions(model, crossings.group, inside=gathering)

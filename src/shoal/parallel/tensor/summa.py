@@ -1,0 +1,174 @@
+"""A matrix product whose three matrices lie in blocks on a grid of ranks: SUMMA (van de Geijn and Watts, 1997).
+
+    Y = X W^T        X [m, k], W [n, k] (as in nn.Linear), Y [m, n];  rank (i, j) of a grid of R x C holds
+
+    X[m_i, k_j]      rows split over the R rows of the grid, columns over its C columns
+    W[n_j, k_i]      the outputs split over the columns of the grid, the inputs over its rows
+    Y[m_i, n_j]      so the next layer takes it as its X
+
+k is walked through in lcm(R, C) panels. For each, the ranks that have the panel of X send it along their row of the
+grid, those that have that of W along their column, and every rank adds a product to its block of Y. Backward,
+
+    dX[., panel] = sum over the row of the grid of dY W[., panel]
+    dW[., panel] = sum over the column of dY^T X[., panel]
+
+are formed in the same walk and summed to the rank that has the panel. Nobody ever holds a whole matrix, and a rank
+receives (m k / R) (C - 1) / C + (n k / C) (R - 1) / R numbers in the forward, against m n for a split along one axis
+that ends in an all-reduce: less where all three sides are large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import lcm
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from shoal.comm.collective import Collective, Handle
+from shoal.errors import LayoutError
+from shoal.parallel.tensor.cut import even_cut
+from shoal.parallel.tensor.operators import enter
+from shoal.topology.box import Box
+from shoal.topology.refusal import nearest_multiples
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A rank's place in a grid: the ranks of its row, in which it is number j, and of its column, number i."""
+
+    row: Collective
+    column: Collective
+
+    @property
+    def panels(self) -> int:
+        """How many panels the inner dimension has, so that each lies on one rank of every row and column."""
+        return lcm(self.row.size, self.column.size)
+
+
+def summa_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, grid: Grid) -> Tensor:
+    """Blocks `x` `[..., k / C]` and `weight` `[n_j, k / R]` to this rank's block `[..., n_j]` of the product.
+
+    `bias` `[n_j]` is the same on all ranks of a column of the grid; its gradient is the whole on each. Sums are in
+    float32 at least. All ranks of a row of the grid have `x` of one shape.
+    """
+    rows = _Summa.apply(x.flatten(0, -2), weight, grid)
+    y = rows.view(*x.shape[:-1], weight.shape[0])
+    return y if bias is None else y + enter(bias, grid.column).to(y.dtype)
+
+
+class SummaLinear(nn.Module):
+    """This rank's block of a linear layer; `box` says which block of the whole weight it is."""
+
+    def __init__(self, layer: nn.Linear, grid: Grid) -> None:
+        """Cuts the block out of a whole layer. Raises `LayoutError` where a side of the weight does not divide."""
+        super().__init__()
+        check_inner(layer.in_features, grid)
+        outputs = even_cut(layer.out_features, grid.row.rank, grid.row.size, what="a block-wise split layer's output")
+        inputs = layer.in_features // grid.column.size
+        self.grid = grid
+        self.box = Box((outputs.offset, grid.column.rank * inputs), (outputs.length, inputs))
+        self.weight = _parameter(layer.weight, self.box.slices)
+        bias = None if layer.bias is None else _parameter(layer.bias, self.box.slices[:1])
+        self.bias: nn.Parameter | None
+        self.register_parameter("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return summa_linear(x, self.weight, self.bias, grid=self.grid)
+
+
+def check_inner(features: int, grid: Grid) -> None:
+    """Raises `LayoutError` unless the inner dimension can be cut into the grid's panels."""
+    if features % grid.panels:
+        nearest = " or ".join(map(str, nearest_multiples(grid.panels, features)))
+        raise LayoutError(
+            f"a block-wise split over a grid of {grid.column.size} x {grid.row.size} ranks cuts {features} input "
+            f"features into {grid.panels} panels, which does not divide them; nearest: {nearest} features"
+        )
+
+
+class _Summa(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, grid: Grid) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.grid = grid
+        y = x.new_zeros(x.shape[0], weight.shape[0], dtype=_sum_type(x))
+        for panel in _walk(x, weight, grid):
+            y += panel.x @ panel.weight.T
+        return y.to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight = ctx.saved_tensors
+        dy, grid = grads[0], ctx.grid
+        dx, dweight = torch.empty_like(x), torch.empty_like(weight)
+        for panel in _walk(x, weight, grid):
+            _sum_to(grid.row, panel.column_of_x, dy @ panel.weight, dx[:, panel.within_x])
+            _sum_to(grid.column, panel.row_of_weight, dy.T @ panel.x, dweight[:, panel.within_weight])
+        return dx, dweight, None
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """One panel, here: the numbers, and which column and row of the grid they come from, and from where in them."""
+
+    x: Tensor
+    weight: Tensor
+    column_of_x: int
+    row_of_weight: int
+    within_x: slice
+    within_weight: slice
+    handles: tuple[Handle, ...]
+
+
+def _walk(x: Tensor, weight: Tensor, grid: Grid) -> Iterator[_Panel]:
+    """The panels in order; while one is worked on, the next is under way."""
+    coming = _start(x, weight, grid, number=0)
+    for number in range(1, grid.panels + 1):
+        panel = coming
+        if number < grid.panels:
+            coming = _start(x, weight, grid, number=number)
+        for handle in panel.handles:
+            handle.wait()
+        yield panel
+
+
+def _start(x: Tensor, weight: Tensor, grid: Grid, *, number: int) -> _Panel:
+    column, within_x = _owner(number, grid.panels, grid.row.size, x.shape[1])
+    row, within_weight = _owner(number, grid.panels, grid.column.size, weight.shape[1])
+    panel_x = _own_or_empty(x, within_x, grid.row.rank == column)
+    panel_weight = _own_or_empty(weight, within_weight, grid.column.rank == row)
+    handles = grid.row.broadcast(panel_x, root=column), grid.column.broadcast(panel_weight, root=row)
+    return _Panel(panel_x, panel_weight, column, row, within_x, within_weight, handles)
+
+
+def _owner(number: int, panels: int, ranks: int, features: int) -> tuple[int, slice]:
+    """Which of `ranks` ranks, of `features` features each, has a panel, and where among its features."""
+    each = panels // ranks
+    width = features // each
+    return number // each, slice(number % each * width, (number % each + 1) * width)
+
+
+def _own_or_empty(block: Tensor, within: slice, own: bool) -> Tensor:
+    panel = block[:, within]
+    return panel.contiguous() if own else torch.empty(panel.shape, dtype=block.dtype, device=block.device)
+
+
+def _sum_to(group: Collective, root: int, term: Tensor, target: Tensor) -> None:
+    """`target` of the rank `root` becomes the sum of the terms."""
+    total = term.to(_sum_type(term)).contiguous()
+    group.reduce(total, root=root).wait()
+    if group.rank == root:
+        target.copy_(total)
+
+
+def _sum_type(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _parameter(whole: Tensor, block: tuple[slice, ...]) -> nn.Parameter:
+    return nn.Parameter(whole.detach()[block].clone(), requires_grad=whole.requires_grad)

@@ -1,0 +1,151 @@
+"""Why this plan and not another, and what would help it most.
+
+`why_not` takes the best plan under a condition ("tensor=8") and says what it would cost, and which constraint binds where
+there is none. `helps` changes one thing at a time and ranks the changes: within the plan (recomputation, ZeRO, microbatch)
+and outside of it (twice the bandwidth, twice the memory, a perfect network).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+import msgspec
+
+from shoal.cost.plan import Plan
+from shoal.errors import LayoutError, UsageError
+from shoal.planner.bill import ITEMS
+from shoal.planner.candidates import Allowed, candidates
+from shoal.planner.change import Change
+from shoal.planner.predictor import Prediction, Predictor
+from shoal.planner.search import search
+from shoal.planner.text import GIB, seconds
+from shoal.topology.cluster import Cluster, Link
+
+CONDITIONS = (
+    "tensor",
+    "pipeline",
+    "context",
+    "shard",
+    "replicate",
+    "expert",
+    "microbatch",
+    "zero",
+    "recompute",
+    "schedule",
+)
+
+
+def condition(text: str, allowed: Allowed) -> Allowed:
+    """`allowed` narrowed by "tensor=8" or "zero=3,recompute=full". Raises `UsageError` for a name that it does not know."""
+    for part in text.split(","):
+        name, _, value = (piece.strip() for piece in part.partition("="))
+        if name not in CONDITIONS or not value:
+            raise UsageError(
+                f"'{part}' is no condition on a plan: write NAME=VALUE with one of {', '.join(CONDITIONS)}"
+            )
+        allowed = replace(allowed, **_narrowed(name, value))
+    return allowed
+
+
+def why_not(predictor: Predictor, text: str, best: Prediction, *, allowed: Allowed) -> str:
+    """What the best plan under the condition would cost, item by item against `best`; or which constraint binds."""
+    narrowed = condition(text, allowed)
+    if next(candidates(predictor.workload, predictor.cluster, narrowed), None) is None:
+        return f"{text}: no legal plan has it. {_broken_rule(predictor, narrowed)}"
+    try:
+        other = search(predictor, narrowed, keep=1).best[0]
+    except LayoutError as error:
+        return f"{text}: {error}"
+    slower = other.step_s / best.step_s - 1
+    lines = [f"{text}: the best such plan is {other.plan.describe()}"]
+    lines.append(f"  {seconds(other.step_s)} a step, {100 * slower:+.1f} % against {seconds(best.step_s)}")
+    lines.append(f"  {other.memory_bytes / GIB:.1f} GiB against {best.memory_bytes / GIB:.1f}")
+    lines += [f"  {name}: {1e3 * value:+.3g} ms ({ITEMS[name]})" for name, value in _differences(other, best)]
+    return "\n".join(lines)
+
+
+def helps(predictor: Predictor, best: Prediction) -> list[Change]:
+    """Changes of the plan and of the machine, fastest first."""
+    changes = [_change(what, predictor, plan) for what, plan in _other_plans(best.plan, predictor) if plan != best.plan]
+    for what, cluster in _other_clusters(predictor.cluster):
+        changes.append(_change(what, _on(predictor, cluster), best.plan))
+    return sorted(changes, key=lambda change: change.step_s)
+
+
+def _change(what: str, predictor: Predictor, plan: Plan) -> Change:
+    one = predictor.predict(plan)
+    return Change(what=what, step_s=one.step_s, memory_bytes=one.memory_bytes, fits=one.fits)
+
+
+def _other_plans(plan: Plan, predictor: Predictor) -> Iterator[tuple[str, Plan]]:
+    for kind in ("none", "selective", "full"):
+        if not (kind == "selective" and predictor.stack.flash_attention):
+            yield f"memory.recompute = {kind}", replace(plan, recompute=kind)
+    if plan.layout.shard > 1:
+        for stage in (1, 2, 3):
+            yield f"memory.zero = {stage}", replace(plan, zero=stage)
+    if plan.microbatches % 2 == 0:
+        twice = replace(plan, microbatch=2 * plan.microbatch, microbatches=plan.microbatches // 2)
+        yield "microbatches twice as large", twice
+    if plan.microbatch % 2 == 0:
+        half = replace(plan, microbatch=plan.microbatch // 2, microbatches=2 * plan.microbatches)
+        yield "microbatches half as large", half
+
+
+def _other_clusters(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
+    machine = cluster.machine
+    faster = {"scale_up": "links in a node twice as fast", "scale_out": "links between nodes twice as fast"}
+    for name, what in faster.items():
+        link: Link = getattr(machine, name)
+        parts: dict[str, Any] = {name: msgspec.structs.replace(link, gb_s=2 * link.gb_s)}
+        yield what, msgspec.structs.replace(cluster, machine=msgspec.structs.replace(machine, **parts))
+    device = msgspec.structs.replace(machine.device, memory_gb_s=2 * machine.device.memory_gb_s)
+    yield (
+        "memory twice as fast",
+        msgspec.structs.replace(cluster, machine=msgspec.structs.replace(machine, device=device)),
+    )
+
+
+def _on(predictor: Predictor, cluster: Cluster) -> Predictor:
+    return Predictor(
+        predictor.workload,
+        cluster,
+        stack=predictor.stack,
+        constants=predictor.constants,
+        overheads=predictor.overheads,
+    )
+
+
+def _differences(other: Prediction, best: Prediction) -> list[tuple[str, float]]:
+    """Items that differ by at least a hundredth of the step, largest first."""
+    both = {name: other.bill.seconds.get(name, 0.0) - best.bill.seconds.get(name, 0.0) for name in ITEMS}
+    seen = [(name, value) for name, value in both.items() if abs(value) >= 0.01 * best.step_s]
+    return sorted(seen, key=lambda pair: -abs(pair[1]))
+
+
+def _narrowed(name: str, value: str) -> dict[str, Any]:
+    if name == "recompute":
+        return {"recompute": (value,)}
+    if name == "schedule":
+        return {"schedules": (value,)}
+    if not value.isdigit():
+        raise UsageError(f"{name}={value}: the value is a whole number, such as {name}=2")
+    return {"zero": (int(value),)} if name == "zero" else {name: int(value)}
+
+
+def _broken_rule(predictor: Predictor, allowed: Allowed) -> str:
+    """The axes that were asked for, and what each must divide."""
+    model, world = predictor.workload.model, predictor.cluster.devices
+    rules = {
+        "tensor": f"tensor must divide {model.heads} heads, {model.feed_forward} features and {world} devices, and fit "
+        f"{model.kv_heads} key-value heads",
+        "pipeline": f"pipeline must divide {world} devices and leave each rank some of {model.layers} layers",
+        "context": f"context must divide {world} devices and a sample of {predictor.workload.sequence} tokens evenly",
+        "shard": f"replicate x shard must divide {world} devices and {predictor.workload.global_samples} samples",
+        "expert": f"expert must divide {model.experts} experts and the ranks of shard x context x tensor",
+        "microbatch": f"the microbatch must divide a rank's part of {predictor.workload.global_samples} samples",
+    }
+    asked = [field.name for field in fields(allowed) if getattr(allowed, field.name) is not None]
+    return "; ".join(rules[name] for name in asked if name in rules) or "the other axes leave no room for it"

@@ -1,0 +1,165 @@
+"""One layer, and the head, of one microbatch on one rank: device seconds, launches, collectives of tensor, context, expert."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shoal.cost.flops import Recompute
+from shoal.cost.operators import LayerSeconds, Share, head_seconds, layer_seconds
+from shoal.cost.plan import Plan
+from shoal.cost.transformer import Transformer
+from shoal.cost.wire import Group
+from shoal.planner.stack import Stack
+
+if TYPE_CHECKING:
+    from shoal.planner.predictor import Predictor
+
+
+@dataclass(frozen=True)
+class LayerKey:
+    """What a layer's seconds depend on, beside the predictor's own constants."""
+
+    share: Share
+    recompute: Recompute
+    world: int
+
+
+def share_of(sequence: int, plan: Plan, stack: Stack) -> Share:
+    """One rank's part of a layer under `plan`."""
+    layout = plan.layout
+    return Share(
+        samples=plan.microbatch,
+        sequence=sequence,
+        tensor=layout.tensor,
+        context=layout.context,
+        expert=layout.expert,
+        sequence_parallel=plan.sequence_parallel,
+        element_bytes=stack.state.activation,
+        dropout=stack.dropout,
+        flash_attention=stack.flash_attention,
+        fused_weight_gradient=stack.fused_weight_gradient,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerBill:
+    """Seconds of one layer by item, and by phase: forward, input gradient (with recomputation), weight gradient.
+
+    `head` are the items of head, loss and embedding, once a microbatch. `send_s` is one transfer between stages.
+    """
+
+    items: dict[str, float]
+    forward_s: float
+    input_s: float
+    weight_s: float
+    head: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exposed:
+    """Communication that is seen, and computation that hidden communication slows down, seconds."""
+
+    seen_s: float
+    slowed_s: float
+
+
+def exposed(communication_s: float, beside_s: float, *, slowdown: float) -> Exposed:
+    """What `beside_s` seconds of computation cannot hide, and what hiding costs them."""
+    hidden = min(communication_s, beside_s)
+    return Exposed(seen_s=communication_s - hidden, slowed_s=hidden * slowdown)
+
+
+def layer_bill(model: Transformer, plan: Plan, share: Share, predictor: Predictor) -> LayerBill:
+    """Everything that plans with the same share of a layer have in common."""
+    device = layer_seconds(model, share, predictor.rates)
+    wires = _wires(model, plan, share, predictor, device)
+    recompute_s, repeated_launches = _recomputed(plan, device, predictor)
+    c = predictor.constants
+    forward_launch = max(0.0, c.forward_operators * c.dispatch_s - device.forward)
+    backward_host = (c.backward_operators + repeated_launches) * c.dispatch_s
+    backward_launch = max(0.0, backward_host - device.backward - recompute_s)
+    again = wires.tensor_forward + wires.expert / 2 if plan.recompute == "full" else 0.0
+    items = {
+        "matrix products": device.matmul_forward + device.matmul_input + device.matmul_weight,
+        "attention": device.attention_forward + device.attention_backward,
+        "memory passes": device.passes_forward + device.passes_backward,
+        "recomputation": recompute_s + again,
+        "launches": forward_launch + backward_launch,
+        "tensor": wires.tensor_forward + wires.tensor_backward,
+        "context": wires.context,
+        "expert": wires.expert,
+        "overlap": wires.slowed,
+    }
+    forward = device.forward + forward_launch + wires.tensor_forward + wires.context / 3 + wires.expert / 2
+    weight = device.matmul_weight
+    return LayerBill(
+        items=items,
+        forward_s=forward,
+        input_s=sum(items.values()) - forward - weight,
+        weight_s=weight,
+        head=_head(model, plan, share, predictor),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Wires:
+    tensor_forward: float
+    tensor_backward: float
+    context: float
+    expert: float
+    slowed: float
+
+
+def _wires(model: Transformer, plan: Plan, share: Share, predictor: Predictor, device: LayerSeconds) -> _Wires:
+    """Collectives of one layer, what is hidden taken off."""
+    slowdown = predictor.constants.overlap_slowdown
+    stream = share.tokens * model.hidden * share.element_bytes
+    once = _tensor_once(tensor_group(plan, predictor), stream, plan)
+    beside = device.matmul_weight if predictor.stack.overlap_tensor else 0.0
+    backward = exposed(2 * once, beside, slowdown=slowdown)
+    keys = 2 * model.kv_width * share.samples * share.sequence * share.element_bytes / share.tensor
+    gather = _axis(plan, predictor, plan.layout.context, plan.layout.tensor).all_gather(keys)
+    context = exposed(3 * gather, device.attention_forward + device.attention_backward, slowdown=slowdown)
+    routed = stream * model.experts_per_token
+    trip = _axis(plan, predictor, share.expert, 1).all_to_all(routed) if model.experts else 0.0
+    return _Wires(
+        tensor_forward=2 * once,
+        tensor_backward=backward.seen_s,
+        context=context.seen_s,
+        expert=4 * trip,
+        slowed=backward.slowed_s + context.slowed_s,
+    )
+
+
+def _tensor_once(group: Group, stream: float, plan: Plan) -> float:
+    """One all-reduce, or the all-gather and reduce-scatter that take its place under sequence parallelism."""
+    return 2 * group.all_gather(stream) if plan.sequence_parallel else group.all_reduce(stream)
+
+
+def _recomputed(plan: Plan, device: LayerSeconds, predictor: Predictor) -> tuple[float, float]:
+    """(device seconds, operators) of what the backward does again. Flash attention recomputes by itself."""
+    if plan.recompute == "full":
+        return device.forward, predictor.constants.forward_operators
+    if plan.recompute == "selective" and not predictor.stack.flash_attention:
+        return device.attention_forward, 4.0
+    return 0.0, 0.0
+
+
+def _head(model: Transformer, plan: Plan, share: Share, predictor: Predictor) -> dict[str, float]:
+    """Head, loss and embedding of a microbatch; the loss sums three numbers a token over tensor ranks."""
+    products, loss, embedding = head_seconds(model, share, predictor.rates)
+    group = tensor_group(plan, predictor)
+    stream = share.tokens * model.hidden * share.element_bytes
+    wires = 2 * group.all_reduce(stream) + 3 * group.all_reduce(4.0 * share.tokens)
+    host = predictor.constants.head_operators * predictor.constants.dispatch_s
+    return {"head and loss": products + loss + embedding, "tensor": wires, "launches": host}
+
+
+def tensor_group(plan: Plan, predictor: Predictor) -> Group:
+    """Neighbouring ranks."""
+    return _axis(plan, predictor, plan.layout.tensor, 1)
+
+
+def _axis(plan: Plan, predictor: Predictor, ranks: int, stride: int) -> Group:
+    return predictor.group(plan, ranks, stride=stride)

@@ -1,0 +1,60 @@
+"""What a training stack does and does not do: facts of its source or its paper, not fits.
+
+A prediction for a published table must know which of these the measured program had; a run of Shoal knows its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal.cost.activations import Kept
+from shoal.cost.state_bytes import MEGATRON_BF16, MEGATRON_FP16, StateBytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """A training program.
+
+    `overlap_tensor`: the all-reduce of an input's gradient runs beside the weight's product. `overlap_data`: gradients
+    are summed, and ZeRO's weights gathered, while the device computes. `overlap_pipeline`: transfers between stages run beside computation.
+    `scatter_pipeline`: tensor ranks send a share each between stages (arXiv:2104.04473, section 4.1).
+    """
+
+    name: str
+    state: StateBytes
+    dtype: str = "bfloat16"
+    flash_attention: bool = True
+    dropout: bool = False
+    fused_weight_gradient: bool = True
+    overlap_tensor: bool = True
+    overlap_data: bool = True
+    overlap_pipeline: bool = True
+    scatter_pipeline: bool = True
+
+    @property
+    def kept(self) -> Kept:
+        """What its forward keeps for its backward."""
+        return Kept(element_bytes=self.state.activation, dropout=self.dropout, flash_attention=self.flash_attention)
+
+
+MEGATRON_2021 = Stack(
+    name="Megatron-LM, April 2021 (arXiv:2104.04473)",
+    state=MEGATRON_FP16,
+    dtype="float16",
+    flash_attention=False,
+    dropout=True,
+    fused_weight_gradient=False,
+    overlap_tensor=False,
+    overlap_data=False,
+    overlap_pipeline=False,
+)
+MEGATRON_2022 = Stack(
+    name="Megatron-LM, May 2022 (arXiv:2205.05198)",
+    state=MEGATRON_FP16,
+    dtype="float16",
+    flash_attention=False,
+    dropout=True,
+    overlap_data=False,
+    overlap_pipeline=False,
+)
+MODERN = Stack(name="flash attention, fused and overlapped", state=MEGATRON_BF16)

@@ -1,0 +1,87 @@
+"""Plans, bills and memory as lines of text: what `shoal plan` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from shoal.cost.footprint import Footprint
+from shoal.planner.bill import ITEMS, Bill
+from shoal.planner.change import Change
+from shoal.planner.predictor import Prediction
+
+GIB = 2**30
+RULE = "-"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Columns as wide as their widest cell; the first is aligned left, the others right."""
+    lines = [list(head), *[list(row) for row in rows]]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    lines.insert(1, [RULE * width for width in widths])
+    return "\n".join(_aligned(line, widths) for line in lines)
+
+
+def plans(found: Iterable[Prediction]) -> str:
+    """One line a plan: time, rate, MFU, memory."""
+    rows = [
+        (
+            one.plan.describe(),
+            seconds(one.step_s),
+            f"{one.tokens_per_s:,.0f}",
+            f"{100 * one.mfu:.1f}",
+            f"{one.memory_bytes / GIB:.1f}",
+            "yes" if one.fits else "NO",
+        )
+        for one in found
+    ]
+    return table(("plan", "step", "tokens/s", "MFU %", "GiB", "fits"), rows)
+
+
+def bill(one: Bill) -> str:
+    """The seconds of a step, item by item, and their sum."""
+    rows = [(name, seconds(value), f"{100 * share:.1f}", ITEMS[name]) for name, value, share in one.rows()]
+    rows.append(("step", seconds(one.total), "100.0", "the sum of the above"))
+    return table(("time", "a step", "%", "what it is"), rows)
+
+
+def memory(one: Footprint, limit_bytes: float) -> str:
+    """The bytes of the fullest rank, item by item, their sum, and what the device has."""
+    rows = [(name, f"{size / GIB:.2f}") for name, size in one.items().items() if size > 0]
+    rows += [("peak", f"{one.total / GIB:.2f}"), ("the device has", f"{limit_bytes / GIB:.2f}")]
+    return table(("memory of the fullest rank", "GiB"), rows)
+
+
+def changes(found: Iterable[Change], best: Prediction, *, most: int = 8) -> str:
+    """What would help most: the step and the memory of the fullest rank after each change."""
+    rows = [
+        (
+            change.what,
+            seconds(change.step_s),
+            f"{100 * (change.step_s / best.step_s - 1):+.1f}",
+            f"{(change.memory_bytes - best.memory_bytes) / GIB:+.1f}",
+            "yes" if change.fits else "NO",
+        )
+        for change in list(found)[:most]
+    ]
+    return table(("what would change it", "step", "%", "GiB", "fits"), rows)
+
+
+def money(cost: Mapping[str, float | None]) -> str:
+    """The whole run, line by line."""
+    rows = [(name, "not stated" if value is None else f"{value:,.4g}") for name, value in cost.items()]
+    return table(("the whole run", ""), rows)
+
+
+def seconds(value: float) -> str:
+    """Three digits in the unit that suits: 12.3 ms, 4.56 s."""
+    for limit, unit, name in ((1e-3, 1e-6, "us"), (1.0, 1e-3, "ms"), (1e4, 1.0, "s")):
+        if value < limit:
+            return f"{value / unit:.3g} {name}"
+    return f"{value:,.0f} s"
+
+
+def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:
+    first, *others = [
+        cell.ljust(w) if n == 0 else cell.rjust(w) for n, (cell, w) in enumerate(zip(line, widths, strict=True))
+    ]
+    return "  ".join([first, *others]).rstrip()

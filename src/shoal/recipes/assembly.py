@@ -1,0 +1,113 @@
+"""The parts of a run on one rank, each made from the setting: sync, state, step, feed."""
+
+from __future__ import annotations
+
+from shoal.data.cursor import Cursor
+from shoal.data.feed import Feed
+from shoal.data.order import Order
+from shoal.engine.precision import scaler_of
+from shoal.engine.state import HeldWeight, TrainState, held_pieces
+from shoal.engine.step import TrainStep
+from shoal.optim.build import build_optimizer
+from shoal.optim.schedule import peak_rate
+from shoal.recipes.setting import Setting
+from shoal.recipes.splitting import blocks_in
+from shoal.sync.build import build_sync
+from shoal.sync.strategy import Sync
+
+ZERO_OF_SHARD = 3
+"""What the ranks of `layout.shard` split where `memory.zero` is left out: all, as users of FSDP expect."""
+
+
+def zero_of(setting: Setting) -> int | None:
+    """The stage of ZeRO; None where no rank shares its copy of the model with others that see other samples."""
+    if setting.mesh.layout.shard == 1:
+        return None
+    return setting.run_file.memory.zero or ZERO_OF_SHARD
+
+
+def new_sync(setting: Setting) -> Sync:
+    """How gradients are agreed on, and what this rank's optimizer runs on. The parameters' memory may be moved."""
+    mesh, parts = setting.mesh, setting.parts
+    return build_sync(
+        setting.run_file.sync,
+        zero_of(setting),
+        setting.trained,
+        model=setting.model,
+        groups=mesh.ranks,
+        replica=mesh.axis("pipeline", "shard", "context", "tensor"),
+        blocks=blocks_in(setting.model, parts.stages, mesh.layout.index("pipeline", mesh.rank)),
+    )
+
+
+def new_state(setting: Setting, sync: Sync) -> TrainState:
+    """The state before the first step."""
+    run_file, split = setting.run_file, setting.parts.split
+    parameters = [(owned.name, owned.parameter, split.roles[owned.name].decay) for owned in sync.owned]
+    peak, _ = peak_rate(run_file.optimizer, global_samples=run_file.batch.global_samples)
+    state = TrainState(
+        setting.model,
+        build_optimizer(run_file.optimizer, parameters, lr=peak),
+        scaler_of(run_file.precision),
+        Cursor(),
+        {
+            "run.seed": run_file.run.seed,
+            "data.shuffle": run_file.data.shuffle,
+            "the number of training samples": len(setting.data.train),
+            "optimizer.kind": type(run_file.optimizer).__struct_config__.tag,
+        },
+    )
+    if setting.mesh.layout.replica_size > 1:
+        state.owned, state.held = sync.owned, _held(setting, sync)
+        state.names = {*split.shapes, *split.buffers}
+    return state
+
+
+def new_step(setting: Setting, state: TrainState, sync: Sync) -> TrainStep:
+    """The step that moves `state`."""
+    mesh = setting.mesh
+    place = mesh.layout.coordinate(mesh.rank)
+    return TrainStep(
+        setting.passes,
+        optimizer=state.optimizer,
+        sync=sync,
+        group=mesh.world,
+        twins=mesh.axis("replicate", "shard"),
+        ledger=mesh.ledger,
+        scaler=state.scaler,
+        randomness=setting.passes.compute.randomness,
+        device=setting.device,
+        clip_norm=setting.run_file.optimizer.clip_norm,
+        counts=place.pipeline == place.context == place.tensor == 0,
+    )
+
+
+def new_feed(setting: Setting, cursor: Cursor, *, share: tuple[int, int] | None = None) -> Feed:
+    """The samples of this rank's `share` of every step, (index, number), from `cursor` on."""
+    run_file = setting.run_file
+    replica, replicas = setting.mesh.batch_share if share is None else share
+    order = Order(len(setting.data.train), run_file.run.seed, shuffle=run_file.data.shuffle)
+    return Feed(
+        setting.data.train,
+        order,
+        replicas=replicas,
+        replica=replica,
+        global_samples=run_file.batch.global_samples,
+        micro_samples=setting.microbatching.samples,
+        group=setting.group_samples,
+        denominator=run_file.batch.denominator,
+        start=cursor,
+        prefetch_steps=run_file.data.prefetch_steps,
+        readers=run_file.data.readers,
+    )
+
+
+def _held(setting: Setting, sync: Sync) -> list[HeldWeight]:
+    """The weights that are saved from this rank: what it computes with, or under ZeRO-3 what it updates."""
+    held = [
+        HeldWeight(h.holding.name, h.parameter, h.holding.global_shape, h.holding.box) for h in setting.parts.split.held
+    ]
+    if zero_of(setting) != 3:
+        return held
+    trained = {owned.name for owned in sync.owned}
+    return [*held_pieces(sync.owned), *(weight for weight in held if weight.name not in trained)]

@@ -1,0 +1,179 @@
+"""`shoal bench plan`: predicted step times beside published ones, a row each, the worst shown first.
+
+Each machine type is calibrated on one row, which is marked and left out of the figures; everything else is predicted.
+The two vTrain tables stand beside the errors of vTrain's own simulator (arXiv:2312.12391: 14.73 % on several nodes, 8.37 % on
+one, from profiled kernels). Regret: in each group of rows that are choices for one job, how much slower the plan that
+this model would have chosen was measured than the best measured one.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shoal.planner.calibrate import calibrate_compute, calibrate_dispatch
+from shoal.planner.constants import Constants
+from shoal.planner.predictor import Predictor
+from shoal.recipes.benchmarks import published
+from shoal.recipes.benchmarks.paired import check
+from shoal.recipes.benchmarks.published import Row
+
+SC21_ROW = "18B"
+MULTI_ROW = "h6144 L40 on 256, batch 1024: t8 p1 d32 micro 8"
+SINGLE_ROW = "h1024 L16 on 2, batch 32: t1 p1 d2 micro 1"
+WORST_SHOWN = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """A row with its prediction. `calibrated` is true of the one row of its machine type that gave a constant."""
+
+    row: Row
+    predicted_s: float
+    calibrated: bool
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less one."""
+        return self.predicted_s / self.row.measured_s - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A machine type: its rows, its calibrated constants, the row that gave them."""
+
+    name: str
+    rows: tuple[Row, ...]
+    constants: Constants
+    calibrated_on: str
+
+
+def machines(folder: Path) -> Iterator[Machine]:
+    """The three machine types of the published tables, calibrated. Raises `OSError` where a table is missing."""
+    selene = (*published.sc21(folder), *published.korthikanti(folder), *published.sc21_scaling(folder))
+    several = tuple(published.vtrain(folder, file=published.VTRAIN_MULTI, table="vTrain, several nodes"))
+    one = tuple(published.vtrain(folder, file=published.VTRAIN_SINGLE, table="vTrain, one node"))
+    single = _row(one, SINGLE_ROW)
+    dispatch = calibrate_dispatch(lambda c: predicted_s(single, c), single.measured_s, Constants())
+    yield Machine(name="vTrain's node", rows=one, constants=dispatch, calibrated_on=SINGLE_ROW)
+    for name, rows, chosen in (("Selene", selene, SC21_ROW), ("vTrain's cluster", several, MULTI_ROW)):
+        row = _row(rows, chosen)
+        start = replace(Constants(), dispatch_s=dispatch.dispatch_s)
+        compute = calibrate_compute(lambda c, row=row: predicted_s(row, c), row.measured_s, start)
+        yield Machine(name=name, rows=rows, constants=compute, calibrated_on=chosen)
+
+
+def predicted_s(row: Row, constants: Constants) -> float:
+    """Seconds of the row's step under the model."""
+    return Predictor(row.workload, row.cluster, stack=row.stack, constants=constants).bill(row.plan).total
+
+
+def scored(machine: Machine) -> list[Scored]:
+    """Every row of a machine type with its prediction."""
+    return [
+        Scored(row=row, predicted_s=predicted_s(row, machine.constants), calibrated=row.name == machine.calibrated_on)
+        for row in machine.rows
+    ]
+
+
+def measure(folder: Path) -> dict[str, Any]:
+    """Rows, checks and the page in Markdown for the tables in `folder`."""
+    found = list(machines(folder))
+    all_scored = [one for machine in found for one in scored(machine)]
+    checks = _checks(all_scored)
+    return {
+        "rows": [_record(one) for one in all_scored] + _constants(found),
+        "checks": checks,
+        "markdown": _markdown(all_scored, found, checks),
+    }
+
+
+def regrets(rows: Sequence[Scored]) -> list[tuple[str, float]]:
+    """(group, regret) of every group of at least two choices."""
+    groups: dict[str, list[Scored]] = {}
+    for one in rows:
+        groups.setdefault(f"{one.row.table}: {one.row.group}", []).append(one)
+    found = []
+    for name, choices in groups.items():
+        if len(choices) > 1:
+            chosen = min(choices, key=lambda one: one.predicted_s)
+            best = min(one.row.measured_s for one in choices)
+            found.append((name, chosen.row.measured_s / best - 1))
+    return found
+
+
+def _checks(rows: Sequence[Scored]) -> list[dict[str, Any]]:
+    tables = {name: _errors(rows, name) for name in dict.fromkeys(one.row.table for one in rows)}
+    promised = tables["SC'21 table 1"] + tables["Korthikanti tables 3, 5"]
+    several, one = tables["vTrain, several nodes"], tables["vTrain, one node"]
+    regret = [value for _, value in regrets(rows)]
+    return [
+        check("SC'21 table 1 and Korthikanti: median error", statistics.median(promised), 0.05, at_most=True),
+        check("SC'21 table 1 and Korthikanti: worst error", max(promised), 0.12, at_most=True),
+        check("vTrain, several nodes: mean error (theirs 0.147)", statistics.mean(several), 0.10, at_most=True),
+        check("vTrain, one node: mean error (theirs 0.084)", statistics.mean(one), 0.12, at_most=True),
+        check("regret of the chosen plan: mean over groups", statistics.mean(regret), 0.03, at_most=True),
+        check("regret of the chosen plan: share of groups above 3 %", _above(regret, 0.03), 0.0, at_most=True),
+    ]
+
+
+def _above(values: Sequence[float], bound: float) -> float:
+    return sum(value > bound for value in values) / len(values)
+
+
+def _errors(rows: Sequence[Scored], table: str) -> list[float]:
+    """Absolute errors of a table, the calibrated row left out."""
+    return [abs(one.error) for one in rows if one.row.table == table and not one.calibrated]
+
+
+def _record(one: Scored) -> dict[str, Any]:
+    return {
+        "table": one.row.table,
+        "row": one.row.name,
+        "measured_s": round(one.row.measured_s, 4),
+        "predicted_s": round(one.predicted_s, 4),
+        "error": round(one.error, 4),
+        "calibrated": one.calibrated,
+    }
+
+
+def _constants(found: Sequence[Machine]) -> list[dict[str, Any]]:
+    """Every constant of every machine type, with its origin."""
+    return [
+        {"table": "constants", "machine": machine.name, "name": name, "value": value, "origin": origin}
+        for machine in found
+        for name, value, origin in machine.constants.listed()
+    ]
+
+
+def _markdown(rows: Sequence[Scored], found: Sequence[Machine], checks: Sequence[dict[str, Any]]) -> str:
+    lines = ["# Predicted against published step times", "", "| figure | value | bound | |", "|---|---|---|---|"]
+    lines += [f"| {c['name']} | {c['value']} | {c['bound']} | {'holds' if c['holds'] else 'SHORT'} |" for c in checks]
+    for table in dict.fromkeys(one.row.table for one in rows):
+        lines += _table(table, [one for one in rows if one.row.table == table])
+    lines += ["", "## Regret, worst groups", "", "| group | regret |", "|---|---|"]
+    lines += [f"| {name} | {value:.1%} |" for name, value in sorted(regrets(rows), key=lambda p: -p[1])[:WORST_SHOWN]]
+    for machine in found:
+        lines += ["", f"## Constants: {machine.name}, calibrated on `{machine.calibrated_on}`", ""]
+        lines += ["| constant | value | origin |", "|---|---|---|"]
+        lines += [f"| {name} | {value:.4g} | {origin} |" for name, value, origin in machine.constants.listed()]
+    return "\n".join(lines) + "\n"
+
+
+def _table(name: str, rows: Sequence[Scored]) -> list[str]:
+    errors = sorted((abs(one.error) for one in rows if not one.calibrated), reverse=True)
+    head = f"mean {statistics.mean(errors):.1%}, median {statistics.median(errors):.1%}, worst {errors[0]:.1%}"
+    lines = ["", f"## {name}: {len(rows)} rows, {head}", ""]
+    lines += ["| row, worst first | measured s | predicted s | error |", "|---|---|---|---|"]
+    for one in sorted(rows, key=lambda one: -abs(one.error))[:WORST_SHOWN]:
+        mark = " (calibrated)" if one.calibrated else ""
+        lines.append(f"| {one.row.name}{mark} | {one.row.measured_s:.3f} | {one.predicted_s:.3f} | {one.error:+.1%} |")
+    return lines
+
+
+def _row(rows: Sequence[Row], name: str) -> Row:
+    return next(row for row in rows if row.name == name)
+

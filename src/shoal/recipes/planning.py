@@ -1,0 +1,209 @@
+"""A run file and a cluster -> what is planned, with which stack, among which plans; and back: the run file of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import tomli_w
+
+from shoal.config.check import checked
+from shoal.config.load import read
+from shoal.cost.footprint import Overheads
+from shoal.cost.plan import Plan, Zero
+from shoal.cost.state_bytes import AUTOCAST, FLOAT32, FLOAT64, StateBytes
+from shoal.cost.transformer import Transformer
+from shoal.engine.config import BFloat16, Float16, Float32, Float64
+from shoal.errors import ConfigError, LayoutError
+from shoal.models.config import GPTConfig, MoEConfig
+from shoal.planner.candidates import Allowed
+from shoal.planner.change import Change
+from shoal.planner.explain import helps
+from shoal.planner.explain import why_not as explain_why_not
+from shoal.planner.money import run_cost
+from shoal.planner.predictor import Prediction, Predictor, Workload
+from shoal.planner.search import Found, search
+from shoal.planner.stack import Stack
+from shoal.recipes.run_file import RunFile, check_across
+from shoal.topology.cluster import Cluster
+from shoal.topology.cluster_file import cluster_from, load_cluster
+
+_STATES: Mapping[type, tuple[StateBytes, str]] = {
+    Float32: (FLOAT32, "float32"),
+    Float64: (FLOAT64, "float64"),
+    BFloat16: (AUTOCAST, "bfloat16"),
+    Float16: (AUTOCAST, "float16"),
+}
+
+
+def workload_of(run_file: RunFile) -> Workload:
+    """The model and the step. Raises `ConfigError` for a model whose sizes the run file does not tell."""
+    return Workload(
+        model=transformer_of(run_file),
+        global_samples=run_file.batch.global_samples,
+        sequence=run_file.batch.sequence,
+    )
+
+
+def transformer_of(run_file: RunFile) -> Transformer:
+    """The sizes of the run file's GPT or mixture."""
+    model = run_file.model
+    if not isinstance(model, GPTConfig):
+        kind = type(model).__struct_config__.tag
+        raise ConfigError(f'model.kind = "{kind}": shoal plan prices "gpt" and "moe", whose sizes the run file tells')
+    sizes = Transformer(
+        layers=model.layers,
+        hidden=model.width,
+        heads=model.heads,
+        kv_heads=model.key_value_heads,
+        head_size=model.width // model.heads,
+        feed_forward=model.hidden_width,
+        vocabulary=model.vocabulary,
+        gated=model.feed_forward == "swiglu",
+        tied=model.tied,
+    )
+    return _mixture(sizes, model) if isinstance(model, MoEConfig) else sizes
+
+
+def _mixture(sizes: Transformer, model: MoEConfig) -> Transformer:
+    if model.moe_every != 1 or model.first_dense:
+        raise ConfigError(
+            f"model.moe_every = {model.moe_every}, model.first_dense = {model.first_dense}: shoal plan prices mixtures "
+            "in every block; set them to 1 and 0 for an upper bound"
+        )
+    return replace(
+        sizes,
+        feed_forward=model.width_of_expert,
+        experts=model.experts,
+        experts_per_token=model.top_k,
+        shared_feed_forward=model.shared_experts * model.width_of_expert,
+    )
+
+
+def stack_of(run_file: RunFile, cluster: Cluster) -> Stack:
+    """What Shoal does: PyTorch's fused attention, gradients summed while the backward runs, eager operators.
+
+    Ranks on CPU cores move bytes with the cores that compute, so that nothing hides behind anything.
+    """
+    on_cpu = cluster.machine.scale_up.kind == "memory"
+    state, dtype = _STATES[type(run_file.precision)]
+    return Stack(
+        name="Shoal",
+        state=state,
+        dtype=dtype,
+        flash_attention=True,
+        dropout=getattr(run_file.model, "dropout", 0.0) > 0,
+        fused_weight_gradient=False,
+        overlap_tensor=False,
+        overlap_data=not on_cpu,
+        overlap_pipeline=not on_cpu,
+        scatter_pipeline=False,
+    )
+
+
+def cluster_of(run_file: RunFile, path: Path | None) -> Cluster:
+    """The cluster of a file; without one, CPU cores of one machine, as many as the run has processes."""
+    if path is not None:
+        return load_cluster(path)
+    if run_file.run.device == "cuda":
+        raise ConfigError(
+            'run.device = "cuda": say which machine with --cluster C.toml ([cluster] machine = "dgx-h100")'
+        )
+    processes = run_file.run.processes or run_file.layout.default_processes or 2
+    table = {"nodes": 1, "machine": "cpu-2", "name": "this machine's cores", "devices_per_node": processes}
+    return cluster_from({"cluster": table}, file="this machine")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """All that `shoal plan` shows. `written` is the run file's own plan, None where it cannot be laid on the cluster."""
+
+    predictor: Predictor
+    found: Found
+    written: Prediction | None
+    changes: list[Change]
+    why_not: str | None
+    money: dict[str, float | None]
+
+
+def planned(run_file: RunFile, cluster: Path | None, *, keep: int, why_not: str | None = None) -> Planned:
+    """The search and its explanation. Raises `ConfigError`, `LayoutError` (nothing fits), `UsageError` (a condition)."""
+    where = cluster_of(run_file, cluster)
+    stack = stack_of(run_file, where)
+    try:
+        predictor = Predictor(workload_of(run_file), where, stack=stack, overheads=_overheads(where))
+    except ValueError as error:
+        raise ConfigError(f"precision: {error}; choose another precision.kind, or add the rate to the device") from None
+    allowed = Allowed()
+    found = search(predictor, allowed, keep=keep)
+    best = found.best[0]
+    return Planned(
+        predictor=predictor,
+        found=found,
+        written=_written(run_file, predictor),
+        changes=helps(predictor, best),
+        why_not=explain_why_not(predictor, why_not, best, allowed=allowed) if why_not else None,
+        money=asdict(run_cost(where, step_s=best.step_s, steps=run_file.run.steps)),
+    )
+
+
+def _overheads(cluster: Cluster) -> Overheads:
+    """A CPU rank has no device context; PyTorch itself takes about 0.3 GiB."""
+    on_cpu = cluster.machine.scale_up.kind == "memory"
+    return Overheads(workspace_bytes=0.3 * 2**30) if on_cpu else Overheads()
+
+
+def _written(run_file: RunFile, predictor: Predictor) -> Prediction | None:
+    try:
+        return predictor.predict(written_plan(run_file, predictor.cluster))
+    except LayoutError:
+        return None
+
+
+def written_plan(run_file: RunFile, cluster: Cluster) -> Plan:
+    """The plan that the run file itself asks for. Raises `LayoutError` where the cluster's devices cannot be so arranged."""
+    layout = run_file.layout.layout(cluster.devices)
+    ranks = layout.replicate * layout.shard
+    share = max(1, run_file.batch.global_samples // ranks)
+    pipelined = layout.pipeline > 1
+    microbatches = run_file.pipeline.microbatches or 2 * layout.pipeline if pipelined else None
+    micro = run_file.batch.micro_samples or (max(1, share // microbatches) if microbatches else share)
+    zero = run_file.memory.zero or (3 if layout.shard > 1 else 0)
+    return Plan(
+        layout=layout,
+        microbatch=micro,
+        microbatches=max(1, share // micro),
+        schedule=run_file.pipeline.schedule if pipelined else "1F1B",
+        virtual_stages=run_file.pipeline.stages_each if pipelined else 1,
+        zero=cast(Zero, zero),
+        recompute=run_file.memory.recompute,
+        sequence_parallel=run_file.layout.sequence_parallel,
+    )
+
+
+def run_file_of(path: Path, plan: Plan) -> str:
+    """The run file at `path` with `plan` in it, as TOML. Raises `ConfigError` where this version cannot run it."""
+    tables = _with_plan(read(path), plan)
+    result = checked(tables, RunFile, file="the planned run file")
+    check_across(result, file="the planned run file")
+    return tomli_w.dumps(tables)
+
+
+def _with_plan(tables: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    """The same tables with the keys that a plan decides; keys at their defaults are left out."""
+    layout = {axis: size for axis, size in plan.layout.to_dict().items() if size > 1}
+    if plan.sequence_parallel:
+        layout["sequence_parallel"] = True
+    result = {name: value for name, value in tables.items() if name not in ("layout", "pipeline", "memory")}
+    result["run"] = {**tables.get("run", {}), "processes": plan.layout.world_size}
+    result["batch"] = {**tables.get("batch", {}), "micro_samples": plan.microbatch}
+    result["layout"] = layout
+    memory = {"recompute": plan.recompute, **({"zero": plan.zero} if plan.zero and plan.layout.shard > 1 else {})}
+    result["memory"] = memory
+    if plan.layout.pipeline > 1:
+        result["pipeline"] = {"schedule": plan.schedule, "microbatches": plan.microbatches}
+        if plan.virtual_stages > 1:
+            result["pipeline"]["stages_per_rank"] = plan.virtual_stages
+    return result

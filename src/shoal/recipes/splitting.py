@@ -1,0 +1,128 @@
+"""From the tables `[layout]`, `[pipeline]`, `[context]` and `[memory]` to this rank's part of the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from shoal.comm.mesh import Mesh
+from shoal.engine.compute import Compute, Cut, uncut
+from shoal.engine.loss import Loss, cross_entropy
+from shoal.engine.passes import Passes, WholePasses, as_they_are
+from shoal.engine.pipelined import PipelinedPasses
+from shoal.engine.precision import Precision
+from shoal.engine.randomness import Randomness
+from shoal.engine.sequence import cut_sequences
+from shoal.memory.recompute import recompute
+from shoal.models.chain import DeclaresParts
+from shoal.parallel.context.shard import positions
+from shoal.parallel.pipeline.costs import estimated_costs
+from shoal.parallel.pipeline.cut import balanced_cut, cut_at
+from shoal.parallel.pipeline.stages import Stages, staged
+from shoal.parallel.split import Split, split_model
+from shoal.parallel.tensor.cross_entropy import vocabulary_cross_entropy
+from shoal.parallel.tensor.vocabulary import VocabularySplit, gather_logits
+from shoal.recipes.microbatching import Microbatching
+from shoal.recipes.run_file import RunFile
+from shoal.schedules.build import build
+from shoal.schedules.table import Table
+
+
+@dataclass(frozen=True)
+class Divided:
+    """A rank's part of the model; `table` and `stages` where it is some stages of a pipeline."""
+
+    split: Split
+    table: Table | None
+    stages: Stages | None
+
+
+def table_of(run_file: RunFile, in_flight: int) -> Table | None:
+    """The schedule of the pipeline; None without one. Raises `LayoutError` where the schedule refuses the sizes."""
+    ranks, pipeline = run_file.layout.pipeline, run_file.pipeline
+    if ranks == 1:
+        return None
+    return build(pipeline.schedule, ranks=ranks, microbatches=in_flight, stages_per_rank=pipeline.stages_per_rank)
+
+
+def divided(run_file: RunFile, model: nn.Module, mesh: Mesh, *, in_flight: int) -> Divided:
+    """Leaves in `model`, in place, this rank's part of it, with what is computed again in the backward."""
+    table = table_of(run_file, in_flight)
+    stages = None if table is None else _stages(run_file, model, table)
+    split = split_model(
+        model,
+        mesh,
+        stages=stages,
+        sequence_parallel=run_file.layout.sequence_parallel,
+        context=run_file.context.kind,
+    )
+    recompute(model, run_file.memory.recompute, layers=run_file.memory.recompute_layers)
+    return Divided(split, table, stages)
+
+
+def passes_of(
+    run_file: RunFile, parts: Divided, mesh: Mesh, *, loss: Loss, precision: Precision, microbatching: Microbatching
+) -> Passes:
+    """Forward and backward of this rank's part."""
+    model, arrange = parts.split.model, microbatching.uniform or as_they_are
+    randomness = Randomness(model, seed=run_file.run.seed, replica=mesh.batch_share[0])
+    loss = split_loss(loss, parts.split.vocabulary, mesh)
+    compute = Compute(model, loss, precision, mesh.device, randomness, cut=_cut(mesh))
+    first = mesh.layout.index("tensor", mesh.rank) == 0
+    if parts.table is None or parts.stages is None:
+        return WholePasses(compute, arrange, counts=first)
+    last = parts.table.placement[parts.table.last_stage] == mesh.layout.index("pipeline", mesh.rank)
+    pipeline = mesh.axis("pipeline")
+    back = mesh.twin("pipeline") if mesh.device.type == "cuda" else pipeline
+    return PipelinedPasses(
+        compute, parts.table, parts.stages, arrange, group=pipeline, back=back, counts=first and last
+    )
+
+
+def blocks_in(model: nn.Module, stages: Stages | None, rank: int) -> list[nn.Module]:
+    """The modules that ZeRO-3 gathers one after the other: the blocks of the chain that this rank holds."""
+    if not isinstance(model, DeclaresParts):
+        return [child for module in model.children() if isinstance(module, nn.ModuleList) for child in module]
+    held = range(len(model.parts())) if stages is None else _held_parts(stages, rank)
+    parts = model.parts()
+    return [model.get_submodule(parts[i].modules[0]) for i in held if 0 < i < len(parts) - 1]
+
+
+def split_loss(loss: Loss, vocabulary: VocabularySplit | None, mesh: Mesh) -> Loss:
+    """The loss over logits that are split over `tensor`: cross-entropy as they are, another after gathering them."""
+    if vocabulary is None:
+        return loss
+    group = mesh.axis("tensor")
+
+    def of_parts(outputs: Tensor, targets: Tensor) -> Tensor:
+        if loss is cross_entropy:
+            return vocabulary_cross_entropy(outputs, targets, split=vocabulary, group=group)
+        return loss(gather_logits(outputs, vocabulary, group), targets)
+
+    return of_parts
+
+
+def _stages(run_file: RunFile, model: nn.Module, table: Table) -> Stages:
+    parts = list(model.parts()) if isinstance(model, DeclaresParts) else []
+    if not parts:
+        return staged(model, (), table.placement)  # refuses: the model is no chain
+    names = [part.name for part in parts]
+    by_hand = run_file.pipeline.cut
+    if by_hand is not None:
+        cut = cut_at(names, by_hand, stages=table.stages)
+    else:
+        cut = balanced_cut(estimated_costs(model, parts), table.stages)
+    return staged(model, cut, table.placement)
+
+
+def _held_parts(stages: Stages, rank: int) -> list[int]:
+    return [part for stage, parts in enumerate(stages.cut) if stages.placement[stage] == rank for part in parts]
+
+
+def _cut(mesh: Mesh) -> Cut:
+    """What a rank keeps of every sample: all, or its places of the sequence."""
+    size, place = mesh.layout.context, mesh.layout.index("context", mesh.rank)
+    if size == 1:
+        return uncut
+    return cut_sequences(lambda tokens: positions(tokens, size=size, rank=place))

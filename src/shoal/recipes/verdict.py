@@ -1,0 +1,91 @@
+"""What `shoal verify` found, for people and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shoal.engine.proof import Finding, Quantity
+
+_TELLING: tuple[Quantity, ...] = ("route", "gradient", "loss", "norm", "weight")
+"""Most telling first: a wrong gradient explains a wrong norm and a wrong weight, and names its parameter."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Everything that was compared. `axes` says for each parameter over which axes it is summed and split."""
+
+    layout: str
+    exact: bool
+    findings: list[Finding]
+    axes: dict[str, str]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def holds(self) -> bool:
+        """Is every difference within its tolerance?"""
+        return all(finding.holds for finding in self.findings)
+
+    @property
+    def first(self) -> Finding | None:
+        """The finding that tells most: of the first step that differs, the worst of its most telling quantity."""
+        broken = [finding for finding in self.findings if not finding.holds]
+        if not broken:
+            return None
+        now = [finding for finding in broken if finding.step == broken[0].step]
+        kind = min((finding.quantity for finding in now), key=_TELLING.index)
+        return max((f for f in now if f.quantity == kind), key=lambda f: f.difference)
+
+    def sentence(self) -> str:
+        """What differs, by how much, and whose sum it is."""
+        first = self.first
+        if first is None:
+            return f"{self.layout} computes what one process computes"
+        what = {"gradient": "the gradient of ", "weight": "the weight ", "route": "the routes of "}.get(
+            first.quantity, "the "
+        )
+        where = f" on rank {first.rank}" if first.rank >= 0 else ""
+        broken = {
+            f.name for f in self.findings if not f.holds and f.step == first.step and f.quantity == first.quantity
+        }
+        others = f"; with it {len(broken) - 1} others of its kind" if len(broken) > 1 else ""
+        return (
+            f"{self.layout} differs from one process: at step {first.step} {what}{first.name}{where} is off by "
+            f"{first.difference:.1e} of its scale (tolerance {first.tolerance:.0e})"
+            f"{self.axes.get(first.name, '')}{others}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The worst of each quantity in each step, and the first that differs."""
+        rows = [asdict(finding) | {"holds": finding.holds} for finding in self._worst()]
+        first = self.first
+        return {
+            "layout": self.layout,
+            "precision": "float64" if self.exact else "float32",
+            "holds": self.holds,
+            "compared": len(self.findings),
+            "rows": rows,
+            "first": None if first is None else asdict(first) | {"axes": self.axes.get(first.name, "").strip(", ")},
+            "notes": list(self.notes),
+        }
+
+    def lines(self) -> Iterator[str]:
+        """A table."""
+        yield f"{self.layout}, {'float64' if self.exact else 'float32'}, beside one process"
+        yield f"{'step':>4}  {'quantity':<9} {'worst of':>8}  {'difference':>10}  {'tolerance':>9}      at"
+        for finding in self._worst():
+            count = sum(f.step == finding.step and f.quantity == finding.quantity for f in self.findings)
+            at = "" if finding.rank < 0 else f"{finding.name} (rank {finding.rank})"
+            yield (
+                f"{finding.step:>4}  {finding.quantity:<9} {count:>8}  {finding.difference:>10.1e}  "
+                f"{finding.tolerance:>9.0e}  {'ok' if finding.holds else '!!'}  {at}"
+            ).rstrip()
+        yield from self.notes
+        yield "the same model" if self.holds else self.sentence()
+
+    def _worst(self) -> Iterator[Finding]:
+        kinds = dict.fromkeys((finding.step, finding.quantity) for finding in self.findings)
+        for step, quantity in kinds:
+            same = (f for f in self.findings if f.step == step and f.quantity == quantity)
+            yield max(same, key=lambda finding: finding.difference)

@@ -1,0 +1,113 @@
+"""Units of ZeRO-3: parameters that come and go together, and the hooks that make them do so.
+
+    before the forward of a block    gather it, and begin to gather the next
+    after it                         release it
+    before its backward              gather it, and begin to gather the one before     (hook: gradient of its output)
+    after it                         release it                                        (hook: gradients of its inputs)
+
+What belongs to no block, or to several, is gathered before the first module that uses it and stays until the backward
+is over. The order of gathers follows from the model's control flow, which has to be the same on all ranks of `shard`.
+
+Note: recompute
+---------------
+A block that recomputes its forward in the backward runs through its hooks again. It is gathered already, and must not
+be released before its own backward: a forward within a backward releases nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils.hooks import RemovableHandle
+
+from shoal.sync.zero.passing_parameters import PassingParameters
+
+
+@dataclass
+class Unit:
+    """`parts`: its parameters, by kind. `passes`: is it released after each forward and backward?"""
+
+    parts: Sequence[PassingParameters]
+    passes: bool
+    following: Unit | None = None
+    preceding: Unit | None = None
+
+    def start_gather(self) -> None:
+        """Begins to bring its parameters."""
+        for part in self.parts:
+            part.start_gather()
+
+    def gather(self) -> None:
+        """Returns when its parameters are whole."""
+        self.start_gather()
+        for part in self.parts:
+            part.gather()
+
+    def release(self) -> None:
+        """Its parameters are gone."""
+        for part in self.parts:
+            part.release()
+
+    def keep(self) -> None:
+        """Takes over what was written into its whole parameters."""
+        for part in self.parts:
+            part.keep()
+
+    def watch(self, module: nn.Module) -> list[RemovableHandle]:
+        """Gathers it before `module` computes; where it passes, also releases it behind that, and in the backward."""
+        handles = [module.register_forward_pre_hook(self._before_forward, with_kwargs=True)]
+        if self.passes:
+            handles.append(module.register_forward_hook(self._after_forward))
+        return handles
+
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.gather()
+        if not self.passes or _in_backward():
+            return
+        if self.following is not None:
+            self.following.start_gather()
+        inputs = list(_differentiable((args, kwargs))) if torch.is_grad_enabled() else []
+        if inputs:
+            register_multi_grad_hook(inputs, lambda gradients: self.release())
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if _in_backward():
+            return
+        if torch.is_grad_enabled():
+            for tensor in _differentiable(output):
+                tensor.register_hook(self._before_backward)
+        self.release()
+
+    def _before_backward(self, gradient: Tensor) -> None:
+        self.gather()
+        if self.preceding is not None:
+            self.preceding.start_gather()
+
+
+def chained(units: Sequence[Unit]) -> None:
+    """Tells each unit its neighbours in the order of the forward."""
+    for first, second in pairwise(units):
+        first.following, second.preceding = second, first
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _differentiable(tree: Any) -> Iterator[Tensor]:
+    """The tensors of a tree of tuples, lists and dictionaries that autograd follows."""
+    if isinstance(tree, Tensor):
+        if tree.requires_grad:
+            yield tree
+    elif isinstance(tree, dict):
+        for branch in tree.values():
+            yield from _differentiable(branch)
+    elif isinstance(tree, tuple | list):
+        for branch in tree:
+            yield from _differentiable(branch)

@@ -1,0 +1,121 @@
+"""Accelerators and machine types that are known by name. Data-sheet rates are dense, without sparsity.
+
+`matmul_efficiency` is the best rate found over shapes, divided by the data sheet's (github.com/stas00/ml-engineering,
+"Maximum Achievable Matmul FLOPS", bfloat16). Link efficiencies are bus bandwidths of ring all-reduces:
+
+- NVLink 3, A100: 229 GB/s of 300 (1 GiB, 8 devices; vTrain's nccl-tests table); latency and start from its small sizes
+- NVLink 2, V100: 134 GB/s of 150 (same table)
+- NVLink 4, H100: 0.8, assumed for the ring; NVLink SHARP reaches 476 GB/s (github.com/NVIDIA/nccl-tests#290)
+- 200 Gb/s InfiniBand: 91 GB/s of 4 x 25 (github.com/NVIDIA/nccl-tests#100); 400 Gb/s: 46 to 48 of 50 (#290)
+
+Where no measurement was found, the efficiency is that of the nearest relative, and the source says "assumed".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from shoal.topology.cluster import Device, Link, Machine
+
+_MAMF = "matmul_efficiency: MAMF table of stas00/ml-engineering"
+
+
+def _device(
+    name: str, gib: float, gb_s: float, half: float, single: float, units: int, best: float, note: str
+) -> Device:
+    peak = {"float32": single, "tfloat32": half / 2, "float16": half, "bfloat16": half}
+    return Device(
+        name=name,
+        memory_gib=gib,
+        memory_gb_s=gb_s,
+        peak_tflops=peak,  # type: ignore[arg-type]
+        units=units,
+        matmul_efficiency=best,
+        source=note,
+    )
+
+
+_DEVICES = (
+    Device(
+        name="v100-sxm-32gb",
+        memory_gib=32,
+        memory_gb_s=900,
+        peak_tflops={"float32": 15.7, "float16": 125},
+        units=80,
+        matmul_efficiency=0.8,
+        source="NVIDIA V100 data sheet; matmul_efficiency assumed",
+    ),
+    _device("a100-sxm-40gb", 40, 1555, 312, 19.5, 108, 0.869, f"NVIDIA A100 data sheet; {_MAMF}"),
+    _device("a100-sxm-80gb", 80, 2039, 312, 19.5, 108, 0.869, f"NVIDIA A100 data sheet; {_MAMF}"),
+    _device("a100-pcie-80gb", 80, 1935, 312, 19.5, 108, 0.811, f"NVIDIA A100 data sheet; {_MAMF}"),
+    _device("h100-sxm", 80, 3350, 989, 66.9, 132, 0.803, f"NVIDIA H100 data sheet; {_MAMF}"),
+    _device("h200-sxm", 141, 4800, 989, 66.9, 132, 0.803, f"NVIDIA H200 data sheet; {_MAMF} of the H100"),
+    _device("gh200", 96, 4000, 989, 66.9, 132, 0.838, f"NVIDIA GH200 data sheet; {_MAMF}"),
+    _device("b200-sxm", 180, 7700, 2250, 75, 148, 0.776, f"NVIDIA B200 data sheet; {_MAMF}"),
+    _device("b300-sxm", 270, 7700, 2250, 75, 148, 0.786, f"NVIDIA B300 data sheet; {_MAMF}"),
+    _device("l4", 24, 300, 121, 30.3, 58, 0.8, "NVIDIA L4 data sheet; matmul_efficiency assumed"),
+    _device("l40s", 48, 864, 362, 91.6, 142, 0.8, "NVIDIA L40S data sheet; matmul_efficiency assumed"),
+    _device("mi300x", 192, 5300, 1307, 163.4, 304, 0.514, f"AMD MI300X data sheet; {_MAMF}"),
+    _device("mi325x", 256, 6000, 1307, 163.4, 304, 0.604, f"AMD MI325X data sheet; {_MAMF}"),
+    Device(
+        name="cpu-core",
+        memory_gib=4,
+        memory_gb_s=10,
+        peak_tflops={"float32": 0.08, "float64": 0.04, "bfloat16": 0.08},
+        units=1,
+        tile=16,
+        matmul_efficiency=0.7,
+        source="one core of a server processor with AVX-512 at 2.6 GHz: 2.6e9 x 32 FLOP; memory rate assumed",
+    ),
+)
+DEVICES: Mapping[str, Device] = MappingProxyType({device.name: device for device in _DEVICES})
+"""Known devices by name."""
+
+_NVLINK2 = Link(kind="nvswitch", gb_s=150, efficiency=0.89, latency_us=4.0)
+_NVLINK3 = Link(kind="nvswitch", gb_s=300, efficiency=0.783, latency_us=3.8)
+_NVLINK4 = Link(kind="nvswitch", gb_s=450, efficiency=0.804, latency_us=3.0)
+_NVLINK5 = Link(kind="nvswitch", gb_s=900, efficiency=0.8, latency_us=3.0)
+_XGMI3 = Link(kind="xgmi", gb_s=448, efficiency=0.7, latency_us=5.0)
+_PCIE4 = Link(kind="pcie", gb_s=32, efficiency=0.7, latency_us=10.0)
+
+
+def _infiniband(ports: int, gbit_s: float) -> Link:
+    return Link(kind="infiniband", gb_s=ports * gbit_s / 8, efficiency=0.91, latency_us=10.0)
+
+
+def _ethernet(gbit_s: float) -> Link:
+    return Link(kind="ethernet", gb_s=gbit_s / 8, efficiency=0.8, latency_us=25.0)
+
+
+def _machine(name: str, devices: int, device: str, scale_up: Link, scale_out: Link, source: str) -> Machine:
+    return Machine(
+        name=name, devices=devices, device=DEVICES[device], scale_up=scale_up, scale_out=scale_out, source=source
+    )
+
+
+_MACHINES = (
+    _machine("dgx1-v100", 8, "v100-sxm-32gb", _NVLINK2, _infiniband(4, 100), "NVIDIA DGX-1 data sheet"),
+    _machine("dgx-a100-40gb", 8, "a100-sxm-40gb", _NVLINK3, _infiniband(8, 200), "NVIDIA DGX A100 data sheet"),
+    _machine("dgx-a100-80gb", 8, "a100-sxm-80gb", _NVLINK3, _infiniband(8, 200), "NVIDIA DGX A100; arXiv:2104.04473"),
+    _machine("a100-4nic", 8, "a100-sxm-80gb", _NVLINK3, _infiniband(4, 200), "vTrain's cluster: 800 Gb/s a node"),
+    _machine("aws-p4d", 8, "a100-sxm-40gb", _NVLINK3, _ethernet(400), "AWS p4d.24xlarge: 400 Gb/s EFA; assumed 0.8"),
+    _machine("dgx-h100", 8, "h100-sxm", _NVLINK4, _infiniband(8, 400), "NVIDIA DGX H100 data sheet"),
+    _machine("aws-p5", 8, "h100-sxm", _NVLINK4, _ethernet(3200), "AWS p5.48xlarge: 3,200 Gb/s EFA; assumed 0.8"),
+    _machine("h100-roce", 8, "h100-sxm", _NVLINK4, _ethernet(3200), "400 Gb/s RoCE a device, as in arXiv:2407.21783"),
+    _machine("dgx-h200", 8, "h200-sxm", _NVLINK4, _infiniband(8, 400), "NVIDIA DGX H200 data sheet"),
+    _machine("dgx-b200", 8, "b200-sxm", _NVLINK5, _infiniband(8, 400), "NVIDIA DGX B200; efficiency assumed"),
+    _machine("mi300x-8", 8, "mi300x", _XGMI3, _infiniband(8, 400), "AMD MI300X platform; efficiencies assumed"),
+    _machine("pcie-l40s-8", 8, "l40s", _PCIE4, _ethernet(100), "PCIe 4 x16; efficiencies assumed"),
+    _machine("pcie-l4-4", 4, "l4", _PCIE4, _ethernet(50), "PCIe 4 x16; efficiencies assumed"),
+    _machine(
+        "cpu-2",
+        2,
+        "cpu-core",
+        Link(kind="memory", gb_s=5, efficiency=0.5, latency_us=30),
+        _ethernet(10),
+        "two cores of a laptop or a small server, one rank each; assumed",
+    ),
+)
+MACHINES: Mapping[str, Machine] = MappingProxyType({machine.name: machine for machine in _MACHINES})
+"""Known machine types by name."""

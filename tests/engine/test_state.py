@@ -1,0 +1,239 @@
+"""A checkpoint of one layout is a checkpoint of all: weights and optimizer state, bit by bit. Ranks are simulated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from shoal.checkpoint.exchange import LocalExchange
+from shoal.checkpoint.part import Target, targets_of
+from shoal.checkpoint.weights_file import export, import_weights
+from shoal.data.cursor import Cursor
+from shoal.engine.precision import LossScaler
+from shoal.engine.resume import load_weights, resume
+from shoal.engine.state import HeldWeight, TrainState, held_pieces
+from shoal.errors import UsageError
+from shoal.sync.owned import Owned, owned_run
+from shoal.topology.box import Box, whole
+from shoal.topology.holding import held
+from shoal.topology.layout import Layout
+from tests.checkpoint.states import on_ranks, saver_for
+
+IDENTITY = {"optimizer.kind": "adamw"}
+SPLIT_DIM = {"embed.weight": 0, "up.weight": 0, "up.bias": 0, "down.weight": 1}
+STAGES = (("embed", "up"), ("down", "norm"))
+
+
+class Net(nn.Module):
+    """Two stages; matrices split by rows or columns, a vector that nobody splits, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up, self.down = nn.Embedding(11, 4), nn.Linear(4, 7), nn.Linear(7, 4, bias=False)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.down(torch.tanh(self.up(self.embed(tokens)))))
+
+
+def state_of(model: nn.Module, stepped=None, **options) -> TrainState:
+    """A state whose optimizer steps `stepped`, or the model's own parameters."""
+    optimizer = torch.optim.AdamW(model.parameters() if stepped is None else stepped, lr=0.01)
+    return TrainState(model, optimizer, LossScaler(None), Cursor(), IDENTITY, **options)
+
+
+def train(state: TrainState, steps: int) -> None:
+    """Steps on batches that follow from the number of the step."""
+    for _ in range(steps):
+        draw = torch.Generator().manual_seed(state.step)
+        state.optimizer.zero_grad()
+        state.model(torch.randint(0, 11, (8,), generator=draw)).square().sin().sum().backward()
+        state.optimizer.step()
+        state.step += 1
+
+
+def reference(steps: int) -> TrainState:
+    """One process, from fixed first values."""
+    torch.manual_seed(3)
+    state = state_of(Net())
+    train(state, steps)
+    return state
+
+
+def slices(size: int, parts: int) -> list[tuple[int, int]]:
+    """Uneven on purpose: the first parts are larger."""
+    step = -(-size // parts)
+    return [(min(size, at * step), min(size, (at + 1) * step)) for at in range(parts)]
+
+
+def box_of(layout: Layout, rank: int, name: str, shape: tuple[int, ...]) -> Box:
+    if name not in SPLIT_DIM or layout.tensor == 1:
+        return whole(shape)
+    dim = SPLIT_DIM[name]
+    start, stop = slices(shape[dim], layout.tensor)[layout.index("tensor", rank)]
+    offset, size = [0] * len(shape), list(shape)
+    offset[dim], size[dim] = start, stop - start
+    return Box(tuple(offset), tuple(size))
+
+
+def rank_state(layout: Layout, rank: int, *, zero: int) -> TrainState:
+    """What a rank of `layout` holds, filled with other numbers than any checkpoint's; `zero` as `memory.zero`, or 0."""
+    model = Net()
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    names = frozenset(model.state_dict())
+    if layout.pipeline == 2:
+        for name in STAGES[1 - layout.index("pipeline", rank)]:
+            delattr(model, name)
+    owned, weights = [], []
+    for name, parameter in list(model.named_parameters()):
+        box = box_of(layout, rank, name, shapes[name])
+        local = Parameter(torch.full(box.shape, -7.0))
+        module, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(module), leaf, local)
+        holding = held(layout, rank, name, shapes[name], box=box, tensor_split=name in SPLIT_DIM and layout.tensor > 1)
+        if zero == 0:
+            owned.append(Owned(name, local, holding, owned_run(holding, local, 0, local.numel()).regions))
+        else:
+            start, stop = slices(local.numel(), len(holding.shard))[holding.shard.index(rank)]
+            piece = Parameter(local.detach().view(-1)[start:stop] if zero < 3 else torch.full((stop - start,), -7.0))
+            if start < stop:
+                owned.append(owned_run(holding, piece, start, stop))
+        weights.append(HeldWeight(name, local, shapes[name], box))
+    if zero == 3:
+        weights = held_pieces(owned)
+        for parameter in model.parameters():
+            parameter.data = torch.empty(0)
+        for own in owned:
+            if own.name not in {weight.name for weight in weights}:
+                raise AssertionError(own.name)
+    return state_of(model, [own.parameter for own in owned], owned=owned, held=weights, names=names)
+
+
+def layouts() -> dict[str, tuple[Layout, int]]:
+    """Each axis that cuts a parameter, alone and together."""
+    return {
+        "one": (Layout(), 0),
+        "replicas": (Layout(replicate=2), 0),
+        "zero 1": (Layout(shard=3), 1),
+        "tensor": (Layout(tensor=2), 0),
+        "pipeline": (Layout(pipeline=2), 0),
+        "zero 3": (Layout(shard=2), 3),
+        "all": (Layout(replicate=2, shard=2, tensor=2, pipeline=2), 1),
+    }
+
+
+def load(state: TrainState, directory: Path) -> None:
+    """As the engine does at a start."""
+    assert resume(state, directory, announce=lambda _, find: find(), warn=pytest.fail) is not None
+
+
+def save(directory: Path, states: list[TrainState]) -> None:
+    """All ranks save."""
+    exchange = LocalExchange()
+    savers = [
+        saver_for(directory, rank=rank, world_size=len(states), exchange=exchange, split=len(states) > 1)
+        for rank in range(len(states))
+    ]
+
+    def work(rank: int) -> None:
+        savers[rank].save(states[rank].step, states[rank].tensors(), states[rank].to_json(), layout={})
+        (report,) = savers[rank].wait(60)
+        assert report.committed, report.error
+
+    on_ranks(len(states), work)
+
+
+def expect_equal(state: TrainState, want: dict[str, torch.Tensor]) -> None:
+    """Every part that the rank holds is the part of the reference's tensor."""
+    for name, parts in state.tensors().items():
+        for part in targets_of(parts):
+            assert torch.equal(part.tensor, want[name][part.box.slices]), name
+
+
+@pytest.fixture(scope="module")
+def origin(tmp_path_factory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """The checkpoint of one process, and its tensors."""
+    state = reference(3)
+    directory = tmp_path_factory.mktemp("origin")
+    save(directory, [state])
+    return directory, {name: targets_of(part)[0].tensor.clone() for name, part in state.tensors().items()}
+
+
+@pytest.mark.parametrize("name", layouts())
+def test_a_checkpoint_passes_through_any_layout(tmp_path, origin, name):
+    """One process -> layout -> the next layout -> one process, which then trains on as if it had never stopped."""
+    directory, want = origin
+    names = list(layouts())
+    way = [layouts()[name], layouts()[names[(names.index(name) + 1) % len(names)]]]
+    for number, (layout, zero) in enumerate(way):
+        states = [rank_state(layout, rank, zero=zero) for rank in range(layout.world_size)]
+        for state in states:
+            load(state, directory)
+            expect_equal(state, want)
+        directory = tmp_path / str(number)
+        save(directory, states)
+    end = state_of(Net())
+    load(end, directory)
+    expect_equal(end, want)
+    assert set(end.tensors()) == set(want)
+    assert end.step == 3
+    train(end, 2)
+    expect_equal(end, {name: targets_of(part)[0].tensor for name, part in reference(5).tensors().items()})
+
+
+def test_a_step_counter_is_one_number_in_every_layout():
+    """`step` is not cut, the moments are."""
+    state = rank_state(Layout(shard=2), 1, zero=1)
+    for own in state.owned or ():
+        own.parameter.grad = torch.ones_like(own.parameter)
+    state.optimizer.step()
+    tensors = state.tensors()
+    assert isinstance(tensors["optimizer/step/up.weight"], torch.Tensor)
+    (part,) = targets_of(tensors["optimizer/exp_avg/norm.bias"])
+    assert part == Target(part.tensor, (4,), (2,))
+
+
+def test_weights_alone_start_another_layout(tmp_path, origin):
+    """A file of exported weights, imported, is what every rank of a split run begins with."""
+    directory, want = origin
+    export(directory, tmp_path / "weights.safetensors")
+    import_weights(tmp_path / "weights.safetensors", tmp_path / "imported")
+    layout, zero = layouts()["all"]
+    for rank in range(layout.world_size):
+        state = rank_state(layout, rank, zero=zero)
+        assert load_weights(state, tmp_path / "imported", announce=lambda _, find: find()) == 0
+        expect_equal(state, want)
+        assert state.step == 0
+
+
+def test_imported_weights_are_no_run_to_go_on_with(tmp_path, origin):
+    """Training in that folder is refused by a sentence that names the key to use."""
+    export(origin[0], tmp_path / "weights.safetensors")
+    import_weights(tmp_path / "weights.safetensors", tmp_path / "imported")
+    with pytest.raises(UsageError, match=r"run\.warm_start"):
+        load(state_of(Net()), tmp_path / "imported")
+
+
+def test_a_parameter_that_no_stage_has_is_missed_on_all(origin):
+    """Names of the unsplit model that the checkpoint has not, or that the model has not, are refused by every rank."""
+    for change, said in (
+        (lambda names: names | {"tail.weight"}, "missing in it: model/tail.weight"),
+        (lambda names: names - {"embed.weight"}, "only in it: model/embed.weight"),
+    ):
+        state = rank_state(Layout(pipeline=2), 1, zero=0)
+        state.names = change(state.names)
+        with pytest.raises(UsageError, match=said):
+            load(state, origin[0])
+
+
+def test_a_parameter_without_a_holding_is_refused_by_name():
+    """What a rank holds must list all its parameters, or one would be lost in silence."""
+    state = rank_state(Layout(tensor=2), 0, zero=0)
+    assert state.held is not None
+    state.held = [weight for weight in state.held if weight.name != "up.bias"]
+    with pytest.raises(UsageError, match=r"has the parameter up\.bias"):
+        state.tensors()

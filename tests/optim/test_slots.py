@@ -1,0 +1,52 @@
+"""An optimizer's state under the names of the unsplit model."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import Parameter
+
+from shoal.optim.slots import make_slots, named_slots, slot_and_parameter
+
+
+def stepped() -> tuple[torch.optim.Optimizer, list[tuple[str, Parameter]]]:
+    """AdamW after a step on a matrix, and on a vector that has no gradient."""
+    parameters = [("a.weight", Parameter(torch.arange(6.0).view(2, 3))), ("b", Parameter(torch.ones(2)))]
+    optimizer = torch.optim.AdamW([p for _, p in parameters])
+    parameters[0][1].grad = torch.ones(2, 3)
+    optimizer.step()
+    return optimizer, parameters
+
+
+def test_every_tensor_of_the_state_has_a_name():
+    """Slot and parameter; a parameter without state has none."""
+    optimizer, parameters = stepped()
+    assert set(named_slots(optimizer, parameters)) == {"step/a.weight", "exp_avg/a.weight", "exp_avg_sq/a.weight"}
+
+
+def test_slots_are_made_as_the_optimizer_makes_them():
+    """Equal names, shapes and types; they are the optimizer's own, so that what is filled in is used."""
+    optimizer, parameters = stepped()
+    slots = named_slots(optimizer, parameters)
+    fresh = torch.optim.AdamW([p for _, p in parameters])
+    made = make_slots(fresh, parameters, {name: slot.dtype for name, slot in slots.items()})
+    assert {name: (t.shape, t.dtype) for name, t in made.items()} == {n: (t.shape, t.dtype) for n, t in slots.items()}
+    made["exp_avg/a.weight"].fill_(5)
+    assert torch.equal(fresh.state[parameters[0][1]]["exp_avg"], torch.full((2, 3), 5.0))
+
+
+def test_slots_of_parameters_that_are_elsewhere_are_not_made():
+    """A stage takes what belongs to its own parameters."""
+    optimizer, parameters = stepped()
+    assert make_slots(optimizer, parameters[1:], {"exp_avg/a.weight": torch.float32}) == {}
+
+
+def test_memory_that_is_not_contiguous_gets_a_slot_that_is():
+    """Parts of a slot are views of its elements in order."""
+    parameter = Parameter(torch.zeros(3, 2).t())
+    made = make_slots(torch.optim.SGD([parameter]), [("w", parameter)], {"momentum_buffer/w": torch.float64})
+    assert made["momentum_buffer/w"].is_contiguous()
+
+
+def test_a_name_is_cut_at_its_slot():
+    """Names of parameters may have slashes of their own."""
+    assert slot_and_parameter("exp_avg/a/b.weight") == ("exp_avg", "a/b.weight")

@@ -1,0 +1,163 @@
+"""Every kind of context parallelism against attention over whole sequences."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoal.comm.alone import Alone
+from shoal.comm.collective import Collective
+from shoal.comm.local import local_group
+from shoal.errors import LayoutError, UserCodeError
+from shoal.models.attention import CausalAttention
+from shoal.parallel.context import rows as rows_of_tiles
+from shoal.parallel.context import tiles
+from shoal.parallel.context.kernels import Plain
+from shoal.parallel.context.put import KINDS, put_context
+from shoal.parallel.context.shard import positions
+
+# Other orders of the same float64 sums.
+F64 = {"rtol": 1e-12, "atol": 1e-13}
+# Each tile's result is rounded to bfloat16 before the tiles are merged, where the unsplit result is rounded once.
+BF16_WORSE = 1.5
+CONTEXT = sorted(KINDS)
+
+
+def on_threads(size: int, function: Callable[[Collective], Any]) -> list[Any]:
+    """`function(group)` on the ranks of a local group."""
+    results: list[Any] = [None] * size
+    errors: list[BaseException] = []
+
+    def run(group: Collective) -> None:
+        try:
+            results[group.rank] = function(group)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(group,)) for group in local_group(size, timeout_s=10)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+def inputs(
+    *, batch: int, heads: int, kv_heads: int, seq: int, packed: bool, dtype: torch.dtype = torch.float64
+) -> tuple[list[Tensor], Tensor | None]:
+    """Query, key, value and the gradient of the result; document numbers."""
+    g = torch.Generator().manual_seed(7)
+    shapes = [(batch, n, seq, 8) for n in (heads, kv_heads, kv_heads, heads)]
+    tensors = [torch.randn(shape, generator=g, dtype=torch.float64).to(dtype) * 2 for shape in shapes]
+    lengths = torch.randint(0, 4, (batch, seq), generator=g)
+    return tensors, (lengths == 0).cumsum(1) if packed else None
+
+
+def with_gradients(core: nn.Module, tensors: list[Tensor], documents: Tensor | None) -> list[Tensor]:
+    query, key, value, grad = tensors
+    leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+    out = core(*leaves, documents)
+    out.backward(grad)
+    return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def split_and_whole(
+    kind: str, size: int, tensors: list[Tensor], documents: Tensor | None
+) -> list[tuple[Tensor, Tensor]]:
+    """(every rank's slice, the same slice of the unsplit result) for the result and three gradients."""
+    whole = with_gradients(CausalAttention(), tensors, documents)
+
+    def run(group: Collective) -> list[tuple[Tensor, Tensor]]:
+        here = positions(tensors[0].shape[2], size=size, rank=group.rank)
+        parts = [x[:, :, here] for x in tensors]
+        own = with_gradients(KINDS[kind](group), parts, None if documents is None else documents[:, here])
+        return [(mine, all_[:, :, here]) for mine, all_ in zip(own, whole, strict=True)]
+
+    return [pair for pairs in on_threads(size, run) for pair in pairs]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("size", "heads", "kv_heads"), [(2, 4, 4), (2, 6, 3), (3, 6, 2), (4, 4, 1), (4, 8, 2)])
+@pytest.mark.parametrize("kind", CONTEXT)
+def test_the_slices_are_those_of_the_unsplit_attention(
+    kind: str, size: int, heads: int, kv_heads: int, packed: bool
+) -> None:
+    """Result and gradients, for odd batches, groups of heads, and packed documents."""
+    tensors, documents = inputs(batch=3, heads=heads, kv_heads=kv_heads, seq=48, packed=packed)
+    for mine, whole in split_and_whole(kind, size, tensors, documents):
+        torch.testing.assert_close(mine, whole, **F64)
+
+
+@pytest.mark.parametrize("kind", CONTEXT)
+def test_bfloat16_is_as_near_to_the_truth_as_the_unsplit_attention(kind: str) -> None:
+    tensors, _ = inputs(batch=1, heads=4, kv_heads=2, seq=64, packed=False, dtype=torch.bfloat16)
+    truth = with_gradients(CausalAttention(), [x.double() for x in tensors], None)
+    split = split_and_whole(kind, 4, tensors, None)
+    for index, exact in enumerate(truth):
+        ours, theirs = (torch.stack([pair[side] for pair in split[index::4]], 0) for side in (0, 1))
+        exact = torch.stack([exact[:, :, positions(64, size=4, rank=rank)] for rank in range(4)])
+        assert ours.dtype == torch.bfloat16
+        assert (ours - exact).norm() <= BF16_WORSE * (theirs - exact).norm()
+
+
+@pytest.mark.parametrize("kind", ["ring", "allgather"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_plain_kernel_and_tiles_cut_into_rows_give_the_same(
+    kind: str, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What runs where there is no fused kernel, and where a mask is too large to be written at once."""
+    monkeypatch.setattr(tiles, "MOST_MASKED_NUMEL", 1000)
+    monkeypatch.setattr(rows_of_tiles, "kernel_for", lambda *_, **__: Plain())
+    tensors, documents = inputs(batch=2, heads=4, kv_heads=2, seq=40, packed=packed)
+    for mine, whole in split_and_whole(kind, 2, tensors, documents):
+        torch.testing.assert_close(mine, whole, **F64)
+
+
+@pytest.mark.parametrize("kind", CONTEXT)
+def test_autocast_is_that_of_the_unsplit_attention(kind: str) -> None:
+    """Float32 queries under autocast are attended to in bfloat16."""
+    tensors, _ = inputs(batch=1, heads=2, kv_heads=2, seq=16, packed=False, dtype=torch.float32)
+
+    def run(group: Collective) -> torch.dtype:
+        here = positions(16, size=2, rank=group.rank)
+        with torch.autocast("cpu", torch.bfloat16):
+            return KINDS[kind](group)(*(x[:, :, here] for x in tensors[:3])).dtype
+
+    assert on_threads(2, run) == [torch.bfloat16] * 2
+
+
+@pytest.mark.parametrize("kind", CONTEXT)
+def test_a_gradient_that_is_not_contiguous(kind: str) -> None:
+    """As the sum of the result gives it: one number, expanded."""
+    tensors, _ = inputs(batch=2, heads=4, kv_heads=2, seq=16, packed=False)
+    tensors[3] = torch.ones((), dtype=torch.float64).expand_as(tensors[3])
+    for mine, whole in split_and_whole(kind, 2, tensors, None):
+        torch.testing.assert_close(mine, whole, **F64)
+
+
+def test_too_few_heads_are_refused_with_the_nearest_number_of_ranks() -> None:
+    tensors, _ = inputs(batch=1, heads=6, kv_heads=6, seq=16, packed=False)
+    with pytest.raises(LayoutError, match=r"context=4 .* 6 query heads .* context=3 or context=6, or another kind"):
+        on_threads(4, lambda group: KINDS["ulysses"](group)(*(x[:, :, :4] for x in tensors[:3])))
+
+
+def test_only_causal_attention_is_replaced_and_a_group_of_one_changes_nothing() -> None:
+    group = local_group(2)[0]
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(CausalAttention()))
+    put_context(model, Alone(), "ring")
+    assert type(model[1][0]) is CausalAttention
+    put_context(model, group, "ring")
+    assert type(model[1][0]) is KINDS["ring"]
+    assert type(model[0]) is nn.Linear
+
+
+def test_a_model_without_the_module_is_refused() -> None:
+    with pytest.raises(UserCodeError, match=r"Linear has no module of type .*CausalAttention.*; or|Linear has no"):
+        put_context(nn.Linear(2, 2), local_group(2)[0], "ring")

@@ -1,0 +1,128 @@
+"""Every schedule on real ranks computes what one process computes."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.comm.collective import Collective
+from shoal.comm.mesh import build_mesh
+from shoal.models.dropout import set_sample_keys
+from shoal.parallel.pipeline.costs import estimated_costs
+from shoal.parallel.pipeline.cut import balanced_cut
+from shoal.parallel.pipeline.execute import Hooks, PipelineRun, run_pipeline
+from shoal.parallel.pipeline.stages import Stages, staged
+from shoal.parallel.pipeline.tied import sum_copies
+from shoal.schedules.action import Action
+from shoal.schedules.build import NAMES, build
+from shoal.schedules.order import completing
+from shoal.schedules.table import Table, forward_only
+from shoal.topology.layout import Layout
+from tests.parallel.pipeline import chains
+from tests.ranks import TestPlace
+
+EXACT = 1e-12  # float64: only the order of a few sums differs
+TIMEOUT_S = 3.0
+Case = tuple[str, str, int, int | None]  # model, schedule, microbatches, stages a rank
+SYNCHRONOUS = [name for name in NAMES if name != "PipeDream"]
+
+
+def pipeline_of(place: TestPlace, timeout_s: float = 20.0) -> Collective:
+    layout = Layout(pipeline=place.size)
+    mesh = build_mesh(
+        layout, place.rank, store=place.store, device=torch.device("cpu"), timeout_s=timeout_s, transport="gloo"
+    )
+    return mesh.axis("pipeline")
+
+
+def cut_model(kind: str, table: Table, rank: int) -> tuple[Any, Stages]:
+    whole = chains.model(kind)
+    stages = staged(whole, balanced_cut(estimated_costs(whole, whole.parts()), table.stages), table.placement)
+    stages.keep(rank)
+    return whole, stages
+
+
+def run_case(group: Collective, case: Case, *, forward: bool = False) -> tuple[PipelineRun, dict[str, Tensor]]:
+    """One pass; the rank's gradients under the names of the whole model."""
+    kind, schedule, microbatches, per_rank = case
+    table = build(schedule, ranks=group.size, microbatches=microbatches, stages_per_rank=per_rank)
+    table = forward_only(table) if forward else table
+    model, stages = cut_model(kind, table, group.rank)
+    batch = chains.data(kind, microbatches)
+
+    @contextmanager
+    def around(action: Action):
+        set_sample_keys(model, batch.keys[action.microbatch])
+        yield
+
+    result = run_pipeline(
+        table, group, stage=stages.forward, contexts=[model.context(i) for i in batch.inputs], loss=batch.loss,
+        weights=stages.weights, device=torch.device("cpu"), hooks=Hooks(around),
+    )  # fmt: skip
+    gradients = {}
+    for stage in table.stages_of(group.rank):
+        for name in stages.names[stage]:
+            if (gradient := model.get_parameter(name).grad) is not None:
+                gradients[stages.aliases[name]] = gradient
+    for name, holders in stages.tied_across(group.rank).items():
+        sum_copies(gradients[name], holders, group)
+    return result, gradients
+
+
+def compare(place: TestPlace, cases: list[Case]) -> list[str]:
+    """On every rank: what differs from one process, over all cases."""
+    group, wrong = pipeline_of(place), []
+    for case in cases:
+        loss, expected = chains.one_process(case[0], case[2])
+        result, gradients = run_case(group, case)
+        if (result.loss is None) == (expected_last(case, group)):
+            wrong.append(f"{case}: rank {group.rank} has loss {result.loss}")
+        if result.loss is not None and abs(result.loss.item() - loss) > EXACT * abs(loss):
+            wrong.append(f"{case}: loss {result.loss.item()} for {loss}")
+        wrong += [f"{case}: {name}" for name, g in gradients.items() if not close(g, expected[name])]
+        names = torch.tensor([float(name in gradients) for name in expected])
+        group.all_reduce(names, "max").wait()
+        wrong += [f"{case}: {name} on no rank" for name, held in zip(expected, names, strict=True) if not held]
+    return wrong
+
+
+def expected_last(case: Case, group: Collective) -> bool:
+    table = build(case[1], ranks=group.size, microbatches=case[2], stages_per_rank=case[3])
+    return table.placement[table.last_stage] == group.rank
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    return bool((a - b).norm() <= EXACT * b.norm())
+
+
+def takes(schedule: str, microbatches: int, ranks: int) -> int:
+    return max(microbatches, 2 * ranks) if schedule == "DualPipeV" else microbatches
+
+
+TURNING = ["ZBVZeroBubble", "DualPipeV"]
+OTHERS = [kind for kind in chains.MODELS if kind not in ("perceptron", "gpt with dropout")]
+TWO: list[Case] = [
+    *[("perceptron", name, takes(name, m, 2), None) for name in SYNCHRONOUS for m in (1, 3)],
+    *[(kind, name, 4, None) for kind in OTHERS for name in ("1F1B", "InterleavedZeroBubble", *TURNING)],
+    *[("gpt with dropout", name, 4, None) for name in ("1F1B", "ZBVZeroBubble")],
+    *[("perceptron", name, 4, v) for name in ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble") for v in (1, 4)],
+]
+FOUR: list[Case] = [
+    *[("perceptron", name, 8, None) for name in SYNCHRONOUS],
+    *[("tied gpt", name, 8, None) for name in ("1F1B", "InterleavedZeroBubble", *TURNING)],
+    *[("perceptron", name, 3, None) for name in SYNCHRONOUS if name != "DualPipeV"],
+]
+ALONE: list[Case] = [("perceptron", name, 3, None) for name in SYNCHRONOUS]
+
+
+@pytest.mark.parametrize(("world", "cases"), [(1, ALONE), (2, TWO), (4, FOUR)], ids=["1 rank", "2 ranks", "4 ranks"])
+def test_schedules_compute_what_one_process_computes(ranks, world: int, cases: list[Case]) -> None:
+    """Loss and every gradient, float64: all schedules; frozen, tied, recomputed and dropped-out models; few and many
+    microbatches; one to four stages a rank."""
+    for wrong in ranks(world, compare, cases):
+        assert wrong == []

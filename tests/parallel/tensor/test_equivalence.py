@@ -1,0 +1,152 @@
+"""A model split over tensor ranks is the same model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import LayoutError
+from shoal.memory.recompute import RecomputeKind
+from shoal.parallel.tensor.cross_entropy import vocabulary_cross_entropy
+from shoal.parallel.tensor.plan import split_tensor
+from tests.parallel.tensor.models import batch, keyed_gpt, two_pairs, user_gpt
+from tests.parallel.tensor.split import F64, assembled, entropy, one_step, tensor_group, weighted
+from tests.ranks import TestPlace
+
+
+def check_same(outcomes: list[Any], model: nn.Module, inputs: tuple[Tensor, ...], targets: Tensor) -> None:
+    outputs = model(*inputs)
+    losses = outputs.square().sum(-1) if targets is None else entropy(outputs, targets)
+    loss = weighted(losses)
+    loss.backward()
+    for outcome in outcomes:
+        torch.testing.assert_close(outcome.outputs, outputs.detach(), **F64)
+        assert outcome.loss == pytest.approx(loss.item(), rel=1e-12)
+    for name, grad in assembled(outcomes, model).items():
+        expected = model.get_parameter(name).grad
+        scale = expected.abs().max().item()
+        torch.testing.assert_close(
+            grad, expected, rtol=1e-12, atol=1e-12 * scale, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+GPTS = {
+    "swiglu": {},
+    "gelu, tied": {"feed_forward": "gelu", "tied": True},
+    "kv heads shared by twins": {"kv_heads": 1, "dropout": 0.2},
+    "kv heads shared within and between": {"kv_heads": 2, "tied": True, "dropout": 0.2},
+}
+
+
+@pytest.mark.parametrize("keys", GPTS.values(), ids=GPTS.keys())
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole stream", "sequence parallel"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_split_gpt_has_the_loss_and_the_gradients_of_one_process(ranks, world, sequence_parallel, keys) -> None:
+    """Logits, loss, and every gradient, in float64; a vocabulary of 40 over 4 ranks; dropout drops the same."""
+    inputs, targets = batch()
+    settings = {"model": keys, "sequence_parallel": sequence_parallel}
+    outcomes = ranks(world, one_step, keyed_gpt, (inputs,), targets, settings)
+    check_same(outcomes, keyed_gpt(**keys), (inputs,), targets)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole stream", "sequence parallel"])
+@pytest.mark.parametrize("gather", [False, True], ids=["split loss", "gathered logits"])
+def test_a_vocabulary_that_does_not_divide_is_split_all_the_same(ranks, sequence_parallel: bool, gather: bool) -> None:
+    """41 tokens over 4 ranks, tied, and a loss of gathered logits beside the split one."""
+    inputs, targets = batch()
+    settings = {"model": {"vocabulary": 41, "tied": True}, "sequence_parallel": sequence_parallel, "gather": gather}
+    outcomes = ranks(4, one_step, keyed_gpt, (inputs,), targets, settings)
+    check_same(outcomes, keyed_gpt(vocabulary=41, tied=True), (inputs,), targets)
+    assert [outcome.parts["embedding.weight"].length for outcome in outcomes] == [11, 10, 10, 10]
+
+
+def test_ranks_without_any_token_take_part(ranks) -> None:
+    """3 tokens over 4 ranks."""
+    inputs, targets = batch()
+    inputs, targets = inputs % 3, targets.where(targets < 0, targets % 3)
+    outcomes = ranks(
+        4, one_step, keyed_gpt, (inputs,), targets, {"model": {"vocabulary": 3}, "sequence_parallel": True}
+    )
+    check_same(outcomes, keyed_gpt(vocabulary=3), (inputs,), targets)
+
+
+def test_positions_and_documents_of_packed_sequences_are_respected(ranks) -> None:
+    """Both are given for whole sequences; dropout under sequence parallelism takes its slice of the positions."""
+    ids, targets = batch()
+    documents = torch.tensor([[0] * 3 + [1] * 5, [0] * 8, [0, 1, 1, 1, 2, 2, 2, 2]])
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], list(range(8)), [5, 0, 1, 2, 9, 10, 11, 12]])
+    inputs = (ids, positions, documents)
+    settings = {"model": {"dropout": 0.3}, "sequence_parallel": True}
+    outcomes = ranks(4, one_step, keyed_gpt, inputs, targets, settings)
+    check_same(outcomes, keyed_gpt(dropout=0.3), inputs, targets)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_users_module_with_biases_is_split_by_its_roles(ranks, world: int) -> None:
+    """Each bias counts once, and what stands beside the layers in one forward keeps its gradient."""
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    outcomes = ranks(world, one_step, two_pairs, (x,), None, {"sequence_parallel": False})
+    check_same(outcomes, two_pairs(), (x,), None)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole stream", "sequence parallel"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_users_transformer_is_split_by_its_roles(ranks, world: int, sequence_parallel: bool) -> None:
+    """Padding, norms of single heads, shared heads, biases everywhere."""
+    inputs, targets = batch()
+    outcomes = ranks(world, one_step, user_gpt, (inputs,), targets, {"sequence_parallel": sequence_parallel})
+    check_same(outcomes, user_gpt(), (inputs,), targets)
+
+
+def half_precision(place: TestPlace, dtype: torch.dtype) -> tuple[float, bool]:
+    """The loss under autocast, and whether all gradients are finite."""
+    group, (inputs, targets) = tensor_group(place), batch()
+    model = keyed_gpt(scale=1.0).float()
+    plan = split_tensor(model, group, sequence_parallel=True)
+    with torch.autocast("cpu", dtype=dtype):
+        outputs = model(inputs)
+    losses = vocabulary_cross_entropy(outputs, targets, split=plan.vocabulary, group=group)
+    weighted(losses).backward()
+    return weighted(losses).item(), all(bool(p.grad.isfinite().all()) for p in model.parameters())
+
+
+# Sums of 32 products of bfloat16 numbers (8 bits), in another order.
+HALF = 1e-2
+
+
+def test_a_split_gpt_runs_in_half_precision(ranks) -> None:
+    """Under bfloat16 autocast the loss is near that of float64."""
+    inputs, targets = batch()
+    expected = weighted(entropy(keyed_gpt(scale=1.0)(inputs), targets)).item()
+    for loss, finite in ranks(2, half_precision, torch.bfloat16):
+        assert finite
+        assert loss == pytest.approx(expected, rel=HALF)
+
+
+def sequence_refusal(place: TestPlace) -> str:
+    inputs, _ = batch(seq=7)
+    model = keyed_gpt()
+    split_tensor(model, tensor_group(place), sequence_parallel=True)
+    with pytest.raises(LayoutError) as raised:
+        model(inputs)
+    return str(raised.value)
+
+
+def test_a_sequence_that_does_not_divide_is_refused_on_every_rank(ranks) -> None:
+    for message in ranks(2, sequence_refusal):
+        assert "7 tokens" in message
+        assert "nearest: 6 or 8 tokens" in message
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole stream", "sequence parallel"])
+@pytest.mark.parametrize("kind", ["selective", "full"])
+def test_activations_may_be_computed_again(ranks, kind: RecomputeKind, sequence_parallel: bool) -> None:
+    """The collectives of the forward happen again in the backward, in the same order on every rank."""
+    inputs, targets = batch()
+    keys = {"dropout": 0.2, "kv_heads": 2}
+    settings = {"model": keys, "sequence_parallel": sequence_parallel, "recompute": kind}
+    outcomes = ranks(4, one_step, keyed_gpt, (inputs,), targets, settings)
+    check_same(outcomes, keyed_gpt(**keys), (inputs,), targets)

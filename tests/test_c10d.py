@@ -1,0 +1,202 @@
+"""The backend "shoal" of PyTorch's distributed package: what stands on process groups gives what it gives on Gloo."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_tensor, all_reduce, all_to_all_single
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import shoal.c10d  # noqa: F401  (the backend's name)
+from shoal.comm.shm.core_group import CoreGroup
+
+RELATIVE = 1e-12  # float64; with more than two ranks Gloo adds in another order
+
+
+def with_backend(place, backend: str, program: Callable[..., Any], *args: Any) -> Any:
+    """What `program(place)` returns between making and destroying the default group."""
+    store = dist.PrefixStore(backend, place.store)
+    dist.init_process_group(
+        backend, store=store, rank=place.rank, world_size=place.size, timeout=timedelta(seconds=20)
+    )  # fmt: skip
+    try:
+        assert isinstance(dist.group.WORLD, CoreGroup) == (backend == "shoal")
+        return program(place, *args)
+    finally:
+        dist.destroy_process_group()
+
+
+def both(place, program: Callable[..., Any]) -> list[Any]:
+    return [with_backend(place, backend, program) for backend in ("gloo", "shoal")]
+
+
+def agree(results: list[Any]) -> None:
+    """Gloo's tensors and Shoal's, of every rank."""
+    for gloo, ours in results:
+        assert len(gloo) == len(ours) > 0
+        for want, got in zip(gloo, ours, strict=True):
+            torch.testing.assert_close(got, want, rtol=RELATIVE, atol=RELATIVE)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 6)).double()
+
+
+def batch(rank: int) -> Tensor:
+    return torch.randn(8, 12, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+
+
+def two_steps(model: nn.Module, rank: int) -> list[Tensor]:
+    """Losses and parameters after two steps of SGD."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(2):
+        loss = model(batch(rank)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return losses + [p.detach().clone() for p in whole]
+
+
+def data_parallel(place) -> list[Tensor]:
+    return two_steps(DistributedDataParallel(network(), bucket_cap_mb=0.002), place.rank)
+
+
+def fully_sharded(place) -> list[Tensor]:
+    mesh = init_device_mesh("cpu", (place.size,))
+    model = network()
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh)
+    return two_steps(model, place.rank)
+
+
+def hybrid_sharded(place) -> list[Tensor]:
+    mesh = init_device_mesh("cpu", (2, place.size // 2), mesh_dim_names=("replicate", "shard"))
+    model = network()
+    fully_shard(model, mesh=mesh)
+    return two_steps(model, place.rank)
+
+
+def tensor_parallel(place) -> list[Tensor]:
+    mesh = init_device_mesh("cpu", (place.size,))
+    model = parallelize_module(network(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return two_steps(model, 0)
+
+
+def pipelined(place) -> list[Tensor]:
+    torch.manual_seed(place.rank)
+    part = nn.Sequential(nn.Linear(12, 12), nn.Tanh()).double()
+    stage = PipelineStage(part, place.rank, place.size, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=lambda out, want: (out - want).square().sum())
+    given = torch.randn(16, 12, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    losses: list[Tensor] = []
+    if place.rank == 0:
+        schedule.step(given)
+    elif place.rank == place.size - 1:
+        schedule.step(target=given * 2, losses=losses)
+    else:
+        schedule.step()
+    return [p.grad for p in part.parameters() if p.grad is not None] + [loss.detach() for loss in losses]
+
+
+@pytest.mark.parametrize("program", [data_parallel, fully_sharded, tensor_parallel, pipelined])
+def test_two_ranks_compute_what_they_compute_on_gloo(ranks, program) -> None:
+    """Losses, weights and gradients after real steps of DDP, FSDP2, tensor parallelism and 1F1B."""
+    agree(ranks(2, both, program))
+
+
+@pytest.mark.parametrize("program", [data_parallel, hybrid_sharded])
+def test_four_ranks_compute_what_they_compute_on_gloo(ranks, program) -> None:
+    """Hybrid sharding has groups of two that overlap; DDP sums over four."""
+    agree(ranks(4, both, program))
+
+
+def functional(place) -> list[Tensor]:
+    own, group = batch(place.rank)[:6], dist.group.WORLD
+    assert group is not None
+    sizes = [2, 4] if place.rank == 0 else [3, 3]
+    given = [2, 3] if place.rank == 0 else [4, 3]
+    return [
+        all_reduce(own, "sum", group) + 0,
+        all_gather_tensor(own, 0, group) + 0,
+        all_to_all_single(own, given, sizes, group) + 0,
+    ]
+
+
+def test_functional_collectives_are_those_of_gloo(ranks) -> None:
+    """What DTensor calls, from C++, uneven all-to-all among it."""
+    agree(ranks(2, both, functional))
+
+
+def objects(place) -> tuple[Any, ...]:
+    """Pickled objects, and groups made by all and used by some."""
+    everybody: list[Any] = [None] * place.size
+    dist.all_gather_object(everybody, {"rank": place.rank})
+    told = [place.rank]
+    dist.broadcast_object_list(told, src=1)
+    some = dist.new_group([1, 2])
+    total = torch.ones(3)
+    if place.rank in (1, 2):
+        dist.all_reduce(total, group=some)
+    dist.barrier()
+    received = torch.zeros(2)
+    if place.rank == 0:
+        source = dist.recv(received, tag=4)
+    else:
+        source = -1
+        if place.rank == 2:
+            dist.send(torch.full((2,), 7.0), dst=0, tag=4)
+    return everybody, told, total.tolist(), received.tolist(), source
+
+
+def test_objects_subgroups_and_any_source(ranks) -> None:
+    """`all_gather_object`, `new_group` of some ranks, a receive from whoever sends."""
+    outcomes = ranks(3, lambda_free_objects)
+    everybody = [{"rank": r} for r in range(3)]
+    assert outcomes[0] == (everybody, [1], [1.0] * 3, [7.0, 7.0], 2)
+    assert outcomes[1] == (everybody, [1], [2.0] * 3, [0.0, 0.0], -1)
+
+
+def lambda_free_objects(place) -> Any:
+    return with_backend(place, "shoal", objects)
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def leaves_nothing(place, groups: int) -> tuple[int, list[str]]:
+    """How many descriptors and segments more there are after many groups."""
+
+    def program(_: object) -> tuple[int, list[str]]:
+        for _ in range(3):
+            dist.destroy_process_group(dist.new_group())
+        before = descriptors()
+        for _ in range(groups):
+            group = dist.new_group()
+            dist.all_reduce(torch.ones(4), group=group)
+            dist.destroy_process_group(group)
+            del group
+        maps = [line for line in open("/proc/self/maps") if "memfd:shoal" in line]
+        return descriptors() - before, maps[place.size :]
+
+    return with_backend(place, "shoal", program)
+
+
+def test_groups_that_are_destroyed_leave_nothing(ranks) -> None:
+    """Sixty groups, made, used and destroyed: no descriptor and no segment more than before."""
+    assert ranks(2, leaves_nothing, 60) == [(0, [])] * 2
