@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -191,7 +192,7 @@ def leaves_nothing(place, groups: int) -> tuple[int, list[str]]:
             dist.all_reduce(torch.ones(4), group=group)
             dist.destroy_process_group(group)
             del group
-        maps = [line for line in open("/proc/self/maps") if "memfd:shoal" in line]
+        maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:shoal" in line]
         return descriptors() - before, maps[place.size :]
 
     return with_backend(place, "shoal", program)

@@ -262,3 +262,13 @@ def test_parts_of_another_shape_are_refused_once(tmp_path):
     parts = [Target(torch.zeros(2), (8,), (at,)) for at in (0, 2)]
     with pytest.raises(UsageError, match=r"other shapes: model/a \[6\] there, \[8\] here\. Set"):
         read_into(manifest, tmp_path, {"model/a": parts})
+
+
+def test_the_board_does_not_grow_with_the_saves(tmp_path):
+    """Keys of finished saves are forgotten: after five saves the board holds as much as after two."""
+    ranks = Ranks(tmp_path)
+    counts = []
+    for step in range(1, 6):
+        ranks.save(step, lambda rank: {"model/a": numbers((5,))})
+        counts.append(len(ranks.exchange._values))
+    assert counts[1:] == [counts[1]] * 4

@@ -13,7 +13,7 @@ from shoal.cost.footprint import Overheads, footprint
 from shoal.cost.in_flight import in_flight
 from shoal.cost.plan import Plan, Schedule
 from shoal.cost.state_bytes import MEGATRON_FP16
-from shoal.cost.transformer import gpt
+from shoal.cost.transformer import gpt, llama
 from shoal.topology.layout import Layout
 
 PUBLISHED = Path(__file__).parent.parent / "planner" / "published"
@@ -62,6 +62,18 @@ def test_flash_attention_keeps_no_square() -> None:
     assert sizes[0] == sizes[1]
 
 
+def test_autocast_keeps_the_stream_wide_and_eager_gates_one_more() -> None:
+    """Two of the four unsplit numbers double; a gate by operators keeps four inner numbers, a fused one three."""
+    plain, wide = Kept(), Kept(stream_bytes=4)
+    model = llama(2, 1024, 16, kv_heads=16, feed_forward=4096, vocabulary=32000)
+
+    def kept(how: Kept) -> float:
+        return layer_activation_bytes(model, 1, SEQUENCE, tensor=1, sequence_parallel=False, recompute="none", kept=how)
+
+    assert kept(wide) - kept(plain) == 4 * 1024
+    assert kept(Kept(eager=True)) - kept(plain) == 2 * 4096
+
+
 def test_logits_are_float32() -> None:
     """4 s b V / t, and the head's input."""
     model = gpt(LAYERS, HIDDEN, HEADS, vocabulary=51200)
@@ -78,7 +90,7 @@ def test_microbatches_in_flight(schedule: Schedule, rank: int, held: float) -> N
 
 
 def test_interleaving_holds_the_papers_share_more() -> None:
-    """p (1 + (p-1)/(pv)) microbatches on the first rank (arXiv:2205.05198, section 4.2.3), never more than there are."""
+    """p (1 + (p-1)/(pv)) microbatches on the first rank (arXiv:2205.05198), never more than there are."""
     assert in_flight("Interleaved1F1B", 0, pipeline=8, virtual_stages=3, microbatches=64) == 8 * (1 + 7 / 24)
     assert in_flight("Interleaved1F1B", 0, pipeline=8, virtual_stages=3, microbatches=8) == 8
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.cost import alpha_beta
@@ -38,6 +38,7 @@ def test_one_rank_costs_nothing(form: Callable[..., float]) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
+@settings(max_examples=20)
 @given(ranks=st.integers(2, 4096), size=st.floats(0, 1e12), latency=st.floats(0, 1e-3), rate=st.floats(1e6, 1e12))
 def test_all_are_monotone(form: Callable[..., float], ranks: int, size: float, latency: float, rate: float) -> None:
     """More bytes, more latency or less bandwidth is never faster."""
@@ -47,6 +48,7 @@ def test_all_are_monotone(form: Callable[..., float], ranks: int, size: float, l
     assert form(ranks, size, latency_s=latency, bytes_s=rate / 2) >= base
 
 
+@settings(max_examples=30)
 @given(ranks=st.integers(2, 64), size=st.integers(1, 1 << 30))
 def test_a_ring_is_what_its_steps_add_up_to(ranks: int, size: int) -> None:
     """2(n-1) steps of an n-th of the vector each."""

@@ -27,11 +27,19 @@ def test_no_other_interval_leaves_more_time(save: float, between: float, recover
     assert at_best >= other - 1e-12
 
 
+@pytest.mark.parametrize("recovery", [0.0, 600.0, 7200.0])
+def test_a_step_to_either_side_is_worse(recovery: float) -> None:
+    """A thousandth away from the optimum, where failures are frequent and recovery is slow."""
+    best = availability_optimal_s(60, 10_000, recovery_s=recovery)
+    shares = [effective_share(best * factor, 60, 10_000, recovery_s=recovery) for factor in (0.999, 1, 1.001)]
+    assert max(shares) == shares[1]
+
+
 def test_llama_3_loses_less_than_a_tenth() -> None:
     """419 interruptions in 54 days on 16,384 devices (arXiv:2407.21783): over 90 % effective, as published."""
     between = 54 * DAY / 419
-    interval = availability_optimal_s(20, between, recovery_s=600)
-    assert 0.9 < effective_share(interval, 20, between, recovery_s=600) < 0.96
+    interval = availability_optimal_s(5, between, recovery_s=600)
+    assert 0.9 < effective_share(interval, 5, between, recovery_s=600) < 0.96
 
 
 def test_an_interval_no_longer_than_its_save_trains_nothing() -> None:

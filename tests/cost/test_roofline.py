@@ -28,10 +28,10 @@ def test_a_large_product_nears_the_best_rate() -> None:
 
 
 def test_a_last_wave_that_is_half_empty_costs_as_much_as_a_full_one() -> None:
-    """109 tiles on 108 units take two waves: twice the time."""
+    """109 large tiles on 108 units take two waves; smaller tiles, which then win, run at a lower share of the rate."""
     full = matmul_s(Matmul(256 * 108, 128, 4096), RATES, element_bytes=2)
     one_more = matmul_s(Matmul(256 * 108 + 256, 128, 4096), RATES, element_bytes=2)
-    assert one_more > 1.4 * full
+    assert one_more > 1.3 * full
 
 
 def test_gradients_do_the_work_of_the_product() -> None:

@@ -59,3 +59,14 @@ def test_a_waiting_thread_does_not_hold_the_main_thread(store):
     StoreExchange(store).publish("late", b"now")
     thread.join(10)
     assert got == [b"now"]
+
+
+@pytest.mark.parametrize("size", [0, 1, PART_BYTES + 1])
+def test_what_is_forgotten_is_gone_in_all_its_parts(store, size):
+    """The store holds as many keys as before; forgetting what was never there is no error."""
+    exchange, before = StoreExchange(store), store.num_keys()
+    exchange.publish("gone", bytes(size))
+    exchange.forget(["gone", "never"])
+    assert store.num_keys() == before
+    with pytest.raises(CollectiveError, match="under gone"):
+        exchange.collect(["gone"], 0.1)

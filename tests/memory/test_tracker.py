@@ -50,7 +50,7 @@ def test_a_block_keeps_what_the_closed_form_says(kind: RecomputeKind, packed: bo
 
 
 def test_saved_activations_are_counted_once_and_let_go() -> None:
-    """Two layers that save the same storage count it once; after the backward nothing is held."""
+    """Two layers that save the same storage count it once; after the backward, or without the graph, none is held."""
     x = torch.randn(10, 10, requires_grad=True)
     with SavedActivations() as saved:
         y = x.sin() + x.view(100).cos().view(10, 10)
@@ -60,6 +60,11 @@ def test_saved_activations_are_counted_once_and_let_go() -> None:
         z.backward()
     assert saved.bytes == 0
     assert saved.peak_bytes == 2 * x.nbytes
+    with SavedActivations() as saved:
+        graph = x.exp().tanh()  # operators that save their own results
+        assert saved.bytes == 2 * x.nbytes
+        del graph
+    assert saved.bytes == 0
     with SavedActivations(apart=[x]) as saved:
         graph = x.sin()
         assert saved.bytes == 0
@@ -85,7 +90,6 @@ def test_views_of_one_storage_count_once() -> None:
 
 
 def test_offloading_changes_no_bit() -> None:
-    """The copies are what is used: a change of the original after the forward does not matter."""
     config = GPTConfig(vocabulary=50, layers=2, width=64, heads=8, dropout=0.1)
 
     def gradients(*, moved: bool) -> list[Tensor | None]:

@@ -6,16 +6,17 @@ import itertools
 import math
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
 
 from shoal.models.build import build
-from shoal.models.config import MoEConfig
+from shoal.models.config import ModelConfig, MoEConfig
 from shoal.models.feed_forward import GELU, SwiGLU
 from shoal.models.initialise import initialise
 from shoal.models.mixture import Mixture, MixtureOptions, load_figures, loads
-from shoal.models.mixture_auxiliary import auxiliary_total, set_auxiliary, use_auxiliary
+from shoal.models.mixture_auxiliary import auxiliary_total, counted_tokens, set_auxiliary, use_auxiliary
 from shoal.models.mixture_experts import grouped_linear
 from shoal.models.roles import roles_of
 from shoal.models.router import top_k
@@ -292,3 +293,29 @@ def test_impossible_mixtures_get_a_sentence(keys: dict[str, Any], sentence: str)
     """What was found, the rule and legal values stand in the message."""
     with pytest.raises(ValueError, match=sentence):
         MoEConfig(**keys)
+
+
+def test_what_was_announced_in_training_is_ignored_in_evaluation() -> None:
+    """A batch of evaluation of another size goes through, and a stale mask drops none of its tokens."""
+    layer, x = mixture(capacity_factor=0.8), inputs()
+    wanted = layer.eval()(x)
+    set_auxiliary(layer.train(), torch.ones(3), 1.0, real=torch.zeros(3, 7, dtype=torch.bool))
+    assert torch.equal(layer.eval()(x), wanted)
+    assert layer(x[:2]).shape == (2, 7, WIDTH)
+    set_auxiliary(layer, torch.ones(3), real=torch.zeros(3, 7, dtype=torch.bool))
+    assert not torch.equal(layer(x), wanted)
+
+
+def test_padding_is_what_no_weight_follows() -> None:
+    """Tokens without a weight before one that has one are real; samples without weight are filler."""
+    weights = torch.tensor([[0.0, 1.0, 0.0, 0.5, 0.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
+    assert counted_tokens(weights, 5).tolist() == [[True, True, True, True, False], [False] * 5]
+    assert counted_tokens(torch.tensor([2.0, 0.0]), 3).tolist() == [[True] * 3, [False] * 3]
+
+
+def test_the_table_of_the_run_file_picks_it() -> None:
+    """`kind = "moe"` converts with its defaults, and back without loss."""
+    config = msgspec.convert({"kind": "moe", "experts": 4, "capacity_factor": 1.25}, ModelConfig)
+    assert isinstance(config, MoEConfig)
+    assert (config.gates_normalised, config.width_of_expert) == (True, config.hidden_width // 2)
+    assert msgspec.convert(msgspec.to_builtins(config), ModelConfig) == config

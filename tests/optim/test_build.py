@@ -68,3 +68,12 @@ def test_a_state_that_was_saved_and_loaded_goes_on_bitwise(config) -> None:
     for model, optimizer in ((going_on, first), (resumed, second)):
         steps(model, optimizer, 3)
     assert all(torch.equal(a, b) for a, b in zip(going_on.parameters(), resumed.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("config", [AdamW(lr=0.01), SGD(lr=0.01, momentum=0.9)])
+def test_a_rank_without_parameters_has_an_optimizer(config) -> None:
+    """Its rate can be set and its step does nothing: what a rank whose piece is empty needs."""
+    optimizer = build_optimizer(config, [], lr=0.01)
+    set_rate(optimizer, 0.5)
+    optimizer.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5]

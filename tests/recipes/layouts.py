@@ -42,8 +42,7 @@ def run_file_of(folder: Path, **tables: dict[str, Any]) -> RunFile:
     }
     for name, table in tables.items():
         base[name] = table if name == "model" else {**base.get(name, {}), **table}
-    run_file = msgspec.convert(base, RunFile)
-    return run_file
+    return msgspec.convert(base, RunFile)
 
 
 def verified(place: TestPlace, tables: dict[str, Any], folder: str, exact: bool, steps: int) -> dict[str, Any] | None:

@@ -22,6 +22,7 @@ from tests.ranks import TestPlace
 
 WORDS, WIDTH, SAMPLES, LENGTH = 13, 6, 24, 4
 BUCKETS = AllReduce(bucket_bytes=900, first_bucket_bytes=300)
+MOMENTUM = SGD(lr=0.1, momentum=0.9)
 
 
 class Block(nn.Module):
@@ -172,6 +173,3 @@ def plain(case: Case) -> tuple[list[float], dict[str, Tensor]]:
             parameter.grad.mul_(factor)
         optimizer.step()
     return norms, {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
-
-
-PLAIN = SGD(lr=0.1, momentum=0.9)

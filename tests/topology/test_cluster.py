@@ -51,7 +51,8 @@ def test_a_file_without_a_known_machine_is_whole_by_itself(tmp_path: Path) -> No
     path = tmp_path / "c.toml"
     path.write_text(
         "[cluster]\nnodes = 4\ndevices_per_node = 2\n[device]\nname = 'box'\nmemory_gib = 16\nmemory_gb_s = 500\n"
-        "peak_tflops = {float32 = 10}\n[scale_up]\nkind = 'pcie'\ngb_s = 16\n[scale_out]\nkind = 'ethernet'\ngb_s = 1.25\n"
+        "peak_tflops = {float32 = 10}\n[scale_up]\nkind = 'pcie'\ngb_s = 16\n"
+        "[scale_out]\nkind = 'ethernet'\ngb_s = 1.25\n"
     )
     cluster = load_cluster(path)
     assert cluster == cluster_from(WHOLE, file=str(path)).__class__(

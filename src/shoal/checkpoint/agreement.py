@@ -24,6 +24,7 @@ class Agreement:
         self._met: dict[str, Inventory] = {}
         self._offered: tuple[Inventory, str] | None = None
         self._calls = 0
+        self._said: str | None = None
 
     def inventories(self, own: Inventory, *, generation: int) -> dict[Ranks, Inventory]:
         """What each group of ranks that hold the same holds; raises what the exchange raises."""
@@ -36,6 +37,9 @@ class Agreement:
         keys = [f"{prefix}/{rank}" for rank in range(self._world_size)]
         digests = [value.decode() for value in self._exchange.collect(keys, self._timeout_s)]
         self._learn(digests)
+        # Who has published this word has read the ones before it, so nobody needs the last one any more.
+        self._exchange.forget([self._said] if self._said is not None else [])
+        self._said = keys[self._rank]
         groups: dict[str, list[int]] = defaultdict(list)
         for rank, found in enumerate(digests):
             groups[found].append(rank)

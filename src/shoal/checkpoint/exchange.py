@@ -21,6 +21,10 @@ class Exchange(Protocol):
         """
         ...
 
+    def forget(self, keys: Sequence[str]) -> None:
+        """Remove what was published under `keys`, which every rank has read that ever will."""
+        ...
+
 
 class LocalExchange:
     """A board for threads of one process. One rank alone publishes nothing on it."""
@@ -42,3 +46,9 @@ class LocalExchange:
                 missing = [key for key in keys if key not in self._values]
                 raise TimeoutError(f"nothing was published under {', '.join(missing)} within {timeout_s:g} s")
             return [self._values[key] for key in keys]
+
+    def forget(self, keys: Sequence[str]) -> None:
+        """See `Exchange`."""
+        with self._changed:
+            for key in keys:
+                self._values.pop(key, None)

@@ -16,7 +16,7 @@ from shoal.topology.box import Box, Dims, intersection, whole
 
 
 class Item(NamedTuple):
-    """The boxes of one tensor that one rank holds."""
+    """The boxes of one tensor that one rank holds. Without any it only says that other ranks hold the tensor."""
 
     name: str
     dtype: str
@@ -55,6 +55,8 @@ def digest(encoded: bytes) -> str:
 
 
 def _item(name: str, targets: Sequence[Target]) -> Item:
+    if not targets:
+        return Item(name, "", (), ())
     first = targets[0]
     item = Item(name, dtype_name(first.tensor, name), tuple(first.global_shape), tuple(t.box for t in targets))
     for target in targets[1:]:

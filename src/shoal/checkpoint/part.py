@@ -1,8 +1,8 @@
 """`Target`: a part of a tensor that one rank holds, in memory of its own; what is saved from it and loaded into it.
 
 A rank names the tensors of the unsplit model and says of each what it holds: a plain tensor is the whole, a sequence
-of targets are the boxes of it that lie here. Where the boxes are runs of one flat buffer, as ZeRO cuts them, `views`
-makes them targets without a copy.
+of targets are the boxes of it that lie here, an empty sequence means that some other rank has it. Where the boxes are
+runs of one flat buffer, as ZeRO cuts them, `views` makes them targets without a copy.
 """
 
 from __future__ import annotations
@@ -33,16 +33,15 @@ Held = Tensor | Target | Sequence[Target]
 
 
 def targets_of(held: Held) -> tuple[Target, ...]:
-    """`held` as targets; none for an empty sequence."""
+    """`held` as targets; none for an empty sequence, which says that other ranks have the tensor."""
     if isinstance(held, Tensor):
         return (Target(held, tuple(held.shape), (0,) * held.dim()),)
     return (held,) if isinstance(held, Target) else tuple(held)
 
 
 def parts_of(tensors: Mapping[str, Held]) -> dict[str, tuple[Target, ...]]:
-    """Every name of `tensors` with at least one part, and its parts."""
-    parts = {name: targets_of(held) for name, held in tensors.items()}
-    return {name: targets for name, targets in parts.items() if targets}
+    """Every name of `tensors`, and the parts of it that are here."""
+    return {name: targets_of(held) for name, held in tensors.items()}
 
 
 def views(tensor: Tensor, regions: Iterable[tuple[Box, int]], *, global_shape: Dims) -> list[Target]:

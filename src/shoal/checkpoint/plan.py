@@ -61,12 +61,21 @@ def plan_for(inventories: Mapping[Ranks, Inventory], *, world_size: int, object_
 
 def _merged(inventories: Mapping[Ranks, Inventory]) -> dict[str, _Tensor]:
     tensors: dict[str, _Tensor] = {}
+    expected: dict[str, int] = {}
     for ranks, inventory in inventories.items():
         for item in inventory:
+            if not item.boxes:
+                expected.setdefault(item.name, ranks[0])
+                continue
             tensor = tensors.setdefault(item.name, _Tensor(item.spec, ranks[0]))
             _require_same(tensor, item, ranks[0])
             for box in item.boxes:
                 tensor.holders[box] = tuple(sorted((*tensor.holders.get(box, ()), *ranks)))
+    lost = next((name for name in expected if name not in tensors), None)
+    if lost is not None:
+        raise UsageError(
+            f"no rank holds any of {lost}, which rank {expected[lost]} expects: one of them has to save it"
+        )
     return tensors
 
 

@@ -48,7 +48,10 @@ class Seat:
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """One save. `sequence` counts a saver's rounds, so that saving one step twice does not confuse the board."""
+    """One save. `sequence` counts a saver's rounds, so that saving one step twice does not confuse the board.
+
+    `stale` is a key of the round before, which every rank has read before it answers in this one.
+    """
 
     seat: Seat
     plan: Plan
@@ -57,6 +60,12 @@ class Round:
     sequence: int
     state: dict[str, Any]
     layout: dict[str, Any]
+    stale: str | None = None
+
+    @property
+    def verdict_key(self) -> str:
+        """Where rank 0 tells the others what became of it."""
+        return self._key("verdict")
 
     def run(self, staging: Staging) -> Verdict:
         """Bring the content of `staging` to the disk and to a verdict; raises nothing."""
@@ -78,7 +87,7 @@ class Round:
         try:
             seat.exchange.publish(self._key(f"share-{seat.rank}"), encode(share))
             # Rank 0 may itself wait that long for a rank that never answers.
-            (verdict,) = seat.exchange.collect([self._key("verdict")], 2 * seat.timeout_s)
+            (verdict,) = seat.exchange.collect([self.verdict_key], 2 * seat.timeout_s)
             return decode_verdict(verdict)
         except Exception as error:
             return Verdict(False, self._sentence(error))
@@ -97,7 +106,7 @@ class Round:
         if self.seat.world_size == 1:
             return verdict
         try:
-            self.seat.exchange.publish(self._key("verdict"), encode(verdict))
+            self.seat.exchange.publish(self.verdict_key, encode(verdict))
         except Exception as error:
             told = f"the other ranks were not told what became of the checkpoint of step {self.step} ({error})"
             return msgspec.structs.replace(verdict, error=verdict.error or told)
@@ -108,7 +117,9 @@ class Round:
         if seat.world_size == 1:
             return []
         keys = [self._key(f"share-{rank}") for rank in range(1, seat.world_size)]
-        return [decode_share(value) for value in seat.exchange.collect(keys, seat.timeout_s)]
+        shares = [decode_share(value) for value in seat.exchange.collect(keys, seat.timeout_s)]
+        seat.exchange.forget([*keys, *([self.stale] if self.stale is not None else [])])
+        return shares
 
     def _decide(self, shares: Sequence[Share]) -> Verdict:
         failed = {rank: share.error for rank, share in enumerate(shares) if share.error}

@@ -90,6 +90,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._reports: queue.SimpleQueue[SaveReport] = queue.SimpleQueue()
         self._rounds = 0
+        self._last_verdict: str | None = None
         _open(self._seat)
 
     def prepare(self, tensors: Mapping[str, Held], *, generation: int = 0) -> None:
@@ -113,9 +114,9 @@ class Saver:
         """Copy this rank's share of `tensors` and start to save it; returns the seconds that training was blocked.
 
         A plain tensor is whole, and equal on all ranks that name it; of any other the rank names the parts that it
-        has. `state` and `layout` are JSON, and those of rank 0 count. Raises `UsageError` for what a checkpoint cannot
-        hold, and on all ranks alike where a part of a tensor has no holder or parts overlap; a fault of the disk or
-        of another rank is never raised, but reported by `poll`.
+        has, and none where others have it all. `state` and `layout` are JSON, and those of rank 0 count. Raises
+        `UsageError` for what a checkpoint cannot hold, and on all ranks alike where a part of a tensor has no holder or
+        parts overlap; a fault of the disk or of another rank is never raised, but reported by `poll`.
         """
         started_s = time.perf_counter()
         self._join(None)
@@ -137,7 +138,9 @@ class Saver:
             sequence=sequence,
             state=plain(state, "state"),
             layout=plain(layout, "layout"),
+            stale=self._last_verdict,
         )
+        self._last_verdict = round_.verdict_key
         self._thread = threading.Thread(
             target=self._run, args=(round_, ready.staging, started_s), name=f"checkpoint-{step}", daemon=True
         )
@@ -168,7 +171,7 @@ class Saver:
 
     def _held_by_all(self, parts: Mapping[str, Sequence[Target]], generation: int) -> _HeldByAll:
         """What each rank holds; this rank's own inventory is made anew only when its tensors are others."""
-        signature = [(name, *_signature(target)) for name, targets in parts.items() for target in targets]
+        signature = [(name, *map(_signature, targets)) for name, targets in parts.items()]
         known = self._ready
         own = known.held.own if known is not None and known.held.signature == signature else inventory_of(parts)
         if self._split:

@@ -33,7 +33,8 @@ def plan(
 
     Example: shoal plan recipes/stdlib-gpt.toml --why-not tensor=2
     """
-    from shoal.recipes.planning import planned, run_file_of
+    from shoal.recipes.plan_file import run_file_of
+    from shoal.recipes.planning import planned
     from shoal.recipes.run_file import load_run
 
     result = planned(load_run(run_file, overrides or ()), cluster, keep=top, why_not=why_not)

@@ -5,8 +5,8 @@ For one layer of a 16-bit GPT with dropout, over b sequences of s tokens on t te
     no recomputation        sbh (10 + 24/t + 5as/ht)          with sequence parallelism  (sbh/t)(34 + 5as/h)
     selective, or flash     the same without 5as/h            full                        2sbh (input only)
 
-The terms are kept apart below so that any feed-forward width, grouped keys, gates, dtypes and absent dropout are counted.
-For that GPT they give the paper's numbers exactly; a test holds it.
+The terms are kept apart below, so that any feed-forward width, grouped keys, gates and dtypes are counted, with dropout
+or without. For that GPT they give the paper's numbers exactly; a test holds it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,14 @@ from shoal.cost.transformer import Transformer
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """What a stack keeps: bytes of a number, dropout (a byte of mask for each number), flash attention."""
+    """What a stack keeps: bytes of a number, dropout (a byte of mask for each number), flash attention.
+
+    `stream_bytes` are those of a number of the residual stream; `eager` keeps what a fused gate computes again.
+    """
 
     element_bytes: float = 2.0
+    stream_bytes: float = 2.0
+    eager: bool = False
     dropout: bool = False
     flash_attention: bool = True
 
@@ -46,21 +51,21 @@ def layer_activation_bytes(
     """Bytes of one layer for `tokens` tokens of one rank (b x s / context), `sequence` keys each."""
     width_share = tensor if sequence_parallel else 1
     if recompute == "full":
-        return kept.element_bytes * tokens * model.hidden / width_share
+        return kept.stream_bytes * tokens * model.hidden / width_share
     whole = _unsplit(model, kept) / width_share + _split(model, kept) / tensor
     square = 0.0 if recompute == "selective" or kept.flash_attention else _square(model, sequence, kept) / tensor
     return tokens * (whole + square)
 
 
 def _unsplit(model: Transformer, kept: Kept) -> float:
-    """Per token, what tensor ranks repeat: inputs of two norms and of two blocks, two dropout masks. 10h for the GPT."""
-    return model.hidden * (4 * kept.element_bytes + 2 * kept.mask_bytes)
+    """Per token, what tensor ranks repeat: inputs of two norms and of two blocks, two masks. 10h for the GPT."""
+    return model.hidden * (2 * kept.stream_bytes + 2 * kept.element_bytes + 2 * kept.mask_bytes)
 
 
 def _split(model: Transformer, kept: Kept) -> float:
     """Per token, what tensor ranks share: q, k, v, attention's output, the feed-forward's inner numbers. 24h."""
     attention = 2 * model.attention_width + 2 * model.kv_width
-    inner = (3 if model.gated else 2) * model.feed_forward
+    inner = ((4 if kept.eager else 3) if model.gated else 2) * model.feed_forward
     copies = model.experts_per_token if model.experts else 1
     routed = 2 * model.hidden * copies if model.experts else 0
     return kept.element_bytes * (attention + inner * copies + routed)

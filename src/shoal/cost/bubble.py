@@ -1,4 +1,4 @@
-"""Idle time of a pipeline rank in one step, closed forms; forward F, input gradient B, weight gradient W of one microbatch.
+"""Idle time of a pipeline rank in one step, closed forms. F, B, W: forward, input and weight gradient of a microbatch.
 
 All times are those of a whole pipeline rank: a chunk of an interleaved schedule takes 1/v of them.
 
@@ -9,7 +9,9 @@ All times are those of a whole pipeline rank: a chunk of an interleaved schedule
     ZBVZeroBubble           (p-1)(F + B - W) / 2 at most, 0 where F = B = W    arXiv:2405.15362
     DualPipeV               (p/2 - 1)(F&B + B' - 3W), B' = B + W, F&B = F + B'  DeepSeek-V3, arXiv:2412.19437, table 2
 
-They are lower bounds: transfers and uneven stages come on top, and only a simulation of the schedule counts those exactly.
+In zero-bubble schedules weight gradients fill the gaps, and there are only as many of them as microbatches: with fewer
+than the form fills, what is missing stays idle. All forms are lower bounds: transfers and uneven stages come on top,
+and only a simulation of the schedule counts those exactly.
 """
 
 from __future__ import annotations
@@ -18,23 +20,30 @@ from shoal.cost.plan import Schedule
 
 
 def bubble_s(
-    schedule: Schedule, *, pipeline: int, virtual_stages: int, forward_s: float, input_s: float, weight_s: float
+    schedule: Schedule,
+    *,
+    pipeline: int,
+    virtual_stages: int,
+    microbatches: int,
+    forward_s: float,
+    input_s: float,
+    weight_s: float,
 ) -> float:
     """Seconds that a rank waits in one step, never below 0."""
     if pipeline == 1:
         return 0.0
-    whole = forward_s + input_s + weight_s
-    split = max(0.0, forward_s + input_s - weight_s)
-    steps = pipeline - 1
+    steps, chunks = pipeline - 1, microbatches * virtual_stages
+    whole = steps * (forward_s + input_s + weight_s)
+    gap = steps * (forward_s + input_s)
     idle = {
-        "GPipe": steps * whole,
-        "1F1B": steps * whole,
-        "Interleaved1F1B": steps * whole / virtual_stages,
-        "LoopedBFS": steps * whole / virtual_stages,
-        "ZB-H1": steps * split,
-        "ZB-H2": steps * (split - weight_s),
-        "InterleavedZeroBubble": steps * split / virtual_stages,
+        "GPipe": whole,
+        "1F1B": whole,
+        "Interleaved1F1B": whole / virtual_stages,
+        "LoopedBFS": whole / virtual_stages,
+        "ZB-H1": gap - min(steps, microbatches) * weight_s,
+        "ZB-H2": gap - min(2 * steps, microbatches) * weight_s,
+        "InterleavedZeroBubble": (gap - min(steps, chunks) * weight_s) / virtual_stages,
         "ZBVZeroBubble": steps * (abs(forward_s - weight_s) + abs(input_s - weight_s)) / 2,
-        "DualPipeV": max(0, pipeline / 2 - 1) * (whole + input_s + weight_s - 3 * weight_s),
+        "DualPipeV": max(0, pipeline / 2 - 1) * (forward_s + 2 * input_s - weight_s),
     }[schedule]
     return max(0.0, idle)

@@ -1,7 +1,7 @@
 """Floating-point operations, a multiply-add counted as two.
 
-Forward of a layer over b sequences of s tokens: 2bs x (matmul parameters) + 4 b s^2 a d x kappa, kappa = 1/2 where causal
-attention is counted as half. Backward is twice the forward; recomputation adds what it repeats. Logits 2bshV.
+Forward of a layer over b sequences of s tokens: 2bs x (matmul parameters) + 4 b s^2 a d x kappa, kappa = 1/2 where
+causal attention is counted as half. Backward is twice the forward; recomputation adds what it repeats. Logits 2bshV.
 
 Two conventions, and every figure names its own: "causal" counts half of the attention square (this project's MFU);
 "full" counts all of it (Narayanan et al. arXiv:2104.04473, Korthikanti et al. arXiv:2205.05198 appendix A):

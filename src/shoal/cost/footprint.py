@@ -1,7 +1,7 @@
 """Bytes that one rank needs at its peak, by what needs them, for any pipeline rank.
 
     weights, gradients, optimizer   parameters of the stage x StateBytes, divided by ZeRO (cost.state_bytes)
-    activations                     kept bytes of a layer x layers x microbatches in flight (cost.activations, .in_flight)
+    activations                     kept bytes of a layer x layers x microbatches in flight
     recomputed                      one layer without recomputation, while its backward runs
     logits                          float32 logits and their gradient, on the last stage
     gathered                        ZeRO-3: the layer in use and the one that is fetched ahead, weights and gradients

@@ -1,6 +1,6 @@
 """How often to save: seconds between checkpoints, and the share of time that is left for training.
 
-d: seconds that a save holds the job up; M: mean seconds between failures; R: seconds from a failure to the next new step.
+d: seconds that a save holds the job up; M: mean seconds between failures; R: seconds from a failure to a new step.
 
     Young 1974              sqrt(2 d M)
     Daly 2006, first order  sqrt(2 d M) - d

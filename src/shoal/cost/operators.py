@@ -6,24 +6,36 @@ residual stream in a rank's microbatch, e bytes each:
 
     norm 2ne, backward 4ne              residual with dropout 3ne + mask            activation 2fe, backward 3fe
     softmax 2qe, backward 3qe, dropout 2qe + mask      (q = b a s^2 / t scores; none of it with flash attention)
-    copies of q, k, v and of the heads' output          sums of weight gradients: 6 to 8 bytes of each weight where not fused
+    copies of q, k, v and of the heads' output          sums of weight gradients where no product does them
 
-Flash attention (arXiv:2205.14135) runs 4 b s^2 d a / 2 operations forward under a causal mask and 2.5 times as many backward,
-at `flash_share` of the matrix-multiply rate (arXiv:2307.08691, figures 4 and 5: 50 to 73 % of an A100's peak).
+Flash attention (arXiv:2205.14135) runs 4 b s^2 d a / 2 operations forward under a causal mask, 2.5 times as many
+backward, at `flash_share` of the matrix-multiply rate (arXiv:2307.08691, figures 4 and 5: 50 to 73 % of peak).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from shoal.cost.parameters import attention_parameters, expert_parameters
 from shoal.cost.roofline import Matmul, Rates, matmul_s, pass_s
 from shoal.cost.transformer import Transformer
 
+GATE_PASSES = MappingProxyType(
+    {(False, False): (2, 3), (False, True): (2, 3), (True, False): (3, 5), (True, True): (5, 8)}
+)
+"""(gated, eager) -> numbers read and written for each number of the feed-forward's inner width: forward, backward."""
+
+ROTARY_PASSES = 10
+"""Numbers read and written for each number of queries and keys: two products, a turn, a sum, casts; counted, eager."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """One rank's part of a layer: samples of a microbatch, all tokens of a sample, and how both are split."""
+    """One rank's part of a layer: samples of a microbatch, all tokens of a sample, and how both are split.
+
+    `eager`: gates and rotary positions are a kernel an operator, as PyTorch runs them uncompiled.
+    """
 
     samples: int
     sequence: int
@@ -32,6 +44,8 @@ class Share:
     expert: int = 1
     sequence_parallel: bool = False
     element_bytes: float = 2.0
+    stream_bytes: float = 2.0
+    eager: bool = False
     dropout: bool = False
     flash_attention: bool = True
     fused_weight_gradient: bool = False
@@ -148,15 +162,17 @@ def _flash(model: Transformer, share: Share, rates: Rates) -> tuple[float, float
 def _passes(model: Transformer, share: Share, rates: Rates) -> tuple[float, float]:
     """Norms, residuals, activation, copies, sums of weight gradients."""
     size, t = share.element_bytes, share.tensor
-    stream = share.tokens * model.hidden * size / (t if share.sequence_parallel else 1)
-    residual = (3 + (1 / size if share.dropout else 0)) * stream
+    stream = share.tokens * model.hidden * share.stream_bytes / (t if share.sequence_parallel else 1)
+    residual = (3 + (1 / share.stream_bytes if share.dropout else 0)) * stream
     copies = model.experts_per_token if model.experts else 1
-    inner = share.tokens * copies * model.feed_forward * size / t * (1.5 if model.gated else 1)
+    inner = share.tokens * copies * model.feed_forward * size / t
+    gate = GATE_PASSES[model.gated, share.eager]
     heads = share.tokens * (2 * model.attention_width + 2 * model.kv_width) * size / t
     bias = 2 * pass_s(2 * stream, rates) if model.biases else 0.0
-    shared = 2 * pass_s(residual, rates) + pass_s(2 * heads, rates)
-    forward = shared + 2 * pass_s(2 * stream, rates) + pass_s(2 * inner, rates)
-    backward = shared + 2 * pass_s(4 * stream, rates) + pass_s(3 * inner, rates) + bias
+    rotary = pass_s(ROTARY_PASSES * heads / 2, rates) if share.eager and not model.positions else 0.0
+    shared = 2 * pass_s(residual, rates) + pass_s(2 * heads, rates) + rotary
+    forward = shared + 2 * pass_s(2 * stream, rates) + pass_s(gate[0] * inner, rates)
+    backward = shared + 2 * pass_s(4 * stream, rates) + pass_s(gate[1] * inner, rates) + bias
     return forward, backward + _weight_sums(model, share, rates)
 
 

@@ -36,7 +36,7 @@ def layer_parameters(model: Transformer) -> int:
 
 
 def matmul_parameters(model: Transformer) -> int:
-    """Parameters of one layer that a token is multiplied with: of a mixture, its own experts, the shared and the router."""
+    """What one layer multiplies a token with: of a mixture, its own experts, the shared ones and the router."""
     copies = model.experts_per_token if model.experts else 1
     shared = _shared(model) if model.experts else 0
     return attention_parameters(model) + copies * expert_parameters(model) + shared

@@ -1,10 +1,10 @@
 """Seconds of an operator on a device: the slower of its arithmetic and its memory traffic (Williams et al. 2009).
 
-A matrix multiply [m, k] x [k, n] is cut into tiles, which run in waves on the device's units: with T tiles and U units it
-takes ceil(T/U) waves, so that a last wave that is half empty costs as much as a full one. One tile of the size that
-NVIDIA's library picks does 2 x rows x columns x (k + PROLOGUE) operations at its unit's share of the rate; smaller tiles
-re-use less of what they load and run at the stated share of it. The best of five tile shapes is taken. That is the one curve
-of matrix-multiply efficiency here: at large shapes it tends to the device's `matmul_efficiency`.
+A matrix multiply [m, k] x [k, n] is cut into tiles, which run in waves on the device's units: T tiles on U units take
+ceil(T/U) waves, so that a last wave that is half empty costs as much as a full one. One tile does 2 x rows x columns x
+(k + PROLOGUE) operations at its unit's share of the rate; smaller tiles re-use less of what they load and run at the
+stated share of it. The best of five tile shapes is taken. That is the one curve of matrix-multiply efficiency here: at
+large shapes it tends to the device's `matmul_efficiency`.
 
 Source of the wave model: NVIDIA, "Matrix Multiplication Background User's Guide" (tile and wave quantisation).
 """
@@ -16,11 +16,11 @@ import math
 from dataclasses import dataclass
 
 TILES = ((2, 1, 1.0), (1, 2, 1.0), (1, 1, 0.92), (1, 0.5, 0.75), (0.5, 0.5, 0.5))
-"""Rows and columns in edges of the device's tile (128 on a GPU), share of the best rate; assumed from the bytes that each
-tile loads for an operation: 1, 1, 1.33, 2 and 2.67 times those of the largest."""
+"""Rows and columns in edges of the device's tile (128 on a GPU), share of the best rate; assumed, from the bytes that
+each tile loads for an operation: 1, 1, 1.33, 2 and 2.67 times those of the largest."""
 
 PROLOGUE = 1.6
-"""Inner length, in edges of the tile, that filling and draining one tile costs: 200 on a GPU; assumed, a few loads deep."""
+"""Inner length, in edges, that filling and draining one tile costs: 200 on a GPU; assumed, a few loads deep."""
 
 
 @dataclass(frozen=True, kw_only=True)

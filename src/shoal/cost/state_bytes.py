@@ -13,13 +13,17 @@ from shoal.cost.plan import Zero
 
 @dataclass(frozen=True, kw_only=True)
 class StateBytes:
-    """Bytes a parameter has in each kind of state; `wire` is the dtype in which gradients are summed over ranks."""
+    """Bytes a parameter has in each kind of state; `wire` is the dtype in which gradients are summed over ranks.
+
+    `stream` are those of the residual stream, which autocast leaves in the parameters' dtype.
+    """
 
     weight: float
     gradient: float
     optimizer: float
     activation: float
     wire: float
+    stream: float = 2
 
     def sharded(self, zero: Zero, ranks: int) -> tuple[float, float, float]:
         """(weight, gradient, optimizer) bytes of one parameter on one of `ranks` ranks."""
@@ -36,8 +40,8 @@ MEGATRON_FP16 = StateBytes(weight=2, gradient=4, optimizer=12, activation=2, wir
 MEGATRON_BF16 = StateBytes(weight=2, gradient=4, optimizer=12, activation=2, wire=4)
 """The same with gradients that travel in float32."""
 
-AUTOCAST = StateBytes(weight=4, gradient=4, optimizer=8, activation=2, wire=4)
+AUTOCAST = StateBytes(weight=4, gradient=4, optimizer=8, activation=2, wire=4, stream=4)
 """Float32 weights, gradients and moments, matrix products in bfloat16 or float16: `precision.kind = "bfloat16"`."""
 
-FLOAT32 = StateBytes(weight=4, gradient=4, optimizer=8, activation=4, wire=4)
-FLOAT64 = StateBytes(weight=8, gradient=8, optimizer=16, activation=8, wire=8)
+FLOAT32 = StateBytes(weight=4, gradient=4, optimizer=8, activation=4, wire=4, stream=4)
+FLOAT64 = StateBytes(weight=8, gradient=8, optimizer=16, activation=8, wire=8, stream=8)

@@ -14,8 +14,7 @@ from shoal.data.sample import Batch, first_leaf, map_tree
 from shoal.engine.loss import Loss, call_model
 from shoal.engine.precision import Precision
 from shoal.engine.randomness import Randomness
-from shoal.engine.uniform import is_padding
-from shoal.models.mixture_auxiliary import TakesAuxiliary, set_auxiliary
+from shoal.models.mixture_auxiliary import TakesAuxiliary, counted_tokens, set_auxiliary
 
 Cut = Callable[[Batch], Batch]
 
@@ -27,7 +26,7 @@ def uncut(batch: Batch) -> Batch:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """This rank's part of some samples, and the weight of each whole sample `[samples]`."""
+    """This rank's part of some samples, and the weights of the whole ones, `[samples]` or `[samples, tokens]`."""
 
     batch: Batch
     weights: Tensor
@@ -46,23 +45,32 @@ class Compute:
 
     def prepared(self, batch: Batch) -> Microbatch:
         """This rank's part of `batch`, on the device and in the type of the parameters."""
-        weights = batch.weights.flatten(1).sum(1) if batch.weights.ndim > 1 else batch.weights
         own = on_device(self.cut(batch), self.device, self.precision.parameters)
-        return Microbatch(own, weights.to(self.device))
+        return Microbatch(own, batch.weights.to(self.device))
 
     def announce(self, microbatch: Microbatch, factor: Callable[[], float]) -> None:
         """Tells the model which samples come next; their losses will be multiplied by `factor()`."""
         batch = microbatch.batch
         self.randomness.microbatch(batch.positions)
         if self._mixtures:
-            real = ~is_padding(batch)[:, None].expand(-1, first_leaf(batch.inputs).shape[1]).to(self.device)
-            set_auxiliary(self.model, microbatch.weights, factor(), real=real, samples=batch.positions)
+            weights = microbatch.weights
+            whole = weights.flatten(1).sum(1) if weights.ndim > 1 else weights
+            set_auxiliary(self.model, whole, factor(), real=self._real(microbatch), samples=batch.positions)
 
     def losses(self, batch: Batch) -> tuple[Any, Tensor]:
         """The whole chain on a prepared batch: its outputs, and the loss of each sample or position."""
         with self.precision.autocast(self.device):
             outputs = call_model(self.model, batch.inputs)
             return outputs, self.loss(outputs, batch.targets)
+
+    def _real(self, microbatch: Microbatch) -> Tensor:
+        """Which of this rank's tokens are no padding, `[samples, tokens]`."""
+        batch, weights = microbatch.batch, microbatch.weights
+        if weights.ndim == 1:
+            return counted_tokens(weights, first_leaf(batch.inputs).shape[1])
+        real = counted_tokens(weights, weights.shape[1])
+        whole = Batch(real, real, weights=weights, positions=batch.positions)
+        return first_leaf(self.cut(whole).inputs)
 
     @cached_property
     def _mixtures(self) -> bool:

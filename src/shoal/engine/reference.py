@@ -12,9 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shoal.comm.alone import Alone
 from shoal.data.sample import Batch
 from shoal.engine.compute import Compute
 from shoal.engine.loss import weighted_sum
+from shoal.engine.statistics import StatisticsSync
 from shoal.optim.build import set_rate
 
 
@@ -58,6 +60,9 @@ class Reference:
         found = {name: p.grad.clone() for name, p in self.weights.items() if p.grad is not None}
         return ReferenceGradient(total / denominator, norm_of(found), zero | found)
 
+    def __post_init__(self) -> None:
+        self._statistics = StatisticsSync(self.compute.model, Alone())
+
     def update(self, gradients: dict[str, Tensor], *, lr: float) -> None:
         """One optimizer step with these gradients, clipped by their norm."""
         norm = norm_of(gradients)
@@ -66,6 +71,7 @@ class Reference:
             parameter.grad = gradients[name].to(parameter) * factor
         set_rate(self.optimizer, lr)
         self.optimizer.step()
+        self._statistics.finish(committed=True)
 
 
 def norm_of(gradients: dict[str, Tensor]) -> float:

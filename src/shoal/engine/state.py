@@ -45,7 +45,7 @@ class TrainState:
 
     The rest is for split models. `owned` are the tensors that the optimizer steps (None: the parameters as they are),
     `held` the parts of parameters that are saved from this rank (None: all of them, whole), and `names` all parameters
-    and persistent buffers of the unsplit model (None: those of `model`).
+    and persistent buffers of the unsplit model (None: those of `model`), tied ones once.
     """
 
     model: nn.Module
@@ -71,9 +71,10 @@ class TrainState:
         return self.weights() | self._located(named_slots(self.optimizer, self._stepped))
 
     def weights(self) -> dict[str, Held]:
-        """The model's parameters and persistent buffers, tied ones once: `model/<name>`."""
-        whole: dict[str, Held] = {f"{MODEL}{name}": tensor for name, tensor in self._state().items()}
-        return whole | _parts(self.held or ())
+        """The model's parameters and persistent buffers, tied ones once; no parts of what others have."""
+        all_names: dict[str, Held] = {f"{MODEL}{name}": () for name in self.names or ()}
+        whole = {f"{MODEL}{name}": tensor for name, tensor in self._state().items()}
+        return all_names | whole | _parts(self.held or ())
 
     def weight_targets(self) -> dict[str, Held]:
         """What a checkpoint's weights are read into: `weights`, and what the optimizer steps in memory of its own."""
@@ -119,13 +120,11 @@ class TrainState:
         slots = {name.removeprefix(OPTIMIZER): dtype for name, dtype in saved.items() if name.startswith(OPTIMIZER)}
         return self.weight_targets() | self._located(make_slots(self.optimizer, self._stepped, slots))
 
-    def elsewhere(self, saved: Iterable[str] = ()) -> set[str]:
-        """Names that other ranks fill: all weights, and those of the slots in `saved` whose parameter is known."""
-        if self.names is None:
-            return set()
-        slots = {name for name in saved if name.startswith(OPTIMIZER)}
-        known = {name for name in slots if slot_and_parameter(name.removeprefix(OPTIMIZER))[1] in self.names}
-        return {f"{MODEL}{name}" for name in self.names} | known
+    def elsewhere(self, saved: Iterable[str]) -> set[str]:
+        """Those of the slots in `saved` that other ranks may fill: the model has their parameter."""
+        slots = (name for name in saved if name.startswith(OPTIMIZER))
+        known = self.names or ()
+        return {name for name in slots if slot_and_parameter(name.removeprefix(OPTIMIZER))[1] in known}
 
     @property
     def _stepped(self) -> list[tuple[str, Parameter]]:
@@ -140,8 +139,6 @@ class TrainState:
 
     def _state(self) -> dict[str, Tensor]:
         """What of the module's state is whole here: buffers, and the parameters unless `held` lists their parts."""
-        if self.held is not None:
-            _require_listed(self.model, self.held)
         found: dict[str, Tensor] = {}
         seen: set[int] = set()
         for name, tensor in self.model.state_dict(keep_vars=True).items():
@@ -162,16 +159,6 @@ def held_pieces(owned: Iterable[Owned]) -> list[HeldWeight]:
         for own in owned
         for target in _views(local(own.parameter), own)
     ]
-
-
-def _require_listed(model: nn.Module, held: Iterable[HeldWeight]) -> None:
-    names, tensors = {weight.name for weight in held}, {id(weight.tensor) for weight in held}
-    for name, parameter in model.named_parameters():
-        if name not in names and id(parameter) not in tensors:
-            raise UsageError(
-                f"this rank has the parameter {name}, and what it holds for checkpoints does not list it: give every "
-                "parameter a holding"
-            )
 
 
 def _parts(held: Iterable[HeldWeight]) -> dict[str, list[Target]]:

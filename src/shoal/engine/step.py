@@ -51,8 +51,9 @@ class StepResult:
 class TrainStep:
     """Computes one update from this rank's samples.
 
-    `group` are the ranks that vote, all that train in lock-step; `twins` those that hold the same part of the model and
-    see other samples; `counts` says whether this rank's samples are counted, or those of a rank that sees the same.
+    `group` are the ranks that vote, all that train in lock-step; `twins` those that hold the same layers and see other
+    samples, or other tokens of them; `counts` says whether this rank's samples are counted, or those of another rank
+    that sees the same.
     """
 
     def __init__(

@@ -32,11 +32,6 @@ class Uniform:
         return [*padded, *[filler] * (self.count - len(padded))]
 
 
-def is_padding(batch: Batch) -> Tensor:
-    """Bool `[samples]`: which are made up."""
-    return batch.positions == PADDING_POSITION
-
-
 def padding_like(batch: Batch, samples: int) -> Batch:
     """`samples` copies of the first sample that weigh nothing."""
     repeat = lambda leaf: leaf[:1].expand(samples, *leaf.shape[1:])  # noqa: E731

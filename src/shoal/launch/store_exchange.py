@@ -47,6 +47,14 @@ class StoreExchange:
             ) from error
         return [self._read(key) for key in keys]
 
+    def forget(self, keys: Sequence[str]) -> None:
+        """Remove what was published under `keys`; a key that is not there is no error."""
+        for key in keys:
+            if self._store.check([f"{key}/parts"]):
+                parts = int(self._store.get(f"{key}/parts"))
+                for name in ("parts", *range(parts)):
+                    self._store.delete_key(f"{key}/{name}")
+
     def _read(self, key: str) -> bytes:
         parts = int(self._store.get(f"{key}/parts"))
         return b"".join(self._store.get(f"{key}/{part}") for part in range(parts))

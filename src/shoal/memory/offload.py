@@ -36,7 +36,7 @@ def offloaded(*, staying: Iterable[Tensor] = (), smallest_bytes: int = SMALLEST_
 
 def _moved(tensor: Tensor, kept: Collection[int], *, smallest_bytes: int) -> Tensor | _Moved:
     if tensor.nbytes < smallest_bytes or tensor.untyped_storage().data_ptr() in kept:
-        return tensor
+        return tensor.detach()  # an operator's own result would keep the operator alive, and so itself
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
     return _Moved(copy.copy_(tensor, non_blocking=False), tensor.device)
 

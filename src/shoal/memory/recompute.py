@@ -11,6 +11,7 @@ went through the model in between (`replay`). Where it calls collectives, all ra
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -51,7 +52,7 @@ class Recomputed:
         if not torch.is_grad_enabled():
             return self.inner(*inputs, **named)
         as_now = remember(self.module)
-        contexts = lambda: (torch.enable_grad(), as_now())  # noqa: E731
+        contexts = lambda: (nullcontext(), as_now())  # noqa: E731
         return checkpoint(partial(self.inner, **named), *inputs, use_reentrant=False, context_fn=contexts)
 
 

@@ -87,10 +87,13 @@ class SavedActivations:
 
 
 class _Held:
-    """A saved tensor. Autograd drops it when the graph is freed, before which its storage cannot be reused."""
+    """A saved tensor. Autograd drops it when the graph is freed, before which its storage cannot be reused.
+
+    Detached: an operator's own result would keep the operator alive, and so itself.
+    """
 
     def __init__(self, tensor: Tensor, let_go: Callable[[], None]) -> None:
-        self.tensor, self._let_go = tensor, let_go
+        self.tensor, self._let_go = tensor.detach(), let_go
 
     def __del__(self) -> None:
         self._let_go()

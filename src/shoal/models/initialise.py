@@ -115,7 +115,7 @@ def _place_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype) -
                     f"method reset_buffers() that computes it, or build it elsewhere"
                 )
             wide = torch.promote_types(old.dtype, dtype) if old.is_floating_point() else old.dtype
-            empty_or_moved = torch.empty_like(old, dtype=wide, device=device) if old.is_meta else old.to(device, wide)
+            empty_or_moved = torch.empty(old.shape, dtype=wide, device=device) if old.is_meta else old.to(device, wide)
             setattr(module, name, empty_or_moved)
         if isinstance(module, ResetsBuffers):
             module.reset_buffers()

@@ -117,11 +117,11 @@ class Mixture(TakesAuxiliary, TakesRoutes):
         real = self._real(places)
         counts = places.new_zeros(x.shape[0], self.options.experts)
         counts.scatter_add_(1, chosen.flatten(1), real[..., None].expand_as(chosen).flatten(1).long())
-        first_time = self.auxiliary is None or self.name not in self.auxiliary.counted
+        first_time = self.announced is None or self.name not in self.announced.counted
         if self.training and first_time:  # a recomputation counts nothing
             self.router.count(counts.sum(0))
-            if self.auxiliary is not None:
-                self.auxiliary.counted.add(self.name)
+            if self.announced is not None:
+                self.announced.counted.add(self.name)
         whole = torch.cat((counts, real.sum(1, keepdim=True)), dim=1)
         if self.options.capacity_factor is not None or (self.training and self.options.has_losses):
             whole = self.exchange.sum_over_sequence(whole)
@@ -131,19 +131,19 @@ class Mixture(TakesAuxiliary, TakesRoutes):
         chosen = top_k(preferences, self.options.top_k)
         if self.tap is None:
             return chosen
-        if self.auxiliary is None or self.auxiliary.samples is None:
+        if self.announced is None or self.announced.samples is None:
             raise RuntimeError(
                 f"{self.name} has its routes recorded or replayed and does not know its samples; call set_auxiliary("
                 f"model, ..., samples=positions) before each forward"
             )
-        samples = self.auxiliary.samples
+        samples = self.announced.samples
         return self.tap(self.name, samples=samples, places=places, preferences=preferences, chosen=chosen)
 
     def _real(self, places: Tensor) -> Tensor:
         """Which tokens are no padding, bool as `places`."""
-        if self.auxiliary is None or self.auxiliary.real is None:
+        if self.announced is None or self.announced.real is None:
             return torch.ones_like(places, dtype=torch.bool)
-        return self.exchange.part(self.auxiliary.real)
+        return self.exchange.part(self.announced.real)
 
     def _kept(self, routing: Routing, places: Tensor, *, seq: int) -> Tensor | None:
         """The choices that find room, bool as `routing.chosen`; None: all."""
@@ -183,12 +183,12 @@ class Mixture(TakesAuxiliary, TakesRoutes):
         if options.router_z_loss:
             z = z_terms(routing.logits, real=routing.real, lengths=routing.lengths)
             losses.append(options.router_z_loss * z)
-        if self.auxiliary is None:
+        if self.announced is None:
             raise RuntimeError(
                 f"{self.name} has an auxiliary loss and no weights of the sequences; in training call "
                 f"set_auxiliary(model, weights, scale) before each forward"
             )
-        return injected(out, torch.stack(losses).sum(0), self.auxiliary, name=self.name)
+        return injected(out, torch.stack(losses).sum(0), self.announced, name=self.name)
 
 
 def loads(model: nn.Module) -> dict[str, Tensor]:

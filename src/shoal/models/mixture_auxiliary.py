@@ -24,7 +24,8 @@ class Auxiliary:
 
     `weights` `[batch]` are the sequences' weights in the loss, whole sequences', and `scale` the loss scale over the
     global denominator: it may be set as late as before the backward. `real` bool `[batch, seq]` is false for padding
-    (None: there is none), and `samples` int64 `[batch]` are the samples' places in the run, for recorded routes.
+    (None: there is none), and `samples` int64 `[batch]` are the samples' places in the run, for recorded routes. What
+    was set in training is ignored in evaluation, and the other way round: a batch that nobody announced finds nothing.
     `terms` collects each layer's weighted loss over the tokens that this rank routes, `counted` the layers that have
     counted this microbatch's loads, so that a recomputation does not count them again.
     """
@@ -33,6 +34,7 @@ class Auxiliary:
     scale: float | None = None
     real: Tensor | None = None
     samples: Tensor | None = None
+    training: bool = True
     terms: dict[str, Tensor] = field(default_factory=dict)
     counted: set[str] = field(default_factory=set)
 
@@ -43,6 +45,12 @@ class TakesAuxiliary(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.auxiliary: Auxiliary | None = None
+
+    @property
+    def announced(self) -> Auxiliary | None:
+        """What was set for batches of this mode, training or evaluation."""
+        auxiliary = self.auxiliary
+        return auxiliary if auxiliary is not None and auxiliary.training == self.training else None
 
 
 def set_auxiliary(
@@ -57,7 +65,7 @@ def set_auxiliary(
 
     A recomputation needs the same object: give it back with `use_auxiliary` if another microbatch came in between.
     """
-    auxiliary = Auxiliary(weights, scale, real, samples)
+    auxiliary = Auxiliary(weights, scale, real, samples, training=model.training)
     use_auxiliary(model, auxiliary)
     return auxiliary
 

@@ -13,13 +13,16 @@ from shoal.optim.config import SGD, AdamW, OptimizerConfig
 def build_optimizer(
     config: OptimizerConfig, parameters: Iterable[tuple[str, Parameter, bool]], *, lr: float
 ) -> torch.optim.Optimizer:
-    """The optimizer over `(name, parameter, decays)`. Parameters that do not decay form a group of their own."""
+    """The optimizer over `(name, parameter, decays)`. Parameters that do not decay form a group of their own.
+
+    Without any parameter, as on a rank whose piece of a sharded model is empty, its step does nothing.
+    """
     parameters = list(parameters)
     groups = [
         {"params": [p for _, p, decays in parameters if decays], "weight_decay": config.weight_decay},
         {"params": [p for _, p, decays in parameters if not decays], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
+    groups = [group for group in groups if group["params"]] or groups[:1]
     if isinstance(config, AdamW):
         return torch.optim.AdamW(groups, lr=lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
     return _sgd(config, groups, lr)

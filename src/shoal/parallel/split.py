@@ -126,9 +126,8 @@ def _holding(
     """Of the parameter that this rank's part of the model calls `name`; `places` along `pipeline` hold it."""
     first = unsplit.first[name]
     shape = unsplit.shapes[first]
-    part = expert or tensor
-    box = whole(shape) if part is None or part.dim is None else _slab(shape, part.dim, part.offset, part.length)
     if unsplit.roles[first].kind == "expert":
+        box = whole(shape) if expert is None else _slab(shape, expert.dim, expert.offset, expert.length)
         return held(mesh.layout, mesh.rank, first, shape, kind="expert", box=box)
     assert tensor is not None, f"the tensor plan says nothing of {name}"
     return held(
@@ -136,7 +135,7 @@ def _holding(
         mesh.rank,
         first,
         shape,
-        box=box,
+        box=tensor.box(shape),
         twins=tensor.twins,
         tensor_split=tensor.dim is not None,
         tensor_partial=tensor.partial,

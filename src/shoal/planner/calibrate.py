@@ -1,7 +1,7 @@
 """One constant from one measured step: the value at which the prediction is the measurement.
 
-Step time falls with `compute` and rises with `dispatch_s`, so a bisection finds the value, or the end of the range where
-the measurement lies beyond it: a machine cannot be calibrated to more than its data sheet.
+Step time falls with `compute` and rises with `dispatch_s`, so a bisection finds the value, or the end of the range
+where the measurement lies beyond it: a machine cannot be calibrated to more than its data sheet.
 """
 
 from __future__ import annotations

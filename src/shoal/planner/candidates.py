@@ -3,12 +3,12 @@
 Legal means that every rank gets whole heads, whole microbatches and at least one layer:
 
 - tensor divides heads, feed-forward width and (or is a multiple of) key-value heads, within two nodes
-- pipeline: equal stages, but for the last, which also holds the head; interleaved schedules need p to divide microbatches
+- pipeline: equal stages, but for the last, which also holds the head; microbatches divide by p where stages interleave
 - context: at least `FEWEST_TOKENS` of a sample on each rank, in an even number of pieces
 - replicate x shard divides the global batch, and the microbatch what is left of it
 - ZeRO shards over `shard`: all data-parallel ranks, or those of one node with replicas across (hybrid, ZeRO-3 only)
-- sequence parallelism goes with tensor parallelism: same bytes on the wire, less memory; GPipe is left out: 1F1B takes its
-  time and less memory
+- sequence parallelism goes with tensor parallelism: same bytes on the wire, less memory; GPipe is left out: 1F1B takes
+  its time and less memory
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Every number that a prediction uses and that neither the cluster, the model nor the plan gives, with its origin.
 
 None is fitted to a row that is predicted. Two may be calibrated, each on one measured row of a machine type
-(`planner.calibrate`): `compute`, a factor on the matrix-multiply rate, and `dispatch_s`, the host's time for an operator.
+(`planner.calibrate`): `compute`, a factor on the matrix-multiply rate, and `dispatch_s`, the host's time for one
+operator.
 """
 
 from __future__ import annotations
@@ -37,9 +38,6 @@ class Constants:
     backward_operators: float = _constant(42, "the same in its backward, sums of gradients included: counted")
     head_operators: float = _constant(
         66, "operators of embedding, head, loss and schedule for a microbatch: two thirds of a layer's, assumed"
-    )
-    optimizer_bytes: float = _constant(
-        52, "bytes a parameter: copy 6, unscale and norm 12, Adam in float32 28, cast to half 6: counted"
     )
     optimizer_start_s: float = _constant(3e-3, "host seconds of an optimizer step; assumed")
 

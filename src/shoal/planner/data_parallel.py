@@ -17,20 +17,23 @@ if TYPE_CHECKING:
 def gathers(plan: Plan, predictor: Predictor, *, beside_s: float) -> Exposed:
     """Each microbatch: ZeRO-2 and -3 scatter gradients, or they would not be sharded; ZeRO-3 gathers weights twice.
 
+    One collective a layer, so that the latency of a long ring counts as often as it does in FSDP.
     `beside_s` are the seconds in which the device computes and no other collective of this rank uses the links.
     """
     group = shard_group(plan, predictor)
     if plan.zero < 2 or group.ranks == 1:
         return Exposed(seen_s=0.0, slowed_s=0.0)
-    numbers, state = _numbers(plan, predictor), predictor.stack.state
-    seconds = group.all_gather(numbers * state.wire)
-    seconds += 2 * group.all_gather(numbers * state.activation) if plan.zero == 3 else 0.0
+    state = predictor.stack.state
+    units = plan.stage_layers(predictor.workload.model.layers) + 1
+    numbers = _numbers(plan, predictor) / units
+    each = group.all_gather(numbers * state.wire)
+    each += 2 * group.all_gather(numbers * state.activation) if plan.zero == 3 else 0.0
     hides = beside_s if predictor.stack.overlap_data else 0.0
-    return exposed(seconds, hides, slowdown=predictor.constants.overlap_slowdown)
+    return exposed(units * each, hides, slowdown=predictor.constants.overlap_slowdown)
 
 
 def gradients(plan: Plan, predictor: Predictor, *, beside_s: float) -> Exposed:
-    """Once a step: sums over shard x context where no microbatch did it, then over replicas; ZeRO-1 and -2 gather weights.
+    """Once a step: sums over shard x context (unless each microbatch did), then over replicas; new weights gathered.
 
     `beside_s` is the backward of the last microbatch, beside which sums may run; the gather of weights may not.
     """
@@ -53,7 +56,7 @@ def optimizer_s(plan: Plan, predictor: Predictor) -> float:
     """Passes over the state of the parameters that this rank updates."""
     share = plan.state_ranks if plan.zero else 1
     constants = predictor.constants
-    passes = _numbers(plan, predictor) / share * constants.optimizer_bytes / predictor.rates.memory_bytes_s
+    passes = _numbers(plan, predictor) / share * predictor.stack.update_bytes / predictor.rates.memory_bytes_s
     return passes + constants.optimizer_start_s
 
 

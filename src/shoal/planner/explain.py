@@ -1,8 +1,8 @@
 """Why this plan and not another, and what would help it most.
 
-`why_not` takes the best plan under a condition ("tensor=8") and says what it would cost, and which constraint binds where
-there is none. `helps` changes one thing at a time and ranks the changes: within the plan (recomputation, ZeRO, microbatch)
-and outside of it (twice the bandwidth, twice the memory, a perfect network).
+`why_not` takes the best plan under a condition ("tensor=8") and says what it would cost, and which constraint binds
+where there is none. `helps` changes one thing at a time and ranks the changes: within the plan (recomputation, ZeRO,
+microbatch) and outside of it (links or memory twice as fast).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CONDITIONS = (
 
 
 def condition(text: str, allowed: Allowed) -> Allowed:
-    """`allowed` narrowed by "tensor=8" or "zero=3,recompute=full". Raises `UsageError` for a name that it does not know."""
+    """`allowed` narrowed by "tensor=8" or "zero=3,recompute=full". Raises `UsageError` for an unknown name."""
     for part in text.split(","):
         name, _, value = (piece.strip() for piece in part.partition("="))
         if name not in CONDITIONS or not value:

@@ -1,4 +1,4 @@
-"""One layer, and the head, of one microbatch on one rank: device seconds, launches, collectives of tensor, context, expert."""
+"""One layer, and the head, of one microbatch on one rank: device seconds, launches, collectives inside the layer."""
 
 from __future__ import annotations
 
@@ -36,6 +36,8 @@ def share_of(sequence: int, plan: Plan, stack: Stack) -> Share:
         expert=layout.expert,
         sequence_parallel=plan.sequence_parallel,
         element_bytes=stack.state.activation,
+        stream_bytes=stack.state.stream,
+        eager=stack.eager,
         dropout=stack.dropout,
         flash_attention=stack.flash_attention,
         fused_weight_gradient=stack.fused_weight_gradient,
@@ -71,14 +73,19 @@ def exposed(communication_s: float, beside_s: float, *, slowdown: float) -> Expo
 
 
 def layer_bill(model: Transformer, plan: Plan, share: Share, predictor: Predictor) -> LayerBill:
-    """Everything that plans with the same share of a layer have in common."""
+    """Everything that plans with the same share of a layer have in common.
+
+    The host runs ahead while the device computes and while it waits for communication that runs beside computation; a
+    blocking collective between tensor ranks lets the queue run dry, so that its seconds and the host's add up.
+    """
     device = layer_seconds(model, share, predictor.rates)
     wires = _wires(model, plan, share, predictor, device)
     recompute_s, repeated_launches = _recomputed(plan, device, predictor)
     c = predictor.constants
-    forward_launch = max(0.0, c.forward_operators * c.dispatch_s - device.forward)
+    forward_launch = max(0.0, c.forward_operators * c.dispatch_s - device.forward - wires.context / 3)
     backward_host = (c.backward_operators + repeated_launches) * c.dispatch_s
-    backward_launch = max(0.0, backward_host - device.backward - recompute_s)
+    beside = wires.context * 2 / 3 + (wires.tensor_backward if predictor.stack.overlap_tensor else 0.0)
+    backward_launch = max(0.0, backward_host - device.backward - recompute_s - beside)
     again = wires.tensor_forward + wires.expert / 2 if plan.recompute == "full" else 0.0
     items = {
         "matrix products": device.matmul_forward + device.matmul_input + device.matmul_weight,

@@ -1,7 +1,7 @@
 """What a run costs on a cluster: time with failures and saves, money, energy.
 
-A run of n steps of T seconds takes n T / (effective share) seconds; the share is that of the availability-optimal interval
-between checkpoints (cost.interval), with the cluster's failure rate and time to recover.
+A run of n steps of T seconds takes n T / (effective share) seconds; the share is that of the availability-optimal
+interval between checkpoints (cost.interval), with the cluster's failure rate and time to recover.
 """
 
 from __future__ import annotations

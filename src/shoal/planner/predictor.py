@@ -2,8 +2,8 @@
 
     step = m x (fullest rank's forward + backward of a microbatch) + bubble + gradients + optimizer
 
-A microbatch on the fullest rank is its layers by the roofline (cost.operators), what the host needs to launch them where
-that is longer, collectives that nothing hides, and head and loss, which the last rank has.
+A microbatch on the fullest rank is its layers by the roofline (cost.operators), what the host needs to launch them
+where that is longer, collectives that nothing hides, and head and loss, which the last rank has.
 
 A predictor keeps what it computed of a layer, which thousands of plans share; it holds no other state.
 """

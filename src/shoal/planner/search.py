@@ -1,8 +1,8 @@
 """The best plans: every legal one that fits is priced, so that the order is exact under the cost model.
 
-A plan's memory costs less to compute than its time and rules out about half of them, so it comes first; layers are priced
-once for all plans that share them. That is fast enough (405B on 16,384 devices in seconds) without any bound that could
-lose a plan of the Pareto front.
+A plan's memory costs less to compute than its time and rules out about half of them, so it comes first; layers are
+priced once for all plans that share them. That is fast enough (405B on 16,384 devices in seconds) without a
+bound that could lose a plan of the Pareto front.
 """
 
 from __future__ import annotations
@@ -84,15 +84,16 @@ def _nothing_fits(predictor: Predictor, allowed: Allowed, considered: int) -> st
     if not considered:
         return (
             f"no layout of {predictor.cluster.devices} devices is legal for this model and a global batch of "
-            f"{predictor.workload.global_samples}: change the batch so that the data-parallel ranks divide it, or allow "
-            "more axes"
+            f"{predictor.workload.global_samples}: change the batch so that the data-parallel ranks divide it, or "
+            "allow more axes"
         )
     plans = candidates(predictor.workload, predictor.cluster, allowed)
     plan, peak = min(((p, _peak(predictor, p)) for p in plans), key=lambda pair: pair[1].total)
     item, size = max(peak.items().items(), key=lambda pair: pair[1])
     return (
         f"nothing fits on {name}: of {considered} plans the smallest ({plan.describe()}) needs "
-        f"{peak.total / 2**30:.1f} GiB a device, {size / 2**30:.1f} of them {item}, and a device has {have / 2**30:.1f}: "
+        f"{peak.total / 2**30:.1f} GiB a device, {size / 2**30:.1f} of them {item}, and a device has "
+        f"{have / 2**30:.1f}: "
         f"{_smallest_cluster(predictor, allowed)}"
     )
 

@@ -16,13 +16,17 @@ class Stack:
     """A training program.
 
     `overlap_tensor`: the all-reduce of an input's gradient runs beside the weight's product. `overlap_data`: gradients
-    are summed, and ZeRO's weights gathered, while the device computes. `overlap_pipeline`: transfers between stages run beside computation.
-    `scatter_pipeline`: tensor ranks send a share each between stages (arXiv:2104.04473, section 4.1).
+    are summed, and ZeRO's weights gathered, while the device computes. `overlap_pipeline`: transfers between stages run
+    beside computation. `scatter_pipeline`: tensor ranks send a share each (arXiv:2104.04473, section 4.1). `eager`:
+    gates and rotary positions are a kernel an operator. `update_bytes`: what a step of the optimizer moves for a
+    parameter, Megatron's by default: copy of the gradient 6, unscale and norm 12, Adam in float32 28, cast to half 6.
     """
 
     name: str
     state: StateBytes
     dtype: str = "bfloat16"
+    update_bytes: float = 52.0
+    eager: bool = False
     flash_attention: bool = True
     dropout: bool = False
     fused_weight_gradient: bool = True
@@ -34,7 +38,13 @@ class Stack:
     @property
     def kept(self) -> Kept:
         """What its forward keeps for its backward."""
-        return Kept(element_bytes=self.state.activation, dropout=self.dropout, flash_attention=self.flash_attention)
+        return Kept(
+            element_bytes=self.state.activation,
+            stream_bytes=self.state.stream,
+            eager=self.eager,
+            dropout=self.dropout,
+            flash_attention=self.flash_attention,
+        )
 
 
 MEGATRON_2021 = Stack(

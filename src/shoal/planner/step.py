@@ -22,7 +22,7 @@ def step_bill(plan: Plan, layer: LayerBill, predictor: Predictor) -> Bill:
     for name, seconds in layer.head.items():
         micro[name] = micro.get(name, 0.0) + seconds
     transfer = _transfer_s(plan, predictor)
-    computed = sum(micro.get(name, 0.0) for name in COMPUTED)
+    computed = sum(micro.get(name, 0.0) for name in (*COMPUTED, "launches"))
     _add(micro, "transfers", _transfers(plan, predictor, transfer, computed))
     _add(micro, "gathers", gathers(plan, predictor, beside_s=computed))
     bill = {name: plan.microbatches * seconds for name, seconds in micro.items()}
@@ -52,6 +52,7 @@ def _bubble(plan: Plan, layer: LayerBill, layers: float, transfer_s: float) -> f
         plan.schedule,
         pipeline=plan.layout.pipeline,
         virtual_stages=plan.virtual_stages,
+        microbatches=plan.microbatches,
         forward_s=layers * layer.forward_s + hops,
         input_s=layers * layer.input_s + hops,
         weight_s=layers * layer.weight_s,
@@ -64,7 +65,7 @@ def _transfer_s(plan: Plan, predictor: Predictor) -> float:
     if layout.pipeline == 1:
         return 0.0
     tokens = plan.microbatch * predictor.workload.sequence / layout.context
-    size = boundary_bytes(predictor.workload.model, tokens, element_bytes=stack.state.activation)
+    size = boundary_bytes(predictor.workload.model, tokens, element_bytes=stack.state.stream)
     stride = layout.shard * layout.context * layout.tensor
     hop = predictor.group(plan, layout.pipeline, stride=stride)
     split = plan.sequence_parallel or (stack.scatter_pipeline and hop.spans_nodes)

@@ -72,7 +72,7 @@ def new_step(setting: Setting, state: TrainState, sync: Sync) -> TrainStep:
         optimizer=state.optimizer,
         sync=sync,
         group=mesh.world,
-        twins=mesh.axis("replicate", "shard"),
+        twins=mesh.axis("replicate", "shard", "context", "tensor"),
         ledger=mesh.ledger,
         scaler=state.scaler,
         randomness=setting.passes.compute.randomness,
@@ -104,10 +104,9 @@ def new_feed(setting: Setting, cursor: Cursor, *, share: tuple[int, int] | None 
 
 def _held(setting: Setting, sync: Sync) -> list[HeldWeight]:
     """The weights that are saved from this rank: what it computes with, or under ZeRO-3 what it updates."""
-    held = [
-        HeldWeight(h.holding.name, h.parameter, h.holding.global_shape, h.holding.box) for h in setting.parts.split.held
-    ]
+    split = setting.parts.split
+    everything = ((held.holding, held.parameter) for held in split.held)
+    held = [HeldWeight(holding.name, p, holding.global_shape, holding.box) for holding, p in everything]
     if zero_of(setting) != 3:
         return held
-    trained = {owned.name for owned in sync.owned}
-    return [*held_pieces(sync.owned), *(weight for weight in held if weight.name not in trained)]
+    return [*held_pieces(sync.owned), *(weight for weight in held if weight.name in split.frozen)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import socket
+from math import prod
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ def run_facts(setting: Setting, *, generation: int) -> dict[str, Any]:
         "steps": setting.run_file.run.steps,
         "generation": generation,
         "data": data,
-        "parameters": sum(p.numel() for p in setting.model.parameters()),
+        "parameters": sum(prod(shape) for shape in setting.parts.split.shapes.values()),
         "world": layout.world_size,
         "layout": layout.to_dict(),
         "device": setting.device.type,

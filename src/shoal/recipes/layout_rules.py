@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from shoal.models.config import GPTConfig, PythonModel
+from shoal.models.config import GPTConfig, MoEConfig, PythonModel
 from shoal.topology.refusal import nearest_divisors, nearest_multiples
 
 if TYPE_CHECKING:  # the run file asks these rules
@@ -43,6 +43,18 @@ def _heads(run_file: RunFile) -> str | None:
         _divides("layout.tensor", tensor, "model.heads", model.heads)
         or _divides_or_divided("layout.tensor", tensor, "model.kv_heads", model.key_value_heads)
         or _divides("layout.tensor", tensor, "model.feed_forward_width", model.hidden_width)
+    )
+
+
+def _experts(run_file: RunFile) -> str | None:
+    model, layout = run_file.model, run_file.layout
+    if not isinstance(model, MoEConfig):
+        if layout.expert == 1 or isinstance(model, PythonModel):
+            return None
+        return f'layout.expert = {layout.expert} splits experts, and the model has none: set model.kind = "moe"'
+    shared = model.shared_experts * model.width_of_expert
+    return _divides("layout.expert", layout.expert, "model.experts", model.experts) or _divides(
+        "layout.tensor", layout.tensor, "shared_experts x expert_width", shared
     )
 
 
@@ -116,4 +128,4 @@ def _not_multiple(name: str, number: int, unit: int, what: str) -> str:
     return f"{name} = {number} is not a multiple of {what}; nearest: {nearest}"
 
 
-_RULES: tuple[Rule, ...] = (_only_chains, _heads, _sequence, _ulysses, _stages, _sequence_parallel, _zero)
+_RULES: tuple[Rule, ...] = (_only_chains, _heads, _experts, _sequence, _ulysses, _stages, _sequence_parallel, _zero)

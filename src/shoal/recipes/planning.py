@@ -1,18 +1,12 @@
-"""A run file and a cluster -> what is planned, with which stack, among which plans; and back: the run file of a plan."""
+"""A run file and a cluster -> what is planned, with which stack, and the whole answer of `shoal plan`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
 
-import tomli_w
-
-from shoal.config.check import checked
-from shoal.config.load import read
 from shoal.cost.footprint import Overheads
-from shoal.cost.plan import Plan, Zero
 from shoal.cost.state_bytes import AUTOCAST, FLOAT32, FLOAT64, StateBytes
 from shoal.cost.transformer import Transformer
 from shoal.engine.config import BFloat16, Float16, Float32, Float64
@@ -26,7 +20,8 @@ from shoal.planner.money import run_cost
 from shoal.planner.predictor import Prediction, Predictor, Workload
 from shoal.planner.search import Found, search
 from shoal.planner.stack import Stack
-from shoal.recipes.run_file import RunFile, check_across
+from shoal.recipes.plan_file import written_plan
+from shoal.recipes.run_file import RunFile
 from shoal.topology.cluster import Cluster
 from shoal.topology.cluster_file import cluster_from, load_cluster
 
@@ -85,6 +80,7 @@ def _mixture(sizes: Transformer, model: MoEConfig) -> Transformer:
 def stack_of(run_file: RunFile, cluster: Cluster) -> Stack:
     """What Shoal does: PyTorch's fused attention, gradients summed while the backward runs, eager operators.
 
+    The optimizer's step reads the gradient for its norm, scales it, updates weight and moments from it: ten numbers.
     Ranks on CPU cores move bytes with the cores that compute, so that nothing hides behind anything.
     """
     on_cpu = cluster.machine.scale_up.kind == "memory"
@@ -93,6 +89,8 @@ def stack_of(run_file: RunFile, cluster: Cluster) -> Stack:
         name="Shoal",
         state=state,
         dtype=dtype,
+        update_bytes=10 * state.weight,
+        eager=not run_file.run.compile,
         flash_attention=True,
         dropout=getattr(run_file.model, "dropout", 0.0) > 0,
         fused_weight_gradient=False,
@@ -108,9 +106,7 @@ def cluster_of(run_file: RunFile, path: Path | None) -> Cluster:
     if path is not None:
         return load_cluster(path)
     if run_file.run.device == "cuda":
-        raise ConfigError(
-            'run.device = "cuda": say which machine with --cluster C.toml ([cluster] machine = "dgx-h100")'
-        )
+        raise ConfigError('run.device = "cuda": say which machine with --cluster C.toml, such as machine = "dgx-h100"')
     processes = run_file.run.processes or run_file.layout.default_processes or 2
     table = {"nodes": 1, "machine": "cpu-2", "name": "this machine's cores", "devices_per_node": processes}
     return cluster_from({"cluster": table}, file="this machine")
@@ -118,7 +114,7 @@ def cluster_of(run_file: RunFile, path: Path | None) -> Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """All that `shoal plan` shows. `written` is the run file's own plan, None where it cannot be laid on the cluster."""
+    """All that `shoal plan` shows. `written` is the run file's own plan, None where the cluster cannot hold it."""
 
     predictor: Predictor
     found: Found
@@ -129,7 +125,7 @@ class Planned:
 
 
 def planned(run_file: RunFile, cluster: Path | None, *, keep: int, why_not: str | None = None) -> Planned:
-    """The search and its explanation. Raises `ConfigError`, `LayoutError` (nothing fits), `UsageError` (a condition)."""
+    """The search and its explanation. Raises `ConfigError`, `LayoutError` (nothing fits), `UsageError`."""
     where = cluster_of(run_file, cluster)
     stack = stack_of(run_file, where)
     try:
@@ -160,50 +156,3 @@ def _written(run_file: RunFile, predictor: Predictor) -> Prediction | None:
         return predictor.predict(written_plan(run_file, predictor.cluster))
     except LayoutError:
         return None
-
-
-def written_plan(run_file: RunFile, cluster: Cluster) -> Plan:
-    """The plan that the run file itself asks for. Raises `LayoutError` where the cluster's devices cannot be so arranged."""
-    layout = run_file.layout.layout(cluster.devices)
-    ranks = layout.replicate * layout.shard
-    share = max(1, run_file.batch.global_samples // ranks)
-    pipelined = layout.pipeline > 1
-    microbatches = run_file.pipeline.microbatches or 2 * layout.pipeline if pipelined else None
-    micro = run_file.batch.micro_samples or (max(1, share // microbatches) if microbatches else share)
-    zero = run_file.memory.zero or (3 if layout.shard > 1 else 0)
-    return Plan(
-        layout=layout,
-        microbatch=micro,
-        microbatches=max(1, share // micro),
-        schedule=run_file.pipeline.schedule if pipelined else "1F1B",
-        virtual_stages=run_file.pipeline.stages_each if pipelined else 1,
-        zero=cast(Zero, zero),
-        recompute=run_file.memory.recompute,
-        sequence_parallel=run_file.layout.sequence_parallel,
-    )
-
-
-def run_file_of(path: Path, plan: Plan) -> str:
-    """The run file at `path` with `plan` in it, as TOML. Raises `ConfigError` where this version cannot run it."""
-    tables = _with_plan(read(path), plan)
-    result = checked(tables, RunFile, file="the planned run file")
-    check_across(result, file="the planned run file")
-    return tomli_w.dumps(tables)
-
-
-def _with_plan(tables: dict[str, Any], plan: Plan) -> dict[str, Any]:
-    """The same tables with the keys that a plan decides; keys at their defaults are left out."""
-    layout = {axis: size for axis, size in plan.layout.to_dict().items() if size > 1}
-    if plan.sequence_parallel:
-        layout["sequence_parallel"] = True
-    result = {name: value for name, value in tables.items() if name not in ("layout", "pipeline", "memory")}
-    result["run"] = {**tables.get("run", {}), "processes": plan.layout.world_size}
-    result["batch"] = {**tables.get("batch", {}), "micro_samples": plan.microbatch}
-    result["layout"] = layout
-    memory = {"recompute": plan.recompute, **({"zero": plan.zero} if plan.zero and plan.layout.shard > 1 else {})}
-    result["memory"] = memory
-    if plan.layout.pipeline > 1:
-        result["pipeline"] = {"schedule": plan.schedule, "microbatches": plan.microbatches}
-        if plan.virtual_stages > 1:
-            result["pipeline"]["stages_per_rank"] = plan.virtual_stages
-    return result

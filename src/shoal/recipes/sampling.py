@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
+from shoal.checkpoint.load import checkpoints, read_into, read_manifest
 from shoal.engine.loss import call_model
 from shoal.errors import ConfigError
 from shoal.maths.counter import key_of, uniform
+from shoal.recipes.objects import Given, model_of
+from shoal.recipes.run_file import run_directory
 from shoal.recipes.setting import Setting
 
 TEMPERATURE = 0.8
 
 
 @torch.no_grad()
-def sample_text(setting: Setting, prompt: str, count: int) -> str:
+def sample_text(setting: Setting, model: nn.Module, prompt: str, count: int) -> str:
     """`count` bytes that follow `prompt`, drawn from the softmax of the logits at `TEMPERATURE`, keyed on the seed.
 
+    `model` is the unsplit model.
     Raises `ConfigError` where the model does not give logits over bytes for a sequence of bytes.
     """
-    model, device = setting.model.eval(), setting.device
+    model, device = model.eval(), setting.device
     tokens = torch.tensor([list(prompt.encode())], device=device)
     draws = uniform(key_of(setting.run_file.run.seed, "sample text"), torch.arange(count), dtype=torch.float64)
     for draw in draws.tolist():
@@ -34,3 +39,16 @@ def sample_text(setting: Setting, prompt: str, count: int) -> str:
         )
         tokens = torch.cat([tokens, drawn.view(1, 1)], dim=1)
     return bytes(tokens[0, len(prompt.encode()) :].tolist()).decode("utf-8", errors="replace")
+
+
+def unsplit_model(setting: Setting, given: Given) -> nn.Module:
+    """The whole model on this rank alone, with the trained weights: from the newest checkpoint where ranks split it."""
+    if setting.mesh.layout.replica_size == 1:
+        return setting.model
+    model = model_of(setting.run_file, given, device=setting.device, dtype=setting.precision.parameters)
+    directory = run_directory(setting.run_file)
+    manifest = read_manifest(checkpoints(directory)[0])
+    saved = set(model.state_dict(keep_vars=True))
+    tensors = dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if name in saved}
+    read_into(manifest, directory, {f"model/{name}": tensor.detach() for name, tensor in tensors.items()})
+    return model

@@ -29,7 +29,7 @@ from shoal.recipes.assembly import new_feed, new_state, new_step, new_sync
 from shoal.recipes.facts import run_facts
 from shoal.recipes.objects import Given
 from shoal.recipes.run_file import RunFile, run_directory
-from shoal.recipes.sampling import sample_text
+from shoal.recipes.sampling import sample_text, unsplit_model
 from shoal.recipes.setting import Setting, set_up
 from shoal.sync.strategy import Sync
 
@@ -63,7 +63,7 @@ def train_rank(run_file: RunFile, place: Place, given: Given) -> None:
         job.saver.close()
         display.finish()
         if place.rank == 0:
-            _conclude(setting, directory, display)
+            _conclude(setting, given, directory, display)
 
 
 def _train(job: Job, directory: Path, place: Place) -> None:
@@ -88,6 +88,7 @@ def _job(
         exchange=StoreExchange(setting.store),
         keep=run_file.checkpoint.keep,
         object_bytes=run_file.checkpoint.object_bytes,
+        split=mesh.layout.replica_size > 1,
     )
     step = new_step(setting, state, sync)
     return Job(
@@ -131,20 +132,21 @@ def _introduce(display: Display, setting: Setting, came_from: int | None, scalin
         display.warn(f"run.steps = {setting.run_file.run.steps} are done already: nothing to train; raise it to go on")
 
 
-def _sampled(setting: Setting, display: Display) -> str | None:
+def _sampled(setting: Setting, given: Given, display: Display) -> str | None:
     """Text from the model; a model that gives none is no reason to end a finished run with an error."""
     observe = setting.run_file.observe
     try:
-        return sample_text(setting, observe.sample_prompt, observe.sample_bytes)
+        model = unsplit_model(setting, given)
+        return sample_text(setting, model, observe.sample_prompt, observe.sample_bytes)
     except ConfigError as error:
         display.warn(str(error))
         return None
 
 
-def _conclude(setting: Setting, directory: Path, display: Display) -> None:
+def _conclude(setting: Setting, given: Given, directory: Path, display: Display) -> None:
     """What rank 0 does when training is over: text from the model, the bigram beside the loss, the report."""
     observe = setting.run_file.observe
-    text = _sampled(setting, display) if observe.sample_bytes else None
+    text = _sampled(setting, given, display) if observe.sample_bytes else None
     if text is not None:
         write_facts(
             directory,

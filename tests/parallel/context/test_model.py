@@ -24,6 +24,7 @@ from shoal.topology.layout import Layout
 from tests.ranks import TestPlace
 
 VOCABULARY, BATCH, SEQ = 40, 3, 32
+SLOW_S = 120.0  # a worker imports a part of torch at its first recomputation
 SIZES: dict[str, Any] = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "dropout": 0.1}
 # Other orders of the same float64 sums; angles of rotary positions are the same float32 on both sides.
 RELATIVE = 1e-12
@@ -86,7 +87,7 @@ def on_a_rank(place: TestPlace, kind: Any, *, packed: bool, variant: Any) -> tup
 
 def mesh_of(place: TestPlace) -> Mesh:
     layout = Layout(context=place.size)
-    return build_mesh(layout, place.rank, store=place.store, device=torch.device("cpu"), timeout_s=50)
+    return build_mesh(layout, place.rank, store=place.store, device=torch.device("cpu"), timeout_s=SLOW_S)
 
 
 def cases(place: TestPlace, kinds: list[tuple[str, bool, str]]) -> list[tuple[Tensor, dict[str, Tensor], int]]:
@@ -108,7 +109,7 @@ def test_loss_and_every_gradient_are_those_of_one_process(ranks: Any, size: int)
     every = [(kind, packed, "") for kind in sorted(KINDS) for packed in (False, True)]
     wanted = {packed: loss_and_gradients(gpt(), batch(packed=packed)) for packed in (False, True)}
     sizes = AttentionSizes(tokens=BATCH * SEQ // size, heads=4, kv_heads=2, head_size=8, element_bytes=8)
-    for results in ranks(size, cases, every):
+    for results in ranks(size, cases, every, timeout_s=SLOW_S):
         for (kind, packed, _), (loss, gradients, sent) in zip(every, results, strict=True):
             torch.testing.assert_close(loss, wanted[packed][0], rtol=RELATIVE, atol=0)
             assert worst(gradients, wanted[packed][1]) < RELATIVE
@@ -121,7 +122,7 @@ def test_recomputed_attention_calls_the_ranks_again_and_gives_the_same(ranks: An
     """For each kind, with documents and dropout; of the whole blocks and of the cores alone."""
     every = [(kind, True, variant) for kind in sorted(KINDS) for variant in ("selective", "full")]
     loss, gradients = loss_and_gradients(gpt(), batch(packed=True))
-    for results in ranks(2, cases, every):
+    for results in ranks(2, cases, every, timeout_s=SLOW_S):
         for found in results:
             torch.testing.assert_close(found[0], loss, rtol=RELATIVE, atol=0)
             assert worst(found[1], gradients) < RELATIVE

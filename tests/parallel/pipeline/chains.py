@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ class Perceptron(nn.Module):
     def __init__(self, *, frozen: int = 0, recompute: bool = False) -> None:
         super().__init__()
         widths = [WIDTH, 12, 8, 10, 8, 6, 9, 8, VOCABULARY]
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
         self.again = nn.Linear(8, 8)
         self.recompute = recompute
         for layer in self.layers[:frozen]:

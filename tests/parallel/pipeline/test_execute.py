@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from shoal.comm.collective import Collective
 from shoal.comm.mesh import build_mesh
+from shoal.errors import LayoutError
 from shoal.models.dropout import set_sample_keys
 from shoal.parallel.pipeline.costs import estimated_costs
 from shoal.parallel.pipeline.cut import balanced_cut
@@ -20,7 +20,6 @@ from shoal.parallel.pipeline.stages import Stages, staged
 from shoal.parallel.pipeline.tied import sum_copies
 from shoal.schedules.action import Action
 from shoal.schedules.build import NAMES, build
-from shoal.schedules.order import completing
 from shoal.schedules.table import Table, forward_only
 from shoal.topology.layout import Layout
 from tests.parallel.pipeline import chains
@@ -32,7 +31,7 @@ Case = tuple[str, str, int, int | None]  # model, schedule, microbatches, stages
 SYNCHRONOUS = [name for name in NAMES if name != "PipeDream"]
 
 
-def pipeline_of(place: TestPlace, timeout_s: float = 20.0) -> Collective:
+def pipeline_of(place: TestPlace, timeout_s: float = 60.0) -> Collective:
     layout = Layout(pipeline=place.size)
     mesh = build_mesh(
         layout, place.rank, store=place.store, device=torch.device("cpu"), timeout_s=timeout_s, transport="gloo"
@@ -124,5 +123,81 @@ ALONE: list[Case] = [("perceptron", name, 3, None) for name in SYNCHRONOUS]
 def test_schedules_compute_what_one_process_computes(ranks, world: int, cases: list[Case]) -> None:
     """Loss and every gradient, float64: all schedules; frozen, tied, recomputed and dropped-out models; few and many
     microbatches; one to four stages a rank."""
-    for wrong in ranks(world, compare, cases):
+    for wrong in ranks(world, compare, cases, timeout_s=240):
         assert wrong == []
+
+
+def evaluate(place: TestPlace, cases: list[Case]) -> list[str]:
+    """Forward only: the loss, no gradients, and no graph kept."""
+    group, wrong = pipeline_of(place), []
+    for case in cases:
+        loss, _ = chains.one_process(case[0], case[2])
+        result, gradients = run_case(group, case, forward=True)
+        wrong += [f"{case}: a gradient of {name}" for name in gradients]
+        if result.loss is not None and abs(result.loss.item() - loss) > EXACT * abs(loss):
+            wrong.append(f"{case}: loss {result.loss.item()} for {loss}")
+    return wrong
+
+
+def test_forward_only_gives_the_loss_and_no_gradient(ranks) -> None:
+    """The forwards of any table, for evaluation."""
+    for wrong in ranks(2, evaluate, [("perceptron", name, 4, None) for name in SYNCHRONOUS]):
+        assert wrong == []
+
+
+def run_broken(place: TestPlace, fault: str) -> float:
+    """A pass in which the stage of rank 1 misbehaves on microbatch 2; the norm of this rank's gradients."""
+    group = pipeline_of(place, timeout_s=TIMEOUT_S)
+    table = build("ZBVZeroBubble", ranks=group.size, microbatches=4)
+    model, stages = cut_model("perceptron", table, group.rank)
+    batch = chains.data("perceptron", 4)
+
+    def stage(index: int, x: Tensor | None, context: tuple[int, Tensor]) -> Tensor:
+        microbatch, inputs = context
+        output = stages.forward(index, x, inputs)
+        if index == 1 and microbatch == 2:
+            if fault == "raises":
+                raise ZeroDivisionError("the stage's own error")
+            return output * float("nan") if fault == "nan" else output[:1]
+        return output
+
+    run_pipeline(
+        table, group, stage=stage, contexts=list(enumerate(batch.inputs)), loss=batch.loss, weights=stages.weights,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    return float(torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm())
+
+
+def test_a_stage_that_fails_stops_the_others_within_the_timeout(ranks) -> None:
+    """The rank at fault shows its own error, the others a sentence; nobody hangs."""
+    for fault, error in (("raises", "ZeroDivisionError"), ("shrinks", "pad them")):
+        (well_0, text_0), (well_1, text_1) = ranks.outcomes(2, run_broken, fault, timeout_s=30)
+        assert not well_0
+        assert "CollectiveError" in text_0
+        assert not well_1
+        assert error in text_1
+
+
+def test_a_nan_of_one_stage_reaches_every_rank_and_stops_none(ranks) -> None:
+    """So that the vote on a step, taken afterwards, sees it."""
+    for norm in ranks(2, run_broken, "nan"):
+        assert norm != norm
+
+
+def refuse(place: TestPlace) -> list[str]:
+    """What is said of a table for other sizes."""
+    group, said = pipeline_of(place), []
+    for table in (build("1F1B", ranks=3, microbatches=2), build("1F1B", ranks=2, microbatches=4)):
+        with pytest.raises(LayoutError) as refusal:
+            run_pipeline(
+                table, group, stage=lambda s, x, c: c, contexts=[0, 0], loss=lambda x, j: x, weights=lambda s: [],
+                device=torch.device("cpu"),
+            )  # fmt: skip
+        said.append(str(refusal.value))
+    return said
+
+
+def test_a_table_of_other_sizes_is_refused(ranks) -> None:
+    for ranks_said, microbatches_said in ranks(2, refuse):
+        assert "build it with ranks=2" in ranks_said
+        assert "build it with microbatches=2" in microbatches_said

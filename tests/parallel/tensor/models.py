@@ -97,9 +97,20 @@ class UserLayer(nn.Module):
         self.norm, self.second_norm = nn.LayerNorm(16), nn.LayerNorm(16)
         self.attention = UserAttention()
         self.up, self.down = nn.Linear(16, 8), nn.Linear(8, 16)
+        self.last = UserFeedForward()
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.relu(self.up(self.second_norm(x))))
+        x = x + self.down(F.relu(self.up(self.second_norm(x))))
+        return x + self.last(x)
+
+
+class UserFeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 8), nn.Linear(8, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x)))
 
 
 class UserAttention(nn.Module):

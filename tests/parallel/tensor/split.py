@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.collective import Collective
-from shoal.comm.mesh import build_mesh
+from shoal.comm.mesh import Mesh, build_mesh
 from shoal.memory.recompute import recompute
 from shoal.parallel.tensor.cross_entropy import vocabulary_cross_entropy
 from shoal.parallel.tensor.plan import TensorPart, split_tensor
+from shoal.parallel.tensor.summa import Grid, lines_of
 from shoal.parallel.tensor.vocabulary import gather_logits
 from shoal.topology.layout import Layout
 from tests.ranks import TestPlace
@@ -32,9 +33,19 @@ class Outcome(NamedTuple):
 
 def tensor_group(place: TestPlace) -> Collective:
     """All ranks of the test along `tensor`."""
-    layout = Layout(tensor=place.size)
-    device = torch.device("cpu")
-    return build_mesh(layout, place.rank, store=place.store, device=device, timeout_s=20).axis("tensor")
+    return tensor_mesh(place).axis("tensor")
+
+
+def tensor_mesh(place: TestPlace) -> Mesh:
+    """The mesh of those ranks."""
+    layout, device = Layout(tensor=place.size), torch.device("cpu")
+    return build_mesh(layout, place.rank, store=place.store, device=device, timeout_s=20)
+
+
+def grid_of(mesh: Mesh, rows: int) -> Grid:
+    """Those ranks in rows, one after the other."""
+    row, column = lines_of(range(mesh.layout.tensor), mesh.rank, rows=rows)
+    return Grid(mesh.ranks(row), mesh.ranks(column))
 
 
 def weighted(losses: Tensor) -> Tensor:
@@ -51,14 +62,15 @@ def one_step(
 ) -> Outcome:
     """Forward and backward of `make(**model)` split over all ranks.
 
-    Of the settings, `gather` takes the loss from gathered logits, `recompute` is that of `shoal.memory`, and the others
-    are those of `split_tensor`.
+    Of the settings, `gather` takes the loss from gathered logits, `rows` are those of a grid, `recompute` is that of
+    `shoal.memory`, and the others are those of `split_tensor`.
     """
     settings = dict(settings)
-    group, gather = tensor_group(place), settings.pop("gather", False)
+    mesh, gather, rows = tensor_mesh(place), settings.pop("gather", False), settings.pop("rows", None)
+    group, grid = mesh.axis("tensor"), None if rows is None else grid_of(mesh, rows)
     model = make(**settings.pop("model", {}))
     kind = settings.pop("recompute", "none")
-    plan = split_tensor(model, group, **settings)
+    plan = split_tensor(model, group, grid=grid, **settings)
     recompute(model, kind)
     outputs = model(*inputs)
     if plan.vocabulary is None:
@@ -82,15 +94,19 @@ def entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 def assembled(outcomes: Sequence[Outcome], model: nn.Module) -> dict[str, Tensor]:
     """The whole gradients: parts laid side by side; of each part, the sum of its twins' terms, or any one's whole."""
-    whole = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    whole, counted = ({name: torch.zeros_like(p) for name, p in model.named_parameters()} for _ in range(2))
     for place, outcome in enumerate(outcomes):
         assert outcome.parts.keys() == whole.keys()
         for name, part in outcome.parts.items():
             assert place in part.twins
+            where = part.box(tuple(whole[name].shape)).slices
+            counted[name][where] += place == part.twins[0]
             if part.partial or place == part.twins[0]:
-                own = whole[name] if part.dim is None else whole[name].narrow(part.dim, part.offset, part.length)
+                own = whole[name][where]
                 assert own.shape == outcome.grads[name].shape, name
                 own += outcome.grads[name]
             if not part.partial:  # each twin has the whole
-                torch.testing.assert_close(outcome.grads[name], outcomes[part.twins[0]].grads[name], rtol=0, atol=0)
+                assert torch.equal(outcome.grads[name], outcomes[part.twins[0]].grads[name]), f"{name}: twins differ"
+    for name, times in counted.items():
+        assert bool((times == 1).all()), f"{name}: not every number has one group of twins"
     return whole

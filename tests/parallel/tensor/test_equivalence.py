@@ -13,7 +13,7 @@ from shoal.memory.recompute import RecomputeKind
 from shoal.parallel.tensor.cross_entropy import vocabulary_cross_entropy
 from shoal.parallel.tensor.plan import split_tensor
 from tests.parallel.tensor.models import batch, keyed_gpt, two_pairs, user_gpt
-from tests.parallel.tensor.split import F64, assembled, entropy, one_step, tensor_group, weighted
+from tests.parallel.tensor.split import F64, assembled, entropy, one_step, tensor_group, tensor_mesh, weighted
 from tests.ranks import TestPlace
 
 
@@ -101,6 +101,26 @@ def test_a_users_transformer_is_split_by_its_roles(ranks, world: int, sequence_p
     check_same(outcomes, user_gpt(), (inputs,), targets)
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole stream", "sequence parallel"])
+@pytest.mark.parametrize(("world", "rows"), [(2, 1), (2, 2), (4, 2)])
+def test_feed_forwards_may_lie_in_blocks_on_a_grid(ranks, world: int, rows: int, sequence_parallel: bool) -> None:
+    """Attention and vocabulary are split along one axis as before, dropout behind the blocks is the same."""
+    inputs, targets = batch()
+    keys = {"dropout": 0.2, "feed_forward_width": 48}
+    settings = {"model": keys, "sequence_parallel": sequence_parallel, "rows": rows}
+    outcomes = ranks(world, one_step, keyed_gpt, (inputs,), targets, settings)
+    check_same(outcomes, keyed_gpt(**keys), (inputs,), targets)
+    up = outcomes[-1].parts["blocks.0.feed_forward.up.weight"].box((48, 32))
+    assert up.shape == (48 * rows // world, 32 // rows)
+
+
+def test_biases_of_blocks_count_once(ranks) -> None:
+    inputs, targets = batch()
+    outcomes = ranks(4, one_step, user_gpt, (inputs,), targets, {"sequence_parallel": True, "rows": 2})
+    check_same(outcomes, user_gpt(), (inputs,), targets)
+    assert outcomes[1].parts["layers.0.last.up.bias"].twins == (1, 3)
+
+
 def half_precision(place: TestPlace, dtype: torch.dtype) -> tuple[float, bool]:
     """The loss under autocast, and whether all gradients are finite."""
     group, (inputs, targets) = tensor_group(place), batch()
@@ -146,7 +166,27 @@ def test_a_sequence_that_does_not_divide_is_refused_on_every_rank(ranks) -> None
 def test_activations_may_be_computed_again(ranks, kind: RecomputeKind, sequence_parallel: bool) -> None:
     """The collectives of the forward happen again in the backward, in the same order on every rank."""
     inputs, targets = batch()
-    keys = {"dropout": 0.2, "kv_heads": 2}
+    keys = {"dropout": 0.2, "kv_heads": 1}
     settings = {"model": keys, "sequence_parallel": sequence_parallel, "recompute": kind}
-    outcomes = ranks(4, one_step, keyed_gpt, (inputs,), targets, settings)
+    outcomes = ranks(2, one_step, keyed_gpt, (inputs,), targets, settings)
     check_same(outcomes, keyed_gpt(**keys), (inputs,), targets)
+
+
+def calls_of(place: TestPlace, sequence_parallel: bool) -> dict[str, int]:
+    """How often this rank called each collective in one step of two blocks."""
+    mesh, (inputs, targets) = tensor_mesh(place), batch()
+    group, model = mesh.axis("tensor"), keyed_gpt()
+    plan = split_tensor(model, group, sequence_parallel=sequence_parallel)
+    mesh.ledger.take()
+    vocabulary_cross_entropy(model(inputs), targets, split=plan.vocabulary, group=group).sum().backward()
+    return {operation: entry.calls for operation, entry in mesh.ledger.take().items()}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole stream", "sequence parallel"])
+def test_a_region_crosses_once_each_way(ranks, sequence_parallel: bool) -> None:
+    """Two blocks have four regions: four ways in and out, and back again; embedding out, head in; two for the loss."""
+    crossings = 4 + 1
+    calls = {"all_reduce": 2 * crossings + 2}
+    if sequence_parallel:
+        calls = {"all_reduce": 2, "all_gather": 2 * crossings, "reduce_scatter": 2 * crossings}
+    assert ranks(2, calls_of, sequence_parallel)[0] == calls

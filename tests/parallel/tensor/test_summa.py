@@ -6,26 +6,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.mesh import build_mesh
+from shoal.comm.local import local_group
 from shoal.errors import LayoutError
-from shoal.parallel.tensor.summa import Grid, SummaLinear
-from shoal.topology.layout import Layout
-from tests.parallel.tensor.split import F64, weighted
+from shoal.parallel.tensor.summa import Grid, SummaLinear, block_cuts, lines_of
+from tests.parallel.tensor.split import F64, grid_of, tensor_mesh, weighted
 from tests.ranks import TestPlace
 
 TOKENS, WIDTH, HIDDEN = 12, 24, 36
 
 
-def grid_of(place: TestPlace, rows: int) -> Grid:
-    """Ranks in row-major order."""
-    columns = place.size // rows
-    mesh = build_mesh(
-        Layout(replicate=place.size), place.rank, store=place.store, device=torch.device("cpu"), timeout_s=20
-    )  # fmt: skip
-    row, column = divmod(place.rank, columns)
-    return Grid(
-        mesh.ranks(range(row * columns, (row + 1) * columns)), mesh.ranks(range(column, place.size, columns))
-    )  # fmt: skip
+def part_of(layer: nn.Linear, grid: Grid) -> tuple[SummaLinear, tuple[slice, ...]]:
+    """This rank's block of a layer, and where in the weight it is."""
+    cuts = block_cuts(layer.out_features, layer.in_features, grid, what="layer").values()
+    where = tuple(slice(cut.offset, cut.offset + cut.length) for cut in cuts)
+    bias = None if layer.bias is None else nn.Parameter(layer.bias[where[0]].detach().clone())
+    return SummaLinear(nn.Parameter(layer.weight[where].detach().clone()), bias, grid=grid), where
 
 
 def layers() -> tuple[nn.Linear, nn.Linear]:
@@ -40,8 +35,8 @@ def tokens() -> Tensor:
 
 def in_blocks(place: TestPlace, rows: int) -> dict[str, tuple[tuple[slice, ...], Tensor]]:
     """Two layers, one behind the other; each result with the block of the whole that it is."""
-    grid = grid_of(place, rows)
-    first, second = (SummaLinear(layer, grid) for layer in layers())
+    grid = grid_of(tensor_mesh(place), rows)
+    (first, first_box), (second, second_box) = (part_of(layer, grid) for layer in layers())
     own = block(grid, TOKENS, WIDTH)
     x = tokens()[own].clone().requires_grad_()
     y = second(torch.tanh(first(x)))
@@ -50,9 +45,9 @@ def in_blocks(place: TestPlace, rows: int) -> dict[str, tuple[tuple[slice, ...],
     return {
         "y": (own, y.detach().clone()),
         "x": (own, x.grad.clone()),
-        "first": (first.box.slices, first.weight.grad.clone()),
-        "bias": (first.box.slices[:1], first.bias.grad.clone()),
-        "second": (second.box.slices, second.weight.grad.clone()),
+        "first": (first_box, first.weight.grad.clone()),
+        "bias": (first_box[:1], first.bias.grad.clone()),
+        "second": (second_box, second.weight.grad.clone()),
     }
 
 
@@ -72,21 +67,40 @@ def test_blocks_of_output_and_gradients_are_those_of_the_whole(ranks, rows: int,
     whole = {
         "y": y.detach(), "x": x.grad, "first": first.weight.grad, "bias": first.bias.grad, "second": second.weight.grad
     }  # fmt: skip
-    covered = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+    total, times = ({name: torch.zeros_like(tensor) for name, tensor in whole.items()} for _ in range(2))
     for results in ranks(rows * columns, in_blocks, rows):
         for name, (where, result) in results.items():
-            torch.testing.assert_close(result, whole[name][where], **F64, msg=lambda text, n=name: f"{n}: {text}")
-            covered[name][where] += 1
-    for name, times in covered.items():
-        assert times.min() == times.max() == (rows if name == "bias" else 1), name
+            total[name][where] += result
+            times[name][where] += 1
+    for name, expected in whole.items():
+        torch.testing.assert_close(total[name], expected, **F64, msg=lambda text, n=name: f"{n}: {text}")
+        assert times[name].min() == times[name].max() == (rows if name == "bias" else 1), name
 
 
-def refusal(place: TestPlace) -> str:
-    with pytest.raises(LayoutError) as raised:
-        SummaLinear(nn.Linear(9, 8), grid_of(place, 1))
-    return str(raised.value)
+def bfloat16_product(place: TestPlace) -> torch.Tensor:
+    grid = grid_of(tensor_mesh(place), 2)
+    own = block(grid, TOKENS, WIDTH)
+    first, _ = part_of(layers()[0].bfloat16(), grid)
+    return first(tokens()[own].bfloat16()).detach().clone()
 
 
-def test_inputs_that_do_not_divide_are_refused_with_the_nearest_that_do(ranks) -> None:
-    assert "9 input features into 2 panels" in ranks(2, refusal)[0]
-    assert "nearest: 8 or 10 features" in ranks(2, refusal)[0]
+# One rounding to 8 bits of a sum of products, itself of rounded numbers of order 1.
+BF16 = {"rtol": 2**-6, "atol": 2**-6}
+
+
+def test_half_precision_is_summed_in_float32(ranks) -> None:
+    """So the number of panels does not tell in the result, but for the one rounding at its end."""
+    expected = layers()[0].bfloat16().float()(tokens().bfloat16().float())
+    for rank, result in enumerate(ranks(4, bfloat16_product)):
+        i, j = divmod(rank, 2)
+        assert result.dtype == torch.bfloat16
+        block_of = expected[i * TOKENS // 2 : (i + 1) * TOKENS // 2, :, j * HIDDEN // 2 : (j + 1) * HIDDEN // 2]
+        torch.testing.assert_close(result.float(), block_of.detach(), **BF16)
+
+
+def test_sides_that_do_not_divide_are_refused_with_the_nearest_that_do() -> None:
+    row, column = (local_group(2)[0] for _ in range(2))
+    with pytest.raises(LayoutError, match=r"up has a side of 9 features, .* 2 x 2 .* nearest: 8 or 10 features"):
+        block_cuts(8, 9, Grid(row, column), what="up")
+    with pytest.raises(LayoutError, match=r"6 ranks do not make 4 rows of a grid; nearest: 3 or 6 rows"):
+        lines_of(range(6), 0, rows=4)

@@ -28,7 +28,8 @@ REDUCTIONS = ("sum", "avg", "max", "min", "product")
 class Kind(IntEnum):
     """What a call is."""
 
-    ALL_REDUCE, REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, GATHER, SCATTER, ALL_TO_ALL, BARRIER, SEND, RECV = range(11)
+    ALL_REDUCE, REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, GATHER = range(6)
+    SCATTER, ALL_TO_ALL, BARRIER, SEND, RECV = range(6, 11)
 
 
 class Outcome(IntEnum):
@@ -44,7 +45,7 @@ class Fault(IntEnum):
 
 
 class Settings(Structure):
-    """Sizes of a segment, and how waiting is done. The same on all ranks, but for spins and yields."""
+    """Sizes of a segment, and how waiting is done. The same on all ranks, but for spins."""
 
     _fields_ = (
         ("places", c_uint32),
@@ -52,7 +53,6 @@ class Settings(Structure):
         ("ring_bytes", c_uint64),
         ("one_shot_bytes", c_uint64),
         ("spins", c_uint32),
-        ("yields", c_uint32),
         ("timeout_s", c_double),
     )
 
@@ -60,7 +60,13 @@ class Settings(Structure):
 class Signature(Structure):
     """What the ranks of a call must agree on."""
 
-    _fields_ = (("kind", c_uint32), ("dtype", c_uint32), ("reduction", c_uint32), ("root", c_int32), ("bytes", c_uint64))
+    _fields_ = (
+        ("kind", c_uint32),
+        ("dtype", c_uint32),
+        ("reduction", c_uint32),
+        ("root", c_int32),
+        ("bytes", c_uint64),
+    )
 
 
 class CoreMissing(Exception):

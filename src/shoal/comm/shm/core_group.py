@@ -30,7 +30,7 @@ _OPS: dict[Any, str] = {
     dist.ReduceOp.PRODUCT: "product",
 }
 _NUMBERS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
-Finish = list[Callable[[], None]]
+Finish = list[Callable[[], object]]
 
 
 class CoreGroup(dist.ProcessGroup):
@@ -130,7 +130,7 @@ class CoreGroup(dist.ProcessGroup):
         if (numbers := _reducible(output, opts.reduceOp)) is None:
             return self.inner._reduce_scatter_base(output, input, opts)
         if input.numel() != output.numel() * self.size() or output.dtype != input.dtype:
-            raise ValueError(f"reduce_scatter of {_shown(input)} into {_shown(output)}: it takes one block for each rank")
+            raise ValueError(f"reduce_scatter of {_shown(input)} into {_shown(output)}: it takes a block for each rank")
         finish: Finish = []
         return self._transport.collective(
             Kind.REDUCE_SCATTER, input.contiguous(), _writable(output, finish), count=output.nbytes,
@@ -239,10 +239,10 @@ class JoinedWork(dist.Work):
         self._works = list(works)
 
     def wait(self, timeout: Any = None) -> bool:
-        return all([work.wait(timeout) for work in self._works])
+        return all(work.wait(timeout) for work in self._works)
 
     def is_completed(self) -> bool:
-        return all([work.is_completed() for work in self._works])
+        return all(work.is_completed() for work in self._works)
 
     def result(self) -> list[Tensor]:
         return [tensor for work in self._works for tensor in work.result()]

@@ -28,7 +28,7 @@ class CoreWork(dist.Work):
 
     def __init__(
         self, core: Core, handle: int, *, rank: int, timeout_s: float, outputs: Sequence[Tensor], held: object,
-        finish: Sequence[Callable[[], None]], futures: FutureThread,
+        finish: Sequence[Callable[[], object]], futures: FutureThread,
     ) -> None:  # fmt: skip
         super().__init__()
         self._core, self._handle, self._rank, self._timeout_s = core, handle, rank, timeout_s
@@ -108,7 +108,7 @@ class CoreWork(dist.Work):
             Fault.TIMED_OUT: f"Timed out after {self._timeout_s:g} s waiting for rank {rank} of the group",
             Fault.DISAGREE: f"rank {self._rank} called {_named(ours)}, rank {rank} of the group {_named(theirs)}: all "
             "ranks must make the same calls in the same order",
-            Fault.WRONG_SIZE: f"rank {rank} of the group sends {theirs.bytes} bytes, rank {self._rank} expects others",
+            Fault.WRONG_SIZE: f"rank {rank} of the group sends {theirs.bytes} bytes, rank {self._rank} expects {ours.bytes}",
             Fault.CLOSED: "this group is closed",
             Fault.NO_MEMORY: "no memory for a message that nobody has asked for yet",
         }.get(fault, f"shared memory failed ({fault.name})")

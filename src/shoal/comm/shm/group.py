@@ -44,47 +44,58 @@ _REDUCTIONS: tuple[tuple[Any, Reduction], ...] = (
 )
 
 
+def share_core(inner: Any, store: Store, *, timeout_s: float) -> CoreGroup:
+    """`inner`, of two ranks or more, behind the core in C. Blocks until all ranks of the group have called it.
+
+    Raises `CoreMissing` or `Apart` with the reason why not, on all ranks alike.
+    """
+    rank, size = inner.rank(), inner.size()
+    _check_core(store, rank, size, timeout_s=timeout_s)
+    core, settings = load_core(), core_settings(size, timeout_s=timeout_s)
+    segment_bytes, map_core_segment = core.shoal_segment_bytes(size, settings), partial(CoreSegment, core)
+    mates = find_mates(
+        store, rank, size, segment_bytes=segment_bytes, map_segment=map_core_segment, timeout_s=timeout_s
+    )  # fmt: skip
+    return CoreGroup(inner, Transport(core, mates, rank=rank, settings=settings))
+
+
 def share_memory(inner: Any, store: Store, *, timeout_s: float, with_core: bool = True) -> tuple[Any, str]:
     """`inner` behind shared memory where all its ranks are on one host, else as it is; and why, for people.
 
-    Blocks until all ranks of the group have called it. All get the same. `with_core=False`: not through the core in C.
+    Blocks until all ranks of the group have called it. All get the same. `with_core=False`: on torch's kernels.
     """
     rank, size = inner.rank(), inner.size()
     if size == 1:
         return inner, "gloo: one rank alone"
-    missing = _no_core(store, rank, size, timeout_s=timeout_s) if with_core else "it was not asked for"
+    missing = "it was not asked for"
     try:
-        if missing is None:
-            return _core_group(inner, store, timeout_s=timeout_s), f"shared memory: {size} ranks on one host"
+        if with_core:
+            return share_core(inner, store, timeout_s=timeout_s), f"shared memory: {size} ranks on one host"
+    except CoreMissing as reason:
+        missing = str(reason)
+    except Apart as reason:
+        return inner, f"gloo: {reason}"
+    try:
         mates = find_mates(
             store, rank, size, segment_bytes=SEGMENT_BYTES, map_segment=map_segment, timeout_s=timeout_s
         )  # fmt: skip
     except Apart as reason:
         return inner, f"gloo: {reason}"
-    group = ShmGroup(inner, mates, timeout_s=timeout_s)
-    return group, f"shared memory without the core in C ({missing}): {size} ranks on one host"
+    why = f"shared memory without the core in C ({missing}): {size} ranks on one host"
+    return ShmGroup(inner, mates, timeout_s=timeout_s), why
 
 
-def _no_core(store: Store, rank: int, size: int, *, timeout_s: float) -> str | None:
-    """Why the ranks cannot use the core, the same on all of them; None where they can."""
+def _check_core(store: Store, rank: int, size: int, *, timeout_s: float) -> None:
+    """Raises `CoreMissing` on all ranks where one of them has no core, or another one."""
     try:
         mine = core_identity()
     except CoreMissing as error:
         mine = f"{_MISSING}rank {rank}: {error}"
     answers = introduce(PrefixStore("shm/core", store), rank, size, myself=mine, timeout_s=timeout_s)
     if missing := next((a for a in answers if a.startswith(_MISSING)), None):
-        return missing.removeprefix(_MISSING)
-    return None if len(set(answers)) == 1 else "the ranks have different versions of it"
-
-
-def _core_group(inner: Any, store: Store, *, timeout_s: float) -> CoreGroup:
-    core, rank, size = load_core(), inner.rank(), inner.size()
-    settings = core_settings(size, timeout_s=timeout_s)
-    mates = find_mates(
-        store, rank, size, segment_bytes=core.shoal_segment_bytes(size, settings), map_segment=partial(CoreSegment, core),
-        timeout_s=timeout_s,
-    )  # fmt: skip
-    return CoreGroup(inner, Transport(core, mates, rank=rank, settings=settings))
+        raise CoreMissing(missing.removeprefix(_MISSING))
+    if len(set(answers)) > 1:
+        raise CoreMissing("the ranks have different versions of it")
 
 
 class ShmGroup:

@@ -1,14 +1,14 @@
 """`Transport`: a rank's side of a group in the C core. Tensors go in, works under way come out.
 
-    segment   4 MB in 16 places for collectives, 1 MB for messages to each rank; taken page by page when first written
-    waiting   a rank looks for a while before it sleeps where every rank can have a core; else it sleeps at once
+segment   4 MB in 16 places for collectives, 1 MB for messages to each rank; taken page by page when first written
+waiting   a rank looks some fifty times, then gives its core away as often, then sleeps. Longer looks would be
+          shorter waits only where every rank has a core of its own
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import socket
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,14 +21,15 @@ from shoal.comm.shm.core_work import CoreWork, FutureThread
 from shoal.comm.shm.host import HostMates
 
 _PLACES, _PLACE_BYTES, _RING_BYTES = 16, 256 << 10, 1 << 20
-_ONE_SHOT_BYTES = 32 << 10
-_SPINS, _YIELDS = 2000, 4
+_ONE_SHOT_BYTES = 128 << 10  # for up to 4 ranks: each reads what all have brought
+_SPINS = 100
 
 
 def core_settings(size: int, *, timeout_s: float) -> Settings:
     """For a group of `size` ranks."""
+    one_shot_bytes = _ONE_SHOT_BYTES * 4 // max(4, size)
     spins = _SPINS if size <= len(os.sched_getaffinity(0)) else 0
-    return Settings(_PLACES, _PLACE_BYTES, _RING_BYTES, _ONE_SHOT_BYTES, spins, _YIELDS, timeout_s)
+    return Settings(_PLACES, _PLACE_BYTES, _RING_BYTES, one_shot_bytes, spins, timeout_s)
 
 
 class CoreSegment:
@@ -37,7 +38,7 @@ class CoreSegment:
     def __init__(self, core: Core, descriptor: int, size_bytes: int) -> None:
         self.address = core.shoal_map(descriptor, size_bytes)
         if self.address is None:
-            raise OSError(f"cannot map a shared segment of {size_bytes} bytes: no memory, or ranks run different versions")
+            raise OSError(f"cannot map {size_bytes} shared bytes: no memory, or ranks run different versions")
         self._unmap = weakref.finalize(self, core.shoal_unmap, self.address, size_bytes)
         self._unmap.atexit = False
 
@@ -77,7 +78,7 @@ class Transport:
     def collective(
         self, kind: Kind, send: Tensor | None, receive: Tensor | None, *, count: int, dtype: int = BYTES,
         reduction: int = 0, root: int = 0, sync: bool = False, outputs: Sequence[Tensor] = (),
-        finish: Sequence[Callable[[], None]] = (),
+        finish: Sequence[Callable[[], object]] = (),
     ) -> CoreWork:  # fmt: skip
         """Of contiguous tensors. `count` is the bytes of a block, where there are blocks, else of all. `sync`: the
         caller waits at once."""
@@ -91,7 +92,7 @@ class Transport:
     def collective_of_lists(
         self, kind: Kind, send: Sequence[Tensor], receive: Sequence[Tensor], *, count: int, dtype: int = BYTES,
         reduction: int = 0, root: int = 0, sync: bool = False, outputs: Sequence[Tensor] = (),
-        finish: Sequence[Callable[[], None]] = (),
+        finish: Sequence[Callable[[], object]] = (),
     ) -> CoreWork:  # fmt: skip
         """The same of a tensor for each rank; one alone stands for all, and none for nothing."""
         self._check()
@@ -102,7 +103,7 @@ class Transport:
         return self._work(handle, outputs=outputs, held=(send, receive), finish=finish)
 
     def message(
-        self, kind: Kind, tensor: Tensor, *, peer: int, tag: int, finish: Sequence[Callable[[], None]] = ()
+        self, kind: Kind, tensor: Tensor, *, peer: int, tag: int, finish: Sequence[Callable[[], object]] = ()
     ) -> CoreWork:
         """`peer` -1: from whoever sends."""
         self._check()
@@ -122,7 +123,7 @@ class Transport:
         return (c_void_p * n)(*(t.data_ptr() for t in tensors)), (c_uint64 * n)(*(t.nbytes for t in tensors))
 
     def _work(
-        self, handle: int | None, *, outputs: Sequence[Tensor], held: object, finish: Sequence[Callable[[], None]]
+        self, handle: int | None, *, outputs: Sequence[Tensor], held: object, finish: Sequence[Callable[[], object]]
     ) -> CoreWork:
         if handle is None:
             raise RuntimeError("a group can be used by the process that made it only, and while there is memory")
@@ -148,4 +149,3 @@ def _end(core: Core, handle: int, under_way: deque[CoreWork], futures: FutureThr
     core.shoal_end(handle)
     futures.close()
     under_way.clear()
-

@@ -71,7 +71,7 @@ def run_pipedream(
 
 
 def staleness(table: Table) -> dict[tuple[int, int], int]:
-    """For each (stage, microbatch), how many updates the stage has made when the forward begins: its weights' version."""
+    """For each (stage, microbatch), the version of its weights: the updates made before its forward."""
     versions = {}
     for row in table.rows:
         updates = dict.fromkeys(table.stages_of(table.placement[row[0].stage]), 0) if row else {}

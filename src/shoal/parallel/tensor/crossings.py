@@ -1,4 +1,4 @@
-"""How activations get into split layers and out of them, with and without sequence parallelism."""
+"""How activations get into split layers and out of them: whole or in slices, along one axis or in blocks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from torch import Tensor
 
 from shoal.comm.collective import Collective
 from shoal.parallel.tensor import operators
+from shoal.parallel.tensor.blocks import enter_block, enter_block_sequence, leave_block, leave_block_sequence
 from shoal.parallel.tensor.layers import Crossing, Entrance
 from shoal.parallel.tensor.region import CONTAINERS, Region
+from shoal.parallel.tensor.sequence import change_input, change_output
+from shoal.parallel.tensor.summa import Grid
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,7 @@ class Crossings:
 
     group: Collective
     sequence_parallel: bool
+    grid: Grid | None = None
 
     @property
     def enter(self) -> Crossing:
@@ -41,6 +45,25 @@ class Crossings:
     def gathers_at(self, region: Region) -> bool:
         """Does the whole module get the gathered sequence, so that its code sees one length throughout?"""
         return self.sequence_parallel and region.closed
+
+    def grid_of(self, region: Region) -> Grid | None:
+        """The grid on which the layers of `region` lie in blocks, where they do: closed, and free of heads."""
+        return self.grid if region.closed and region.head_size is None else None
+
+    def install(self, region: Region) -> bool:
+        """Lets the whole module get what it needs, by hooks; is it now one that sees more than the stream outside?"""
+        grid = self.grid_of(region)
+        if grid is not None:
+            there, back = _BLOCKS_OF_SLICES if self.sequence_parallel else _BLOCKS
+            change_input(region.module, partial(there, grid=grid))
+            change_output(region.module, partial(back, grid=grid))
+        elif self.gathers_at(region):
+            change_input(region.module, self.enter)
+        return grid is not None or self.gathers_at(region)
+
+
+_BLOCKS = (enter_block, leave_block)
+_BLOCKS_OF_SLICES = (enter_block_sequence, leave_block_sequence)
 
 
 def _inside(x: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ type of the activations.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,54 +30,57 @@ from shoal.comm.collective import Collective
 from shoal.errors import LayoutError
 from shoal.topology.refusal import nearest_multiples
 
-Map = Callable[[Tensor, Collective], Tensor]
+Map = Callable[[Tensor], Tensor]
 
 
 def enter(x: Tensor, group: Collective) -> Tensor:
     """Whole activations, before layers of which each rank has a part: the gradient is the sum of the ranks' terms."""
-    return _Linear.apply(x, group, _same, summed)
+    return linear_map(x, _same, adjoint=partial(summed, group=group))
 
 
 def leave(x: Tensor, group: Collective) -> Tensor:
     """The sum of the ranks' terms, whole on each."""
-    return _Linear.apply(x, group, summed, _same)
+    return linear_map(x, partial(summed, group=group), adjoint=_same)
 
 
 def enter_sequence(x: Tensor, group: Collective) -> Tensor:
     """This rank's slice `[batch, seq / size, ...]` to the whole sequence, before layers of which each has a part."""
-    return _Linear.apply(x, group, gathered, scattered)
+    return linear_map(x, partial(gathered, group=group), adjoint=partial(scattered, group=group))
 
 
 def leave_sequence(x: Tensor, group: Collective) -> Tensor:
     """This rank's slice `[batch, seq / size, ...]` of the sum of the ranks' terms. Raises `LayoutError`: `slice_of`."""
-    return _Linear.apply(x, group, scattered, gathered)
+    return linear_map(x, partial(scattered, group=group), adjoint=partial(gathered, group=group))
 
 
 def split_sequence(x: Tensor, group: Collective) -> Tensor:
     """This rank's slice of what every rank has whole. Raises `LayoutError`: see `slice_of`."""
-    return _Linear.apply(x, group, slice_of, gathered)
+    return linear_map(x, partial(slice_of, group=group), adjoint=partial(gathered, group=group))
 
 
 def join_sequence(x: Tensor, group: Collective) -> Tensor:
     """The whole sequence from slices, before work that every rank does alike on all of it."""
-    return _Linear.apply(x, group, gathered, slice_of)
+    return linear_map(x, partial(gathered, group=group), adjoint=partial(slice_of, group=group))
+
+
+def linear_map(x: Tensor, there: Map, *, adjoint: Map) -> Tensor:
+    """`there(x)`, where the gradient of `x` is `adjoint` of the output's."""
+    return _Linear.apply(x, there, adjoint)
 
 
 class _Linear(torch.autograd.Function):
-    """A linear map over a group, and its adjoint for the gradient."""
-
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Collective, there: Map, back: Map) -> Tensor:
-        ctx.group, ctx.back = group, back
-        return there(x, group)
+    def forward(ctx: Any, x: Tensor, there: Map, adjoint: Map) -> Tensor:
+        ctx.adjoint = adjoint
+        return there(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return ctx.back(grads[0], ctx.group), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ctx.adjoint(grads[0]), None, None
 
 
-def _same(x: Tensor, group: Collective) -> Tensor:
+def _same(x: Tensor) -> Tensor:
     return x.view_as(x)
 
 

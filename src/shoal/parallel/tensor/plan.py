@@ -25,9 +25,11 @@ from shoal.parallel.tensor.crossings import Crossings
 from shoal.parallel.tensor.cut import Cut, even_cut, grouped_cut, uneven_cut
 from shoal.parallel.tensor.layers import ColumnLinear, RowLinear, VocabularyEmbedding
 from shoal.parallel.tensor.region import Region, linear, regions_of
-from shoal.parallel.tensor.sequence import gather_at, slice_positions
-from shoal.parallel.tensor.split_layer import SplitLayer, check_ties, replace
+from shoal.parallel.tensor.sequence import slice_positions
+from shoal.parallel.tensor.split_layer import Cuts, SplitLayer, check_ties, replace
+from shoal.parallel.tensor.summa import Grid, SummaLinear, bias_cuts, block_cuts
 from shoal.parallel.tensor.vocabulary import VocabularySplit
+from shoal.topology.box import Box, Dims
 
 SPLIT_ROLES = ("column", "row", "embedding", "head")
 
@@ -36,8 +38,9 @@ SPLIT_ROLES = ("column", "row", "embedding", "head")
 class TensorPart:
     """What this rank holds of one parameter of the unsplit model: `length` slices along `dim` from `offset`.
 
-    `dim` None: all of it (`length` is then that of dimension 0). `twins` are the places along `tensor` that hold the
-    same part; where `partial`, each of them computes one term of its gradient, else each the whole.
+    `dim` None: all of it (`length` is then that of dimension 0). `inner`: of those slices, (offset, length) along
+    dimension 1, where layers lie in blocks. `twins` are the places along `tensor` that hold the same part; where
+    `partial`, each of them computes one term of its gradient, else each the whole.
     """
 
     dim: int | None
@@ -45,6 +48,16 @@ class TensorPart:
     length: int
     twins: tuple[int, ...]
     partial: bool
+    inner: tuple[int, int] | None = None
+
+    def box(self, global_shape: Dims) -> Box:
+        """The same as a box of the unsplit parameter."""
+        offset, shape = [0] * len(global_shape), list(global_shape)
+        if self.dim is not None:
+            offset[self.dim], shape[self.dim] = self.offset, self.length
+        if self.inner is not None:
+            offset[1], shape[1] = self.inner
+        return Box(tuple(offset), tuple(shape))
 
 
 @dataclass(frozen=True)
@@ -55,12 +68,15 @@ class TensorPlan:
     vocabulary: VocabularySplit | None
 
 
-def split_tensor(model: nn.Module, group: Collective, *, sequence_parallel: bool) -> TensorPlan:
+def split_tensor(
+    model: nn.Module, group: Collective, *, sequence_parallel: bool, grid: Grid | None = None
+) -> TensorPlan:
     """Leaves in `model`, in place, this rank's part of every layer with a split role; says what it holds now.
 
     Takes parameters of any device, "meta" too; ties stay ties. `forward` then takes the same inputs on every rank, and
     gives whole outputs or, behind a layer of role head, this rank's part of the classes. With `sequence_parallel` the
-    activations outside of regions are slices `[batch, seq / size, ...]`.
+    activations outside of regions are slices `[batch, seq / size, ...]`. With a `grid`, in which the places of `group`
+    stand row by row, the layers of regions without heads (feed-forwards) lie in blocks on it: `...tensor.summa`.
 
     Raises:
         UserCodeError: the model declares no roles, or layers that cannot be split; it is left as it was.
@@ -73,7 +89,11 @@ def split_tensor(model: nn.Module, group: Collective, *, sequence_parallel: bool
             f"{type(model).__name__} declares no roles of its parameters, and tensor={group.size} splits by them; give "
             f"it a method parameter_roles() (see shoal.models.roles), or set tensor=1"
         )
-    kinds, crossings = _kinds(model), Crossings(group, sequence_parallel)
+    if grid is not None and (grid.size, grid.place) != (group.size, group.rank):
+        raise ValueError(
+            f"a grid of {grid.size} ranks, this one at {grid.place}: it must be those of the group, in order"
+        )
+    kinds, crossings = _kinds(model), Crossings(group, sequence_parallel, grid)
     regions = regions_of(model, kinds)
     layers = [layer for region in regions for layer in _layers_of(region, crossings)]
     layers += _vocabulary_layers(model, kinds, crossings)
@@ -83,8 +103,9 @@ def split_tensor(model: nn.Module, group: Collective, *, sequence_parallel: bool
     parts = _parts(model, kinds, layers, group.size, partial=terms)
     vocabulary = _vocabulary_split(layers, kinds)
     replace(model, layers)
+    inside = [region.module for region in regions if crossings.install(region)]
     if sequence_parallel:
-        _split_stream(model, regions, crossings)
+        slice_positions(model, group, inside=inside)
     return TensorPlan(parts, vocabulary)
 
 
@@ -97,22 +118,23 @@ def _kinds(model: nn.Module) -> dict[str, str]:
 
 def _layers_of(region: Region, crossings: Crossings) -> list[SplitLayer]:
     """The column and row layers of one region, each with its cut."""
-    entrances = crossings.entrances(region)
-    columns = [
-        SplitLayer(
-            region.full_name(name), layer, 0, _column_cut(region, name, crossings.group),
-            partial(ColumnLinear, entrance=entrances[name]),
-        )
-        for name, layer in region.columns.items()
-    ]  # fmt: skip
-    rows = [
-        SplitLayer(
-            region.full_name(name), layer, 1, _even(region, name, layer.in_features, crossings.group),
-            partial(RowLinear, leave=crossings.leave),
-        )
-        for name, layer in region.rows.items()
-    ]  # fmt: skip
-    return columns + rows
+    grid = crossings.grid_of(region)
+    if grid is not None:
+        return [_in_blocks(region.full_name(name), layer, grid) for name, layer in region.layers.items()]
+    entrances, layers = crossings.entrances(region), []
+    for name, layer in region.columns.items():
+        cuts = {0: _column_cut(region, name, crossings.group)}
+        made = partial(ColumnLinear, entrance=entrances[name])
+        layers.append(SplitLayer(region.full_name(name), layer, cuts, cuts, made))
+    for name, layer in region.rows.items():
+        cuts = {1: _even(region, name, layer.in_features, crossings.group)}
+        layers.append(SplitLayer(region.full_name(name), layer, cuts, {}, partial(RowLinear, leave=crossings.leave)))
+    return layers
+
+
+def _in_blocks(name: str, layer: nn.Linear, grid: Grid) -> SplitLayer:
+    cuts = block_cuts(layer.out_features, layer.in_features, grid, what=name)
+    return SplitLayer(name, layer, cuts, bias_cuts(layer.out_features, grid), partial(SummaLinear, grid=grid))
 
 
 def _column_cut(region: Region, name: str, group: Collective) -> Cut:
@@ -140,7 +162,8 @@ def _vocabulary_layers(model: nn.Module, kinds: Mapping[str, str], crossings: Cr
         else:
             layer = linear(module, name, kind)
             cut = uneven_cut(layer.out_features, crossings.group.rank, crossings.group.size)
-            layers.append(SplitLayer(name, layer, 0, cut, partial(ColumnLinear, entrance=crossings.enter)))
+            made = partial(ColumnLinear, entrance=crossings.enter)
+            layers.append(SplitLayer(name, layer, {0: cut}, {0: cut}, made))
     return layers
 
 
@@ -152,11 +175,10 @@ def _split_embedding(name: str, module: nn.Embedding, crossings: Crossings) -> S
         )
     total = module.num_embeddings
     cut = uneven_cut(total, crossings.group.rank, crossings.group.size)
+    padding, leave = module.padding_idx, crossings.leave
     return SplitLayer(
-        name, module, 0, cut,
-        lambda weight, bias: VocabularyEmbedding(
-            weight, cut, total=total, padding=module.padding_idx, leave=crossings.leave
-        ),
+        name, module, {0: cut}, {},
+        lambda weight, bias: VocabularyEmbedding(weight, cut, total=total, padding=padding, leave=leave),
     )  # fmt: skip
 
 
@@ -182,28 +204,27 @@ def _parts(
     model: nn.Module, kinds: Mapping[str, str], layers: list[SplitLayer], size: int, *, partial: set[str]
 ) -> dict[str, TensorPart]:
     """The part of every parameter. `partial`: of those that are whole everywhere, the ones with terms of gradients."""
-    split = {name: (dim, layer.cut) for layer in layers for name, dim in layer.split_parameters()}
+    split = {name: cuts for layer in layers for name, cuts in layer.split_parameters()}
     parts = {}
     for name, parameter in model.named_parameters():
         if name in split:
-            dim, cut = split[name]
-            parts[name] = TensorPart(dim, cut.offset, cut.length, cut.twins, partial=len(cut.twins) > 1)
+            parts[name] = _split_part(split[name])
         elif kinds[name] != "expert":
             length = parameter.shape[0] if parameter.ndim else 1
             parts[name] = TensorPart(None, 0, length, tuple(range(size)), partial=name in partial)
     return parts
 
 
+def _split_part(cuts: Cuts) -> TensorPart:
+    """Twins of a split parameter each have a term of its gradient: those who share a head, or a column of a grid."""
+    (dim, cut), *others = cuts.items()
+    inner = (others[0][1].offset, others[0][1].length) if others else None
+    return TensorPart(dim, cut.offset, cut.length, cut.twins, partial=len(cut.twins) > 1, inner=inner)
+
+
 def _vocabulary_split(layers: list[SplitLayer], kinds: Mapping[str, str]) -> VocabularySplit | None:
     for layer in layers:
         if kinds[f"{layer.name}.weight"] == "head":
-            return VocabularySplit(layer.cut.offset, layer.cut.length, layer.layer.weight.shape[0])
+            cut = layer.weight[0]
+            return VocabularySplit(cut.offset, cut.length, layer.layer.weight.shape[0])
     return None
-
-
-def _split_stream(model: nn.Module, regions: list[Region], crossings: Crossings) -> None:
-    """What is outside of the regions gets slices of the sequence."""
-    gathering = [region.module for region in regions if crossings.gathers_at(region)]
-    for module in gathering:
-        gather_at(module, crossings.enter)
-    slice_positions(model, crossings.group, inside=gathering)

@@ -63,9 +63,13 @@ class Region:
         """The name in the model of a thing of this module."""
         return f"{self.name}.{child}" if self.name else child
 
+    @property
+    def layers(self) -> dict[str, nn.Linear]:
+        """All of them."""
+        return {**self.columns, **self.rows}
+
     def _layer_parameters(self) -> set[str]:
-        layers = {**self.columns, **self.rows}
-        return {f"{child}.{name}" for child, layer in layers.items() for name, _ in layer.named_parameters()}
+        return {f"{child}.{name}" for child, layer in self.layers.items() for name, _ in layer.named_parameters()}
 
 
 def regions_of(model: nn.Module, kinds: Mapping[str, str]) -> list[Region]:

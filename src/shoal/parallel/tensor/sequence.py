@@ -17,16 +17,25 @@ from shoal.models.dropout import KeyedDropout
 from shoal.parallel.tensor.operators import slice_of
 
 
-def gather_at(region: nn.Module, crossing: Callable[[Tensor], Tensor]) -> None:
-    """The first input of `region` becomes the whole sequence; so it is for all that the module does inside."""
+def change_input(region: nn.Module, crossing: Callable[[Tensor], Tensor]) -> None:
+    """The first input of `region` is crossed, such as to the whole sequence, for all that the module does with it."""
 
-    def gather_first(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def cross_first(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if args:
             return (crossing(args[0]), *args[1:]), named
         first = next(iter(named))
         return args, {**named, first: crossing(named[first])}
 
-    region.register_forward_pre_hook(gather_first, with_kwargs=True)
+    region.register_forward_pre_hook(cross_first, with_kwargs=True)
+
+
+def change_output(region: nn.Module, crossing: Callable[[Tensor], Tensor]) -> None:
+    """What `region` gives is crossed on its way back to the stream."""
+
+    def cross(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        return crossing(output)
+
+    region.register_forward_hook(cross)
 
 
 def slice_positions(model: nn.Module, group: Collective, *, inside: Iterable[nn.Module]) -> None:

@@ -19,7 +19,7 @@ that ends in an all-reduce: less where all three sides are large.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm
 from typing import Any
@@ -30,10 +30,8 @@ from torch.autograd.function import once_differentiable
 
 from shoal.comm.collective import Collective, Handle
 from shoal.errors import LayoutError
-from shoal.parallel.tensor.cut import even_cut
-from shoal.parallel.tensor.operators import enter
-from shoal.topology.box import Box
-from shoal.topology.refusal import nearest_multiples
+from shoal.parallel.tensor.cut import Cut
+from shoal.topology.refusal import nearest_divisors, nearest_multiples
 
 
 @dataclass(frozen=True)
@@ -48,46 +46,78 @@ class Grid:
         """How many panels the inner dimension has, so that each lies on one rank of every row and column."""
         return lcm(self.row.size, self.column.size)
 
+    @property
+    def size(self) -> int:
+        """How many ranks it has."""
+        return self.row.size * self.column.size
+
+    @property
+    def place(self) -> int:
+        """This rank's number along the rows, one after the other."""
+        return self.column.rank * self.row.size + self.row.rank
+
+
+def lines_of(ranks: Sequence[int], place: int, *, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The row and the column of a place in a grid of `rows` rows in which `ranks` stand one row after the other.
+
+    Raises `LayoutError` where the rows do not come out even.
+    """
+    if len(ranks) % rows:
+        nearest = " or ".join(map(str, nearest_divisors(len(ranks), rows)))
+        raise LayoutError(f"{len(ranks)} ranks do not make {rows} rows of a grid; nearest: {nearest} rows")
+    columns = len(ranks) // rows
+    i, j = divmod(place, columns)
+    return tuple(ranks[i * columns : (i + 1) * columns]), tuple(ranks[j::columns])
+
 
 def summa_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, grid: Grid) -> Tensor:
     """Blocks `x` `[..., k / C]` and `weight` `[n_j, k / R]` to this rank's block `[..., n_j]` of the product.
 
-    `bias` `[n_j]` is the same on all ranks of a column of the grid; its gradient is the whole on each. Sums are in
+    `bias` `[n_j]` is the same on all ranks of a column of the grid, and each has a term of its gradient. Sums are in
     float32 at least. All ranks of a row of the grid have `x` of one shape.
     """
     rows = _Summa.apply(x.flatten(0, -2), weight, grid)
     y = rows.view(*x.shape[:-1], weight.shape[0])
-    return y if bias is None else y + enter(bias, grid.column).to(y.dtype)
+    return y if bias is None else y + bias.to(y.dtype)
 
 
 class SummaLinear(nn.Module):
-    """This rank's block of a linear layer; `box` says which block of the whole weight it is."""
+    """This rank's block of a linear layer."""
 
-    def __init__(self, layer: nn.Linear, grid: Grid) -> None:
-        """Cuts the block out of a whole layer. Raises `LayoutError` where a side of the weight does not divide."""
+    bias: nn.Parameter | None
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, *, grid: Grid) -> None:
         super().__init__()
-        check_inner(layer.in_features, grid)
-        outputs = even_cut(layer.out_features, grid.row.rank, grid.row.size, what="a block-wise split layer's output")
-        inputs = layer.in_features // grid.column.size
-        self.grid = grid
-        self.box = Box((outputs.offset, grid.column.rank * inputs), (outputs.length, inputs))
-        self.weight = _parameter(layer.weight, self.box.slices)
-        bias = None if layer.bias is None else _parameter(layer.bias, self.box.slices[:1])
-        self.bias: nn.Parameter | None
+        self.weight, self.grid = weight, grid
         self.register_parameter("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return summa_linear(x, self.weight, self.bias, grid=self.grid)
 
 
-def check_inner(features: int, grid: Grid) -> None:
-    """Raises `LayoutError` unless the inner dimension can be cut into the grid's panels."""
-    if features % grid.panels:
-        nearest = " or ".join(map(str, nearest_multiples(grid.panels, features)))
-        raise LayoutError(
-            f"a block-wise split over a grid of {grid.column.size} x {grid.row.size} ranks cuts {features} input "
-            f"features into {grid.panels} panels, which does not divide them; nearest: {nearest} features"
-        )
+def block_cuts(outputs: int, inputs: int, grid: Grid, *, what: str) -> dict[int, Cut]:
+    """This rank's block of a weight `[outputs, inputs]`, by dim; `what` names the layer.
+
+    Raises `LayoutError` unless both sides can be cut into the grid's panels, so that layers fit behind each other.
+    """
+    for features in (outputs, inputs):
+        if features % grid.panels:
+            nearest = " or ".join(map(str, nearest_multiples(grid.panels, features)))
+            raise LayoutError(
+                f"{what} has a side of {features} features, which a grid of {grid.column.size} x {grid.row.size} ranks "
+                f"cuts into {grid.panels} panels; nearest: {nearest} features"
+            )
+    i, j = grid.column.rank, grid.row.rank
+    height, width = outputs // grid.row.size, inputs // grid.column.size
+    here = (grid.place,)
+    return {0: Cut(j * height, height, here), 1: Cut(i * width, width, here)}
+
+
+def bias_cuts(outputs: int, grid: Grid) -> dict[int, Cut]:
+    """This rank's part of a bias, which is that of all the ranks of its column."""
+    height, columns = outputs // grid.row.size, grid.row.size
+    column = tuple(range(grid.row.rank, columns * grid.column.size, columns))
+    return {0: Cut(grid.row.rank * height, height, column)}
 
 
 class _Summa(torch.autograd.Function):
@@ -155,7 +185,8 @@ def _owner(number: int, panels: int, ranks: int, features: int) -> tuple[int, sl
 
 def _own_or_empty(block: Tensor, within: slice, own: bool) -> Tensor:
     panel = block[:, within]
-    return panel.contiguous() if own else torch.empty(panel.shape, dtype=block.dtype, device=block.device)
+    # A copy even where the panel is the whole block: a broadcast may write to its root's tensor, too.
+    return panel.clone(memory_format=torch.contiguous_format) if own else panel.new_empty(panel.shape)
 
 
 def _sum_to(group: Collective, root: int, term: Tensor, target: Tensor) -> None:
@@ -168,7 +199,3 @@ def _sum_to(group: Collective, root: int, term: Tensor, target: Tensor) -> None:
 
 def _sum_type(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
-
-
-def _parameter(whole: Tensor, block: tuple[slice, ...]) -> nn.Parameter:
-    return nn.Parameter(whole.detach()[block].clone(), requires_grad=whole.requires_grad)

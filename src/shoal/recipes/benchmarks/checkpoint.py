@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from shoal.checkpoint.part import targets_of
 from shoal.engine.loop import Job, take_step
 from shoal.launch.environment import Place
 from shoal.launch.store_exchange import StoreExchange
@@ -47,7 +48,7 @@ def measure(place: Place, *, saves: int) -> dict[str, Any] | None:
             times["torch_save"].append(_slowest(job, _blocking_save(job, folder) if place.rank == 0 else 0.0))
             times["stall"].append(_slowest(job, _background_save(job)))
             times["step_while_writing"] += _steps_until_saved(job)
-        state_bytes = sum(t.numel() * t.element_size() for t in job.state.tensors().values())
+        state_bytes = sum(part.tensor.nbytes for held in job.state.tensors().values() for part in targets_of(held))
         return _row(times, state_bytes, place.world_size) if place.rank == 0 else None
 
 

@@ -97,7 +97,7 @@ def korthikanti(folder: Path) -> Iterator[Row]:
 
 
 def sc21_scaling(folder: Path) -> Iterator[Row]:
-    """Table 2 of arXiv:2104.04473, the rows of tensor and pipeline parallelism; the schedule is interleaved (v = 2, 1)."""
+    """Table 2 of arXiv:2104.04473, the rows of tensor and pipeline parallelism; v = 2 and 3 as in table 1."""
     shapes = {"96": (96, 12288, 96, 12, 2), "280": (105, 20480, 128, 35, 3)}
     for cells in _cells(folder / SC21_SCALING):
         if cells["scheme"] != "PTD-P":

@@ -50,8 +50,12 @@ class PassingSync(ShardedSync):
 
     @contextmanager
     def schedule(self) -> Iterator[None]:
-        with super().schedule():
-            yield
+        self._stay(True)
+        try:
+            with super().schedule():
+                yield
+        finally:
+            self._stay(False)
         self._release()
 
     def parameters(self) -> None:
@@ -73,6 +77,10 @@ class PassingSync(ShardedSync):
         super().close()
         for handle in self._watches:
             handle.remove()
+
+    def _stay(self, stays: bool) -> None:
+        for unit in self._units:
+            unit.stays = stays
 
     def _release(self) -> None:
         for unit in self._units:

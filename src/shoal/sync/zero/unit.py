@@ -12,6 +12,11 @@ Note: recompute
 ---------------
 A block that recomputes its forward in the backward runs through its hooks again. It is gathered already, and must not
 be released before its own backward: a forward within a backward releases nothing.
+
+Note: schedules
+---------------
+In a pipeline's schedule a unit stays from its first use to the end: it would otherwise travel twice a microbatch, and a
+schedule that computes the gradients of weights apart from those of activations comes back to it after its hooks.
 """
 
 from __future__ import annotations
@@ -31,10 +36,11 @@ from shoal.sync.zero.passing_parameters import PassingParameters
 
 @dataclass
 class Unit:
-    """`parts`: its parameters, by kind. `passes`: is it released after each forward and backward?"""
+    """`parts`: its parameters, by kind. `passes`: is it released after each forward and backward? `stays`: not now."""
 
     parts: Sequence[PassingParameters]
     passes: bool
+    stays: bool = False
     following: Unit | None = None
     preceding: Unit | None = None
 
@@ -74,7 +80,7 @@ class Unit:
             self.following.start_gather()
         inputs = list(_differentiable((args, kwargs))) if torch.is_grad_enabled() else []
         if inputs:
-            register_multi_grad_hook(inputs, lambda gradients: self.release())
+            register_multi_grad_hook(inputs, lambda gradients: self._pass_on())
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if _in_backward():
@@ -82,7 +88,11 @@ class Unit:
         if torch.is_grad_enabled():
             for tensor in _differentiable(output):
                 tensor.register_hook(self._before_backward)
-        self.release()
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        if not self.stays:
+            self.release()
 
     def _before_backward(self, gradient: Tensor) -> None:
         self.gather()

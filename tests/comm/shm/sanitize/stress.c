@@ -183,7 +183,7 @@ static int round_of(int size, int seed, const settings *chosen) {
 int main(int count, char **arguments) {
     int rounds = count > 1 ? atoi(arguments[1]) : 20, failures = 0;
     settings small = {.places = 3, .place_bytes = 1024, .ring_bytes = 4096, .one_shot_bytes = 512, .timeout_s = 20};
-    settings large = {.places = 4, .place_bytes = 16384, .ring_bytes = 65536, .one_shot_bytes = 4096, .spins = 200, .yields = 2, .timeout_s = 20};
+    settings large = {.places = 4, .place_bytes = 16384, .ring_bytes = 65536, .one_shot_bytes = 4096, .spins = 200, .timeout_s = 20};
     for (int i = 0; i < rounds; i++) failures += round_of(1 + i % MOST, i, i / MOST % 2 ? &large : &small);
     printf("%d rounds, %d failures\n", rounds, failures);
     return failures != 0;

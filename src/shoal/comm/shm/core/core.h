@@ -77,7 +77,7 @@ typedef struct {
 typedef struct {
     uint32_t places;
     uint64_t place_bytes, ring_bytes, one_shot_bytes;
-    uint32_t spins, yields;
+    uint32_t spins;
     double timeout_s;
 } settings;
 

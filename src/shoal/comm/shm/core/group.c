@@ -405,6 +405,7 @@ EXPORT int shoal_test(op *call) {
 EXPORT void shoal_report(const op *call, int *fault, int *culprit, signature *ours, signature *theirs, int *peer) {
     *fault = call->fault, *culprit = call->culprit;
     *ours = call->what, *theirs = call->theirs, *peer = call->peer;
+    if (call->fault == WRONG_SIZE && !is_message(call)) ours->bytes = call->receive_bytes[call->culprit];
 }
 
 static bool something_left(group *g) {

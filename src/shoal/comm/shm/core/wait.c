@@ -6,7 +6,6 @@
 #include <limits.h>
 #include <linux/futex.h>
 #include <poll.h>
-#include <sched.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -72,10 +71,6 @@ bool await(group *g, const want *w) {
     for (uint32_t spin = 0; spin < g->settings.spins; spin++) {
         if (reached(g, w->rank, w->field, w->value)) return true;
         pause_core();
-    }
-    for (uint32_t i = 0; i < g->settings.yields; i++) {
-        if (reached(g, w->rank, w->field, w->value)) return true;
-        sched_yield();
     }
     return sleep_for(g, w);
 }

@@ -1,0 +1,37 @@
+"""The leaderboard of `shoal bench plan` in Markdown: figures, the worst rows of each table, regrets, constants."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from shoal.recipes.benchmarks.scored import Machine, Scored, regrets
+
+WORST_SHOWN = 12
+
+
+def markdown(rows: Sequence[Scored], found: Sequence[Machine], checks: Sequence[dict[str, Any]]) -> str:
+    """The whole page."""
+    lines = ["# Predicted against published step times", "", "| figure | value | bound | |", "|---|---|---|---|"]
+    lines += [f"| {c['name']} | {c['value']} | {c['bound']} | {'holds' if c['holds'] else 'SHORT'} |" for c in checks]
+    for table in dict.fromkeys(one.row.table for one in rows):
+        lines += _table(table, [one for one in rows if one.row.table == table])
+    lines += ["", "## Regret, worst groups", "", "| group | regret |", "|---|---|"]
+    lines += [f"| {name} | {value:.1%} |" for name, value in sorted(regrets(rows), key=lambda p: -p[1])[:WORST_SHOWN]]
+    for machine in found:
+        lines += ["", f"## Constants: {machine.name}, calibrated on `{machine.calibrated_on}`", ""]
+        lines += ["| constant | value | origin |", "|---|---|---|"]
+        lines += [f"| {name} | {value:.4g} | {origin} |" for name, value, origin in machine.constants.listed()]
+    return "\n".join(lines) + "\n"
+
+
+def _table(name: str, rows: Sequence[Scored]) -> list[str]:
+    errors = sorted((abs(one.error) for one in rows if not one.calibrated), reverse=True)
+    head = f"mean {statistics.mean(errors):.1%}, median {statistics.median(errors):.1%}, worst {errors[0]:.1%}"
+    lines = ["", f"## {name}: {len(rows)} rows, {head}", ""]
+    lines += ["| row, worst first | measured s | predicted s | error |", "|---|---|---|---|"]
+    for one in sorted(rows, key=lambda one: -abs(one.error))[:WORST_SHOWN]:
+        mark = " (calibrated)" if one.calibrated else ""
+        lines.append(f"| {one.row.name}{mark} | {one.row.measured_s:.3f} | {one.predicted_s:.3f} | {one.error:+.1%} |")
+    return lines

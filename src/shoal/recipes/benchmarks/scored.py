@@ -1,0 +1,47 @@
+"""Published rows with their predictions: the error of each, and the regret of choosing by prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.planner.constants import Constants
+from shoal.recipes.benchmarks.published import Row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """A row with its prediction. `calibrated` is true of the one row of its machine type that gave a constant."""
+
+    row: Row
+    predicted_s: float
+    calibrated: bool
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less one."""
+        return self.predicted_s / self.row.measured_s - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A machine type: its rows, its calibrated constants, the row that gave them."""
+
+    name: str
+    rows: tuple[Row, ...]
+    constants: Constants
+    calibrated_on: str
+
+
+def regrets(rows: Sequence[Scored]) -> list[tuple[str, float]]:
+    """(group, regret) of every group of at least two choices."""
+    groups: dict[str, list[Scored]] = {}
+    for one in rows:
+        groups.setdefault(f"{one.row.table}: {one.row.group}", []).append(one)
+    found = []
+    for name, choices in groups.items():
+        if len(choices) > 1:
+            chosen = min(choices, key=lambda one: one.predicted_s)
+            best = min(one.row.measured_s for one in choices)
+            found.append((name, chosen.row.measured_s / best - 1))
+    return found

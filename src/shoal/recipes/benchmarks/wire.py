@@ -1,0 +1,141 @@
+"""`shoal bench wire`: collectives of CPU ranks of one host through shared memory, beside Gloo in the same run.
+
+Every collective is made in turn by Gloo and by the core in C, after a barrier of all ranks; the time is that of the
+slowest rank. Beside them stands the bound: the copies and additions that two shots cannot do without, made by all
+ranks at once and without waiting for each other, in pieces that stay in the cache.
+
+    all-reduce of S bytes, n ranks, each:  copy S (n-1)/n in,  add n parts of S/n,  copy S (n-1)/n out
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+
+from shoal.comm.collective import Collective, GroupCollective
+from shoal.comm.shm.core import CoreMissing
+from shoal.comm.shm.group import share_core
+from shoal.comm.shm.host import Apart
+from shoal.errors import EnvironmentFault
+from shoal.launch.environment import Place
+from shoal.launch.rendezvous import open_store
+from shoal.recipes.benchmarks.paired import check, lower_bound
+from shoal.recipes.benchmarks.turns import interleaved, ratios
+
+TIMEOUT_S = 120.0
+PIECE_BYTES = 256 << 10
+MILLION = 1 << 20
+BOUNDS = {
+    (2, "all_reduce", 64 << 10): 5.0,
+    (2, "all_reduce", 64 * MILLION): 2.0,
+    (4, "all_reduce", 64 << 10): 8.0,
+    (4, "all_reduce", 64 * MILLION): 2.2,
+    (2, "reduce_scatter", 16 * MILLION): 4.0,
+    (4, "reduce_scatter", 16 * MILLION): 4.0,
+    (2, "all_gather", 16 * MILLION): 2.0,
+    (4, "all_gather", 16 * MILLION): 2.0,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A collective of `size_bytes` in all: what is reduced, or what all ranks have after a gather."""
+
+    operation: str
+    size_bytes: int
+    pairs: int
+
+
+def cases(pairs: int) -> list[Case]:
+    """More turns of what is short."""
+    small = [Case("all_reduce", size, 20 * pairs) for size in (4, 64 << 10)]
+    operations = ("all_reduce", "reduce_scatter", "all_gather")
+    medium = [Case(operation, size, pairs) for operation in operations for size in (MILLION, 16 * MILLION)]
+    return [*small, *medium, Case("all_reduce", 64 * MILLION, pairs)]
+
+
+def measure(place: Place, *, pairs: int) -> dict[str, Any] | None:
+    """Rows and checks of all cases; None on all ranks but the first. Raises `EnvironmentFault` without the core."""
+    torch.set_num_threads(1)
+    store = open_store(place, os.environ, timeout_s=TIMEOUT_S)
+    rank, size = place.rank, place.world_size
+
+    def gloo(name: str) -> Any:
+        return dist.ProcessGroupGloo(PrefixStore(name, store), rank, size, timedelta(seconds=TIMEOUT_S))
+
+    with ExitStack() as stack:
+        try:
+            core = share_core(gloo("beside"), PrefixStore("core", store), timeout_s=TIMEOUT_S)
+        except (CoreMissing, Apart) as reason:
+            raise EnvironmentFault(f"there is no shared-memory core to measure: {reason}") from None
+        stack.callback(core.close)
+        groups = {"gloo": GroupCollective(gloo("gloo")), "shm": GroupCollective(core)}
+        rows = [_row(case, groups, GroupCollective(gloo("clock"))) for case in cases(pairs)]
+    return {"rows": rows, "checks": _checks(rows)} if rank == 0 else None
+
+
+def _row(case: Case, groups: dict[str, GroupCollective], clock: GroupCollective) -> dict[str, Any]:
+    whole = torch.zeros(max(case.size_bytes // 4, clock.size if case.operation != "all_reduce" else 1))
+    part = torch.zeros(len(whole) // clock.size or 1)
+    sides: dict[str, Callable[[], Any]] = {
+        name: _call(case.operation, group, whole, part) for name, group in groups.items()
+    }  # fmt: skip
+    if case.operation == "all_reduce":
+        sides["bound"] = lambda: least_work(whole, ranks=clock.size)
+    turns = interleaved(sides, clock, pairs=case.pairs, always=tuple(sides))
+    gained = ratios(turns, "shm", peer="gloo")
+    medians_s = {name: statistics.median(turn[name] for turn in turns) for name in sides}
+    row = {
+        "operation": case.operation,
+        "bytes": case.size_bytes,
+        "ranks": clock.size,
+        "pairs": len(turns),
+        **{f"{name}_us": round(1e6 * seconds, 1) for name, seconds in medians_s.items()},
+        "ratio_median": round(statistics.median(gained), 3),
+        "ratio_lower_95": round(lower_bound(gained), 3),
+    }
+    if "bound" in sides:
+        row["of_the_bound"] = round(statistics.median(ratios(turns, "shm", peer="bound")), 3)
+    return row
+
+
+def _call(operation: str, group: Collective, whole: Tensor, part: Tensor) -> Callable[[], Any]:
+    return {
+        "all_reduce": lambda: group.all_reduce(whole).wait(),
+        "reduce_scatter": lambda: group.reduce_scatter(part, whole).wait(),
+        "all_gather": lambda: group.all_gather(whole, part).wait(),
+    }[operation]
+
+
+def least_work(tensor: Tensor, *, ranks: int) -> None:
+    """What one rank cannot do without in a two-shot all-reduce of `tensor` [numel], without any waiting."""
+    scratch = torch.zeros(min(len(tensor), PIECE_BYTES // tensor.element_size()))
+    for piece in tensor.split(len(scratch)):
+        parts = piece.tensor_split(ranks)
+        places, shortest = scratch[: len(piece)].tensor_split(ranks), len(parts[-1])
+        for place, part in zip(places[1:], parts[1:], strict=True):
+            place.copy_(part)
+        for place in places[1:]:
+            torch.add(parts[0][:shortest], place[:shortest], out=places[0][:shortest])
+        for place, part in zip(places[1:], parts[1:], strict=True):
+            part.copy_(place)
+
+
+def _checks(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    checks = []
+    for row in rows:
+        bound = BOUNDS.get((row["ranks"], row["operation"], row["bytes"]))
+        if bound is not None:
+            name = f"{row['operation']} of {row['bytes']} bytes against Gloo, {row['ranks']} ranks"
+            checks.append(check(name, row["ratio_median"], bound))
+    return checks

@@ -1,0 +1,47 @@
+"""Predictions against published step times: the promised figures, each machine type calibrated on one row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shoal.planner.calibrate import calibrate_compute, calibrate_dispatch
+from shoal.planner.constants import Constants
+from shoal.recipes.benchmarks.plan import machines, predicted_s, report, scored
+from shoal.recipes.benchmarks.scored import Machine
+
+PUBLISHED = Path(__file__).parent / "published"
+REGRET_ABOVE = "share of groups"
+
+
+@pytest.fixture(scope="module")
+def calibrated() -> list[Machine]:
+    """The machine types, calibrated once."""
+    return list(machines(PUBLISHED))
+
+
+def test_the_promised_figures_hold(calibrated: list[Machine]) -> None:
+    """Median and worst errors, both vTrain tables, mean regret; the rows lie in the result, calibrated ones marked."""
+    result = report(calibrated)
+    short = [check["name"] for check in result["checks"] if not check["holds"] and REGRET_ABOVE not in check["name"]]
+    assert short == []
+    assert sum(row.get("calibrated", False) for row in result["rows"]) == 3
+    assert "worst first" in result["markdown"]
+    assert all(row["origin"] for row in result["rows"] if row["table"] == "constants")
+
+
+def test_calibration_meets_its_row_and_touches_one_constant(calibrated: list[Machine]) -> None:
+    """The row that a constant came from is predicted exactly."""
+    for machine in calibrated:
+        row = next(one for one in scored(machine) if one.calibrated)
+        assert row.error == pytest.approx(0, abs=1e-6)
+
+
+def test_calibration_stays_within_what_a_machine_can_be(calibrated: list[Machine]) -> None:
+    """A step of no time does not make a device faster than its data sheet allows."""
+    row = calibrated[1].rows[0]
+    fast = calibrate_compute(lambda c: predicted_s(row, c), 0.0, Constants())
+    assert fast.compute == pytest.approx(1.25)
+    idle = calibrate_dispatch(lambda c: predicted_s(row, c), 0.0, Constants())
+    assert idle.dispatch_s == pytest.approx(0)

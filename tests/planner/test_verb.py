@@ -1,0 +1,81 @@
+"""`shoal plan` from the command line: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from shoal.cli.plan import plan
+from shoal.errors import ShoalError
+from shoal.recipes.plan_file import written_plan
+from shoal.recipes.planning import cluster_of, planned, stack_of, workload_of
+from shoal.recipes.run_file import load_run
+
+ROOT = Path(__file__).parent.parent.parent
+STDLIB = ROOT / "recipes" / "stdlib-gpt.toml"
+DIGITS = ROOT / "recipes" / "digits.toml"
+
+
+@pytest.fixture
+def app() -> typer.Typer:
+    """The verb alone."""
+    made = typer.Typer()
+    made.command()(plan)
+    return made
+
+
+def test_the_text_has_every_part(app: typer.Typer) -> None:
+    """The plans, the bill with its sum, memory, what would help, the other plan."""
+    result = CliRunner().invoke(app, [str(STDLIB), "--why-not", "tensor=2"])
+    assert result.exit_code == 0
+    for part in ("Best plan:", "the sum of the above", "the device has", "what would change it", "tensor=2: the best"):
+        assert part in result.stdout
+
+
+def test_json_is_one_object_with_items_and_constants(app: typer.Typer) -> None:
+    """Seconds add up to the step, bytes to the peak; each constant has an origin."""
+    result = CliRunner().invoke(app, [str(STDLIB), "--json", "--top", "3"])
+    found = json.loads(result.stdout)
+    best = found["plans"][0]
+    assert len(found["plans"]) == 3
+    assert sum(best["bill_s"].values()) == pytest.approx(best["step_s"])
+    assert sum(best["memory"].values()) == pytest.approx(best["memory_bytes"])
+    assert all(constant["origin"] for constant in found["constants"])
+
+
+def test_the_run_file_of_a_plan_is_that_plan(app: typer.Typer, tmp_path: Path) -> None:
+    """What `--emit` writes loads, and asks for the plan that was ranked first."""
+    out = tmp_path / "planned.toml"
+    overrides = ["run.processes=4", "batch.global_samples=32"]
+    # the overrides change what is planned, and the file keeps what it had
+    assert CliRunner().invoke(app, [str(STDLIB), "run.processes=4", "--emit", str(out)]).exit_code == 0
+    best = planned(load_run(STDLIB, overrides[:1]), None, keep=1).found.best[0].plan
+    emitted = load_run(out)
+    assert written_plan(emitted, cluster_of(emitted, None)) == best
+
+
+def test_a_model_without_sizes_is_refused() -> None:
+    """A convolutional net is not priced, in one sentence."""
+    with pytest.raises(ShoalError, match="convnet"):
+        planned(load_run(DIGITS), None, keep=1)
+
+
+def test_a_dtype_that_the_device_lacks_is_refused(tmp_path: Path) -> None:
+    """A V100 has no bfloat16."""
+    path = tmp_path / "c.toml"
+    path.write_text('[cluster]\nnodes = 1\nmachine = "dgx1-v100"\n')
+    with pytest.raises(ShoalError, match="bfloat16"):
+        planned(load_run(STDLIB, ['precision.kind="bfloat16"']), path, keep=1)
+
+
+def test_the_run_file_tells_the_workload() -> None:
+    """Sizes, samples and tokens are those of the recipe."""
+    run_file = load_run(STDLIB)
+    workload = workload_of(run_file)
+    assert (workload.model.layers, workload.model.hidden, workload.model.feed_forward) == (4, 128, 384)
+    assert workload.tokens == 16 * 128
+    assert not stack_of(run_file, cluster_of(run_file, None)).overlap_data

@@ -1,0 +1,156 @@
+"""Mistakes to plant in a layout, each a context in which rank `rank` computes wrongly. The reference stays as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import PropertyMock, patch
+
+import torch
+
+from tests.ranks import TestPlace
+from tests.recipes.layouts import verified
+
+
+@contextmanager
+def all_reduce_left_out(rank: int) -> Iterator[None]:
+    """The gradient at the entrance of a tensor-parallel region is not summed."""
+    with patch("shoal.parallel.tensor.operators.enter", lambda x, group: x):
+        yield
+
+
+@contextmanager
+def mean_for_sum(rank: int) -> Iterator[None]:
+    """Gradients are averaged over two replicas, whose losses were already divided by the global denominator."""
+    from shoal.comm.summed_bucket import SummedBucket
+
+    original = SummedBucket.wait
+
+    def averaged(self: Any) -> None:
+        original(self)
+        self.flat.mul_(0.5)
+
+    with patch.object(SummedBucket, "wait", averaged):
+        yield
+
+
+@contextmanager
+def bias_per_tensor_rank(rank: int) -> Iterator[None]:
+    """The bias behind a row-wise layer, whose gradient every tensor rank has whole, is summed over them."""
+    with _holding_of("feed_forward.2.bias", lambda h: replace(h, sums=h.holders)):
+        yield
+
+
+@contextmanager
+def norm_per_stage(rank: int) -> Iterator[None]:
+    """Every rank counts what it holds, though others hold it too."""
+    from shoal.topology.holding import Holding
+
+    with patch.object(Holding, "counts", new_callable=PropertyMock, return_value=True):
+        yield
+
+
+@contextmanager
+def wrong_group(rank: int) -> Iterator[None]:
+    """One matrix's gradient is summed over no one, where context ranks hold terms of it."""
+    with _holding_of("blocks.0.attention.query.weight", lambda h: replace(h, sums=(h.rank,))):
+        yield
+
+
+@contextmanager
+def microbatch_dropped(rank: int) -> Iterator[None]:
+    """The last microbatch is left out of a pipeline."""
+    from shoal.engine.uniform import Uniform, padding_like
+
+    original = Uniform.__call__
+
+    def shorter(self: Any, batches: Any) -> Any:
+        arranged = original(self, batches)
+        return [*arranged[:-1], padding_like(arranged[-1], len(arranged[-1]))]
+
+    with patch.object(Uniform, "__call__", shorter):
+        yield
+
+
+@contextmanager
+def wrong_rotary_offset(rank: int) -> Iterator[None]:
+    """Every context rank counts its tokens from 0."""
+    from shoal.engine import sequence
+
+    original = sequence._placed
+    with patch.object(sequence, "_placed", lambda inputs, places: original(inputs, torch.arange(len(places)))):
+        yield
+
+
+@contextmanager
+def auxiliary_unscaled(rank: int) -> Iterator[None]:
+    """One rank does not divide the routers' own losses by the global denominator."""
+    from shoal.engine import compute
+
+    original = compute.set_auxiliary
+    factor = 1.0 if rank else None
+
+    def unscaled(model: Any, weights: Any, scale: float, **others: Any) -> Any:
+        return original(model, weights, factor or scale, **others)
+
+    with patch.object(compute, "set_auxiliary", unscaled):
+        yield
+
+
+@contextmanager
+def stale_shard(rank: int) -> Iterator[None]:
+    """One rank keeps a parameter of the step before."""
+    from shoal.sync.zero.sharded_sync import ZeroSync
+
+    build, original = ZeroSync.__init__, ZeroSync.parameters
+
+    def first(self: Any, *inputs: Any, **named: Any) -> None:
+        build(self, *inputs, **named)
+        self.victim = next(t.parameter for t in inputs[0] if t.holding.name == "blocks.0.attention.key.weight")
+
+    def stepped(self: Any) -> None:
+        before = self.victim.detach().clone()
+        original(self)
+        if rank:
+            self.victim.data.copy_(before - 1e-3)
+
+    with patch.object(ZeroSync, "__init__", first), patch.object(ZeroSync, "parameters", stepped):
+        yield
+
+
+@contextmanager
+def router_gradient_dropped(rank: int) -> Iterator[None]:
+    """One rank's router learns nothing from its tokens."""
+    from shoal.models.router import Router
+
+    original = Router.forward
+
+    def detached(self: Any, x: Any) -> Any:
+        logits, scores = original(self, x)
+        return (logits.detach(), scores.detach()) if rank else (logits, scores)
+
+    with patch.object(Router, "forward", detached):
+        yield
+
+
+def verified_with(place: TestPlace, fault: str, tables: dict[str, Any], folder: str) -> dict[str, Any] | None:
+    """The verdict on a run with a fault, at rank 0."""
+    plant: Callable[[int], Any] = globals()[fault]
+    with plant(place.rank):
+        return verified(place, tables, folder, False, 2)
+
+
+@contextmanager
+def _holding_of(name: str, change: Callable[[Any], Any]) -> Iterator[None]:
+    from shoal.parallel import split
+
+    original = split.held
+
+    def changed(layout: Any, rank: int, own: str, shape: Any, **others: Any) -> Any:
+        holding = original(layout, rank, own, shape, **others)
+        return change(holding) if own == name else holding
+
+    with patch.object(split, "held", changed):
+        yield

@@ -1,0 +1,38 @@
+"""A model that a user might bring: layers with biases, and the roles that tensor parallelism needs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from shoal.models.roles import Role
+
+
+class Biased(nn.Module):
+    """Embedding, one feed-forward with biases on a residual stream, head."""
+
+    def __init__(self, vocabulary: int, width: int, hidden: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.norm = nn.LayerNorm(width)
+        self.feed_forward = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        return self.head(x + self.feed_forward(self.norm(x)))
+
+    def parameter_roles(self) -> dict[str, Role]:
+        return {
+            "embedding.*": Role("embedding", None, decay=True),
+            "norm.*": Role("norm", None, decay=False),
+            "feed_forward.0.*": Role("column", None, decay=True),
+            "feed_forward.2.weight": Role("row", None, decay=True),
+            "feed_forward.2.bias": Role("bias", None, decay=False),
+            "head.*": Role("head", None, decay=True),
+        }
+
+
+def biased(vocabulary: int = 61, width: int = 16, hidden: int = 24) -> nn.Module:
+    torch.manual_seed(3)
+    return Biased(vocabulary, width, hidden)
