@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shoal.errors import UserCodeError
 from shoal.memory.blocks import blocks_of
-from shoal.memory.recompute import recompute
+from shoal.memory.recompute import check_recompute, recompute
 from shoal.models.build import build
 from shoal.models.config import GPTConfig, MoEConfig
 from shoal.models.dropout import set_sample_keys
@@ -158,4 +158,4 @@ def test_what_cannot_be_recomputed_is_refused() -> None:
     with pytest.raises(UserCodeError, match="layer 3 cannot be recomputed: GPT has 3 blocks, numbered from 0 to 2"):
         gpt("full", layers=[0, 3])
     with pytest.raises(UserCodeError, match=r"no block of Users has a module .* 'full' or 'none'"):
-        recompute(Users(), "selective")
+        check_recompute(Users(), "selective")

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import UserCodeError
 from shoal.memory.blocks import chosen_blocks
-from shoal.memory.replay import remember
+from shoal.memory.replay import Replay
 from shoal.models.attention import CausalAttention
 
 RecomputeKind = Literal["none", "selective", "full"]
@@ -31,14 +31,23 @@ RecomputeKind = Literal["none", "selective", "full"]
 def recompute(model: nn.Module, kind: RecomputeKind, *, layers: Collection[int] | None = None) -> None:
     """Has `model` compute again what `kind` says, in the blocks numbered `layers`, from 0 (None: all).
 
-    Names of parameters stay. Call it once, on the whole model, after what replaces its modules.
-    Raises `UserCodeError` for a model without such blocks, or without attention for "selective".
+    Names of parameters stay. Call it once, after what replaces its modules; a rank that holds a part of the model has
+    its whole checked beforehand, by `check_recompute`.
     """
     if kind == "none":
         return
     blocks = chosen_blocks(model, layers)
-    for module in blocks.values() if kind == "full" else _attention_cores(model, blocks):
+    for module in blocks.values() if kind == "full" else _attention_cores(blocks):
         module.forward = Recomputed(module, module.forward)
+
+
+def check_recompute(model: nn.Module, kind: RecomputeKind, *, layers: Collection[int] | None = None) -> None:
+    """Raises `UserCodeError` for a model without such blocks, or without attention for "selective"."""
+    if kind != "none" and not _attention_cores(chosen_blocks(model, layers)) and kind == "selective":
+        raise UserCodeError(
+            f"no block of {type(model).__name__} has a module of type shoal.models.attention.CausalAttention, which "
+            f"memory.recompute = 'selective' computes again: set it to 'full' or 'none'"
+        )
 
 
 @dataclass(frozen=True)
@@ -51,18 +60,10 @@ class Recomputed:
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.inner(*inputs, **named)
-        as_now = remember(self.module)
-        contexts = lambda: (nullcontext(), as_now())  # noqa: E731
+        as_now = Replay(self.module)
+        contexts = lambda: (nullcontext(), as_now)  # noqa: E731
         return checkpoint(partial(self.inner, **named), *inputs, use_reentrant=False, context_fn=contexts)
 
 
-def _attention_cores(model: nn.Module, blocks: dict[str, nn.Module]) -> list[nn.Module]:
-    cores: list[nn.Module] = [
-        module for block in blocks.values() for module in block.modules() if isinstance(module, CausalAttention)
-    ]
-    if blocks and not cores:
-        raise UserCodeError(
-            f"no block of {type(model).__name__} has a module of type shoal.models.attention.CausalAttention, which "
-            f"memory.recompute = 'selective' computes again: set it to 'full' or 'none'"
-        )
-    return cores
+def _attention_cores(blocks: dict[str, nn.Module]) -> list[nn.Module]:
+    return [m for block in blocks.values() for m in block.modules() if isinstance(m, CausalAttention)]

@@ -1,14 +1,14 @@
 """What a module is told beside its arguments, so that a forward can be repeated later as it was.
 
 The keys of the samples, what a router has to know of its microbatch, training or evaluation: such things are set on the
-modules before a forward, and by the time of the backward others may have been set for the next microbatch. `remember`
-takes them down; under `replayed` they are as they were, and what the repeated forward writes leaves no trace.
+modules before a forward, and by the time of the backward others may have been set for the next microbatch. `Replay`
+takes them down; inside of it they are as they were, and what the repeated forward writes leaves no trace.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
@@ -18,21 +18,26 @@ _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 Attributes = Mapping[nn.Module, Mapping[str, Any]]
 
 
-def remember(module: nn.Module) -> Callable[[], AbstractContextManager[None]]:
-    """Takes down the attributes of `module` and its submodules, by reference; returns the context `replayed`."""
-    attributes = _attributes(module)
+class Replay(AbstractContextManager[None]):
+    """Takes down the attributes of `module` and its submodules, by reference; inside, they are those again.
 
-    @contextmanager
-    def replayed() -> Iterator[None]:
-        later = _attributes(module)
-        _set(attributes)
-        try:
-            with _copied_buffers(module):
-                yield
-        finally:
-            _set(later)
+    It may be entered any number of times: a backward in two parts, of activations and of weights, recomputes twice.
+    """
 
-    return replayed
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._attributes = module, _attributes(module)
+        self._entered: list[tuple[Attributes, ExitStack]] = []
+
+    def __enter__(self) -> None:
+        later, buffers = _attributes(self._module), ExitStack()
+        _set(self._attributes)
+        buffers.enter_context(_copied_buffers(self._module))
+        self._entered.append((later, buffers))
+
+    def __exit__(self, *error: object) -> None:
+        later, buffers = self._entered.pop()
+        buffers.close()
+        _set(later)
 
 
 def _attributes(module: nn.Module) -> Attributes:

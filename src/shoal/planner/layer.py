@@ -125,6 +125,7 @@ def _wires(model: Transformer, plan: Plan, share: Share, predictor: Predictor, d
     once = _tensor_once(tensor_group(plan, predictor), stream, plan)
     beside = device.matmul_weight if predictor.stack.overlap_tensor else 0.0
     backward = exposed(2 * once, beside, slowdown=slowdown)
+    again = _gathered_again(plan, predictor, stream, device)
     keys = 2 * model.kv_width * share.samples * share.sequence * share.element_bytes / share.tensor
     gather = _axis(plan, predictor, plan.layout.context, plan.layout.tensor).all_gather(keys)
     context = exposed(3 * gather, device.attention_forward + device.attention_backward, slowdown=slowdown)
@@ -132,16 +133,25 @@ def _wires(model: Transformer, plan: Plan, share: Share, predictor: Predictor, d
     trip = _axis(plan, predictor, share.expert, 1).all_to_all(routed) if model.experts else 0.0
     return _Wires(
         tensor_forward=2 * once,
-        tensor_backward=backward.seen_s,
+        tensor_backward=backward.seen_s + again.seen_s,
         context=context.seen_s,
         expert=4 * trip,
-        slowed=backward.slowed_s + context.slowed_s,
+        slowed=backward.slowed_s + again.slowed_s + context.slowed_s,
     )
 
 
 def _tensor_once(group: Group, stream: float, plan: Plan) -> float:
     """One all-reduce, or the all-gather and reduce-scatter that take its place under sequence parallelism."""
     return 2 * group.all_gather(stream) if plan.sequence_parallel else group.all_reduce(stream)
+
+
+def _gathered_again(plan: Plan, predictor: Predictor, stream: float, device: LayerSeconds) -> Exposed:
+    """Sequence parallelism that keeps only its share of an input gathers it again for the weight's gradient, beside the
+    product that gives the input's (arXiv:2205.05198, section 4.2.2); a stack without overlap keeps it whole instead."""
+    if not (plan.sequence_parallel and predictor.stack.overlap_tensor):
+        return Exposed(seen_s=0.0, slowed_s=0.0)
+    seconds = 2 * tensor_group(plan, predictor).all_gather(stream)
+    return exposed(seconds, device.matmul_input, slowdown=predictor.constants.overlap_slowdown)
 
 
 def _recomputed(plan: Plan, device: LayerSeconds, predictor: Predictor) -> tuple[float, float]:

@@ -14,7 +14,7 @@ from shoal.engine.pipelined import PipelinedPasses
 from shoal.engine.precision import Precision
 from shoal.engine.randomness import Randomness
 from shoal.engine.sequence import cut_sequences
-from shoal.memory.recompute import recompute
+from shoal.memory.recompute import check_recompute, recompute
 from shoal.models.chain import DeclaresParts
 from shoal.parallel.context.shard import positions
 from shoal.parallel.pipeline.costs import estimated_costs
@@ -48,6 +48,8 @@ def table_of(run_file: RunFile, in_flight: int) -> Table | None:
 
 def divided(run_file: RunFile, model: nn.Module, mesh: Mesh, *, in_flight: int) -> Divided:
     """Leaves in `model`, in place, this rank's part of it, with what is computed again in the backward."""
+    memory = run_file.memory
+    check_recompute(model, memory.recompute, layers=memory.recompute_layers)
     table = table_of(run_file, in_flight)
     stages = None if table is None else _stages(run_file, model, table)
     split = split_model(
@@ -57,7 +59,7 @@ def divided(run_file: RunFile, model: nn.Module, mesh: Mesh, *, in_flight: int) 
         sequence_parallel=run_file.layout.sequence_parallel,
         context=run_file.context.kind,
     )
-    recompute(model, run_file.memory.recompute, layers=run_file.memory.recompute_layers)
+    recompute(model, memory.recompute, layers=memory.recompute_layers)
     return Divided(split, table, stages)
 
 

@@ -1,4 +1,4 @@
-"""The shared-memory group between real processes: results, order, faults, what is left behind."""
+"""Shared memory on torch's kernels, between real processes: results, order, faults, what is left behind."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def wrong_results(place, numels: list[int], dtypes: list[torch.dtype], ops: tupl
     return wrong
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3])
 def test_every_dtype_and_reduction_is_as_defined(ranks, size: int) -> None:
     """Bit for bit on each rank, and again: just above the threshold, at a length that no size divides."""
     assert ranks(size, wrong_results, [MINIMUM_BYTES + 1], DTYPES) == [[]] * size
@@ -226,7 +226,7 @@ def test_a_death_in_the_middle_of_a_tensor_is_an_error(ranks) -> None:
 
 
 def left_behind(place) -> list[int]:
-    """Descriptors, maps of segments, threads and folders that 100 groups leave, dropped in use or closed."""
+    """Descriptors, maps of segments, threads and folders that 40 groups leave, dropped in use or closed."""
 
     def held() -> list[int]:
         gc.collect()
@@ -236,7 +236,7 @@ def left_behind(place) -> list[int]:
     for number in range(2):
         _made_and_dropped(place, f"warm-up-{number}")
     before = held()
-    for number in range(100):
+    for number in range(40):
         _made_and_dropped(place, f"group-{number}")
     deadline_s = time.monotonic() + 10
     while held() != before and time.monotonic() < deadline_s:

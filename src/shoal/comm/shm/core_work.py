@@ -108,7 +108,8 @@ class CoreWork(dist.Work):
             Fault.TIMED_OUT: f"Timed out after {self._timeout_s:g} s waiting for rank {rank} of the group",
             Fault.DISAGREE: f"rank {self._rank} called {_named(ours)}, rank {rank} of the group {_named(theirs)}: all "
             "ranks must make the same calls in the same order",
-            Fault.WRONG_SIZE: f"rank {rank} of the group sends {theirs.bytes} bytes, rank {self._rank} expects {ours.bytes}",
+            Fault.WRONG_SIZE: f"rank {rank} of the group sends {theirs.bytes} bytes, rank {self._rank} expects "
+            f"{ours.bytes}",
             Fault.CLOSED: "this group is closed",
             Fault.NO_MEMORY: "no memory for a message that nobody has asked for yet",
         }.get(fault, f"shared memory failed ({fault.name})")

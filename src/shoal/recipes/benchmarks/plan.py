@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,14 @@ from shoal.planner.predictor import Predictor, Workload
 from shoal.planner.search import Found, search
 from shoal.planner.stack import MODERN
 from shoal.recipes.benchmarks import published
+from shoal.recipes.benchmarks.layer_times import layer_times
 from shoal.recipes.benchmarks.paired import check
 from shoal.recipes.benchmarks.plan_page import markdown
 from shoal.recipes.benchmarks.published import Row
 from shoal.recipes.benchmarks.scored import Machine, Scored, regrets
 from shoal.topology.cluster_file import known_cluster
 
+SELENE = "Selene"
 SC21_ROW = "18B"
 MULTI_ROW = "h6144 L40 on 256, batch 1024: t8 p1 d32 micro 8"
 SINGLE_ROW = "h1024 L16 on 2, batch 32: t1 p1 d2 micro 1"
@@ -41,7 +43,7 @@ def machines(folder: Path) -> Iterator[Machine]:
     single = _row(one, SINGLE_ROW)
     dispatch = calibrate_dispatch(lambda c: predicted_s(single, c), single.measured_s, Constants())
     yield Machine(name="vTrain's node", rows=one, constants=dispatch, calibrated_on=SINGLE_ROW)
-    for name, rows, chosen in (("Selene", selene, SC21_ROW), ("vTrain's cluster", several, MULTI_ROW)):
+    for name, rows, chosen in ((SELENE, selene, SC21_ROW), ("vTrain's cluster", several, MULTI_ROW)):
         row = _row(rows, chosen)
         start = replace(Constants(), dispatch_s=dispatch.dispatch_s)
         compute = calibrate_compute(lambda c, row=row: predicted_s(row, c), row.measured_s, start)
@@ -63,10 +65,16 @@ def scored(machine: Machine) -> list[Scored]:
 
 def measure(folder: Path) -> dict[str, Any]:
     """Rows, checks and the page in Markdown for the tables in `folder`."""
-    result = report(list(machines(folder)))
-    seconds, found = search_seconds()
+    found = list(machines(folder))
+    result = report(found)
+    selene = next(machine for machine in found if machine.name == SELENE)
+    layers = list(layer_times(folder, selene.constants))
+    worst = max(abs(one.error) for one in layers)
+    result["checks"].append(check("Korthikanti table 4: worst error of a layer", worst, 0.12, at_most=True))
+    result["rows"] += [{"table": "Korthikanti table 4", **asdict(one), "error": round(one.error, 4)} for one in layers]
+    seconds, plans = search_seconds()
     result["checks"].append(check("405B on 16,384 devices: processor seconds", seconds, 10.0, at_most=True))
-    result["rows"].append({"table": "search", "considered": found.considered, "fitting": found.fitting, "s": seconds})
+    result["rows"].append({"table": "search", "considered": plans.considered, "fitting": plans.fitting, "s": seconds})
     return result
 
 

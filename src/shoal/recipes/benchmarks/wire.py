@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,16 +50,20 @@ BOUNDS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A collective of `size_bytes` in all: what is reduced, or what all ranks have after a gather."""
+    """A collective of `size_bytes` in all: what is reduced, or what all ranks have after a gather.
+
+    `calls` are made one after the other in each turn: ranks leave a barrier further apart than a short call takes.
+    """
 
     operation: str
     size_bytes: int
     pairs: int
+    calls: int = 1
 
 
 def cases(pairs: int) -> list[Case]:
     """More turns of what is short."""
-    small = [Case("all_reduce", size, 20 * pairs) for size in (4, 64 << 10)]
+    small = [Case("all_reduce", size, 2 * pairs, calls=20) for size in (4, 64 << 10)]
     operations = ("all_reduce", "reduce_scatter", "all_gather")
     medium = [Case(operation, size, pairs) for operation in operations for size in (MILLION, 16 * MILLION)]
     return [*small, *medium, Case("all_reduce", 64 * MILLION, pairs)]
@@ -80,7 +85,8 @@ def measure(place: Place, *, pairs: int) -> dict[str, Any] | None:
             raise EnvironmentFault(f"there is no shared-memory core to measure: {reason}") from None
         stack.callback(core.close)
         groups = {"gloo": GroupCollective(gloo("gloo")), "shm": GroupCollective(core)}
-        rows = [_row(case, groups, GroupCollective(gloo("clock"))) for case in cases(pairs)]
+        clock = GroupCollective(gloo("clock"))
+        rows = [_row(case, groups, clock) for case in cases(pairs)]
     return {"rows": rows, "checks": _checks(rows)} if rank == 0 else None
 
 
@@ -92,7 +98,8 @@ def _row(case: Case, groups: dict[str, GroupCollective], clock: GroupCollective)
     }  # fmt: skip
     if case.operation == "all_reduce":
         sides["bound"] = lambda: least_work(whole, ranks=clock.size)
-    turns = interleaved(sides, clock, pairs=case.pairs, always=tuple(sides))
+    repeated = {name: partial(_repeat, call, case.calls) for name, call in sides.items()}
+    turns = interleaved(repeated, clock, pairs=case.pairs, always=tuple(sides))
     gained = ratios(turns, "shm", peer="gloo")
     medians_s = {name: statistics.median(turn[name] for turn in turns) for name in sides}
     row = {
@@ -100,13 +107,19 @@ def _row(case: Case, groups: dict[str, GroupCollective], clock: GroupCollective)
         "bytes": case.size_bytes,
         "ranks": clock.size,
         "pairs": len(turns),
-        **{f"{name}_us": round(1e6 * seconds, 1) for name, seconds in medians_s.items()},
+        "calls_a_turn": case.calls,
+        **{f"{name}_us": round(1e6 * seconds / case.calls, 1) for name, seconds in medians_s.items()},
         "ratio_median": round(statistics.median(gained), 3),
         "ratio_lower_95": round(lower_bound(gained), 3),
     }
     if "bound" in sides:
         row["of_the_bound"] = round(statistics.median(ratios(turns, "shm", peer="bound")), 3)
     return row
+
+
+def _repeat(call: Callable[[], Any], times: int) -> None:
+    for _ in range(times):
+        call()
 
 
 def _call(operation: str, group: Collective, whole: Tensor, part: Tensor) -> Callable[[], Any]:

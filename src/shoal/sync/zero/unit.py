@@ -78,14 +78,14 @@ class Unit:
             return
         if self.following is not None:
             self.following.start_gather()
-        inputs = list(_differentiable((args, kwargs))) if torch.is_grad_enabled() else []
+        inputs = list(_differentiable((args, kwargs))) if torch.is_grad_enabled() and not self.stays else []
         if inputs:
             register_multi_grad_hook(inputs, lambda gradients: self._pass_on())
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if _in_backward():
             return
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not self.stays:
             for tensor in _differentiable(output):
                 tensor.register_hook(self._before_backward)
         self._pass_on()
