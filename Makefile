@@ -7,13 +7,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.shoal-installed
 
-.PHONY: help demo test check bench clean
+.PHONY: help demo test check bench bench-wire bench-plan bench-zero verify-matrix sanitize clean
 
 help:
 	@echo "make demo    trains a small GPT on this machine's Python library (about 3 minutes) and writes a report"
 	@echo "make test    runs the tests"
 	@echo "make check   runs lint, format, types and the floors"
 	@echo "make bench   measures a training step beside PyTorch's DDP; JSON in out/"
+	@echo "make bench-wire, bench-zero, bench-plan   shared memory beside Gloo, ZeRO beside DDP, plans beside published tables"
+	@echo "make verify-matrix   proves 150 layouts against one process (half an hour on two cores); JSON in out/"
+	@echo "make sanitize   runs the C core under the address and thread sanitizers"
 	@echo "make clean   removes caches and out/; keeps runs/ and $(VENV)/"
 
 demo: $(READY)
@@ -36,12 +39,31 @@ bench: $(READY)
 	@$(BIN)/python -m json.tool out/bench-step.json
 	@echo "Written to out/bench-step.json"
 
+bench-wire bench-zero: bench-%: $(READY)
+	@mkdir -p out
+	$(BIN)/shoal bench $* --json > out/bench-$*.json.part
+	@mv out/bench-$*.json.part out/bench-$*.json
+	@$(BIN)/python -m json.tool out/bench-$*.json
+	@echo "Written to out/bench-$*.json"
+
+bench-plan: $(READY)
+	@mkdir -p out
+	$(BIN)/shoal bench plan tests/planner/published --markdown out/bench-plan.md --json > out/bench-plan.json
+	@echo "Written to out/bench-plan.json and out/bench-plan.md"
+
+verify-matrix: $(READY)
+	@mkdir -p out
+	$(BIN)/python -m tests.recipes.matrix --number 150 --json out/verify-matrix.json
+
+sanitize: $(READY)
+	sh tests/comm/shm/sanitize/run.sh 40
+
 clean:
 	rm -rf out build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is touched last, so that an install that was cut short is done again.
-$(READY): pyproject.toml | $(BIN)/activate
+$(READY): pyproject.toml setup.py $(wildcard src/shoal/comm/shm/core/*.[ch]) | $(BIN)/activate
 	$(BIN)/python -m pip install --disable-pip-version-check -e '.[vision,dev]'
 	@touch $@
 

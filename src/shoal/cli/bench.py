@@ -109,6 +109,82 @@ def feed(
     _show("feed", [r["row"] for r in results], [c for r in results for c in r["checks"]], as_json)
 
 
+@app.command("zero")
+def zero(
+    tokens: Annotated[int, typer.Option(help="Tokens of a rank and step; a multiple of 128.", min=128)] = 256,
+    pairs: Annotated[int, typer.Option(help="Paired steps.", min=6)] = FEWEST_PAIRS,
+    processes: Processes = 2,
+    as_json: AsJson = False,
+) -> None:
+    """Steps of ZeRO-1 and -2 beside DDP, of ZeRO-3 beside a hand-written fully_shard script.
+
+    Example: shoal bench zero --pairs 20
+    """
+    from shoal.recipes.benchmarks import machine
+
+    if machine.is_rank():
+        _as_rank(lambda place: _zero(place, tokens, pairs))
+        return
+    arguments = ["bench", "zero", "--tokens", str(tokens), "--pairs", str(pairs)]
+    result = machine.on_ranks(arguments, processes=processes)
+    _show("zero", result["rows"], result["checks"], as_json)
+
+
+@app.command("wire")
+def wire(
+    pairs: Annotated[int, typer.Option(help="Paired turns of each case.", min=3)] = 20,
+    processes: Annotated[str, typer.Option(help="Numbers of ranks, several with commas.")] = "2,4",
+    as_json: AsJson = False,
+) -> None:
+    """Shared memory beside Gloo: collectives of several sizes, and the bound that copying and adding allow.
+
+    Example: shoal bench wire --pairs 5 --processes 2
+    """
+    from shoal.recipes.benchmarks import machine
+
+    if machine.is_rank():
+        _as_rank(lambda place: _wire(place, pairs))
+        return
+    worlds = [int(part) for part in processes.split(",") if part.strip().isdigit() and int(part) > 1]
+    if not worlds:
+        raise typer.BadParameter(f"'{processes}'; give numbers from 2, such as 2,4", param_hint="--processes")
+    results = [machine.on_ranks(["bench", "wire", "--pairs", str(pairs)], processes=world) for world in worlds]
+    _show("wire", [r for result in results for r in result["rows"]], [c for r in results for c in r["checks"]], as_json)
+
+
+@app.command("plan")
+def plan(
+    tables: Annotated[Path, typer.Argument(metavar="TABLES", help="Folder of published tables.")],
+    markdown: Annotated[Path | None, typer.Option(help="Write the page here.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Predicted step times beside published ones, worst rows first.
+
+    Example: shoal bench plan tests/planner/published
+    """
+    from shoal.recipes.benchmarks.plan import measure
+
+    result = measure(tables)
+    if markdown is not None:
+        markdown.write_text(result["markdown"], encoding="utf-8")
+    if as_json:
+        _show("plan", result["rows"], result["checks"], as_json)
+    else:
+        print(result["markdown"])
+
+
+def _zero(place: Place, tokens: int, pairs: int) -> dict[str, Any] | None:
+    from shoal.recipes.benchmarks.zero import measure
+
+    return measure(place, tokens=tokens, pairs=pairs)
+
+
+def _wire(place: Place, pairs: int) -> dict[str, Any] | None:
+    from shoal.recipes.benchmarks.wire import measure
+
+    return measure(place, pairs=pairs)
+
+
 def _feed(place: Place, file: Path, steps: int) -> dict[str, Any] | None:
     from shoal.recipes.benchmarks.feed import measure
     from shoal.recipes.run_file import load_run

@@ -32,7 +32,7 @@ class PipelinedPasses:
     """`Passes` by `table` over the ranks of `group`, the pipeline; `back` is a second group of them.
 
     The number of microbatches that `arrange` gives is a multiple of the table's. `counts`: does this rank hold the last
-    stage, and no other holds the same numbers?
+    stage, and no other holds the same numbers? `splits`: see `run_pipeline`.
     """
 
     compute: Compute
@@ -42,6 +42,7 @@ class PipelinedPasses:
     group: Collective
     back: Collective
     counts: bool
+    splits: bool = True
 
     def train(
         self, batches: Sequence[Batch], *, sync: Sync, factor: Callable[[], float], known: Callable[[Tensor], None]
@@ -106,6 +107,7 @@ class PipelinedPasses:
             device=self.compute.device,
             back=self.back,
             hooks=Hooks(around=around),
+            splits=self.splits,
         )
 
     def _loss_sum(self, output: Any, batch: Batch) -> Tensor:

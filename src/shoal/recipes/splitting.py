@@ -78,7 +78,14 @@ def passes_of(
     pipeline = mesh.axis("pipeline")
     back = mesh.twin("pipeline") if mesh.device.type == "cuda" else pipeline
     return PipelinedPasses(
-        compute, parts.table, parts.stages, arrange, group=pipeline, back=back, counts=first and last
+        compute,
+        parts.table,
+        parts.stages,
+        arrange,
+        group=pipeline,
+        back=back,
+        counts=first and last,
+        splits=run_file.memory.recompute != "full",
     )
 
 

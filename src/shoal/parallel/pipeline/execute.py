@@ -88,11 +88,14 @@ def run_pipeline(
     device: torch.device,
     back: Collective | None = None,
     hooks: Hooks = Hooks(),
+    splits: bool = True,
 ) -> PipelineRun:
     """Takes `len(contexts)` microbatches through all stages, and back where the table has a backward.
 
     `group` are the ranks of the pipeline, stage order; `back` is a second group of them, needed with NCCL (see `Wire`).
-    Parameters' `.grad` get the sum over the microbatches. All ranks call it with the same table.
+    Parameters' `.grad` get the sum over the microbatches. All ranks call it with the same table. Without `splits` an I
+    is the whole backward and its W nothing: for stages that compute whole layers again in the backward, which a split
+    one would do once for the activations and once more for each weight.
 
     Raises:
         LayoutError: the table is for other numbers of ranks or microbatches.
@@ -101,7 +104,7 @@ def run_pipeline(
     """
     _check_sizes(table, group, contexts)
     run = _Run(
-        table, stage, contexts, loss, weights, hooks,
+        table, stage, contexts, loss, weights, hooks, splits,
         wire=Wire(table, group, back=back or group, device=device), clock=stopwatch(device),
     )  # fmt: skip
     row = table.rows[group.rank]
@@ -124,6 +127,7 @@ class _Run:
     loss: Loss
     weights: Weights
     hooks: Hooks
+    splits: bool
     wire: Wire
     clock: Stopwatch
     stored: dict[tuple[int, int], Pass] = field(default_factory=dict)
@@ -159,7 +163,7 @@ class _Run:
         one = self.stored[action[1:]]
         gradient = self._gradient(action, one)
         with self.hooks.around(action), self.clock.computing():
-            result = one.backward_input(gradient, self.weights(action.stage))
+            result = one.backward_input(gradient, self.weights(action.stage)) if self.splits else one.backward(gradient)
         self._give(action, result)
 
     def _backward_weight(self, action: Action) -> None:

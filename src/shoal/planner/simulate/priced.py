@@ -1,0 +1,118 @@
+"""A plan's `Work` in the seconds of `planner.Predictor`, so that prediction and simulation share every constant.
+
+A stage's seconds are its layers', with the collectives inside them (tensor, context, expert, ZeRO's gathers); head and
+loss lie on the last stage. Transfers, sums of gradients, gathered weights and the optimizer are those of the bill.
+"""
+
+from __future__ import annotations
+
+from shoal.cost.activations import boundary_bytes
+from shoal.cost.footprint import stage_parameters
+from shoal.cost.parameters import dense_layer_parameters, embedding_parameters, expert_parameters, head_parameters
+from shoal.cost.plan import Plan
+from shoal.parallel.pipeline.cut import Cut, balanced_cut
+from shoal.planner.bill import COMPUTED
+from shoal.planner.data_parallel import gathers, optimizer_s, shard_group
+from shoal.planner.predictor import Predictor
+from shoal.planner.simulate.work import Message, Stage, Work
+
+HEAD_FORWARD, HEAD_INPUT = 1 / 3, 1 / 3
+"""Head and loss are matrix products: as long forward as for the input's and for the weights' gradient."""
+
+
+def work_of(plan: Plan, predictor: Predictor) -> Work:
+    """The step of `plan`, in the predictor's seconds. Raises `LayoutError` for more stages than layers."""
+    stack = predictor.stack
+    cut = _cut(plan, predictor)
+    return Work(
+        stages=tuple(
+            _stage(plan, predictor, len(parts), last=parts is cut[-1], first=parts is cut[0]) for parts in cut
+        ),
+        transfer=_transfer(plan, predictor),
+        blocking=not stack.overlap_pipeline,
+        behind=not stack.overlap_data,
+        slowdown=predictor.constants.overlap_slowdown,
+        after=Message(busy_s=_after_s(plan, predictor)),
+        optimizer_s=optimizer_s(plan, predictor),
+    )
+
+
+def _cut(plan: Plan, predictor: Predictor) -> Cut:
+    """Layers on stages as the pipeline cuts a model: the largest stage, head included, is as small as it can be."""
+    layer = predictor.layer(plan)
+    costs = [layer.forward_s + layer.input_s + layer.weight_s] * predictor.workload.model.layers
+    costs[-1] += sum(layer.head.values())
+    return balanced_cut(costs, plan.layout.pipeline * plan.virtual_stages)
+
+
+def _stage(plan: Plan, predictor: Predictor, layers: int, *, first: bool, last: bool) -> Stage:
+    layer = predictor.layer(plan)
+    head = sum(layer.head.values()) if last else 0.0
+    gather_forward, gather_back = _gathered(plan, predictor, layers)
+    wires = layers * sum(layer.items[name] for name in ("tensor", "context", "expert"))
+    return Stage(
+        forward_s=layers * layer.forward_s + HEAD_FORWARD * head + gather_forward,
+        input_s=layers * layer.input_s + HEAD_INPUT * head + gather_back,
+        weight_s=layers * layer.weight_s + (1 - HEAD_FORWARD - HEAD_INPUT) * head,
+        sums=_sums(plan, predictor, layers, first=first, last=last),
+        inside_s=wires + gather_forward + gather_back + (layer.head["tensor"] if last else 0.0),
+    )
+
+
+def _gathered(plan: Plan, predictor: Predictor, layers: int) -> tuple[float, float]:
+    """(forward, backward) seconds of ZeRO's collectives that this stage's computation does not hide."""
+    layer, whole = predictor.layer(plan), plan.stage_layers(predictor.workload.model.layers)
+    computed = whole * sum(layer.items.get(name, 0.0) for name in (*COMPUTED, "launches"))
+    cost = gathers(plan, predictor, beside_s=computed)
+    seconds = (cost.seen_s + cost.slowed_s) * layers / whole
+    forward = 1 / 3 if plan.zero == 3 else 0.0
+    return seconds * forward, seconds * (1 - forward)
+
+
+def _sums(plan: Plan, predictor: Predictor, layers: int, *, first: bool, last: bool) -> tuple[Message, ...]:
+    """One message a layer, the last layer's first, then what the first or last stage has beside its layers."""
+    model, layout = predictor.workload.model, plan.layout
+    dense, experts = dense_layer_parameters(model) / layout.tensor, model.experts * expert_parameters(model)
+    units = [dense + experts / layout.expert] * layers
+    beside = (embedding_parameters(model) if first else 0) + (head_parameters(model) if last else 0)
+    units += [beside / layout.tensor] if beside else []
+    sums = [_sum_s(plan, predictor, numbers) for numbers in units]
+    return tuple(Message(busy_s=seconds) for seconds in sums if seconds > 0)
+
+
+def _sum_s(plan: Plan, predictor: Predictor, numbers: float) -> float:
+    """Over shard x context, unless each microbatch did, then over replicas."""
+    state, layout = predictor.stack.state, plan.layout
+    group = shard_group(plan, predictor)
+    replicas = predictor.group(plan, layout.replicate, stride=layout.pipeline * plan.state_ranks * layout.tensor)
+    size = numbers * state.wire
+    if plan.zero == 0:
+        return group.all_reduce(size) + replicas.all_reduce(size)
+    scatter = group.all_gather(size) if plan.zero == 1 else 0.0
+    return scatter + replicas.all_reduce(size / group.ranks)
+
+
+def _after_s(plan: Plan, predictor: Predictor) -> float:
+    """What no computation can hide: ZeRO's gather of new weights, the sum of a tied embedding's gradient."""
+    model, layout, state = predictor.workload.model, plan.layout, predictor.stack.state
+    seconds = 0.0
+    if plan.zero in (1, 2):
+        numbers = sum(stage_parameters(model, plan, 0))
+        seconds += shard_group(plan, predictor).all_gather(numbers * state.activation)
+    if model.tied and layout.pipeline > 1:
+        pair = predictor.group(plan, 2, stride=plan.state_ranks * layout.tensor * (layout.pipeline - 1))
+        seconds += pair.all_reduce(embedding_parameters(model) / layout.tensor * state.wire)
+    return seconds
+
+
+def _transfer(plan: Plan, predictor: Predictor) -> Message:
+    """One activation, or its gradient, from a stage to the next."""
+    layout, stack = plan.layout, predictor.stack
+    if layout.pipeline == 1:
+        return Message(busy_s=0.0)
+    tokens = plan.microbatch * predictor.workload.sequence / layout.context
+    size = boundary_bytes(predictor.workload.model, tokens, element_bytes=stack.state.stream)
+    hop = predictor.group(plan, layout.pipeline, stride=layout.shard * layout.context * layout.tensor)
+    split = plan.sequence_parallel or (stack.scatter_pipeline and hop.spans_nodes)
+    share = size / (layout.tensor if split else 1)
+    return Message(busy_s=share / hop.bytes_s, latency_s=hop.send(share) - share / hop.bytes_s)
