@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.shoal-installed
 
-.PHONY: help demo test check bench bench-wire bench-plan bench-zero verify-matrix sanitize clean
+.PHONY: help demo test check bench bench-wire bench-plan bench-zero bench-memory bench-pipeline verify-matrix sanitize clean
 
 help:
 	@echo "make demo    trains a small GPT on this machine's Python library (about 3 minutes) and writes a report"
@@ -15,6 +15,7 @@ help:
 	@echo "make check   runs lint, format, types and the floors"
 	@echo "make bench   measures a training step beside PyTorch's DDP; JSON in out/"
 	@echo "make bench-wire, bench-zero, bench-plan   shared memory beside Gloo, ZeRO beside DDP, plans beside published tables"
+	@echo "make bench-memory, bench-pipeline   bytes a rank keeps beside closed forms; bubbles, activations in flight, balance"
 	@echo "make verify-matrix   proves 150 layouts against one process (half an hour on two cores); JSON in out/"
 	@echo "make sanitize   runs the C core under the address and thread sanitizers"
 	@echo "make clean   removes caches and out/; keeps runs/ and $(VENV)/"
@@ -39,7 +40,7 @@ bench: $(READY)
 	@$(BIN)/python -m json.tool out/bench-step.json
 	@echo "Written to out/bench-step.json"
 
-bench-wire bench-zero: bench-%: $(READY)
+bench-wire bench-zero bench-memory bench-pipeline: bench-%: $(READY)
 	@mkdir -p out
 	$(BIN)/shoal bench $* --json > out/bench-$*.json.part
 	@mv out/bench-$*.json.part out/bench-$*.json

@@ -152,6 +152,48 @@ def wire(
     _show("wire", [r for result in results for r in result["rows"]], [c for r in results for c in r["checks"]], as_json)
 
 
+@app.command("memory")
+def memory(
+    tokens: Annotated[int, typer.Option(help="Tokens of the long sequence; a multiple of 8.", min=64)] = 32768,
+    pairs: Annotated[int, typer.Option(help="Paired steps with recomputation and without.", min=3)] = 15,
+    as_json: AsJson = False,
+) -> None:
+    """What a rank of four keeps: model state under ZeRO, activations of a long sequence and under recomputation.
+
+    Example: shoal bench memory --tokens 4096 --pairs 5
+    """
+    from shoal.recipes.benchmarks import machine
+
+    if machine.is_rank():
+        _as_rank(lambda place: _memory(place, tokens, pairs))
+        return
+    if tokens % 8:
+        raise typer.BadParameter(
+            f"{tokens}; four ranks hold two equal parts each: give a multiple of 8", param_hint="--tokens"
+        )
+    arguments = ["bench", "memory", "--tokens", str(tokens), "--pairs", str(pairs)]
+    result = machine.on_ranks(arguments, processes=4)
+    _show("memory", result["rows"], result["checks"], as_json)
+
+
+@app.command("pipeline")
+def pipeline(
+    repeats: Annotated[int, typer.Option(help="Passes of each schedule, of which the median counts.", min=1)] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Pipelines of four ranks: bubble of each schedule, activations in flight, and how even the automatic cut is.
+
+    Example: shoal bench pipeline --repeats 1
+    """
+    from shoal.recipes.benchmarks import machine
+
+    if machine.is_rank():
+        _as_rank(lambda place: _pipeline(place, repeats))
+        return
+    result = machine.on_ranks(["bench", "pipeline", "--repeats", str(repeats)], processes=4)
+    _show("pipeline", result["rows"], result["checks"], as_json)
+
+
 @app.command("plan")
 def plan(
     tables: Annotated[Path, typer.Argument(metavar="TABLES", help="Folder of published tables.")],
@@ -183,6 +225,18 @@ def _wire(place: Place, pairs: int) -> dict[str, Any] | None:
     from shoal.recipes.benchmarks.wire import measure
 
     return measure(place, pairs=pairs)
+
+
+def _memory(place: Place, tokens: int, pairs: int) -> dict[str, Any] | None:
+    from shoal.recipes.benchmarks.memory import measure
+
+    return measure(place, tokens=tokens, pairs=pairs)
+
+
+def _pipeline(place: Place, repeats: int) -> dict[str, Any] | None:
+    from shoal.recipes.benchmarks.pipeline import measure
+
+    return measure(place, repeats=repeats)
 
 
 def _feed(place: Place, file: Path, steps: int) -> dict[str, Any] | None:

@@ -27,9 +27,9 @@ _BY_RANKS: dict[Kind, tuple[Generator, ...]] = {
 }
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def tables(kind: Kind, ranks: int, *, local: int = 1, blocks: int = 1) -> tuple[Table, ...]:
-    """All algorithms of a collective for `ranks` ranks, `local` on each host; `blocks` are those of a pipelined tree."""
+    """All algorithms of a collective for `ranks` ranks, `local` on each host; `blocks` are those of pipelined trees."""
     generators = list(_BY_RANKS[kind])
     if kind == "all_reduce":
         generators.append(partial(double_tree.all_reduce, blocks=blocks))

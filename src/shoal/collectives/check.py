@@ -1,23 +1,30 @@
 """Whether a table is the collective that it says: what every rank has at the end, proved by playing it with symbols.
 
-Each contribution is in each result once, every message is sent and expected, no rank waits for ever with eager or with
-synchronous sends, and all ranks that get a sum get the same sum of the same sums, which are the same bits.
+Each contribution is in each result once, every message is sent and expected, no rank waits for ever, and all ranks that
+get a sum get the same sum of the same sums, which are the same bits.
+
+The play has synchronous sends. That covers eager ones: every receive names its source and takes that one's messages in
+order, so what arrives does not depend on when, and a rank that waits for less is never later.
 """
 
 from __future__ import annotations
 
 from shoal.collectives.play import Content, Play, State
-from shoal.collectives.table import OWNED, Table
+from shoal.collectives.table import OWNED, Step, Table
 from shoal.errors import LayoutError
 
 
 def check(table: Table) -> None:
     """Raises `LayoutError` where the table is wrong; the sentence names the rank and the cell."""
     _check_shape(table)
-    for synchronous in (True, False):
-        play = Play(table, [_begin(table, rank) for rank in range(table.ranks)], synchronous)
-        play.run()
-        _check_results(table, play.states)
+    play = begun(table, synchronous=True)
+    play.run()
+    _check_results(table, play.states)
+
+
+def begun(table: Table, *, synchronous: bool) -> Play:
+    """A play of the table in which every rank has what the collective starts from."""
+    return Play(table, [_begin(table, rank) for rank in range(table.ranks)], synchronous)
 
 
 def _check_shape(table: Table) -> None:
@@ -33,6 +40,20 @@ def _check_shape(table: Table) -> None:
             raise LayoutError(
                 f"{table.name}: rank {rank} uses cell {max(used)}, and there are {table.cells}; count them from 0"
             )
+        for number, step in enumerate(row):
+            _check_writes(table, rank, number, step)
+
+
+def _check_writes(table: Table, rank: int, number: int, step: Step) -> None:
+    """What replaces a cell may arrive at any time in the step, so nothing else of the step may write there."""
+    replaced = [cell for receive in step.receives if not receive.reduce for cell in receive.cells]
+    added = {cell for receive in step.receives if receive.reduce for cell in receive.cells}
+    twice = [cell for cell in replaced if cell in added or replaced.count(cell) > 1] if added or replaced[1:] else []
+    if twice:
+        raise LayoutError(
+            f"{table.name}: rank {rank} gets cell {twice[0]} more than once in step {number}, in no certain order; use "
+            "two steps"
+        )
 
 
 def _begin(table: Table, rank: int) -> State:

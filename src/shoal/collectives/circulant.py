@@ -1,7 +1,7 @@
 """Circulant graphs: halving at the distances ceil(n/2), ceil(n/4), ... 1, for any n without folding.
 
 Rank r keeps the chunks of ranks r, r+1, ..., r+s-1; a step at distance d = ceil(s/2) sends the last s - d of them to
-rank r + d, to which they are the first s - d. ceil(log2 n) steps and (n-1)/n of the vector: both are optimal for every n
+rank r + d, to which they are the first s - d. ceil(log2 n) steps and (n-1)/n of the vector are optimal for every n
 (Traeff, "Optimal, Non-pipelined Reduce-scatter and Allreduce Algorithms", arXiv:2410.14234).
 """
 

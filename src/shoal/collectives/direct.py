@@ -1,8 +1,8 @@
 """Direct algorithms: everybody talks to everybody, without relays.
 
-    one-shot all-reduce     a + (n-1) S/w              everyone gets all vectors, and adds them in the order of the ranks
-    two-shot all-reduce     2a + 2 (n-1)/n S/w         everyone gets its chunk of all, adds, and hands the sum out
-    all-to-all              (n-1) a + (n-1)/n S/w      one partner a step, so that no receiver is flooded
+one-shot all-reduce     a + (n-1) S/w              everyone gets all vectors, and adds them in the order of the ranks
+two-shot all-reduce     2a + 2 (n-1)/n S/w         everyone gets its chunk of all, adds, and hands the sum out
+all-to-all              (n-1) a + (n-1)/n S/w      one partner a step, so that no receiver is flooded
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from shoal.collectives.table import Move, Receive, Step, Table
+from shoal.collectives.table import OWNED, Receive, Step, Table
 from shoal.errors import LayoutError
 
 
@@ -23,6 +23,7 @@ class Content(NamedTuple):
 
 
 State = dict[int, Content]
+Message = list[Content]
 Channel = tuple[int, int]
 
 
@@ -41,10 +42,11 @@ class Play:
         """Raises `LayoutError` where ranks wait for ever, messages do not fit, or a sum is wrong."""
         ranks = self.table.ranks
         self.at, self._pending = [-1] * ranks, [0] * ranks
-        self._sent: dict[Channel, deque[tuple[Content, ...]]] = defaultdict(deque)
+        self._sent: dict[Channel, deque[Message]] = defaultdict(deque)
         self._expected: dict[Channel, deque[int]] = defaultdict(deque)
-        self._arrived: list[dict[int, tuple[Content, ...]]] = [{} for _ in range(ranks)]
+        self._arrived: list[dict[int, Message]] = [{} for _ in range(ranks)]
         self._free = deque(range(ranks))
+        self._uneven = self.table.kind not in OWNED
         while self._free:
             self._advance(self._free.popleft())
         self._check_end()
@@ -58,24 +60,33 @@ class Play:
         if self.at[rank] == len(row):
             return
         step = row[self.at[rank]]
-        self._pending[rank] = len(step.receives) + (len(step.sends) if self.synchronous else 0)
-        for to, cells in step.sends:
-            self._sent[rank, to].append(tuple(self._held(rank, cell) for cell in cells))
-        for index, receive in enumerate(step.receives):
-            self._expected[receive.source, rank].append(index)
-        if not self._pending[rank]:
-            self._free.append(rank)
-        for channel in [(rank, send.to) for send in step.sends] + [(r.source, rank) for r in step.receives]:
-            self._match(channel)
+        # one more than there are, so that the step cannot end before all of its messages are posted
+        self._pending[rank] = 1 + len(step.receives) + (len(step.sends) if self.synchronous else 0)
+        self._post(rank, step)
+        self._done(rank)
 
-    def _match(self, channel: Channel) -> None:
-        sent, expected = self._sent[channel], self._expected[channel]
-        source, target = channel
-        while sent and expected:
-            self._arrived[target][expected.popleft()] = sent.popleft()
-            self._done(target)
-            if self.synchronous:
-                self._done(source)
+    def _post(self, rank: int, step: Step) -> None:
+        state = self.states[rank]
+        for to, cells in step.sends:
+            try:
+                message = [state[cell] for cell in cells]
+            except KeyError as error:
+                raise self._unwritten(rank, error.args[0]) from None
+            if expected := self._expected[rank, to]:
+                self._deliver(rank, to, expected.popleft(), message)
+            else:
+                self._sent[rank, to].append(message)
+        for index, receive in enumerate(step.receives):
+            if sent := self._sent[receive.source, rank]:
+                self._deliver(receive.source, rank, index, sent.popleft())
+            else:
+                self._expected[receive.source, rank].append(index)
+
+    def _deliver(self, source: int, target: int, index: int, message: Message) -> None:
+        self._arrived[target][index] = message
+        self._done(target)
+        if self.synchronous:
+            self._done(source)
 
     def _done(self, rank: int) -> None:
         self._pending[rank] -= 1
@@ -85,23 +96,26 @@ class Play:
     def _finish(self, rank: int, step: Step) -> None:
         for index, receive in enumerate(step.receives):
             self._receive(rank, receive, self._arrived[rank].pop(index))
-        read = [self._held(rank, move.read) for move in step.moves]
-        for move, content in zip(step.moves, read, strict=True):
-            self._write(rank, move, content)
+        if step.moves:
+            read = [self._held(rank, move.read) for move in step.moves]
+            for move, content in zip(step.moves, read, strict=True):
+                self.states[rank][move.write] = self._sum(rank, move.write, content) if move.reduce else content
 
-    def _receive(self, rank: int, receive: Receive, contents: tuple[Content, ...]) -> None:
-        if len(contents) != len(receive.cells):
+    def _receive(self, rank: int, receive: Receive, message: Message) -> None:
+        if len(message) != len(receive.cells):
             raise LayoutError(
                 f"{self.table.name}: rank {rank} expects {len(receive.cells)} cells from rank {receive.source} in step "
-                f"{self.at[rank]}, and {len(contents)} come; a message has as many cells at both ends"
+                f"{self.at[rank]}, and {len(message)} come; a message has as many cells at both ends"
             )
-        for cell, content in zip(receive.cells, contents, strict=True):
-            self._write(rank, Move(-1, cell, receive.reduce), content)
-
-    def _write(self, rank: int, move: Move, content: Content) -> None:
-        if move.reduce:
-            content = self._sum(rank, move.write, content)
-        self.states[rank][move.write] = content
+        if self._uneven and [content.chunk for content in message] != [c % self.table.chunks for c in receive.cells]:
+            raise LayoutError(
+                f"{self.table.name}: rank {rank} gets chunks {[content.chunk for content in message]} from rank "
+                f"{receive.source} in cells {list(receive.cells)}, step {self.at[rank]}; chunks are not equally long, "
+                "so each has its own cells"
+            )
+        if receive.reduce:
+            message = [self._sum(rank, cell, new) for cell, new in zip(receive.cells, message, strict=True)]
+        self.states[rank].update(zip(receive.cells, message, strict=True))
 
     def _sum(self, rank: int, cell: int, new: Content) -> Content:
         old = self._held(rank, cell)
@@ -117,13 +131,15 @@ class Play:
         return Content(old.chunk, old.ranks | new.ranks, order)
 
     def _held(self, rank: int, cell: int) -> Content:
-        try:
-            return self.states[rank][cell]
-        except KeyError:
-            raise LayoutError(
-                f"{self.table.name}: rank {rank} reads cell {cell} in step {self.at[rank]}, which holds nothing yet; "
-                "write it first"
-            ) from None
+        if cell not in self.states[rank]:
+            raise self._unwritten(rank, cell)
+        return self.states[rank][cell]
+
+    def _unwritten(self, rank: int, cell: int) -> LayoutError:
+        return LayoutError(
+            f"{self.table.name}: rank {rank} reads cell {cell} in step {self.at[rank]}, which holds nothing yet; write "
+            "it first"
+        )
 
     def _check_end(self) -> None:
         stuck = [rank for rank, at in enumerate(self.at) if at < len(self.table.rows[rank])]

@@ -1,6 +1,6 @@
 """All-reduce over two levels of rings: hierarchies of hosts, and tori.
 
-Reduce-scatter inside a group, all-reduce of what a rank then holds with its like in the other groups, all-gather inside:
+Reduce-scatter inside a group, all-reduce of what a rank then holds with its like in the others, all-gather inside:
 
     hierarchical     ring(g, S; inside) + ring(m, S/g; between)        bytes between hosts: 2 (m-1) S in all,
                                                                       where a flat ring sends 2 m (n-1)/n S

@@ -7,7 +7,7 @@ position is -1, and they are not counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,3 +64,14 @@ def _leaves(*trees: object) -> list[Tensor]:
     for tree in trees:
         map_tree(lambda leaf: found.append(leaf) or leaf, tree)  # type: ignore[arg-type]
     return found
+
+
+def topped_up(batches: Iterable[Batch], count: int, *, spare: Callable[[], Batch]) -> Iterator[Batch]:
+    """`batches`, and as many made-up ones as it takes to make `count`; `spare` gives a sample to a rank without any."""
+    number, last = 0, None
+    for last in batches:
+        number += 1
+        yield last
+    if number < count:
+        filler = padding_like(spare() if last is None else last, 1)
+        yield from (filler for _ in range(count - number))

@@ -7,7 +7,8 @@ alone (`draw`) and gets, bit for bit, the slice that a single process would hold
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -38,12 +39,36 @@ def initialise(model: nn.Module, *, seed: int, device: torch.device | str, dtype
     Floating parameters become `dtype`; floating buffers are widened to it but never narrowed.
     Raises `UserCodeError` for a parameter without a declared first value, or a meta buffer nobody can compute.
     """
-    laws = _laws_of(model)
+    laws = laws_of(model)
+    parts = {n: PartOf(n, tuple(p.shape), (0,) * p.ndim, laws[n]) for n, p in model.named_parameters()}
+    initialise_parts(model, parts, seed=seed, device=device, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class PartOf:
+    """What a parameter is of the unsplit model: it begins at `offset` of the one called `name`, drawn by `law`."""
+
+    name: str
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    law: Law
+
+
+@torch.no_grad()
+def initialise_parts(
+    model: nn.Module,
+    parts: Mapping[str, PartOf],
+    *,
+    seed: int,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """`initialise` for a model of which this rank holds `parts`, by the names that its parameters have here."""
     _place_parameters(model, torch.device(device), dtype)
     _place_buffers(model, torch.device(device), dtype)
     for name, parameter in model.named_parameters():
-        key = key_of(seed, name)
-        _fill(parameter, laws[name], key=key, global_shape=parameter.shape, offsets=[0] * parameter.ndim)
+        part = parts[name]
+        _fill(parameter, part.law, key=key_of(seed, part.name), global_shape=part.global_shape, offsets=part.offset)
 
 
 def draw(
@@ -66,7 +91,8 @@ def draw(
     return box
 
 
-def _laws_of(model: nn.Module) -> dict[str, Law]:
+def laws_of(model: nn.Module) -> dict[str, Law]:
+    """How each parameter of an unsplit model is drawn. Raises `UserCodeError` for one that does not say."""
     laws: dict[str, Law] = {}
     for name, role in roles_of(model).items():
         if role.init is None:

@@ -9,7 +9,7 @@ box of the unsplit parameter it is, with whom its gradient is summed, and who ho
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -40,8 +40,8 @@ class Split:
     """This rank's part of a model.
 
     `shapes` and `roles` are those of all parameters of the unsplit model, in its order, tied ones once; `frozen` those
-    that are not trained, `buffers` the names of its buffers that are saved; `held` the parameters of this rank.
-    `vocabulary` says how the logits are split over `tensor`, where they are.
+    that are not trained, `buffers` the names of its buffers that are saved; `holdings` are of the parameters of this
+    rank, by the names that they have here. `vocabulary` says how the logits are split over `tensor`, where they are.
     """
 
     model: nn.Module
@@ -49,8 +49,13 @@ class Split:
     roles: Mapping[str, Role]
     frozen: frozenset[str]
     buffers: frozenset[str]
-    held: Sequence[Held]
+    holdings: Mapping[str, Holding]
     vocabulary: VocabularySplit | None
+
+    @property
+    def held(self) -> list[Held]:
+        """The parameters of this rank, each once."""
+        return [Held(self.holdings[name], parameter) for name, parameter in self.model.named_parameters()]
 
 
 def split_model(
@@ -77,12 +82,11 @@ def split_model(
     if layout.size(("shard", "context", "tensor")) > 1:
         experts = split_experts(model, _expert_groups(mesh, sequence_parallel=sequence_parallel))
     put_context(model, mesh.axis("context"), context)
-    held_here = []
-    for name, parameter in model.named_parameters():
+    holdings = {}
+    for name, _ in model.named_parameters():
         places = stages.holders(name) if stages is not None else ()
-        holding = _holding(mesh, unsplit, name, tensor.parts.get(name), experts.get(name), places)
-        held_here.append(Held(holding, parameter))
-    return Split(model, unsplit.shapes, unsplit.roles, unsplit.frozen, unsplit.buffers, held_here, tensor.vocabulary)
+        holdings[name] = _holding(mesh, unsplit, name, tensor.parts.get(name), experts.get(name), places)
+    return Split(model, unsplit.shapes, unsplit.roles, unsplit.frozen, unsplit.buffers, holdings, tensor.vocabulary)
 
 
 @dataclass(frozen=True)

@@ -43,12 +43,11 @@ def model_of(run_file: RunFile, given: Given, *, device: torch.device, dtype: to
     Shoal's own are built without storage and drawn parameter by parameter; a user's is built by the user, from
     generators seeded with the run's seed. Raises `UserCodeError` where the user's function gives no module.
     """
-    config = run_file.model
-    if given.model is None and not isinstance(config, PythonModel):
-        with torch.device("meta"):
-            model = build_model(config)
+    model = skeleton_of(run_file, given)
+    if model is not None:
         initialise(model, seed=run_file.run.seed, device=device, dtype=dtype)
         return model
+    config = run_file.model
     _seed_everything(run_file.run.seed)
     model = _users_model(config, given)
     if not isinstance(model, nn.Module):
@@ -57,6 +56,14 @@ def model_of(run_file: RunFile, given: Given, *, device: torch.device, dtype: to
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserCodeError("the model has no parameter that requires a gradient; there is nothing to train")
     return _placed(model, device, dtype)
+
+
+def skeleton_of(run_file: RunFile, given: Given) -> nn.Module | None:
+    """One of Shoal's own models without storage; None where the model is the user's."""
+    if given.model is not None or isinstance(run_file.model, PythonModel):
+        return None
+    with torch.device("meta"):
+        return build_model(run_file.model)
 
 
 def _placed(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:

@@ -17,15 +17,16 @@ from shoal.data.sample import Batch
 from shoal.engine.evaluation import evaluate
 from shoal.engine.passes import Passes
 from shoal.engine.precision import Precision, precision_of
+from shoal.engine.uniform import topped_up
 from shoal.errors import EnvironmentFault
 from shoal.launch.environment import Place
 from shoal.launch.rendezvous import interface_for, open_store
 from shoal.observe.facts import read_facts
 from shoal.recipes.microbatching import Microbatching, microbatching
-from shoal.recipes.objects import Given, check_layout_independent, data_of, loss_of, model_of
+from shoal.recipes.objects import Given, check_layout_independent, data_of, loss_of, model_of, skeleton_of
 from shoal.recipes.run_file import RunFile, run_directory, statistics_group
 from shoal.recipes.sameness import require_same, samples_of, shapes_of
-from shoal.recipes.splitting import Divided, divided, passes_of
+from shoal.recipes.splitting import Divided, divided, draw_parts, passes_of
 from shoal.sync.owned import Trained
 
 START_TIMEOUT_S = 1800.0  # corpora are read and checkpoints verified before the first step
@@ -68,15 +69,17 @@ class Setting:
         """This rank's part of the held-out samples."""
         if self.data.held_out is None:
             return iter(())
-        batch = self.run_file.batch
-        return evaluation_batches(
-            self.data.held_out,
-            replicas=self.mesh.batch_share[1],
-            replica=self.mesh.batch_share[0],
-            micro_samples=self.microbatching.samples or max(1, batch.global_samples // self.mesh.batch_share[1]),
-            denominator=batch.denominator,
-            limit=self.run_file.observe.evaluate_samples,
+        batch, (share, shares) = self.run_file.batch, self.mesh.batch_share
+        source, limit = self.data.held_out, self.run_file.observe.evaluate_samples
+        micro = self.microbatching.samples or max(1, batch.global_samples // shares)
+        own = evaluation_batches(
+            source, replicas=shares, replica=share, micro_samples=micro, denominator=batch.denominator, limit=limit
         )
+        if self.microbatching.uniform is None:
+            return own
+        samples = len(source) if limit is None else min(limit, len(source))
+        first = evaluation_batches(source, replicas=1, replica=0, micro_samples=1, denominator=batch.denominator)
+        return topped_up(own, -(-samples // (shares * micro)), spare=lambda: next(first))
 
     def evaluate(self) -> dict[str, float]:
         """The measurements on the held-out data; none where there is no such data."""
@@ -102,7 +105,8 @@ def set_up(
     announce = _announcer(store, place.rank)
     layout = run_file.layout.layout(place.world_size)
     precision = precision_of(run_file.precision)
-    model = model_of(run_file, given, device=device, dtype=precision.parameters)
+    skeleton = skeleton_of(run_file, given)
+    model = skeleton or model_of(run_file, given, device=device, dtype=precision.parameters)
     check_layout_independent(model, run_file, replicas=layout.replicate * layout.shard)
     loss, data = loss_of(run_file, given), data_of(run_file, given, environ)
     require_same(place.rank, announce, {"model": shapes_of(model), "data": samples_of(data)})
@@ -116,11 +120,14 @@ def set_up(
         timeout_s=run_file.run.timeout_s,
         transport=run_file.sync.transport,
     )
-    _start_equal(model, mesh)
-    if run_file.run.compile:
-        model.compile()
+    if skeleton is None:
+        _start_equal(model, mesh)
     plan = microbatching(run_file, layout)
     parts = divided(run_file, model, mesh, in_flight=plan.in_flight)
+    if skeleton is not None:
+        draw_parts(parts.split, seed=run_file.run.seed, device=device, dtype=precision.parameters)
+    if run_file.run.compile:
+        model.compile()
     passes = passes_of(run_file, parts, mesh, loss=loss, precision=precision, microbatching=plan)
     return Setting(run_file, place, store, mesh, device, precision, model, passes, parts, plan, data, announce)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from shoal.comm.mesh import Mesh
@@ -16,6 +17,7 @@ from shoal.engine.randomness import Randomness
 from shoal.engine.sequence import cut_sequences
 from shoal.memory.recompute import check_recompute, recompute
 from shoal.models.chain import DeclaresParts
+from shoal.models.initialise import PartOf, initialise_parts
 from shoal.parallel.context.shard import positions
 from shoal.parallel.pipeline.costs import estimated_costs
 from shoal.parallel.pipeline.cut import balanced_cut, cut_at
@@ -61,6 +63,16 @@ def divided(run_file: RunFile, model: nn.Module, mesh: Mesh, *, in_flight: int) 
     )
     recompute(model, memory.recompute, layers=memory.recompute_layers)
     return Divided(split, table, stages)
+
+
+def draw_parts(split: Split, *, seed: int, device: torch.device, dtype: torch.dtype) -> None:
+    """Storage and first values for this rank's part of a model that was built without: those of the unsplit model."""
+    laws = {name: law for name, role in split.roles.items() if (law := role.init) is not None}
+    parts = {
+        name: PartOf(holding.name, holding.global_shape, holding.box.offset, laws[holding.name])
+        for name, holding in split.holdings.items()
+    }
+    initialise_parts(split.model, parts, seed=seed, device=device, dtype=dtype)
 
 
 def passes_of(

@@ -61,10 +61,13 @@ def goodput(faults: Faults, *, every_s: float, wall_s: float, seed: int = 0) -> 
         cycles = int(span // (every_s + faults.save_s))
         trained += cycles * every_s
         saving += cycles * faults.save_s
-        lost += span - cycles * (every_s + faults.save_s)
+        begun = span - cycles * (every_s + faults.save_s)
         now += span
         if now >= wall_s:
+            trained += min(begun, every_s)
+            saving += max(0.0, begun - every_s)
             break
+        lost += begun
         failures += 1
         took, again = _recovery(draw, faults)
         took = min(took, wall_s - now)

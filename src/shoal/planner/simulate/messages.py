@@ -1,9 +1,9 @@
 """Collectives as the messages that ranks send: the algorithms whose closed forms `cost.alpha_beta` gives.
 
 Each rank has a port out and a port in (links are full duplex). A message of b bytes on a link of rate w and latency a
-occupies both ends' ports for b/w and arrives a later. A rank's next message waits for what it received: the dependency
-that makes a ring of n ranks take n - 1 steps. On equal links and an idle network the seconds are those of the closed
-form (a test holds it); with unequal links, or other traffic on the ports, only playing them tells.
+occupies both ends' ports for b/w and arrives a later. A rank's next message waits for what it received, the dependency
+that makes a ring of n ranks take n - 1 steps, and for its own last one. On equal links and an idle network the seconds
+are those of the closed form (a test holds it); with unequal links only playing them tells.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shoal.planner.simulate.tasks import Tasks, play
+from shoal.planner.simulate.play import play
+from shoal.planner.simulate.tasks import Tasks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,7 @@ class Link:
 
 
 Step = list[tuple[int, int, float]]
-"""Messages of one step of an algorithm: (from, to, bytes). Each waits for what its sender has received so far."""
+"""Messages of one step of an algorithm: (from, to, bytes), at most one from each rank and one to each."""
 
 
 def ring_all_gather(ranks: int, size: float) -> list[Step]:
@@ -82,25 +83,24 @@ def seconds(
     steps: Sequence[Step], ranks: int, link: Link, *, links: Mapping[tuple[int, int], Link] | None = None
 ) -> float:
     """When the last message of an algorithm arrives; `links` replaces `link` for some pairs (from, to)."""
-    tasks, special = Tasks(), links or {}
-    out = [tasks.resource(f"out {rank}") for rank in range(ranks)]
-    into = [tasks.resource(f"in {rank}") for rank in range(ranks)]
-    received: list[list[int]] = [[] for _ in range(ranks)]
+    tasks, special = Tasks(streams=0, ports=2 * ranks), links or {}
+    before: list[list[int]] = [[] for _ in range(ranks)]
     for step in steps:
-        arriving: list[list[int]] = [[] for _ in range(ranks)]
+        numbers: list[list[int]] = [[] for _ in range(ranks)]
         for sender, receiver, size in step:
             way = special.get((sender, receiver), link)
             number = tasks.add(
                 "message",
                 "transfer",
                 rank=sender,
-                resources=(out[sender], into[receiver]),
+                ports=(sender, ranks + receiver),
                 busy_s=size / way.bytes_s,
                 latency_s=way.latency_s,
-                after=received[sender],
+                after=before[sender],
             )
-            arriving[receiver].append(number)
-        received = [new or old for new, old in zip(arriving, received, strict=True)]
+            numbers[receiver].append(number)
+            numbers[sender].append(number)
+        before = [new or old for new, old in zip(numbers, before, strict=True)]
     return play(tasks).makespan_s
 
 

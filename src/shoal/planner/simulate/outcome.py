@@ -86,10 +86,10 @@ def _phase_s(step: SimulatedStep) -> float:
 
 def _shares(step: SimulatedStep, step_s: float, phase_s: float) -> tuple[RankShare, ...]:
     played = step.played
-    ports = [0.0] * len(played.resources)
+    ports = [0.0] * (2 * len(step.places))
     for task in played.tasks:
-        for resource in task.resources:
-            ports[resource] += task.busy_s
+        for port in task.ports:
+            ports[port] += task.busy_s
     shares = []
     for place, row in zip(step.places, step.actions, strict=True):
         computing = sum(played.tasks[number].busy_s for number in row)

@@ -23,13 +23,13 @@ HEAD_FORWARD, HEAD_INPUT = 1 / 3, 1 / 3
 def work_of(plan: Plan, predictor: Predictor) -> Work:
     """The step of `plan`, in the predictor's seconds. Raises `LayoutError` for more stages than layers."""
     stack = predictor.stack
-    cut = _cut(plan, predictor)
+    cut = cut_of(plan, predictor)
     return Work(
         stages=tuple(
             _stage(plan, predictor, len(parts), last=parts is cut[-1], first=parts is cut[0]) for parts in cut
         ),
         transfer=_transfer(plan, predictor),
-        blocking=not stack.overlap_pipeline,
+        blocks_sender=not stack.overlap_pipeline,
         behind=not stack.overlap_data,
         slowdown=predictor.constants.overlap_slowdown,
         after=Message(busy_s=_after_s(plan, predictor)),
@@ -37,7 +37,7 @@ def work_of(plan: Plan, predictor: Predictor) -> Work:
     )
 
 
-def _cut(plan: Plan, predictor: Predictor) -> Cut:
+def cut_of(plan: Plan, predictor: Predictor) -> Cut:
     """Layers on stages as the pipeline cuts a model: the largest stage, head included, is as small as it can be."""
     layer = predictor.layer(plan)
     costs = [layer.forward_s + layer.input_s + layer.weight_s] * predictor.workload.model.layers

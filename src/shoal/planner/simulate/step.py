@@ -16,7 +16,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from shoal.planner.simulate.pace import Stragglers
-from shoal.planner.simulate.tasks import Played, Tasks, play
+from shoal.planner.simulate.play import play
+from shoal.planner.simulate.tasks import Played, Tasks
 from shoal.planner.simulate.work import Stage, Work
 from shoal.schedules.action import Action
 from shoal.schedules.order import Needs, completing, needs, walk
@@ -55,9 +56,16 @@ class Place:
     rank: int
     peer: int
     number: int
-    compute: int
-    out: int
-    into: int
+
+    @property
+    def out(self) -> int:
+        """Its port towards the network."""
+        return 2 * self.number
+
+    @property
+    def into(self) -> int:
+        """Its port from the network."""
+        return 2 * self.number + 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +98,9 @@ class _Building:
     """Tasks of a step as they grow, walking the table."""
 
     def __init__(self, table: Table, work: Work, fold: Fold, stragglers: Stragglers) -> None:
-        self.table, self.work, self.fold, self.tasks = table, work, fold, Tasks()
+        places = fold.shown_replicas * table.ranks * fold.shown_peers
+        self.tasks = Tasks(streams=places, ports=2 * places)
+        self.table, self.work, self.fold = table, work, fold
         self.needed: Needs = needs(table)
         self.completing = [completing(table, rank) for rank in range(table.ranks)]
         self.by_place = {
@@ -104,17 +114,13 @@ class _Building:
         self.paces = [self._pace(place, stragglers) for place in self.places]
         self.rows: list[list[int]] = [[] for _ in self.places]
         self.done = [0] * table.ranks
-        self.arrivals: dict[tuple[int, Action], int] = {}
-        self.units: defaultdict[tuple[int, int, int, int], list[int]] = defaultdict(list)
+        self.arrivals: dict[tuple[int, Action], list[int]] = {}
+        self.units: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
         self.sums: list[int] = []
 
     def _place(self, replica: int, rank: int, peer: int) -> Place:
         number = (replica * self.table.ranks + rank) * self.fold.shown_peers + peer
-        name = f"replica {replica} rank {rank} peer {peer}"
-        ports = [self.tasks.resource(f"{name} {what}") for what in ("compute", "out", "in")]
-        return Place(
-            replica=replica, rank=rank, peer=peer, number=number, compute=ports[0], out=ports[1], into=ports[2]
-        )
+        return Place(replica=replica, rank=rank, peer=peer, number=number)
 
     def _pace(self, place: Place, stragglers: Stragglers) -> list[float]:
         peers, actions = self.fold.stands_for(place.peer), len(self.table.rows[place.rank])
@@ -128,20 +134,27 @@ class _Building:
         ]
 
     def act(self, rank: int, action: Action) -> None:
-        """Adds an action of every simulated device of `rank`, and the transfer of its result."""
+        """Adds an action of every simulated device of `rank`, and the transfer of its result.
+
+        Peers start and end together: collectives inside an action hold each of them until the last has come.
+        """
         for peers in self.by_rank[rank]:
             before = [self.rows[place.number][-1] for place in peers if self.rows[place.number]]
+            inputs = [task for place in peers for task in self._inputs(place, action)]
             for place in peers:
-                self._compute(place, action, before + self._inputs(place, action))
-                self._send(place, action)
+                self._compute(place, action, before + inputs)
+            ends = [self.rows[place.number][-1] for place in peers]
+            for place in peers:
+                self._send(place, action, ends)
         self.done[rank] += 1
 
     def _inputs(self, place: Place, action: Action) -> list[int]:
         """What has to arrive from other ranks; results of the same rank come earlier in its row."""
         return [
-            self.arrivals[place.number, earlier]
+            task
             for earlier in self.needed[action]
             if self.table.placement[earlier.stage] != place.rank
+            for task in self.arrivals[place.number, earlier]
         ]
 
     def _compute(self, place: Place, action: Action, after: list[int]) -> None:
@@ -154,16 +167,16 @@ class _Building:
                 f"{action.kind}{action.microbatch} s{action.stage}",
                 "compute",
                 rank=place.number,
-                resources=(place.compute,),
+                stream=place.number,
                 busy_s=part_s,
                 after=after,
             )
             self.rows[place.number].append(number)
             after = [number]
             if ends_stage:
-                self.units[place.rank, place.peer, action.stage, unit].append(number)
+                self.units[place.rank, action.stage, unit].append(number)
 
-    def _send(self, place: Place, action: Action) -> None:
+    def _send(self, place: Place, action: Action, after: list[int]) -> None:
         """To the rank of the next stage on the way; W has nobody who waits for it."""
         stage = action.stage + (1 if action.kind == "F" else -1)
         if action.kind == "W" or not 0 <= stage < self.table.stages:
@@ -171,34 +184,46 @@ class _Building:
         target = self.table.placement[stage]
         if target == place.rank:
             return
-        receiver, cost = self.by_place[place.replica, target, place.peer], self.work.transfer
-        busy = (place.compute,) if self.work.blocking else ()
-        self.arrivals[receiver.number, action] = self.tasks.add(
-            f"send {action.kind}{action.microbatch} s{action.stage}",
+        receiver = self.by_place[place.replica, target, place.peer]
+        name, cost = f"{action.kind}{action.microbatch} s{action.stage}", self.work.transfer
+        arrived = self.tasks.add(
+            f"send {name}",
             "transfer",
             rank=place.number,
-            resources=(*busy, place.out, receiver.into),
+            stream=place.number if self.work.blocks_sender else None,
+            ports=(place.out, receiver.into),
             busy_s=cost.busy_s,
             latency_s=cost.latency_s,
-            after=[self.rows[place.number][-1]],
+            after=after,
         )
+        self.arrivals[receiver.number, action] = [arrived]
+        if self.work.blocks_receiver:
+            received = self.tasks.add(
+                f"receive {name}",
+                "transfer",
+                rank=receiver.number,
+                stream=receiver.number,
+                busy_s=cost.busy_s,
+                after=after,
+            )
+            self.arrivals[receiver.number, action].append(received)
 
     def sum_gradients(self) -> None:
-        """One collective for each unit of each stage, over all replicas at once."""
-        for (rank, peer, stage, unit), after in self.units.items():
-            members = [self.by_place[replica, rank, peer] for replica in range(self.fold.shown_replicas)]
-            last = [self.rows[place.number][-1] for place in members]
-            self.sums.append(
-                self.tasks.add(
+        """One collective for each unit of each stage and peer, over all replicas at once."""
+        for (rank, stage, unit), after in self.units.items():
+            cost = self.work.stages[stage].sums[unit]
+            last = [self.rows[place.number][-1] for peers in self.by_rank[rank] for place in peers]
+            for members in zip(*self.by_rank[rank], strict=True):
+                number = self.tasks.add(
                     f"sum s{stage} unit {unit}",
                     "collective",
                     rank=members[0].number,
-                    resources=tuple(port for place in members for port in (place.out, place.into)),
-                    busy_s=self.work.stages[stage].sums[unit].busy_s,
-                    latency_s=self.work.stages[stage].sums[unit].latency_s,
+                    ports=tuple(port for place in members for port in (place.out, place.into)),
+                    busy_s=cost.busy_s,
+                    latency_s=cost.latency_s,
                     after=last if self.work.behind else after,
                 )
-            )
+                self.sums.append(number)
 
     def finish(self) -> None:
         """The barrier of the gradient norm, then what every rank does alone."""
@@ -209,7 +234,7 @@ class _Building:
                 "gather",
                 "collective",
                 rank=place.number,
-                resources=(place.out, place.into),
+                ports=(place.out, place.into),
                 busy_s=self.work.after.busy_s,
                 after=[barrier],
             )
@@ -217,7 +242,7 @@ class _Building:
                 "optimizer",
                 "optimizer",
                 rank=place.number,
-                resources=(place.compute,),
+                stream=place.number,
                 busy_s=self.work.optimizer_s,
                 after=[gathered],
             )

@@ -1,19 +1,15 @@
-"""The simulator's core: tasks, what they wait for, and the resources that they occupy.
+"""What is simulated: tasks, what they wait for, and what they occupy.
 
-A task is ready when all that it waits for has arrived. It then stands in the queue of each resource that it needs (a
-rank's compute stream, a port of a link); queues are first come, first served, so that two messages on one port share
-its rate by taking turns. It occupies its resources for `busy_s`, and its result arrives `latency_s` later, which
-occupies nobody.
+A task is ready when the results of all that it waits for have arrived. It then needs
 
-    start = max(ready, free of every resource)    end = start + busy    arrival = end + latency
+    a stream   a rank's compute stream: one task at a time, in the order in which they got ready
+    ports      ends of links, which tasks share: see `shoal.planner.simulate.play`
 
-Events are taken in the order of the time at which tasks get ready, ties in the order in which tasks were added: the
-same tasks give the same schedule, always.
+for `busy_s` seconds, longer where ports are shared. Its result arrives `latency_s` later, which occupies nobody.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -22,12 +18,13 @@ Kind = Literal["compute", "transfer", "collective", "optimizer", "join"]
 
 
 class Task(NamedTuple):
-    """`after` are the numbers of earlier tasks; `rank` is the simulated rank whose row of a trace shows it."""
+    """`after` are numbers of earlier tasks; `rank` is the simulated device in whose row a trace shows it."""
 
     name: str
     kind: Kind
     rank: int
-    resources: tuple[int, ...]
+    stream: int | None
+    ports: tuple[int, ...]
     busy_s: float
     latency_s: float
     after: tuple[int, ...]
@@ -35,38 +32,37 @@ class Task(NamedTuple):
 
 @dataclass
 class Tasks:
-    """A growing list of tasks. Resources are numbers, given out by `resource`."""
+    """A growing list of tasks on a number of streams and ports."""
 
+    streams: int
+    ports: int
     tasks: list[Task] = field(default_factory=list)
-    resources: list[str] = field(default_factory=list)
-
-    def resource(self, name: str) -> int:
-        """A new resource, free from the start."""
-        self.resources.append(name)
-        return len(self.resources) - 1
 
     def add(
         self,
         name: str,
         kind: Kind,
         *,
-        rank: int,
-        resources: tuple[int, ...] = (),
+        rank: int = 0,
+        stream: int | None = None,
+        ports: tuple[int, ...] = (),
         busy_s: float = 0.0,
         latency_s: float = 0.0,
         after: Sequence[int] = (),
     ) -> int:
-        """Adds a task; its number is what others name in `after`, and only earlier tasks can be named."""
-        self.tasks.append(Task(name, kind, rank, resources, busy_s, latency_s, tuple(after)))
-        return len(self.tasks) - 1
+        """Adds a task; later ones name its number in `after`. Raises `ValueError` for a number not yet given."""
+        number = len(self.tasks)
+        if any(not 0 <= earlier < number for earlier in after):
+            raise ValueError(f"{name} waits for {list(after)}: there are {number} earlier tasks; name those only")
+        self.tasks.append(Task(name, kind, rank, stream, ports, busy_s, latency_s, tuple(after)))
+        return number
 
 
 @dataclass(frozen=True)
 class Played:
-    """Start and end of every task, seconds from the start of the step, and the tasks themselves."""
+    """Start and end of every task, seconds from the start, and the tasks themselves."""
 
     tasks: Sequence[Task]
-    resources: Sequence[str]
     starts_s: Sequence[float]
     ends_s: Sequence[float]
 
@@ -75,42 +71,3 @@ class Played:
         """When the last result has arrived."""
         ends = (end + task.latency_s for task, end in zip(self.tasks, self.ends_s, strict=True))
         return max(ends, default=0.0)
-
-    def busy_s(self, resource: int) -> float:
-        """Seconds in which a resource is occupied."""
-        return sum(task.busy_s for task in self.tasks if resource in task.resources)
-
-
-def play(plan: Tasks) -> Played:
-    """Runs all tasks."""
-    tasks = plan.tasks
-    starts, ends = [0.0] * len(tasks), [0.0] * len(tasks)
-    missing, followers = [len(task.after) for task in tasks], _followers(tasks)
-    ready_s = [0.0] * len(tasks)
-    free_s = [0.0] * len(plan.resources)
-    queue = [(0.0, number) for number, count in enumerate(missing) if not count]
-    while queue:
-        now_s, number = heapq.heappop(queue)
-        task = tasks[number]
-        start = max([now_s, *[free_s[one] for one in task.resources]])
-        end = start + task.busy_s
-        for one in task.resources:
-            free_s[one] = end
-        starts[number], ends[number] = start, end
-        arrival = end + task.latency_s
-        for follower in followers[number]:
-            ready_s[follower] = max(ready_s[follower], arrival)
-            missing[follower] -= 1
-            if not missing[follower]:
-                heapq.heappush(queue, (ready_s[follower], follower))
-    return Played(tasks, plan.resources, starts, ends)
-
-
-def _followers(tasks: Sequence[Task]) -> list[list[int]]:
-    followers: list[list[int]] = [[] for _ in tasks]
-    for number, task in enumerate(tasks):
-        for earlier in task.after:
-            if not 0 <= earlier < number:
-                raise ValueError(f"task {number} ({task.name}) waits for {earlier}: only earlier tasks can be named")
-            followers[earlier].append(number)
-    return followers

@@ -30,12 +30,13 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A step. `blocking`: whoever sends a transfer does not compute; `behind`: sums of gradients wait for the whole
-    backward of their rank. `after` are collectives of every rank between its sums and its optimizer."""
+    """A step. `blocks_sender`, `blocks_receiver`: they do not compute during a transfer. `behind`: sums of gradients
+    wait for the whole backward of their rank. `after`: collectives of every rank between its sums and its optimizer."""
 
     stages: tuple[Stage, ...]
     transfer: Message
-    blocking: bool = False
+    blocks_sender: bool = False
+    blocks_receiver: bool = False
     behind: bool = False
     slowdown: float = 0.0
     after: Message = Message(busy_s=0.0)

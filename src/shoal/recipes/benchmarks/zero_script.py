@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch.nn.functional as F
 
+from shoal.comm.collective import Collective
 from shoal.comm.mesh import Mesh
 from shoal.models.gpt import GPT
 from shoal.optim.build import build_optimizer
@@ -14,13 +16,23 @@ from shoal.recipes.benchmarks.ddp_script import ByteSamples
 from shoal.sync.build import build_sync
 from shoal.sync.config import AllReduce
 from shoal.sync.owned import Trained
-from shoal.topology.holding import held
+from shoal.topology.holding import Ranks, held
 
 
 class ZeroScript:
-    """One model, its sync and its optimizer; `step` is one update."""
+    """One model, its sync and its optimizer; `step` is one update. `groups`: where others than those of `mesh`."""
 
-    def __init__(self, model: GPT, tokens: Path, mesh: Mesh, *, zero: int, samples: int, sequence: int) -> None:
+    def __init__(
+        self,
+        model: GPT,
+        tokens: Path,
+        mesh: Mesh,
+        *,
+        zero: int,
+        samples: int,
+        sequence: int,
+        groups: Callable[[Ranks], Collective] | None = None,
+    ) -> None:
         trained = [
             Trained(held(mesh.layout, mesh.rank, name, tuple(p.shape)), p) for name, p in model.named_parameters()
         ]  # fmt: skip
@@ -30,7 +42,7 @@ class ZeroScript:
             zero,
             trained,
             model=model,
-            groups=mesh.ranks,
+            groups=groups or mesh.ranks,
             replica=mesh.axis(*mesh.layout.replica_axes),
             blocks=list(model.blocks),
         )

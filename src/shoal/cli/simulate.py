@@ -1,0 +1,83 @@
+"""`shoal simulate`: plays the run at any scale."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from shoal.recipes.simulating import Simulated
+
+
+def simulate(
+    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[key=value]...", help="Keys that replace the file's.")
+    ] = None,
+    cluster: Annotated[
+        Path | None, typer.Option("--cluster", metavar="C.toml", help="The machine; default: CPU cores of this one.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", metavar="OUT.json", help="Write the step's timeline for Perfetto.")
+    ] = None,
+    weeks: Annotated[
+        float, typer.Option(help="Weeks of training with failures; 0: the step only.", min=0, max=520)
+    ] = 0,
+    save_every: Annotated[
+        float | None, typer.Option("--save-every", help="Seconds of training between saves; default: the best.", min=1)
+    ] = None,
+    save_stall: Annotated[float, typer.Option("--save-stall", help="Seconds that a save holds the job up.", min=0)] = 2,
+    noise: Annotated[float, typer.Option(help="Sigma of the lognormal noise on every action.", min=0, max=2)] = 0,
+    slow_share: Annotated[
+        float, typer.Option("--slow-share", help="Share of devices that are slow.", min=0, max=1)
+    ] = 0,
+    slow_factor: Annotated[float, typer.Option("--slow-factor", help="How much longer they take.", min=1)] = 1,
+    seed: Annotated[int, typer.Option(help="Noise, slow devices and failures follow from it.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
+) -> None:
+    """Plays the run's own layout: schedule, network, stragglers, failures. Deterministic by seed.
+
+    Example: shoal simulate recipes/stdlib-gpt-3d.toml --weeks 1 --trace out.json
+    """
+    from shoal.planner.simulate.pace import Stragglers
+    from shoal.planner.simulate.trace import trace as traced
+    from shoal.recipes.run_file import load_run
+    from shoal.recipes.simulating import Saving, simulated
+
+    result = simulated(
+        load_run(run_file, overrides or ()),
+        cluster,
+        stragglers=Stragglers(slow_share=slow_share, slow_factor=slow_factor, sigma=noise, seed=seed),
+        weeks=weeks,
+        saving=Saving(every_s=save_every, save_s=save_stall),
+    )
+    if trace is not None:
+        trace.write_text(json.dumps(traced(result.outcome.step)), encoding="utf-8")
+    if as_json:
+        print(json.dumps(result.record()))
+        return
+    for part in _as_text(result):
+        print(part, end="\n\n")
+    if trace is not None:
+        print(f"Written: {trace}; open it in ui.perfetto.dev")
+
+
+def _as_text(result: Simulated) -> list[str]:
+    from shoal.planner.simulate import text
+    from shoal.planner.text import money
+
+    cluster, weeks = result.predictor.cluster, result.weeks
+    parts = [
+        f"{cluster.name}: {cluster.nodes} x {cluster.machine.devices} {cluster.device.name}; {result.plan.describe()}",
+        text.step(result.outcome, predicted_s=result.prediction.step_s),
+        text.ranks(result.outcome, result.memory_bytes),
+    ]
+    if weeks is not None:
+        parts += [
+            text.weeks(weeks.goodput, every_s=weeks.every_s, steps=weeks.steps),
+            money({"money": weeks.money, "energy, kWh": weeks.energy_kwh}),
+        ]
+    return parts

@@ -1,0 +1,47 @@
+"""Peak memory of each pipeline rank as its row of the table fills and empties it.
+
+Everything but the activations is the planner's own footprint; activations are counted along the row, so that a split
+backward, uneven stages and interleaving are what they are, and no closed form stands for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shoal.cost.activations import layer_activation_bytes
+from shoal.cost.plan import Plan
+from shoal.planner.predictor import Predictor
+from shoal.planner.simulate.priced import cut_of
+from shoal.planner.simulate.stored import stored_bytes
+from shoal.schedules.table import Table
+
+WEIGHT_NUMBERS = 16
+"""Numbers of the hidden width that a token's weight gradients need in a layer: inputs of its products h + h + h + 4h
+and gradients of their outputs 3h + h + 4h + h, 32sbh bytes of 16 bits (arXiv:2401.10241, section 2.3)."""
+
+
+def rank_bytes(
+    plan: Plan, predictor: Predictor, table: Table, *, layers: Sequence[int] | None = None
+) -> tuple[float, ...]:
+    """Bytes of every pipeline rank at its peak; `layers` of each stage, the simulator's own cut unless given."""
+    model, layout, stack = predictor.workload.model, plan.layout, predictor.stack
+    tokens = plan.microbatch * predictor.workload.sequence / layout.context
+    whole = layer_activation_bytes(
+        model,
+        tokens,
+        predictor.workload.sequence,
+        tensor=layout.tensor,
+        sequence_parallel=plan.sequence_parallel,
+        recompute=plan.recompute,
+        kept=stack.kept,
+    )
+    late = min(whole, WEIGHT_NUMBERS * stack.kept.element_bytes * tokens * model.hidden / layout.tensor)
+    layers = layers or [len(parts) for parts in cut_of(plan, predictor)]
+    stored = stored_bytes(table, stage_bytes=[n * whole for n in layers], weight_bytes=[n * late for n in layers])
+    return tuple(_total(plan, predictor, rank, held) for rank, held in enumerate(stored))
+
+
+def _total(plan: Plan, predictor: Predictor, rank: int, activations: float) -> float:
+    """The footprint with these activations in the place of its own."""
+    closed = predictor.footprint(plan, rank)
+    return closed.total + (activations - closed.activations) * (1 + predictor.overheads.slack_share)

@@ -1,0 +1,169 @@
+"""Bytes of model state that a rank holds under each stage of ZeRO after a step, beside `fully_shard` and closed forms.
+
+Counted are storages, each once, right behind the optimizer's step. With p parameters on n ranks, float32 and Adam
+(arXiv:1910.02054, figure 1, without a second copy of the weights):
+
+    stage          parameters   gradients   optimizer   transient: the most beside them during a step
+    1              4 p          4 p         8 p / n     none: gradients lie in buffers that stay
+    2              4 p          4 p / n     8 p / n     the gradient buckets in flight, and the one that is filled
+    3              4 p / n      4 p / n     8 p / n     gathered parameters: what is in no block, a block, the next one;
+                                                        gradients: the units in flight, and the one that is filled
+
+`fully_shard` keeps what stage 3 keeps.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.comm.collective import Collective, Handle
+from shoal.comm.mesh import Mesh
+from shoal.cost.plan import Zero
+from shoal.cost.state_bytes import FLOAT32
+from shoal.memory.tracker import ModelState, model_state, storage_bytes
+from shoal.models.build import build, parameter_count
+from shoal.models.config import GPTConfig
+from shoal.models.gpt import GPT
+from shoal.models.initialise import initialise
+from shoal.recipes.benchmarks.fsdp_script import ShardedScript
+from shoal.recipes.benchmarks.paired import check
+from shoal.recipes.benchmarks.zero_script import ZeroScript
+from shoal.sync.config import AllReduce
+from shoal.sync.zero.scattered_bucket import IN_FLIGHT
+
+MODEL = GPTConfig(layers=16, width=512, heads=8, feed_forward="gelu", feed_forward_width=2048)
+KINDS = ("parameters", "gradients", "optimizer")
+SIDES: dict[str, Zero] = {"zero_1": 1, "zero_2": 2, "zero_3": 3, "fully_shard": 3}
+SIZES = {"samples": 1, "sequence": 32}
+OFF_THE_FORM = 0.10
+
+
+def by_stage(mesh: Mesh, corpus: Path) -> dict[str, Any]:
+    """A row for each stage and one for `fully_shard`, the most of all ranks; and a check for each."""
+    model = build(MODEL)
+    initialise(model, seed=0, device="cpu")
+    assert isinstance(model, GPT)
+    rows, checks = [], []
+    for name, zero in SIDES.items():
+        shoal = name != "fully_shard"
+        found = _zero if shoal else _fully_shard
+        held, transient_bytes = found(copy.deepcopy(model), mesh, corpus, zero)
+        most = _most(mesh.world, held, transient_bytes)
+        row = _row(name, zero, most, model, ranks=mesh.layout.world_size)
+        rows.append(row | ({"form_transient_bytes": _transient_form(zero, model)} if shoal else {}))
+        off = abs(row["over_the_form"] - 1)
+        checks.append(check(f"model state of a rank, {name}, off its closed form", off, OFF_THE_FORM, at_most=True))
+    return {"rows": rows, "checks": checks}
+
+
+class Watched:
+    """`Collective` that remembers the whole buffers of scatters and gathers, and the most of them there was at once."""
+
+    def __init__(self, inner: Collective, whole: _Whole) -> None:
+        self._inner, self._whole = inner, whole
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def reduce_scatter(self, output: Tensor, input: Tensor) -> Handle:
+        """As `Collective.reduce_scatter`."""
+        self._whole.see(input)
+        return self._inner.reduce_scatter(output, input)
+
+    def all_gather(self, output: Tensor, input: Tensor) -> Handle:
+        """As `Collective.all_gather`."""
+        self._whole.see(output)
+        return self._inner.all_gather(output, input)
+
+
+class _Whole:
+    """Buffers that were seen and are still there."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, weakref.ref[Tensor]] = {}
+        self.peak_bytes = 0
+
+    def see(self, buffer: Tensor) -> None:
+        self._seen[id(buffer)] = weakref.ref(buffer)
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
+
+    @property
+    def bytes(self) -> int:
+        return storage_bytes(buffer for buffer in (seen() for seen in self._seen.values()) if buffer is not None)
+
+
+def _zero(model: GPT, mesh: Mesh, corpus: Path, zero: Zero) -> tuple[ModelState, int]:
+    """State behind the second step, and the most whole buffers that this step held beside it."""
+    whole = _Whole()
+    script = ZeroScript(
+        model, corpus, mesh, zero=zero, groups=lambda ranks: Watched(mesh.ranks(ranks), whole), **SIZES
+    )  # fmt: skip
+    found = _watching(model, script.optimizer)
+    script.step()
+    whole.peak_bytes = 0
+    script.step()
+    return found[-1], whole.peak_bytes - whole.bytes
+
+
+def _fully_shard(model: GPT, mesh: Mesh, corpus: Path, zero: Zero) -> tuple[ModelState, None]:
+    """The same of PyTorch's; what it holds in between is its own affair."""
+    script = ShardedScript(model, corpus, rank=mesh.rank, world=mesh.layout.world_size, **SIZES)
+    found = _watching(model, script.optimizer)
+    for _ in range(2):
+        script.step()
+    return found[-1], None
+
+
+def _watching(model: nn.Module, optimizer: Optimizer) -> list[ModelState]:
+    """Filled with what is held when a step of the optimizer is done."""
+    found: list[ModelState] = []
+
+    def count(stepped: Optimizer, args: Any, kwargs: Any) -> None:
+        found.append(model_state(model, [stepped]))
+
+    optimizer.register_step_post_hook(count)
+    return found
+
+
+def _most(world: Collective, held: ModelState, transient_bytes: int | None) -> dict[str, int]:
+    """The most that a rank holds, by kind."""
+    figures = {f"{kind}_bytes": getattr(held, f"{kind}_bytes") for kind in KINDS}
+    if transient_bytes is not None:
+        figures["transient_bytes"] = transient_bytes
+    most = torch.tensor(list(figures.values()), dtype=torch.int64)
+    world.all_reduce(most, "max").wait()
+    return dict(zip(figures, map(int, most), strict=True))
+
+
+def _row(name: str, zero: Zero, most: dict[str, int], model: GPT, *, ranks: int) -> dict[str, Any]:
+    numbers = parameter_count(model)
+    form = {f"form_{k}_bytes": int(numbers * x) for k, x in zip(KINDS, FLOAT32.sharded(zero, ranks), strict=True)}
+    total_bytes, form_bytes = sum(most[f"{kind}_bytes"] for kind in KINDS), sum(form.values())
+    return {
+        "state": name,
+        "ranks": ranks,
+        "parameters": numbers,
+        "total_bytes": total_bytes,
+        "form_total_bytes": form_bytes,
+        "over_the_form": round(total_bytes / form_bytes, 4),
+        **most,
+        **form,
+    }
+
+
+def _transient_form(zero: Zero, model: GPT) -> int:
+    """The most bytes of whole buffers that pass by."""
+    if zero == 1:
+        return 0
+    if zero == 2:
+        return (IN_FLIGHT + 1) * AllReduce().bucket_bytes
+    block_bytes = storage_bytes(model.blocks[0].parameters())
+    rest_bytes = storage_bytes(model.parameters()) - len(model.blocks) * block_bytes
+    return rest_bytes + 2 * block_bytes + (IN_FLIGHT + 1) * block_bytes

@@ -1,0 +1,123 @@
+"""`Links`: what lies between every two ranks, measured or stated, and what it says about hosts and slow links.
+
+Ranks of one host reach each other much faster than those of two. So rates, sorted, have a gap, and the ranks that are
+joined by rates above it are the hosts; a gap is believed when every two ranks of such a host are above it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from shoal.errors import LayoutError
+
+Matrix = tuple[tuple[float, ...], ...]
+GAP = 2.0
+"""Rates that differ by less than this factor are of one class: measured twice, one link varies by tens of percent."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """`latency_s[i][j]` and `bytes_s[i][j]` from rank i to rank j, each measured alone. The diagonals mean nothing.
+
+    `hosts[i]` is the host of rank i. Ranks of a host share one port to the other hosts.
+    """
+
+    latency_s: Matrix
+    bytes_s: Matrix
+    hosts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        n = len(self.hosts)
+        for name, matrix in (("latency_s", self.latency_s), ("bytes_s", self.bytes_s)):
+            if len(matrix) != n or any(len(row) != n for row in matrix):
+                raise LayoutError(f"{name} is not a matrix of {n} x {n}, one row and column a rank; complete it")
+        if any(self.bytes_s[i][j] <= 0 for i in range(n) for j in range(n) if i != j):
+            raise LayoutError("bytes_s has a rate of 0 or less between two ranks; every two ranks have to be connected")
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return len(self.hosts)
+
+    @property
+    def local(self) -> int:
+        """Ranks on each host, or 1 where hosts differ in that."""
+        counts = {self.hosts.count(host) for host in self.hosts}
+        return counts.pop() if len(counts) == 1 else 1
+
+    def seconds(self, source: int, target: int, size: float) -> float:
+        """For one message of `size` bytes."""
+        return self.latency_s[source][target] + size / self.bytes_s[source][target]
+
+
+def uniform(ranks: int, *, latency_s: float, bytes_s: float) -> Links:
+    """Every rank a host of its own, all links alike."""
+    return Links(_full(ranks, latency_s), _full(ranks, bytes_s), tuple(range(ranks)))
+
+
+def clustered(hosts: Sequence[int], *, inner: tuple[float, float], outer: tuple[float, float]) -> Links:
+    """`inner` and `outer` are (latency_s, bytes_s) inside a host and between hosts."""
+
+    def matrix(which: int) -> Matrix:
+        return tuple(tuple((inner if a == b else outer)[which] for b in hosts) for a in hosts)
+
+    return Links(matrix(0), matrix(1), tuple(hosts))
+
+
+def measured(latency_s: Matrix, bytes_s: Matrix) -> Links:
+    """Links whose hosts are read from the rates."""
+    return Links(latency_s, bytes_s, hosts(bytes_s))
+
+
+def hosts(bytes_s: Matrix) -> tuple[int, ...]:
+    """The host of each rank, numbered by first appearance. Without a gap in the rates, all ranks are on one."""
+    rates = sorted({_rate(bytes_s, i, j) for i in range(len(bytes_s)) for j in range(i)}, reverse=True)
+    for above, below in pairwise(rates):
+        if above >= GAP * below:
+            found = _joined(bytes_s, above)
+            if _complete(bytes_s, found, above):
+                return found
+    return (0,) * len(bytes_s)
+
+
+def slow_links(links: Links) -> list[tuple[int, int]]:
+    """Pairs of hosts whose link has less than 1/`GAP` of the rate of the best link between hosts."""
+    best: dict[tuple[int, int], float] = {}
+    for i, host in enumerate(links.hosts):
+        for j, other in enumerate(links.hosts):
+            if host < other:
+                best[host, other] = max(best.get((host, other), 0.0), _rate(links.bytes_s, i, j))
+    return sorted(pair for pair, rate in best.items() if rate * GAP < max(best.values()))
+
+
+def _full(ranks: int, value: float) -> Matrix:
+    return ((value,) * ranks,) * ranks
+
+
+def _rate(bytes_s: Matrix, i: int, j: int) -> float:
+    """Of the slower direction."""
+    return min(bytes_s[i][j], bytes_s[j][i])
+
+
+def _joined(bytes_s: Matrix, least: float) -> tuple[int, ...]:
+    """Components of the graph of links of at least this rate."""
+    found = [-1] * len(bytes_s)
+    count = 0
+    for start in range(len(bytes_s)):
+        if found[start] >= 0:
+            continue
+        open_ = [start]
+        while open_:
+            rank = open_.pop()
+            found[rank] = count
+            open_ += [o for o in range(len(bytes_s)) if found[o] < 0 and _rate(bytes_s, rank, o) >= least]
+        count += 1
+    return tuple(found)
+
+
+def _complete(bytes_s: Matrix, found: Sequence[int], least: float) -> bool:
+    """Whether every two ranks of a component are joined directly."""
+    n = len(found)
+    return all(_rate(bytes_s, i, j) >= least for i in range(n) for j in range(i) if found[i] == found[j])
