@@ -35,7 +35,7 @@ def refused(done: subprocess.CompletedProcess[str], code: int, *words: str) -> N
         (["run.steps=10000000000"], ["run.steps"]),
         (["batch.global_samples=1", "run.processes=4"], ["global_samples = 1", "4 replicas"]),
         (["layout.replicate=3", "run.processes=4"], ["3", "4"]),
-        (["layout.tensor=2"], ["layout.tensor", "unknown key"]),
+        (["layout.tensors=2"], ["layout.tensors", "unknown key", "layout.tensor"]),
         (["run.processes=0"], ["run.processes"]),
         (["precision.kind=float8"], ["precision.kind", "float8", "'bfloat16'"]),
         (["optimizer.kind=adam"], ["optimizer.kind", "did you mean 'adamw'"]),

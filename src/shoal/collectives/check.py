@@ -46,14 +46,17 @@ def _check_shape(table: Table) -> None:
 
 def _check_writes(table: Table, rank: int, number: int, step: Step) -> None:
     """What replaces a cell may arrive at any time in the step, so nothing else of the step may write there."""
-    replaced = [cell for receive in step.receives if not receive.reduce for cell in receive.cells]
-    added = {cell for receive in step.receives if receive.reduce for cell in receive.cells}
-    twice = [cell for cell in replaced if cell in added or replaced.count(cell) > 1] if added or replaced[1:] else []
-    if twice:
-        raise LayoutError(
-            f"{table.name}: rank {rank} gets cell {twice[0]} more than once in step {number}, in no certain order; use "
-            "two steps"
-        )
+    written: set[int] = set()
+    copies_first = sorted(step.receives, key=lambda receive: receive.reduce) if len(step.receives) > 1 else ()
+    for receive in copies_first:
+        twice = written.intersection(receive.cells)
+        if twice:
+            raise LayoutError(
+                f"{table.name}: rank {rank} gets cell {min(twice)} more than once in step {number}, in no certain "
+                "order; use two steps"
+            )
+        if not receive.reduce:
+            written.update(receive.cells)
 
 
 def _begin(table: Table, rank: int) -> State:

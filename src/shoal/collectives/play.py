@@ -6,7 +6,7 @@ synchronous sends a message is through when the other rank has come to expect it
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -42,8 +42,8 @@ class Play:
         """Raises `LayoutError` where ranks wait for ever, messages do not fit, or a sum is wrong."""
         ranks = self.table.ranks
         self.at, self._pending = [-1] * ranks, [0] * ranks
-        self._sent: dict[Channel, deque[Message]] = defaultdict(deque)
-        self._expected: dict[Channel, deque[int]] = defaultdict(deque)
+        self._sent: dict[Channel, deque[Message]] = {}
+        self._expected: dict[Channel, deque[int]] = {}
         self._arrived: list[dict[int, Message]] = [{} for _ in range(ranks)]
         self._free = deque(range(ranks))
         self._uneven = self.table.kind not in OWNED
@@ -72,15 +72,15 @@ class Play:
                 message = [state[cell] for cell in cells]
             except KeyError as error:
                 raise self._unwritten(rank, error.args[0]) from None
-            if expected := self._expected[rank, to]:
+            if expected := self._expected.get((rank, to)):
                 self._deliver(rank, to, expected.popleft(), message)
             else:
-                self._sent[rank, to].append(message)
+                self._sent.setdefault((rank, to), deque()).append(message)
         for index, receive in enumerate(step.receives):
-            if sent := self._sent[receive.source, rank]:
+            if sent := self._sent.get((receive.source, rank)):
                 self._deliver(receive.source, rank, index, sent.popleft())
             else:
-                self._expected[receive.source, rank].append(index)
+                self._expected.setdefault((receive.source, rank), deque()).append(index)
 
     def _deliver(self, source: int, target: int, index: int, message: Message) -> None:
         self._arrived[target][index] = message
@@ -107,28 +107,33 @@ class Play:
                 f"{self.table.name}: rank {rank} expects {len(receive.cells)} cells from rank {receive.source} in step "
                 f"{self.at[rank]}, and {len(message)} come; a message has as many cells at both ends"
             )
-        if self._uneven and [content.chunk for content in message] != [c % self.table.chunks for c in receive.cells]:
-            raise LayoutError(
-                f"{self.table.name}: rank {rank} gets chunks {[content.chunk for content in message]} from rank "
-                f"{receive.source} in cells {list(receive.cells)}, step {self.at[rank]}; chunks are not equally long, "
-                "so each has its own cells"
-            )
+        for cell, content in zip(receive.cells, message, strict=True):
+            if self._uneven and content.chunk != cell % self.table.chunks:
+                raise LayoutError(
+                    f"{self._where(rank, cell)} chunk {content.chunk} arrives from rank {receive.source}; chunks are not "
+                    "equally long, so each keeps to its own cells"
+                )
         if receive.reduce:
             message = [self._sum(rank, cell, new) for cell, new in zip(receive.cells, message, strict=True)]
         self.states[rank].update(zip(receive.cells, message, strict=True))
 
     def _sum(self, rank: int, cell: int, new: Content) -> Content:
         old = self._held(rank, cell)
-        where = f"{self.table.name}: rank {rank}, step {self.at[rank]}, cell {cell}"
         if old.chunk != new.chunk:
-            raise LayoutError(f"{where}: chunk {new.chunk} is added to chunk {old.chunk}; only equal ones can be")
+            raise LayoutError(
+                f"{self._where(rank, cell)} chunk {new.chunk} is added to chunk {old.chunk}; only equal ones can be"
+            )
         if old.ranks & new.ranks:
             raise LayoutError(
-                f"{where}: what ranks {_named(old.ranks & new.ranks)} contributed is added twice; take one out"
+                f"{self._where(rank, cell)} what ranks {_named(old.ranks & new.ranks)} contributed is added twice; "
+                "take one out"
             )
         pair = (min(old.order, new.order), max(old.order, new.order))
         order = self._sums.setdefault(pair, self.table.ranks + len(self._sums))
         return Content(old.chunk, old.ranks | new.ranks, order)
+
+    def _where(self, rank: int, cell: int) -> str:
+        return f"{self.table.name}: rank {rank}, step {self.at[rank]}, cell {cell}:"
 
     def _held(self, rank: int, cell: int) -> Content:
         if cell not in self.states[rank]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from shoal.errors import ShoalError
 from shoal.models.config import GPTConfig, MoEConfig, PythonModel
+from shoal.schedules.build import build
 from shoal.topology.refusal import nearest_divisors, nearest_multiples
 
 if TYPE_CHECKING:  # the run file asks these rules
@@ -92,6 +94,18 @@ def _stages(run_file: RunFile) -> str | None:
     )
 
 
+def _schedule(run_file: RunFile) -> str | None:
+    ranks, pipeline = run_file.layout.pipeline, run_file.pipeline
+    if ranks == 1:
+        return None
+    microbatches = pipeline.microbatches or 2 * ranks
+    try:
+        build(pipeline.schedule, ranks=ranks, microbatches=microbatches, stages_per_rank=pipeline.stages_per_rank)
+    except ShoalError as error:
+        return str(error)
+    return None
+
+
 def _sequence_parallel(run_file: RunFile) -> str | None:
     if run_file.layout.sequence_parallel and run_file.layout.tensor == 1:
         return (
@@ -128,4 +142,14 @@ def _not_multiple(name: str, number: int, unit: int, what: str) -> str:
     return f"{name} = {number} is not a multiple of {what}; nearest: {nearest}"
 
 
-_RULES: tuple[Rule, ...] = (_only_chains, _heads, _experts, _sequence, _ulysses, _stages, _sequence_parallel, _zero)
+_RULES: tuple[Rule, ...] = (
+    _only_chains,
+    _heads,
+    _experts,
+    _sequence,
+    _ulysses,
+    _stages,
+    _schedule,
+    _sequence_parallel,
+    _zero,
+)

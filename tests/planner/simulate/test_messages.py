@@ -47,17 +47,12 @@ def test_the_hierarchical_all_reduce_uses_each_level_once() -> None:
     assert got == pytest.approx(wanted, rel=ROUNDING)
 
 
-ONE_CHUNK = 1 / 14
-"""Relative: the last chunk that passed the slow link may have one fast hop left, of 14."""
-
-
 def test_one_slow_link_slows_the_whole_ring() -> None:
     """A link of half the rate: every chunk passes it, so that the ring moves at its pace."""
     slow = Link(latency_s=0.0, bytes_s=1e9)
     fast = Link(latency_s=0.0, bytes_s=2e9)
     got = seconds(messages.ring_all_reduce(8, SIZE), 8, fast, links={(2, 3): slow})
-    wanted = alpha_beta.ring_all_reduce(8, SIZE, latency_s=0, bytes_s=1e9)
-    assert wanted <= got <= wanted * (1 + ONE_CHUNK)
+    assert got == pytest.approx(alpha_beta.ring_all_reduce(8, SIZE, latency_s=0, bytes_s=1e9), rel=ROUNDING)
 
 
 def test_a_power_of_two_is_asked_for() -> None:

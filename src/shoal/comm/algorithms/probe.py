@@ -1,7 +1,7 @@
 """Measures the links between all ranks of a group: a latency and a rate for each direction of each pair.
 
-One pair at a time, while the others wait at a barrier, so that nobody shares a link. A tiny message there and back takes
-twice the latency; a larger one there and a tiny one back gives the rate. Medians of a few tries, the same on all ranks.
+One pair at a time, while the others wait at a barrier, so that nobody shares a link. A tiny message there and back
+takes twice the latency; a larger one there and a tiny one back gives the rate. Medians, the same on all ranks.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from shoal.recipes.benchmarks.ddp_script import Script
 from shoal.recipes.benchmarks.paired import check, spread
 
 MODEL = GPTConfig(layers=6, width=256, heads=8)
-SAMPLES, SEQUENCE = 2, 256
+SAMPLES, SEQUENCE = 1, 256
 WARM_UP_STEPS = 2
 OFF_THE_FORM, TIMES_NONE = 0.15, 1.40
 KINDS: tuple[RecomputeKind, ...] = ("none", "selective", "full")

@@ -53,13 +53,16 @@ def by_stage(mesh: Mesh, corpus: Path) -> dict[str, Any]:
     rows, checks = [], []
     for name, zero in SIDES.items():
         shoal = name != "fully_shard"
-        found = _zero if shoal else _fully_shard
-        held, transient_bytes = found(copy.deepcopy(model), mesh, corpus, zero)
+        held, transient_bytes = (_zero if shoal else _fully_shard)(copy.deepcopy(model), mesh, corpus, zero)
         most = _most(mesh.world, held, transient_bytes)
         row = _row(name, zero, most, model, ranks=mesh.layout.world_size)
-        rows.append(row | ({"form_transient_bytes": _transient_form(zero, model)} if shoal else {}))
         off = abs(row["over_the_form"] - 1)
         checks.append(check(f"model state of a rank, {name}, off its closed form", off, OFF_THE_FORM, at_most=True))
+        if shoal:
+            form_bytes = row["form_transient_bytes"] = _transient_form(zero, model)
+            transient = f"transient buffers of a rank, {name}, bytes against their closed form"
+            checks.append(check(transient, most["transient_bytes"], form_bytes, at_most=True))
+        rows.append(row)
     return {"rows": rows, "checks": checks}
 
 

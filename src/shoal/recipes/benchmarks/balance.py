@@ -1,0 +1,91 @@
+"""How even the automatic cut makes the stages of a model of uneven layers, by the clock.
+
+The parts are timed, cut by what they cost, and the stages are then timed anew, each as a whole.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.models.build import build
+from shoal.models.chain import Part
+from shoal.models.config import GPTConfig
+from shoal.models.feed_forward import GELU
+from shoal.models.gpt import GPT
+from shoal.models.initialise import initialise
+from shoal.parallel.pipeline.costs import estimated_costs, measured_costs
+from shoal.parallel.pipeline.cut import Cut, balanced_cut
+from shoal.recipes.benchmarks.paired import check
+
+MODEL = GPTConfig(vocabulary=4096, layers=24, width=128, heads=4, feed_forward="gelu")
+NARROWEST, WIDEST = 128, 2048
+SAMPLES, SEQUENCE = 2, 128
+REPEATS = 15
+MOST_OVER_MEAN = 1.1
+
+
+def of_uneven_layers(*, stages: int) -> dict[str, Any]:
+    """A row for each way of cutting, and a check of the cut by measured costs."""
+    model, tokens = _uneven(), torch.zeros(SAMPLES, SEQUENCE, dtype=torch.int64)
+    parts = model.parts()
+    cuts = {
+        "by measured costs": balanced_cut(measured_costs(model, tokens, repeats=REPEATS), stages),
+        "by estimated costs": balanced_cut(estimated_costs(model, parts), stages),
+        "by number of layers": balanced_cut([1.0] * len(parts), stages),
+    }
+    rows = [
+        _row(name, cut, measured_costs(_InStages(model, cut), tokens, repeats=REPEATS)) for name, cut in cuts.items()
+    ]
+    evenness = rows[0]["most_over_mean"]
+    return {
+        "rows": rows,
+        "checks": [check("slowest stage over the mean, cut by measured costs", evenness, MOST_OVER_MEAN, at_most=True)],
+    }
+
+
+@dataclass(frozen=True)
+class _InStages:
+    """The chain of `model`, with the parts of a stage as one."""
+
+    model: GPT
+    cut: Cut
+
+    def context(self, *inputs: Any, **named: Any) -> Any:
+        return self.model.context(*inputs, **named)
+
+    def parts(self) -> Sequence[Part]:
+        parts = self.model.parts()
+        return [Part(f"stage {n}", (), partial(_in_turn, [parts[i] for i in own])) for n, own in enumerate(self.cut)]
+
+
+def _in_turn(parts: Sequence[Part], x: Tensor | None, context: Any) -> Tensor:
+    for part in parts:
+        x = part.run(x, context)
+    assert x is not None
+    return x
+
+
+def _uneven() -> GPT:
+    """Blocks whose feed-forwards differ in width."""
+    model, draw = build(MODEL), random.Random(0)
+    assert isinstance(model, GPT)
+    for block in model.blocks:
+        block.feed_forward = GELU(MODEL.width, draw.randrange(NARROWEST, WIDEST, 32))
+    initialise(model, seed=0, device="cpu")
+    return model
+
+
+def _row(name: str, cut: Cut, seconds: Sequence[float]) -> dict[str, Any]:
+    return {
+        "cut": name,
+        "parts": [len(own) for own in cut],
+        "stage_ms": [round(1e3 * value, 2) for value in seconds],
+        "most_over_mean": round(max(seconds) * len(seconds) / sum(seconds), 4),
+    }

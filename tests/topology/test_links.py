@@ -1,0 +1,122 @@
+"""Hosts, slow links and orders are read from planted matrices."""
+
+from __future__ import annotations
+
+import random
+from itertools import permutations
+
+import pytest
+
+from shoal.collectives import ring
+from shoal.collectives.table import relabelled
+from shoal.cost.walk import walk_s
+from shoal.errors import LayoutError
+from shoal.topology.links import Links, Matrix, clustered, hosts, measured, slow_links, uniform
+from shoal.topology.ring_order import EXACT_RANKS, best_order, pace
+
+NOISE = 0.3
+"""Two measurements of one link differ by this much on a busy machine."""
+ORDER_SLACK = 1.05
+"""The chosen order is within 5 % of the best of all."""
+HEURISTIC_SLACK = 1.2
+INSIDE, BETWEEN, SLOW = 5e9, 1e8, 1e7
+SIZE = 1 << 22
+
+
+def planted(placement: list[int], slow: set[tuple[int, int]], seed: int) -> tuple[Matrix, Matrix]:
+    """(latency_s, bytes_s) of ranks on these hosts, with slow links between some hosts, each measured with noise."""
+    draw = random.Random(seed)
+
+    def rate(i: int, j: int) -> float:
+        a, b = sorted((placement[i], placement[j]))
+        base = INSIDE if a == b else SLOW if (a, b) in slow else BETWEEN
+        return base * draw.uniform(1 - NOISE, 1 + NOISE)
+
+    n = range(len(placement))
+    return tuple(tuple(1e-5 for _ in n) for _ in n), tuple(tuple(rate(i, j) for j in n) for i in n)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    ("placement", "slow"),
+    [
+        ([0, 0, 1, 1], []),
+        ([0, 1, 0, 1, 0, 1], []),
+        ([0, 1, 2, 2, 1, 0, 3, 3], [(1, 2)]),
+        ([0, 0, 0, 1, 2], [(0, 1), (1, 2)]),
+        ([0, 1, 2, 3], []),
+    ],
+)  # fmt: skip
+def test_planted_hosts_and_slow_links_are_found(placement: list[int], slow: list[tuple[int, int]], seed: int) -> None:
+    """With noise of 30 % on every rate, wherever a host has two ranks."""
+    found = measured(*planted(placement, set(slow), seed))
+    if len(set(placement)) < len(placement):
+        assert found.hosts == tuple(placement)
+        assert slow_links(found) == slow
+    else:  # links that are all alike say nothing about hosts
+        assert found.hosts == (0,) * len(placement)
+
+
+def test_a_gap_that_does_not_part_hosts_is_passed_over() -> None:
+    """One link of a host that was measured twice as slow as the others leaves the host whole."""
+    placement = [0, 0, 0, 1, 1, 1]
+    rates = [list(row) for row in clustered(placement, inner=(0, INSIDE), outer=(0, BETWEEN)).bytes_s]
+    rates[0][1] = INSIDE / 2.5
+    assert hosts(tuple(map(tuple, rates))) == tuple(placement)
+
+
+def test_a_matrix_that_is_not_whole_is_refused() -> None:
+    """Rates of all pairs are needed."""
+    with pytest.raises(LayoutError, match="matrix of 2 x 2"):
+        Links(((0.0,),), ((1.0, 1.0), (1.0, 1.0)), (0, 1))
+    with pytest.raises(LayoutError, match="rate of 0 or less"):
+        Links(((0.0,) * 2,) * 2, ((1.0, 0.0), (1.0, 1.0)), (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("placement", "slow"),
+    [([0, 1, 0, 1, 0, 1], []), ([0, 1, 2, 2, 1, 0, 3], [(1, 2), (0, 3)]), ([0, 1, 2, 3, 0, 1, 2], [(0, 1), (2, 3)])],
+)  # fmt: skip
+def test_the_order_is_within_a_twentieth_of_the_best_of_all(placement: list[int], slow: list[tuple[int, int]]) -> None:
+    """By the time of a ring all-reduce walked in each of the (n-1)! orders."""
+    links = measured(*planted(placement, set(slow), seed=1))
+    table = ring.all_reduce(links.ranks)
+    times = {
+        order: walk_s(relabelled(table, order), SIZE, links)
+        for order in ((0, *rest) for rest in permutations(range(1, links.ranks)))
+    }
+    assert links.ranks <= EXACT_RANKS
+    assert times[best_order(links, size=SIZE / links.ranks)] <= ORDER_SLACK * min(times.values())
+    assert max(times.values()) > 1.5 * min(times.values())  # an order picked blindly would be seen
+
+
+def test_a_slow_link_is_crossed_only_where_it_must_be() -> None:
+    """Three hosts in a row: the ring closes over the slow link once each way at the most, and not in a tour of four."""
+    placement = [0, 1, 2, 3, 0, 1, 2, 3]
+    links = measured(*planted(placement, {(0, 1), (2, 3)}, seed=3))
+    order = best_order(links)
+    crossed = [tuple(sorted((placement[a], placement[b]))) for a, b in zip(order, order[1:] + order[:1], strict=True)]
+    assert not {(0, 1), (2, 3)} & set(crossed)
+    assert sum(a != b for a, b in crossed) == 4
+
+
+@pytest.mark.parametrize(("count", "local"), [(6, 2), (4, 4), (8, 3)])
+def test_many_ranks_come_near_the_order_that_was_planted(count: int, local: int) -> None:
+    """Hosts along a chain of good links, shuffled: one crossing for each host, and hardly slower than the planted one."""
+    draw = random.Random(count)
+    placement = [host for host in range(count) for _ in range(local)]
+    draw.shuffle(placement)
+    near = {tuple(sorted((h, (h + 1) % count))) for h in range(count)}
+    slow = {(a, b) for a in range(count) for b in range(a + 1, count)} - near
+    links = measured(*planted(placement, slow, seed=count))
+    order = best_order(links)
+    good = sorted(range(len(placement)), key=lambda rank: placement[rank])
+    size = float(1 << 20)
+    assert order[0] == 0
+    assert sorted(order) == list(range(len(placement)))
+    assert pace(links, order, size=size)[0] <= HEURISTIC_SLACK * pace(links, good, size=size)[0]
+
+
+def test_links_that_are_all_alike_keep_their_order() -> None:
+    """Nothing to gain, nothing moved."""
+    assert best_order(uniform(5, latency_s=1e-6, bytes_s=1e9)) == (0, 1, 2, 3, 4)
