@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -181,19 +182,23 @@ def descriptors() -> int:
 
 
 def leaves_nothing(place, groups: int) -> tuple[int, list[str]]:
-    """How many descriptors and segments more there are after many groups."""
+    """How many descriptors more there are after many groups, and which segments are new."""
+
+    def segments() -> set[str]:
+        return {line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:shoal" in line}
 
     def program(_: object) -> tuple[int, list[str]]:
         for _ in range(3):
             dist.destroy_process_group(dist.new_group())
-        before = descriptors()
+        gc.collect()  # what earlier tests of this process have left goes now, and not while this one counts
+        before, there = descriptors(), segments()
         for _ in range(groups):
             group = dist.new_group()
             dist.all_reduce(torch.ones(4), group=group)
             dist.destroy_process_group(group)
             del group
-        maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:shoal" in line]
-        return descriptors() - before, maps[place.size :]
+        gc.collect()
+        return max(0, descriptors() - before), sorted(segments() - there)
 
     return with_backend(place, "shoal", program)
 

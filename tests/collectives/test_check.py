@@ -96,7 +96,9 @@ def another_cell_sent(step: Step) -> Step:
 
 
 def another_cell_written(step: Step) -> Step:
-    return step._replace(receives=tuple(Receive(r.source, tuple((c + 1) % 4 for c in r.cells), r.reduce) for r in step.receives))
+    return step._replace(
+        receives=tuple(Receive(r.source, tuple((c + 1) % 4 for c in r.cells), r.reduce) for r in step.receives)
+    )
 
 
 def cell_short(step: Step) -> Step:
@@ -144,7 +146,9 @@ def test_a_planted_fault_is_found(table: Table, step: int, fault: Callable[[Step
 def test_a_message_that_nobody_expects_is_found() -> None:
     """With eager sends nobody would wait for it; with synchronous ones its sender does."""
     extra = table_of("odd", "broadcast", ranks=2, chunks=1, steps=[[Transfer(0, 1, 0, 0)]])
-    lost = changed(table_of("odd", "broadcast", ranks=2, chunks=1, steps=[[Transfer(0, 1, 0, 0)]] * 2), 1, 1, without_receive)
+    lost = changed(
+        table_of("odd", "broadcast", ranks=2, chunks=1, steps=[[Transfer(0, 1, 0, 0)]] * 2), 1, 1, without_receive
+    )
     check(extra)
     with pytest.raises(LayoutError, match="wait for ever"):
         check(lost)

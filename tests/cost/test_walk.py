@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -51,9 +52,7 @@ def test_a_torus_and_a_hierarchy_are_their_closed_forms(rows: int, columns: int)
     assert walk_s(two_level.torus(rows, columns), SIZE, links) == pytest.approx(torus, rel=ROUNDING)
     inner, outer = (1e-6, 1e10), (LATENCY_S, BYTES_S)
     hosts = [rank // columns for rank in range(rows * columns)]
-    form = alpha_beta.hierarchical_all_reduce(
-        columns, rows, SIZE, inner=inner, outer=(LATENCY_S, BYTES_S / columns)
-    )
+    form = alpha_beta.hierarchical_all_reduce(columns, rows, SIZE, inner=inner, outer=(LATENCY_S, BYTES_S / columns))
     walked = walk_s(two_level.hierarchical(columns, rows), SIZE, clustered(hosts, inner=inner, outer=outer))
     assert walked == pytest.approx(form, rel=ROUNDING)
 
@@ -65,6 +64,16 @@ def test_a_pipelined_double_tree_nears_its_closed_form(ranks: int) -> None:
     walked = walk_s(double_tree.all_reduce(ranks, blocks=64), SIZE, links)
     form = alpha_beta.double_binary_tree(ranks, SIZE, latency_s=0, bytes_s=BYTES_S)
     assert 0.5 * form <= walked <= TREE_SLACK * form
+
+
+def test_a_rank_with_many_messages_at_once_pays_for_each() -> None:
+    """n - 2 gaps in each of two steps of a direct all-reduce, none in a ring, which has one message a step."""
+    gap_s = 1e-6
+    links = uniform(8, latency_s=LATENCY_S, bytes_s=BYTES_S)
+    slower = replace(links, gap_s=gap_s)
+    assert walk_s(ring.all_reduce(8), SIZE, slower) == walk_s(ring.all_reduce(8), SIZE, links)
+    more = walk_s(direct.two_shot(8), SIZE, slower) - walk_s(direct.two_shot(8), SIZE, links)
+    assert more == pytest.approx(2 * 6 * gap_s, rel=1e-6)
 
 
 def test_additions_take_their_time() -> None:

@@ -110,7 +110,7 @@ class Play:
         for cell, content in zip(receive.cells, message, strict=True):
             if self._uneven and content.chunk != cell % self.table.chunks:
                 raise LayoutError(
-                    f"{self._where(rank, cell)} chunk {content.chunk} arrives from rank {receive.source}; chunks are not "
+                    f"{self._where(rank, cell)} chunk {content.chunk} comes from rank {receive.source}; chunks are not "
                     "equally long, so each keeps to its own cells"
                 )
         if receive.reduce:

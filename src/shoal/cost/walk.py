@@ -1,11 +1,13 @@
 """Seconds and bytes of a table of `shoal.collectives` on given links, by walking it: alpha-beta-gamma.
 
 A message begins when both ranks have come to its step, and takes the link's latency and as long as its busiest port: a
-rank has one port for each direction, and the ranks of a host share one to the other hosts.
+rank has one port for each direction, and the ranks of a host share one to the other hosts. A port that k messages pass
+in one step is busy for the sum of their S/w and for k - 1 gaps g:
 
-    end = max(clock of source, clock of target) + a + max(sum of S/w over each of the ports it passes)
+    end = max(clock of source, clock of target) + a + max over the ports it passes of (sum of S/w + (k - 1) g)
 
-Then what was received is added at `add_bytes_s`. On uniform links this gives the closed forms of `alpha_beta`.
+Then what was received is added at `add_bytes_s`. On uniform links without gaps this gives the closed forms of
+`alpha_beta`.
 """
 
 from __future__ import annotations
@@ -49,10 +51,11 @@ def bytes_between(table: Table, size: float, hosts: Sequence[int]) -> float:
 
 def _after(clocks: list[float], messages: Sequence[_Message], chunk: float, links: Links) -> list[float]:
     """The clocks when the messages of one step are through."""
-    busy: dict[tuple[str, int], float] = defaultdict(float)
+    busy: dict[tuple[str, int], float] = defaultdict(lambda: -links.gap_s)
     for message in messages:
+        seconds = links.gap_s + message.cells * chunk / links.bytes_s[message.source][message.target]
         for port in _ports(message, links.hosts):
-            busy[port] += message.cells * chunk / links.bytes_s[message.source][message.target]
+            busy[port] += seconds
     ends = clocks[:]
     for message in messages:
         source, target, _ = message

@@ -22,11 +22,14 @@ class Links:
     """`latency_s[i][j]` and `bytes_s[i][j]` from rank i to rank j, each measured alone. The diagonals mean nothing.
 
     `hosts[i]` is the host of rank i. Ranks of a host share one port to the other hosts.
+    `gap_s` is what each further message of a rank costs when it has several at once, whatever their length (LogGP's
+    gap, Alexandrov et al. 1995).
     """
 
     latency_s: Matrix
     bytes_s: Matrix
     hosts: tuple[int, ...]
+    gap_s: float = 0.0
 
     def __post_init__(self) -> None:
         n = len(self.hosts)
@@ -66,9 +69,9 @@ def clustered(hosts: Sequence[int], *, inner: tuple[float, float], outer: tuple[
     return Links(matrix(0), matrix(1), tuple(hosts))
 
 
-def measured(latency_s: Matrix, bytes_s: Matrix) -> Links:
+def measured(latency_s: Matrix, bytes_s: Matrix, *, gap_s: float = 0.0) -> Links:
     """Links whose hosts are read from the rates."""
-    return Links(latency_s, bytes_s, hosts(bytes_s))
+    return Links(latency_s, bytes_s, hosts(bytes_s), gap_s)
 
 
 def hosts(bytes_s: Matrix) -> tuple[int, ...]:

@@ -9,8 +9,8 @@ single ranks (2-opt and or-opt; Croes 1958, Or 1976) from the better of two begi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from itertools import chain, permutations
+from collections.abc import Callable, Iterator, Sequence
+from itertools import permutations
 
 from shoal.topology.links import Links
 
@@ -57,25 +57,32 @@ def _nearest(links: Links, size: float) -> Order:
 
 
 def _improved(links: Links, order: Order, size: float) -> Order:
-    """Takes the first change that helps, until none does."""
-    best = pace(links, order, size=size)
-    while True:
-        for changed in chain(_turned(order), _moved(order)):
+    """Takes every change that helps, over and over, until none does."""
+    best, before = pace(links, order, size=size), None
+    while before != best:
+        before = best
+        for change, first, last in _changes(len(order)):
+            changed = change(order, first, last)
             if (now := pace(links, changed, size=size)) < best:
                 order, best = changed, now
-                break
-        else:
-            return order
+    return order
 
 
-def _turned(order: Order) -> Iterator[Order]:
-    for first in range(1, len(order) - 1):
-        for last in range(first + 2, len(order) + 1):
-            yield order[:first] + order[first:last][::-1] + order[last:]
+def _changes(ranks: int) -> Iterator[tuple[Callable[[Order, int, int], Order], int, int]]:
+    for first in range(ranks):
+        for last in range(ranks):
+            if first + 1 < last:
+                yield _turned, first, last
+            if first != last:
+                yield _moved, first, last
 
 
-def _moved(order: Order) -> Iterator[Order]:
-    for taken in range(len(order)):
-        rest = order[:taken] + order[taken + 1 :]
-        for place in range(len(rest)):
-            yield (*rest[:place], order[taken], *rest[place:])
+def _turned(order: Order, first: int, last: int) -> Order:
+    """The stretch from place `first` to `last` the other way around."""
+    return order[:first] + order[first : last + 1][::-1] + order[last + 1 :]
+
+
+def _moved(order: Order, taken: int, place: int) -> Order:
+    """One rank at another place."""
+    rest = order[:taken] + order[taken + 1 :]
+    return (*rest[:place], order[taken], *rest[place:])

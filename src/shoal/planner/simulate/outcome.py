@@ -63,7 +63,7 @@ def outcome(table: Table, work: Work, *, fold: Fold | None = None, stragglers: S
     return Outcome(
         step_s=step_s,
         phase_s=phase_s,
-        period_s=max(one.period_s for one in shares),
+        period_s=period_s(real),
         exposed_s=max(0.0, step_s - ideal.played.makespan_s),
         inside_s=_inside_s(table, work),
         ranks=shares,
@@ -77,7 +77,13 @@ def bubble_rate(table: Table, work: Work) -> float:
     chunks = len(table.stages_of(0)) * table.microbatches
     stage = work.stages[0]
     computing = chunks * (stage.forward_s + stage.input_s + stage.weight_s)
-    return 1 - computing / max(one.period_s for one in _shares(step, step.played.makespan_s, _phase_s(step)))
+    return 1 - computing / period_s(step)
+
+
+def period_s(step: SimulatedStep) -> float:
+    """The longest time from a rank's first action to the end of its last."""
+    ends, starts = step.played.ends_s, step.played.starts_s
+    return max((ends[row[-1]] - starts[row[0]] for row in step.actions if row), default=0.0)
 
 
 def _phase_s(step: SimulatedStep) -> float:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ from shoal.recipes.benchmarks.paired import check
 from shoal.recipes.benchmarks.zero_script import ZeroScript
 from shoal.sync.config import AllReduce
 from shoal.sync.zero.scattered_bucket import IN_FLIGHT
+from shoal.topology.holding import Ranks
 
 MODEL = GPTConfig(layers=16, width=512, heads=8, feed_forward="gelu", feed_forward_width=2048)
 KINDS = ("parameters", "gradients", "optimizer")
@@ -105,9 +106,11 @@ class _Whole:
 def _zero(model: GPT, mesh: Mesh, corpus: Path, zero: Zero) -> tuple[ModelState, int]:
     """State behind the second step, and the most whole buffers that this step held beside it."""
     whole = _Whole()
-    script = ZeroScript(
-        model, corpus, mesh, zero=zero, groups=lambda ranks: Watched(mesh.ranks(ranks), whole), **SIZES
-    )  # fmt: skip
+
+    def groups(ranks: Ranks) -> Collective:
+        return cast(Collective, Watched(mesh.ranks(ranks), whole))
+
+    script = ZeroScript(model, corpus, mesh, groups, zero=zero, **SIZES)
     found = _watching(model, script.optimizer)
     script.step()
     whole.peak_bytes = 0

@@ -27,11 +27,12 @@ class ZeroScript:
         model: GPT,
         tokens: Path,
         mesh: Mesh,
+        groups: Callable[[Ranks], Collective] | None = None,
+        /,
         *,
         zero: int,
         samples: int,
         sequence: int,
-        groups: Callable[[Ranks], Collective] | None = None,
     ) -> None:
         trained = [
             Trained(held(mesh.layout, mesh.rank, name, tuple(p.shape)), p) for name, p in model.named_parameters()

@@ -1,0 +1,101 @@
+"""`ChosenCollective`: a `Collective` that runs, for each size, the algorithm which measured links make the cheapest.
+
+Only `send` and `recv` of the group below are used for what has an algorithm; the rest is passed on to it. Collectives
+run one after the other in a thread of their own, in the order of the calls, beside what the caller does.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from torch import Tensor
+
+from shoal.collectives.table import Kind, Table
+from shoal.comm.algorithms import execute
+from shoal.comm.algorithms.choose import choose
+from shoal.comm.collective import Collective, Handle, Reduction
+from shoal.topology.links import Links
+
+_TAG = 1_000_000
+"""Above the tags of those who send to each other themselves."""
+
+
+class _Running:
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        """Raises what the algorithm raised."""
+        self._future.result()
+
+
+class ChosenCollective:
+    """Over `inner`, whose ranks have to pass the same `links` (`probe` gives them). Close it when it is done with."""
+
+    def __init__(self, inner: Collective, links: Links, *, add_bytes_s: float = math.inf) -> None:
+        self.rank, self.size = inner.rank, inner.size
+        self._inner, self._links, self._add_bytes_s = inner, links, add_bytes_s
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="collectives")
+        self._tables: dict[tuple[Kind, int, int], Table] = {}
+
+    def table(self, kind: Kind, size_bytes: int, *, root: int = 0) -> Table:
+        """What is run for this size: chosen once for each power of two."""
+        key = (kind, size_bytes.bit_length(), root)
+        if key not in self._tables:
+            size = float(1 << size_bytes.bit_length())
+            self._tables[key] = choose(kind, size, self._links, root=root, add_bytes_s=self._add_bytes_s).table
+        return self._tables[key]
+
+    def all_reduce(self, tensor: Tensor, op: Reduction = "sum") -> Handle:
+        table = self.table("all_reduce", tensor.nbytes)
+        return self._run(execute.all_reduce, tensor, table, self._inner, op=op, tag=_TAG)
+
+    def reduce_scatter(self, output: Tensor, input: Tensor) -> Handle:
+        table = self.table("reduce_scatter", input.nbytes)
+        return self._run(execute.reduce_scatter, output, input, table, self._inner, tag=_TAG)
+
+    def all_gather(self, output: Tensor, input: Tensor) -> Handle:
+        table = self.table("all_gather", output.nbytes)
+        return self._run(execute.all_gather, output, input, table, self._inner, tag=_TAG)
+
+    def all_to_all(
+        self, output: Tensor, input: Tensor, *, output_sizes: Sequence[int] = (), input_sizes: Sequence[int] = ()
+    ) -> Handle:
+        """Parts of different sizes are left to the group below."""
+        if output_sizes or input_sizes:
+            return self._inner.all_to_all(output, input, output_sizes=output_sizes, input_sizes=input_sizes)
+        table = self.table("all_to_all", input.nbytes)
+        return self._run(execute.all_to_all, output, input, table, self._inner, tag=_TAG)
+
+    def broadcast(self, tensor: Tensor, *, root: int = 0) -> Handle:
+        table = self.table("broadcast", tensor.nbytes, root=root)
+        return self._run(execute.broadcast, tensor, table, self._inner, tag=_TAG)
+
+    def reduce(self, tensor: Tensor, op: Reduction = "sum", *, root: int = 0) -> Handle:
+        table = self.table("reduce", tensor.nbytes, root=root)
+        return self._run(execute.reduce, tensor, table, self._inner, op=op, tag=_TAG)
+
+    def gather(self, outputs: Sequence[Tensor], input: Tensor, *, root: int = 0) -> Handle:
+        return self._inner.gather(outputs, input, root=root)
+
+    def scatter(self, output: Tensor, inputs: Sequence[Tensor], *, root: int = 0) -> Handle:
+        return self._inner.scatter(output, inputs, root=root)
+
+    def send(self, tensor: Tensor, *, to: int, tag: int = 0) -> Handle:
+        return self._inner.send(tensor, to=to, tag=tag)
+
+    def recv(self, tensor: Tensor, *, source: int, tag: int = 0) -> Handle:
+        return self._inner.recv(tensor, source=source, tag=tag)
+
+    def barrier(self) -> Handle:
+        return self._inner.barrier()
+
+    def close(self) -> None:
+        """Waits for what is under way and ends the thread."""
+        self._thread.shutdown()
+
+    def _run(self, function: Callable[..., None], *args: object, **keywords: object) -> Handle:
+        return _Running(self._thread.submit(functools.partial(function, *args, **keywords)))
