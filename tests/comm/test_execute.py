@@ -94,7 +94,7 @@ def test_every_all_reduce_is_that_of_the_group(ranks: int, dtype: torch.dtype) -
 
 @pytest.mark.parametrize("op", ["max", "min"])
 def test_max_and_min_are_exact(op: Reduction) -> None:
-    """There is no rounding in them, and no order."""
+    """There is no rounding in them, and zeros of both signs come out alike on all ranks."""
 
     def job(group: Collective) -> None:
         own = drawn(37, group.rank, torch.float32)
@@ -105,7 +105,17 @@ def test_max_and_min_are_exact(op: Reduction) -> None:
             execute.all_reduce(got, table, group, op=op)
             assert torch.equal(got, want), table.name
 
+    def signs(group: Collective) -> list[list[float]]:
+        results = []
+        for table in all_tables("all_reduce", group.size):
+            zeros = torch.full((9,), 0.0 if group.rank % 3 else -0.0)
+            execute.all_reduce(zeros, table, group, op=op)
+            results.append(torch.signbit(zeros).tolist())
+        return results
+
     over_threads(6, job)
+    first, *others = over_threads(6, signs)
+    assert all(other == first for other in others)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 6, 8])
@@ -165,6 +175,47 @@ def test_tensors_of_any_shape_and_stride() -> None:
             assert torch.equal(tensor, turned / (group.rank + 1) * 6), table.name
 
     over_threads(3, job)
+
+
+class Watched:
+    """`Collective` of a rank that refuses memory for a message to come which a message on its way still uses."""
+
+    def __init__(self, inner: Collective) -> None:
+        self._inner, self.rank, self.size = inner, inner.rank, inner.size
+        self._leaving: list[tuple[int, int]] = []
+
+    def send(self, tensor: torch.Tensor, *, to: int, tag: int = 0) -> Handle:
+        begin = tensor.data_ptr()
+        self._leaving.append((begin, begin + tensor.nbytes))
+        handle, leaving = self._inner.send(tensor, to=to, tag=tag), self._leaving
+
+        class Leaving:
+            def wait(self) -> None:
+                handle.wait()
+                leaving.clear()
+
+        return Leaving()
+
+    def recv(self, tensor: torch.Tensor, *, source: int, tag: int = 0) -> Handle:
+        begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        assert all(end <= first or last <= begin for first, last in self._leaving)
+        return self._inner.recv(tensor, source=source, tag=tag)
+
+
+def test_nothing_arrives_where_something_is_still_being_sent_from() -> None:
+    """In every algorithm; a Bruck exchange sends and replaces the same rows in one step."""
+
+    def job(group: Collective) -> None:
+        whole = torch.arange(48.0)
+        for table in all_tables("all_to_all", group.size):
+            execute.all_to_all(whole.clone(), whole, table, group)
+        for table in all_tables("all_gather", group.size):
+            execute.all_gather(whole.clone(), whole[: 48 // group.size], table, group)
+        for table in all_tables("all_reduce", group.size):
+            execute.all_reduce(whole.clone(), table, group)
+
+    for ranks in (2, 6, 8):
+        over_threads(ranks, job, [Watched(group) for group in local_group(ranks)])
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -43,7 +43,8 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "optimizer": ("adamw", "sgd"),
     "exact": (False, True),
 }  # fmt: skip
-MOST_RANKS = 8
+MOST_RANKS = (8, 4, 2, 4)
+"""Of one layout after the other: large ones cover more, small ones are what most people run."""
 CANDIDATES = 60
 
 Choices = dict[str, Any]
@@ -53,7 +54,8 @@ def covering(number: int, *, seed: int = 0) -> list[Choices]:
     """`number` legal combinations, the most telling first. What an axis of size 1 makes meaningless is left out."""
     draw, seen, chosen = random.Random(seed), set[frozenset[tuple[str, Any]]](), []
     while len(chosen) < number:
-        candidates = [_legal(draw) for _ in range(CANDIDATES)]
+        most_ranks = MOST_RANKS[len(chosen) % len(MOST_RANKS)]
+        candidates = [_legal(draw, most_ranks) for _ in range(CANDIDATES)]
         best = max(candidates, key=lambda choices: len(_pairs(choices) - seen))
         seen |= _pairs(best)
         chosen.append(best)
@@ -94,11 +96,11 @@ def named(choices: Choices) -> str:
     return " ".join(f"{name}={value}" for name, value in choices.items() if value not in (1, False, 0.0, "none"))
 
 
-def _legal(draw: random.Random) -> Choices:
+def _legal(draw: random.Random, most_ranks: int) -> Choices:
     while True:
         choices = {name: draw.choice(values) for name, values in FACTORS.items()}
         choices = dict(_meaningful(choices))
-        if _is_legal(choices):
+        if _is_legal(choices, most_ranks):
             return choices
 
 
@@ -114,10 +116,10 @@ def _meaningful(choices: Choices) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def _is_legal(choices: Choices) -> bool:
+def _is_legal(choices: Choices, most_ranks: int) -> bool:
     try:
         layout = layout_of(choices)
-        if layout.world_size > MOST_RANKS:
+        if layout.world_size > most_ranks:
             return False
         run_file = run_file_of_tables(choices)
         check_across(run_file, file="covering")

@@ -1,0 +1,95 @@
+"""`shoal simulate` from the command line: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from shoal.cli.simulate import simulate
+from shoal.errors import ShoalError
+
+ROOT = Path(__file__).parent.parent.parent.parent
+SPLIT = str(ROOT / "recipes" / "stdlib-gpt-3d.toml")
+
+CLUSTER = """
+[cluster]
+nodes = 2
+machine = "dgx-h100"
+
+[price]
+device_hour = 2.0
+device_watts = 1000.0
+"""
+PIPELINE = ("run.processes=16", "run.device='cuda'", "layout.pipeline=2", "layout.shard=4", "layout.tensor=2")
+
+
+@pytest.fixture
+def app() -> typer.Typer:
+    """The verb alone."""
+    made = typer.Typer()
+    made.command()(simulate)
+    return made
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> str:
+    """Two nodes with a price."""
+    path = tmp_path / "cluster.toml"
+    path.write_text(CLUSTER, encoding="utf-8")
+    return str(path)
+
+
+def test_the_text_has_every_part(app: typer.Typer, cluster: str) -> None:
+    """The step, the ranks, the weeks and what they cost."""
+    result = CliRunner().invoke(app, [SPLIT, *PIPELINE, "--cluster", cluster, "--weeks", "2"])
+    assert result.exit_code == 0, result.output
+    for part in ("by closed forms", "pipeline rank", "communication outside stages", "2 weeks:", "energy"):
+        assert part in result.stdout
+
+
+def test_json_is_one_object_and_its_parts_agree(app: typer.Typer, cluster: str) -> None:
+    """The step is close to the prediction whose constants it shares; money is hours x devices x price."""
+    found = json.loads(
+        CliRunner().invoke(app, [SPLIT, *PIPELINE, "--cluster", cluster, "--weeks", "1", "--json"]).stdout
+    )
+    assert found["step_s"] == pytest.approx(found["predicted_s"], rel=0.15)
+    assert len(found["ranks"]) == len(found["memory_bytes"]) == 2
+    assert found["weeks"]["money"] == pytest.approx(7 * 24 * 16 * 2.0)
+    assert found["weeks"]["energy_kwh"] == pytest.approx(7 * 24 * 16)
+    assert 0.9 < found["weeks"]["effective_share"] < 1
+
+
+def test_the_trace_is_a_timeline(app: typer.Typer, tmp_path: Path) -> None:
+    """Complete events in microseconds; what a rank computes never overlaps; the last one ends with the step."""
+    out = tmp_path / "trace.json"
+    result = CliRunner().invoke(app, [SPLIT, "--trace", str(out), "--json"])
+    step_s = json.loads(result.stdout)["step_s"]
+    events = [event for event in json.loads(out.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert max(event["ts"] + event["dur"] for event in events) == pytest.approx(step_s * 1e6, abs=0.01)
+    for rank in {event["pid"] for event in events}:
+        row = sorted((e["ts"], e["dur"]) for e in events if e["pid"] == rank and e["cat"] in ("compute", "optimizer"))
+        assert all(a + d <= b + 0.01 for (a, d), (b, _) in pairwise(row))
+
+
+def test_stragglers_only_slow_a_run_down(app: typer.Typer, cluster: str) -> None:
+    """Slow devices and noise: later than without, and the same again with the same seed."""
+
+    def step_s(*more: str) -> float:
+        return json.loads(CliRunner().invoke(app, [SPLIT, *PIPELINE, "--cluster", cluster, "--json", *more]).stdout)[
+            "step_s"
+        ]
+
+    slow = ("--slow-share", "0.3", "--slow-factor", "1.5", "--noise", "0.05", "--seed", "4")
+    assert step_s(*slow) > step_s()
+    assert step_s(*slow) == step_s(*slow)
+
+
+def test_a_layout_that_is_not_the_clusters_is_refused(app: typer.Typer, cluster: str) -> None:
+    """Three tensor ranks on sixteen devices: one sentence of the layout's own."""
+    result = CliRunner().invoke(app, [SPLIT, "--cluster", cluster, "layout.tensor=3"])
+    assert isinstance(result.exception, ShoalError)
