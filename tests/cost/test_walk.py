@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from shoal.collectives import bruck, circulant, direct, double_tree, doubling, ring, two_level
-from shoal.collectives.table import Table
+from shoal.collectives.table import Table, Transfer, table_of
 from shoal.cost import alpha_beta
 from shoal.cost.walk import bytes_between, walk_s
 from shoal.topology.links import clustered, uniform
@@ -74,6 +74,26 @@ def test_a_rank_with_many_messages_at_once_pays_for_each() -> None:
     assert walk_s(ring.all_reduce(8), SIZE, slower) == walk_s(ring.all_reduce(8), SIZE, links)
     more = walk_s(direct.two_shot(8), SIZE, slower) - walk_s(direct.two_shot(8), SIZE, links)
     assert more == pytest.approx(2 * 6 * gap_s, rel=1e-6)
+
+
+@pytest.mark.parametrize("ends", [(0, 1), (1, 0)])
+def test_the_ranks_of_a_host_share_its_port_in_each_direction(ends: tuple[int, int]) -> None:
+    """Two ranks of host 0 that talk to two other hosts at once take twice as long as one of them alone."""
+    links = clustered([0, 0, 1, 2], inner=(0, 1e12), outer=(LATENCY_S, BYTES_S))
+    pairs = [((0, 2)[ends[0]], (0, 2)[ends[1]]), ((1, 3)[ends[0]], (1, 3)[ends[1]])]
+    for count in (1, 2):
+        step = [Transfer(source, target, 0, 0) for source, target in pairs[:count]]
+        table = table_of("pairs", "all_reduce", ranks=4, chunks=1, steps=[step])
+        assert walk_s(table, SIZE, links) == pytest.approx(LATENCY_S + count * SIZE / BYTES_S, rel=ROUNDING)
+
+
+def test_a_message_waits_for_both_of_its_ranks() -> None:
+    """Rank 2 sends to rank 1, or rank 1 to rank 2, while rank 1 still listens to rank 0."""
+    links = uniform(3, latency_s=LATENCY_S, bytes_s=BYTES_S)
+    for second in (Transfer(2, 1, 0, 0), Transfer(1, 2, 0, 0)):
+        steps = [[Transfer(0, 1, 0, 0)], [second]]
+        table = table_of("queue", "all_reduce", ranks=3, chunks=1, steps=steps)
+        assert walk_s(table, SIZE, links) == pytest.approx(2 * (LATENCY_S + SIZE / BYTES_S), rel=ROUNDING)
 
 
 def test_additions_take_their_time() -> None:

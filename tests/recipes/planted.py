@@ -135,6 +135,20 @@ def router_gradient_dropped(rank: int) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def routed_otherwise(rank: int) -> Iterator[None]:
+    """One rank's router prefers what it should avoid."""
+    from shoal.models.router import Router
+
+    original = Router.preferences
+
+    def turned(self: Any, scores: Any) -> Any:
+        return -original(self, scores) if rank else original(self, scores)
+
+    with patch.object(Router, "preferences", turned):
+        yield
+
+
 def verified_with(place: TestPlace, fault: str, tables: dict[str, Any], folder: str) -> dict[str, Any] | None:
     """The verdict on a run with a fault, at rank 0."""
     plant: Callable[[int], Any] = globals()[fault]

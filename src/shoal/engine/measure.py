@@ -8,6 +8,7 @@ import torch
 
 from shoal.engine.state import TrainState
 from shoal.engine.step import StepResult
+from shoal.models.mixture import load_figures
 
 
 def measurements(
@@ -38,6 +39,7 @@ def measurements(
         "throughput/samples_per_second": tally.samples / step_s,
         "steps/skipped": state.skipped,
     }
+    values |= load_figures(state.model)
     if tally.tokens:
         values |= {"tokens/consumed": state.tokens, "throughput/tokens_per_second": tally.tokens / step_s}
     return values

@@ -37,9 +37,10 @@ from shoal.engine.proof import (
     compare_weights,
 )
 from shoal.engine.randomness import Randomness
-from shoal.engine.reference import Reference
+from shoal.engine.reference import Reference, ReferenceGradient
 from shoal.engine.step import StepResult, TrainStep
 from shoal.launch.environment import Place
+from shoal.models.mixture_routes import RecordRoutes, ReplayRoutes, RouteDifference, Routes, set_routes
 from shoal.models.roles import roles_of
 from shoal.optim.build import build_optimizer
 from shoal.optim.schedule import peak_rate
@@ -47,6 +48,7 @@ from shoal.recipes.assembly import new_feed, new_state, new_step, new_sync
 from shoal.recipes.objects import Given, loss_of, model_of
 from shoal.recipes.run_file import RunFile
 from shoal.recipes.setting import Setting, set_up
+from shoal.recipes.shared_routes import share_routes
 from shoal.recipes.verdict import Verdict
 from shoal.sync.strategy import Sync
 from shoal.topology.box import Box
@@ -63,21 +65,26 @@ def verify_rank(
     step = new_step(setting, state, sync)
     reference = _reference(setting, given) if place.rank == 0 else None
     peak, _ = peak_rate(run_file.optimizer, global_samples=run_file.batch.global_samples)
+    tolerances, replayed = EXACT if exact else SINGLE, 0
     findings: list[Finding] = []
     with closing(new_feed(setting, Cursor())) as feed, closing(_whole_feed(setting)) as whole:
         for number in range(1, steps + 1):
+            wanted, routes = _expect(reference, whole, number)
+            setting.announce(f"verify/{number}/expected", str)  # a long wait, which no collective would allow
             _give_weights(setting, sync, reference)
-            took = _take(setting, step, sync, number, feed.next().microbatches, peak)
-            batches = whole.next().microbatches if reference is not None else []
-            if reference is not None:
-                findings += _judge(reference, took, batches, number, peak, EXACT if exact else SINGLE)
+            tap = ReplayRoutes(share_routes(setting, routes, key=f"verify/{number}/routes"), tolerances.loss)
+            took = _take(setting, step, sync, number, feed.next().microbatches, peak, tap)
+            replayed += took.replayed
+            if reference is not None and wanted is not None:
+                findings += _judge(reference, wanted, took, number, peak, tolerances)
             holds = all(finding.holds for finding in findings)
-            if setting.announce(f"verify/{number}", lambda holds=holds: str(holds)) == "False":
+            if setting.announce(f"verify/{number}/holds", lambda holds=holds: str(holds)) == "False":
                 break
-    setting.mesh.world.barrier().wait()
+    axes = _axes(setting)
     if reference is None:
         return None
-    return Verdict(setting.mesh.layout.describe(), exact, findings, _axes(setting))
+    notes = (f"{replayed} routes of near-ties were taken from the reference",) if replayed else ()
+    return Verdict(setting.mesh.layout.describe(), exact, findings, axes, notes)
 
 
 @dataclass(frozen=True)
@@ -88,10 +95,24 @@ class _Took:
     norm: float
     gradients: list[Part]
     weights: list[Part]
+    routes: list[RouteDifference]
+    replayed: int
 
 
-def _take(setting: Setting, step: TrainStep, sync: Sync, number: int, batches: list[Batch], lr: float) -> _Took:
-    """A step under the layout, with what every rank holds of gradients and new weights."""
+def _expect(reference: Reference | None, whole: Feed, number: int) -> tuple[ReferenceGradient | None, Routes | None]:
+    """The reference's gradient of step `number`, and its routes; None where it is not."""
+    if reference is None:
+        return None, None
+    routes = Routes()
+    set_routes(reference.compute.model, RecordRoutes(routes))
+    return reference.gradient(number, whole.next().microbatches), routes
+
+
+def _take(
+    setting: Setting, step: TrainStep, sync: Sync, number: int, batches: list[Batch], lr: float, tap: ReplayRoutes
+) -> _Took:
+    """A step under the layout on the reference's routes, with what every rank holds of gradients and new weights."""
+    set_routes(setting.model, tap)
     seen: list[tuple[float, list[Part]]] = []
 
     def look(norm: float) -> None:
@@ -100,14 +121,17 @@ def _take(setting: Setting, step: TrainStep, sync: Sync, number: int, batches: l
     result = step(number, batches, lr=lr, look=look)
     with sync.whole():
         weights = _collect(setting, [(t.holding.name, t.holding.box, t.parameter) for t in setting.trained])
-    return _Took(result, *seen[0], weights)
+    differences, replayed = _gather_routes(setting, tap)
+    return _Took(result, *seen[0], weights, differences, replayed)
 
 
 def _judge(
-    reference: Reference, took: _Took, batches: list[Batch], number: int, lr: float, tolerances: Tolerances
+    reference: Reference, wanted: ReferenceGradient, took: _Took, number: int, lr: float, tolerances: Tolerances
 ) -> Iterator[Finding]:
-    """Loss, norm, every gradient, and every weight after the step."""
-    wanted = reference.gradient(number, batches)
+    """Loss, norm, every gradient, routes, and every weight after the step."""
+    for difference in took.routes:
+        where = f"{difference.layer}, token {difference.place} of sample {difference.sample}"
+        yield Finding(number, "route", where, -1, difference.gap, tolerances.loss)
     yield compare_number(number, "loss", took.result.loss, wanted.loss, tolerance=tolerances.loss)
     yield compare_number(number, "norm", took.norm, wanted.norm, tolerance=tolerances.norm)
     yield from compare_gradients(number, took.gradients, wanted.gradients, tolerance=tolerances.gradient)
@@ -164,15 +188,27 @@ def _collect(setting: Setting, parts: list[tuple[str, Box, Tensor]]) -> list[Par
     return found
 
 
+def _gather_routes(setting: Setting, tap: ReplayRoutes) -> tuple[list[RouteDifference], int]:
+    """What all ranks would have routed otherwise, at rank 0."""
+    own = [(json.dumps([[*difference] for difference in tap.differences]), torch.tensor(tap.replayed))]
+    differences: list[RouteDifference] = []
+    replayed = 0
+    for ((said, count),) in gather_named(own, setting.mesh.world):
+        differences += [RouteDifference(*found) for found in json.loads(said)]
+        replayed += int(count)
+    return differences, replayed
+
+
 def _axes(setting: Setting) -> dict[str, str]:
-    """For people: along which axes the parameters that rank 0 holds are summed, and split."""
-    said = {}
+    """For people, at rank 0: along which axes each parameter is summed, and split."""
+    layout, said = setting.mesh.layout, []
     for trained in setting.trained:
-        placement, sizes = trained.holding.placement, setting.mesh.layout
-        summed = [axis for axis in placement.partial if sizes.size(axis) > 1]
-        split = [axis for axis in placement.sharded if sizes.size(axis) > 1]
-        said[trained.holding.name] = _clause("summed over", summed) + _clause("split over", split)
-    return said
+        placement = trained.holding.placement
+        summed = [axis for axis in placement.partial if layout.size(axis) > 1]
+        split = [axis for axis in placement.sharded if layout.size(axis) > 1]
+        clause = _clause("summed over", summed) + _clause("split over", split)
+        said.append((json.dumps([trained.holding.name, clause]), torch.zeros(0)))
+    return dict(json.loads(key) for named in gather_named(said, setting.mesh.world) for key, _ in named)
 
 
 def _clause(what: str, axes: list[Any]) -> str:

@@ -13,8 +13,10 @@ from itertools import pairwise
 from shoal.errors import LayoutError
 
 Matrix = tuple[tuple[float, ...], ...]
-GAP = 2.0
-"""Rates that differ by less than this factor are of one class: measured twice, one link varies by tens of percent."""
+HOST_GAP = 3.0
+"""The rates inside a host are at least this many times those between hosts."""
+SLOW = 2.0
+"""A link between hosts is slow when the best of them has more than this many times its rate."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def hosts(bytes_s: Matrix) -> tuple[int, ...]:
     """The host of each rank, numbered by first appearance. Without a gap in the rates, all ranks are on one."""
     rates = sorted({_rate(bytes_s, i, j) for i in range(len(bytes_s)) for j in range(i)}, reverse=True)
     for above, below in pairwise(rates):
-        if above >= GAP * below:
+        if above >= HOST_GAP * below:
             found = _joined(bytes_s, above)
             if _complete(bytes_s, found, above):
                 return found
@@ -86,13 +88,13 @@ def hosts(bytes_s: Matrix) -> tuple[int, ...]:
 
 
 def slow_links(links: Links) -> list[tuple[int, int]]:
-    """Pairs of hosts whose link has less than 1/`GAP` of the rate of the best link between hosts."""
+    """Pairs of hosts whose link has less than 1/`SLOW` of the rate of the best link between hosts."""
     best: dict[tuple[int, int], float] = {}
     for i, host in enumerate(links.hosts):
         for j, other in enumerate(links.hosts):
             if host < other:
                 best[host, other] = max(best.get((host, other), 0.0), _rate(links.bytes_s, i, j))
-    return sorted(pair for pair, rate in best.items() if rate * GAP < max(best.values()))
+    return sorted(pair for pair, rate in best.items() if rate * SLOW < max(best.values()))
 
 
 def _full(ranks: int, value: float) -> Matrix:

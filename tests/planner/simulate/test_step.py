@@ -74,7 +74,7 @@ def test_folded_equals_unfolded(plan: Plan, sigma: float) -> None:
     assert got.played.makespan_s == pytest.approx(wanted.played.makespan_s, rel=ROUNDING)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(plan=plans())
 def test_halving_bandwidth_never_speeds_a_step_up(plan: Plan) -> None:
     """Half the rate inside nodes and between them: no plan's simulated step gets shorter."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from shoal.cost.activations import layer_activation_bytes
 from shoal.cost.plan import Plan
 from shoal.planner.predictor import Predictor
-from shoal.planner.simulate.priced import cut_of
+from shoal.planner.simulate.priced import stage_layers
 from shoal.planner.simulate.stored import stored_bytes
 from shoal.schedules.table import Table
 
@@ -36,7 +36,7 @@ def rank_bytes(
         kept=stack.kept,
     )
     late = min(whole, WEIGHT_NUMBERS * stack.kept.element_bytes * tokens * model.hidden / layout.tensor)
-    layers = layers or [len(parts) for parts in cut_of(plan, predictor)]
+    layers = layers or stage_layers(plan, predictor)
     stored = stored_bytes(table, stage_bytes=[n * whole for n in layers], weight_bytes=[n * late for n in layers])
     return tuple(_total(plan, predictor, rank, held) for rank, held in enumerate(stored))
 

@@ -8,9 +8,15 @@ from __future__ import annotations
 
 from shoal.cost.activations import boundary_bytes
 from shoal.cost.footprint import stage_parameters
-from shoal.cost.parameters import dense_layer_parameters, embedding_parameters, expert_parameters, head_parameters
+from shoal.cost.parameters import (
+    dense_layer_parameters,
+    embedding_parameters,
+    expert_parameters,
+    head_parameters,
+    matmul_parameters,
+)
 from shoal.cost.plan import Plan
-from shoal.parallel.pipeline.cut import Cut, balanced_cut
+from shoal.parallel.pipeline.cut import balanced_cut
 from shoal.planner.bill import COMPUTED
 from shoal.planner.data_parallel import gathers, optimizer_s, shard_group
 from shoal.planner.predictor import Predictor
@@ -18,15 +24,19 @@ from shoal.planner.simulate.work import Message, Stage, Work
 
 HEAD_FORWARD, HEAD_INPUT = 1 / 3, 1 / 3
 """Head and loss are matrix products: as long forward as for the input's and for the weights' gradient."""
+EMBEDDING_SHARE = 1e-3
+"""What the pipeline's cut counts for a part without matrix products, of the dearest part."""
 
 
 def work_of(plan: Plan, predictor: Predictor) -> Work:
     """The step of `plan`, in the predictor's seconds. Raises `LayoutError` for more stages than layers."""
     stack = predictor.stack
-    cut = cut_of(plan, predictor)
+    layers = stage_layers(plan, predictor)
+    ends = range(len(layers))
     return Work(
         stages=tuple(
-            _stage(plan, predictor, len(parts), last=parts is cut[-1], first=parts is cut[0]) for parts in cut
+            _stage(plan, predictor, count, first=stage == ends[0], last=stage == ends[-1])
+            for stage, count in enumerate(layers)
         ),
         transfer=_transfer(plan, predictor),
         blocks_sender=not stack.overlap_pipeline,
@@ -37,12 +47,17 @@ def work_of(plan: Plan, predictor: Predictor) -> Work:
     )
 
 
-def cut_of(plan: Plan, predictor: Predictor) -> Cut:
-    """Layers on stages as the pipeline cuts a model: the largest stage, head included, is as small as it can be."""
-    layer = predictor.layer(plan)
-    costs = [layer.forward_s + layer.input_s + layer.weight_s] * predictor.workload.model.layers
-    costs[-1] += sum(layer.head.values())
-    return balanced_cut(costs, plan.layout.pipeline * plan.virtual_stages)
+def stage_layers(plan: Plan, predictor: Predictor) -> tuple[int, ...]:
+    """Layers of each stage as the pipeline itself cuts a model: embedding, layers and head, weighed by the numbers that
+    a token is multiplied with, so that the network has no part in it.
+
+    Raises `LayoutError` for more stages than parts.
+    """
+    model = predictor.workload.model
+    layer, head = float(matmul_parameters(model)), float(model.vocabulary * model.hidden)
+    costs = [EMBEDDING_SHARE * max(layer, head), *[layer] * model.layers, head]
+    cut = balanced_cut(costs, plan.layout.pipeline * plan.virtual_stages)
+    return tuple(sum(0 < part <= model.layers for part in parts) for parts in cut)
 
 
 def _stage(plan: Plan, predictor: Predictor, layers: int, *, first: bool, last: bool) -> Stage:
