@@ -24,7 +24,7 @@ PLANTED: dict[str, tuple[dict[str, Any], str, str]] = {
     "wrong_rotary_offset": ({"layout": {"context": 2}}, "gradient", "attention"),
     "auxiliary_unscaled": ({"layout": {"replicate": 2}, "model": MOE}, "gradient", "router.weight"),
     "stale_shard": ({"layout": {"shard": 2}, "memory": {"zero": 1}}, "weight", "blocks.0.attention.key.weight"),
-    "routed_otherwise": ({"layout": {"replicate": 2}, "model": MOE}, "route", "blocks.0"),
+    "routed_otherwise": ({"layout": {"replicate": 2}, "model": MOE}, "route", "blocks."),
     "router_gradient_dropped": ({"layout": {"shard": 2}, "model": NO_LOSSES}, "gradient", "router.weight"),
 }
 """The tables of the run, the quantity that must be found off, and what its name must hold."""
