@@ -50,7 +50,8 @@ bench-wire bench-zero bench-memory bench-pipeline: bench-%: $(READY)
 bench-plan: $(READY)
 	@mkdir -p out
 	$(BIN)/shoal bench plan tests/planner/published --markdown out/bench-plan.md --json > out/bench-plan.json
-	@echo "Written to out/bench-plan.json and out/bench-plan.md"
+	$(BIN)/shoal bench simulate tests/planner/published --json > out/bench-simulate.json
+	@echo "Written to out/bench-plan.json, out/bench-plan.md and out/bench-simulate.json"
 
 verify-matrix: $(READY)
 	@mkdir -p out

@@ -19,6 +19,7 @@ NOISE = 0.3
 ORDER_SLACK = 1.05
 """The chosen order is within 5 % of the best of all."""
 HEURISTIC_SLACK = 1.2
+ROUNDING = 1e-9
 INSIDE, BETWEEN, SLOW = 5e9, 1e8, 1e7
 SIZE = 1 << 22
 
@@ -142,6 +143,29 @@ def test_many_ranks_come_near_the_order_that_was_planted(count: int, local: int)
     assert order[0] == 0
     assert sorted(order) == list(range(len(placement)))
     assert pace(links, order, size=size)[0] <= HEURISTIC_SLACK * pace(links, good, size=size)[0]
+
+
+def test_the_slowest_link_counts_before_the_sum() -> None:
+    """Over 0-2-1-3 all links take 4 s at most; the tour with the smallest sum has one of 5 s."""
+    seconds = {(0, 1): 1.0, (2, 3): 5.0, (0, 2): 1.0, (1, 3): 1.0, (0, 3): 4.0, (1, 2): 4.0}
+    rates = tuple(tuple(1 / seconds.get((min(i, j), max(i, j)), 1.0) for j in range(4)) for i in range(4))
+    links = Links(((0.0,) * 4,) * 4, rates, (0,) * 4)
+    assert best_order(links, size=1) in {(0, 2, 1, 3), (0, 3, 1, 2)}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_stretch_of_a_long_ring_is_better_the_other_way_around(seed: int) -> None:
+    """12 ranks, more than are searched whole; links drawn at random, alike in both directions."""
+    draw = random.Random(seed)
+    drawn = [[draw.uniform(1e6, 1e9) for _ in range(12)] for _ in range(12)]
+    rates = tuple(tuple(drawn[min(i, j)][max(i, j)] for j in range(12)) for i in range(12))
+    links = Links(((0.0,) * 12,) * 12, rates, (0,) * 12)
+    order = best_order(links)
+    slowest, total = pace(links, order, size=float(1 << 20))
+    for first in range(12):
+        for last in range(first + 2, 13):
+            turned = order[:first] + order[first:last][::-1] + order[last:]
+            assert (slowest, total * (1 - ROUNDING)) <= pace(links, turned, size=float(1 << 20))
 
 
 def test_links_that_are_all_alike_keep_their_order() -> None:

@@ -215,6 +215,21 @@ def plan(
         print(result["markdown"])
 
 
+@app.command("simulate")
+def simulate(
+    tables: Annotated[Path, typer.Argument(metavar="TABLES", help="Folder of published tables.")],
+    as_json: AsJson = False,
+) -> None:
+    """The simulator beside the zero-bubble paper's tables and closed forms.
+
+    Example: shoal bench simulate tests/planner/published
+    """
+    from shoal.recipes.benchmarks.simulate import measure
+
+    result = measure(tables)
+    _show("simulate", result["rows"], result["checks"], as_json)
+
+
 def _zero(place: Place, tokens: int, pairs: int) -> dict[str, Any] | None:
     from shoal.recipes.benchmarks.zero import measure
 

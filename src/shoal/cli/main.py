@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from shoal.cli import bench, checkpoint, doctor, evaluate, plan, report, train, verify
+from shoal.cli import bench, checkpoint, doctor, evaluate, plan, report, simulate, train, verify
 from shoal.errors import ShoalError
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app = typer.Typer(
 app.command("train")(train.train)
 app.command("verify")(verify.verify)
 app.command("plan")(plan.plan)
+app.command("simulate")(simulate.simulate)
 app.command("evaluate")(evaluate.evaluate)
 app.command("report")(report.report)
 app.command("doctor")(doctor.doctor)

@@ -73,7 +73,7 @@ def _as_text(result: Simulated) -> list[str]:
     parts = [
         f"{cluster.name}: {cluster.nodes} x {cluster.machine.devices} {cluster.device.name}; {result.plan.describe()}",
         text.step(result.outcome, predicted_s=result.prediction.step_s),
-        text.ranks(result.outcome, result.memory_bytes),
+        text.ranks(result.outcome, result.memory_bytes, limit_bytes=cluster.device.memory_bytes),
     ]
     if weeks is not None:
         parts += [

@@ -71,6 +71,7 @@ class Simulated:
             "inside_s": one.inside_s,
             "ranks": [asdict(share) for share in one.ranks],
             "memory_bytes": list(self.memory_bytes),
+            "fits": max(self.memory_bytes) <= cluster.device.memory_bytes,
             "weeks": None if self.weeks is None else _weeks_record(self.weeks),
         }
 

@@ -1,14 +1,14 @@
 """The order of ranks around a ring: slow links are crossed as seldom as can be.
 
-All links of a ring carry the same bytes at the same time, so the slowest sets the pace; a host's port counts once for
-every link of the ring that leaves the host. Among orders of the same pace the smallest sum of all links is taken. It is
-a travelling salesman's tour: searched whole up to 8 ranks, above that improved by turning stretches around and moving
+All links of a ring carry the same bytes at the same time, so the slowest sets the pace; a host's port is busy with all
+links of the ring that leave the host. Among orders of the same pace the smallest sum of all links is taken. It is a
+travelling salesman's tour: searched whole up to 8 ranks, above that improved by turning stretches around and moving
 single ranks (2-opt and or-opt; Croes 1958, Or 1976) from the better of two beginnings.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import permutations
 
@@ -32,15 +32,18 @@ def best_order(links: Links, *, size: float = 1 << 20) -> Order:
 
 def pace(links: Links, order: Sequence[int], *, size: float) -> Pace:
     """(seconds of the slowest link, seconds of all links) of one step around the ring."""
+    hosts, leaving, entering = links.hosts, defaultdict[int, float](float), defaultdict[int, float](float)
     pairs = list(zip(order, (*order[1:], order[0]), strict=True))
-    hosts = links.hosts
-    leaving = Counter(hosts[a] for a, b in pairs if hosts[a] != hosts[b])
-    entering = Counter(hosts[b] for a, b in pairs if hosts[a] != hosts[b])
-    seconds = []
-    for a, b in pairs:
-        shared = max(leaving[hosts[a]], entering[hosts[b]]) if hosts[a] != hosts[b] else 1
-        seconds.append(links.seconds(a, b, shared * size))
-    return max(seconds), sum(seconds)
+    own = [size / links.bytes_s[a][b] for a, b in pairs]
+    for (a, b), seconds in zip(pairs, own, strict=True):
+        if hosts[a] != hosts[b]:
+            leaving[hosts[a]] += seconds
+            entering[hosts[b]] += seconds
+    taken = []
+    for (a, b), seconds in zip(pairs, own, strict=True):
+        port = max(leaving[hosts[a]], entering[hosts[b]]) if hosts[a] != hosts[b] else seconds
+        taken.append(links.latency_s[a][b] + port)
+    return max(taken), sum(taken)
 
 
 def _by_host(links: Links) -> Order:

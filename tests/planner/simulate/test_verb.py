@@ -48,7 +48,14 @@ def test_the_text_has_every_part(app: typer.Typer, cluster: str) -> None:
     """The step, the ranks, the weeks and what they cost."""
     result = CliRunner().invoke(app, [SPLIT, *PIPELINE, "--cluster", cluster, "--weeks", "2"])
     assert result.exit_code == 0, result.output
-    for part in ("by closed forms", "pipeline rank", "communication outside stages", "2 weeks:", "energy"):
+    for part in (
+        "by closed forms",
+        "pipeline rank",
+        "peak GiB of 80",
+        "communication outside stages",
+        "2 weeks:",
+        "energy",
+    ):
         assert part in result.stdout
 
 

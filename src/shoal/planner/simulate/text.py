@@ -28,7 +28,7 @@ def step(one: Outcome, *, predicted_s: float) -> str:
     return table(("simulated", "seconds", ""), rows)
 
 
-def ranks(one: Outcome, memory_bytes: Sequence[float]) -> str:
+def ranks(one: Outcome, memory_bytes: Sequence[float], *, limit_bytes: float) -> str:
     """Every simulated pipeline rank of the first replica: computing, waiting, its port, its memory."""
     shown = [share for share in one.ranks if share.replica == 0]
     if len(shown) > MOST_RANKS:
@@ -44,7 +44,7 @@ def ranks(one: Outcome, memory_bytes: Sequence[float]) -> str:
         )
         for share in shown
     ]
-    return table(("pipeline rank", "computes", "idle %", "port in use %", "peak GiB"), rows)
+    return table(("pipeline rank", "computes", "idle %", "port in use %", f"peak GiB of {limit_bytes / GIB:.0f}"), rows)
 
 
 def weeks(one: Goodput, *, every_s: float, steps: float) -> str:

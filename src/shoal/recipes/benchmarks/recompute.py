@@ -26,8 +26,8 @@ from shoal.models.initialise import initialise
 from shoal.recipes.benchmarks.ddp_script import Script
 from shoal.recipes.benchmarks.paired import check, spread
 
-MODEL = GPTConfig(layers=6, width=256, heads=8)
-SAMPLES, SEQUENCE = 1, 256
+MODEL = GPTConfig(layers=3, width=512, heads=8)
+SAMPLES, SEQUENCE = 2, 256
 WARM_UP_STEPS = 2
 OFF_THE_FORM, TIMES_NONE = 0.15, 1.40
 Seconds = tuple[float, float]
