@@ -80,7 +80,7 @@ def whole_state(setting: Setting, state: Any) -> dict[str, Tensor]:
         for target in targets
     ]
     whole: dict[str, Tensor] = {}
-    for named in gather_named(own, setting.mesh.world):
+    for named in gather_named(own, setting.mesh.world, device=setting.device):
         for key, values in named:
             name, shape, offset = key.split("|")
             box = tuple(slice(o, o + s) for o, s in zip(eval(offset), values.shape, strict=True))

@@ -36,3 +36,28 @@ class Biased(nn.Module):
 def biased(vocabulary: int = 61, width: int = 16, hidden: int = 24) -> nn.Module:
     torch.manual_seed(3)
     return Biased(vocabulary, width, hidden)
+
+
+class Strided(nn.Module):
+    """A weight that lies transposed in memory, and blocks that are no modules to be called."""
+
+    def __init__(self, *, direct: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(61, 16)
+        self.turned = nn.Parameter(torch.randn(16, 16).t())
+        self.blocks = nn.ModuleList(nn.ModuleList([nn.Linear(16, 24), nn.Linear(24, 16)]) for _ in range(2))
+        self.flat = nn.ModuleList([nn.Linear(16, 16, bias=False)])
+        self.head = nn.Linear(16, 61)
+        self.direct = direct
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) @ self.turned
+        for first, second in self.blocks:  # pyright: ignore[reportGeneralTypeIssues]
+            x = x + second(torch.relu(first(x)))
+        last = self.flat[0]
+        return self.head(x + (nn.functional.linear(x, last.weight) if self.direct else last(x)))  # type: ignore[arg-type]
+
+
+def strided(direct: bool = False) -> nn.Module:
+    torch.manual_seed(5)
+    return Strided(direct=direct)

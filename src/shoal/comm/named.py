@@ -18,35 +18,39 @@ Named = Sequence[tuple[str, Tensor]]
 _SIZES, _HEADER, _PAYLOAD = 101, 102, 103  # tags
 
 
-def gather_named(items: Named, group: Collective) -> list[list[tuple[str, Tensor]]]:
-    """At rank 0, what each rank passed, in rank order, on the CPU; an empty list on the others."""
+def gather_named(items: Named, group: Collective, *, device: torch.device) -> list[list[tuple[str, Tensor]]]:
+    """At rank 0, what each rank passed, in rank order, on the CPU; an empty list on the others.
+
+    It travels on `device`, one that the group's backend takes.
+    """
     if group.rank != 0:
-        _send(items, group)
+        _send(items, group, device)
         return []
     own = [(name, tensor.detach().cpu().clone()) for name, tensor in items]
-    return [own] + [_receive(group, rank) for rank in range(1, group.size)]
+    return [own] + [_receive(group, rank, device) for rank in range(1, group.size)]
 
 
-def _send(items: Named, group: Collective) -> None:
+def _send(items: Named, group: Collective, device: torch.device) -> None:
     entries = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in items]
     header = torch.frombuffer(bytearray(json.dumps(entries).encode()), dtype=torch.uint8)
     parts = [tensor.detach().cpu().contiguous().flatten().view(torch.uint8) for _, tensor in items if tensor.numel()]
     payload = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.uint8)
-    group.send(torch.tensor([header.numel(), payload.numel()]), to=0, tag=_SIZES).wait()
-    group.send(header, to=0, tag=_HEADER).wait()
+    group.send(torch.tensor([header.numel(), payload.numel()], device=device), to=0, tag=_SIZES).wait()
+    group.send(header.to(device), to=0, tag=_HEADER).wait()
     if payload.numel():
-        group.send(payload, to=0, tag=_PAYLOAD).wait()
+        group.send(payload.to(device), to=0, tag=_PAYLOAD).wait()
 
 
-def _receive(group: Collective, source: int) -> list[tuple[str, Tensor]]:
-    sizes = torch.zeros(2, dtype=torch.int64)
+def _receive(group: Collective, source: int, device: torch.device) -> list[tuple[str, Tensor]]:
+    sizes = torch.zeros(2, dtype=torch.int64, device=device)
     group.recv(sizes, source=source, tag=_SIZES).wait()
-    header, payload = (torch.zeros(int(size), dtype=torch.uint8) for size in sizes)
+    header, payload = (torch.zeros(int(size), dtype=torch.uint8, device=device) for size in sizes)
     group.recv(header, source=source, tag=_HEADER).wait()
     if payload.numel():
         group.recv(payload, source=source, tag=_PAYLOAD).wait()
+    payload = payload.cpu()
     items, at = [], 0
-    for name, dtype_name, shape in json.loads(bytes(header.numpy())):
+    for name, dtype_name, shape in json.loads(bytes(header.cpu().numpy())):
         dtype = getattr(torch, dtype_name)
         size = prod(shape) * dtype.itemsize
         items.append((name, payload[at : at + size].clone().view(dtype).view(shape)))

@@ -24,6 +24,11 @@ def uncut(batch: Batch) -> Batch:
     return batch
 
 
+def as_it_is(outputs: Any) -> Any:
+    """Outputs that are whole on every rank."""
+    return outputs
+
+
 @dataclass(frozen=True)
 class Microbatch:
     """This rank's part of some samples, and the weights of the whole ones, `[samples]` or `[samples, tokens]`."""
@@ -34,7 +39,9 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class Compute:
-    """One rank's means. `cut` gives this rank's part of every sample, where samples are split along the sequence."""
+    """One rank's means. `cut` gives this rank's part of every sample, where samples are split along the sequence;
+    `gathered` the outputs over all classes, where ranks have parts of them.
+    """
 
     model: nn.Module
     loss: Loss
@@ -42,6 +49,7 @@ class Compute:
     device: torch.device
     randomness: Randomness
     cut: Cut = field(default=uncut)
+    gathered: Callable[[Any], Any] = field(default=as_it_is)
 
     def prepared(self, batch: Batch) -> Microbatch:
         """This rank's part of `batch`, on the device and in the type of the parameters."""

@@ -80,6 +80,7 @@ class WholePasses:
     def judge(self, batch: Batch) -> Judged | None:
         own = self.compute.prepared(batch).batch
         outputs, losses = self.compute.losses(own)
+        outputs = self.compute.gathered(outputs)
         return Judged(own, outputs, losses) if self.counts else None
 
     def _forward(self, microbatch: Microbatch, factor: Callable[[], float]) -> Tensor:

@@ -65,7 +65,7 @@ class PipelinedPasses:
 
         def loss(output: Tensor, index: int) -> Tensor:
             losses = self.compute.loss(output, microbatch.batch.targets)
-            found.append(Judged(microbatch.batch, output, losses))
+            found.append(Judged(microbatch.batch, self.compute.gathered(output), losses))
             return losses.sum()
 
         self._run(_one_forward(self.table), [microbatch], loss)

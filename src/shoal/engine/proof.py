@@ -109,6 +109,6 @@ def _compared(
     step: int, quantity: Quantity, part: Part, wanted: dict[str, Tensor], scale: float, tolerance: float
 ) -> Finding:
     """The difference of one box, on the scale of its whole tensor: a box may hold zeros only."""
-    gap = float((part.values.double() - wanted[part.name][part.box.slices].double()).norm())
+    gap = float((part.values.double() - wanted[part.name][part.box.slices].cpu().double()).norm())
     difference = gap / scale if scale > 0 else (0.0 if gap == 0 else math.inf)
     return Finding(step, quantity, part.name, part.rank, math.inf if math.isnan(difference) else difference, tolerance)

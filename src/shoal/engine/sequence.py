@@ -24,7 +24,7 @@ def cut_sequences(places: Places) -> Callable[[Batch], Batch]:
         own = places(length)
 
         def part(leaf: Tensor) -> Tensor:
-            return leaf.index_select(1, own) if leaf.ndim > 1 and leaf.shape[1] == length else leaf
+            return leaf.index_select(1, own.to(leaf.device)) if leaf.ndim > 1 and leaf.shape[1] == length else leaf
 
         weights = batch.weights
         if weights.ndim == 1:  # of whole samples, whose losses are averaged over their positions

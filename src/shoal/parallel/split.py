@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from shoal.comm.mesh import Mesh
+from shoal.errors import UserCodeError
 from shoal.models.roles import Role, roles_of
 from shoal.parallel.context.put import ContextKind, put_context
 from shoal.parallel.expert.exchange import ExpertGroups
@@ -82,6 +83,10 @@ def split_model(
     if layout.size(("shard", "context", "tensor")) > 1:
         experts = split_experts(model, _expert_groups(mesh, sequence_parallel=sequence_parallel))
     put_context(model, mesh.axis("context"), context)
+    if layout.expert > 1 and not any(role.kind == "expert" for role in unsplit.roles.values()):
+        raise UserCodeError(
+            f"{type(model).__name__} has no experts, and layout.expert = {layout.expert} splits them; set it to 1"
+        )
     holdings = {}
     for name, _ in model.named_parameters():
         places = stages.holders(name) if stages is not None else ()

@@ -114,6 +114,19 @@ def _sequence_parallel(run_file: RunFile) -> str | None:
     return None
 
 
+def _compiled(run_file: RunFile) -> str | None:
+    """`torch.compile` cannot trace through collectives, nor a model whose parts are called one by one."""
+    layout = run_file.layout
+    if not run_file.run.compile:
+        return None
+    inside = [axis for axis in ("tensor", "context", "expert", "pipeline") if getattr(layout, axis) > 1]
+    if layout.shard > 1 and run_file.memory.zero in (None, 3):
+        inside.append("shard (with memory.zero = 3)")
+    if not inside:
+        return None
+    return f"run.compile = true with layout.{inside[0]}: a split model cannot be compiled; leave run.compile out"
+
+
 def _zero(run_file: RunFile) -> str | None:
     zero, shard = run_file.memory.zero, run_file.layout.shard
     if zero is not None and shard == 1:
@@ -151,5 +164,6 @@ _RULES: tuple[Rule, ...] = (
     _stages,
     _schedule,
     _sequence_parallel,
+    _compiled,
     _zero,
 )

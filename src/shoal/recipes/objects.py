@@ -74,14 +74,16 @@ def _placed(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Mo
     model.to(device)
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():
-            tensor.data = tensor.data.to(dtype)
+            tensor.data = tensor.data.to(dtype).contiguous()  # fused optimizers read gradients without their strides
     return model
 
 
-def check_layout_independent(model: nn.Module, run_file: RunFile, *, replicas: int) -> None:
-    """Refuses batch statistics over whatever samples a rank happens to hold. Raises `UserCodeError`."""
-    micro, samples = run_file.batch.micro_samples, run_file.batch.global_samples
-    whole = replicas == 1 and (micro is None or micro == samples)
+def check_layout_independent(model: nn.Module, run_file: RunFile, *, shares: int, micro_samples: int | None) -> None:
+    """Refuses batch statistics over whatever samples a rank happens to hold at a time, one of `shares` or less.
+
+    Raises `UserCodeError`.
+    """
+    whole = shares == 1 and (micro_samples is None or micro_samples >= run_file.batch.global_samples)
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and not whole:
             raise UserCodeError(

@@ -107,7 +107,8 @@ def set_up(
     precision = precision_of(run_file.precision)
     skeleton = skeleton_of(run_file, given)
     model = skeleton or model_of(run_file, given, device=device, dtype=precision.parameters)
-    check_layout_independent(model, run_file, replicas=layout.replicate * layout.shard)
+    plan = microbatching(run_file, layout)
+    check_layout_independent(model, run_file, shares=layout.replicate * layout.shard, micro_samples=plan.samples)
     loss, data = loss_of(run_file, given), data_of(run_file, given, environ)
     require_same(place.rank, announce, {"model": shapes_of(model), "data": samples_of(data)})
     generation = int(announce("generation", lambda: str(read_facts(run_directory(run_file)).get("generation", -1) + 1)))
@@ -122,7 +123,6 @@ def set_up(
     )
     if skeleton is None:
         _start_equal(model, mesh)
-    plan = microbatching(run_file, layout)
     parts = divided(run_file, model, mesh, in_flight=plan.in_flight)
     if skeleton is not None:
         draw_parts(parts.split, seed=run_file.run.seed, device=device, dtype=precision.parameters)

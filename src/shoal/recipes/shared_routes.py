@@ -26,6 +26,7 @@ def share_routes(setting: Setting, routes: Routes | None, *, key: str) -> Routes
             for row, sample in enumerate(samples):
                 own = routes.tables[layer][sample]
                 table[row, : len(own)] = own
+        table = table.to(setting.device)
         setting.mesh.world.broadcast(table, root=0).wait()
         shared.tables[layer] = dict(zip(samples, table.unbind(), strict=True))
     return shared

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shoal.comm.mesh import Mesh
-from shoal.engine.compute import Compute, Cut, uncut
+from shoal.engine.compute import Compute, Cut, as_it_is, uncut
 from shoal.engine.loss import Loss, cross_entropy
 from shoal.engine.passes import Passes, WholePasses, as_they_are
 from shoal.engine.pipelined import PipelinedPasses
@@ -29,6 +31,9 @@ from shoal.recipes.microbatching import Microbatching
 from shoal.recipes.run_file import RunFile
 from shoal.schedules.build import build
 from shoal.schedules.table import Table
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+"""Modules that are never called themselves."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +86,16 @@ def passes_of(
     """Forward and backward of this rank's part."""
     model, arrange = parts.split.model, microbatching.uniform or as_they_are
     randomness = Randomness(model, seed=run_file.run.seed, replica=mesh.batch_share[0])
-    loss = split_loss(loss, parts.split.vocabulary, mesh)
-    compute = Compute(model, loss, precision, mesh.device, randomness, cut=_cut(mesh))
+    vocabulary = parts.split.vocabulary
+    compute = Compute(
+        model,
+        split_loss(loss, vocabulary, mesh),
+        precision,
+        mesh.device,
+        randomness,
+        cut=_cut(mesh),
+        gathered=_gathered(vocabulary, mesh),
+    )
     first = mesh.layout.index("tensor", mesh.rank) == 0
     if parts.table is None or parts.stages is None:
         return WholePasses(compute, arrange, counts=first)
@@ -104,7 +117,8 @@ def passes_of(
 def blocks_in(model: nn.Module, stages: Stages | None, rank: int) -> list[nn.Module]:
     """The modules that ZeRO-3 gathers one after the other: the blocks of the chain that this rank holds."""
     if not isinstance(model, DeclaresParts):
-        return [child for module in model.children() if isinstance(module, nn.ModuleList) for child in module]
+        lists = (module for module in model.children() if isinstance(module, nn.ModuleList))
+        return [child for children in lists for child in children if not isinstance(child, CONTAINERS)]
     held = range(len(model.parts())) if stages is None else _held_parts(stages, rank)
     parts = model.parts()
     return [model.get_submodule(parts[i].modules[0]) for i in held if 0 < i < len(parts) - 1]
@@ -122,6 +136,13 @@ def split_loss(loss: Loss, vocabulary: VocabularySplit | None, mesh: Mesh) -> Lo
         return loss(gather_logits(outputs, vocabulary, group), targets)
 
     return of_parts
+
+
+def _gathered(vocabulary: VocabularySplit | None, mesh: Mesh) -> Callable[[Any], Any]:
+    """Outputs `[samples, classes]`, of which accuracy is judged, over all classes; those of a sequence as they are."""
+    if vocabulary is None:
+        return as_it_is
+    return lambda outputs: gather_logits(outputs, vocabulary, mesh.axis("tensor")) if outputs.ndim == 2 else outputs
 
 
 def _stages(run_file: RunFile, model: nn.Module, table: Table) -> Stages:

@@ -181,7 +181,7 @@ def _owned_gradients(sync: Sync) -> Iterator[tuple[str, Box, Tensor]]:
 def _collect(setting: Setting, parts: list[tuple[str, Box, Tensor]]) -> list[Part]:
     items = [(json.dumps([name, box.offset, box.shape]), values) for name, box, values in parts]
     found = []
-    for rank, named in enumerate(gather_named(items, setting.mesh.world)):
+    for rank, named in enumerate(gather_named(items, setting.mesh.world, device=setting.device)):
         for key, values in named:
             name, offset, shape = json.loads(key)
             found.append(Part(name, rank, Box(tuple(offset), tuple(shape)), values))
@@ -193,7 +193,7 @@ def _gather_routes(setting: Setting, tap: ReplayRoutes) -> tuple[list[RouteDiffe
     own = [(json.dumps([[*difference] for difference in tap.differences]), torch.tensor(tap.replayed))]
     differences: list[RouteDifference] = []
     replayed = 0
-    for ((said, count),) in gather_named(own, setting.mesh.world):
+    for ((said, count),) in gather_named(own, setting.mesh.world, device=setting.device):
         differences += [RouteDifference(*found) for found in json.loads(said)]
         replayed += int(count)
     return differences, replayed
@@ -208,7 +208,9 @@ def _axes(setting: Setting) -> dict[str, str]:
         split = [axis for axis in placement.sharded if layout.size(axis) > 1]
         clause = _clause("summed over", summed) + _clause("split over", split)
         said.append((json.dumps([trained.holding.name, clause]), torch.zeros(0)))
-    return dict(json.loads(key) for named in gather_named(said, setting.mesh.world) for key, _ in named)
+    return dict(
+        json.loads(key) for named in gather_named(said, setting.mesh.world, device=setting.device) for key, _ in named
+    )
 
 
 def _clause(what: str, axes: list[Any]) -> str:

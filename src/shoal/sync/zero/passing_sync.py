@@ -41,6 +41,10 @@ class PassingSync(ShardedSync):
         self._watches = [handle for module in rest_modules for handle in self._rest.watch(module)]
         for unit, block in zip(passing, blocks, strict=True):
             self._watches += unit.watch(block)
+        for chunk in chunks:
+            if chunk.unit >= 0:
+                members = (trained[index] for index in chunk.indices)
+                self._watches += [passing[chunk.unit].guard(t.holding.name, t.parameter) for t in members]
 
     @contextmanager
     def backward(self, *, last: bool) -> Iterator[None]:

@@ -29,8 +29,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
+from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
+from shoal.errors import UserCodeError
 from shoal.sync.zero.passing_parameters import PassingParameters
 
 
@@ -41,6 +43,7 @@ class Unit:
     parts: Sequence[PassingParameters]
     passes: bool
     stays: bool = False
+    called: bool = False
     following: Unit | None = None
     preceding: Unit | None = None
 
@@ -72,7 +75,23 @@ class Unit:
             handles.append(module.register_forward_hook(self._after_forward))
         return handles
 
+    def guard(self, name: str, parameter: Parameter) -> RemovableHandle:
+        """Refuses a gradient of `parameter` where no module has been called that would have gathered it.
+
+        Raises `UserCodeError` in the backward.
+        """
+
+        def arrived(gradient: Tensor) -> None:
+            if not self.called:
+                raise UserCodeError(
+                    f"the parameter {name} was used without calling the block that holds it, so ZeRO-3 had not "
+                    "gathered it: call the block as a module, or set memory.zero = 2"
+                )
+
+        return parameter.register_hook(arrived)
+
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.called = True
         self.gather()
         if not self.passes or _in_backward():
             return
