@@ -21,7 +21,8 @@ REFUSED: list[tuple[int, dict[str, Any], list[str]]] = [
     (8, {"layout": {"tensor": 8}, "model": GPT | {"heads": 8}, "batch": {"sequence": 15}}, []),
     (2, {"layout": {"context": 2}, "batch": {"sequence": 18}}, ["batch.sequence = 18", "4", "16 or 20"]),
     (2, {"layout": {"tensor": 2, "sequence_parallel": True}, "batch": {"sequence": 15}}, ["15", "2", "14 or 16"]),
-    (2, {"layout": {"sequence_parallel": True}}, ["layout.sequence_parallel", "layout.tensor"]),
+    (1, {"layout": {"sequence_parallel": True}, "memory": {"zero": 2}}, []),  # of one rank, nothing is split
+    (2, {"layout": {"tensor": 2}, "run": {"compile": True}}, ["run.compile", "layout.tensor"]),
     (4, {"layout": {"shard": 4, "expert": 3}, "model": MOE}, ["expert=3", "2 or expert=4"]),
     (3, {"layout": {"shard": 3, "expert": 3}, "model": MOE}, ["layout.expert = 3", "experts = 4", "2 or 4", "3 or 6"]),
     (2, {"layout": {"shard": 2, "expert": 2}}, ["layout.expert", "moe"]),
@@ -42,7 +43,7 @@ def test_a_layout_that_cannot_be_is_refused(processes: int, tables: dict[str, An
     """Before any process starts, with the numbers that would do."""
     run_file = run_file_of(Path("/nowhere"), **tables)
     run_file = msgspec.structs.replace(run_file, run=msgspec.structs.replace(run_file.run, processes=processes))
-    if not words:  # sequences of any length are legal where nothing splits them
+    if not words:  # legal
         _check(run_file, processes)
         return
     with pytest.raises(ShoalError) as refusal:

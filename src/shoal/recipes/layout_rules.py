@@ -106,14 +106,6 @@ def _schedule(run_file: RunFile) -> str | None:
     return None
 
 
-def _sequence_parallel(run_file: RunFile) -> str | None:
-    if run_file.layout.sequence_parallel and run_file.layout.tensor == 1:
-        return (
-            "layout.sequence_parallel = true splits over layout.tensor, which is 1: set layout.tensor, or leave it out"
-        )
-    return None
-
-
 def _compiled(run_file: RunFile) -> str | None:
     """`torch.compile` cannot trace through collectives, nor a model whose parts are called one by one."""
     layout = run_file.layout
@@ -128,13 +120,15 @@ def _compiled(run_file: RunFile) -> str | None:
 
 
 def _zero(run_file: RunFile) -> str | None:
-    zero, shard = run_file.memory.zero, run_file.layout.shard
-    if zero is not None and shard == 1:
-        return (
-            f"memory.zero = {zero} splits the model's state over layout.shard, which is 1: set layout.shard to the "
-            "number of ranks that share one copy (layout.replicate to the number of copies), or leave memory.zero out"
-        )
-    return None
+    """Among copies nothing is split; a run of one copy on one rank may say what more of them would do."""
+    layout, zero = run_file.layout, run_file.memory.zero
+    processes = run_file.run.processes or layout.default_processes or 1
+    if zero is None or layout.shard > 1 or processes == layout.pipeline * layout.context * layout.tensor:
+        return None
+    return (
+        f"memory.zero = {zero} splits the model's state over layout.shard, which is 1: set layout.shard to the "
+        "number of ranks that share one copy (layout.replicate to the number of copies), or leave memory.zero out"
+    )
 
 
 def _divides(axis: str, size: int, name: str, number: int) -> str | None:
@@ -163,7 +157,6 @@ _RULES: tuple[Rule, ...] = (
     _ulysses,
     _stages,
     _schedule,
-    _sequence_parallel,
     _compiled,
     _zero,
 )
