@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from shoal.errors import UserCodeError
+from shoal.maths.norm import two_norm
 
 
 class Bucket(Protocol):
@@ -138,7 +139,7 @@ class Reducer:
         for bucket in self.buckets:
             bucket.wait()
             norms.append(bucket.norm())
-        return torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms])) if norms else None
+        return two_norm(torch.stack([norm.to(norms[0].device) for norm in norms])) if norms else None
 
     def close(self) -> None:
         """Takes the hooks off the parameters."""

@@ -11,6 +11,7 @@ from torch.nn import Parameter
 
 from shoal.comm.buckets import Member, cut
 from shoal.comm.collective import Collective, Handle
+from shoal.maths.norm import two_norm
 
 ALIGNMENT = 16  # elements: slices start on a cache line
 
@@ -102,7 +103,7 @@ def aligned(lengths: Sequence[int]) -> tuple[list[int], int]:
 def counted_norm(flat: Tensor, slices: dict[int, Tensor], counted: Collection[int]) -> Tensor:
     """The 2-norm of those of `slices`; in one pass over `flat`, whose rest is zero, where all of them are counted."""
     if len(counted) == len(slices):
-        return torch.linalg.vector_norm(flat)
+        return two_norm(flat)
     if not counted:
-        return torch.linalg.vector_norm(flat[:0])
-    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(slices[index]) for index in counted]))
+        return two_norm(flat[:0])
+    return two_norm(torch.stack([two_norm(slices[index]) for index in counted]))
