@@ -13,7 +13,7 @@ from shoal.cli.plan import plan
 from shoal.errors import ShoalError
 from shoal.recipes.plan_file import written_plan
 from shoal.recipes.planning import cluster_of, planned, stack_of, workload_of
-from shoal.recipes.run_file import load_run
+from shoal.recipes.rules import load_run
 
 ROOT = Path(__file__).parent.parent.parent
 STDLIB = ROOT / "recipes" / "stdlib-gpt.toml"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,8 +84,8 @@ def whole_state(setting: Setting, state: Any) -> dict[str, Tensor]:
     for named in gather_named(own, setting.mesh.world, device=setting.device):
         for key, values in named:
             name, shape, offset = key.split("|")
-            box = tuple(slice(o, o + s) for o, s in zip(eval(offset), values.shape, strict=True))
+            box = tuple(slice(o, o + s) for o, s in zip(json.loads(offset), values.shape, strict=True))
             if name not in whole:
-                whole[name] = torch.full(eval(shape), float("nan"), dtype=values.dtype)
+                whole[name] = torch.full(json.loads(shape), float("nan"), dtype=values.dtype)
             whole[name][box] = values
     return whole

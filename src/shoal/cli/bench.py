@@ -256,7 +256,7 @@ def _pipeline(place: Place, repeats: int) -> dict[str, Any] | None:
 
 def _feed(place: Place, file: Path, steps: int) -> dict[str, Any] | None:
     from shoal.recipes.benchmarks.feed import measure
-    from shoal.recipes.run_file import load_run
+    from shoal.recipes.rules import load_run
 
     return measure(load_run(file), place, steps=steps)
 

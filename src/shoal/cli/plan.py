@@ -35,7 +35,7 @@ def plan(
     """
     from shoal.recipes.plan_file import run_file_of
     from shoal.recipes.planning import planned
-    from shoal.recipes.run_file import load_run
+    from shoal.recipes.rules import load_run
 
     result = planned(load_run(run_file, overrides or ()), cluster, keep=top, why_not=why_not)
     if emit is not None:

@@ -44,7 +44,7 @@ def simulate(
     """
     from shoal.planner.simulate.pace import Stragglers
     from shoal.planner.simulate.trace import trace as traced
-    from shoal.recipes.run_file import load_run
+    from shoal.recipes.rules import load_run
     from shoal.recipes.simulating import Saving, simulated
 
     result = simulated(

@@ -27,7 +27,8 @@ def verify(
 
     Example: shoal verify recipes/stdlib-gpt.toml layout.tensor=2 layout.shard=2
     """
-    from shoal.recipes.run_file import load_run, run_directory
+    from shoal.recipes.rules import load_run
+    from shoal.recipes.run_file import run_directory
     from shoal.recipes.start import run
 
     loaded = load_run(run_file, overrides or ())

@@ -31,7 +31,9 @@ Transport = Literal["auto", "gloo"]
 """How ranks without GPUs talk: "auto" is shared memory where all ranks of a group are on one host, else Gloo."""
 
 
-Connect = Callable[[Sequence[int]], Collective]
+Ranks = tuple[int, ...]
+Connect = Callable[[Ranks, str], Collective]
+"""From ranks of the world and the name of a lane to their group."""
 
 
 @dataclass(frozen=True)
@@ -48,29 +50,25 @@ class Mesh:
     generation: int
     ledger: Ledger
     _connect: Connect
-    _open: dict[tuple[int, ...], Collective] = field(default_factory=dict)
+    _open: dict[tuple[Ranks, str], Collective] = field(default_factory=dict)
 
     @property
     def world(self) -> Collective:
         """All ranks."""
         return self.ranks(range(self.layout.world_size))
 
-    def axis(self, *axes: Axis) -> Collective:
-        """The ranks that differ from this one along `axes` at most; their order is that of the layout."""
-        return self.ranks(self.layout.group(axes, self.rank))
+    def axis(self, *axes: Axis, lane: str = "") -> Collective:
+        """The ranks that differ from this one along `axes` at most; their order is that of the layout.
 
-    def ranks(self, ranks: Sequence[int]) -> Collective:
+        Groups of the same ranks and another `lane` are others: traffic of one does not wait behind that of the other.
+        """
+        return self.ranks(self.layout.group(axes, self.rank), lane=lane)
+
+    def ranks(self, ranks: Sequence[int], *, lane: str = "") -> Collective:
         """The group of these ranks of the world, ascending, this one among them."""
-        key = tuple(ranks)
+        key = (tuple(ranks), lane)
         if key not in self._open:
-            self._open[key] = Alone() if len(key) == 1 else self._connect(key)
-        return self._open[key]
-
-    def twin(self, *axes: Axis) -> Collective:
-        """A second group of the ranks of `axis(*axes)`, for traffic that must not wait behind that of the first."""
-        key = (-1, *self.layout.group(axes, self.rank))
-        if key not in self._open:
-            self._open[key] = self._connect(key)
+            self._open[key] = Alone() if len(key[0]) == 1 else self._connect(*key)
         return self._open[key]
 
     @property
@@ -94,9 +92,9 @@ def build_mesh(
     """Connects this rank to the others. Blocks until all ranks of the layout have called it."""
     ledger = Ledger()
 
-    def connected(key: Sequence[int]) -> Collective:
-        ranks = [member for member in key if member >= 0]  # a leading -1: the second group of these ranks
-        name = "world" if len(key) == layout.world_size else "ranks-" + "-".join(map(str, key))
+    def connected(ranks: Ranks, lane: str) -> Collective:
+        name = "world" if len(ranks) == layout.world_size else "ranks-" + "-".join(map(str, ranks))
+        name = f"{name}-{lane}" if lane else name
         named = PrefixStore(f"generation-{generation}/{name}", store)
         return connect(
             named, ranks.index(rank), len(ranks), device=device, label=name, ledger=ledger, timeout_s=timeout_s,

@@ -10,7 +10,7 @@ DualPipeV             p + 1, with the parameters of 2 ranks DeepSeek-V3, arXiv:2
 
 from __future__ import annotations
 
-from shoal.cost.plan import Schedule
+from shoal.schedules.names import Schedule
 
 
 def in_flight(schedule: Schedule, rank: int, *, pipeline: int, virtual_stages: int, microbatches: int) -> float:

@@ -7,22 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shoal.cost.flops import Recompute
+from shoal.schedules.names import Schedule
 from shoal.topology.layout import Layout
 
-Schedule = Literal[
-    "GPipe",
-    "1F1B",
-    "Interleaved1F1B",
-    "LoopedBFS",
-    "InterleavedZeroBubble",
-    "ZBVZeroBubble",
-    "DualPipeV",
-    "ZB-H1",
-    "ZB-H2",
-]
 Zero = Literal[0, 1, 2, 3]
-WHOLE_STAGES: tuple[Schedule, ...] = ("GPipe", "1F1B", "ZB-H1", "ZB-H2")
-TWO_STAGES: tuple[Schedule, ...] = ("ZBVZeroBubble", "DualPipeV")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -23,7 +23,7 @@ from shoal.models.chain import DeclaresParts
 from shoal.parallel.pipeline.execute import Hooks, run_pipeline
 from shoal.parallel.pipeline.stages import Stages
 from shoal.schedules.action import Action
-from shoal.schedules.table import Table
+from shoal.schedules.table import Table, forward_only
 from shoal.sync.strategy import Sync
 
 
@@ -68,7 +68,7 @@ class PipelinedPasses:
             found.append(Judged(microbatch.batch, self.compute.gathered(output), losses))
             return losses.sum()
 
-        self._run(_one_forward(self.table), [microbatch], loss)
+        self._run(forward_only(self.table, 1), [microbatch], loss)
         return found[0] if found and self.counts else None
 
     def _rounds(self, batches: Sequence[Batch]) -> Iterator[list[Microbatch]]:
@@ -112,9 +112,3 @@ class PipelinedPasses:
 
     def _loss_sum(self, output: Any, batch: Batch) -> Tensor:
         return weighted_sum(self.compute.loss(output, batch.targets), batch.weights)
-
-
-def _one_forward(table: Table) -> Table:
-    """The stages of `table` for one microbatch without a backward."""
-    rows = tuple(tuple(a for a in row if a.kind == "F" and a.microbatch == 0) for row in table.rows)
-    return replace(table, name=f"{table.name}, one forward", microbatches=1, rows=rows)

@@ -5,19 +5,8 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from shoal.config.table import Positive, Table, says
-
-Schedule = Literal[
-    "GPipe",
-    "1F1B",
-    "Interleaved1F1B",
-    "LoopedBFS",
-    "InterleavedZeroBubble",
-    "ZBVZeroBubble",
-    "DualPipeV",
-    "ZB-H1",
-    "ZB-H2",
-]
-LOOPED: tuple[Schedule, ...] = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+from shoal.schedules.build import stages_per_rank_of
+from shoal.schedules.names import Schedule
 
 
 class PipelineConfig(Table, frozen=True):
@@ -39,8 +28,8 @@ class PipelineConfig(Table, frozen=True):
 
     @property
     def stages_each(self) -> int:
-        """Stages of each rank, the default resolved."""
-        return self.stages_per_rank or (2 if self.schedule in LOOPED else 1)
+        """Stages of each rank, the default resolved. Raises `LayoutError` for a number that the schedule refuses."""
+        return stages_per_rank_of(self.schedule, self.stages_per_rank)
 
 
 class ContextConfig(Table, frozen=True):

@@ -29,14 +29,6 @@ from shoal.topology.holding import Holding, held
 
 
 @dataclass(frozen=True)
-class Held:
-    """A parameter of this rank's part, by its name in the unsplit model."""
-
-    holding: Holding
-    parameter: Parameter
-
-
-@dataclass(frozen=True)
 class Split:
     """This rank's part of a model.
 
@@ -54,9 +46,9 @@ class Split:
     vocabulary: VocabularySplit | None
 
     @property
-    def held(self) -> list[Held]:
-        """The parameters of this rank, each once."""
-        return [Held(self.holdings[name], parameter) for name, parameter in self.model.named_parameters()]
+    def held(self) -> list[tuple[Holding, Parameter]]:
+        """The parameters of this rank, each once, and where they stand in the unsplit model."""
+        return [(self.holdings[name], parameter) for name, parameter in self.model.named_parameters()]
 
 
 def split_model(

@@ -18,9 +18,11 @@ from dataclasses import dataclass, field
 from math import gcd
 
 from shoal.cost.flops import Recompute
-from shoal.cost.plan import TWO_STAGES, WHOLE_STAGES, Plan, Schedule, Zero
+from shoal.cost.plan import Plan, Zero
 from shoal.cost.transformer import Transformer
 from shoal.planner.predictor import Workload
+from shoal.schedules.build import fixed_stages_of
+from shoal.schedules.names import Schedule
 from shoal.topology.cluster import Cluster
 from shoal.topology.layout import Layout
 
@@ -132,9 +134,10 @@ def _schedules(layers: int, pipeline: int, microbatches: int, allowed: Allowed) 
         yield "1F1B", 1
         return
     for schedule in allowed.schedules:
-        if schedule in WHOLE_STAGES:
+        fixed = fixed_stages_of(schedule)
+        if fixed == 1:
             yield schedule, 1
-        elif schedule in TWO_STAGES:
+        elif fixed == 2:
             if _even(layers, 2 * pipeline) and microbatches >= 2 * pipeline:
                 yield schedule, 2
         elif microbatches % pipeline == 0:

@@ -105,8 +105,7 @@ def new_feed(setting: Setting, cursor: Cursor, *, share: tuple[int, int] | None 
 def _held(setting: Setting, sync: Sync) -> list[HeldWeight]:
     """The weights that are saved from this rank: what it computes with, or under ZeRO-3 what it updates."""
     split = setting.parts.split
-    everything = ((held.holding, held.parameter) for held in split.held)
-    held = [HeldWeight(holding.name, p, holding.global_shape, holding.box) for holding, p in everything]
+    held = [HeldWeight(holding.name, p, holding.global_shape, holding.box) for holding, p in split.held]
     if zero_of(setting) != 3:
         return held
     return [*held_pieces(sync.owned), *(weight for weight in held if weight.name in split.frozen)]

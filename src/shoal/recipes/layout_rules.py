@@ -6,17 +6,14 @@ Each rule gives one sentence, which names the number that does not divide and th
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from shoal.errors import ShoalError
 from shoal.models.config import GPTConfig, MoEConfig, PythonModel
+from shoal.recipes.run_file import RunFile
 from shoal.schedules.build import build
 from shoal.topology.refusal import nearest_divisors, nearest_multiples
 
-if TYPE_CHECKING:  # the run file asks these rules
-    from shoal.recipes.run_file import RunFile
-
-Rule = Callable[["RunFile"], str | None]
+Rule = Callable[[RunFile], str | None]
 
 
 def layout_refusal(run_file: RunFile) -> str | None:
@@ -155,8 +152,8 @@ _RULES: tuple[Rule, ...] = (
     _experts,
     _sequence,
     _ulysses,
-    _stages,
     _schedule,
+    _stages,
     _compiled,
     _zero,
 )

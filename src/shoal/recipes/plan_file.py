@@ -10,7 +10,8 @@ import tomli_w
 from shoal.config.check import checked
 from shoal.config.load import read
 from shoal.cost.plan import Plan, Zero
-from shoal.recipes.run_file import RunFile, check_across
+from shoal.recipes.rules import check_across
+from shoal.recipes.run_file import RunFile
 from shoal.topology.cluster import Cluster
 
 

@@ -126,12 +126,7 @@ class Planned:
 
 def planned(run_file: RunFile, cluster: Path | None, *, keep: int, why_not: str | None = None) -> Planned:
     """The search and its explanation. Raises `ConfigError`, `LayoutError` (nothing fits), `UsageError`."""
-    where = cluster_of(run_file, cluster)
-    stack = stack_of(run_file, where)
-    try:
-        predictor = Predictor(workload_of(run_file), where, stack=stack, overheads=_overheads(where))
-    except ValueError as error:
-        raise ConfigError(f"precision: {error}; choose another precision.kind, or add the rate to the device") from None
+    predictor = predictor_of(run_file, cluster)
     allowed = Allowed()
     found = search(predictor, allowed, keep=keep)
     best = found.best[0]
@@ -141,8 +136,18 @@ def planned(run_file: RunFile, cluster: Path | None, *, keep: int, why_not: str 
         written=_written(run_file, predictor),
         changes=helps(predictor, best),
         why_not=explain_why_not(predictor, why_not, best, allowed=allowed) if why_not else None,
-        money=asdict(run_cost(where, step_s=best.step_s, steps=run_file.run.steps)),
+        money=asdict(run_cost(predictor.cluster, step_s=best.step_s, steps=run_file.run.steps)),
     )
+
+
+def predictor_of(run_file: RunFile, cluster: Path | None) -> Predictor:
+    """What prices plans of this run file on the cluster of a file. Raises `ConfigError`."""
+    where = cluster_of(run_file, cluster)
+    stack = stack_of(run_file, where)
+    try:
+        return Predictor(workload_of(run_file), where, stack=stack, overheads=_overheads(where))
+    except ValueError as error:
+        raise ConfigError(f"precision: {error}; choose another precision.kind, or add the rate to the device") from None
 
 
 def _overheads(cluster: Cluster) -> Overheads:

@@ -52,7 +52,7 @@ class Setting:
     @property
     def trained(self) -> list[Trained]:
         """The parameters that this rank trains, and where each stands in the unsplit model."""
-        return [Trained(h.holding, h.parameter) for h in self.parts.split.held if h.parameter.requires_grad]
+        return [Trained(holding, p) for holding, p in self.parts.split.held if p.requires_grad]
 
     @property
     def trained_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -7,10 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.cost.footprint import Overheads
 from shoal.cost.interval import availability_optimal_s
 from shoal.cost.plan import Plan
-from shoal.errors import ConfigError
 from shoal.planner.predictor import Prediction, Predictor
 from shoal.planner.simulate.goodput import WEEK_S, Faults, Goodput, goodput
 from shoal.planner.simulate.memory import rank_bytes
@@ -19,7 +17,7 @@ from shoal.planner.simulate.pace import Stragglers
 from shoal.planner.simulate.priced import work_of
 from shoal.planner.simulate.step import Fold
 from shoal.recipes.plan_file import written_plan
-from shoal.recipes.planning import cluster_of, stack_of, workload_of
+from shoal.recipes.planning import predictor_of
 from shoal.recipes.run_file import RunFile
 from shoal.schedules.build import build
 from shoal.schedules.table import Table
@@ -97,17 +95,6 @@ def simulated(
         memory_bytes=rank_bytes(plan, predictor, table),
         weeks=_weeks(predictor, played.step_s, weeks, saving or Saving(), stragglers.seed) if weeks else None,
     )
-
-
-def predictor_of(run_file: RunFile, cluster: Path | None) -> Predictor:
-    """The predictor that `shoal plan` uses for this run file."""
-    where = cluster_of(run_file, cluster)
-    on_cpu = where.machine.scale_up.kind == "memory"
-    overheads = Overheads(workspace_bytes=0.3 * 2**30) if on_cpu else Overheads()
-    try:
-        return Predictor(workload_of(run_file), where, stack=stack_of(run_file, where), overheads=overheads)
-    except ValueError as error:
-        raise ConfigError(f"precision: {error}; choose another precision.kind, or add the rate to the device") from None
 
 
 def table_of(plan: Plan) -> Table:

@@ -101,7 +101,7 @@ def passes_of(
         return WholePasses(compute, arrange, counts=first)
     last = parts.table.placement[parts.table.last_stage] == mesh.layout.index("pipeline", mesh.rank)
     pipeline = mesh.axis("pipeline")
-    back = mesh.twin("pipeline") if mesh.device.type == "cuda" else pipeline
+    back = mesh.axis("pipeline", lane="back") if mesh.device.type == "cuda" else pipeline
     return PipelinedPasses(
         compute,
         parts.table,

@@ -20,7 +20,8 @@ from shoal.launch.lock import RunLock
 from shoal.launch.orphans import die_with_parent
 from shoal.launch.spawn import run_ranks
 from shoal.launch.versions import check_torch_version
-from shoal.recipes.run_file import RunFile, check_across, statistics_group, with_processes
+from shoal.recipes.rules import check_across
+from shoal.recipes.run_file import RunFile, statistics_group, with_processes
 
 DEFAULT_PROCESSES = 2
 

@@ -107,6 +107,11 @@ NAMES: tuple[str, ...] = tuple(_SCHEDULES)
 """What `build` knows. All but "PipeDream" compute the same gradients."""
 
 
+def fixed_stages_of(name: str) -> int | None:
+    """How many stages `name` places on each rank, where it leaves no choice. `name` is one of `NAMES`."""
+    return _SCHEDULES[name].stages_per_rank or None
+
+
 def stages_per_rank_of(name: str, given: int | None = None) -> int:
     """How many stages `name` places on each rank: its own number, or `given`, or 2 where it is free.
 

@@ -38,7 +38,8 @@ class Table:
         return any(action.kind != "F" for row in self.rows for action in row)
 
 
-def forward_only(table: Table) -> Table:
-    """The same stages without their backward, for evaluation."""
-    rows = tuple(tuple(action for action in row if action.kind == "F") for row in table.rows)
-    return replace(table, name=f"{table.name}, forward only", rows=rows)
+def forward_only(table: Table, microbatches: int | None = None) -> Table:
+    """The same stages without their backward, for evaluation; of the first `microbatches` (None: all)."""
+    count = table.microbatches if microbatches is None else microbatches
+    rows = tuple(tuple(a for a in row if a.kind == "F" and a.microbatch < count) for row in table.rows)
+    return replace(table, name=f"{table.name}, forward only", microbatches=count, rows=rows)

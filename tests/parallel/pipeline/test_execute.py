@@ -17,12 +17,12 @@ from shoal.parallel.pipeline.costs import estimated_costs
 from shoal.parallel.pipeline.cut import balanced_cut
 from shoal.parallel.pipeline.execute import Hooks, PipelineRun, run_pipeline
 from shoal.parallel.pipeline.stages import Stages, staged
-from shoal.parallel.pipeline.tied import sum_copies
 from shoal.schedules.action import Action
 from shoal.schedules.build import NAMES, build
 from shoal.schedules.table import Table, forward_only
 from shoal.topology.layout import Layout
 from tests.parallel.pipeline import chains
+from tests.parallel.pipeline.copies import sum_copies
 from tests.ranks import TestPlace
 
 EXACT = 1e-12  # float64: only the order of a few sums differs

@@ -21,7 +21,7 @@ from shoal.data.cursor import Cursor
 from shoal.launch.environment import Place
 from shoal.memory.tracker import SavedActivations
 from shoal.models.config import GPTConfig
-from shoal.parallel.config import PipelineConfig, Schedule
+from shoal.parallel.config import PipelineConfig
 from shoal.recipes.assembly import new_feed, new_state, new_step, new_sync
 from shoal.recipes.benchmarks.gpt_job import corpus_file
 from shoal.recipes.benchmarks.paired import check
@@ -29,6 +29,7 @@ from shoal.recipes.objects import Given
 from shoal.recipes.run_file import RunConfig, RunFile
 from shoal.recipes.setting import Setting, set_up
 from shoal.schedules.build import build
+from shoal.schedules.names import Schedule
 from shoal.schedules.timeline import in_flight
 from shoal.topology.config import LayoutConfig
 
