@@ -1,8 +1,8 @@
 """Microbatches of one number and one size on all ranks, where the ranks of a replica work in lock-step.
 
 Pipelines, sharded parameters and experts exchange tensors within every microbatch, so that no rank may have more of
-them than another, nor of more samples; lengths are left as they are. What a rank lacks is made up by samples of weight 0, which change no sum; their
-position is -1, and they are not counted.
+them than another, nor of more samples; lengths are left as they are. What a rank lacks is made up by samples of
+weight 0, which change no sum; their position is -1, and they are not counted.
 """
 
 from __future__ import annotations
