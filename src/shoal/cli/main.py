@@ -6,7 +6,8 @@ import sys
 
 import typer
 
-from shoal.cli import bench, checkpoint, doctor, evaluate, plan, report, simulate, train, verify
+from shoal.cli import checkpoint, doctor, evaluate, plan, report, simulate, train, verify
+from shoal.cli.bench import app as bench
 from shoal.errors import ShoalError
 
 app = typer.Typer(
