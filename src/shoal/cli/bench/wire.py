@@ -30,7 +30,12 @@ def wire(
         return
     counts = worlds(processes)
     results = [machine.on_ranks(["bench", "wire", "--pairs", str(pairs)], processes=world) for world in counts]
-    show("wire", [r for result in results for r in result["rows"]], [c for result in results for c in result["checks"]], as_json)
+    show(
+        "wire",
+        [r for result in results for r in result["rows"]],
+        [c for result in results for c in result["checks"]],
+        as_json,
+    )
 
 
 def _wire(place: Place, pairs: int) -> dict[str, Any] | None:
