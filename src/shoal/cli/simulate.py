@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from shoal.planner.simulate.pace import Stragglers
+    from shoal.recipes.run_file import RunFile
     from shoal.recipes.simulating import Simulated
 
 
@@ -35,22 +37,34 @@ def simulate(
         float, typer.Option("--slow-share", help="Share of devices that are slow.", min=0, max=1)
     ] = 0,
     slow_factor: Annotated[float, typer.Option("--slow-factor", help="How much longer they take.", min=1)] = 1,
+    schedule: Annotated[
+        bool, typer.Option("--schedule", help="Only the pipeline's schedule: a line a rank, time to the right.")
+    ] = False,
+    picture: Annotated[
+        Path | None, typer.Option("--picture", metavar="OUT.png", help="Draw the schedule (png, svg, pdf).")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Noise, slow devices and failures follow from it.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
 ) -> None:
     """Plays the run's own layout: schedule, network, stragglers, failures. Deterministic by seed.
 
     Example: shoal simulate recipes/stdlib-gpt-3d.toml --weeks 1 --trace out.json
+    Example: shoal simulate recipes/stdlib-gpt-3d.toml --schedule --picture schedule.png
     """
     from shoal.planner.simulate.pace import Stragglers
     from shoal.planner.simulate.trace import trace as traced
     from shoal.recipes.rules import load_run
     from shoal.recipes.simulating import Saving, simulated
 
+    loaded = load_run(run_file, overrides or ())
+    stragglers = Stragglers(slow_share=slow_share, slow_factor=slow_factor, sigma=noise, seed=seed)
+    if schedule or picture is not None:
+        _show_schedule(loaded, cluster, stragglers, picture=picture, as_json=as_json)
+        return
     result = simulated(
-        load_run(run_file, overrides or ()),
+        loaded,
         cluster,
-        stragglers=Stragglers(slow_share=slow_share, slow_factor=slow_factor, sigma=noise, seed=seed),
+        stragglers=stragglers,
         weeks=weeks,
         saving=Saving(every_s=save_every, save_s=save_stall),
     )
@@ -63,6 +77,19 @@ def simulate(
         print(part, end="\n\n")
     if trace is not None:
         print(f"Written: {trace}; open it in ui.perfetto.dev")
+
+
+def _show_schedule(
+    run_file: RunFile, cluster: Path | None, stragglers: Stragglers, *, picture: Path | None, as_json: bool
+) -> None:
+    from shoal.recipes.schedule_view import schedule_view
+
+    view = schedule_view(run_file, cluster, stragglers=stragglers)
+    if picture is not None:
+        view.draw(picture)
+    print(json.dumps(view.record()) if as_json else view.text())
+    if picture is not None and not as_json:
+        print(f"Written: {picture}")
 
 
 def _as_text(result: Simulated) -> list[str]:

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from shoal.errors import ConfigError
 from shoal.schedules.draw import label
 from shoal.schedules.table import Table
 from shoal.schedules.timeline import Timeline, in_flight
 
 _COLOURS = {"F": "#4c78a8", "B": "#59a14f", "I": "#76b7b2", "W": "#edc948"}
 _WORDS = {"F": "forward", "B": "backward", "I": "input's gradient", "W": "weights' gradients"}
+_FORMATS = (".png", ".svg", ".pdf")
 _MOST_LABELS = 40
 """Microbatches a rank up to which bars are wide enough for words."""
 
 
-def draw_picture(table: Table, times: Timeline, path: Path) -> None:
-    """Writes the picture to `path`; its suffix decides the format (png, svg, pdf). A rank's later stages are darker."""
+def draw_picture(table: Table, times: Timeline, path: Path, *, unit: str = "seconds") -> None:
+    """Writes the picture to `path`; its suffix decides the format (png, svg, pdf). A rank's later stages are darker.
+
+    `unit` is that of `times`. Raises `ConfigError` for another suffix.
+    """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
+    if path.suffix.lower() not in _FORMATS:
+        raise ConfigError(f"{path}: a picture is written as {', '.join(_FORMATS)}; give the file one of these suffixes")
     figure = Figure(figsize=(14, 1.2 + 0.45 * table.ranks), layout="constrained")
     axes = figure.add_subplot()
     for rank, row in enumerate(times.spans):
@@ -31,7 +38,7 @@ def draw_picture(table: Table, times: Timeline, path: Path) -> None:
     axes.set_yticks(range(table.ranks), _names(table, times))
     axes.invert_yaxis()
     axes.set_xlim(0, times.makespan_s)
-    axes.set_xlabel("seconds")
+    axes.set_xlabel(unit)
     axes.set_title(f"{table.name}, {table.microbatches} microbatches: idle {times.bubble:.1%}")
     used = [kind for kind in _WORDS if any(action.kind == kind for row in table.rows for action in row)]
     axes.legend(
