@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.shoal-installed
 
-.PHONY: help demo test check bench bench-wire bench-plan bench-zero bench-memory bench-pipeline verify-matrix sanitize clean
+.PHONY: help demo test check bench bench-wire bench-link bench-plan bench-zero bench-memory bench-pipeline bench-noise verify-matrix sanitize stress clean
 
 help:
 	@echo "make demo    trains a small GPT on this machine's Python library (about 3 minutes) and writes a report"
@@ -15,8 +15,10 @@ help:
 	@echo "make check   runs lint, format, types and the floors"
 	@echo "make bench   measures a training step beside PyTorch's DDP; JSON in out/"
 	@echo "make bench-wire, bench-zero, bench-plan   shared memory beside Gloo, ZeRO beside DDP, plans beside published tables"
+	@echo "make bench-link   slow links that this machine plays itself, beside their closed forms (root and iproute2)"
 	@echo "make bench-memory, bench-pipeline   bytes a rank keeps beside closed forms; bubbles, activations in flight, balance"
 	@echo "make verify-matrix   proves 150 layouts against one process (half an hour on two cores); JSON in out/"
+	@echo "make stress   runs what takes long for its numbers: 64 ranks, a thousand groups"
 	@echo "make sanitize   runs the C core under the address and thread sanitizers"
 	@echo "make clean   removes caches and out/; keeps runs/ and $(VENV)/"
 
@@ -40,7 +42,7 @@ bench: $(READY)
 	@$(BIN)/python -m json.tool out/bench-step.json
 	@echo "Written to out/bench-step.json"
 
-bench-wire bench-zero bench-memory bench-pipeline: bench-%: $(READY)
+bench-wire bench-link bench-zero bench-memory bench-pipeline bench-noise: bench-%: $(READY)
 	@mkdir -p out
 	$(BIN)/shoal bench $* --json > out/bench-$*.json.part
 	@mv out/bench-$*.json.part out/bench-$*.json
@@ -56,6 +58,9 @@ bench-plan: $(READY)
 verify-matrix: $(READY)
 	@mkdir -p out
 	$(BIN)/python -m tests.recipes.matrix --number 150 --json out/verify-matrix.json
+
+stress: $(READY)
+	$(BIN)/python -m pytest -m stress
 
 sanitize: $(READY)
 	sh tests/comm/shm/sanitize/run.sh 40

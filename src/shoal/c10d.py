@@ -3,8 +3,9 @@
     import shoal.c10d
     torch.distributed.init_process_group("shoal")
 
-Everything that stands on process groups uses it: DDP, FSDP2, tensor parallelism, pipelining. Groups that cannot use
-it are Gloo's, with a word in the log: where ranks are on several hosts, or the core in C was not built.
+Everything that stands on process groups uses it: DDP, FSDP2, tensor parallelism, pipelining. Ranks on several hosts use
+shared memory inside each, and Gloo between. Groups that cannot do either are Gloo's, with a word in the log: with one
+rank on each host, or where the core in C was not built.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
+from shoal.comm.diagnosis import introduce
+from shoal.comm.hierarchical.build import share_hosts
 from shoal.comm.shm.core import CoreMissing
 from shoal.comm.shm.group import share_core
-from shoal.comm.shm.host import Apart
+from shoal.comm.shm.host import Apart, host_identity
 
 BACKEND = "shoal"
 
@@ -28,10 +32,22 @@ def create_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     if size == 1:
         return gloo
     try:
-        return share_core(gloo, store, timeout_s=timeout.total_seconds())
+        return _shared(gloo, store, rank, size, timeout.total_seconds())
     except (Apart, CoreMissing) as reason:
         logging.getLogger(__name__).warning("a group of %d ranks uses Gloo: %s", size, reason)
         return gloo
+
+
+def _shared(gloo: Any, store: Any, rank: int, size: int, timeout_s: float) -> Any:
+    """Raises `Apart` or `CoreMissing` on all ranks alike."""
+    try:
+        mine = host_identity()
+    except OSError as error:
+        mine = f"rank {rank}: {error}"  # a host of its own; `share_core` says why
+    hosts = introduce(PrefixStore("hosts", store), rank, size, myself=mine, timeout_s=timeout_s)
+    if 1 < len(set(hosts)) < size:
+        return share_hosts(gloo, store, hosts=hosts, timeout_s=timeout_s)
+    return share_core(gloo, store, timeout_s=timeout_s)
 
 
 if not hasattr(dist.Backend, BACKEND.upper()):

@@ -178,28 +178,36 @@ def test_tensors_of_any_shape_and_stride() -> None:
 
 
 class Watched:
-    """`Collective` of a rank that refuses memory for a message to come which a message on its way still uses."""
+    """`Collective` of a rank that refuses a message out of memory into which another one is on its way, and the other
+    way around."""
 
     def __init__(self, inner: Collective) -> None:
         self._inner, self.rank, self.size = inner, inner.rank, inner.size
         self._leaving: list[tuple[int, int]] = []
+        self._arriving: list[tuple[int, int]] = []
 
     def send(self, tensor: torch.Tensor, *, to: int, tag: int = 0) -> Handle:
-        begin = tensor.data_ptr()
-        self._leaving.append((begin, begin + tensor.nbytes))
-        handle, leaving = self._inner.send(tensor, to=to, tag=tag), self._leaving
-
-        class Leaving:
-            def wait(self) -> None:
-                handle.wait()
-                leaving.clear()
-
-        return Leaving()
+        handle = self._inner.send(tensor, to=to, tag=tag)
+        return self._under_way(handle, tensor, self._leaving, self._arriving)
 
     def recv(self, tensor: torch.Tensor, *, source: int, tag: int = 0) -> Handle:
+        handle = self._inner.recv(tensor, source=source, tag=tag)
+        return self._under_way(handle, tensor, self._arriving, self._leaving)
+
+    @staticmethod
+    def _under_way(
+        handle: Handle, tensor: torch.Tensor, own: list[tuple[int, int]], others: list[tuple[int, int]]
+    ) -> Handle:
         begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-        assert all(end <= first or last <= begin for first, last in self._leaving)
-        return self._inner.recv(tensor, source=source, tag=tag)
+        assert all(end <= first or last <= begin for first, last in others)
+        own.append((begin, end))
+
+        class UnderWay:
+            def wait(self) -> None:
+                handle.wait()
+                own.remove((begin, end))
+
+        return UnderWay()
 
 
 def test_nothing_arrives_where_something_is_still_being_sent_from() -> None:
@@ -289,7 +297,7 @@ def test_the_probe_finds_planted_hosts_and_a_slow_link() -> None:
             rates[i][j] = slow
     links = Links(planted.latency_s, tuple(map(tuple, rates)), planted.hosts)
     groups = [Delayed(group, links) for group in local_group(5)]
-    found = over_threads(5, lambda group: probe(group, device=CPU, size_bytes=1 << 16, repeats=3), groups)
+    found = over_threads(5, lambda group: probe(group, device=CPU, size_bytes=1 << 16, repeats=9), groups)
     assert all(links == found[0] for links in found)
     assert found[0].hosts == tuple(placement)
     assert slow_links(found[0]) == [(0, 2)]

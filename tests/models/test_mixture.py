@@ -15,9 +15,10 @@ from shoal.models.build import build
 from shoal.models.config import ModelConfig, MoEConfig
 from shoal.models.feed_forward import GELU, SwiGLU
 from shoal.models.initialise import initialise
-from shoal.models.mixture import Mixture, MixtureOptions, load_figures, loads
+from shoal.models.mixture import Mixture, MixtureOptions
 from shoal.models.mixture_auxiliary import auxiliary_total, counted_tokens, set_auxiliary, use_auxiliary
 from shoal.models.mixture_experts import grouped_linear
+from shoal.models.mixture_loads import expert_loads, load_figures, loads
 from shoal.models.roles import roles_of
 from shoal.models.router import top_k
 from shoal.models.statistics import StepStatistics
@@ -212,12 +213,25 @@ def test_loads_are_agreed_once_a_step_and_move_the_bias_towards_even() -> None:
     before = bias.clone()
     router.discard_sums()
     assert not router.step_sums().any()
-    router.commit_sums(torch.tensor([4.0, 10.0, 0.0, 6.0], dtype=torch.float64))
+    router.commit_sums(torch.tensor([4.0, 10.0, 0.0, 6.0, 5.0], dtype=torch.float64))
     torch.testing.assert_close(bias - before, torch.tensor([0.25, -0.25, 0.25, -0.25], dtype=torch.float64))
     assert loads(layer)["layer"].tolist() == [4, 10, 0, 6]
-    assert load_figures(layer)["moe/load_max_over_mean"] == 2.0
+    assert load_figures(layer) == {"moe/load_max_over_mean": 2.0, "moe/load_max_over_mean_average": 2.0}
     assert set(layer.state_dict()) >= {"router.bias"}
     assert not any("loads" in name for name in layer.state_dict())
+
+
+def test_what_finds_no_room_is_counted() -> None:
+    """Dropped choices of a step are those of the naive capacity; without a capacity they are no measurement."""
+    layer, x = mixture(capacity_factor=0.5), inputs(3, 9)
+    chosen, room = top_k(layer.router(x)[1], 2), math.ceil(0.5 * 2 * 9 / EXPERTS)
+    wanted = sum(max(0, int((row == expert).sum()) - room) for row in chosen for expert in range(EXPERTS))
+    layer(x)
+    layer.router.commit_sums(layer.router.step_sums())
+    assert wanted > 0
+    assert load_figures(layer)["moe/dropped_share"] == wanted / (3 * 9 * 2)
+    assert sum(expert_loads(layer).values()) == 3 * 9 * 2
+    assert expert_loads(layer)["moe/load/layer/1"] == int((chosen == 1).sum())
 
 
 def test_the_bias_evens_the_loads() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -11,8 +12,10 @@ from hypothesis import strategies as st
 
 from shoal.errors import LayoutError, UsageError
 from shoal.planner.candidates import Allowed, candidates, layouts
+from shoal.planner.change import Change
 from shoal.planner.explain import condition, helps, why_not
 from shoal.planner.search import search
+from shoal.planner.text import help_sentence
 from shoal.recipes.benchmarks.plan import llama_405b_predictor
 from shoal.topology.cluster import Cluster
 from shoal.topology.cluster_file import known_cluster
@@ -146,6 +149,18 @@ def test_what_would_help_is_ranked() -> None:
     full = next(change for change in changes if "full" in change.what)
     assert full.step_s > best.step_s
     assert full.memory_bytes < best.memory_bytes
+
+
+def test_a_change_is_a_sentence_where_it_helps() -> None:
+    """What is freed, and for how much; what only costs, or does not fit, has none."""
+    best = search(predictor(cluster=NODE, samples=16), keep=1).best[0]
+    freed, slower = best.memory_bytes - 5.2 * 2**30, 1.18 * best.step_s
+    frees = Change(what="memory.recompute = full", step_s=slower, memory_bytes=freed, fits=True)
+    assert help_sentence(frees, best) == "memory.recompute = full frees 5.2 GiB for +18.0 % step time"
+    faster = Change(what="links", step_s=0.9 * best.step_s, memory_bytes=best.memory_bytes, fits=True)
+    assert help_sentence(faster, best) == "links takes 10.0 % off the step"
+    assert help_sentence(replace(faster, fits=False), best) is None
+    assert help_sentence(replace(faster, step_s=slower), best) is None
 
 
 def test_the_model_of_the_tests_fits_where_it_should() -> None:

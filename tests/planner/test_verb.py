@@ -36,6 +36,38 @@ def test_the_text_has_every_part(app: typer.Typer) -> None:
         assert part in result.stdout
 
 
+def test_the_answer_states_its_odds_and_what_would_help(app: typer.Typer, tmp_path: Path) -> None:
+    """An interval around the step, the probability of running out of memory, with sources; the scaling curve, the front
+    of devices; pictures that are none are not written."""
+    folder = tmp_path / "pictures"
+    arguments = [str(STDLIB), "--json", "--pictures", str(folder), "layout.pipeline=2", "run.processes=4"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    low, high = found["confidence"]["step_s"]
+    assert low < found["plans"][0]["step_s"] * 1.2
+    assert low < high
+    assert 0 <= found["confidence"]["out_of_memory"] < 0.01
+    assert "published" in found["confidence"]["memory_source"]
+    assert {1, 2, 4, 8} <= {one["devices"] for one in found["scaling"]}
+    assert found["front_of_devices"]
+    assert any(change["sentence"] for change in found["changes"])
+    pictures = {path.name for path in folder.iterdir()}
+    assert {"memory.png", "scaling.png"} <= pictures
+    assert ("pipeline.png" in pictures) == (found["plans"][0]["layout"]["pipeline"] > 1)
+
+
+def test_overrides_are_in_the_emitted_run_file(app: typer.Typer, tmp_path: Path) -> None:
+    """What was planned is what is written: keys of the command line and keys that no plan decides."""
+    out = tmp_path / "planned.toml"
+    overrides = ["run.processes=2", "batch.global_samples=64", "memory.recompute_layers=[0]", "layout.auto=true"]
+    assert CliRunner().invoke(app, [str(STDLIB), *overrides, "--emit", str(out)]).exit_code == 0
+    emitted = load_run(out)
+    assert emitted.batch.global_samples == 64
+    assert emitted.memory.recompute_layers == [0]
+    assert not emitted.layout.auto
+
+
 def test_json_is_one_object_with_items_and_constants(app: typer.Typer) -> None:
     """Seconds add up to the step, bytes to the peak; each constant has an origin."""
     result = CliRunner().invoke(app, [str(STDLIB), "--json", "--top", "3"])
@@ -56,10 +88,14 @@ def test_the_run_file_of_a_plan_is_that_plan(app: typer.Typer, tmp_path: Path) -
     assert written_plan(emitted, cluster_of(emitted, None)) == best
 
 
-def test_a_model_without_sizes_is_refused() -> None:
-    """A convolutional net is not priced, in one sentence."""
-    with pytest.raises(ShoalError, match="convnet"):
-        planned(load_run(DIGITS), None, keep=1)
+def test_a_model_without_sizes_is_traced(app: typer.Typer) -> None:
+    """A convolutional net has no closed form: its own operators are priced, and no layout but copies and shares."""
+    result = CliRunner().invoke(app, [str(DIGITS), "--json", "run.processes=4", "--top", "100"])
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    axes = {axis for one in found["plans"] for axis, size in one["layout"].items() if size > 1}
+    assert axes == {"replicate", "shard"}
+    assert found["plans"][0]["bill_s"]["matrix products"] > 0
 
 
 def test_a_dtype_that_the_device_lacks_is_refused(tmp_path: Path) -> None:

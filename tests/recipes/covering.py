@@ -30,6 +30,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "zero": (1, 2, 3),
     "tensor": (1, 2, 4),
     "sequence_parallel": (False, True),
+    "grid_rows": (0, 1, 2),
     "pipeline": (1, 2, 4),
     "schedule": (
         "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "ZB-H1",
@@ -80,7 +81,7 @@ def tables_of(choices: Choices) -> dict[str, dict[str, Any]]:
     model["dropout"] = choices["dropout"]
     tables: dict[str, dict[str, Any]] = {
         "model": model,
-        "layout": layout.to_dict() | {"sequence_parallel": choices.get("sequence_parallel", False)},
+        "layout": layout.to_dict() | {"sequence_parallel": choices.get("sequence_parallel", False)} | _grid(choices),
         "memory": {"recompute": choices["recompute"]} | ({"zero": choices["zero"]} if "zero" in choices else {}),
         "batch": {"global_samples": 8} | ({"micro_samples": 1} if choices["accumulation"] else {}),
         "optimizer": {"kind": "adamw", "lr": 2e-3} if choices["optimizer"] == "adamw" else {"kind": "sgd", "lr": 0.1},
@@ -92,9 +93,18 @@ def tables_of(choices: Choices) -> dict[str, dict[str, Any]]:
     return tables
 
 
+def _grid(choices: Choices) -> dict[str, Any]:
+    rows = choices.get("grid_rows")
+    return {"tensor_grid": [rows, choices["tensor"] // rows]} if rows else {}
+
+
 def named(choices: Choices) -> str:
     """A short name for people."""
-    return " ".join(f"{name}={value}" for name, value in choices.items() if value not in (1, False, 0.0, "none"))
+    return " ".join(
+        f"{name}={value}"
+        for name, value in choices.items()
+        if value is True or name == "grid_rows" or value not in (1, False, 0.0, "none")
+    )
 
 
 def _legal(draw: random.Random, most_ranks: int) -> Choices:
@@ -108,8 +118,8 @@ def _legal(draw: random.Random, most_ranks: int) -> Choices:
 def _meaningful(choices: Choices) -> Iterator[tuple[str, Any]]:
     """Keys that an axis of size 1 leaves without an effect would only seem to be covered."""
     needs = {
-        "zero": "shard", "sequence_parallel": "tensor", "schedule": "pipeline", "microbatches": "pipeline",
-        "kind": "context",
+        "zero": "shard", "sequence_parallel": "tensor", "grid_rows": "tensor", "schedule": "pipeline",
+        "microbatches": "pipeline", "kind": "context",
     }  # fmt: skip
     for name, value in choices.items():
         if choices.get(needs.get(name, ""), 2) == 1 or (name == "expert" and choices["model"] == "dense"):

@@ -40,9 +40,12 @@ def run_file_of(folder: Path, **tables: dict[str, Any]) -> RunFile:
         "data": {"kind": "tokens", "path": str(folder / "tokens.bin"), "dtype": "uint8"},
         "batch": {"global_samples": 8, "sequence": 16},
         "optimizer": {"kind": "adamw", "lr": 2e-3},
+        "observe": {"check_collectives": True},
     }
     for name, table in tables.items():
-        base[name] = table if name == "model" else {**base.get(name, {}), **table}
+        base[name] = (
+            table if name == "model" or (name == "data" and "kind" in table) else {**base.get(name, {}), **table}
+        )
     return msgspec.convert(base, RunFile)
 
 

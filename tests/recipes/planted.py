@@ -149,6 +149,35 @@ def routed_otherwise(rank: int) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def stash_forgotten(rank: int) -> Iterator[None]:
+    """An asynchronous pipeline's backwards run with the newest weights, not with those of their forwards."""
+    from contextlib import nullcontext
+
+    from shoal.parallel.pipeline.stash import Stash
+
+    with patch.object(Stash, "restored", lambda self, microbatch: nullcontext()):
+        yield
+
+
+@contextmanager
+def panel_unsummed(rank: int) -> Iterator[None]:
+    """On a grid, the rank that has a panel of the weight keeps its own term of the gradient alone."""
+    from shoal.parallel.tensor import summa
+
+    original = summa._sum_to
+
+    def own_term(group: Any, root: int, term: Any, target: Any) -> None:
+        if target.shape[0] != term.shape[0] or group.size == 1:
+            return original(group, root, term, target)
+        if group.rank == root:
+            target.copy_(term)
+        return None
+
+    with patch.object(summa, "_sum_to", own_term):
+        yield
+
+
 def verified_with(place: TestPlace, fault: str, tables: dict[str, Any], folder: str) -> dict[str, Any] | None:
     """The verdict on a run with a fault, at rank 0."""
     plant: Callable[[int], Any] = globals()[fault]

@@ -30,6 +30,16 @@ def test_newer_measurements_replace_older_ones_and_the_rest_stays(tmp_path: Path
     assert (found.products, found.memory_bytes_s) == ((product,), 1e9)
 
 
+def test_a_rough_fit_does_not_replace_one_through_more_sizes(tmp_path: Path) -> None:
+    path = tmp_path / "calibration.toml"
+    careful = CollectiveFit(backend="gloo", operation="send", ranks=2, alpha_s=1e-5, beta_s=1e-9, sizes=8)
+    rough = CollectiveFit(backend="gloo", operation="send", ranks=2, alpha_s=3e-5, beta_s=1e-9)
+    add_calibration(path, Calibration(machine="a", torch="2", collectives=(careful,)))
+    assert add_calibration(path, Calibration(machine="a", torch="2", collectives=(rough,))).collectives == (careful,)
+    again = CollectiveFit(backend="gloo", operation="send", ranks=2, alpha_s=2e-5, beta_s=1e-9, sizes=8)
+    assert add_calibration(path, Calibration(machine="a", torch="2", collectives=(again,))).collectives == (again,)
+
+
 def test_another_machine_begins_anew(tmp_path: Path) -> None:
     path = tmp_path / "calibration.toml"
     add_calibration(path, Calibration(machine="a", torch="2", collectives=(_fit(2, 1e-5),)))

@@ -14,6 +14,14 @@ from shoal.recipes.rules import check_across
 from shoal.recipes.splitting import table_of
 from tests.recipes.layouts import GPT, MOE, run_file_of
 
+PIPEDREAM = {"layout": {"pipeline": 2}, "pipeline": {"schedule": "PipeDream"}}
+
+
+def updates(number: int, **layout: int) -> dict[str, Any]:
+    """So many updates in each step of 8 samples."""
+    return {"layout": {"pipeline": 2, **layout}, "pipeline": {"schedule": "PipeDream", "microbatches": number}}
+
+
 REFUSED: list[tuple[int, dict[str, Any], list[str]]] = [
     (6, {"layout": {"tensor": 4}}, ["6 processes", "tensor=4", "tensor=3"]),
     (4, {"layout": {"tensor": 2, "replicate": 3}}, ["4 processes", "6", "replicate=2"]),
@@ -30,6 +38,40 @@ REFUSED: list[tuple[int, dict[str, Any], list[str]]] = [
     (8, {"layout": {"pipeline": 8}}, ["8 stages", "5 parts"]),
     (2, {"layout": {"pipeline": 2}, "pipeline": {"schedule": "DualPipeV", "microbatches": 2}}, ["DualPipeV", "2", "4"]),
     (2, {"layout": {"shard": 2}, "batch": {"global_samples": 1}}, ["batch.global_samples = 1", "raise it to 2"]),
+    (4, {"layout": {"tensor": 4, "tensor_grid": [2, 3]}}, ["tensor_grid = [2, 3]", "6 places", "layout.tensor = 4"]),
+    (
+        4,
+        {"layout": {"tensor": 4, "tensor_grid": [1, 4]}, "model": GPT | {"kv_heads": 2}},
+        ["kv_heads = 2", "nearest: 4"],
+    ),
+    (
+        2,
+        {"layout": {"tensor": 2, "tensor_grid": [2, 1]}, "batch": {"sequence": 15}},
+        ["batch.sequence = 15", "14 or 16"],
+    ),
+    (4, {"layout": {"tensor": 4, "tensor_grid": [2, 2]}, "model": GPT | {"kv_heads": 2}}, []),
+    (4, {"layout": {"tensor": 4}, "model": GPT | {"feed_forward_width": 26}}, ["layout.tensor = 4", "26"]),
+    (4, {"layout": {"tensor": 4, "tensor_grid": [2, 2]}, "model": GPT | {"feed_forward_width": 26}}, []),
+    (
+        4,
+        {"layout": {"tensor": 4, "tensor_grid": [2, 2]}, "model": GPT | {"feed_forward_width": 27}},
+        ["model.feed_forward_width = 27", "2 panels", "26 or 28"],
+    ),
+    (2, updates(5), ["pipeline.microbatches = 5", "microbatches of 2 make 4 updates", "nearest: 4 or 8"]),
+    (2, updates(100), ["8 samples in microbatches of 1 make 8 updates", "nearest: 8"]),
+    (4, updates(3, replicate=2), ["4 samples in microbatches of 2 make 2 updates", "nearest: 2 or 4"]),
+    (4, updates(4, replicate=2), []),
+    (1, {"pipeline": {"schedule": "PipeDream"}}, ["PipeDream", "layout.pipeline = 1", "2 or more"]),
+    (4, PIPEDREAM | {"layout": {"pipeline": 2, "shard": 2}}, ["PipeDream", "layout.shard = 2", "layout.replicate"]),
+    (2, PIPEDREAM | {"model": MOE}, ["PipeDream", 'model.kind = "moe"']),
+    (2, PIPEDREAM | {"model": GPT | {"tied": True}}, ["PipeDream", "model.tied", "set it to false"]),
+    (2, PIPEDREAM | {"precision": {"kind": "float16"}}, ["PipeDream", "float16", "bfloat16"]),
+    (2, PIPEDREAM | {"optimizer": {"lr_for_samples": 8}}, ["PipeDream", "lr_for_samples"]),
+    (
+        2,
+        PIPEDREAM | {"pipeline": {"schedule": "PipeDream", "microbatches": 4}, "batch": {"micro_samples": 2}},
+        ["pipeline.microbatches and batch.micro_samples", "leave one out"],
+    ),
     (
         4,
         {"layout": {"context": 4}, "context": {"kind": "ulysses"}, "model": GPT | {"heads": 2}},

@@ -1,4 +1,4 @@
-"""`verify` catches mistakes: eleven are planted, and what each spoils is named."""
+"""`verify` catches mistakes: thirteen are planted, and what each spoils is named."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tests.recipes.planted import verified_with
 
 TIED = GPT | {"tied": True}
 OWN = {"kind": "python", "build": "tests.recipes.user_models:biased"}
+PIPEDREAM = {"layout": {"pipeline": 2}, "pipeline": {"schedule": "PipeDream"}}
 NO_LOSSES = MOE | {"balance": "none", "router_z_loss": 0.0}
 
 PLANTED: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -25,6 +26,8 @@ PLANTED: dict[str, tuple[dict[str, Any], str, str]] = {
     "auxiliary_unscaled": ({"layout": {"replicate": 2}, "model": MOE}, "gradient", "router.weight"),
     "stale_shard": ({"layout": {"shard": 2}, "memory": {"zero": 1}}, "weight", "blocks.0.attention.key.weight"),
     "routed_otherwise": ({"layout": {"replicate": 2}, "model": MOE}, "route", "blocks."),
+    "stash_forgotten": ({**PIPEDREAM, "optimizer": {"lr": 0.1}}, "gradient", "embedding.weight"),
+    "panel_unsummed": ({"layout": {"tensor": 2, "tensor_grid": [2, 1]}}, "gradient", "blocks."),
     "router_gradient_dropped": ({"layout": {"shard": 2}, "model": NO_LOSSES}, "gradient", "router.weight"),
 }
 """The tables of the run, the quantity that must be found off, and what its name must hold."""

@@ -16,6 +16,7 @@ from tests.recipes.layouts import GPT, MOE, corpus
 SAME_MATH = 1e-12
 """Losses in float64 over 20 steps of AdamW, relative (contracts.md)."""
 STEPS = 10
+NO_AXES = ("expert", "sequence_parallel", "tensor_grid")
 
 DENSE: dict[str, dict[str, Any]] = {
     "one process": {},
@@ -33,6 +34,7 @@ DENSE: dict[str, dict[str, Any]] = {
         "pipeline": {"schedule": "ZBVZeroBubble"},
     },
     "tensor, ZeRO-3": {"layout": {"tensor": 2, "shard": 2}},
+    "grid": {"layout": {"tensor": 4, "tensor_grid": [2, 2]}},
     "replicate, context": {"layout": {"replicate": 2, "context": 2}},
     "one process again": {},
 }
@@ -50,7 +52,7 @@ def tables(model: dict[str, Any], layout: dict[str, Any]) -> dict[str, Any]:
 
 
 def world(layout: dict[str, Any]) -> int:
-    return prod(size for axis, size in layout.get("layout", {}).items() if axis not in ("expert", "sequence_parallel"))
+    return prod(size for axis, size in layout.get("layout", {}).items() if axis not in NO_AXES)
 
 
 @pytest.fixture(scope="module")

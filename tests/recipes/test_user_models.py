@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.recipes.layouts import corpus, verified
+from tests.recipes.layouts import GPT, corpus, verified
 
 BIASED = {"kind": "python", "build": "tests.recipes.user_models:biased"}
 STRIDED = {"kind": "python", "build": "tests.recipes.user_models:strided"}
@@ -48,3 +48,24 @@ def test_a_module_that_does_not_declare_what_an_axis_needs_is_refused(
     corpus(tmp_path)
     outcomes = ranks.outcomes(2, verified, {"model": STRIDED, "layout": layout}, str(tmp_path), False, 1)
     assert all(not worked and "UserCodeError" in str(value) and "Strided" in str(value) for worked, value in outcomes)
+
+
+RAGGED = {"kind": "python", "build": "tests.recipes.user_models:ragged"}
+RAGGED_PIPELINES: list[dict[str, Any]] = [
+    {"pipeline": {"schedule": "1F1B"}, "layout": {"pipeline": 2}},
+    {"pipeline": {"schedule": "DualPipeV", "microbatches": 8}, "layout": {"pipeline": 2}},
+    {"pipeline": {"schedule": "PipeDream"}, "layout": {"pipeline": 2}},
+    {"pipeline": {"schedule": "1F1B"}, "layout": {"pipeline": 2, "context": 2}},
+]
+
+
+@pytest.mark.parametrize("tables", RAGGED_PIPELINES, ids=str)
+def test_microbatches_of_a_pipeline_may_be_of_different_lengths(ranks, tmp_path: Path, tables: dict[str, Any]) -> None:
+    """Nothing is padded: the forms of activations follow from those of the inputs, which every rank knows."""
+    tables = {
+        "data": RAGGED, "model": GPT | {"layers": 4}, "batch": {"global_samples": 8, "micro_samples": 1}, **tables
+    }  # fmt: skip
+    corpus(tmp_path)
+    size = tables["layout"].get("context", 1) * 2
+    verdict, *_ = ranks(size, verified, tables, str(tmp_path), True, 2)
+    assert verdict["holds"], verdict["sentence"]

@@ -61,3 +61,19 @@ class Strided(nn.Module):
 def strided(direct: bool = False) -> nn.Module:
     torch.manual_seed(5)
     return Strided(direct=direct)
+
+
+class Ragged:
+    """Token samples of three lengths, in no order."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        length = 4 * (2 + (index * 7) % 3)
+        tokens = torch.randint(0, 61, (length + 1,), generator=torch.Generator().manual_seed(index))
+        return tokens[:-1], tokens[1:]
+
+
+def ragged() -> Ragged:
+    return Ragged()

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shoal.cli.output import output_file
+
 if TYPE_CHECKING:
+    from shoal.planner.scaling import Scaled
+    from shoal.recipes.operators import OperatorSplits
+    from shoal.recipes.plan_confidence import Confidence
     from shoal.recipes.planning import Planned
+    from shoal.recipes.run_file import RunFile
 
 
 def plan(
@@ -25,7 +32,19 @@ def plan(
         str | None, typer.Option("--why-not", metavar="tensor=8", help="What the best plan with this would cost.")
     ] = None,
     emit: Annotated[
-        Path | None, typer.Option("--emit", metavar="OUT.toml", help="Write the run file of the best plan.")
+        Path | None,
+        typer.Option("--emit", metavar="OUT.toml", help="Write the run file of the best plan.", callback=output_file),
+    ] = None,
+    scaling: Annotated[
+        bool, typer.Option("--scaling", help="Also on a quarter to four times the devices: time, memory, money.")
+    ] = False,
+    pictures: Annotated[
+        Path | None,
+        typer.Option("--pictures", metavar="FOLDER", help="Write memory, scaling and pipeline as pictures."),
+    ] = None,
+    operators: Annotated[
+        int | None,
+        typer.Option("--operators", metavar="N", help="A split of each operator over N ranks, beside the roles'."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
 ) -> None:
@@ -33,48 +52,75 @@ def plan(
 
     Example: shoal plan recipes/stdlib-gpt.toml --why-not tensor=2
     """
+    from shoal.planner.scaling import scaling_of
+    from shoal.recipes.plan_confidence import confidence_in
     from shoal.recipes.plan_file import run_file_of
+    from shoal.recipes.plan_pictures import draw_plan
     from shoal.recipes.planning import planned
     from shoal.recipes.rules import load_run
 
-    result = planned(load_run(run_file, overrides or ()), cluster, keep=top, why_not=why_not)
+    loaded = load_run(run_file, overrides or ())
+    where = cluster or (Path(loaded.layout.cluster) if loaded.layout.cluster else None)
+    result = planned(loaded, where, keep=top, why_not=why_not)
+    confidence, best = confidence_in(result.predictor, os.environ), result.found.best[0]
+    scaled = scaling_of(result.predictor, best, steps=loaded.run.steps) if scaling or pictures is not None else None
+    written = (
+        [] if pictures is None or scaled is None else draw_plan(pictures, result.predictor, best.plan, scaled.curve)
+    )
     if emit is not None:
-        emit.write_text(run_file_of(run_file, result.found.best[0].plan), encoding="utf-8")
+        emit.write_text(run_file_of(run_file, best.plan, overrides or ()), encoding="utf-8")
+        written.append(emit)
+    splits = None if operators is None else _splits(loaded, result, operators)
     if as_json:
-        print(json.dumps(_as_json(result)))
+        shown = _as_json(result, confidence, scaled)
+        print(json.dumps(shown | {"operators": None if splits is None else splits.record()}))
         return
-    for part in _as_text(result):
+    for part in [*_as_text(result, confidence, scaled), *([] if splits is None else [splits.text()])]:
         print(part, end="\n\n")
-    if emit is not None:
-        print(f"Written: {emit}")
+    for path in written:
+        print(f"Written: {path}")
 
 
-def _as_text(result: Planned) -> list[str]:
+def _splits(run_file: RunFile, result: Planned, ranks: int) -> OperatorSplits:
+    from shoal.recipes.operators import operator_splits
+
+    return operator_splits(run_file, result.predictor, result.found.best[0].plan, ranks=ranks)
+
+
+def _as_text(result: Planned, confidence: Confidence, scaled: Scaled | None) -> list[str]:
     from shoal.planner import text
 
     best, cluster = result.found.best[0], result.predictor.cluster
     limit = cluster.device.memory_bytes
     parts = [
         f"{cluster.name}: {cluster.nodes} x {cluster.machine.devices} {cluster.device.name}; "
-        f"{result.found.considered} legal plans, {result.found.fitting} fit",
+        f"{result.found.considered} legal plans, {result.found.fitting} fit\n"
+        f"Predicted from {result.basis}" + (f"; {result.track_record}" if result.track_record else ""),
         text.plans(result.found.best),
         "Best plan: " + best.plan.describe(),
         text.bill(best.bill),
         text.memory(best.peak, limit),
+        text.confidence(best, limit, time=confidence.time, memory=confidence.memory),
         text.changes(result.changes, best),
+        "What would help most:\n" + text.helps(result.changes, best),
         "No plan is both faster and smaller than these:\n" + text.plans(result.found.front[:10]),
     ]
     if result.written is not None:
         parts.insert(1, "The run file as it stands:\n" + text.plans([result.written]))
     if result.money is not None:
         parts.append(text.money(result.money))
+    if scaled is not None:
+        parts.append("The fastest plans on other numbers of devices:\n" + text.choices(scaled.curve))
+        parts.append("Nothing beats these in time, memory and money at once:\n" + text.choices(scaled.front))
     return parts + ([result.why_not] if result.why_not else [])
 
 
-def _as_json(result: Planned) -> dict[str, Any]:
-    from shoal.planner.record import constants_record, prediction_record
+def _as_json(result: Planned, confidence: Confidence, scaled: Scaled | None) -> dict[str, Any]:
+    from shoal.planner.record import choice_record, confidence_record, constants_record, prediction_record
+    from shoal.planner.text import help_sentence
 
-    found, cluster = result.found, result.predictor.cluster
+    found, cluster, best = result.found, result.predictor.cluster, result.found.best[0]
+    limit = cluster.device.memory_bytes
     return {
         "cluster": {"name": cluster.name, "nodes": cluster.nodes, "devices": cluster.devices},
         "considered": found.considered,
@@ -83,9 +129,21 @@ def _as_json(result: Planned) -> dict[str, Any]:
         "front": [prediction_record(one) for one in found.front],
         "written": prediction_record(result.written) if result.written else None,
         "changes": [
-            {"what": c.what, "step_s": c.step_s, "memory_bytes": c.memory_bytes, "fits": c.fits} for c in result.changes
+            {
+                "what": c.what,
+                "step_s": c.step_s,
+                "memory_bytes": c.memory_bytes,
+                "fits": c.fits,
+                "sentence": help_sentence(c, best),
+            }
+            for c in result.changes
         ],
+        "confidence": confidence_record(best, limit, time=confidence.time, memory=confidence.memory),
+        "scaling": None if scaled is None else [choice_record(one) for one in scaled.curve],
+        "front_of_devices": None if scaled is None else [choice_record(one) for one in scaled.front],
         "why_not": result.why_not,
         "money": result.money,
+        "basis": result.basis,
+        "track_record": result.track_record,
         "constants": constants_record(result.predictor.constants),
     }

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shoal.cli.output import output_file, picture_file
+
 if TYPE_CHECKING:
     from shoal.planner.simulate.pace import Stragglers
     from shoal.recipes.run_file import RunFile
@@ -23,7 +25,10 @@ def simulate(
         Path | None, typer.Option("--cluster", metavar="C.toml", help="The machine; default: CPU cores of this one.")
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option("--trace", metavar="OUT.json", help="Write the step's timeline for Perfetto.")
+        Path | None,
+        typer.Option(
+            "--trace", metavar="OUT.json", help="Write the step's timeline for Perfetto.", callback=output_file
+        ),
     ] = None,
     weeks: Annotated[
         float, typer.Option(help="Weeks of training with failures; 0: the step only.", min=0, max=520)
@@ -41,7 +46,8 @@ def simulate(
         bool, typer.Option("--schedule", help="Only the pipeline's schedule: a line a rank, time to the right.")
     ] = False,
     picture: Annotated[
-        Path | None, typer.Option("--picture", metavar="OUT.png", help="Draw the schedule (png, svg, pdf).")
+        Path | None,
+        typer.Option("--picture", metavar="OUT.png", help="Draw the schedule (png, svg, pdf).", callback=picture_file),
     ] = None,
     seed: Annotated[int, typer.Option(help="Noise, slow devices and failures follow from it.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
@@ -49,6 +55,7 @@ def simulate(
     """Plays the run's own layout: schedule, network, stragglers, failures. Deterministic by seed.
 
     Example: shoal simulate recipes/stdlib-gpt-3d.toml --weeks 1 --trace out.json
+
     Example: shoal simulate recipes/stdlib-gpt-3d.toml --schedule --picture schedule.png
     """
     from shoal.planner.simulate.pace import Stragglers
@@ -59,6 +66,8 @@ def simulate(
     loaded = load_run(run_file, overrides or ())
     stragglers = Stragglers(slow_share=slow_share, slow_factor=slow_factor, sigma=noise, seed=seed)
     if schedule or picture is not None:
+        if trace is not None or weeks:
+            raise typer.BadParameter("the schedule alone has no trace and no weeks; leave --schedule and --picture out")
         _show_schedule(loaded, cluster, stragglers, picture=picture, as_json=as_json)
         return
     result = simulated(

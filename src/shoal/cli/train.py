@@ -10,6 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from shoal.launch.environment import Place
+    from shoal.launch.lab.lab_file import Lab
     from shoal.recipes.run_file import RunFile
 
 
@@ -17,6 +18,9 @@ def train(
     run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.")],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[key=value]...", help="Keys that replace the file's.")
+    ] = None,
+    lab: Annotated[
+        Path | None, typer.Option("--lab", metavar="LAB.toml", help="Train on the hosts and links of a lab file.")
     ] = None,
 ) -> None:
     """Trains a run file; goes on from the newest checkpoint of its run directory.
@@ -29,7 +33,14 @@ def train(
 
     loaded = load_run(run_file, overrides or ())
     command = [sys.executable, "-m", "shoal", "train", str(run_file), *(overrides or ())]
-    raise typer.Exit(run(loaded, command, _rank, directory=run_directory(loaded), file=str(run_file)))
+    directory, hosts = run_directory(loaded), _lab(lab)
+    raise typer.Exit(run(loaded, command, _rank, directory=directory, file=str(run_file), lab=hosts))
+
+
+def _lab(path: Path | None) -> Lab | None:
+    from shoal.launch.lab.lab_file import load_lab
+
+    return None if path is None else load_lab(path)
 
 
 def _rank(run_file: RunFile, place: Place) -> None:

@@ -1,6 +1,10 @@
-"""Conditions that tests and labs put on a wire: faults at a chosen call, and a rate that the wire cannot exceed.
+"""Conditions that tests and labs put on a wire: faults at a chosen call, and rates that the wire cannot exceed.
 
 They are an argument of the seam. A run without them pays nothing for their existence.
+
+Rates between hosts (`HostRates`) stand in for real links where there are none: a rank's `wait` comes back no sooner
+than the bytes that this rank sends to other hosts would be through. That is an approximation: the ranks of a host do
+not share its link, what a rank receives is not delayed by it, and there is no latency.
 """
 
 from __future__ import annotations
@@ -9,11 +13,12 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
+from shoal.comm.volume import Sent
 from shoal.errors import CollectiveError
 
 
@@ -32,11 +37,43 @@ class Fault:
 
 
 @dataclass(frozen=True)
+class HostRates:
+    """`hosts[r]` is the host of rank r of the world; `bytes_s[a][b]` the rate from host a to host b."""
+
+    hosts: Sequence[int]
+    bytes_s: Sequence[Sequence[float]]
+
+    def slowest(self, ranks: Sequence[int], rank: int) -> float | None:
+        """Of the links from the host of `rank` to the other hosts of `ranks`; None where there is no other."""
+        here = self.hosts[rank]
+        others = {self.hosts[other] for other in ranks} - {here}
+        return min((self.bytes_s[here][other] for other in others), default=None)
+
+
+@dataclass(frozen=True)
 class Conditions:
-    """What a wire is like. `bytes_per_second` delays completion so that no more than that goes through."""
+    """What a wire is like. Completion is delayed so that no more bytes go through than the rates allow.
+
+    `bytes_per_second` bounds everything that a rank sends, `between_bytes_per_second` what goes to other hosts. `rates`
+    gives the latter for every group of ranks of the world (`among`).
+    """
 
     faults: Sequence[Fault] = ()
     bytes_per_second: float | None = None
+    between_bytes_per_second: float | None = None
+    rates: HostRates | None = None
+
+    def among(self, ranks: Sequence[int], rank: int) -> Conditions:
+        """The conditions of `rank` of the world in the group of `ranks`."""
+        if self.rates is None:
+            return self
+        return replace(self, between_bytes_per_second=self.rates.slowest(ranks, rank))
+
+    def wire_s(self, sent: Sent) -> float:
+        """Seconds that the wire is busy with it at least."""
+        whole = sent.bytes_sent / self.bytes_per_second if self.bytes_per_second else 0.0
+        between = sent.between_bytes / self.between_bytes_per_second if self.between_bytes_per_second else 0.0
+        return max(whole, between)
 
     def fault(self, operation: str, call: int) -> Fault | None:
         """The fault that is due at this call, if any."""

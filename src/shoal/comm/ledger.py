@@ -1,44 +1,89 @@
-"""What went over the wire: calls, bytes and exposed seconds of every collective, since the last look."""
+"""What went over the wire: calls, bytes by link level and exposed seconds of every collective, since the last look.
+
+Levels are two: to ranks of the same host, and to those of other hosts. Bytes are those of `shoal.comm.volume`, which
+says what is and what is not in them.
+"""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+from shoal.comm.volume import Sent
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One kind of collective: how often, how many bytes this rank sent, how long its caller stood still for it."""
+    """One kind of collective: how often, how many bytes this rank sent inside its host and to others, how long its
+    caller stood still for it (`exposed_s`), and did other things between its start and the wait for it (`hidden_s`).
+
+    A collective that is over before it is waited for counts as hidden until then.
+    """
 
     calls: int = 0
-    bytes_sent: int = 0
+    inside_bytes: int = 0
+    between_bytes: int = 0
     exposed_s: float = 0.0
+    hidden_s: float = 0.0
+
+    @property
+    def bytes_sent(self) -> int:
+        """To all ranks."""
+        return self.inside_bytes + self.between_bytes
 
     def __add__(self, other: Entry) -> Entry:
-        return Entry(self.calls + other.calls, self.bytes_sent + other.bytes_sent, self.exposed_s + other.exposed_s)
+        return Entry(
+            self.calls + other.calls,
+            self.inside_bytes + other.inside_bytes,
+            self.between_bytes + other.between_bytes,
+            self.exposed_s + other.exposed_s,
+            self.hidden_s + other.hidden_s,
+        )
 
 
 @dataclass
 class Ledger:
-    """Adds up entries by operation. `take` returns what has come together and starts again from nothing."""
+    """Adds up entries by operation. `take` returns what has come together and starts again from nothing.
+
+    Several threads may use it. Waiting of a thread that is `behind` holds up nobody: it counts as hidden.
+    """
 
     entries: dict[str, Entry] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
+    _threads_behind: set[int] = field(default_factory=set, init=False, repr=False, compare=False)
 
-    def sent(self, operation: str, bytes_sent: int) -> None:
-        """One call that puts `bytes_sent` on the wire."""
-        self._add(operation, Entry(calls=1, bytes_sent=bytes_sent))
+    @contextmanager
+    def behind(self) -> Iterator[None]:
+        """Around what a thread waits for while another computes; that one books itself where it stands still."""
+        self._threads_behind.add(threading.get_ident())
+        try:
+            yield
+        finally:
+            self._threads_behind.discard(threading.get_ident())
 
-    def waited(self, operation: str, exposed_s: float) -> None:
-        """The caller stood still for `exposed_s` seconds."""
-        self._add(operation, Entry(exposed_s=exposed_s))
+    def sent(self, operation: str, sent: Sent) -> None:
+        """One call that puts `sent` on the wire."""
+        self._add(operation, Entry(1, sent.inside_bytes, sent.between_bytes))
+
+    def waited(self, operation: str, exposed_s: float, hidden_s: float = 0.0) -> None:
+        """The caller stood still for `exposed_s` seconds, `hidden_s` after the start."""
+        if threading.get_ident() in self._threads_behind:
+            exposed_s, hidden_s = 0.0, exposed_s + hidden_s
+        self._add(operation, Entry(exposed_s=exposed_s, hidden_s=hidden_s))
 
     def total(self) -> Entry:
         """The sum over all operations."""
-        return sum(self.entries.values(), Entry())
+        with self._lock:
+            return sum(self.entries.values(), Entry())
 
     def take(self) -> dict[str, Entry]:
         """The entries since the last call of this method."""
-        taken, self.entries = self.entries, {}
+        with self._lock:
+            taken, self.entries = self.entries, {}
         return taken
 
     def _add(self, operation: str, entry: Entry) -> None:
-        self.entries[operation] = self.entries.get(operation, Entry()) + entry
+        with self._lock:
+            self.entries[operation] = self.entries.get(operation, Entry()) + entry

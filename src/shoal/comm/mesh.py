@@ -6,30 +6,22 @@ group can be dropped and a new one stand beside what is left of the old.
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from shoal.comm.algorithms.config import Algorithm
 from shoal.comm.alone import Alone
-from shoal.comm.collective import Collective, GroupCollective
+from shoal.comm.backends import Transport
+from shoal.comm.collective import Collective
 from shoal.comm.conditions import Conditions
-from shoal.comm.diagnosis import Diagnosis, introduce
+from shoal.comm.connect import connect
 from shoal.comm.ledger import Ledger
-from shoal.comm.seam import Seam
-from shoal.comm.shm.group import share_memory
+from shoal.comm.waiting import Board
 from shoal.topology.axes import Axis
 from shoal.topology.layout import Layout
-
-Transport = Literal["auto", "gloo"]
-"""How ranks without GPUs talk: "auto" is shared memory where all ranks of a group are on one host, else Gloo."""
-
 
 Ranks = tuple[int, ...]
 Connect = Callable[[Ranks, str], Collective]
@@ -88,62 +80,31 @@ def build_mesh(
     timeout_s: float = 60.0,
     conditions: Conditions | None = None,
     transport: Transport = "auto",
+    algorithm: Algorithm = "backend",
+    check_collectives: bool = False,
 ) -> Mesh:
-    """Connects this rank to the others. Blocks until all ranks of the layout have called it."""
+    """Connects this rank to the others. Blocks until all ranks of the layout have called it.
+
+    `transport` is what is asked for between ranks without GPUs (`shoal.comm.backends`), `algorithm` how groups over
+    Gloo make collectives (`shoal.comm.algorithms.group`). `check_collectives`: every collective is compared between its
+    ranks before it is made (`shoal.comm.checked`).
+    """
     ledger = Ledger()
+    board = Board(PrefixStore(f"generation-{generation}", store), rank) if check_collectives else None
 
     def connected(ranks: Ranks, lane: str) -> Collective:
         name = "world" if len(ranks) == layout.world_size else "ranks-" + "-".join(map(str, ranks))
         name = f"{name}-{lane}" if lane else name
+        if board is not None:
+            board.enter(name, ranks)
+        here = conditions and conditions.among(ranks, rank)
         named = PrefixStore(f"generation-{generation}/{name}", store)
         return connect(
             named, ranks.index(rank), len(ranks), device=device, label=name, ledger=ledger, timeout_s=timeout_s,
-            world_rank=rank, conditions=conditions, transport=transport,
+            world_rank=rank, conditions=here, transport=transport, algorithm=algorithm,
+            check_collectives=check_collectives, board=board,
         )  # fmt: skip
 
     mesh = Mesh(layout, rank, device, generation, ledger, connected)
     _ = mesh.world  # all are here
     return mesh
-
-
-def connect(
-    store: Store,
-    rank: int,
-    size: int,
-    *,
-    device: torch.device,
-    label: str,
-    ledger: Ledger,
-    timeout_s: float,
-    world_rank: int | None = None,
-    conditions: Conditions | None = None,
-    transport: Transport = "auto",
-) -> GroupCollective:
-    """One group over the backend of `device`: NCCL for GPUs; else Gloo, and shared memory where ranks share a host."""
-    myself = f"rank {rank if world_rank is None else world_rank} (host {socket.gethostname()}, pid {os.getpid()})"
-    members = introduce(store, rank, size, myself=myself, timeout_s=timeout_s)
-    if device.type == "cuda":
-        inner, backend, why = _nccl(store, rank, size, timeout_s), "nccl", "nccl: GPUs"
-    else:
-        inner, backend, why = _for_cpus(store, rank, size, timeout_s=timeout_s, transport=transport)
-    diagnosis = Diagnosis(store, rank, members)
-    return GroupCollective(
-        Seam(
-            inner, backend=backend, why=why, label=label, ledger=ledger, diagnosis=diagnosis, conditions=conditions
-        )
-    )  # fmt: skip
-
-
-def _nccl(store: Store, rank: int, size: int, timeout_s: float) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=timeout_s)
-    return dist.ProcessGroupNCCL(store, rank, size, options)
-
-
-def _for_cpus(store: Store, rank: int, size: int, *, timeout_s: float, transport: Transport) -> tuple[Any, str, str]:
-    """The group, its backend's name, and why it is that one."""
-    gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
-    if transport == "gloo":
-        return gloo, "gloo", "gloo: asked for"
-    group, why = share_memory(gloo, store, timeout_s=timeout_s)
-    return group, "gloo" if group is gloo else "shm", why

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from shoal.comm.own_gradient import OwnGradient
 from shoal.errors import UserCodeError
 from shoal.maths.norm import two_norm
 
@@ -40,6 +41,11 @@ class Bucket(Protocol):
     """Gradients that travel together. `missing` counts those that are not yet final, and is the reducer's to write."""
 
     missing: int
+
+    @property
+    def counted(self) -> Collection[int]:
+        """The parameters of it whose gradients, as long as nothing is summed, this rank counts for its replica."""
+        ...
 
     @property
     def slices(self) -> Collection[int]:
@@ -86,6 +92,7 @@ class Reducer:
     parameters: Sequence[tuple[str, Parameter]]
     buckets: Sequence[Bucket]
     eager: bool = False
+    own: OwnGradient = field(default_factory=OwnGradient)
     _filled: set[int] = field(default_factory=set, init=False)
     _fired: set[int] = field(default_factory=set, init=False)
 
@@ -102,6 +109,7 @@ class Reducer:
         for bucket in self.buckets:
             bucket.start()
         self._filled.clear()
+        self.own.start()
         self._begin()
 
     @contextmanager
@@ -115,6 +123,9 @@ class Reducer:
             self._sending = False
         if self.eager and not last:
             self._send_rest()
+        if not last:
+            self._look_at(self._filled)
+            self.own.close()
 
     @contextmanager
     def schedule(self) -> Iterator[None]:
@@ -126,13 +137,18 @@ class Reducer:
         finally:
             self._deaf = False
 
+    def flush(self) -> None:
+        """Sends what the backward did not fill. Does not block."""
+        self._send_rest()
+        self.own.close()
+
     def finish(self) -> Tensor | None:
         """Sends what the backward did not fill, and waits for all.
 
         Returns the 2-norm of the numbers that this rank counts, in float32 at least, on the device; None where it has
         no bucket. Each bucket's part is computed while those behind it are still on the wire.
         """
-        self._send_rest()
+        self.flush()
         for bucket in self.buckets:
             bucket.settle()
         norms: list[Tensor] = []
@@ -204,7 +220,14 @@ class Reducer:
             bucket.slice(index).zero_()
             parameter.grad = bucket.slice(index) if bucket.keeps else None
 
+    def _look_at(self, indices: Collection[int]) -> None:
+        """Takes the norms of gradients that nothing was added to yet, if they are wanted."""
+        if self.own.open:
+            counted = (index for index in indices if index in self._home[index].counted)
+            self.own.add(two_norm(self._home[index].slice(index)) for index in counted)
+
     def _send(self, bucket: Bucket) -> None:
+        self._look_at(bucket.slices)
         bucket.send()
         self._next += 1
         if self.eager:

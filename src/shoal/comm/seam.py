@@ -24,7 +24,7 @@ from torch._C import _distributed_c10d as c10d
 from shoal.comm.conditions import Conditions, Fault, after, before
 from shoal.comm.diagnosis import Diagnosis
 from shoal.comm.ledger import Ledger
-from shoal.comm.volume import bytes_sent
+from shoal.comm.volume import Sent, Volume
 from shoal.errors import CollectiveError
 
 Launch = Callable[[], Any]
@@ -37,6 +37,7 @@ class SeamWork(dist.Work):
         super().__init__()
         self._seam, self._inner, self._operation, self._call = seam, inner, operation, call
         self._due_s, self._finish, self._done = due_s, finish, False
+        self._started_s = time.perf_counter()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Raises `CollectiveError` naming the operation and the ranks that did not come."""
@@ -51,7 +52,7 @@ class SeamWork(dist.Work):
         time.sleep(max(0.0, self._due_s - time.perf_counter()))
         self._finish()
         self._done = True
-        self._seam.ledger.waited(self._operation, time.perf_counter() - begin_s)
+        self._seam.ledger.waited(self._operation, time.perf_counter() - begin_s, begin_s - self._started_s)
         return True
 
     def is_completed(self) -> bool:
@@ -75,10 +76,12 @@ class Seam(dist.ProcessGroup):
         ledger: Ledger,
         diagnosis: Diagnosis | None = None,
         conditions: Conditions | None = None,
+        volume: Volume | None = None,
     ) -> None:
         super().__init__(inner.rank(), inner.size())  # pyright: ignore[reportCallIssue]
         self.inner, self.backend, self.why, self.label, self.ledger = inner, backend, why, label, ledger
         self._diagnosis, self._conditions = diagnosis, conditions
+        self._volume = volume or Volume(backend, inner.rank(), ("",) * inner.size())
         self._calls: dict[str, int] = {}
         self._started, self._busy_until_s = 0, 0.0
 
@@ -91,11 +94,13 @@ class Seam(dist.ProcessGroup):
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
         tensors, opts = _listed(tensors), opts or c10d.BroadcastOptions()
-        return self._through("broadcast", tensors, tensors, lambda: self.inner.broadcast(tensors, opts))
+        launch = lambda: self.inner.broadcast(tensors, opts)  # noqa: E731
+        return self._through("broadcast", tensors, tensors, launch, peer=opts.rootRank)
 
     def reduce(self, tensors: Any, opts: Any = None) -> Any:
         tensors, opts = _listed(tensors), opts or c10d.ReduceOptions()
-        return self._through("reduce", tensors, tensors, lambda: self.inner.reduce(tensors, opts))
+        launch = lambda: self.inner.reduce(tensors, opts)  # noqa: E731
+        return self._through("reduce", tensors, tensors, launch, peer=opts.rootRank)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = opts or c10d.AllgatherOptions()
@@ -115,20 +120,20 @@ class Seam(dist.ProcessGroup):
     ) -> Any:
         opts = opts or c10d.AllToAllOptions()
         launch = lambda: self.inner.alltoall_base(output, input, out_sizes, in_sizes, opts)  # noqa: E731
-        return self._through("all_to_all", [input], [output], launch)
+        return self._through("all_to_all", [input], [output], launch, parts=in_sizes)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = opts or c10d.GatherOptions()
-        return self._through("gather", inputs, inputs, lambda: self.inner.gather(outputs, inputs, opts))
+        launch = lambda: self.inner.gather(outputs, inputs, opts)  # noqa: E731
+        return self._through("gather", inputs, inputs, launch, peer=opts.rootRank)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = opts or c10d.ScatterOptions()
-        return self._through(
-            "scatter", outputs * self.size(), outputs, lambda: self.inner.scatter(outputs, inputs, opts)
-        )
+        launch = lambda: self.inner.scatter(outputs, inputs, opts)  # noqa: E731
+        return self._through("scatter", outputs * self.size(), outputs, launch, peer=opts.rootRank)
 
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> Any:
-        return self._through("send", tensors, tensors, lambda: self.inner.send(tensors, dstRank, tag))
+        return self._through("send", tensors, tensors, lambda: self.inner.send(tensors, dstRank, tag), peer=dstRank)
 
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> Any:
         return self._through("recv", tensors, tensors, lambda: self.inner.recv(tensors, srcRank, tag))
@@ -143,13 +148,22 @@ class Seam(dist.ProcessGroup):
             return CollectiveError(f"rank {self.rank()}: {what} failed after {waited_s:.1f} s: {error}")
         return CollectiveError(self._diagnosis.sentence(what, self._started, waited_s, str(error)))
 
-    def _through(self, operation: str, payload: Any, results: Sequence[torch.Tensor], launch: Launch) -> SeamWork:
+    def _through(
+        self,
+        operation: str,
+        payload: Any,
+        results: Sequence[torch.Tensor],
+        launch: Launch,
+        *,
+        peer: int = 0,
+        parts: Sequence[int] = (),
+    ) -> SeamWork:
         call = self._calls.get(operation, 0)
         self._calls[operation] = call + 1
         self._started += 1
         fault = self._conditions.fault(operation, call) if self._conditions else None
         before(fault)
-        sent = bytes_sent(operation, sum(map(_bytes, payload)), size=self.size(), backend=self.backend)
+        sent = self._volume(operation, sum(map(_bytes, payload)), peer=peer, parts=parts)
         self.ledger.sent(operation, sent)
         inner = self._launched(launch, fault, operation, call)
         finish = lambda: after(fault, results)  # noqa: E731
@@ -164,12 +178,12 @@ class Seam(dist.ProcessGroup):
         except RuntimeError as error:
             raise self.explained(error, operation, call, time.perf_counter() - begin_s) from None
 
-    def _due_s(self, sent: int) -> float:
-        """When a throttled wire has taken `sent` more bytes; in the past where there is no throttle."""
-        if self._conditions is None or self._conditions.bytes_per_second is None:
+    def _due_s(self, sent: Sent) -> float:
+        """When a throttled wire has taken `sent`, too; in the past where there is no throttle."""
+        wire_s = self._conditions.wire_s(sent) if self._conditions else 0.0
+        if wire_s == 0.0:
             return 0.0
-        start_s = max(self._busy_until_s, time.perf_counter())
-        self._busy_until_s = start_s + sent / self._conditions.bytes_per_second
+        self._busy_until_s = max(self._busy_until_s, time.perf_counter()) + wire_s
         return self._busy_until_s
 
 

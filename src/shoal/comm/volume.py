@@ -1,24 +1,236 @@
-"""Bytes that one rank puts on the wire in a collective: closed forms.
+"""What one rank sends in a collective, and to whom: closed forms of the algorithms that the backends run.
 
-`payload` is the size of the tensor a rank contributes (all-reduce, broadcast, reduce, all-gather's input,
-reduce-scatter's and all-to-all's whole input). The forms are those of the algorithms that the backends run: ring for
-all-reduce and all-gather, pairwise exchange for all-to-all. Gloo's reduce-scatter is an all-reduce and a slice, also
-where it stands behind shared memory ("shm"). Through memory nothing is sent: there, an all-reduce counts what a rank
-moves to and from others, which is as much as in the ring.
+S is `payload`: the bytes that a rank contributes (all-reduce, broadcast, reduce, all-gather's input, send) or the whole
+that is divided (reduce-scatter's and all-to-all's input, the root's input of a scatter). Of n ranks, rank r sends
+
+    backend  operation         algorithm                              bytes, and to whom
+    gloo     all_reduce        ring                                   2 (n-1)/n S to r-1
+             reduce_scatter    ring all-reduce, of which a part is    2 (n-1)/n S to r-1
+                               kept
+             all_gather        ring                                   (n-1) S to r+1
+             all_to_all        direct                                 S/n to each
+             broadcast         binomial tree                          S to each of its children
+             reduce            ring reduce-scatter, gathered at the   S - 2 min(S/2n, 1 MiB) to r-1, S/n to the root
+                               root
+             gather            direct                                 S to the root
+             scatter           direct                                 S/n from the root to each
+             send              direct                                 S
+    shm      all_reduce        two shots (short ones take one, and   2 S/n to each
+                               are counted alike)
+             reduce_scatter    one shot                               S/n to each
+             reduce            two shots                              S/n to each, and S/n to the root
+             the others        direct                                 as above; a broadcast: S from the root to each
+
+Gloo's were read off the connections of two to four ranks, each on a host of its own (`tests/comm/test_volume.py` does
+it again): whatever the size its all-reduce is a ring, and its reduce sends more than a ring has to where S exceeds
+2n MiB, because it works in segments of at most 1 MiB. Through memory ("shm") nothing is sent: what is counted is what a
+rank moves to others or others take from it. NCCL is counted as rings, MPI's as the least that there is: what they
+choose is theirs.
+
+What is not counted: 48 bytes of Gloo's own before each message, two such messages to arrange each, barriers, and the
+headers of TCP, IP and Ethernet (`wire_bytes`).
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shoal.collectives.table import Table
+from shoal.comm.hierarchical.division import Division, division_of
+
+Traffic = Mapping[int, int]
+"""Bytes by the rank that they go to."""
+
+Tables = Callable[[str, int, int], Table | None]
+
+SEGMENT_BYTES = 1 << 20
+"""The longest piece in which Gloo reduces."""
+HEADER_BYTES = 14 + 20 + 20 + 12
+"""Ethernet, IPv4, TCP and its time stamps, of each packet."""
+MTU_BYTES = 1500
+MOST_KNOWN = 1024
+"""Counts that are kept: a run repeats the same few calls."""
+RINGS = ("all_reduce", "reduce_scatter", "all_gather")
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes to ranks of the same host, and to those of others."""
+
+    inside_bytes: int = 0
+    between_bytes: int = 0
+
+    @property
+    def bytes_sent(self) -> int:
+        """Both."""
+        return self.inside_bytes + self.between_bytes
+
+
+class Volume:
+    """What rank `rank` of a group sends; `hosts` are the identities of all its ranks' hosts, in rank order.
+
+    `tables` gives the table by which an operation is made, from its name, payload and root; None where the backend has
+    its own way.
+    """
+
+    def __init__(self, backend: str, rank: int, hosts: Sequence[str], *, tables: Tables | None = None) -> None:
+        self.backend, self.rank, self.hosts, self._tables = backend, rank, tuple(hosts), tables
+        self._division = division_of(hosts)
+        self._known: dict[tuple[str, int, int], Sent] = {}
+
+    def __call__(self, operation: str, payload: int, *, peer: int = 0, parts: Sequence[int] = ()) -> Sent:
+        """`peer` is the root, or the receiver; `parts` are the shares of ranks in an uneven all-to-all."""
+        key = (operation, payload, peer)
+        if parts or key not in self._known:
+            sent = self._count(operation, payload, peer, parts)
+            if parts:
+                return sent
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            self._known[key] = sent
+        return self._known[key]
+
+    def _count(self, operation: str, payload: int, peer: int, parts: Sequence[int]) -> Sent:
+        flat = self.backend if self.backend != "hierarchical" else "gloo"
+        if flat != self.backend and operation not in _LEFT_TO_GLOO:
+            return _on_two_levels(operation, payload, self.rank, peer, self._division)
+        if parts and sum(parts):
+            traffic = {to: payload * part // sum(parts) for to, part in enumerate(parts) if to != self.rank}
+        elif (table := self._tables(operation, payload, peer) if self._tables else None) is not None:
+            whole = payload * len(self.hosts) if operation == "all_gather" else payload
+            traffic = table_traffic(table, whole, rank=self.rank)
+        else:
+            traffic = traffic_of(operation, payload, rank=self.rank, size=len(self.hosts), backend=flat, peer=peer)
+        here = self.hosts[self.rank]
+        inside = sum(sent for to, sent in traffic.items() if self.hosts[to] == here)
+        return Sent(inside, sum(traffic.values()) - inside)
 
 
 def bytes_sent(operation: str, payload: int, *, size: int, backend: str) -> int:
     """Bytes sent by one of `size` ranks, averaged over the ranks where the operation is rooted (broadcast, gather)."""
     if size == 1:
         return 0
-    others = size - 1
-    if operation == "all_reduce" or (operation == "reduce_scatter" and backend in ("gloo", "shm")):
-        return 2 * payload * others // size
-    if operation in ("reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter"):
-        return payload * others // size
+    if operation == "send":
+        return payload
+    ranks = range(size) if operation in _ROOTED else range(1)
+    sent = [sum(traffic_of(operation, payload, rank=rank, size=size, backend=backend).values()) for rank in ranks]
+    return sum(sent) // len(sent)
+
+
+def traffic_of(operation: str, payload: int, *, rank: int, size: int, backend: str, peer: int = 0) -> Traffic:
+    """What `rank` sends to each other rank; `peer` is the root, or the receiver of a message."""
+    if size == 1 or operation in ("recv", "barrier"):
+        return {}
+    others = [other for other in range(size) if other != rank]
+    match operation:
+        case "send":
+            return {peer: payload}
+        case "gather":
+            return {peer: payload} if rank != peer else {}
+        case "scatter":
+            return dict.fromkeys(others, payload // size) if rank == peer else {}
+        case "all_to_all":
+            return _spread(payload * len(others) // size, others)
+        case "broadcast" if backend == "gloo":
+            return dict.fromkeys(_children(rank, size, peer), payload)
+        case "broadcast":
+            return dict.fromkeys(others, payload) if rank == peer else {}
+        case "reduce":
+            return _reduce(payload, rank, size, peer, backend=backend)
+    if backend == "shm":
+        times = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": size}[operation]
+        return _spread(times * payload * len(others) // size, others)
+    return _ring(operation, payload, rank, size, backend)
+
+
+def table_traffic(table: Table, size_bytes: int, *, rank: int) -> Traffic:
+    """Of a table of `shoal.collectives` on a vector of `size_bytes`, or of what one rank holds for an all-to-all."""
+    cells: dict[int, int] = {}
+    for step in table.rows[rank]:
+        for send in step.sends:
+            cells[send.to] = cells.get(send.to, 0) + len(send.cells)
+    return {to: count * size_bytes // table.chunks for to, count in cells.items()}
+
+
+def wire_bytes(payload: int, *, packet_bytes: int = MTU_BYTES) -> float:
+    """With the headers of TCP/IP over Ethernet, where packets hold `packet_bytes` behind the Ethernet header.
+
+        wire = payload (1 + 66 / (MTU - 52)),    MTU 1500: 1448 bytes in 1514, 4.6 % more
+
+    Interface counters of virtual links see long packets before they are cut to the MTU, and count their headers once.
+    """
+    return payload * (1 + HEADER_BYTES / (packet_bytes - (HEADER_BYTES - 14)))
+
+
+_ROOTED = ("broadcast", "reduce", "gather", "scatter")
+_LEFT_TO_GLOO = ("all_to_all", "gather", "scatter")
+
+
+def _ring(operation: str, payload: int, rank: int, size: int, backend: str) -> Traffic:
+    before, after, others = (rank - 1) % size, (rank + 1) % size, size - 1
     if operation == "all_gather":
-        return payload * others
-    return payload if operation == "send" else 0
+        return {after: others * payload}
+    if operation == "all_reduce" or backend == "gloo":
+        return {before: 2 * payload * others // size}
+    return {before: payload * others // size}
+
+
+def _spread(whole: int, over: Sequence[int]) -> Traffic:
+    """Equal parts, the rest to the last."""
+    part = whole // len(over)
+    return {**dict.fromkeys(over, part), over[-1]: whole - part * (len(over) - 1)}
+
+
+def _children(rank: int, size: int, root: int) -> list[int]:
+    """In a binomial tree, numbered from the root: v sends to v + 2^k for every 2^k above v."""
+    place, step, found = (rank - root) % size, 1, []
+    while step < size:
+        if place < step and place + step < size:
+            found.append((place + step + root) % size)
+        step *= 2
+    return found
+
+
+def _reduce(payload: int, rank: int, size: int, root: int, *, backend: str) -> Traffic:
+    if backend not in ("gloo", "shm"):
+        return {root: payload} if rank != root else {}
+    if backend == "gloo":
+        sent = {(rank - 1) % size: payload - round(2 * min(payload / (2 * size), SEGMENT_BYTES))}
+    else:
+        sent = dict.fromkeys((other for other in range(size) if other != rank), payload // size)
+    if rank != root:
+        sent[root] = sent.get(root, 0) + payload // size
+    return sent
+
+
+def _on_two_levels(operation: str, payload: int, rank: int, peer: int, division: Division) -> Sent:
+    """`shoal.comm.hierarchical`: inside, as shared memory; between, leaders straight to each other.
+
+    Inside, a leader reduces and hands on like a root; the others give it their part, and hand nothing on.
+    """
+    host, place = division.places[rank]
+    if operation == "recv" or operation == "barrier":
+        return Sent()
+    if operation == "send":
+        near = division.places[peer][0] == host
+        return Sent(inside_bytes=payload) if near else Sent(between_bytes=payload)
+    mates, hosts, ranks = len(division.hosts[host]), len(division.hosts), division.size
+    leads = place == 0
+    root_host, _ = division.places[peer] if operation in ("broadcast", "reduce") else (0, 0)
+    up = payload * (mates - 1) // mates
+    inside = {
+        "all_reduce": (mates - 1) * payload if leads else up,
+        "reduce_scatter": payload * (mates - 1) // ranks if leads else up,
+        "all_gather": (mates - 1) * ranks * payload if leads else payload,
+        "broadcast": (mates - 1) * payload if (rank == peer if host == root_host else leads) else 0,
+        "reduce": up,
+    }[operation]
+    between = {
+        "all_reduce": 2 * payload * (hosts - 1) // hosts,
+        "reduce_scatter": payload * (ranks - mates) // ranks,
+        "all_gather": (hosts - 1) * mates * payload,
+        "broadcast": payload * len(_children(host, hosts, root_host)),
+        "reduce": payload if host != root_host else 0,
+    }[operation]
+    return Sent(inside, between if leads else 0)

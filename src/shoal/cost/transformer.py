@@ -48,6 +48,11 @@ class Transformer:
         """Features of the keys of all heads; as many again for the values."""
         return self.kv_heads * self.head_size
 
+    def tensor_fits(self, ranks: int) -> bool:
+        """Do `ranks` tensor ranks get whole heads and as many features each?"""
+        kv_fits = self.kv_heads % ranks == 0 or ranks % self.kv_heads == 0
+        return self.heads % ranks == 0 and self.feed_forward % ranks == 0 and kv_fits
+
     @property
     def feed_forward_matrices(self) -> int:
         """Matrices of hidden x feed_forward: two, or three where gated."""

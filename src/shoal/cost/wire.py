@@ -8,9 +8,31 @@ levels; NCCL chooses between ring and tree, and so does `all_reduce`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from shoal.cost import alpha_beta
 from shoal.topology.cluster import Cluster
+
+
+class Links(Protocol):
+    """What a prediction asks of a group of ranks: seconds of collectives by their bytes."""
+
+    @property
+    def ranks(self) -> int: ...
+
+    @property
+    def spans_nodes(self) -> bool: ...
+
+    @property
+    def bytes_s(self) -> float: ...
+
+    def all_reduce(self, size: float) -> float: ...
+
+    def all_gather(self, size: float) -> float: ...
+
+    def all_to_all(self, size: float) -> float: ...
+
+    def send(self, size: float) -> float: ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,8 @@ from shoal.data.feed import FedStep, Feed
 from shoal.engine.measure import measurements
 from shoal.engine.recovery import NonfiniteGuard
 from shoal.engine.state import TrainState
-from shoal.engine.step import StepResult, TrainStep
+from shoal.engine.step import StepResult
+from shoal.engine.step_protocol import Step
 from shoal.errors import EnvironmentFault, Stopped
 from shoal.observe.display import Display
 from shoal.observe.events import EventWriter
@@ -22,10 +23,13 @@ CHECKPOINT_TIMEOUT_S = 1200.0
 
 @dataclass(frozen=True)
 class Job:
-    """The parts of one run on one rank. Everything is an argument: the loop fetches nothing."""
+    """The parts of one run on one rank. Everything is an argument: the loop fetches nothing.
+
+    `loads_every`: steps between two records of every expert's load by this rank; 0: never.
+    """
 
     state: TrainState
-    step: TrainStep
+    step: Step
     feed: Feed
     guard: NonfiniteGuard
     saver: Saver
@@ -40,6 +44,7 @@ class Job:
     steps: int
     evaluate_every: int
     save_every: int
+    loads_every: int = 0
 
 
 def train(job: Job) -> None:
@@ -91,19 +96,28 @@ def _advance(state: TrainState, fed: FedStep, result: StepResult) -> None:
 
 def _record(job: Job, result: StepResult, *, lr: float, data_s: float, step_s: float, stall_s: float) -> None:
     values = measurements(
-        result, job.state, lr=lr, data_s=data_s, step_s=step_s, stall_s=stall_s, device=job.step.device
+        result,
+        job.state,
+        lr=lr,
+        data_s=data_s,
+        step_s=step_s,
+        stall_s=stall_s,
+        device=job.step.device,
+        with_loads=job.loads_every > 0 and _due(job.loads_every, job.state.step, job.steps),
     )
     job.events.write(job.state.step, values, time_s=time.time())
     job.display.step(job.state.step, values)
 
 
 def _save(job: Job) -> float:
+    job.step.sync.settle()
     return job.saver.save(
         job.state.step, job.state.tensors(), job.state.to_json(), layout=job.layout, generation=job.generation
     )
 
 
 def _evaluate(job: Job) -> None:
+    job.step.sync.settle()
     values = job.evaluate()
     if values:
         job.events.write(job.state.step, values, time_s=time.time())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Mapping
 
 import torch
 
+from shoal.comm.ledger import Entry
 from shoal.engine.state import TrainState
 from shoal.engine.step import StepResult
-from shoal.models.mixture import load_figures
+from shoal.models.mixture_loads import expert_loads, load_figures
 
 
 def measurements(
@@ -20,8 +22,12 @@ def measurements(
     step_s: float,
     stall_s: float,
     device: torch.device,
+    with_loads: bool = False,
 ) -> dict[str, float]:
-    """One number a name. Times are this rank's; loss, norm and counts are the whole run's."""
+    """One number a name. Times are this rank's; loss, norm and counts are the whole run's.
+
+    `with_loads`: the load of every expert too, which may be thousands of numbers.
+    """
     times, tally = result.times, result.tally
     values = {
         "loss/train": result.loss,
@@ -35,14 +41,29 @@ def measurements(
         "time/optimizer": times.optimizer_s,
         "time/checkpoint_stall": stall_s,
         "wire/bytes_sent": result.bytes_sent,
+        **wire_figures(result.wire),
         "memory/peak_bytes": peak_bytes(device),
         "throughput/samples_per_second": tally.samples / step_s,
         "steps/skipped": state.skipped,
     }
-    values |= load_figures(state.model)
+    values |= load_figures(state.model) | (expert_loads(state.model) if with_loads else {})
+    values |= result.noise.values() if result.noise is not None else {}
     if tally.tokens:
         values |= {"tokens/consumed": state.tokens, "throughput/tokens_per_second": tally.tokens / step_s}
     return values
+
+
+def wire_figures(wire: Mapping[str, Entry]) -> dict[str, float]:
+    """Bytes by link level, and for each collective its bytes and the seconds exposed and hidden."""
+    figures: dict[str, float] = {
+        "wire/inside_bytes": sum(entry.inside_bytes for entry in wire.values()),
+        "wire/between_bytes": sum(entry.between_bytes for entry in wire.values()),
+    }
+    for operation, entry in wire.items():
+        figures[f"wire/{operation}/bytes_sent"] = entry.bytes_sent
+        figures[f"wire/{operation}/exposed_s"] = entry.exposed_s
+        figures[f"wire/{operation}/hidden_s"] = entry.hidden_s
+    return figures
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -19,8 +20,10 @@ from shoal.data.sample import Batch
 from shoal.engine.compute import Compute, Microbatch
 from shoal.engine.loss import call_model, weighted_sum
 from shoal.engine.passes import Arrange, Judged
+from shoal.engine.uniform import leaves
 from shoal.models.chain import DeclaresParts
 from shoal.parallel.pipeline.execute import Hooks, run_pipeline
+from shoal.parallel.pipeline.pipedream import Update, run_pipedream
 from shoal.parallel.pipeline.stages import Stages
 from shoal.schedules.action import Action
 from shoal.schedules.table import Table, forward_only
@@ -57,8 +60,26 @@ class PipelinedPasses:
                     total.add_(loss_sum.detach())
                     return loss_sum * scale
 
-                self._run(self.table, microbatches, loss, announced=lambda: scale)
+                self._run(self.table, microbatches, loss, announced=lambda _: scale)
         known(total if self.counts else torch.zeros_like(total))
+
+    def train_asynchronously(
+        self, microbatches: Sequence[Batch], *, factors: Sequence[float], update: Update
+    ) -> Tensor:
+        """All of a step's `microbatches`, arranged already, with an `update` after the backward of each.
+
+        The loss of each is multiplied by its factor. The sum of the losses that this rank counts, float64.
+        """
+        own = [self.compute.prepared(batch) for batch in microbatches]
+        total = torch.zeros((), dtype=torch.float64, device=self.compute.device)
+
+        def loss(output: Tensor, index: int) -> Tensor:
+            loss_sum = self._loss_sum(output, own[index].batch)
+            total.add_(loss_sum.detach())
+            return loss_sum * factors[index]
+
+        self._run(self.table, own, loss, announced=lambda index: factors[index], update=update)
+        return total if self.counts else torch.zeros_like(total)
 
     def judge(self, batch: Batch) -> Judged | None:
         microbatch, found = self.compute.prepared(batch), []
@@ -83,7 +104,8 @@ class PipelinedPasses:
         microbatches: Sequence[Microbatch],
         loss: Callable[[Tensor, int], Tensor],
         *,
-        announced: Callable[[], float] | None = None,
+        announced: Callable[[int], float] | None = None,
+        update: Update | None = None,
     ) -> None:
         model = cast(DeclaresParts, self.compute.model)
 
@@ -93,11 +115,12 @@ class PipelinedPasses:
                 yield
                 return
             if announced is not None:
-                self.compute.announce(microbatches[action.microbatch], announced)
+                self.compute.announce(microbatches[action.microbatch], partial(announced, action.microbatch))
             with self.compute.precision.autocast(self.compute.device):
                 yield
 
-        run_pipeline(
+        run = partial(run_pipeline, splits=self.splits) if update is None else partial(run_pipedream, update=update)
+        run(
             table,
             self.group,
             stage=self.stages.forward,
@@ -107,8 +130,14 @@ class PipelinedPasses:
             device=self.compute.device,
             back=self.back,
             hooks=Hooks(around=around),
-            splits=self.splits,
+            likenesses=_likenesses(microbatches),
         )
 
     def _loss_sum(self, output: Any, batch: Batch) -> Tensor:
         return weighted_sum(self.compute.loss(output, batch.targets), batch.weights)
+
+
+def _likenesses(microbatches: Sequence[Microbatch]) -> list[int]:
+    """For each microbatch, the first one whose inputs have the same shapes: all ranks of the pipeline see the same."""
+    shapes = [tuple(tuple(leaf.shape) for leaf in leaves(microbatch.batch.inputs)) for microbatch in microbatches]
+    return [shapes.index(own) for own in shapes]

@@ -11,7 +11,8 @@ from shoal.comm.words import gather_texts
 from shoal.data.sample import Batch
 from shoal.engine.nonfinite import first_nonfinite
 from shoal.engine.precision import SMALLEST_SCALE, LossScaler
-from shoal.engine.step import StepResult, TrainStep
+from shoal.engine.step import StepResult
+from shoal.engine.step_protocol import Step
 from shoal.errors import Diverged
 
 
@@ -23,7 +24,7 @@ class NonfiniteGuard:
     """
 
     limit: int
-    step: TrainStep
+    step: Step
     group: Collective
     forward: bool = True
     in_a_row: int = 0

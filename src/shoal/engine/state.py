@@ -22,6 +22,7 @@ from shoal.engine.precision import LossScaler
 from shoal.errors import UsageError, UserCodeError
 from shoal.optim.slots import local, make_slots, named_slots, slot_and_parameter
 from shoal.sync.owned import Owned
+from shoal.sync.strategy import Remembered
 from shoal.topology.box import Box, Dims
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
@@ -46,6 +47,8 @@ class TrainState:
     The rest is for split models. `owned` are the tensors that the optimizer steps (None: the parameters as they are),
     `held` the parts of parameters that are saved from this rank (None: all of them, whole), and `names` all parameters
     and persistent buffers of the unsplit model (None: those of `model`), tied ones once.
+
+    `sync` is what the sync has found out in the run.
     """
 
     model: nn.Module
@@ -60,6 +63,7 @@ class TrainState:
     owned: Sequence[Owned] | None = None
     held: Sequence[HeldWeight] | None = None
     names: Collection[str] | None = None
+    sync: Remembered | None = None
 
     @property
     def parameters(self) -> list[tuple[str, Parameter]]:
@@ -95,6 +99,7 @@ class TrainState:
             "identity": dict(self.identity),
             "cursor": self.cursor.to_state(),
             "scaler": self.scaler.to_state(),
+            "sync": None if self.sync is None else self.sync.to_state(),
         }
 
     def load_json(self, state: Mapping[str, Any]) -> None:
@@ -114,6 +119,8 @@ class TrainState:
         self.skipped = int(state["skipped"])
         self.cursor = Cursor.from_state(state["cursor"])
         self.scaler.load(state["scaler"])
+        if self.sync is not None and state.get("sync") is not None:
+            self.sync.load(state["sync"])
 
     def targets(self, saved: Mapping[str, torch.dtype]) -> dict[str, Held]:
         """The tensors that a checkpoint holding `saved` (name and dtype) is read into, the optimizer's made anew."""

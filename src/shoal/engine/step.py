@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from shoal.comm.collective import Collective
 from shoal.comm.ledger import Entry, Ledger
 from shoal.data.sample import Batch
 from shoal.engine.buffers import BufferGuard
+from shoal.engine.noise import NoiseMeter, NoiseReading
 from shoal.engine.passes import Passes
 from shoal.engine.precision import LossScaler
 from shoal.engine.randomness import Randomness
@@ -37,7 +38,10 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did. `norm` and `loss` are those of the whole global batch; `scale` is the loss scale it used."""
+    """What a step did. `norm` and `loss` are those of the whole global batch; `scale` is the loss scale it used.
+
+    `noise` is None where it was not due, or the step not finite. `wire` is what this rank sent, by operation.
+    """
 
     loss: float
     norm: float
@@ -46,6 +50,8 @@ class StepResult:
     tally: Tally
     times: StepTimes
     bytes_sent: int
+    noise: NoiseReading | None = None
+    wire: Mapping[str, Entry] = field(default_factory=dict)
 
 
 class TrainStep:
@@ -70,7 +76,9 @@ class TrainStep:
         device: torch.device,
         clip_norm: float | None,
         counts: bool = True,
+        noise: NoiseMeter | None = None,
     ) -> None:
+        self.noise = noise
         self.passes, self.model, self.optimizer, self.sync = passes, passes.compute.model, optimizer, sync
         self.group, self.ledger, self.device, self.clip_norm = group, ledger, device, clip_norm
         self.scaler, self.randomness, self.counts = scaler, randomness, counts
@@ -94,6 +102,8 @@ class TrainStep:
         self.model.train()
         self.buffers.start()
         self.randomness.step(step)
+        if self.noise is not None:
+            self.noise.start(step)
         self.sync.start()
         tally = PendingTally(batches if self.counts else (), self.group, stop=stop, device=self.device)
         loss = GlobalSum(self.group)
@@ -104,12 +114,20 @@ class TrainStep:
         if look is not None:
             look(norm)
         global_loss = loss.wait() / counted.denominator
+        noise = self._noise(batches, counted, norm, global_loss)
         scale, committed = self.scaler.scale, self._commit_or_skip(norm, global_loss, lr)
-        wire = sum(self.ledger.take().values(), start=Entry())
+        taken = self.ledger.take()
+        wire = sum(taken.values(), start=Entry())
         in_backward_s, after_s = backward_s - begin_s, time.perf_counter() - backward_s
         waited_after_s = wire.exposed_s - waited_s
         times = StepTimes(in_backward_s - waited_s, wire.exposed_s, after_s - waited_after_s)
-        return StepResult(global_loss, norm, scale, committed, counted, times, wire.bytes_sent)
+        return StepResult(global_loss, norm, scale, committed, counted, times, wire.bytes_sent, noise, taken)
+
+    def _noise(self, batches: Sequence[Batch], tally: Tally, norm: float, loss: float) -> NoiseReading | None:
+        """Norm and loss are the same on every rank, so all of them measure or none."""
+        if self.noise is None or not _finite(norm, loss):
+            return None
+        return self.noise.reading(batches, tally, norm=norm, scale=self.scaler.scale)
 
     def _factor_of(self, tally: PendingTally) -> float:
         """What the sum of losses is multiplied by before the backward."""
@@ -117,7 +135,7 @@ class TrainStep:
 
     def _commit_or_skip(self, norm: float, loss: float, lr: float) -> bool:
         """The vote: norm and loss are sums over all ranks, so what is not finite anywhere shows on every rank."""
-        finite = math.isfinite(norm) and math.isfinite(loss)
+        finite = _finite(norm, loss)
         if finite:
             factor = self._factor(norm)
             if factor != 1.0:
@@ -134,6 +152,10 @@ class TrainStep:
         """What the gradient is multiplied by: one over the loss scale, and the clip to `clip_norm`."""
         clip = 1.0 if self.clip_norm is None or norm <= self.clip_norm else self.clip_norm / norm
         return clip / self.scaler.scale
+
+
+def _finite(norm: float, loss: float) -> bool:
+    return math.isfinite(norm) and math.isfinite(loss)
 
 
 class GlobalSum:

@@ -47,8 +47,8 @@ def _padded(batch: Batch, samples: int) -> Batch:
     if len(batch) == samples:
         return batch
     filler = padding_like(batch, samples - len(batch))
-    leaves: Iterator[Tensor] = iter(_leaves(filler.inputs, filler.targets))
-    join = lambda leaf: torch.cat([leaf, next(leaves)])  # noqa: E731
+    fillers: Iterator[Tensor] = iter(leaves(filler.inputs, filler.targets))
+    join = lambda leaf: torch.cat([leaf, next(fillers)])  # noqa: E731
     inputs, targets = map_tree(join, batch.inputs), map_tree(join, batch.targets)
     return Batch(
         inputs,
@@ -58,7 +58,7 @@ def _padded(batch: Batch, samples: int) -> Batch:
     )
 
 
-def _leaves(*trees: object) -> list[Tensor]:
+def leaves(*trees: object) -> list[Tensor]:
     """The leaves in the order in which `map_tree` visits them."""
     found: list[Tensor] = []
     for tree in trees:

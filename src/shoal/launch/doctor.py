@@ -20,6 +20,7 @@ from typing import Literal
 
 from shoal.errors import EnvironmentFault
 from shoal.launch import loopback, versions
+from shoal.launch.lab.owner import leftovers, namespaces
 from shoal.launch.memory_limit import MemoryLimit, memory_limit
 
 Status = Literal["ok", "warning", "problem"]
@@ -55,6 +56,7 @@ def findings(environ: Mapping[str, str]) -> list[Finding]:
         port_finding(),
         interface_finding(environ.get("GLOO_SOCKET_IFNAME"), [name for _, name in socket.if_nameindex()]),
         cache_finding(_cache_folder(environ)),
+        lab_finding(leftovers(namespaces())),
     ]
 
 
@@ -164,6 +166,14 @@ def cache_finding(folder: Path) -> Finding:
             "cache folder", "warning", f"{folder} cannot be written", "set XDG_CACHE_HOME to a folder that can"
         )
     return Finding("cache folder", "ok", f"{folder}, {_gib(shutil.disk_usage(nearest).free)} free")
+
+
+def lab_finding(left: Collection[str]) -> Finding:
+    """Are there network namespaces of labs that were killed?"""
+    if left:
+        repair = f"sudo sh -c '{'; '.join(f'ip netns del {name}' for name in left)}' (the next lab does it, too)"
+        return Finding("labs", "warning", f"{len(left)} namespaces of labs that are dead: {', '.join(left)}", repair)
+    return Finding("labs", "ok", "no namespace of a dead lab")
 
 
 def _gpus() -> int:

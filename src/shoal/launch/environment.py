@@ -173,5 +173,8 @@ def _derived_port(environ: Environ) -> int:
     elif environ.get("PMIX_NAMESPACE"):
         number = zlib.crc32(environ["PMIX_NAMESPACE"].encode())
     else:
-        raise EnvironmentFault("MASTER_PORT is missing: the ranks meet at one port of rank 0; set it on every rank")
+        raise EnvironmentFault(
+            "MASTER_PORT is missing: the ranks meet at one port of rank 0; set it on every rank"
+            + (", or pip install 'shoal[mpi]': then they meet over MPI" if "PMI_RANK" in environ else "")
+        )
     return _FIRST_PORT + number % _PORTS

@@ -13,12 +13,19 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from shoal.errors import EnvironmentFault
 from shoal.launch.environment import LOOPBACK, Environ
 
 _TAIL_BYTES = 8192
+
+
+class Placed(NamedTuple):
+    """Where a rank lives when that is not simply this host: what stands before its command, and what it is told."""
+
+    enter: Sequence[str]
+    variables: Mapping[str, str]
 
 
 def rank_environment(environ: Environ, rank: int, *, processes: int, port: int, cores: int) -> dict[str, str]:

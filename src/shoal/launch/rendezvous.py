@@ -2,12 +2,14 @@
 
 PyTorch's `TCPStore` listens on every interface, even for 127.0.0.1. So the socket is bound here, or was by Shoal's
 launcher, and handed over: loopback only while all ranks share a host, else the one address that the ranks were given.
+Ranks that mpiexec started and that have mpi4py need no address: rank 0 takes a free port and says so over MPI.
 """
 
 from __future__ import annotations
 
 import errno
 import ipaddress
+import os
 import socket
 from collections.abc import Mapping, MutableMapping
 from datetime import timedelta
@@ -17,7 +19,8 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore  # pyright
 
 from shoal.errors import EnvironmentFault, InUse
 from shoal.launch import loopback
-from shoal.launch.environment import STORE_FD, Place, master_from
+from shoal.launch.environment import LOOPBACK, STORE_FD, Place, master_from
+from shoal.launch.mpi_meeting import mpi_is_there, told_by_rank_0
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _EVERY_INTERFACE = ("", "::")
@@ -29,6 +32,8 @@ def open_store(place: Place, environ: Mapping[str, str], *, timeout_s: float) ->
     `timeout_s` bounds the connection and every later wait on the store. Raises `InUse` for a port that is taken, and
     `EnvironmentFault` where the store cannot be reached.
     """
+    if place.launcher == "mpi" and not environ.get("MASTER_PORT") and mpi_is_there():
+        return _over_mpi(place, environ, timeout_s=timeout_s)
     address, port = master_from(environ)
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         run, restart = environ.get("TORCHELASTIC_RUN_ID", ""), environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -44,6 +49,21 @@ def interface_for(place: Place, environ: MutableMapping[str, str]) -> str | None
     if place.one_host and not environ.get(GLOO_INTERFACE):
         environ[GLOO_INTERFACE] = loopback.interface_name()
     return environ.get(GLOO_INTERFACE)
+
+
+def _over_mpi(place: Place, environ: Mapping[str, str], *, timeout_s: float) -> Store:
+    """Rank 0 takes a free port, and says over MPI where it is."""
+    address = environ.get("MASTER_ADDR") or (LOOPBACK if place.one_host else socket.gethostname())
+    listen_fd = _listening_fd(place, address, 0, environ) if place.rank == 0 else None
+    address, _, port = told_by_rank_0(place, f"{address} {_port_of(listen_fd)}").rpartition(" ")
+    return _connect(place, address, int(port), timeout_s=timeout_s, listen_fd=listen_fd)
+
+
+def _port_of(listen_fd: int | None) -> int:
+    if listen_fd is None:
+        return 0
+    with socket.socket(fileno=os.dup(listen_fd)) as listener:
+        return listener.getsockname()[1]
 
 
 def _listening_fd(place: Place, address: str, port: int, environ: Mapping[str, str]) -> int:

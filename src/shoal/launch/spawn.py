@@ -13,7 +13,7 @@ import os
 import queue
 import signal
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from shoal.errors import Stopped
@@ -22,7 +22,7 @@ from shoal.launch.environment import STORE_FD, Environ
 from shoal.launch.failure import FAILURE_FOLDER, read_failures
 from shoal.launch.failure_report import failure_report
 from shoal.launch.orphans import LAUNCHER_PID, LAUNCHER_PIPE
-from shoal.launch.rank_process import RankProcess, rank_environment, start
+from shoal.launch.rank_process import Placed, RankProcess, rank_environment, start
 from shoal.launch.root_cause import exit_code, root_cause
 from shoal.launch.supervision import Patience, Supervision
 from shoal.launch.watch import Watch, say
@@ -38,12 +38,13 @@ def run_ranks(
     environ: Environ,
     keep_fds: Sequence[int] = (),
     patience: Patience | None = None,
+    placed: Callable[[int], Placed] | None = None,
 ) -> int:
     """Run `command` as `processes` ranks, and return the exit code that the launcher should exit with.
 
     Call it from the main thread: signals arrive there, and the ranks end when that thread does. `keep_fds` (the run
-    directory's lock) are open in every rank. What went wrong is written to standard error. Raises `EnvironmentFault`
-    where ranks cannot be started at all.
+    directory's lock) are open in every rank; `placed` says where each rank lives, if not on this host. What went wrong
+    is written to standard error. Raises `EnvironmentFault` where ranks cannot be started at all.
     """
     watch = Watch(Supervision(set(range(processes)), patience or Patience()))
     with tempfile.TemporaryDirectory(prefix="shoal-") as folder, _listening(watch.events), _no_survivors(watch.ranks):
@@ -51,7 +52,8 @@ def run_ranks(
         # Held open in this frame, and in no rank: its end of file is how ranks learn that the launcher is gone.
         with _pipe() as read_end:
             environ |= {LAUNCHER_PID: str(os.getpid()), LAUNCHER_PIPE: str(read_end)}
-            _start_all(watch.ranks, command, processes, run_directory, environ, (read_end, *keep_fds))
+            fds = (read_end, *keep_fds)
+            _start_all(watch.ranks, command, processes, run_directory, environ, fds, placed or _here)
             watch.until_all_left()
         return _conclude(watch, Path(folder))
 
@@ -63,18 +65,26 @@ def _start_all(
     run_directory: Path,
     environ: Environ,
     keep_fds: Sequence[int],
+    placed: Callable[[int], Placed],
 ) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     environ = {"GLOO_SOCKET_IFNAME": loopback.interface_name(), **environ}
     with loopback.listen() as listener:
         port, store_fd = listener.getsockname()[1], listener.fileno()
         for rank in range(processes):
-            own = rank_environment(environ, rank, processes=processes, port=port, cores=cores)
+            enter, variables = placed(rank)
+            own = rank_environment(environ, rank, processes=processes, port=port, cores=cores) | dict(variables)
             fds = [*keep_fds]
-            if rank == 0:
+            # Ranks that are told to meet elsewhere cannot reach this socket: there, rank 0 makes its own.
+            if rank == 0 and "MASTER_ADDR" not in variables:
                 own[STORE_FD] = str(store_fd)
                 fds.append(store_fd)
-            ranks.append(start(command, rank, environ=own, run_directory=run_directory, pass_fds=fds))
+            whole = [*enter, *command]
+            ranks.append(start(whole, rank, environ=own, run_directory=run_directory, pass_fds=fds))
+
+
+def _here(rank: int) -> Placed:
+    return Placed((), {})
 
 
 def _conclude(watch: Watch, folder: Path) -> int:

@@ -29,8 +29,11 @@ class Attention(nn.Module):
     """Grouped-query attention with rotary positions.
 
     The four projections stay separate layers so that each has one role. How many heads there are is read off their
-    outputs: a rank that holds a part of the heads runs the same code.
+    outputs: a rank that holds a part of the heads runs the same code. So does one on a grid, whose projections take a
+    part of the tokens and give all of them: no length is read off the input either (`takes_blocks`).
     """
+
+    takes_blocks = True
 
     def __init__(self, width: int, *, heads: int, kv_heads: int) -> None:
         super().__init__()

@@ -64,7 +64,7 @@ class Routing:
     """Where the tokens of one forward go: all `[batch, seq, ...]` of the tokens that this rank routes.
 
     `counts` int64 `[batch, experts]` and `lengths` int64 `[batch]` leave padding out; they are over whole sequences
-    where anything asks for that.
+    where anything asks for that. `own` `[experts]` are the counts of these tokens alone.
     """
 
     logits: Tensor
@@ -73,6 +73,7 @@ class Routing:
     real: Tensor
     counts: Tensor
     lengths: Tensor
+    own: Tensor
 
 
 class Mixture(TakesAuxiliary, TakesRoutes):
@@ -105,6 +106,7 @@ class Mixture(TakesAuxiliary, TakesRoutes):
         routing = self._route(mine, places)
         gates = self.router.gates(routing.scores, routing.chosen)
         kept = self._kept(routing, places, seq=x.shape[1])
+        self._count(routing, kept)
         done = self._through_experts(mine, routing.chosen, gates, kept)
         if self.training and self.options.has_losses:
             done = self._with_losses(done, routing)
@@ -117,15 +119,10 @@ class Mixture(TakesAuxiliary, TakesRoutes):
         real = self._real(places)
         counts = places.new_zeros(x.shape[0], self.options.experts)
         counts.scatter_add_(1, chosen.flatten(1), real[..., None].expand_as(chosen).flatten(1).long())
-        first_time = self.announced is None or self.name not in self.announced.counted
-        if self.training and first_time:  # a recomputation counts nothing
-            self.router.count(counts.sum(0))
-            if self.announced is not None:
-                self.announced.counted.add(self.name)
         whole = torch.cat((counts, real.sum(1, keepdim=True)), dim=1)
         if self.options.capacity_factor is not None or (self.training and self.options.has_losses):
             whole = self.exchange.sum_over_sequence(whole)
-        return Routing(logits, scores, chosen, real, whole[:, :-1], whole[:, -1])
+        return Routing(logits, scores, chosen, real, whole[:, :-1], whole[:, -1], counts.sum(0))
 
     def _chosen(self, preferences: Tensor, places: Tensor) -> Tensor:
         chosen = top_k(preferences, self.options.top_k)
@@ -158,6 +155,14 @@ class Mixture(TakesAuxiliary, TakesRoutes):
             gather=partial(self.exchange.gather_over_sequence, fill=NEVER, seq=seq),
         )  # fmt: skip
 
+    def _count(self, routing: Routing, kept: Tensor | None) -> None:
+        """Loads and dropped choices of this forward, in training; a recomputation counts nothing."""
+        if not self.training or (self.announced is not None and self.name in self.announced.counted):
+            return
+        self.router.count(routing.own, kept=None if kept is None else kept.sum())
+        if self.announced is not None:
+            self.announced.counted.add(self.name)
+
     def _through_experts(self, x: Tensor, chosen: Tensor, gates: Tensor, kept: Tensor | None) -> Tensor:
         """Each token through its experts, and the weighted sum; a choice without room adds nothing."""
         experts, choices = self.options.experts, chosen.shape[-1]
@@ -189,22 +194,6 @@ class Mixture(TakesAuxiliary, TakesRoutes):
                 f"set_auxiliary(model, weights, scale) before each forward"
             )
         return injected(out, torch.stack(losses).sum(0), self.announced, name=self.name)
-
-
-def loads(model: nn.Module) -> dict[str, Tensor]:
-    """Tokens for each expert in the last committed step over all ranks, int64 `[experts]`, by the mixture's name."""
-    return {module.name: module.router.last_loads for module in model.modules() if isinstance(module, Mixture)}
-
-
-def load_figures(model: nn.Module) -> dict[str, float]:
-    """Measurements of the last step, over the mixtures that are here: the worst and the mean of largest over mean load.
-
-    Empty where there is no mixture, or no step was committed yet.
-    """
-    ratios = [float(load.max() / load.double().mean()) for load in loads(model).values() if bool(load.any())]
-    if not ratios:
-        return {}
-    return {"moe/load_max_over_mean": max(ratios), "moe/load_max_over_mean_average": sum(ratios) / len(ratios)}
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:

@@ -20,7 +20,7 @@ Gate = Literal["softmax", "sigmoid"]
 
 
 class Router(nn.Module):
-    """Scores of `experts` for each token; a `StepStatistics`, whose sums are the loads of the step.
+    """Scores of `experts` for each token; a `StepStatistics`, whose sums are the step's loads and what was dropped.
 
     `bias_rate` None: no bias. Computed in float32 at least, under autocast too: choices made of rounded scores would
     be ties.
@@ -28,6 +28,8 @@ class Router(nn.Module):
 
     loads: Tensor
     last_loads: Tensor
+    dropped: Tensor
+    last_dropped: Tensor
     bias: Tensor | None
 
     def __init__(self, width: int, experts: int, *, gate: Gate, normalised: bool, bias_rate: float | None) -> None:
@@ -35,8 +37,10 @@ class Router(nn.Module):
         self.gate, self.normalised, self.bias_rate = gate, normalised, bias_rate
         self.weight = nn.Parameter(torch.zeros(experts, width))
         self.register_buffer("bias", None if bias_rate is None else torch.zeros(experts))
-        self.register_buffer("loads", torch.zeros(experts, dtype=torch.int64), persistent=False)
-        self.register_buffer("last_loads", torch.zeros(experts, dtype=torch.int64), persistent=False)
+        for name in ("loads", "last_loads"):
+            self.register_buffer(name, torch.zeros(experts, dtype=torch.int64), persistent=False)
+        for name in ("dropped", "last_dropped"):
+            self.register_buffer(name, torch.zeros(1, dtype=torch.int64), persistent=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """`x` `[..., width]` to logits and scores `[..., experts]`."""
@@ -59,25 +63,30 @@ class Router(nn.Module):
         return scores if self.gate == "softmax" else scores / scores.sum(-1, keepdim=True)
 
     @torch.no_grad()
-    def count(self, counts: Tensor) -> None:
-        """Adds the tokens `[experts]` that a forward gave to each expert."""
+    def count(self, counts: Tensor, *, kept: Tensor | None = None) -> None:
+        """Adds the tokens `[experts]` that chose each expert in a forward; `kept`: how many found room, a scalar."""
         self.loads += counts
+        if kept is not None:
+            self.dropped += counts.sum() - kept
 
     def step_sums(self) -> Tensor:
-        """float64 `[experts]`: tokens for each expert since the last commit."""
-        return self.loads.double()
+        """float64 `[experts + 1]`: tokens for each expert since the last commit, and choices without room."""
+        return torch.cat((self.loads, self.dropped)).double()
 
     @torch.no_grad()
     def commit_sums(self, total: Tensor) -> None:
         """Takes the loads of the whole step: one move of the bias, where there is one."""
-        self.last_loads.copy_(total)
+        loads = total[:-1]
+        self.last_loads.copy_(loads)
+        self.last_dropped.copy_(total[-1:])
         if self.bias is not None and self.bias_rate is not None:
-            self.bias += self.bias_rate * torch.sign(total.mean() - total).to(self.bias.dtype)
+            self.bias += self.bias_rate * torch.sign(loads.mean() - loads).to(self.bias.dtype)
         self.discard_sums()
 
     def discard_sums(self) -> None:
         """Forgets what was counted since the last commit."""
         self.loads.zero_()
+        self.dropped.zero_()
 
     def reset_buffers(self) -> None:
         """The state before the first step."""

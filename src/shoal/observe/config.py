@@ -19,4 +19,18 @@ class ObserveConfig(Table, frozen=True):
     ] = 0
     sample_prompt: Annotated[str, says("Text that the drawn text continues.", min_length=1)] = "def "
     live: Annotated[bool, says("Show a live line where the output is a terminal; else plain lines.")] = True
+    expert_loads_every_steps: Annotated[
+        int, says("Steps between two records of the load of every expert of a mixture; 0: none.", ge=0)
+    ] = 10
+    noise_every_steps: Annotated[
+        int,
+        says("Steps between two measurements of the gradient noise scale (arXiv:1812.06162); 0: none.", ge=0),
+    ] = 0
+    check_collectives: Annotated[
+        bool,
+        says(
+            "Compare every collective between its ranks before it is made; ranks that call different ones are named, "
+            "with the line of code, instead of a hang."
+        ),
+    ] = False
     report: Annotated[bool, says("Write `report.html` and `loss.png` at the end.")] = True

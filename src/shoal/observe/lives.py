@@ -34,6 +34,12 @@ def lives(events: Iterable[Event]) -> list[Life]:
     return found
 
 
+def last_life(events: Iterable[Event]) -> list[Event]:
+    """The lines behind the last start, its own included; all of them where there was one start."""
+    groups = _groups(events)
+    return groups[-1] if groups else []
+
+
 def training_time_s(found: Iterable[Life], *, first_step_s: float = 0.0) -> float:
     """Seconds in which the run was alive; events are written at the end of a step, so a first one is added a life."""
     return sum(life.ended_s - life.started_s + first_step_s for life in found)

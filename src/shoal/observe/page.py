@@ -13,7 +13,9 @@ from shoal.observe import figures
 from shoal.observe.breakdown import rank_section, section, time_section
 from shoal.observe.charts import Curve, Level, chart
 from shoal.observe.events import series
+from shoal.observe.expert_section import expert_section
 from shoal.observe.headline import header, key_numbers
+from shoal.observe.predicted import predicted_section
 from shoal.observe.record import Record
 from shoal.observe.summary import Summary, smoothed_loss
 from shoal.observe.tables import (
@@ -36,6 +38,8 @@ def page(record: Record, summary: Summary) -> str:
             _notices(record),
             key_numbers(record, summary),
             _measured(record, summary) if record.events else _nothing_yet(),
+            predicted_section(record),
+            expert_section(record),
             evaluation_section(record, summary),
             sample_section(record),
             life_section(summary),

@@ -10,6 +10,7 @@ from typing import Any
 
 from shoal.errors import UsageError
 from shoal.observe.events import Event, scan_events
+from shoal.observe.expert_loads import LayerLoads, layer_loads
 from shoal.observe.facts import facts_path, read_facts
 from shoal.observe.timing import RankTime, rank_time
 
@@ -25,6 +26,8 @@ class Record:
     """Those of the lead rank, which is the lowest that wrote any: it has the measurements that are not per rank."""
     lead_rank: int = 0
     rank_times: list[RankTime] = field(default_factory=list)
+    expert_loads: list[LayerLoads] = field(default_factory=list)
+    """Of all mixtures: each from the lowest rank that recorded it."""
     facts: dict[str, Any] = field(default_factory=dict)
     run_file: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -48,7 +51,7 @@ def read_record(run_directory: Path) -> Record:
         )
     notices: list[str] = []
     run_file, settings = _run_file(run_directory / "run.toml", notices)
-    events, rank_times = _events(run_directory, ranks, notices)
+    events, rank_times, loads = _events(run_directory, ranks, notices)
     run_table = settings.get("run")
     name = run_table.get("name") if isinstance(run_table, dict) else None
     return Record(
@@ -56,6 +59,7 @@ def read_record(run_directory: Path) -> Record:
         events=events,
         lead_rank=ranks[0] if ranks else 0,
         rank_times=rank_times,
+        expert_loads=loads,
         facts=_facts(run_directory, notices),
         run_file=run_file,
         settings=settings,
@@ -68,9 +72,12 @@ def _ranks(run_directory: Path) -> list[int]:
     return sorted(int(name.group(1)) for name in names if name)
 
 
-def _events(run_directory: Path, ranks: list[int], notices: list[str]) -> tuple[list[Event], list[RankTime]]:
+def _events(
+    run_directory: Path, ranks: list[int], notices: list[str]
+) -> tuple[list[Event], list[RankTime], list[LayerLoads]]:
     lead: list[Event] = []
     times: list[RankTime] = []
+    loads: dict[str, LayerLoads] = {}
     for rank in ranks:
         events, unreadable = scan_events(run_directory, rank)
         if unreadable:
@@ -78,8 +85,10 @@ def _events(run_directory: Path, ranks: list[int], notices: list[str]) -> tuple[
             notices.append(f"{lines} of rank {rank}'s events could not be read and count in nothing here.")
         if (time := rank_time(rank, events)) is not None:
             times.append(time)
+        for layer in layer_loads(events):
+            loads.setdefault(layer.name, layer)
         lead = lead or events
-    return lead, times
+    return lead, times, list(loads.values())
 
 
 def _facts(run_directory: Path, notices: list[str]) -> dict[str, Any]:

@@ -6,13 +6,19 @@ from typing import Annotated, Literal
 
 from shoal.config.table import Positive, Table, says
 from shoal.schedules.build import stages_per_rank_of
-from shoal.schedules.names import Schedule
+from shoal.schedules.names import AnySchedule
 
 
 class PipelineConfig(Table, frozen=True):
     """How microbatches go through the stages of `layout.pipeline` ranks."""
 
-    schedule: Annotated[Schedule, says("Order of forwards and backwards on each rank.")] = "1F1B"
+    schedule: Annotated[
+        AnySchedule,
+        says(
+            "Order of forwards and backwards on each rank. PipeDream (SOSP 2019) alone updates the weights after each "
+            "microbatch, from gradients of older ones."
+        ),
+    ] = "1F1B"
     microbatches: Annotated[
         Positive | None, says("Microbatches in one pass through the pipeline; default: twice `layout.pipeline`.")
     ] = None
@@ -25,6 +31,11 @@ class PipelineConfig(Table, frozen=True):
             'First part of each stage but the first, such as ["blocks.2"]; default: cut to balance the estimated cost.'
         ),
     ] = None
+
+    @property
+    def asynchronous(self) -> bool:
+        """Is every microbatch an update of its own?"""
+        return self.schedule == "PipeDream"
 
     @property
     def stages_each(self) -> int:

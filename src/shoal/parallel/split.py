@@ -23,6 +23,7 @@ from shoal.parallel.expert.exchange import ExpertGroups
 from shoal.parallel.expert.plan import ExpertPart, split_experts
 from shoal.parallel.pipeline.stages import Stages
 from shoal.parallel.tensor.plan import TensorPart, split_tensor
+from shoal.parallel.tensor.summa import Grid, lines_of
 from shoal.parallel.tensor.vocabulary import VocabularySplit
 from shoal.topology.box import Box, Dims, whole
 from shoal.topology.holding import Holding, held
@@ -58,10 +59,12 @@ def split_model(
     stages: Stages | None = None,
     sequence_parallel: bool = False,
     context: ContextKind = "ring",
+    grid_rows: int | None = None,
 ) -> Split:
     """Leaves in `model`, in place, what this rank computes with. Parameters may be of any device, "meta" too.
 
-    `stages` say which parts of the chain this rank holds; None: all.
+    `stages` say which parts of the chain this rank holds; None: all. `grid_rows`: the ranks of `tensor` stand in so
+    many rows of a grid, and matrices lie in blocks on it (`shoal.parallel.tensor.summa`).
 
     Raises:
         LayoutError: something does not divide; the sentence names the nearest sizes that do.
@@ -70,7 +73,8 @@ def split_model(
     layout, unsplit = mesh.layout, _Unsplit.of(model)
     if stages is not None:
         stages.keep(layout.index("pipeline", mesh.rank))
-    tensor = split_tensor(model, mesh.axis("tensor"), sequence_parallel=sequence_parallel)
+    grid = None if grid_rows is None else _grid(mesh, grid_rows)
+    tensor = split_tensor(model, mesh.axis("tensor"), sequence_parallel=sequence_parallel, grid=grid)
     experts: dict[str, ExpertPart] = {}
     if layout.size(("shard", "context", "tensor")) > 1:
         experts = split_experts(model, _expert_groups(mesh, sequence_parallel=sequence_parallel))
@@ -105,6 +109,12 @@ class _Unsplit:
         buffers = frozenset(name for name, _ in model.named_buffers() if name in saved)
         frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
         return cls(shapes, roles_of(model), frozen, buffers, first)
+
+
+def _grid(mesh: Mesh, rows: int) -> Grid:
+    """This rank's lines of the grid that its group along `tensor` makes."""
+    row, column = lines_of(mesh.layout.group("tensor", mesh.rank), mesh.layout.index("tensor", mesh.rank), rows=rows)
+    return Grid(mesh.ranks(row), mesh.ranks(column))
 
 
 def _expert_groups(mesh: Mesh, *, sequence_parallel: bool) -> ExpertGroups:

@@ -16,6 +16,7 @@ ITEMS: Mapping[str, str] = {
     "context": "keys and values between context ranks that attention does not hide",
     "expert": "tokens to experts and back",
     "gathers": "ZeRO-2 and -3: scattered gradients and gathered weights of each microbatch that nothing hides",
+    "waiting": "where ranks meet, all wait for the slowest; measured machines only",
     "overlap": "computation slowed down by communication that runs beside it",
     "transfers": "activations and their gradients between stages",
     "bubble": "a pipeline rank waits for others",

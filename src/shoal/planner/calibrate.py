@@ -13,6 +13,7 @@ from shoal.planner.constants import Constants
 
 COMPUTE_RANGE = (0.2, 1.25)
 DISPATCH_RANGE = (0.0, 1e-3)
+FACTOR_RANGE = (0.25, 4.0)
 STEPS = 60
 
 
@@ -26,6 +27,11 @@ def calibrate_dispatch(predicted_s: Callable[[Constants], float], measured_s: fl
     """`start` with the host's seconds of one operator that give `measured_s`."""
     value = _bisect(lambda x: predicted_s(replace(start, dispatch_s=x)), measured_s, DISPATCH_RANGE)
     return replace(start, dispatch_s=value)
+
+
+def calibrate_factor(predicted_s: Callable[[float], float], measured_s: float) -> float:
+    """The factor on all measured operators that gives `measured_s`: what a whole step does to caches and memory."""
+    return _bisect(predicted_s, measured_s, FACTOR_RANGE)
 
 
 def _bisect(rising: Callable[[float], float], wanted: float, bounds: tuple[float, float]) -> float:

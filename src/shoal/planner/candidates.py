@@ -16,11 +16,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import gcd
+from typing import Protocol
 
 from shoal.cost.flops import Recompute
 from shoal.cost.plan import Plan, Zero
-from shoal.cost.transformer import Transformer
-from shoal.planner.predictor import Workload
 from shoal.schedules.build import fixed_stages_of
 from shoal.schedules.names import Schedule
 from shoal.topology.cluster import Cluster
@@ -32,7 +31,10 @@ MOST_MICROBATCH = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Allowed:
-    """What a search may use; a size fixes an axis. The default is everything."""
+    """What a search may use; a size fixes an axis. The default is everything.
+
+    `microbatches` and `virtual_stages` bind pipelines alone.
+    """
 
     tensor: int | None = None
     pipeline: int | None = None
@@ -41,6 +43,8 @@ class Allowed:
     replicate: int | None = None
     expert: int | None = None
     microbatch: int | None = None
+    microbatches: int | None = None
+    virtual_stages: int | None = None
     zero: tuple[Zero, ...] = (0, 1, 2, 3)
     recompute: tuple[Recompute, ...] = ("none", "selective", "full")
     schedules: tuple[Schedule, ...] = (
@@ -56,7 +60,32 @@ class Allowed:
     axes: tuple[str, ...] = field(default=("replicate", "shard", "pipeline", "context", "tensor", "expert"))
 
 
-def candidates(workload: Workload, cluster: Cluster, allowed: Allowed) -> Iterator[Plan]:
+class Splits(Protocol):
+    """What of a model limits its layouts."""
+
+    @property
+    def layers(self) -> int: ...
+
+    @property
+    def experts(self) -> int: ...
+
+    def tensor_fits(self, ranks: int) -> bool: ...
+
+
+class Job(Protocol):
+    """What of a workload limits its plans."""
+
+    @property
+    def model(self) -> Splits: ...
+
+    @property
+    def global_samples(self) -> int: ...
+
+    @property
+    def sequence(self) -> int: ...
+
+
+def candidates(workload: Job, cluster: Cluster, allowed: Allowed) -> Iterator[Plan]:
     """All legal plans that use every device of the cluster; neighbours share their layers' costs."""
     for layout in layouts(workload, cluster, allowed):
         ranks = layout.replicate * layout.shard
@@ -66,11 +95,11 @@ def candidates(workload: Workload, cluster: Cluster, allowed: Allowed) -> Iterat
             yield from _filled(workload, layout, microbatch, allowed)
 
 
-def layouts(workload: Workload, cluster: Cluster, allowed: Allowed) -> Iterator[Layout]:
+def layouts(workload: Job, cluster: Cluster, allowed: Allowed) -> Iterator[Layout]:
     """The legal layouts, each once."""
     world, model = cluster.devices, workload.model
     for tensor in _sizes("tensor", world, allowed):
-        if not _tensor_fits(model, tensor) or tensor > 2 * cluster.machine.devices:
+        if tensor > 2 * cluster.machine.devices or not model.tensor_fits(tensor):
             continue
         for context in _sizes("context", world // tensor, allowed):
             if context > 1 and workload.sequence % (2 * context):
@@ -84,13 +113,14 @@ def layouts(workload: Workload, cluster: Cluster, allowed: Allowed) -> Iterator[
 
 
 def _data(
-    workload: Workload, cluster: Cluster, allowed: Allowed, tensor: int, context: int, pipeline: int, ranks: int
+    workload: Job, cluster: Cluster, allowed: Allowed, tensor: int, context: int, pipeline: int, ranks: int
 ) -> Iterator[Layout]:
     """How `ranks` data-parallel ranks are split into replicas and shards, and how experts lie on them."""
     if workload.global_samples % ranks:
         return
     near = gcd(ranks, max(1, cluster.machine.devices // (tensor * context)))
-    for shard in sorted({1, near, ranks}):
+    asked = {size for size in (allowed.shard, ranks // (allowed.replicate or ranks)) if size and ranks % size == 0}
+    for shard in sorted({1, near, ranks} | asked):
         if (allowed.shard not in (None, shard)) or (allowed.replicate not in (None, ranks // shard)):
             continue
         if ("shard" not in allowed.axes and shard > 1) or ("replicate" not in allowed.axes and shard < ranks):
@@ -101,8 +131,10 @@ def _data(
             )
 
 
-def _filled(workload: Workload, layout: Layout, microbatch: int, allowed: Allowed) -> Iterator[Plan]:
+def _filled(workload: Job, layout: Layout, microbatch: int, allowed: Allowed) -> Iterator[Plan]:
     microbatches = workload.global_samples // (layout.replicate * layout.shard * microbatch)
+    if layout.pipeline > 1 and allowed.microbatches not in (None, microbatches):
+        return
     for schedule, virtual in _schedules(workload.model.layers, layout.pipeline, microbatches, allowed):
         for zero in allowed.zero:
             if not _zero_fits(layout, zero):
@@ -133,6 +165,12 @@ def _schedules(layers: int, pipeline: int, microbatches: int, allowed: Allowed) 
     if pipeline == 1:
         yield "1F1B", 1
         return
+    for schedule, virtual in _staged(layers, pipeline, microbatches, allowed):
+        if allowed.virtual_stages in (None, virtual):
+            yield schedule, virtual
+
+
+def _staged(layers: int, pipeline: int, microbatches: int, allowed: Allowed) -> Iterator[tuple[Schedule, int]]:
     for schedule in allowed.schedules:
         fixed = fixed_stages_of(schedule)
         if fixed == 1:
@@ -149,13 +187,8 @@ def _schedules(layers: int, pipeline: int, microbatches: int, allowed: Allowed) 
 def _sizes(axis: str, ranks: int, allowed: Allowed) -> list[int]:
     wanted = getattr(allowed, axis)
     if axis not in allowed.axes:
-        return [1]
+        return [1] if wanted in (None, 1) else []
     return [size for size in _divisors(ranks) if wanted in (None, size)]
-
-
-def _tensor_fits(model: Transformer, tensor: int) -> bool:
-    kv = model.kv_heads
-    return model.heads % tensor == 0 and model.feed_forward % tensor == 0 and (kv % tensor == 0 or tensor % kv == 0)
 
 
 def _even(layers: int, stages: int) -> bool:
@@ -163,7 +196,7 @@ def _even(layers: int, stages: int) -> bool:
     return stages <= layers + 1 and -(-layers // stages) * (stages - 1) <= layers
 
 
-def _experts(model: Transformer, ranks: int, allowed: Allowed) -> list[int]:
+def _experts(model: Splits, ranks: int, allowed: Allowed) -> list[int]:
     if not model.experts:
         return [1] if allowed.expert in (None, 1) else []
     return [size for size in _divisors(gcd(model.experts, ranks)) if allowed.expert in (None, size)]

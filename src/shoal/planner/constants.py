@@ -39,7 +39,9 @@ class Constants:
     head_operators: float = _constant(
         66, "operators of embedding, head, loss and schedule for a microbatch: two thirds of a layer's, assumed"
     )
-    optimizer_start_s: float = _constant(3e-3, "host seconds of an optimizer step; assumed")
+    optimizer_start_s: float = _constant(
+        3e-4, "host seconds of an optimizer step: ten launches for many tensors each; assumed"
+    )
 
     def listed(self) -> Iterator[tuple[str, float, str]]:
         """(name, value, origin) of each."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shoal.cost.footprint import stage_parameters
-from shoal.cost.parameters import embedding_parameters
 from shoal.cost.plan import Plan
-from shoal.cost.wire import Group
+from shoal.cost.wire import Links
 from shoal.planner.layer import Exposed, exposed
 
 if TYPE_CHECKING:
     from shoal.planner.predictor import Predictor
+
+AGREEMENT_BYTES = 32.0
+"""What ranks agree on in one small sum: a denominator, a loss, a norm."""
 
 
 def gathers(plan: Plan, predictor: Predictor, *, beside_s: float) -> Exposed:
@@ -49,38 +50,39 @@ def gradients(plan: Plan, predictor: Predictor, *, beside_s: float) -> Exposed:
         after = group.all_gather(numbers * state.activation) if plan.zero < 3 else 0.0
     hides = beside_s if predictor.stack.overlap_data else 0.0
     seen = exposed(seconds, hides, slowdown=predictor.constants.overlap_slowdown)
-    return Exposed(seen_s=seen.seen_s + after + _tied_s(plan, predictor), slowed_s=seen.slowed_s)
+    agreed = predictor.stack.agreements * predictor.group(plan, plan.world_size, stride=1).all_reduce(AGREEMENT_BYTES)
+    return Exposed(seen_s=seen.seen_s + after + _tied_s(plan, predictor) + agreed, slowed_s=seen.slowed_s)
 
 
 def optimizer_s(plan: Plan, predictor: Predictor) -> float:
     """Passes over the state of the parameters that this rank updates."""
     share = plan.state_ranks if plan.zero else 1
-    constants = predictor.constants
-    passes = _numbers(plan, predictor) / share * predictor.stack.update_bytes / predictor.rates.memory_bytes_s
-    return passes + constants.optimizer_start_s
+    numbers = _numbers(plan, predictor) / share
+    passes = predictor.prices(plan.world_size).update(numbers, update_bytes=predictor.stack.update_bytes)
+    return passes + predictor.constants.optimizer_start_s
 
 
-def shard_group(plan: Plan, predictor: Predictor) -> Group:
+def shard_group(plan: Plan, predictor: Predictor) -> Links:
     """Ranks that hold the same stage and see other tokens: shard x context."""
     layout = plan.layout
     return predictor.group(plan, plan.state_ranks, stride=layout.tensor)
 
 
-def _replicas(plan: Plan, predictor: Predictor) -> Group:
+def _replicas(plan: Plan, predictor: Predictor) -> Links:
     layout = plan.layout
     return predictor.group(plan, layout.replicate, stride=layout.pipeline * plan.state_ranks * layout.tensor)
 
 
 def _numbers(plan: Plan, predictor: Predictor) -> float:
     """Parameters of the first stage, which is the fullest."""
-    return sum(stage_parameters(predictor.workload.model, plan, 0))
+    return predictor.stage_numbers(plan)
 
 
 def _tied_s(plan: Plan, predictor: Predictor) -> float:
     """First and last stage sum the gradient of a tied embedding."""
-    layout, model = plan.layout, predictor.workload.model
-    if not model.tied or layout.pipeline == 1:
+    layout, numbers = plan.layout, predictor.tied_numbers
+    if not numbers or layout.pipeline == 1:
         return 0.0
     stride = plan.state_ranks * layout.tensor * (layout.pipeline - 1)
     pair = predictor.group(plan, 2, stride=stride)
-    return pair.all_reduce(embedding_parameters(model) / layout.tensor * predictor.stack.state.wire)
+    return pair.all_reduce(numbers / layout.tensor * predictor.stack.state.wire)

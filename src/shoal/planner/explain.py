@@ -51,7 +51,7 @@ def condition(text: str, allowed: Allowed) -> Allowed:
 
 def why_not(predictor: Predictor, text: str, best: Prediction, *, allowed: Allowed) -> str:
     """What the best plan under the condition would cost, item by item against `best`; or which constraint binds."""
-    narrowed = condition(text, allowed)
+    narrowed = predictor.narrowed(condition(text, allowed))
     if next(candidates(predictor.workload, predictor.cluster, narrowed), None) is None:
         return f"{text}: no legal plan has it. {_broken_rule(predictor, narrowed)}"
     try:
@@ -67,10 +67,10 @@ def why_not(predictor: Predictor, text: str, best: Prediction, *, allowed: Allow
 
 
 def helps(predictor: Predictor, best: Prediction) -> list[Change]:
-    """Changes of the plan and of the machine, fastest first."""
+    """Changes of the plan and of the machine, fastest first. A measured machine is what it is."""
     changes = [_change(what, predictor, plan) for what, plan in _other_plans(best.plan, predictor) if plan != best.plan]
-    for what, cluster in _other_clusters(predictor.cluster):
-        changes.append(_change(what, _on(predictor, cluster), best.plan))
+    for what, cluster in _other_clusters(predictor.cluster) if predictor.measured is None else ():
+        changes.append(_change(what, predictor.on(cluster), best.plan))
     return sorted(changes, key=lambda change: change.step_s)
 
 
@@ -80,7 +80,7 @@ def _change(what: str, predictor: Predictor, plan: Plan) -> Change:
 
 
 def _other_plans(plan: Plan, predictor: Predictor) -> Iterator[tuple[str, Plan]]:
-    for kind in ("none", "selective", "full"):
+    for kind in predictor.narrowed(Allowed()).recompute:
         if not (kind == "selective" and predictor.stack.flash_attention):
             yield f"memory.recompute = {kind}", replace(plan, recompute=kind)
     if plan.layout.shard > 1:
@@ -108,16 +108,6 @@ def _other_clusters(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
     )
 
 
-def _on(predictor: Predictor, cluster: Cluster) -> Predictor:
-    return Predictor(
-        predictor.workload,
-        cluster,
-        stack=predictor.stack,
-        constants=predictor.constants,
-        overheads=predictor.overheads,
-    )
-
-
 def _differences(other: Prediction, best: Prediction) -> list[tuple[str, float]]:
     """Items that differ by at least a hundredth of the step, largest first."""
     both = {name: other.bill.seconds.get(name, 0.0) - best.bill.seconds.get(name, 0.0) for name in ITEMS}
@@ -139,8 +129,7 @@ def _broken_rule(predictor: Predictor, allowed: Allowed) -> str:
     """The axes that were asked for, and what each must divide."""
     model, world = predictor.workload.model, predictor.cluster.devices
     rules = {
-        "tensor": f"tensor must divide {model.heads} heads, {model.feed_forward} features and {world} devices, and fit "
-        f"{model.kv_heads} key-value heads",
+        "tensor": predictor.tensor_rule(allowed.tensor or 1),
         "pipeline": f"pipeline must divide {world} devices and leave each rank some of {model.layers} layers",
         "context": f"context must divide {world} devices and a sample of {predictor.workload.sequence} tokens evenly",
         "shard": f"replicate x shard must divide {world} devices and {predictor.workload.global_samples} samples",

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shoal.cost.flops import Recompute
-from shoal.cost.operators import LayerSeconds, Share, head_seconds, layer_seconds
+from shoal.cost.operators import LayerSeconds, Share
 from shoal.cost.plan import Plan
+from shoal.cost.prices import Prices
 from shoal.cost.transformer import Transformer
-from shoal.cost.wire import Group
+from shoal.cost.wire import Links
+from shoal.planner.context import ContextKind, exchange
 from shoal.planner.stack import Stack
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ class LayerKey:
     share: Share
     recompute: Recompute
     world: int
+    at_work: int
 
 
 def share_of(sequence: int, plan: Plan, stack: Stack) -> Share:
@@ -72,13 +75,14 @@ def exposed(communication_s: float, beside_s: float, *, slowdown: float) -> Expo
     return Exposed(seen_s=communication_s - hidden, slowed_s=hidden * slowdown)
 
 
-def layer_bill(model: Transformer, plan: Plan, share: Share, predictor: Predictor) -> LayerBill:
+def layer_bill(model: Transformer, plan: Plan, share: Share, predictor: Predictor, *, at_work: int) -> LayerBill:
     """Everything that plans with the same share of a layer have in common.
 
     The host runs ahead while the device computes and while it waits for communication that runs beside computation; a
     blocking collective between tensor ranks lets the queue run dry, so that its seconds and the host's add up.
     """
-    device = layer_seconds(model, share, predictor.rates)
+    prices = predictor.prices(at_work)
+    device = prices.layer(model, share)
     wires = _wires(model, plan, share, predictor, device)
     recompute_s, repeated_launches = _recomputed(plan, device, predictor)
     c = predictor.constants
@@ -105,7 +109,7 @@ def layer_bill(model: Transformer, plan: Plan, share: Share, predictor: Predicto
         forward_s=forward,
         input_s=sum(items.values()) - forward - weight,
         weight_s=weight,
-        head=_head(model, plan, share, predictor),
+        head=_head(model, plan, share, predictor, prices),
     )
 
 
@@ -122,13 +126,23 @@ def _wires(model: Transformer, plan: Plan, share: Share, predictor: Predictor, d
     """Collectives of one layer, what is hidden taken off."""
     slowdown = predictor.constants.overlap_slowdown
     stream = share.tokens * model.hidden * share.element_bytes
-    once = _tensor_once(tensor_group(plan, predictor), stream, plan)
+    group = tensor_group(plan, predictor)
+    once = _tensor_once(group, stream, plan)
+    if group.ranks > 1:
+        copies = predictor.stack.crossing_copies * (2 if plan.sequence_parallel else 1)
+        once += copies * predictor.prices(plan.world_size).copy(
+            share.tokens, model.hidden, element_bytes=share.element_bytes
+        )
     beside = device.matmul_weight if predictor.stack.overlap_tensor else 0.0
     backward = exposed(2 * once, beside, slowdown=slowdown)
     again = _gathered_again(plan, predictor, stream, device)
     keys = 2 * model.kv_width * share.samples * share.sequence * share.element_bytes / share.tensor
-    gather = _axis(plan, predictor, plan.layout.context, plan.layout.tensor).all_gather(keys)
-    context = exposed(3 * gather, device.attention_forward + device.attention_backward, slowdown=slowdown)
+    axis = _axis(plan, predictor, plan.layout.context, plan.layout.tensor)
+    if predictor.stack.context is None:
+        beside_s = device.attention_forward + device.attention_backward
+        context = exposed(3 * axis.all_gather(keys), beside_s, slowdown=slowdown)
+    else:
+        context = _seen_context(predictor.stack.context, axis, plan, share, predictor)
     routed = stream * model.experts_per_token
     trip = _axis(plan, predictor, share.expert, 1).all_to_all(routed) if model.experts else 0.0
     return _Wires(
@@ -140,7 +154,21 @@ def _wires(model: Transformer, plan: Plan, share: Share, predictor: Predictor, d
     )
 
 
-def _tensor_once(group: Group, stream: float, plan: Plan) -> float:
+def _seen_context(kind: ContextKind, axis: Links, plan: Plan, share: Share, predictor: Predictor) -> Exposed:
+    """Nothing hides what CPU ranks say to each other."""
+    width = share.tokens * share.element_bytes / share.tensor
+    model = predictor.workload.model
+    both = exchange(
+        kind,
+        axis,
+        query_bytes=width * model.attention_width,
+        key_bytes=2 * width * model.kv_width,
+        copy_bytes_s=predictor.prices(plan.world_size).memory_bytes_s,
+    )
+    return Exposed(seen_s=both.forward_s + both.backward_s, slowed_s=0.0)
+
+
+def _tensor_once(group: Links, stream: float, plan: Plan) -> float:
     """One all-reduce, or the all-gather and reduce-scatter that take its place under sequence parallelism."""
     return 2 * group.all_gather(stream) if plan.sequence_parallel else group.all_reduce(stream)
 
@@ -163,9 +191,9 @@ def _recomputed(plan: Plan, device: LayerSeconds, predictor: Predictor) -> tuple
     return 0.0, 0.0
 
 
-def _head(model: Transformer, plan: Plan, share: Share, predictor: Predictor) -> dict[str, float]:
+def _head(model: Transformer, plan: Plan, share: Share, predictor: Predictor, prices: Prices) -> dict[str, float]:
     """Head, loss and embedding of a microbatch; the loss sums three numbers a token over tensor ranks."""
-    products, loss, embedding = head_seconds(model, share, predictor.rates)
+    products, loss, embedding = prices.head(model, share)
     group = tensor_group(plan, predictor)
     stream = share.tokens * model.hidden * share.element_bytes
     wires = 2 * group.all_reduce(stream) + 3 * group.all_reduce(4.0 * share.tokens)
@@ -173,10 +201,10 @@ def _head(model: Transformer, plan: Plan, share: Share, predictor: Predictor) ->
     return {"head and loss": products + loss + embedding, "tensor": wires, "launches": host}
 
 
-def tensor_group(plan: Plan, predictor: Predictor) -> Group:
+def tensor_group(plan: Plan, predictor: Predictor) -> Links:
     """Neighbouring ranks."""
     return _axis(plan, predictor, plan.layout.tensor, 1)
 
 
-def _axis(plan: Plan, predictor: Predictor, ranks: int, stride: int) -> Group:
+def _axis(plan: Plan, predictor: Predictor, ranks: int, stride: int) -> Links:
     return predictor.group(plan, ranks, stride=stride)

@@ -6,6 +6,8 @@ from typing import Any
 
 from shoal.planner.constants import Constants
 from shoal.planner.predictor import Prediction
+from shoal.planner.residuals import Residuals
+from shoal.planner.scaling import Choice
 
 
 def prediction_record(one: Prediction) -> dict[str, Any]:
@@ -28,6 +30,30 @@ def prediction_record(one: Prediction) -> dict[str, Any]:
         "fits": one.fits,
         "bill_s": dict(one.bill.seconds),
         "memory": one.peak.items(),
+    }
+
+
+def confidence_record(one: Prediction, limit_bytes: float, *, time: Residuals, memory: Residuals) -> dict[str, Any]:
+    """The interval of the step, the odds of running out of memory, and their sources."""
+    return {
+        "level": 0.9,
+        "step_s": list(time.interval(one.step_s)),
+        "step_source": time.source,
+        "out_of_memory": memory.exceeds(one.memory_bytes, limit_bytes),
+        "memory_source": memory.source,
+    }
+
+
+def choice_record(one: Choice) -> dict[str, Any]:
+    """A number of devices, its plan, and what the whole run takes and costs."""
+    return {
+        "devices": one.devices,
+        "plan": one.prediction.plan.describe(),
+        "step_s": one.prediction.step_s,
+        "wall_s": one.cost.wall_s,
+        "memory_bytes": one.prediction.memory_bytes,
+        "device_hours": one.device_hours,
+        "money": one.cost.money,
     }
 
 

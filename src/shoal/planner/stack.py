@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from shoal.cost.activations import Kept
 from shoal.cost.state_bytes import MEGATRON_BF16, MEGATRON_FP16, StateBytes
+from shoal.planner.context import ContextKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,8 +19,11 @@ class Stack:
     `overlap_tensor`: the all-reduce of an input's gradient runs beside the weight's product. `overlap_data`: gradients
     are summed, and ZeRO's weights gathered, while the device computes. `overlap_pipeline`: transfers between stages run
     beside computation. `scatter_pipeline`: tensor ranks send a share each (arXiv:2104.04473, section 4.1). `eager`:
-    gates and rotary positions are a kernel an operator. `update_bytes`: what a step of the optimizer moves for a
-    parameter, Megatron's by default: copy of the gradient 6, unscale and norm 12, Adam in float32 28, cast to half 6.
+    gates and rotary positions are a kernel an operator. `agreements`: sums of a few numbers over all ranks in a step.
+    `crossing_copies`: copies of an activation that a collective between tensor ranks makes. `context`: how context
+    ranks exchange keys and values, all of it seen; None: gathers of keys, hidden behind attention. `update_bytes`: what
+    a step of the optimizer moves for a parameter, Megatron's by default: copy of the gradient 6, unscale and norm 12,
+    Adam in float32 28, cast to half 6.
     """
 
     name: str
@@ -34,6 +38,9 @@ class Stack:
     overlap_data: bool = True
     overlap_pipeline: bool = True
     scatter_pipeline: bool = True
+    agreements: int = 0
+    crossing_copies: int = 0
+    context: ContextKind | None = None
 
     @property
     def kept(self) -> Kept:

@@ -8,9 +8,13 @@ from shoal.cost.footprint import Footprint
 from shoal.planner.bill import ITEMS, Bill
 from shoal.planner.change import Change
 from shoal.planner.predictor import Prediction
+from shoal.planner.residuals import Residuals
+from shoal.planner.scaling import Choice
 
 GIB = 2**30
 RULE = "-"
+NOTICED_GIB, NOTICED_PERCENT = 0.05, 0.5
+"""Changes below both are not worth a sentence."""
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -64,6 +68,58 @@ def changes(found: Iterable[Change], best: Prediction, *, most: int = 8) -> str:
         for change in list(found)[:most]
     ]
     return table(("what would change it", "step", "%", "GiB", "fits"), rows)
+
+
+def helps(found: Iterable[Change], best: Prediction, *, most: int = 5) -> str:
+    """A sentence a change: what it frees or saves, and what for. Changes that only cost are left out."""
+    sentences = [sentence for change in found if (sentence := help_sentence(change, best)) is not None]
+    return "\n".join(sentences[:most]) or "nothing that was tried would help"
+
+
+def help_sentence(change: Change, best: Prediction) -> str | None:
+    """ "memory.recompute = full frees 5.2 GiB for +18.0 % step time"; None for what helps nothing or does not fit."""
+    freed = (best.memory_bytes - change.memory_bytes) / GIB
+    saved = 100 * (1 - change.step_s / best.step_s)
+    frees, saves = freed >= NOTICED_GIB, saved >= NOTICED_PERCENT
+    if not change.fits or not (frees or saves):
+        return None
+    if frees and saved >= 0:
+        return f"{change.what} frees {freed:.1f} GiB and takes {saved:.1f} % off the step"
+    if frees:
+        return f"{change.what} frees {freed:.1f} GiB for {-saved:+.1f} % step time"
+    cost = f" for {-freed:.1f} GiB more" if freed <= -NOTICED_GIB else ""
+    return f"{change.what} takes {saved:.1f} % off the step{cost}"
+
+
+def confidence(best: Prediction, limit_bytes: float, *, time: Residuals, memory: Residuals) -> str:
+    """The interval of the step, the odds of running out of memory, and what both are taken from."""
+    low, high = time.interval(best.step_s)
+    odds = memory.exceeds(best.memory_bytes, limit_bytes)
+    return (
+        f"90 % of steps like this were measured between {seconds(low)} and {seconds(high)}: {time.source}\n"
+        f"It runs out of memory with a probability of {percent(odds)}: {memory.source}"
+    )
+
+
+def choices(found: Iterable[Choice]) -> str:
+    """One line a choice of devices and plan: the step, the whole run, memory, device-hours and money."""
+    rows = [
+        (
+            f"{one.devices}: {one.prediction.plan.describe()}",
+            seconds(one.prediction.step_s),
+            f"{one.cost.wall_s / 3600:,.2f}",
+            f"{one.prediction.memory_bytes / GIB:.1f}",
+            f"{one.device_hours:,.1f}",
+            "-" if one.cost.money is None else f"{one.cost.money:,.4g}",
+        )
+        for one in found
+    ]
+    return table(("devices: plan", "step", "run, hours", "GiB", "device-hours", "money"), rows)
+
+
+def percent(share: float) -> str:
+    """Of a probability: 12 %, 0.3 %, less than 0.01 %."""
+    return "less than 0.01 %" if share < 1e-4 else f"{100 * share:.2g} %"
 
 
 def money(cost: Mapping[str, float | None]) -> str:

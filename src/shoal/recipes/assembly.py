@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from shoal.data.cursor import Cursor
 from shoal.data.feed import Feed
 from shoal.data.order import Order
+from shoal.engine.noise import NoiseMeter
+from shoal.engine.pipedream_step import PipeDreamStep
+from shoal.engine.pipelined import PipelinedPasses
 from shoal.engine.precision import scaler_of
+from shoal.engine.priority_step import PriorityStep
 from shoal.engine.state import HeldWeight, TrainState, held_pieces
 from shoal.engine.step import TrainStep
+from shoal.engine.step_protocol import Step
+from shoal.errors import ConfigError, UserCodeError
 from shoal.optim.build import build_optimizer
 from shoal.optim.schedule import peak_rate
+from shoal.parallel.pipeline.stages import Stages
 from shoal.recipes.setting import Setting
 from shoal.recipes.splitting import blocks_in
-from shoal.sync.build import build_sync
+from shoal.sync.build import build_priority_sync, build_sync
+from shoal.sync.priority import PrioritySync
 from shoal.sync.strategy import Sync
+from shoal.topology.axes import Axis
 
 ZERO_OF_SHARD = 3
 """What the ranks of `layout.shard` split where `memory.zero` is left out: all, as users of FSDP expect."""
+
+
+_NORMED_TOGETHER: Mapping[bool, tuple[Axis, ...]] = {
+    False: ("pipeline", "shard", "context", "tensor"),
+    True: ("shard", "context", "tensor"),
+}
+"""Whose gradients have one norm: those of a replica, or of one stage where stages are at different updates."""
 
 
 def zero_of(setting: Setting) -> int | None:
@@ -28,15 +46,19 @@ def zero_of(setting: Setting) -> int | None:
 
 def new_sync(setting: Setting) -> Sync:
     """How gradients are agreed on, and what this rank's optimizer runs on. The parameters' memory may be moved."""
-    mesh, parts = setting.mesh, setting.parts
+    mesh, parts, config = setting.mesh, setting.parts, setting.run_file.sync
+    if config.schedule == "priority":
+        lane = mesh.axis("replicate", lane="gradients")
+        return build_priority_sync(config, setting.trained, model=setting.model, lane=lane, ledger=mesh.ledger)
     return build_sync(
-        setting.run_file.sync,
+        config,
         zero_of(setting),
         setting.trained,
         model=setting.model,
         groups=mesh.ranks,
-        replica=mesh.axis("pipeline", "shard", "context", "tensor"),
+        replica=mesh.axis(*_NORMED_TOGETHER[setting.run_file.pipeline.asynchronous]),
         blocks=blocks_in(setting.model, parts.stages, mesh.layout.index("pipeline", mesh.rank)),
+        world=mesh.world,
     )
 
 
@@ -57,14 +79,19 @@ def new_state(setting: Setting, sync: Sync) -> TrainState:
             "optimizer.kind": type(run_file.optimizer).__struct_config__.tag,
         },
     )
+    state.sync = sync.remembered
     if setting.mesh.layout.replica_size > 1:
         state.owned, state.held = sync.owned, _held(setting, sync)
         state.names = {*split.shapes, *split.buffers}
     return state
 
 
-def new_step(setting: Setting, state: TrainState, sync: Sync) -> TrainStep:
-    """The step that moves `state`."""
+def new_step(setting: Setting, state: TrainState, sync: Sync) -> Step:
+    """The step that moves `state`. Raises `ConfigError` where the gradient's noise cannot be measured."""
+    if setting.run_file.pipeline.asynchronous:
+        return new_pipedream_step(setting, state, sync)
+    if isinstance(sync, PrioritySync):
+        return new_priority_step(setting, state, sync)
     mesh = setting.mesh
     place = mesh.layout.coordinate(mesh.rank)
     return TrainStep(
@@ -79,6 +106,74 @@ def new_step(setting: Setting, state: TrainState, sync: Sync) -> TrainStep:
         device=setting.device,
         clip_norm=setting.run_file.optimizer.clip_norm,
         counts=place.pipeline == place.context == place.tensor == 0,
+        noise=_noise_meter(setting, sync),
+    )
+
+
+def new_pipedream_step(setting: Setting, state: TrainState, sync: Sync) -> PipeDreamStep:
+    """The step of a pipeline that updates after each microbatch. Raises `UserCodeError` for tied parameters."""
+    mesh, passes = setting.mesh, setting.passes
+    place = mesh.layout.coordinate(mesh.rank)
+    assert isinstance(passes, PipelinedPasses), "without a pipeline, the run file is refused"
+    _check_untied(passes.stages)
+    return PipeDreamStep(
+        passes,
+        optimizer=state.optimizer,
+        sync=sync,
+        group=mesh.world,
+        twins=mesh.axis("replicate", "shard", "context", "tensor"),
+        ledger=mesh.ledger,
+        scaler=state.scaler,
+        randomness=passes.compute.randomness,
+        device=setting.device,
+        clip_norm=setting.run_file.optimizer.clip_norm,
+        counts=place.pipeline == place.context == place.tensor == 0,
+    )
+
+
+def new_priority_step(setting: Setting, state: TrainState, sync: PrioritySync) -> PriorityStep:
+    """The step that does not wait for its gradients."""
+    return PriorityStep(
+        setting.passes,
+        optimizer=state.optimizer,
+        sync=sync,
+        group=setting.mesh.world,
+        twins=setting.mesh.axis("replicate"),
+        ledger=setting.mesh.ledger,
+        scaler=state.scaler,
+        randomness=setting.passes.compute.randomness,
+        device=setting.device,
+    )
+
+
+def _check_untied(stages: Stages) -> None:
+    tied = [name for name in dict.fromkeys(stages.aliases.values()) if len(stages.holders(name)) > 1]
+    if tied:
+        raise UserCodeError(
+            f"{tied[0]} is used by several stages, which are at different updates under PipeDream; give each a "
+            "parameter of its own, or choose another pipeline.schedule"
+        )
+
+
+def _noise_meter(setting: Setting, sync: Sync) -> NoiseMeter | None:
+    """None where it is not asked for. Raises `ConfigError` for a parameter whose gradient is whole only once summed."""
+    every, layout, rank = setting.run_file.observe.noise_every_steps, setting.mesh.layout, setting.mesh.rank
+    if every == 0:
+        return None
+    shares, place = layout.group(("replicate", "shard"), rank), layout.coordinate(rank)
+    for trained in setting.trained:
+        if trained.holding.sums != shares:
+            raise ConfigError(
+                f"observe.noise_every_steps: the gradient of {trained.holding.name} is summed over other ranks than "
+                "those that see other samples; measure the noise under another layout, or leave the key out"
+            )
+    return NoiseMeter(
+        sync.own,
+        setting.mesh.world,
+        every=every,
+        counts=place.pipeline == place.tensor == 0,
+        told_apart=layout.pipeline == 1,
+        device=setting.device,
     )
 
 

@@ -9,9 +9,11 @@ from collections.abc import Callable
 
 from shoal.errors import ShoalError
 from shoal.models.config import GPTConfig, MoEConfig, PythonModel
+from shoal.recipes.divisible import divides, divides_or_divided, not_multiple
+from shoal.recipes.grid_rule import grid_refusal
+from shoal.recipes.pipedream_rule import pipedream_refusal
 from shoal.recipes.run_file import RunFile
 from shoal.schedules.build import build
-from shoal.topology.refusal import nearest_divisors, nearest_multiples
 
 Rule = Callable[[RunFile], str | None]
 
@@ -38,11 +40,17 @@ def _heads(run_file: RunFile) -> str | None:
     model, tensor = run_file.model, run_file.layout.tensor
     if not isinstance(model, GPTConfig):
         return None
-    return (
-        _divides("layout.tensor", tensor, "model.heads", model.heads)
-        or _divides_or_divided("layout.tensor", tensor, "model.kv_heads", model.key_value_heads)
-        or _divides("layout.tensor", tensor, "model.feed_forward_width", model.hidden_width)
+    return divides("layout.tensor", tensor, "model.heads", model.heads) or divides_or_divided(
+        "layout.tensor", tensor, "model.kv_heads", model.key_value_heads
     )
+
+
+def _feed_forward(run_file: RunFile) -> str | None:
+    """On a grid its panels have to come out, which is less: see `grid_rule`."""
+    layout, model = run_file.layout, run_file.model
+    if not isinstance(model, GPTConfig) or layout.tensor_grid is not None:
+        return None
+    return divides("layout.tensor", layout.tensor, "model.feed_forward_width", model.hidden_width)
 
 
 def _experts(run_file: RunFile) -> str | None:
@@ -52,7 +60,7 @@ def _experts(run_file: RunFile) -> str | None:
             return None
         return f'layout.expert = {layout.expert} splits experts, and the model has none: set model.kind = "moe"'
     shared = model.shared_experts * model.width_of_expert
-    return _divides("layout.expert", layout.expert, "model.experts", model.experts) or _divides(
+    return divides("layout.expert", layout.expert, "model.experts", model.experts) or divides(
         "layout.tensor", layout.tensor, "shared_experts x expert_width", shared
     )
 
@@ -62,13 +70,13 @@ def _sequence(run_file: RunFile) -> str | None:
     if not isinstance(run_file.model, GPTConfig):
         return None
     if layout.context > 1 and sequence % (2 * layout.context):
-        return _not_multiple(
+        return not_multiple(
             "batch.sequence", sequence, 2 * layout.context, f"2 x layout.context = {2 * layout.context}"
         )
     own = sequence // layout.context
     if layout.sequence_parallel and own % layout.tensor:
         unit = layout.context * layout.tensor
-        return _not_multiple("batch.sequence", sequence, unit, f"layout.context x layout.tensor = {unit}")
+        return not_multiple("batch.sequence", sequence, unit, f"layout.context x layout.tensor = {unit}")
     return None
 
 
@@ -76,7 +84,7 @@ def _ulysses(run_file: RunFile) -> str | None:
     layout, model = run_file.layout, run_file.model
     if not isinstance(model, GPTConfig) or run_file.context.kind != "ulysses":
         return None
-    return _divides("layout.context", layout.context, "heads per tensor rank", model.heads // layout.tensor)
+    return divides("layout.context", layout.context, "heads per tensor rank", model.heads // layout.tensor)
 
 
 def _stages(run_file: RunFile) -> str | None:
@@ -93,7 +101,7 @@ def _stages(run_file: RunFile) -> str | None:
 
 def _schedule(run_file: RunFile) -> str | None:
     ranks, pipeline = run_file.layout.pipeline, run_file.pipeline
-    if ranks == 1:
+    if ranks == 1 or pipeline.asynchronous:
         return None
     microbatches = pipeline.microbatches or 2 * ranks
     try:
@@ -120,7 +128,7 @@ def _zero(run_file: RunFile) -> str | None:
     """Among copies nothing is split; a run of one copy on one rank may say what more of them would do."""
     layout, zero = run_file.layout, run_file.memory.zero
     processes = run_file.run.processes or layout.default_processes or 1
-    if zero is None or layout.shard > 1 or processes == layout.pipeline * layout.context * layout.tensor:
+    if zero is None or layout.auto or layout.shard > 1 or processes == layout.pipeline * layout.context * layout.tensor:
         return None
     return (
         f"memory.zero = {zero} splits the model's state over layout.shard, which is 1: set layout.shard to the "
@@ -128,31 +136,32 @@ def _zero(run_file: RunFile) -> str | None:
     )
 
 
-def _divides(axis: str, size: int, name: str, number: int) -> str | None:
-    if number % size == 0:
+def _auto(run_file: RunFile) -> str | None:
+    """The planner picks among plans that have a price."""
+    layout, pipeline = run_file.layout, run_file.pipeline
+    if not layout.auto:
         return None
-    divisors = " or ".join(map(str, nearest_divisors(number, size)))
-    multiples = " or ".join(map(str, nearest_multiples(size, number)))
-    return f"{axis} = {size} does not divide {name} = {number}; nearest: {axis} = {divisors}, or {name} = {multiples}"
-
-
-def _divides_or_divided(axis: str, size: int, name: str, number: int) -> str | None:
-    """Fewer heads than ranks are held by several ranks each, so the larger must be a multiple of the smaller."""
-    return None if size % number == 0 else _divides(axis, size, name, number)
-
-
-def _not_multiple(name: str, number: int, unit: int, what: str) -> str:
-    nearest = " or ".join(map(str, nearest_multiples(unit, number)))
-    return f"{name} = {number} is not a multiple of {what}; nearest: {nearest}"
+    if layout.tensor_grid is not None:
+        return "layout.auto = true with layout.tensor_grid: a grid has no price; leave one of the two out"
+    if pipeline.asynchronous:
+        return (
+            f"layout.auto = true with pipeline.schedule = {pipeline.schedule!r}: it has no price, because it updates "
+            "within a step; leave one of the two out"
+        )
+    return None
 
 
 _RULES: tuple[Rule, ...] = (
+    _auto,
     _only_chains,
     _heads,
+    _feed_forward,
     _experts,
     _sequence,
+    grid_refusal,
     _ulysses,
     _schedule,
+    pipedream_refusal,
     _stages,
     _compiled,
     _zero,

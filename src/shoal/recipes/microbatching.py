@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shoal.engine.uniform import Uniform
-from shoal.recipes.run_file import RunFile, statistics_group
+from shoal.recipes.microbatch_sizes import microbatch_sizes
+from shoal.recipes.run_file import RunFile
 from shoal.topology.layout import Layout
 
 
@@ -17,7 +18,8 @@ from shoal.topology.layout import Layout
 class Microbatching:
     """Samples of one microbatch (None: all of a rank's at once), and how they are made alike where they must be.
 
-    `in_flight` is the number of microbatches that go through a pipeline together; 1 without one.
+    `in_flight` is the number of microbatches that go through a pipeline together; 1 without one. Asynchronous pipelines
+    drain only between steps: there it is all of a step's.
     """
 
     samples: int | None
@@ -27,12 +29,7 @@ class Microbatching:
 
 def microbatching(run_file: RunFile, layout: Layout) -> Microbatching:
     """What the run file and the layout make of it."""
-    micro, group = run_file.batch.micro_samples, statistics_group(run_file)
     if layout.replica_size == 1:
-        return Microbatching(micro, None, 1)
-    in_flight = (run_file.pipeline.microbatches or 2 * layout.pipeline) if layout.pipeline > 1 else 1
-    shares = layout.replicate * layout.shard
-    most = group * -(-(run_file.batch.global_samples // group) // shares)
-    samples = micro or group * -(-most // (group * in_flight))
-    rounds = -(-most // (samples * in_flight))
-    return Microbatching(samples, Uniform(rounds * in_flight, samples), in_flight)
+        return Microbatching(run_file.batch.micro_samples, None, 1)
+    sizes = microbatch_sizes(run_file, shares=layout.replicate * layout.shard)
+    return Microbatching(sizes.samples, Uniform(sizes.rounds * sizes.in_flight, sizes.samples), sizes.in_flight)

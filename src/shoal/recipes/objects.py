@@ -47,15 +47,19 @@ def model_of(run_file: RunFile, given: Given, *, device: torch.device, dtype: to
     if model is not None:
         initialise(model, seed=run_file.run.seed, device=device, dtype=dtype)
         return model
-    config = run_file.model
+    return _placed(users_model(run_file, given), device, dtype)
+
+
+def users_model(run_file: RunFile, given: Given) -> nn.Module:
+    """What the user's function builds, wherever and in whichever dtype it does. Raises `UserCodeError`: see above."""
     _seed_everything(run_file.run.seed)
-    model = _users_model(config, given)
+    model = _users_model(run_file.model, given)
     if not isinstance(model, nn.Module):
         what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise UserCodeError(f"the model is {what}; it must be an nn.Module, ready to be called")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserCodeError("the model has no parameter that requires a gradient; there is nothing to train")
-    return _placed(model, device, dtype)
+    return model
 
 
 def skeleton_of(run_file: RunFile, given: Given) -> nn.Module | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from shoal.cost.footprint import Overheads
+from shoal.cost.footprint import Footprint, Overheads
 from shoal.cost.state_bytes import AUTOCAST, FLOAT32, FLOAT64, StateBytes
 from shoal.cost.transformer import Transformer
 from shoal.engine.config import BFloat16, Float16, Float32, Float64
@@ -14,13 +15,17 @@ from shoal.errors import ConfigError, LayoutError
 from shoal.models.config import GPTConfig, MoEConfig
 from shoal.planner.candidates import Allowed
 from shoal.planner.change import Change
+from shoal.planner.constants import Constants
 from shoal.planner.explain import helps
 from shoal.planner.explain import why_not as explain_why_not
+from shoal.planner.measured import Measured
 from shoal.planner.money import run_cost
 from shoal.planner.predictor import Prediction, Predictor, Workload
 from shoal.planner.search import Found, search
 from shoal.planner.stack import Stack
-from shoal.recipes.plan_file import written_plan
+from shoal.recipes.here import calibration_here, measured_here
+from shoal.recipes.plan_file import runnable, written_plan
+from shoal.recipes.prediction_history import remembered, track_record
 from shoal.recipes.run_file import RunFile
 from shoal.topology.cluster import Cluster
 from shoal.topology.cluster_file import cluster_from, load_cluster
@@ -31,6 +36,9 @@ _STATES: Mapping[type, tuple[StateBytes, str]] = {
     BFloat16: (AUTOCAST, "bfloat16"),
     Float16: (AUTOCAST, "float16"),
 }
+
+MEASURED = Constants(dispatch_s=0.0, kernel_s=0.0, optimizer_start_s=0.0)
+"""Measured operators hold what the host and the shortest kernel take."""
 
 
 def workload_of(run_file: RunFile) -> Workload:
@@ -47,7 +55,7 @@ def transformer_of(run_file: RunFile) -> Transformer:
     model = run_file.model
     if not isinstance(model, GPTConfig):
         kind = type(model).__struct_config__.tag
-        raise ConfigError(f'model.kind = "{kind}": shoal plan prices "gpt" and "moe", whose sizes the run file tells')
+        raise ConfigError(f'model.kind = "{kind}": only "gpt" and "moe", whose sizes the run file tells, are simulated')
     sizes = Transformer(
         layers=model.layers,
         hidden=model.width,
@@ -98,6 +106,9 @@ def stack_of(run_file: RunFile, cluster: Cluster) -> Stack:
         overlap_data=not on_cpu,
         overlap_pipeline=not on_cpu,
         scatter_pipeline=False,
+        agreements=3,
+        crossing_copies=1,
+        context=run_file.context.kind if on_cpu else None,
     )
 
 
@@ -122,13 +133,15 @@ class Planned:
     changes: list[Change]
     why_not: str | None
     money: dict[str, float | None]
+    basis: str
+    track_record: str | None
 
 
 def planned(run_file: RunFile, cluster: Path | None, *, keep: int, why_not: str | None = None) -> Planned:
     """The search and its explanation. Raises `ConfigError`, `LayoutError` (nothing fits), `UsageError`."""
     predictor = predictor_of(run_file, cluster)
     allowed = Allowed()
-    found = search(predictor, allowed, keep=keep)
+    found = search(predictor, allowed, keep=keep, legal=runnable(run_file, predictor.cluster))
     best = found.best[0]
     return Planned(
         predictor=predictor,
@@ -137,17 +150,57 @@ def planned(run_file: RunFile, cluster: Path | None, *, keep: int, why_not: str 
         changes=helps(predictor, best),
         why_not=explain_why_not(predictor, why_not, best, allowed=allowed) if why_not else None,
         money=asdict(run_cost(predictor.cluster, step_s=best.step_s, steps=run_file.run.steps)),
+        basis=basis_of(predictor, stated=cluster is not None),
+        track_record=track_record(remembered(os.environ)) if predictor.measured is not None else None,
     )
 
 
 def predictor_of(run_file: RunFile, cluster: Path | None) -> Predictor:
     """What prices plans of this run file on the cluster of a file. Raises `ConfigError`."""
     where = cluster_of(run_file, cluster)
+    here = cluster is None and where.machine.scale_up.kind == "memory"
+    calibration = calibration_here(os.environ) if here else None
+    return predictor_on(run_file, where, measured=measured_here(run_file, calibration))
+
+
+def basis_of(predictor: Predictor, *, stated: bool) -> str:
+    """What the predictions stand on; `stated`: a cluster file says what the machine is."""
+    if predictor.measured is not None:
+        return "operators and collectives as measured on this machine"
+    if stated:
+        return "the rates of the cluster file"
+    if predictor.cluster.machine.scale_up.kind == "memory":
+        return (
+            "assumed rates of CPU cores; 'shoal bench products' measures this machine's, for dense GPTs in float32 "
+            "over shared memory or Gloo"
+        )
+    return "data sheets and published measurements"
+
+
+def predictor_on(run_file: RunFile, where: Cluster, *, measured: Measured | None = None) -> Predictor:
+    """What prices plans of this run file on a cluster; `measured` where it is of this machine. Raises `ConfigError`."""
     stack = stack_of(run_file, where)
+    constants = None if measured is None else MEASURED
     try:
-        return Predictor(workload_of(run_file), where, stack=stack, overheads=_overheads(where))
+        if not isinstance(run_file.model, GPTConfig):
+            from shoal.recipes.tracing import traced_predictor  # imports torch, and the user's own code
+
+            return traced_predictor(run_file, where, stack=stack, overheads=_overheads(where))
+        return Predictor(
+            workload_of(run_file),
+            where,
+            stack=stack,
+            constants=constants,
+            overheads=_overheads(where),
+            measured=measured,
+        )
     except ValueError as error:
         raise ConfigError(f"precision: {error}; choose another precision.kind, or add the rate to the device") from None
+
+
+def tensor_bytes(one: Footprint) -> float:
+    """What PyTorch's allocator gives out: all but libraries and slack."""
+    return one.total - one.workspace - one.slack
 
 
 def _overheads(cluster: Cluster) -> Overheads:

@@ -13,7 +13,9 @@ from shoal.data.config import StdlibText, TextFiles
 from shoal.errors import ConfigError
 from shoal.models.config import GPTConfig
 from shoal.recipes.layout_rules import layout_refusal
+from shoal.recipes.noise_rule import noise_refusal
 from shoal.recipes.run_file import RunFile, statistics_group
+from shoal.recipes.sync_rule import sync_refusal
 
 
 def load_run(path: Path, overrides: Iterable[str] = ()) -> RunFile:
@@ -25,10 +27,18 @@ def load_run(path: Path, overrides: Iterable[str] = ()) -> RunFile:
 
 def check_across(run_file: RunFile, *, file: str) -> None:
     """The rules between tables. Raises `ConfigError` for the first that is broken."""
-    for rule in (_batch_rule, _groups_rule, _vocabulary_rule, layout_refusal):
+    sentence = refusal(run_file)
+    if sentence is not None:
+        raise ConfigError(f"{file}: {sentence}")
+
+
+def refusal(run_file: RunFile) -> str | None:
+    """The first rule between the tables that is broken, as a sentence; None where all hold."""
+    for rule in (_batch_rule, _groups_rule, _vocabulary_rule, layout_refusal, noise_refusal, sync_refusal):
         sentence = rule(run_file)
         if sentence is not None:
-            raise ConfigError(f"{file}: {sentence}")
+            return sentence
+    return None
 
 
 def _batch_rule(run_file: RunFile) -> str | None:

@@ -22,6 +22,7 @@ from shoal.errors import EnvironmentFault
 from shoal.launch.environment import Place
 from shoal.launch.rendezvous import interface_for, open_store
 from shoal.observe.facts import read_facts
+from shoal.recipes.lab import conditions_from
 from shoal.recipes.microbatching import Microbatching, microbatching
 from shoal.recipes.objects import Given, check_layout_independent, data_of, loss_of, model_of, skeleton_of
 from shoal.recipes.run_file import RunFile, run_directory, statistics_group
@@ -120,6 +121,9 @@ def set_up(
         generation=generation,
         timeout_s=run_file.run.timeout_s,
         transport=run_file.sync.transport,
+        algorithm=run_file.sync.algorithm,
+        check_collectives=run_file.observe.check_collectives,
+        conditions=conditions_from(environ),
     )
     if skeleton is None:
         _start_equal(model, mesh)

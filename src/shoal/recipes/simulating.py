@@ -17,7 +17,7 @@ from shoal.planner.simulate.pace import Stragglers
 from shoal.planner.simulate.priced import work_of
 from shoal.planner.simulate.step import Fold
 from shoal.recipes.plan_file import written_plan
-from shoal.recipes.planning import predictor_of
+from shoal.recipes.planning import predictor_of, transformer_of
 from shoal.recipes.run_file import RunFile
 from shoal.schedules.build import build
 from shoal.schedules.table import Table
@@ -83,6 +83,7 @@ def simulated(
     saving: Saving | None = None,
 ) -> Simulated:
     """Plays the run file's own plan. Raises `ConfigError`, `LayoutError`."""
+    transformer_of(run_file)  # refuses the models that have no closed form
     predictor = predictor_of(run_file, cluster)
     plan = written_plan(run_file, predictor.cluster)
     table = table_of(plan)

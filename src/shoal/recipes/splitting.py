@@ -65,6 +65,7 @@ def divided(run_file: RunFile, model: nn.Module, mesh: Mesh, *, in_flight: int) 
         stages=stages,
         sequence_parallel=run_file.layout.sequence_parallel,
         context=run_file.context.kind,
+        grid_rows=None if run_file.layout.tensor_grid is None else run_file.layout.tensor_grid[0],
     )
     recompute(model, memory.recompute, layers=memory.recompute_layers)
     return Divided(split, table, stages)

@@ -13,13 +13,18 @@ from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from shoal.comm.mpi.world import why_no_mpi
+from shoal.errors import EnvironmentFault
 from shoal.launch.devices import gpus
 from shoal.launch.environment import Place, place_from
 from shoal.launch.failure import FAILURE_FOLDER, reporting
+from shoal.launch.lab.lab_file import Lab
+from shoal.launch.lab.start import run_in_lab
 from shoal.launch.lock import RunLock
 from shoal.launch.orphans import die_with_parent
 from shoal.launch.spawn import run_ranks
 from shoal.launch.versions import check_torch_version
+from shoal.recipes.lab import processes_in
 from shoal.recipes.rules import check_across
 from shoal.recipes.run_file import RunFile, statistics_group, with_processes
 
@@ -45,22 +50,28 @@ def run(
     directory: Path,
     file: str,
     writes: bool = True,
+    lab: Lab | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> int:
     """The exit code of the whole run; a rank never returns from a failure, it leaves with its code.
 
-    A run that `writes` to its directory holds the lock of it. Raises `UsageError` and `EnvironmentFault` before any
-    process has started.
+    A run that `writes` to its directory holds the lock of it. In a `lab` there are as many ranks as it has. Raises
+    `UsageError` and `EnvironmentFault` before any process has started.
     """
     place = place_from(environ)
-    processes = place.world_size if place is not None else processes_of(run_file, environ)
-    run_file = with_processes(run_file, processes)
+    started_here = processes_of(run_file, environ) if lab is None else processes_in(lab, run_file, place)
+    processes = place.world_size if place is not None else started_here
+    run_file = _arranged(with_processes(run_file, processes), place)
     check_across(run_file, file=file)
     check_torch_version()
+    if place is None and run_file.sync.transport == "mpi":
+        raise EnvironmentFault(f'sync.transport = "mpi", but {why_no_mpi(environ)}; or set it to "auto"')
     if place is None:
         with ExitStack() as stack:
             keep_fds = [stack.enter_context(RunLock(directory)).fd] if writes else []
             logs = directory if writes else Path(stack.enter_context(TemporaryDirectory(prefix="shoal-")))
+            if lab is not None:
+                return run_in_lab(lab, command, run_directory=logs, environ=environ, keep_fds=keep_fds)
             return run_ranks(command, processes=processes, run_directory=logs, environ=environ, keep_fds=keep_fds)
 
     def ranked() -> None:
@@ -72,6 +83,21 @@ def run(
 
     as_rank(place, ranked, environ)
     return 0
+
+
+def _arranged(run_file: RunFile, place: Place | None) -> RunFile:
+    """The run file with a layout, where it leaves that to the planner; whoever started the run is told which and why.
+
+    The planner is imported for those alone who ask for it: a start takes no longer for the others.
+    """
+    if not run_file.layout.auto:
+        return run_file
+    from shoal.recipes.auto_layout import with_layout
+
+    chosen = with_layout(run_file, place)
+    if place is None or (place.rank == 0 and place.launcher != "shoal"):
+        print(chosen.why, file=sys.stderr, flush=True)
+    return chosen.run_file
 
 
 def as_rank(place: Place, work: Callable[[], None], environ: Mapping[str, str]) -> None:

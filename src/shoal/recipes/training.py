@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from shoal.checkpoint.save import Saver
 from shoal.config.load import dumps
@@ -28,6 +32,7 @@ from shoal.optim.schedule import peak_rate, rate
 from shoal.recipes.assembly import new_feed, new_state, new_step, new_sync
 from shoal.recipes.facts import run_facts
 from shoal.recipes.objects import Given
+from shoal.recipes.predicting import prediction_facts, remember_run
 from shoal.recipes.run_file import RunFile, run_directory
 from shoal.recipes.sampling import sample_text, unsplit_model
 from shoal.recipes.setting import Setting, set_up
@@ -51,7 +56,7 @@ def train_rank(run_file: RunFile, place: Place, given: Given) -> None:
         generation = setting.mesh.generation
         if place.rank == 0:
             replace_file(directory / "run.toml", dumps(run_file).encode())
-            write_facts(directory, run_facts(setting, generation=generation))
+            write_facts(directory, run_facts(setting, generation=generation) | _predicted(setting))
         _introduce(display, setting, came_from, said)
         job = _job(setting, state, sync, directory, display, stop, stack, peak=peak, generation=generation)
         if came_from is not None:
@@ -63,7 +68,7 @@ def train_rank(run_file: RunFile, place: Place, given: Given) -> None:
         job.saver.close()
         display.finish()
         if place.rank == 0:
-            _conclude(setting, given, directory, display)
+            _conclude(setting, given, directory, display, trained=state.step > job.came_from)
 
 
 def _train(job: Job, directory: Path, place: Place) -> None:
@@ -108,7 +113,14 @@ def _job(
         steps=run_file.run.steps,
         evaluate_every=run_file.observe.evaluate_every_steps,
         save_every=run_file.checkpoint.every_steps,
+        loads_every=_loads_every(setting),
     )
+
+
+def _loads_every(setting: Setting) -> int:
+    """Of the ranks that hold the same layers, the first tells how loaded their experts are."""
+    first = setting.mesh.axis("replicate", "shard", "context", "tensor").rank == 0
+    return setting.run_file.observe.expert_loads_every_steps if first else 0
 
 
 def _restore(state: TrainState, setting: Setting, directory: Path, display: Display) -> int | None:
@@ -124,6 +136,11 @@ def _introduce(display: Display, setting: Setting, came_from: int | None, scalin
     count = sum(prod(shape) for shape in setting.parts.split.shapes.values())
     display.note(f"{setting.mesh.layout.describe()} on {setting.device.type}, {count:,} parameters, "
                  f"{len(setting.data.train):,} training samples")  # fmt: skip
+    table = setting.parts.table
+    if table is not None and not table.flushes:
+        display.note(
+            f"PipeDream: {table.microbatches} updates a step, from weights up to {table.stages - 1} updates old"
+        )
     if scaling is not None:
         display.note(scaling)
     if came_from is not None:
@@ -143,8 +160,23 @@ def _sampled(setting: Setting, given: Given, display: Display) -> str | None:
         return None
 
 
-def _conclude(setting: Setting, given: Given, directory: Path, display: Display) -> None:
-    """What rank 0 does when training is over: text from the model, the bigram beside the loss, the report."""
+def _predicted(setting: Setting) -> dict[str, Any]:
+    """What the run is expected to take."""
+    place = setting.place
+    return prediction_facts(
+        setting.run_file,
+        device=setting.device.type,
+        one_host=place.one_host,
+        threads=torch.get_num_threads(),
+        environ=os.environ,
+    )
+
+
+def _conclude(setting: Setting, given: Given, directory: Path, display: Display, *, trained: bool) -> None:
+    """What rank 0 does when training is over: text from the model, the bigram beside the loss, the report.
+
+    `trained`: this life took steps, so that its prediction can be held against them.
+    """
     observe = setting.run_file.observe
     text = _sampled(setting, given, display) if observe.sample_bytes else None
     if text is not None:
@@ -156,5 +188,7 @@ def _conclude(setting: Setting, given: Given, directory: Path, display: Display)
     baseline = setting.data.facts.get("baseline/bigram_nats_per_byte")
     if baseline is not None:
         display.note(f"a bigram model of the same split reaches {baseline:.3f} nats/byte")
+    if trained:
+        remember_run(directory, os.environ)
     if observe.report:
         display.note(f"report: {write_report(directory)}")

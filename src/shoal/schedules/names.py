@@ -1,4 +1,5 @@
-"""The schedules that train with one set of weights a step, by name: those of PyTorch, ZB-H1 and ZB-H2."""
+"""The schedules by name: those that train with one set of weights a step (PyTorch's, ZB-H1 and ZB-H2), and PipeDream's,
+which updates the weights after every microbatch."""
 
 from __future__ import annotations
 
@@ -15,3 +16,4 @@ Schedule = Literal[
     "ZB-H1",
     "ZB-H2",
 ]
+AnySchedule = Literal[Schedule, "PipeDream"]

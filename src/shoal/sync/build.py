@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import nn
 
 from shoal.comm.collective import Collective
+from shoal.comm.ledger import Ledger
 from shoal.sync.allreduce import AllReduceSync, summands
 from shoal.sync.config import AllReduce
 from shoal.sync.owned import Trained, owned_whole
+from shoal.sync.priority import PrioritySync
 from shoal.sync.strategy import Sync
 from shoal.sync.zero.chunk import chunks_by_size, chunks_by_unit, units_of
 from shoal.sync.zero.passing_sync import PassingSync
@@ -26,18 +28,20 @@ def build_sync(
     groups: Callable[[Ranks], Collective],
     replica: Collective,
     blocks: Sequence[nn.Module] = (),
+    world: Collective | None = None,
 ) -> Sync:
     """The strategy for this rank's part of a model. `zero`: what is cut over `shard`; None or 1, 2, 3.
 
     `trained` are its parameters that are trained, each once, in the order of the model. `groups` gives the group of
     some ranks of the world; `replica` are all ranks of this one's replica. `blocks` are the modules of `model`, called
-    in this order, whose parameters ZeRO-3 gathers one after the other. The parameters' memory may be moved: build the
-    optimizer afterwards, on `Sync.owned`.
+    in this order, whose parameters ZeRO-3 gathers one after the other; `world` are all that train in lock-step, where
+    the size of buckets is searched for. The parameters' memory may be moved: build the optimizer afterwards, on
+    `Sync.owned`.
     """
     if zero is None:
         _open(groups, (t.holding.sums for t in trained))
         owned = [owned_whole(t) for t in trained]
-        return AllReduceSync(config, summands(trained, groups), replica, owned=owned)
+        return AllReduceSync(config, summands(trained, groups), replica, owned=owned, world=world)
     if zero < 3:
         chunks = chunks_by_size(trained, config)
         _open(groups, (ranks for chunk in chunks for ranks in (chunk.shard, chunk.others)))
@@ -45,6 +49,15 @@ def build_sync(
     chunks = chunks_by_unit(trained, units_of(trained, blocks))
     _open(groups, (ranks for chunk in chunks for ranks in (chunk.shard, chunk.others)))
     return PassingSync(trained, chunks, model=model, blocks=blocks, groups=groups, replica=replica)
+
+
+def build_priority_sync(
+    config: AllReduce, trained: Sequence[Trained], *, model: nn.Module, lane: Collective, ledger: Ledger
+) -> PrioritySync:
+    """For replicas of one rank under `config.schedule` = "priority". `lane` are all of them, for its traffic alone."""
+    owned = [owned_whole(t) for t in trained]
+    found = summands(trained, lambda ranks: lane)
+    return PrioritySync(config, found, lane, model=model, ledger=ledger, owned=owned)
 
 
 def _open(groups: Callable[[Ranks], Collective], wanted: Iterable[Ranks]) -> None:

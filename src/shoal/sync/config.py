@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from shoal.comm.algorithms.config import Algorithm
+from shoal.comm.backends import Transport
 from shoal.config.table import Table, says
 
 
@@ -14,10 +16,42 @@ class AllReduce(Table, frozen=True, tag_field="kind", tag="allreduce"):
     first_bucket_bytes: Annotated[
         int, says("Size of the bucket that is ready first; small, so that sending starts early.", ge=1, le=1 << 31)
     ] = 1 << 20
+    bucket: Annotated[
+        Literal["fixed", "auto"],
+        says(
+            "auto: the first steps try buckets of 1 MiB and more in turn, and the fastest size stays, in checkpoints "
+            "too; bucket_bytes is then not used."
+        ),
+    ] = "fixed"
+    schedule: Annotated[
+        Literal["order", "priority"],
+        says(
+            "order: gradients leave as the backward fills buckets, and the step waits for all. priority: those first "
+            "that the next forward needs first, which waits for its own alone; goes together with layout.replicate, "
+            "and with no clipping."
+        ),
+    ] = "order"
+    partition_bytes: Annotated[
+        int, says("Under schedule = priority: the most bytes that leave at once.", ge=1, le=1 << 31)
+    ] = 1 << 20
+    credit_bytes: Annotated[
+        int, says("Under schedule = priority: the most bytes that are on the wire.", ge=1, le=1 << 31)
+    ] = 4 << 20
     transport: Annotated[
-        Literal["auto", "gloo"],
-        says('How ranks without GPUs talk: "auto" is shared memory where all of a group are on one host, else Gloo.'),
+        Transport,
+        says(
+            "How ranks without GPUs talk: over Gloo, shared memory, shared memory inside hosts and Gloo between them "
+            "(hierarchical), or MPI. auto: shared memory where all of a group are on one host; else MPI where mpiexec "
+            "started them; else hierarchical, or Gloo where no two share a host."
+        ),
     ] = "auto"
+    algorithm: Annotated[
+        Algorithm,
+        says(
+            "How groups over Gloo make collectives: as Gloo does (backend), by what is cheapest on the links as "
+            "measured at the start (auto; the next run may add in another order), or all-reduces by one algorithm."
+        ),
+    ] = "backend"
 
 
 SyncConfig = AllReduce

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from shoal.comm.own_gradient import OwnGradient
 from shoal.sync.owned import Owned
+
+
+class Remembered(Protocol):
+    """What a checkpoint holds of a sync, so that a run goes on bitwise."""
+
+    def to_state(self) -> dict[str, Any]: ...
+
+    def load(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Sync(Protocol):
@@ -17,6 +26,16 @@ class Sync(Protocol):
     @property
     def owned(self) -> Sequence[Owned]:
         """What this rank's optimizer runs on, in the order of the model's parameters."""
+        ...
+
+    @property
+    def own(self) -> OwnGradient:
+        """The norm of what this rank alone computes, where it is wanted."""
+        ...
+
+    @property
+    def remembered(self) -> Remembered | None:
+        """None where it follows from the run file alone."""
         ...
 
     def start(self) -> None:
@@ -44,6 +63,10 @@ class Sync(Protocol):
 
     def parameters(self) -> None:
         """After the optimizer step: returns when the model computes with the agreed parameters."""
+        ...
+
+    def settle(self) -> None:
+        """Between two steps: returns when every update of the last one is made."""
         ...
 
     def whole(self) -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""`Calibration`: what was measured on a machine, for the parts that predict: collectives and matrix products.
+"""`Calibration`: what was measured on a machine, for the parts that predict: collectives, matrix products, operators.
 
 A collective of S bytes takes alpha + beta S seconds (Hockney's model, fitted by `shoal bench comm`); S is the size that
 nccl-tests prints: the whole vector for all-reduce and broadcast, the gathered one for all-gather, the one before it is
@@ -22,6 +22,12 @@ class CollectiveFit(Table, frozen=True):
     beta_s: Annotated[float, says("Seconds of each further byte.", ge=0)]
     hosts: Positive = 1
     worst_off: Annotated[float, says("Largest relative distance of a measurement from the fit.", ge=0)] = 0.0
+    sizes: Annotated[int, says("Sizes that were measured.", ge=2)] = 2
+
+    @property
+    def key(self) -> tuple[str, str, int, int]:
+        """What it is a fit of."""
+        return self.backend, self.operation, self.ranks, self.hosts
 
 
 class MatrixProduct(Table, frozen=True):
@@ -35,6 +41,33 @@ class MatrixProduct(Table, frozen=True):
     flops_s: Annotated[PositiveFloat, says("FLOP per second of one rank, 2 m n k over the median time.")]
 
 
+class OperatorTime(Table, frozen=True):
+    """Seconds of one operator of an eager model at one size, autograd's own work and fresh memory included.
+
+    What m, n and k count is told by the operator's name, in `shoal.cost.measured`.
+    """
+
+    operator: str
+    dtype: str
+    m: Positive
+    n: Positive
+    k: Positive
+    ranks: Annotated[Positive, says("Processes of one thread each that were at work at once.")]
+    forward_s: Annotated[PositiveFloat, says("Seconds of the forward.")]
+    backward_s: Annotated[float, says("Seconds of the backward; 0 where it has none.", ge=0)]
+
+
+class Wait(Table, frozen=True):
+    """What it takes `ranks` ranks to agree on a few numbers behind a piece of computation, beyond the piece."""
+
+    ranks: Positive
+    piece_s: Annotated[PositiveFloat, says("Seconds of the piece, computed by all ranks without agreeing.")]
+    wait_s: Annotated[float, says("Seconds more where they agree behind each.", ge=0)]
+    byte_s: Annotated[float, says("Seconds of each byte more that they sum, between pieces of computation.", ge=0)] = (
+        0.0
+    )
+
+
 class Calibration(Table, frozen=True):
     """All that is known of one machine."""
 
@@ -42,8 +75,15 @@ class Calibration(Table, frozen=True):
     torch: str
     collectives: tuple[CollectiveFit, ...] = ()
     products: tuple[MatrixProduct, ...] = ()
+    operators: tuple[OperatorTime, ...] = ()
+    waits: tuple[Wait, ...] = ()
     memory_bytes_s: Annotated[
         PositiveFloat | None, says("Bytes per second that one rank copies, read and written.")
+    ] = None
+
+    step_factor: Annotated[
+        PositiveFloat | None,
+        says("Measured over predicted seconds of the one step on which this machine was calibrated."),
     ] = None
 
     def fit(self, backend: str, operation: str, ranks: int) -> CollectiveFit | None:
@@ -52,13 +92,18 @@ class Calibration(Table, frozen=True):
         return next((one for one in self.collectives if (one.backend, one.operation, one.ranks) == wanted), None)
 
     def joined(self, newer: Calibration) -> Calibration:
-        """Everything of both; what both have is taken from `newer`."""
-        fits = {(c.backend, c.operation, c.ranks, c.hosts): c for c in (*self.collectives, *newer.collectives)}
+        """Everything of both; what both have is taken from `newer`, except where its fit is through fewer sizes."""
+        fits = {one.key: one for one in self.collectives}
+        fits |= {one.key: one for one in newer.collectives if one.sizes >= fits.get(one.key, one).sizes}
         products = {(p.dtype, p.m, p.n, p.k, p.ranks): p for p in (*self.products, *newer.products)}
+        times = {(o.operator, o.dtype, o.m, o.n, o.k, o.ranks): o for o in (*self.operators, *newer.operators)}
         return Calibration(
             machine=newer.machine,
             torch=newer.torch,
             collectives=tuple(fits.values()),
             products=tuple(products.values()),
+            operators=tuple(times.values()),
+            waits=newer.waits or self.waits,
             memory_bytes_s=newer.memory_bytes_s or self.memory_bytes_s,
+            step_factor=newer.step_factor or self.step_factor,
         )

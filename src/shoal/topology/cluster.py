@@ -165,6 +165,16 @@ class Cluster(Table, frozen=True):
         """The same cluster with another number of nodes."""
         return msgspec.structs.replace(self, nodes=nodes)
 
+    def with_devices(self, devices: int) -> Cluster:
+        """The same with so many accelerators: whole nodes, or a part of one. Raises `ValueError` for all else."""
+        per_node = self.machine.devices
+        if devices % per_node == 0:
+            return self.with_nodes(devices // per_node)
+        if devices > per_node:
+            down = devices - devices % per_node
+            raise ValueError(f"{devices} devices do not fill nodes of {per_node}; nearest: {down}, {down + per_node}")
+        return msgspec.structs.replace(self, nodes=1, machine=msgspec.structs.replace(self.machine, devices=devices))
+
     def failures_per_s(self, nodes: int) -> float:
         """Failures per second of a job on `nodes` nodes."""
         return self.reliability.failures_per_1000_node_days * nodes / (1000 * 86400)

@@ -21,12 +21,33 @@ class LayoutConfig(Table, frozen=True):
     shard: Annotated[Size, says("Parts of the samples and of the model's state; `memory.zero` says of which.")] = 1
     context: Annotated[Size, says("Parts of every sequence; `[context]` says how attention sees the others.")] = 1
     tensor: Annotated[Size, says("Parts of every matrix.")] = 1
+    tensor_grid: Annotated[
+        Annotated[list[Size], msgspec.Meta(min_length=2, max_length=2)] | None,
+        says(
+            "Rows and columns, such as [2, 2], of a grid on which the ranks of `tensor` hold the matrices of attention "
+            "and feed-forward in blocks of both sides (SUMMA, van de Geijn and Watts 1997); default: split along one "
+            "side."
+        ),
+    ] = None
     expert: Annotated[
         Size, says("Parts of the experts; they lie on the ranks of shard x context x tensor, which it must divide.")
     ] = 1
     sequence_parallel: Annotated[
         bool, says("Under `tensor`, also split norms and residuals, along the sequence (arXiv:2205.05198).")
     ] = False
+
+    auto: Annotated[
+        bool,
+        says(
+            "The planner picks sizes of axes, microbatches, `pipeline.schedule`, `memory.zero` and `memory.recompute`, "
+            "and keeps those that are given and are not the defaults (`pipeline = 1` is one; `replicate = 1` is not). "
+            "A run that goes on keeps the layout that its directory holds."
+        ),
+    ] = False
+    replan: Annotated[bool, says("Under `auto`, pick again although the run directory holds a layout.")] = False
+    cluster: Annotated[str | None, says("The cluster file that `auto` plans for; default: this machine's cores.")] = (
+        None
+    )
 
     @property
     def sizes(self) -> dict[str, int | None]:

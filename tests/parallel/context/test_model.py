@@ -114,7 +114,7 @@ def test_loss_and_every_gradient_are_those_of_one_process(ranks: Any, size: int)
             torch.testing.assert_close(loss, wanted[packed][0], rtol=RELATIVE, atol=0)
             assert worst(gradients, wanted[packed][1]) < RELATIVE
             if not packed:
-                form = attention_bytes_sent(kind, sizes, size=size, backend="gloo")
+                form = attention_bytes_sent(kind, sizes, size=size, backend="shm")
                 assert sent == SIZES["layers"] * form, kind
 
 

@@ -16,8 +16,8 @@ from shoal.models.build import build
 from shoal.models.config import MoEConfig
 from shoal.models.dropout import set_sample_keys
 from shoal.models.initialise import initialise
-from shoal.models.mixture import loads
 from shoal.models.mixture_auxiliary import auxiliary_total, counted_tokens, set_auxiliary
+from shoal.models.mixture_loads import loads
 from shoal.models.mixture_routes import RecordRoutes, Routes, set_routes
 from shoal.models.statistics import StepStatistics
 from shoal.parallel.context.put import put_context

@@ -170,7 +170,7 @@ def run_broken(place: TestPlace, fault: str) -> float:
 
 def test_a_stage_that_fails_stops_the_others_within_the_timeout(ranks) -> None:
     """The rank at fault shows its own error, the others a sentence; nobody hangs."""
-    for fault, error in (("raises", "ZeroDivisionError"), ("shrinks", "pad them")):
+    for fault, error in (("raises", "ZeroDivisionError"), ("shrinks", "must have a form that follows")):
         (well_0, text_0), (well_1, text_1) = ranks.outcomes(2, run_broken, fault, timeout_s=30)
         assert not well_0
         assert "CollectiveError" in text_0

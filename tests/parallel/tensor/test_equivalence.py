@@ -13,7 +13,16 @@ from shoal.memory.recompute import RecomputeKind
 from shoal.parallel.tensor.cross_entropy import vocabulary_cross_entropy
 from shoal.parallel.tensor.plan import split_tensor
 from tests.parallel.tensor.models import batch, keyed_gpt, two_pairs, user_gpt
-from tests.parallel.tensor.split import F64, assembled, entropy, one_step, tensor_group, tensor_mesh, weighted
+from tests.parallel.tensor.split import (
+    F64,
+    assembled,
+    entropy,
+    grid_of,
+    one_step,
+    tensor_group,
+    tensor_mesh,
+    weighted,
+)
 from tests.ranks import TestPlace
 
 
@@ -102,16 +111,37 @@ def test_a_users_transformer_is_split_by_its_roles(ranks, world: int, sequence_p
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole stream", "sequence parallel"])
-@pytest.mark.parametrize(("world", "rows"), [(2, 1), (2, 2), (4, 2)])
-def test_feed_forwards_may_lie_in_blocks_on_a_grid(ranks, world: int, rows: int, sequence_parallel: bool) -> None:
-    """Attention and vocabulary are split along one axis as before, dropout behind the blocks is the same."""
+@pytest.mark.parametrize(
+    ("world", "rows", "kv_heads"), [(2, 1, 4), (2, 2, 1), (4, 2, 4), (4, 2, 2), (4, 4, 1), (4, 1, 4)]
+)
+def test_matrices_may_lie_in_blocks_on_a_grid(
+    ranks, world: int, rows: int, kv_heads: int, sequence_parallel: bool
+) -> None:
+    """Attention and feed-forward in blocks, heads shared or not; the vocabulary is split along one axis as before, and
+    dropout behind the blocks is the same."""
     inputs, targets = batch()
-    keys = {"dropout": 0.2, "feed_forward_width": 48}
+    keys = {"dropout": 0.2, "feed_forward_width": 48, "kv_heads": kv_heads}
     settings = {"model": keys, "sequence_parallel": sequence_parallel, "rows": rows}
     outcomes = ranks(world, one_step, keyed_gpt, (inputs,), targets, settings)
     check_same(outcomes, keyed_gpt(**keys), (inputs,), targets)
     up = outcomes[-1].parts["blocks.0.feed_forward.up.weight"].box((48, 32))
     assert up.shape == (48 * rows // world, 32 // rows)
+    key = outcomes[-1].parts["blocks.0.attention.key.weight"].box((8 * kv_heads, 32))
+    assert key.shape == (8 * kv_heads * rows // world, 32 // rows)
+
+
+def heads_on_a_grid(place: TestPlace, kv_heads: int) -> str:
+    """What is said of 4 query heads and fewer of the others on a grid of 1 x 4."""
+    mesh = tensor_mesh(place)
+    with pytest.raises(LayoutError) as refusal:
+        split_tensor(keyed_gpt(kv_heads=kv_heads), mesh.axis("tensor"), sequence_parallel=False, grid=grid_of(mesh, 1))
+    return str(refusal.value)
+
+
+def test_fewer_shared_heads_than_columns_are_refused(ranks) -> None:
+    """A column of the grid has whole heads."""
+    for said in ranks(4, heads_on_a_grid, 2):
+        assert "key has 2 heads, on a grid of 1 x 4 ranks; they must be a multiple of 4" in said
 
 
 def test_biases_of_blocks_count_once(ranks) -> None:

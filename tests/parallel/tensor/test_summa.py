@@ -98,6 +98,39 @@ def test_half_precision_is_summed_in_float32(ranks) -> None:
         torch.testing.assert_close(result.float(), block_of.detach(), **BF16)
 
 
+def autocast_product(place: TestPlace, dtype: torch.dtype) -> dict[str, tuple[tuple[slice, ...], Tensor]]:
+    grid = grid_of(tensor_mesh(place), 2)
+    own, (layer, box) = block(grid, TOKENS, WIDTH), part_of(layers()[0].float(), grid)
+    x = tokens()[own].float().requires_grad_()
+    with torch.autocast("cpu", dtype=dtype):
+        y = layer(x)
+    assert y.dtype == dtype
+    y.square().sum().backward()
+    gradients = {"x": (own, x.grad), "weight": (box, layer.weight.grad), "bias": (box[:1], layer.bias.grad)}
+    assert all(gradient.dtype == torch.float32 for _, gradient in gradients.values())
+    return {"y": (block(grid, TOKENS, HIDDEN), y.detach().clone()), **gradients}
+
+
+# Of the largest number: a few roundings to 8 bits, those of the output, of its gradient and of each rank's term.
+OF_LARGEST = 2**-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_under_autocast_it_is_the_linear_layer_under_autocast(ranks, dtype: torch.dtype) -> None:
+    """The product in half precision, from weights and to gradients in float32."""
+    x, layer = tokens().float().requires_grad_(), layers()[0].float()
+    with torch.autocast("cpu", dtype=dtype):
+        y = layer(x)
+    y.square().sum().backward()
+    whole = {"y": y.detach(), "x": x.grad, "weight": layer.weight.grad, "bias": layer.bias.grad}
+    total = {name: torch.zeros(tensor.shape) for name, tensor in whole.items()}
+    for results in ranks(4, autocast_product, dtype):
+        for name, (where, result) in results.items():
+            total[name][where] += result.float()
+    for name, expected in whole.items():
+        assert (total[name] - expected).abs().max() <= OF_LARGEST * expected.abs().max(), name
+
+
 def test_sides_that_do_not_divide_are_refused_with_the_nearest_that_do() -> None:
     row, column = (local_group(2)[0] for _ in range(2))
     with pytest.raises(LayoutError, match=r"up has a side of 9 features, .* 2 x 2 .* nearest: 8 or 10 features"):

@@ -12,25 +12,25 @@ Processes = Annotated[int, typer.Option(help="Ranks of one thread.", min=2)]
 FEWEST_PAIRS = 100
 
 
+def numbers(text: str, option: str, *, least: int = 1, most: int = 1 << 30, multiple_of: int = 1) -> list[int]:
+    """The whole numbers of `2,4`, the value of `option`.
+
+    Raises:
+        typer.BadParameter: there is none, or one is no number, out of bounds or no multiple.
+    """
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    found = [int(part) if part.isdecimal() else -1 for part in parts]
+    if not found or any(not least <= number <= most or number % multiple_of for number in found):
+        kind = "numbers" if multiple_of == 1 else f"multiples of {multiple_of}"
+        raise typer.BadParameter(f"'{text}'; give {kind} from {least} to {most} with commas", param_hint=option)
+    return found
+
+
 def sizes(text: str) -> list[int]:
-    """Numbers of tokens from `256,2048`.
-
-    Raises:
-        typer.BadParameter: one is no multiple of 128.
-    """
-    found = [int(part) for part in text.split(",") if part.strip().isdigit()]
-    if not found or any(size <= 0 or size % 128 for size in found):
-        raise typer.BadParameter(f"'{text}'; give multiples of 128, such as 256,2048", param_hint="--tokens")
-    return found
+    """Numbers of tokens from `256,2048`. Raises `typer.BadParameter` where one is no multiple of 128."""
+    return numbers(text, "--tokens", least=128, most=1 << 20, multiple_of=128)
 
 
-def worlds(text: str) -> list[int]:
-    """Numbers of ranks from `2,4`.
-
-    Raises:
-        typer.BadParameter: none from 2 on is given.
-    """
-    found = [int(part) for part in text.split(",") if part.strip().isdigit() and int(part) > 1]
-    if not found:
-        raise typer.BadParameter(f"'{text}'; give numbers from 2, such as 2,4", param_hint="--processes")
-    return found
+def worlds(text: str, *, least: int = 2) -> list[int]:
+    """Numbers of ranks from `2,4`. Raises `typer.BadParameter` where one is below `least`."""
+    return numbers(text, "--processes", least=least, most=1024)

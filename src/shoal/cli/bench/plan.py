@@ -9,11 +9,12 @@ import typer
 
 from shoal.cli.bench.options import AsJson
 from shoal.cli.bench.show import show
+from shoal.cli.output import output_file
 
 
 def plan(
     tables: Annotated[Path, typer.Argument(metavar="TABLES", help="Folder of published tables.")],
-    markdown: Annotated[Path | None, typer.Option(help="Write the page here.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write the page here.", callback=output_file)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Predicted step times beside published ones, worst rows first.

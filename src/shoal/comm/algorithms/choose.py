@@ -35,6 +35,12 @@ def choose(kind: Kind, size: float, links: Links, *, root: int = 0, add_bytes_s:
     return min(ranking(kind, size, links, root=root, add_bytes_s=add_bytes_s), key=lambda choice: choice.seconds)
 
 
+def choose_named(name: str, kind: Kind, size: float, links: Links, *, root: int = 0) -> Choice | None:
+    """The same among the algorithms of one name; None where this collective has none."""
+    named = (choice for choice in ranking(kind, size, links, root=root) if choice.table.name == name)
+    return min(named, key=lambda choice: choice.seconds, default=None)
+
+
 def ranking(kind: Kind, size: float, links: Links, *, root: int = 0, add_bytes_s: float = math.inf) -> Iterator[Choice]:
     """Every candidate with its price."""
     made = tables(kind, links.ranks, local=links.local, blocks=_blocks(size, links))

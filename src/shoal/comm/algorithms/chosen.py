@@ -9,45 +9,44 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 
 from torch import Tensor
 
 from shoal.collectives.table import Kind, Table
 from shoal.comm.algorithms import execute
-from shoal.comm.algorithms.choose import choose
+from shoal.comm.algorithms.choose import choose, choose_named
 from shoal.comm.collective import Collective, Handle, Reduction
+from shoal.comm.worker import Worker
 from shoal.topology.links import Links
 
 _TAG = 1_000_000
 """Above the tags of those who send to each other themselves."""
 
 
-class _Running:
-    def __init__(self, future: Future[None]) -> None:
-        self._future = future
-
-    def wait(self) -> None:
-        """Raises what the algorithm raised."""
-        self._future.result()
-
-
 class ChosenCollective:
-    """Over `inner`, whose ranks have to pass the same `links` (`probe` gives them). Close it when it is done with."""
+    """Over `inner`, whose ranks have to pass the same `links` (`probe` gives them). Close it when it is done with.
 
-    def __init__(self, inner: Collective, links: Links, *, add_bytes_s: float = math.inf) -> None:
+    `name`: all-reduces by the algorithm of that name, wherever the links would lead.
+    """
+
+    def __init__(
+        self, inner: Collective, links: Links, *, add_bytes_s: float = math.inf, name: str | None = None
+    ) -> None:
         self.rank, self.size = inner.rank, inner.size
-        self._inner, self._links, self._add_bytes_s = inner, links, add_bytes_s
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="collectives")
+        self._inner, self._links, self._add_bytes_s, self._name = inner, links, add_bytes_s, name
+        self._worker = Worker(_nothing, name="shoal-algorithms", goes_on=True)
         self._tables: dict[tuple[Kind, int, int], Table] = {}
 
     def table(self, kind: Kind, size_bytes: int, *, root: int = 0) -> Table:
         """What is run for this size: chosen once for each power of two."""
         key = (kind, size_bytes.bit_length(), root)
         if key not in self._tables:
-            size = float(1 << size_bytes.bit_length())
-            self._tables[key] = choose(kind, size, self._links, root=root, add_bytes_s=self._add_bytes_s).table
+            self._tables[key] = self._choose(kind, float(1 << size_bytes.bit_length()), root)
         return self._tables[key]
+
+    def _choose(self, kind: Kind, size: float, root: int) -> Table:
+        named = choose_named(self._name, kind, size, self._links, root=root) if self._name else None
+        return (named or choose(kind, size, self._links, root=root, add_bytes_s=self._add_bytes_s)).table
 
     def all_reduce(self, tensor: Tensor, op: Reduction = "sum") -> Handle:
         table = self.table("all_reduce", tensor.nbytes)
@@ -95,7 +94,11 @@ class ChosenCollective:
 
     def close(self) -> None:
         """Waits for what is under way and ends the thread."""
-        self._thread.shutdown()
+        self._worker.close()
 
     def _run(self, function: Callable[..., None], *args: object, **keywords: object) -> Handle:
-        return _Running(self._thread.submit(functools.partial(function, *args, **keywords)))
+        return self._worker.do(functools.partial(function, *args, **keywords), what="an algorithm's messages")
+
+
+def _nothing() -> None:
+    """The group below ends with those who hold it."""

@@ -83,8 +83,10 @@ def run(table: Table, cells: Cells, group: Collective, *, tag: int = 0) -> None:
 def _run_step(step: Step, cells: Cells, group: Collective, tag: int) -> None:
     leaving = {cell for send in step.sends for cell in send.cells}
     contents = [(send.to, cells.read(send.cells)) for send in step.sends]
-    sent = [group.send(content, to=to, tag=tag) for to, content in contents if content.numel()]
+    # Receives first: a backend that tells the sender to begin over the same connection would tell it behind what this
+    # rank sends there, and two ranks that exchange something would send one after the other.
     arrivals = [_expect(receive, cells, group, tag, leaving) for receive in step.receives]
+    sent = [group.send(content, to=to, tag=tag) for to, content in contents if content.numel()]
     for handle in sent:
         handle.wait()
     for arrival in arrivals:

@@ -66,6 +66,7 @@ class Signature(Structure):
         ("reduction", c_uint32),
         ("root", c_int32),
         ("bytes", c_uint64),
+        ("mark", c_uint64),
     )
 
 

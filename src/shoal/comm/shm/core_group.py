@@ -56,6 +56,10 @@ class CoreGroup(dist.ProcessGroup):
         self._transport.give_up()
         self.inner.abort()
 
+    def announce(self, mark: int) -> None:
+        """The collectives that follow fail on all ranks where another rank's were announced by another number."""
+        self._transport.mark = mark
+
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         opts = opts or c10d.AllreduceOptions()
         tensors = _listed(tensors)

@@ -23,6 +23,13 @@ from shoal.comm.shm.core import Core, Fault, Kind, Outcome, Signature
 _PATIENCE_S = 0.1  # how long the core is waited in before Python looks whether somebody has pressed Ctrl-C
 
 
+class Refused(RuntimeError):
+    """The ranks of a group did not make the same call, or another rank gave up."""
+
+
+_REFUSALS = (Fault.DISAGREE, Fault.WRONG_SIZE, Fault.PEER_FAILED, Fault.PEER_LEFT)
+
+
 class CoreWork(dist.Work):
     """`outputs` are the tensors that the call writes; `held` are all that must live until it is over."""
 
@@ -34,7 +41,7 @@ class CoreWork(dist.Work):
         self._core, self._handle, self._rank, self._timeout_s = core, handle, rank, timeout_s
         self._outputs, self._held, self._finish, self._futures = list(outputs), held, list(finish), futures
         self._once = threading.Lock()
-        self._error: str | None = None
+        self._error: RuntimeError | None = None
         self._over = False
 
     def __del__(self) -> None:
@@ -52,7 +59,7 @@ class CoreWork(dist.Work):
             elif monotonic() >= until_s:
                 raise RuntimeError(f"Timed out after {limit_s:g} s waiting for a call through shared memory")
         if self._error is not None:
-            raise RuntimeError(self._error)
+            raise self._error
         return True
 
     def is_completed(self) -> bool:
@@ -88,7 +95,7 @@ class CoreWork(dist.Work):
                 for finish in self._finish:
                     finish()
             else:
-                self._error = self._sentence(outcome)
+                self._error = self._failure(outcome)
             self._held, self._finish, self._over = None, [], True  # the tensors are the caller's again
 
     def _report(self) -> tuple[Fault, int, Signature, Signature, int]:
@@ -97,10 +104,14 @@ class CoreWork(dist.Work):
         self._core.shoal_report(self._handle, fault, culprit, ours, theirs, peer)
         return Fault(fault.value), culprit.value, ours, theirs, peer.value
 
-    def _sentence(self, outcome: int) -> str:
+    def _failure(self, outcome: int) -> RuntimeError:
         if outcome == Outcome.FOREIGN:
-            return "a call can be waited for by the process that made it only"
-        fault, rank, ours, theirs, _ = self._report()
+            return RuntimeError("a call can be waited for by the process that made it only")
+        report = self._report()
+        kind = Refused if report[0] in _REFUSALS else RuntimeError
+        return kind(self._sentence(*report[:4]))
+
+    def _sentence(self, fault: Fault, rank: int, ours: Signature, theirs: Signature) -> str:
         return {
             Fault.PEER_DEAD: f"Connection closed by peer: rank {rank} of the group is gone",
             Fault.PEER_LEFT: f"rank {rank} of the group has closed it",

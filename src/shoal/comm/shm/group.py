@@ -8,11 +8,8 @@ operation alone: these are equal on all ranks, so the ranks always agree.
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Sequence
 from functools import partial
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -30,7 +27,7 @@ from shoal.comm.shm.meeting import Meeting
 from shoal.comm.shm.segment import map_segment
 from shoal.comm.shm.transport import CoreSegment, Transport, core_settings
 from shoal.comm.shm.two_shot import SEGMENT_BYTES, TwoShot
-from shoal.comm.shm.worker import ShmWork, work_off
+from shoal.comm.worker import Worker
 
 MINIMUM_BYTES = 1 << 18
 _MISSING = "missing: "
@@ -105,13 +102,7 @@ class ShmGroup:
         self._inner = inner
         meeting = Meeting(mates.streams, timeout_s=timeout_s)
         self._two_shot = TwoShot(mates.segments, inner.rank(), meeting)
-        self._calls: SimpleQueue[ShmWork | None] = SimpleQueue()
-        self._thread = threading.Thread(
-            target=work_off, args=(self._calls, meeting.close), name="shoal-shm", daemon=True
-        )
-        self._thread.start()
-        self._end = weakref.finalize(self, self._calls.put, None)
-        self._end.atexit = False  # the kernel tidies up after a process
+        self._worker = Worker(meeting.close, name="shoal-shm")
 
     def __getattr__(self, name: str) -> Any:
         """Any other operation is Gloo's. Forwarded by name, because c10d's names differ between torch versions."""
@@ -128,16 +119,12 @@ class ShmGroup:
         op = _through_memory(tensors, opts)
         if op is None:
             return self._inner.allreduce(tensors, opts)
-        if not self._end.alive:
-            raise RuntimeError("this group is closed")
-        work = ShmWork(partial(_all_reduce, self._two_shot, tensors[0], op))
-        self._calls.put(work)
-        return work
+        run = partial(_all_reduce, self._two_shot, tensors[0], op)
+        return self._worker.do(run, what="an all-reduce through shared memory", outputs=tensors)
 
     def close(self) -> None:
         """Ends the group when the calls that were made are done."""
-        self._end()
-        self._thread.join()
+        self._worker.close()
 
     def shutdown(self) -> None:
         """`close`, by c10d's name; Gloo's side ends too."""

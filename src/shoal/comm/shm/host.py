@@ -5,6 +5,9 @@ connect over Unix sockets in private folders and pass descriptors. After each st
 it went. Since all read the same answers, all come to the same end: mates, or one reason why not.
 
 The folders are gone before the first collective; no port is open, and nothing has a name in /dev/shm.
+
+SHOAL_HOST is part of a host's identity: a lab gives each of its hosts a name, and ranks of two such hosts must not
+share memory although the machine would let them.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic
@@ -22,6 +25,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from shoal.comm.diagnosis import introduce
 from shoal.comm.shm.handshake import Handshake, Segment
 
+HOST_NAME = "SHOAL_HOST"
+"""The variable that names the host of a process where one machine plays several."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NO, _ECHO = "no: ", "no more: "  # what went wrong here, and what did because of another rank
 
@@ -71,14 +76,24 @@ def find_mates(
     return HostMates(handshake.streams, tuple(handshake.segments[other] for other in range(size)))
 
 
-def _host() -> str:
+def host_identity(environ: Mapping[str, str] = os.environ) -> str:
+    """Equal for processes of one host, different for those of two: the kernel's boot id, and the name in SHOAL_HOST.
+
+    Raises:
+        OSError: this is not Linux, or the kernel does not tell.
+    """
     if sys.platform != "linux":
         raise OSError(f"shared memory needs Linux, this is {sys.platform}")
-    return f"{_BOOT_ID.read_text().strip()}/{os.getuid()}"
+    name = environ.get(HOST_NAME, "")
+    return _BOOT_ID.read_text().strip() + (f"/{name}" if name else "")
+
+
+def _host() -> str:
+    return f"{host_identity()}/{os.getuid()}"
 
 
 def _same_host(hosts: tuple[str, ...]) -> None:
-    if (count := len({host.split("/")[0] for host in hosts})) > 1:
+    if (count := len({host.rpartition("/")[0] for host in hosts})) > 1:
         raise Apart(f"ranks on {count} hosts")
     if (count := len(set(hosts))) > 1:
         raise Apart(f"ranks of {count} users")

@@ -57,6 +57,8 @@ class Transport:
         self.rank, self.size = rank, len(mates.segments)
         self._core, self._timeout_s, self._futures = core, settings.timeout_s, FutureThread()
         self._under_way: deque[CoreWork] = deque()
+        self.mark = 0
+        """Of the collectives to come: ranks whose marks differ have not made the same call."""
         streams = [mates.streams[q].detach() if q in mates.streams else -1 for q in range(self.size)]
         segments = (c_void_p * self.size)(*(segment.hand_over() for segment in mates.segments))
         handle = core.shoal_open(rank, self.size, segments, (c_int * self.size)(*streams), byref(settings))
@@ -83,7 +85,7 @@ class Transport:
         """Of contiguous tensors. `count` is the bytes of a block, where there are blocks, else of all. `sync`: the
         caller waits at once."""
         self._check()
-        what = Signature(kind, dtype, reduction, root, count)
+        what = Signature(kind, dtype, reduction, root, count, self.mark)
         handle = self._core.shoal_start(
             self._handle, byref(what), _pointer(send), _pointer(receive), sync
         )  # fmt: skip
@@ -96,7 +98,7 @@ class Transport:
     ) -> CoreWork:  # fmt: skip
         """The same of a tensor for each rank; one alone stands for all, and none for nothing."""
         self._check()
-        what = Signature(kind, dtype, reduction, root, count)
+        what = Signature(kind, dtype, reduction, root, count, self.mark)
         handle = self._core.shoal_start_lists(
             self._handle, byref(what), *self._addresses(send), *self._addresses(receive), sync
         )  # fmt: skip

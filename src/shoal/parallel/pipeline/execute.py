@@ -89,23 +89,28 @@ def run_pipeline(
     back: Collective | None = None,
     hooks: Hooks = Hooks(),
     splits: bool = True,
+    likenesses: Sequence[int] | None = None,
 ) -> PipelineRun:
     """Takes `len(contexts)` microbatches through all stages, and back where the table has a backward.
 
     `group` are the ranks of the pipeline, stage order; `back` is a second group of them, needed with NCCL (see `Wire`).
     Parameters' `.grad` get the sum over the microbatches. All ranks call it with the same table. Without `splits` an I
     is the whole backward and its W nothing: for stages that compute whole layers again in the backward, which a split
-    one would do once for the activations and once more for each weight.
+    one would do once for the activations and once more for each weight. `likenesses` has a number for each microbatch,
+    the same, the first one's index, for those whose activations have one form; None: all do.
 
     Raises:
         LayoutError: the table is for other numbers of ranks or microbatches.
-        UserCodeError: a stage gave what cannot travel, or microbatches of different forms.
+        UserCodeError: a stage gave what cannot travel, or different forms for microbatches that are alike.
         CollectiveError: a rank is dead, stopped or late.
     """
     _check_sizes(table, group, contexts)
     run = _Run(
         table, stage, contexts, loss, weights, hooks, splits,
-        wire=Wire(table, group, back=back or group, device=device), clock=stopwatch(device),
+        wire=Wire(
+            table, group, back=back or group, device=device, likenesses=likenesses or [0] * table.microbatches
+        ),
+        clock=stopwatch(device),
     )  # fmt: skip
     row = table.rows[group.rank]
     with torch.set_grad_enabled(table.has_backward):

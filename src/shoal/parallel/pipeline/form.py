@@ -1,6 +1,7 @@
 """`Form`: the shape and dtype of what crosses a boundary between stages, and how the receiver is told.
 
-All microbatches of a step have one form, so it is announced once, in front of the first.
+Microbatches whose inputs have the same shapes have one form, so it is announced once, in front of the first of them.
+Which these are every rank knows, for all ranks of a pipeline have the same samples.
 """
 
 from __future__ import annotations

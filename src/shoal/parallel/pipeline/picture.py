@@ -39,11 +39,11 @@ def draw_picture(table: Table, times: Timeline, path: Path, *, unit: str = "seco
     axes.invert_yaxis()
     axes.set_xlim(0, times.makespan_s)
     axes.set_xlabel(unit)
-    axes.set_title(f"{table.name}, {table.microbatches} microbatches: idle {times.bubble:.1%}")
+    axes.set_title(f"{table.name}, {table.microbatches} microbatches: idle {times.bubble:.1%}", loc="left")
     used = [kind for kind in _WORDS if any(action.kind == kind for row in table.rows for action in row)]
     axes.legend(
         handles=[Patch(color=_COLOURS[kind], label=_WORDS[kind]) for kind in used], ncols=len(used), fontsize=8,
-        loc="upper center", bbox_to_anchor=(0.5, -0.25),
+        loc="lower right", bbox_to_anchor=(1, 1), frameon=False,
     )  # fmt: skip
     figure.savefig(path, dpi=120)
 

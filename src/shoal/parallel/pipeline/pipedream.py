@@ -39,6 +39,7 @@ def run_pipedream(
     device: torch.device,
     back: Collective | None = None,
     hooks: Hooks = Hooks(),
+    likenesses: Sequence[int] | None = None,
 ) -> PipelineRun:
     """As `run_pipeline`, with `update` after each backward; `loss` is divided as for a batch of one microbatch.
 
@@ -66,7 +67,7 @@ def run_pipedream(
 
     return run_pipeline(
         table, group, stage=stage, contexts=contexts, loss=loss, weights=weights, device=device, back=back,
-        hooks=Hooks(around, after),
+        hooks=Hooks(around, after), likenesses=likenesses,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ Three rules make every table that `schedules.check` accepts run without a deadlo
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -30,22 +30,31 @@ class Wire:
 
     `back` carries what goes to lower ranks; a second group of the same ranks where a backend keeps all transfers of a
     pair in one sequence, as NCCL does: there, two ranks that send to each other first would block for ever.
+    `likenesses` has a number for each microbatch, the same for those of one form and below the number of microbatches.
     """
 
-    def __init__(self, table: Table, group: Collective, *, back: Collective, device: torch.device) -> None:
+    def __init__(
+        self,
+        table: Table,
+        group: Collective,
+        *,
+        back: Collective,
+        device: torch.device,
+        likenesses: Sequence[int],
+    ) -> None:
         self._table, self._rank, self._device = table, group.rank, device
         self._group, self._back = group, back
-        self._forms: dict[int, Form] = {}
+        self._forms: dict[tuple[int, int], Form] = {}
         self._out: dict[Action, Transfer] = {}
         self._in: dict[Action, Transfer] = {}
         self._queues: defaultdict[int, deque[Transfer]] = defaultdict(deque)
-        for transfer in transfers(table):
+        for transfer in transfers(table, likenesses):
             if transfer.sender == self._rank:
                 self._out[transfer.producer] = transfer
             if transfer.receiver == self._rank:
                 self._in[transfer.consumer] = transfer
                 self._queues[transfer.sender].append(transfer)
-        self._headers: dict[int, tuple[Tensor, Handle]] = {}
+        self._headers: dict[tuple[int, int], tuple[Tensor, Handle]] = {}
         self._posted: dict[Action, tuple[Tensor, Handle]] = {}
         self._here: dict[Action, Tensor] = {}
         self._sent: defaultdict[int, list[tuple[int, Handle, Tensor]]] = defaultdict(list)
@@ -68,17 +77,17 @@ class Wire:
         tensor, handle = self._posted.pop(action)
         handle.wait()
         self._let_go(transfer)
-        return tensor.requires_grad_(transfer.is_activation and self._forms[transfer.boundary].differentiable)
+        return tensor.requires_grad_(transfer.is_activation and self._forms[_key(transfer)].differentiable)
 
     def give_activation(self, action: Action, output: Tensor) -> None:
         """Sends a stage's output on. Raises `UserCodeError` where its form is not that of the microbatches before."""
         transfer = self._out[action]
         form = Form.of(output, stage=action.stage)
-        known = self._forms.setdefault(action.stage, form)
+        known = self._forms.setdefault(_key(transfer), form)
         if form != known:
             raise UserCodeError(
-                f"stage {action.stage} gave {form} for microbatch {action.microbatch} and {known} for an earlier one; "
-                f"the microbatches of a step have one form: pad them"
+                f"stage {action.stage} gave {form} for microbatch {action.microbatch} and {known} for an earlier one "
+                f"with inputs of the same shapes; what a stage gives must have a form that follows from these shapes"
             )
         if transfer.announces and transfer.receiver != self._rank:
             self._send(transfer, form.header(self._device), tag=header_tag(transfer, self._table))
@@ -129,19 +138,24 @@ class Wire:
 
     def _form(self, transfer: Transfer, *, needed: bool) -> Form | None:
         """The form of what comes next from a peer; None where it is not known yet and nothing needs it now."""
-        boundary = transfer.boundary
-        if boundary in self._forms or not transfer.is_activation:
-            return self._forms.get(boundary)
-        if boundary not in self._headers:
+        key = _key(transfer)
+        if key in self._forms or not transfer.is_activation:
+            return self._forms.get(key)
+        if key not in self._headers:
             header = torch.empty(HEADER_NUMEL, dtype=torch.int64, device=self._device)
             tag = header_tag(transfer, self._table)
-            self._headers[boundary] = header, self._towards(transfer).recv(header, source=transfer.sender, tag=tag)
+            self._headers[key] = header, self._towards(transfer).recv(header, source=transfer.sender, tag=tag)
         if not needed:
             return None
-        header, handle = self._headers.pop(boundary)
+        header, handle = self._headers.pop(key)
         handle.wait()
-        self._forms[boundary] = Form.read(header)
-        return self._forms[boundary]
+        self._forms[key] = Form.read(header)
+        return self._forms[key]
 
     def _towards(self, transfer: Transfer) -> Collective:
         return self._group if transfer.sender < transfer.receiver else self._back
+
+
+def _key(transfer: Transfer) -> tuple[int, int]:
+    """Of what has one form."""
+    return transfer.boundary, transfer.likeness

@@ -3,19 +3,30 @@
 Rank (i, j) of a grid of R x C works on the block of the stream `[batch, seq, width]` with the i-th of R parts of every
 sequence and the j-th of C parts of the features. Ranks stand in the grid row by row, so that under sequence parallelism
 the slices of a row of the grid are one part of the sequence, and an exchange within the row makes the block.
+
+Attention needs all tokens of a head. Behind the projections a block has the heads of its column and the tokens of its
+row; an exchange within the column gives each of its ranks an R-th of the heads with all tokens, and one back.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from shoal.comm.collective import Collective
 from shoal.errors import LayoutError
 from shoal.parallel.tensor.operators import gathered, linear_map
 from shoal.parallel.tensor.summa import Grid
 from shoal.topology.refusal import nearest_multiples
+
+
+class Turn(Protocol):
+    """An exchange along a line of the grid."""
+
+    def __call__(self, x: Tensor, line: Collective) -> Tensor: ...
 
 
 def enter_block(x: Tensor, grid: Grid) -> Tensor:
@@ -30,12 +41,30 @@ def leave_block(x: Tensor, grid: Grid) -> Tensor:
 
 def enter_block_sequence(x: Tensor, grid: Grid) -> Tensor:
     """This rank's slice `[batch, seq / (R C), width]` of the stream to its block."""
-    return linear_map(x, partial(_block_of_slices, grid=grid), adjoint=partial(_slice_of_blocks, grid=grid))
+    return _turned(x, grid.row, _tokens_for_features, _features_for_tokens)
 
 
 def leave_block_sequence(x: Tensor, grid: Grid) -> Tensor:
     """This rank's block to its slice of the stream."""
-    return linear_map(x, partial(_slice_of_blocks, grid=grid), adjoint=partial(_block_of_slices, grid=grid))
+    return _turned(x, grid.row, _features_for_tokens, _tokens_for_features)
+
+
+def enter_heads(x: Tensor, grid: Grid, *, copies: int = 1) -> Tensor:
+    """Of the heads in this rank's block, the R-th part with all tokens: `[batch, seq / R, heads x size]` to `[batch,
+    seq, heads copies / R x size]`. Each head is for `copies` ranks of the column, where there are fewer than ranks."""
+    if copies > 1:
+        heads = x.unflatten(2, (grid.column.size // copies, -1))
+        x = heads.repeat_interleave(copies, dim=2).flatten(2)
+    return _turned(x, grid.column, _tokens_for_features, _features_for_tokens)
+
+
+def leave_heads(x: Tensor, grid: Grid) -> Tensor:
+    """The inverse for `copies` 1: back to the block that has all of a column's heads and this row's tokens."""
+    return _turned(x, grid.column, _features_for_tokens, _tokens_for_features)
+
+
+def _turned(x: Tensor, line: Collective, there: Turn, back: Turn) -> Tensor:
+    return linear_map(x, partial(there, line=line), adjoint=partial(back, line=line))
 
 
 def _block(x: Tensor, grid: Grid) -> Tensor:
@@ -55,19 +84,19 @@ def _joined(block: Tensor, grid: Grid) -> Tensor:
     return gathered(part, grid.column)
 
 
-def _block_of_slices(x: Tensor, grid: Grid) -> Tensor:
-    """`[batch, seq, width]` of each rank of the row: features go out, tokens come in."""
-    sent = x.unflatten(2, (grid.row.size, -1)).movedim(2, 0).contiguous()
-    return _exchanged(sent, grid).transpose(0, 1).flatten(1, 2)
+def _tokens_for_features(x: Tensor, line: Collective) -> Tensor:
+    """`[batch, seq, width]` of each rank of a line: features go out, tokens come in."""
+    sent = x.unflatten(2, (line.size, -1)).movedim(2, 0).contiguous()
+    return _exchanged(sent, line).transpose(0, 1).flatten(1, 2)
 
 
-def _slice_of_blocks(block: Tensor, grid: Grid) -> Tensor:
+def _features_for_tokens(x: Tensor, line: Collective) -> Tensor:
     """The inverse: tokens go out, features come in."""
-    sent = block.unflatten(1, (grid.row.size, -1)).transpose(0, 1).contiguous()
-    return _exchanged(sent, grid).movedim(0, 2).flatten(2, 3)
+    sent = x.unflatten(1, (line.size, -1)).transpose(0, 1).contiguous()
+    return _exchanged(sent, line).movedim(0, 2).flatten(2, 3)
 
 
-def _exchanged(sent: Tensor, grid: Grid) -> Tensor:
+def _exchanged(sent: Tensor, line: Collective) -> Tensor:
     received = torch.empty_like(sent)
-    grid.row.all_to_all(received, sent).wait()
+    line.all_to_all(received, sent).wait()
     return received

@@ -47,8 +47,8 @@ class Crossings:
         return self.sequence_parallel and region.closed
 
     def grid_of(self, region: Region) -> Grid | None:
-        """The grid on which the layers of `region` lie in blocks, where they do: closed, and free of heads."""
-        return self.grid if region.closed and region.head_size is None else None
+        """The grid on which the layers of `region` lie in blocks, where they do."""
+        return self.grid if region.closed and region.takes_blocks else None
 
     def install(self, region: Region) -> bool:
         """Lets the whole module get what it needs, by hooks; is it now one that sees more than the stream outside?"""

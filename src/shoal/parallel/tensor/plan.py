@@ -21,13 +21,14 @@ from torch import nn
 from shoal.comm.collective import Collective
 from shoal.errors import UserCodeError
 from shoal.models.roles import DeclaresRoles, role_of, roles_of
+from shoal.parallel.tensor.block_layers import block_layers
 from shoal.parallel.tensor.crossings import Crossings
 from shoal.parallel.tensor.cut import Cut, even_cut, grouped_cut, uneven_cut
 from shoal.parallel.tensor.layers import ColumnLinear, RowLinear, VocabularyEmbedding
 from shoal.parallel.tensor.region import Region, linear, regions_of
 from shoal.parallel.tensor.sequence import slice_positions
 from shoal.parallel.tensor.split_layer import Cuts, SplitLayer, check_ties, replace
-from shoal.parallel.tensor.summa import Grid, SummaLinear, bias_cuts, block_cuts
+from shoal.parallel.tensor.summa import Grid
 from shoal.parallel.tensor.vocabulary import VocabularySplit
 from shoal.topology.box import Box, Dims
 
@@ -76,7 +77,7 @@ def split_tensor(
     Takes parameters of any device, "meta" too; ties stay ties. `forward` then takes the same inputs on every rank, and
     gives whole outputs or, behind a layer of role head, this rank's part of the classes. With `sequence_parallel` the
     activations outside of regions are slices `[batch, seq / size, ...]`. With a `grid`, in which the places of `group`
-    stand row by row, the layers of regions without heads (feed-forwards) lie in blocks on it: `...tensor.summa`.
+    stand row by row, the layers of closed regions (attention, feed-forward) lie in blocks on it: `...tensor.summa`.
 
     Raises:
         UserCodeError: the model declares no roles, or layers that cannot be split; it is left as it was.
@@ -120,7 +121,7 @@ def _layers_of(region: Region, crossings: Crossings) -> list[SplitLayer]:
     """The column and row layers of one region, each with its cut."""
     grid = crossings.grid_of(region)
     if grid is not None:
-        return [_in_blocks(region.full_name(name), layer, grid) for name, layer in region.layers.items()]
+        return block_layers(region, grid)
     entrances, layers = crossings.entrances(region), []
     for name, layer in region.columns.items():
         cuts = {0: _column_cut(region, name, crossings.group)}
@@ -130,11 +131,6 @@ def _layers_of(region: Region, crossings: Crossings) -> list[SplitLayer]:
         cuts = {1: _even(region, name, layer.in_features, crossings.group)}
         layers.append(SplitLayer(region.full_name(name), layer, cuts, {}, partial(RowLinear, leave=crossings.leave)))
     return layers
-
-
-def _in_blocks(name: str, layer: nn.Linear, grid: Grid) -> SplitLayer:
-    cuts = block_cuts(layer.out_features, layer.in_features, grid, what=name)
-    return SplitLayer(name, layer, cuts, bias_cuts(layer.out_features, grid), partial(SummaLinear, grid=grid))
 
 
 def _column_cut(region: Region, name: str, group: Collective) -> Cut:

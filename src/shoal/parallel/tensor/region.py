@@ -6,6 +6,8 @@ The roles say what is split, but not always in which units, nor where in a modul
                  all query heads, a column layer with fewer heads is one of keys or values that they share.
     closed       all parameters of the module are those of its column layers and its one row layer, or act on single
                  heads between them. The module as a whole then takes the stream and gives it back.
+    takes_blocks a module with heads says by this attribute that it reads no length off its input: on a grid its column
+                 layers take a part of the tokens, and give all tokens of some heads.
 
 A norm between column and row layers (`[head_size]`, as for queries and keys) sees the heads of its rank alone: its
 gradient is one term of a sum, whereas a norm before the column layers sees the whole stream.
@@ -37,6 +39,11 @@ class Region:
     def head_size(self) -> int | None:
         """Features that stay together; None: each stands alone."""
         return getattr(self.module, "head_size", None)
+
+    @property
+    def takes_blocks(self) -> bool:
+        """May its layers lie in blocks on a grid?"""
+        return self.head_size is None or getattr(self.module, "takes_blocks", False)
 
     @property
     def inner_features(self) -> int | None:

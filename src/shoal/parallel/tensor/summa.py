@@ -19,7 +19,7 @@ that ends in an all-reduce: less where all three sides are large.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm
 from typing import Any
@@ -74,25 +74,47 @@ def summa_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, grid:
     """Blocks `x` `[..., k / C]` and `weight` `[n_j, k / R]` to this rank's block `[..., n_j]` of the product.
 
     `bias` `[n_j]` is the same on all ranks of a column of the grid, and each has a term of its gradient. Sums are in
-    float32 at least. All ranks of a row of the grid have `x` of one shape.
+    float32 at least. All ranks of a row of the grid have `x` of one shape. Under autocast the product is in its dtype,
+    as that of `nn.Linear`.
     """
-    rows = _Summa.apply(x.flatten(0, -2), weight, grid)
+    rows = _Summa.apply(_autocast(x).flatten(0, -2), _autocast(weight), grid)
     y = rows.view(*x.shape[:-1], weight.shape[0])
     return y if bias is None else y + bias.to(y.dtype)
 
 
+def _autocast(x: Tensor) -> Tensor:
+    """`x` in the dtype of autocast, which does not reach into a function with its own backward; float64 is exempt."""
+    device = x.device.type
+    exempt = x.dtype == torch.float64 or not torch.is_autocast_enabled(device)
+    return x if exempt else x.to(torch.get_autocast_dtype(device))
+
+
+def unturned(x: Tensor) -> Tensor:
+    """Blocks as they are."""
+    return x
+
+
 class SummaLinear(nn.Module):
-    """This rank's block of a linear layer."""
+    """This rank's block of a linear layer. `before` and `after` make blocks of its input, and what follows of its
+    output."""
 
     bias: nn.Parameter | None
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, *, grid: Grid) -> None:
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        *,
+        grid: Grid,
+        before: Callable[[Tensor], Tensor] = unturned,
+        after: Callable[[Tensor], Tensor] = unturned,
+    ) -> None:
         super().__init__()
-        self.weight, self.grid = weight, grid
+        self.weight, self.grid, self.before, self.after = weight, grid, before, after
         self.register_parameter("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return summa_linear(x, self.weight, self.bias, grid=self.grid)
+        return self.after(summa_linear(self.before(x), self.weight, self.bias, grid=self.grid))
 
 
 def block_cuts(outputs: int, inputs: int, grid: Grid, *, what: str) -> dict[int, Cut]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shoal.cost.activations import layer_activation_bytes
 from shoal.cost.plan import Plan
 from shoal.planner.predictor import Predictor
 from shoal.planner.simulate.priced import stage_layers
@@ -26,15 +25,7 @@ def rank_bytes(
     """Bytes of every pipeline rank at its peak; `layers` of each stage, the simulator's own cut unless given."""
     model, layout, stack = predictor.workload.model, plan.layout, predictor.stack
     tokens = plan.microbatch * predictor.workload.sequence / layout.context
-    whole = layer_activation_bytes(
-        model,
-        tokens,
-        predictor.workload.sequence,
-        tensor=layout.tensor,
-        sequence_parallel=plan.sequence_parallel,
-        recompute=plan.recompute,
-        kept=stack.kept,
-    )
+    whole = predictor.block_bytes(plan)
     late = min(whole, WEIGHT_NUMBERS * stack.kept.element_bytes * tokens * model.hidden / layout.tensor)
     layers = layers or stage_layers(plan, predictor)
     stored = stored_bytes(table, stage_bytes=[n * whole for n in layers], weight_bytes=[n * late for n in layers])

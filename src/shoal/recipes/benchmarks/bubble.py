@@ -21,8 +21,8 @@ from shoal.schedules.table import Table
 
 MICROBATCHES = 8
 UNIT_S, WARM_UP_S = 0.3, 1e-4
-"""Of a rank and microbatch. Waking up a rank costs 1 ms where ranks are more than cores; the smallest bubble is 6 % of a
-pass, and 15 % of that has to be seen."""
+"""Of a rank and microbatch. Waking up a rank costs 1 ms where ranks are more than cores; the smallest bubble is 6 % of
+a pass, and 15 % of that has to be seen."""
 OFF_THE_TABLE = 0.15
 
 

@@ -14,9 +14,13 @@ from typing import Any
 
 from shoal.errors import EnvironmentFault
 from shoal.launch.environment import place_from
+from shoal.launch.lab.lab_file import Lab
+from shoal.launch.lab.start import run_in_lab
 from shoal.launch.spawn import run_ranks
 
 RESULT = "SHOAL_BENCH_RESULT"
+Result = dict[str, list[dict[str, Any]]]
+"""Rows and checks, as the JSON of a benchmark has them."""
 
 
 def machine() -> dict[str, Any]:
@@ -40,13 +44,16 @@ def is_rank() -> bool:
     return RESULT in os.environ and place_from(os.environ) is not None
 
 
-def on_ranks(arguments: Sequence[str], *, processes: int) -> Any:
-    """Runs `shoal` with `arguments` as ranks of one thread each; what rank 0 handed to `hand_in`."""
+def on_ranks(arguments: Sequence[str], *, processes: int, lab: Lab | None = None) -> Any:
+    """Runs `shoal` as ranks of one thread each, here or in a `lab`; what rank 0 handed to `hand_in`."""
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
         result = Path(folder) / "result.json"
         environ = {**os.environ, "OMP_NUM_THREADS": "1", RESULT: str(result)}
         command = [sys.executable, "-m", "shoal", *arguments]
-        code = run_ranks(command, processes=processes, run_directory=Path(folder), environ=environ)
+        if lab is not None:
+            code = run_in_lab(lab, command, run_directory=Path(folder), environ=environ)
+        else:
+            code = run_ranks(command, processes=processes, run_directory=Path(folder), environ=environ)
         if code != 0:
             raise EnvironmentFault(f"the benchmark's ranks ended with exit code {code}; their errors are above")
         return json.loads(result.read_text())

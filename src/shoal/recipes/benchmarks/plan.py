@@ -22,6 +22,7 @@ from shoal.planner.predictor import Predictor, Workload
 from shoal.planner.search import Found, search
 from shoal.planner.stack import MODERN
 from shoal.recipes.benchmarks import published
+from shoal.recipes.benchmarks.by_term import Terms, by_term
 from shoal.recipes.benchmarks.layer_times import layer_times
 from shoal.recipes.benchmarks.paired import check
 from shoal.recipes.benchmarks.plan_page import markdown
@@ -32,6 +33,7 @@ from shoal.topology.cluster_file import known_cluster
 SELENE = "Selene"
 SC21_ROW = "18B"
 MULTI_ROW = "h6144 L40 on 256, batch 1024: t8 p1 d32 micro 8"
+SINGLE_TABLE = "vTrain, one node"
 SINGLE_ROW = "h1024 L16 on 2, batch 32: t1 p1 d2 micro 1"
 
 
@@ -39,7 +41,7 @@ def machines(folder: Path) -> Iterator[Machine]:
     """The three machine types of the published tables, calibrated. Raises `OSError` where a table is missing."""
     selene = (*published.sc21(folder), *published.korthikanti(folder), *published.sc21_scaling(folder))
     several = tuple(published.vtrain(folder, file=published.VTRAIN_MULTI, table="vTrain, several nodes"))
-    one = tuple(published.vtrain(folder, file=published.VTRAIN_SINGLE, table="vTrain, one node"))
+    one = tuple(published.vtrain(folder, file=published.VTRAIN_SINGLE, table=SINGLE_TABLE))
     single = _row(one, SINGLE_ROW)
     dispatch = calibrate_dispatch(lambda c: predicted_s(single, c), single.measured_s, Constants())
     yield Machine(name="vTrain's node", rows=one, constants=dispatch, calibrated_on=SINGLE_ROW)
@@ -82,10 +84,11 @@ def report(found: Sequence[Machine]) -> dict[str, Any]:
     """The same for machine types that are calibrated already."""
     all_scored = [one for machine in found for one in scored(machine)]
     checks = _checks(all_scored)
+    terms = by_term(one for one in all_scored if one.row.table == SINGLE_TABLE)
     return {
-        "rows": [_record(one) for one in all_scored] + _constants(found),
+        "rows": [_record(one) for one in all_scored] + _constants(found) + [_term_record(one) for one in terms],
         "checks": checks,
-        "markdown": markdown(all_scored, found, checks),
+        "markdown": markdown(all_scored, found, checks, terms),
     }
 
 
@@ -107,7 +110,7 @@ def search_seconds() -> tuple[float, Found]:
 def _checks(rows: Sequence[Scored]) -> list[dict[str, Any]]:
     tables = {name: _errors(rows, name) for name in dict.fromkeys(one.row.table for one in rows)}
     promised = tables["SC'21 table 1"] + tables["Korthikanti tables 3, 5"]
-    several, one = tables["vTrain, several nodes"], tables["vTrain, one node"]
+    several, one = tables["vTrain, several nodes"], tables[SINGLE_TABLE]
     regret = [value for _, value in regrets(rows)]
     return [
         check("SC'21 table 1 and Korthikanti: median error", statistics.median(promised), 0.05, at_most=True),
@@ -137,6 +140,13 @@ def _record(one: Scored) -> dict[str, Any]:
         "error": round(one.error, 4),
         "calibrated": one.calibrated,
     }
+
+
+def _term_record(one: Terms) -> dict[str, Any]:
+    record = {"table": f"{SINGLE_TABLE}, by term", **asdict(one)}
+    for side in ("measured", "predicted"):
+        record[side] = {f"{name} ms": round(value, 2) for name, value in record[side].items()}
+    return record | {"scatter": round(one.scatter, 5)}
 
 
 def _constants(found: Sequence[Machine]) -> list[dict[str, Any]]:

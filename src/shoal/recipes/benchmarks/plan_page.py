@@ -6,12 +6,15 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from shoal.recipes.benchmarks.by_term import TERMS, Terms, less_time_for_more
 from shoal.recipes.benchmarks.scored import Machine, Scored, regrets
 
 WORST_SHOWN = 12
 
 
-def markdown(rows: Sequence[Scored], found: Sequence[Machine], checks: Sequence[dict[str, Any]]) -> str:
+def markdown(
+    rows: Sequence[Scored], found: Sequence[Machine], checks: Sequence[dict[str, Any]], terms: Sequence[Terms]
+) -> str:
     """The whole page."""
     lines = ["# Predicted against published step times", "", "| figure | value | bound | |", "|---|---|---|---|"]
     lines += [f"| {c['name']} | {c['value']} | {c['bound']} | {'holds' if c['holds'] else 'SHORT'} |" for c in checks]
@@ -19,11 +22,28 @@ def markdown(rows: Sequence[Scored], found: Sequence[Machine], checks: Sequence[
         lines += _table(table, [one for one in rows if one.row.table == table])
     lines += ["", "## Regret, worst groups", "", "| group | regret |", "|---|---|"]
     lines += [f"| {name} | {value:.1%} |" for name, value in sorted(regrets(rows), key=lambda p: -p[1])[:WORST_SHOWN]]
+    lines += _by_term(terms)
     for machine in found:
         lines += ["", f"## Constants: {machine.name}, calibrated on `{machine.calibrated_on}`", ""]
         lines += ["| constant | value | origin |", "|---|---|---|"]
         lines += [f"| {name} | {value:.4g} | {origin} |" for name, value, origin in machine.constants.listed()]
     return "\n".join(lines) + "\n"
+
+
+def _by_term(terms: Sequence[Terms]) -> list[str]:
+    """Measured and predicted milliseconds of each term, and where more work was measured to take less time."""
+    lines = ["", "## One node without a pipeline, by term: measured / predicted ms", ""]
+    lines += [f"| hidden, tensor, micro | {' | '.join(TERMS)} | scatter |", "|---|" + "---|" * (len(TERMS) + 1)]
+    for one in terms:
+        cells = " | ".join(f"{one.measured[name]:.2f} / {one.predicted[name]:.2f}" for name in TERMS)
+        lines.append(f"| {one.hidden}, {one.tensor}, {one.microbatch} | {cells} | {one.scatter:.2%} |")
+    lines += ["", "More work, and less time for a layer:", ""]
+    for more, less in less_time_for_more(terms):
+        lines.append(
+            f"- tensor {more.tensor}: hidden {more.hidden}, micro {more.microbatch} {more.measured['layer']:.2f} ms; "
+            f"hidden {less.hidden}, micro {less.microbatch} {less.measured['layer']:.2f} ms"
+        )
+    return lines
 
 
 def _table(name: str, rows: Sequence[Scored]) -> list[str]:

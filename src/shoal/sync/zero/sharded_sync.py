@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from shoal.comm.collective import Collective, Handle
+from shoal.comm.own_gradient import OwnGradient
 from shoal.comm.reducer import Reducer
 from shoal.sync.norm import global_norm
 from shoal.sync.owned import Owned, Trained, owned_run, same_piece
@@ -64,6 +65,12 @@ class ShardedSync:
         self.owned: list[Owned] = [owned for _, _, owned in found]
         self._gradients = [(owned.parameter, bucket, index) for index, bucket, owned in found]
 
+    remembered = None
+
+    @property
+    def own(self) -> OwnGradient:
+        return self._reducer.own
+
     def start(self) -> None:
         self._reducer.start()
 
@@ -84,6 +91,9 @@ class ShardedSync:
         for bucket in self._buckets:
             bucket.piece.mul_(factor)
         self._show()
+
+    def settle(self) -> None:
+        """Nothing is under way between two steps, but what the next use waits for."""
 
     def close(self) -> None:
         self._reducer.close()

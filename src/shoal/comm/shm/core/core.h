@@ -51,6 +51,7 @@ typedef struct { /* what a call is, as far as its ranks must agree */
     uint32_t kind, dtype, reduction;
     int32_t root;
     uint64_t bytes;
+    uint64_t mark; /* the caller's own: whatever else has to be alike */
 } signature;
 
 typedef struct {

@@ -1,0 +1,157 @@
+"""Opening one group of ranks: who they are, over which backend they speak, and the seam in front of it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from shoal.comm.algorithms.config import Algorithm
+from shoal.comm.algorithms.group import AlgorithmGroup
+from shoal.comm.backends import Choice, Facts, Transport, choose_backend, facts_of, written
+from shoal.comm.by_exchange import ByExchange
+from shoal.comm.by_marks import ByMarks
+from shoal.comm.checked import Checked, Way
+from shoal.comm.collective import GroupCollective
+from shoal.comm.comparison import Comparer
+from shoal.comm.conditions import Conditions
+from shoal.comm.diagnosis import Diagnosis, introduce
+from shoal.comm.hierarchical.build import share_hosts
+from shoal.comm.ledger import Ledger
+from shoal.comm.mpi.build import share_mpi
+from shoal.comm.mpi.world import started_by_mpiexec, why_no_mpi
+from shoal.comm.seam import Seam
+from shoal.comm.shm.core import CoreMissing, core_identity
+from shoal.comm.shm.core_group import CoreGroup
+from shoal.comm.shm.group import share_memory
+from shoal.comm.shm.host import Apart, host_identity
+from shoal.comm.volume import Volume
+from shoal.comm.waiting import Board
+from shoal.errors import EnvironmentFault
+
+
+def connect(
+    store: Store,
+    rank: int,
+    size: int,
+    *,
+    device: torch.device,
+    label: str,
+    ledger: Ledger,
+    timeout_s: float,
+    world_rank: int | None = None,
+    conditions: Conditions | None = None,
+    transport: Transport = "auto",
+    algorithm: Algorithm = "backend",
+    check_collectives: bool = False,
+    board: Board | None = None,
+) -> GroupCollective:
+    """One group, over the backend that `choose_backend` names. Blocks until all its ranks have called it.
+
+    `algorithm` makes the collectives of groups over Gloo. `check_collectives`: the ranks compare every collective
+    before it is made; `board` is where those that wait for each other in different groups are seen.
+
+    Raises `EnvironmentFault` on all of them where the transport that was asked for cannot be.
+    """
+    named = rank if world_rank is None else world_rank
+    myself = f"rank {named} (host {socket.gethostname()}, pid {os.getpid()})"
+    members = introduce(store, rank, size, myself=myself, timeout_s=timeout_s)
+    facts = _facts(store, rank, size, device=device, transport=transport, timeout_s=timeout_s)
+    choice = choose_backend(transport, facts)
+    inner, choice = _opened(choice, facts, store, rank, size, transport=transport, timeout_s=timeout_s)
+    tables = None
+    if algorithm != "backend" and choice.backend == "gloo" and size > 1:
+        inner, choice = AlgorithmGroup(inner, algorithm), Choice("gloo", f"{choice.why}; algorithm: {algorithm}")
+        tables = inner.table
+    if check_collectives:
+        way = _way(inner, choice, store, rank, size, members=members, label=label, timeout_s=timeout_s)
+        inner = Checked(inner, way, label=label, board=board)
+    return GroupCollective(
+        Seam(
+            inner, backend=choice.backend, why=choice.why, label=label, ledger=ledger,
+            diagnosis=Diagnosis(store, rank, members), conditions=conditions,
+            volume=Volume(choice.backend, rank, facts.hosts, tables=tables),
+        )
+    )  # fmt: skip
+
+
+def _facts(
+    store: Store, rank: int, size: int, *, device: torch.device, transport: Transport, timeout_s: float
+) -> Facts:
+    if device.type == "cuda":
+        return Facts("cuda", hosts=("",) * size)
+    host, core, no_core = socket.gethostname(), "", ""
+    try:
+        host = host_identity()
+        core = core_identity()
+    except (OSError, CoreMissing) as reason:
+        no_core = str(reason)
+    by_mpi = started_by_mpiexec()
+    no_mpi = why_no_mpi() if by_mpi or transport == "mpi" else "no MPI launcher started them"
+    mine = written(host, core=core, no_core=no_core, no_mpi=no_mpi, by_mpi=by_mpi)
+    answers = introduce(PrefixStore("facts", store), rank, size, myself=mine, timeout_s=timeout_s)
+    return facts_of(answers, device="cpu")
+
+
+def _opened(
+    choice: Choice, facts: Facts, store: Store, rank: int, size: int, *, transport: Transport, timeout_s: float
+) -> tuple[Any, Choice]:
+    """The group, and what it became: ranks that only seemed to share a host get Gloo, unless asked otherwise."""
+    if choice.backend == "nccl":
+        return _nccl(store, rank, size, timeout_s), choice
+    if choice.backend == "mpi":
+        return share_mpi(store, rank, size, timeout_s=timeout_s), choice
+    gloo = _gloo(store, rank, size, timeout_s)
+    if choice.backend == "gloo":
+        return gloo, choice
+    if choice.backend == "shm":
+        group, why = share_memory(gloo, store, timeout_s=timeout_s)
+        found = Choice("gloo" if group is gloo else "shm", why)
+    else:
+        group, found = _on_two_levels(gloo, choice, facts, store, timeout_s)
+    if found.backend == "gloo" and transport != "auto" and size > 1:
+        raise EnvironmentFault(
+            f'sync.transport = "{transport}" cannot be between {size} ranks ({found.why}); set it to "auto", '
+            "which takes what there is"
+        )
+    return group, found
+
+
+def _way(
+    inner: Any, choice: Choice, store: Store, rank: int, size: int, *, members: Sequence[str], label: str,
+    timeout_s: float,
+) -> Way:  # fmt: skip
+    """How the ranks compare their calls: by themselves where the core does it, else in a group beside `inner`."""
+    if isinstance(inner, CoreGroup):
+        return ByMarks(inner, store, members, label)
+    beside = PrefixStore("check", store)
+    if choice.backend == "mpi":
+        exchange = share_mpi(beside, rank, size, timeout_s=timeout_s)
+    else:
+        exchange = _gloo(beside, rank, size, timeout_s)
+    if choice.backend in ("gloo", "shm"):
+        exchange, _ = share_memory(exchange, beside, timeout_s=timeout_s)
+    return ByExchange(Comparer(exchange, store, members, label), blocking=choice.backend == "nccl")
+
+
+def _on_two_levels(gloo: Any, choice: Choice, facts: Facts, store: Store, timeout_s: float) -> tuple[Any, Choice]:
+    try:
+        return share_hosts(gloo, store, hosts=facts.hosts, timeout_s=timeout_s), choice
+    except Apart as reason:
+        return gloo, Choice("gloo", f"gloo: {reason}")
+
+
+def _gloo(store: Store, rank: int, size: int, timeout_s: float) -> Any:
+    return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
+
+
+def _nccl(store: Store, rank: int, size: int, timeout_s: float) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    return dist.ProcessGroupNCCL(store, rank, size, options)

@@ -1,0 +1,216 @@
+"""`Hierarchical`: c10d's process group of CPU ranks on several hosts.
+
+What pays for two levels takes them (`volume` says what, and why); the rest goes to a Gloo group of all ranks, but for
+messages inside a host, which go through its shared memory. Which way a call goes follows from its operation, dtype and
+reduction alone: the ranks always agree.
+
+Calls on two levels are carried out by a thread, in the order in which they were made. Sums of 16-bit floats are made in
+float32 and rounded once inside a host and once between hosts.
+"""
+
+# pyright: reportIncompatibleMethodOverride=false
+# The stubs of ProcessGroup list several overloads under one name; these are the forms that backends implement.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+
+from shoal.comm.alone import Alone
+from shoal.comm.collective import Collective, GroupCollective, Reduction
+from shoal.comm.hierarchical.division import Division
+from shoal.comm.hierarchical.two_levels import TwoLevels
+from shoal.comm.worker import Worker
+
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_NUMBERS = (*_FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_OPS: dict[Any, Reduction] = {
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.AVG: "sum",
+    dist.ReduceOp.MAX: "max",
+    dist.ReduceOp.MIN: "min",
+}
+
+
+class Hierarchical(dist.ProcessGroup):
+    """`flat` is a Gloo group of all ranks; `mates`, of this host's ranks in ascending order (None: it has one rank);
+    `leaders`, a Gloo group of the hosts' first ranks (None on the others)."""
+
+    def __init__(self, flat: Any, division: Division, *, mates: Any | None, leaders: Any | None) -> None:
+        super().__init__(flat.rank(), flat.size())  # pyright: ignore[reportCallIssue]
+        self.inner, self.division, self._mates = flat, division, mates
+        inside: Collective = Alone() if mates is None else GroupCollective(mates)
+        outside = None if leaders is None else GroupCollective(leaders)
+        # Held by the calls alone: when one has failed the groups are dropped, and the peers learn of it.
+        self._levels = [TwoLevels(flat.rank(), division, inside, outside)]
+        self._worker = Worker(self._levels.clear, name="shoal-hosts")
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, flat)
+
+    def getBackendName(self) -> str:
+        return "hierarchical"
+
+    def shutdown(self) -> None:
+        """Ends the group when the calls that were made are done."""
+        self._worker.close()
+        self._mates = None
+        self.inner.shutdown()
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        opts, tensors = opts or c10d.AllreduceOptions(), _listed(tensors)
+        op = _reduction(tensors[0], opts.reduceOp)
+        if op is None or len(tensors) != 1:
+            return self.inner.allreduce(tensors, opts)
+        divide_by = self._divisor(opts.reduceOp)
+        return self._do(partial(_in_place, tensors[0], lambda flat, t: t.all_reduce(flat, op, divide_by)), tensors)
+
+    def reduce(self, tensors: Any, opts: Any = None) -> Any:
+        opts, tensors = opts or c10d.ReduceOptions(), _listed(tensors)
+        op, root = _reduction(tensors[0], opts.reduceOp), opts.rootRank
+        if op is None or len(tensors) != 1:
+            return self.inner.reduce(tensors, opts)
+        run = partial(_reduced, tensors[0], op, root, self._divisor(opts.reduceOp), self.rank() == root)
+        return self._do(run, tensors)
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> Any:
+        opts, tensors = opts or c10d.BroadcastOptions(), _listed(tensors)
+        if len(tensors) != 1 or not _is_plain(tensors[0]):
+            return self.inner.broadcast(tensors, opts)
+        root = opts.rootRank
+        run = partial(_in_place, tensors[0], lambda flat, t: t.broadcast(flat.view(torch.uint8), root=root))
+        return self._do(run, tensors)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        if output.numel() != input.numel() * self.size() or output.dtype != input.dtype:
+            raise ValueError(f"all_gather of {input.numel()} into {output.numel()} numbers: one block for each rank")
+        return self._do(partial(_gathered, output, input), [output])
+
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        return self.all_gather_single(output, input, opts)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        opts = opts or c10d.ReduceScatterOptions()
+        if input.numel() != output.numel() * self.size() or output.dtype != input.dtype:
+            raise ValueError(f"reduce_scatter of {input.numel()} into {output.numel()} numbers: a block for each rank")
+        op = _reduction(output, opts.reduceOp)
+        if op is None:
+            return self.inner._reduce_scatter_base(output, input, opts)
+        return self._do(partial(_scattered, output, input, op, self._divisor(opts.reduceOp)), [output])
+
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        return self.reduce_scatter_single(output, input, opts)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        return self.inner.allgather(outputs, inputs, opts or c10d.AllgatherOptions())
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int], opts: Any = None
+    ) -> Any:
+        return self.inner.alltoall_base(output, input, list(out_sizes), list(in_sizes), opts or c10d.AllToAllOptions())
+
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int], opts: Any = None
+    ) -> Any:
+        return self.all_to_all_single(output, input, out_sizes, in_sizes, opts)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        return self.inner.gather(outputs, inputs, opts or c10d.GatherOptions())
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        return self.inner.scatter(outputs, inputs, opts or c10d.ScatterOptions())
+
+    def send(self, tensors: Any, dstRank: int, tag: int = 0) -> Any:
+        group, peer = self._way_to(dstRank)
+        return group.send(tensors, peer, tag)
+
+    def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> Any:
+        group, peer = self._way_to(srcRank)
+        return group.recv(tensors, peer, tag)
+
+    def barrier(self, opts: Any = None) -> Any:
+        return self._do(lambda levels: levels.barrier(), [])
+
+    def _do(self, run: Callable[[TwoLevels], object], outputs: Sequence[Tensor]) -> Any:
+        guarded = partial(_guarded, run, self._levels, self._mates)
+        return self._worker.do(guarded, what="a call between hosts", outputs=outputs)
+
+    def _way_to(self, rank: int) -> tuple[Any, int]:
+        """The group that takes messages to and from `rank`, and its number there."""
+        if not 0 <= rank < self.size() or rank == self.rank():
+            raise ValueError(f"rank {rank} is no peer of rank {self.rank()} in a group of {self.size()}")
+        host, place = self.division.places[rank]
+        if self._mates is not None and host == self.division.places[self.rank()][0]:
+            return self._mates, place
+        return self.inner, rank
+
+    def _divisor(self, reduce_op: Any) -> int:
+        return self.size() if reduce_op == dist.ReduceOp.AVG else 1
+
+
+def _guarded(run: Callable[[TwoLevels], object], levels: list[TwoLevels], mates: Any | None) -> None:
+    """What fails between hosts fails inside them too, at once, and the other way round."""
+    try:
+        run(levels[0])
+    except Exception as error:
+        if mates is not None:
+            mates.abort()
+        raise error.with_traceback(None) from None  # its frames would keep the connections to other hosts open
+
+
+def _in_place(tensor: Tensor, run: Callable[[Tensor, TwoLevels], None], levels: TwoLevels) -> None:
+    tensor = tensor.data  # as with Gloo, autograd does not count this as a change
+    if tensor.numel() == 0:
+        return
+    flat = tensor.contiguous().view(-1)
+    run(flat, levels)
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.copy_(flat.view(tensor.shape))
+
+
+def _reduced(tensor: Tensor, op: Reduction, root: int, divide_by: int, is_root: bool, levels: TwoLevels) -> None:
+    def run(flat: Tensor, levels: TwoLevels) -> None:
+        levels.reduce(flat, op, root=root)
+        if is_root and divide_by != 1:
+            flat.div_(divide_by)
+
+    _in_place(tensor, run, levels)
+
+
+def _gathered(output: Tensor, block: Tensor, levels: TwoLevels) -> None:
+    block = block.detach().contiguous().view(-1).view(torch.uint8)
+
+    def run(flat: Tensor, levels: TwoLevels) -> None:
+        levels.all_gather(flat.view(torch.uint8), block)
+
+    _in_place(output, run, levels)
+
+
+def _scattered(output: Tensor, whole: Tensor, op: Reduction, divide_by: int, levels: TwoLevels) -> None:
+    def run(flat: Tensor, levels: TwoLevels) -> None:
+        levels.reduce_scatter(flat, whole.detach().clone(memory_format=torch.contiguous_format).view(-1), op)
+        if divide_by != 1:
+            flat.div_(divide_by)
+
+    _in_place(output, run, levels)
+
+
+def _reduction(tensor: Tensor, reduce_op: Any) -> Reduction | None:
+    """None where two levels have none for it."""
+    if tensor.dtype not in _NUMBERS or not _is_plain(tensor):
+        return None
+    if reduce_op == dist.ReduceOp.AVG and tensor.dtype not in _FLOATS:
+        return None
+    return next((op for kind, op in _OPS.items() if reduce_op == kind), None)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.device.type == "cpu"
+
+
+def _listed(tensors: Any) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)

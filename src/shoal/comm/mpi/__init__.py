@@ -1,0 +1,1 @@
+"""MPI between ranks that mpiexec started: the extra `mpi`."""

@@ -1,0 +1,114 @@
+"""`Worker`: a thread that carries out calls one after the other, in the order in which they were made.
+
+It refers to nobody who uses it, so that a group that is dropped can be collected; what was begun is done first. After
+an error it closes what the calls work on, so that the peers learn at once, and answers every later call with the same
+error.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class QueuedWork(dist.Work):
+    """A call under way, in the shape of c10d's `Work`. `outputs` are the tensors that it writes."""
+
+    def __init__(self, run: Callable[[], None], what: str, outputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._run: Callable[[], None] | None = run
+        self._what, self._outputs, self._future = what, list(outputs), torch.futures.Future()
+        self._done = threading.Event()
+        self._error: Exception | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Blocks, without the interpreter lock. Raises what went wrong, or `RuntimeError` after `timeout`."""
+        limit_s = timeout.total_seconds() if timeout else None  # c10d says zero where it means none
+        if not self._done.wait(limit_s):
+            raise RuntimeError(f"Timed out after {limit_s:g} s waiting for {self._what}")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def done(self, within_s: float) -> bool:
+        """Waits for so long at most; says whether the call is over, in either way."""
+        return self._done.wait(within_s)
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._error is None
+
+    def result(self) -> list[Tensor]:
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future:
+        """Completed with the tensors that the call writes."""
+        return self._future
+
+    def carry_out(self, broken: Exception | None) -> Exception | None:
+        """Runs unless the worker is `broken`; returns its state afterwards. Called by the worker alone."""
+        try:
+            if broken is None and self._run is not None:
+                self._run()
+        except Exception as error:  # whatever it is, it belongs to the one who waits
+            broken = error
+        self._run, self._error = None, broken  # the tensors are the caller's again
+        self._done.set()
+        if broken is None:
+            self._future.set_result(self._outputs)
+        else:
+            self._future.set_exception(broken)
+        return broken
+
+
+class Worker:
+    """Ends when it is closed or dropped. `close`, called once, must refer to no user of the worker either.
+
+    `goes_on`: an error is that of its call alone.
+    """
+
+    def __init__(self, close: Callable[[], object], *, name: str, goes_on: bool = False) -> None:
+        self._calls: SimpleQueue[QueuedWork | None] = SimpleQueue()
+        arguments = (self._calls, close, goes_on)
+        self._thread = threading.Thread(target=_work_off, args=arguments, name=name, daemon=True)
+        self._thread.start()
+        self._end = weakref.finalize(self, self._calls.put, None)
+        self._end.atexit = False  # the kernel tidies up after a process
+
+    def do(self, run: Callable[[], None], *, what: str, outputs: Sequence[Tensor] = ()) -> Any:
+        """Returns at once. Raises `RuntimeError` where the worker has ended."""
+        if not self._end.alive:
+            raise RuntimeError("this group is closed")
+        work = QueuedWork(run, what, outputs)
+        self._calls.put(work)
+        return work
+
+    def close(self) -> None:
+        """Ends the thread when the calls that were made are done."""
+        self._end()
+        self._thread.join()
+
+
+def _work_off(calls: SimpleQueue[QueuedWork | None], close: Callable[[], object], goes_on: bool) -> None:
+    """The thread's main: until `None` comes."""
+    broken: Exception | None = None
+    with torch.no_grad():
+        while (call := calls.get()) is not None:
+            before, broken = broken, call.carry_out(broken)
+            del call  # an idle thread keeps no tensor alive
+            if goes_on:
+                broken = None
+            if broken is not before:
+                close()
+    if broken is None:
+        close()

@@ -1,0 +1,147 @@
+"""What a layer, the head and the optimizer cost on one rank: by the roofline of a data sheet, or by measured operators.
+
+Measured prices are sums over the operators that an eager GPT of this project launches, each at its own size, from the
+sweep of `shoal bench products`. They hold what a roofline cannot know of a CPU: what a launch costs, how products of
+each shape run, and what fresh memory costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from shoal.cost.operators import LayerSeconds, Share, head_seconds, layer_seconds
+from shoal.cost.parameters import attention_parameters, expert_parameters
+from shoal.cost.roofline import Rates
+from shoal.cost.sweep import Sweep
+from shoal.cost.transformer import Transformer
+
+FLOAT_BYTES = 4
+
+
+class Prices(Protocol):
+    """Seconds on one rank, communication aside."""
+
+    @property
+    def memory_bytes_s(self) -> float:
+        """Bytes read and written in a second by a plain pass."""
+        ...
+
+    def layer(self, model: Transformer, share: Share) -> LayerSeconds:
+        """One layer of one microbatch."""
+        ...
+
+    def head(self, model: Transformer, share: Share) -> tuple[float, float, float]:
+        """(products, loss, embedding) of one microbatch, forward and backward."""
+        ...
+
+    def update(self, numbers: float, *, update_bytes: float) -> float:
+        """The optimizer's step over `numbers` parameters, for each of which it moves `update_bytes`."""
+        ...
+
+    def copy(self, rows: float, columns: float, *, element_bytes: float) -> float:
+        """`[rows, columns]` in another order, into fresh memory."""
+        ...
+
+
+@dataclass(frozen=True)
+class RooflinePrices:
+    """From rates alone."""
+
+    rates: Rates
+
+    @property
+    def memory_bytes_s(self) -> float:
+        return self.rates.memory_bytes_s
+
+    def layer(self, model: Transformer, share: Share) -> LayerSeconds:
+        return layer_seconds(model, share, self.rates)
+
+    def head(self, model: Transformer, share: Share) -> tuple[float, float, float]:
+        return head_seconds(model, share, self.rates)
+
+    def update(self, numbers: float, *, update_bytes: float) -> float:
+        return numbers * update_bytes / self.rates.memory_bytes_s
+
+    def copy(self, rows: float, columns: float, *, element_bytes: float) -> float:
+        return 2 * rows * columns * element_bytes / self.rates.memory_bytes_s
+
+
+@dataclass(frozen=True)
+class MeasuredPrices:
+    """From sweeps of operators and the rate of a plain copy; `factor` multiplies all seconds."""
+
+    sweeps: Mapping[str, Sweep]
+    copy_bytes_s: float
+    factor: float = 1.0
+
+    @property
+    def memory_bytes_s(self) -> float:
+        return self.copy_bytes_s / self.factor
+
+    def layer(self, model: Transformer, share: Share) -> LayerSeconds:
+        forward, backward = self._products(model, share)
+        attention = self._attention(model, share)
+        passes = self._passes(model, share)
+        x = self.factor
+        return LayerSeconds(
+            matmul_forward=x * forward,
+            matmul_input=x * backward / 2,
+            matmul_weight=x * backward / 2,
+            attention_forward=x * attention[0],
+            attention_backward=x * attention[1],
+            passes_forward=x * passes[0],
+            passes_backward=x * passes[1],
+        )
+
+    def head(self, model: Transformer, share: Share) -> tuple[float, float, float]:
+        columns = max(1, model.vocabulary // share.tensor)
+        products = sum(self._linear(share.tokens, columns, model.hidden))
+        loss = sum(self.sweeps["loss"].seconds(share.tokens, columns))
+        norm = sum(self.sweeps["norm"].seconds(share.tokens, model.hidden))
+        embedding = sum(self.sweeps["embedding"].seconds(share.tokens, model.hidden))
+        return self.factor * products, self.factor * loss, self.factor * (embedding + norm)
+
+    def update(self, numbers: float, *, update_bytes: float) -> float:
+        """Norm (a read) and clip (a read and a write) of the gradient, then the measured step."""
+        clip = 3 * FLOAT_BYTES * numbers / self.copy_bytes_s
+        return self.factor * (clip + self.sweeps["adam"].seconds(numbers)[0])
+
+    def copy(self, rows: float, columns: float, *, element_bytes: float) -> float:
+        return self.factor * self.sweeps["copy"].seconds(rows, columns)[0]
+
+    def _linear(self, m: float, n: float, k: float) -> tuple[float, float]:
+        return self.sweeps["linear"].seconds(m, n, k)
+
+    def _products(self, model: Transformer, share: Share) -> tuple[float, float]:
+        """Query, key, value and output, up (and gate) and down: each a layer of its own."""
+        tokens, t, hidden = share.tokens, share.tensor, model.hidden
+        own, kv = model.attention_width / t, max(model.head_size, model.kv_width / t)
+        inner = model.feed_forward / t
+        shapes = [(own, hidden), (kv, hidden), (kv, hidden), (hidden, own)]
+        shapes += [(inner, hidden)] * (model.feed_forward_matrices - 1) + [(hidden, inner)]
+        both = [self._linear(tokens, n, k) for n, k in shapes]
+        return sum(f for f, _ in both), sum(b for _, b in both)
+
+    def _attention(self, model: Transformer, share: Share) -> tuple[float, float]:
+        """Every token of this rank's against all keys before it: 1 / context of the whole square."""
+        heads = max(1.0, model.heads / share.tensor)
+        both = self.sweeps["attention"].seconds(share.samples * heads, share.sequence, model.head_size)
+        return both[0] / share.context, both[1] / share.context
+
+    def _passes(self, model: Transformer, share: Share) -> tuple[float, float]:
+        """Two norms with their residuals, the gate, rotary queries and keys."""
+        tokens, t = share.tokens, share.tensor
+        rows = tokens / t if share.sequence_parallel else tokens
+        norm = self.sweeps["norm"].seconds(rows, model.hidden)
+        gate = self.sweeps["gate" if model.gated else "gelu"].seconds(tokens, model.feed_forward / t)
+        query = self.sweeps["rotary"].seconds(tokens, model.attention_width / t)
+        key = self.sweeps["rotary"].seconds(tokens, max(model.head_size, model.kv_width / t))
+        pairs = [norm, norm, gate, query, key]
+        return sum(f for f, _ in pairs), sum(b for _, b in pairs) + self._weight_sums(model, share)
+
+    def _weight_sums(self, model: Transformer, share: Share) -> float:
+        """A microbatch's gradient added to its place in a bucket: two reads and a write; the first is but copied."""
+        numbers = (attention_parameters(model) + expert_parameters(model)) / share.tensor
+        return numbers * 3 * FLOAT_BYTES / self.copy_bytes_s

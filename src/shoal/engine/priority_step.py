@@ -1,0 +1,112 @@
+"""A step whose end is not waited for: every parameter is updated when its sum is there, in the next forward.
+
+    step n      forward (updates of n - 1, each before its module) | backward | loss
+    step n + 1  forward (updates of n, ...)                        | ...
+
+It computes what `TrainStep` does, without clipping. What is known only when all sums are there comes late:
+
+- The norm of a step is that of the step before, but for the first ones and where somebody looks.
+- A loss that is not finite is known before any update: such a step is skipped. A gradient that is not finite, of a
+  loss that is, shows when a part of the update is made. That cannot be skipped: it ends the run.
+- What is sent between two steps is booked for the second.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.comm.collective import Collective
+from shoal.comm.ledger import Entry, Ledger
+from shoal.data.sample import Batch
+from shoal.engine.buffers import BufferGuard
+from shoal.engine.passes import Passes
+from shoal.engine.precision import LossScaler
+from shoal.engine.randomness import Randomness
+from shoal.engine.statistics import StatisticsSync
+from shoal.engine.step import GlobalSum, StepResult, StepTimes
+from shoal.engine.tally import PendingTally
+from shoal.errors import Diverged
+from shoal.optim.build import set_rate
+from shoal.optim.parts import part_of
+from shoal.sync.priority import PrioritySync
+
+
+class PriorityStep:
+    """`Step` over a `PrioritySync`; the other arguments are as for `TrainStep`. Without a loss scale."""
+
+    def __init__(
+        self,
+        passes: Passes,
+        *,
+        optimizer: torch.optim.Optimizer,
+        sync: PrioritySync,
+        group: Collective,
+        twins: Collective,
+        ledger: Ledger,
+        scaler: LossScaler,
+        randomness: Randomness,
+        device: torch.device,
+    ) -> None:
+        self.passes, self.model, self.sync = passes, passes.compute.model, sync
+        self.group, self.ledger, self.device = group, ledger, device
+        self.scaler, self.randomness = scaler, randomness
+        self.statistics, self.buffers = StatisticsSync(self.model, twins), BufferGuard(self.model, twins)
+        self._parts = [part_of(optimizer, parameters) for parameters in sync.parts]
+        self._number, self._lr, self._update_s = 0, 0.0, 0.0
+        sync.update = self._update
+
+    def __call__(
+        self,
+        step: int,
+        batches: Sequence[Batch],
+        *,
+        lr: float,
+        stop: bool = False,
+        look: Callable[[float], None] | None = None,
+    ) -> StepResult:
+        """As `TrainStep`, but `look` is called behind the update, and makes the step wait for it.
+
+        Raises `Diverged` where the gradient of the step before was not finite, though its loss was.
+        """
+        begin_s, self._update_s = time.perf_counter(), 0.0
+        self.model.train()
+        self.buffers.start()
+        self.randomness.step(step)
+        self.sync.start()
+        tally = PendingTally(batches, self.group, stop=stop, device=self.device)
+        loss = GlobalSum(self.group)
+        factor = lambda: 1.0 / tally.wait().denominator  # noqa: E731
+        self.passes.train(batches, sync=self.sync, factor=factor, known=loss.start)
+        counted = tally.wait()
+        global_loss = loss.wait() / counted.denominator
+        finite = math.isfinite(global_loss)
+        self._number, self._lr = step, lr
+        self.sync.release(commit=finite)
+        norm = float(self.sync.gradients() if self.sync.rehearses or look is not None else self.sync.norm)
+        if look is not None:
+            look(norm)
+        self.statistics.finish(committed=finite)
+        self.buffers.finish(committed=finite)
+        taken = self.ledger.take()
+        wire = sum(taken.values(), start=Entry())
+        all_s = time.perf_counter() - begin_s
+        times = StepTimes(all_s - wire.exposed_s - self._update_s, wire.exposed_s, self._update_s)
+        return StepResult(global_loss, norm, 1.0, finite, counted, times, wire.bytes_sent, wire=taken)
+
+    def _update(self, part: int, norm: Tensor) -> None:
+        """The sums of some parameters are there."""
+        if not math.isfinite(norm):
+            raise Diverged(
+                f"step {self._number} had a finite loss and a gradient that is not finite, of which a part has been "
+                'applied by now, as sync.schedule = "priority" does: go on from the newest checkpoint with a smaller '
+                'optimizer.lr, or with sync.schedule = "order", which skips such steps'
+            )
+        begin_s = time.perf_counter()
+        set_rate(self._parts[part], self._lr)
+        self._parts[part].step()
+        self._update_s += time.perf_counter() - begin_s

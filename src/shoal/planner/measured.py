@@ -1,0 +1,155 @@
+"""What a calibration gives to predictions for its machine: prices of operators, groups, the host's own seconds.
+
+Ranks on CPU cores share them. Prices are those that were measured with as many ranks at work at once; beyond the most
+that were measured, each rank gets its share of the cores:
+
+    seconds(n ranks) = seconds(measured r <= n) x max(1, n / max(cores, r))
+
+So a wait costs nothing where ranks outnumber cores: another rank computes. The lower bound of a step is the work of all
+ranks over the cores, the other its critical path at the rates of ranks with a core of their own (`planner.step`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from shoal.cost.fitted import FittedGroup
+from shoal.cost.host import Host, host_of
+from shoal.cost.operators import Share
+from shoal.cost.plan import Plan
+from shoal.cost.prices import MeasuredPrices
+from shoal.cost.sweep import Sweep, sweep_of
+from shoal.cost.transformer import Transformer
+from shoal.errors import ConfigError
+from shoal.planner.context import ContextKind
+from shoal.planner.waiting import meetings, waits_of
+from shoal.topology.calibration import Calibration, CollectiveFit, OperatorTime, Wait
+
+OPERATORS = ("linear", "norm", "gate", "gelu", "rotary", "attention", "embedding", "copy", "loss", "adam")
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+TINY = Transformer(layers=1, hidden=32, heads=4, kv_heads=4, head_size=8, feed_forward=32, vocabulary=256, gated=True)
+TINY_SEQUENCE = 64
+"""The model of `shoal bench products` whose steps tell what the host takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One machine. `factor` multiplies operators and collectives: 1, or calibrated on one measured step."""
+
+    sweeps: Mapping[int, Mapping[str, Sweep]]
+    fits: Mapping[int, Mapping[str, CollectiveFit]]
+    host: Host
+    cores: int
+    copy_bytes_s: float
+    waits: tuple[Wait, ...] = ()
+    factor: float = 1.0
+    _prices: dict[int, MeasuredPrices] = field(default_factory=dict, compare=False)
+
+    def calibrated(self, factor: float) -> Measured:
+        """The same machine with another factor."""
+        return replace(self, factor=factor, _prices={})
+
+    def listed(self) -> Iterator[tuple[str, float, str]]:
+        """(name, value, origin) of every number that is no measurement of one operator or collective."""
+        yield (
+            "factor",
+            self.factor,
+            "on operators and collectives: one measured step of this machine over its prediction",
+        )
+        yield "cores", float(self.cores), "what the system lets this process use"
+        yield "copy_bytes_s", self.copy_bytes_s, "shoal bench products: a copy of 16 MiB"
+        steps = "shoal bench products: steps of tiny GPTs less their operators"
+        yield "host.step_s", self.host.step_s, steps
+        yield "host.microbatch_s", self.host.microbatch_s, steps
+        yield "host.layer_s", self.host.layer_s, steps
+        for wait in self.waits:
+            name = f"wait of {wait.ranks} ranks behind {1e3 * wait.piece_s:.2g} ms"
+            yield name, wait.wait_s, "shoal bench products: an agreement behind pieces of computation"
+
+    def prices(self, ranks: int) -> MeasuredPrices:
+        """With `ranks` ranks at work at once."""
+        if ranks not in self._prices:
+            count = _nearest(self.sweeps, ranks)
+            scale = self._scale(count, ranks)
+            self._prices[ranks] = MeasuredPrices(self.sweeps[count], self.copy_bytes_s, self.factor * scale)
+        return self._prices[ranks]
+
+    def host_s(self, ranks: int, *, microbatches: int, layers: float) -> float:
+        """The host's seconds of one rank's step."""
+        return self.factor * self._scale(1, ranks) * self.host.seconds(microbatches=microbatches, layers=layers)
+
+    def waiting_s(self, plan: Plan, *, layers: float, computed_s: float, context: ContextKind | None) -> float:
+        """What the ranks of `plan` wait for each other, who compute `computed_s` in a step."""
+        count = meetings(plan, layers, context)
+        known_s = self.fits[_nearest(self.fits, plan.world_size)]["all_reduce"].alpha_s
+        each_s = waits_of(self.waits, plan.world_size).seconds(computed_s / count) if count else 0.0
+        return count * max(0.0, each_s - known_s)
+
+    def group(self, ranks: int, world: int) -> FittedGroup:
+        """`ranks` of the `world` that are at work, while other such groups talk at the same time."""
+        if ranks == 1:
+            return FittedGroup(ranks=1, fits={})
+        count = _nearest(self.fits, ranks)
+        waits = waits_of(self.waits, world)
+        idle_byte_s = self.fits[_nearest(self.fits, world)]["all_reduce"].beta_s
+        at_work = waits.byte_s / idle_byte_s if waits.byte_s and idle_byte_s else 1.0
+        crowd = self.factor * max(at_work, self._scale(count, world))
+        return FittedGroup(ranks=ranks, fits=self.fits[count], crowd=crowd)
+
+    def _scale(self, measured: int, ranks: int) -> float:
+        return max(1.0, ranks / max(self.cores, measured))
+
+
+def measured_of(calibration: Calibration, *, cores: int, dtype: str, backend: str) -> Measured:
+    """Raises `ConfigError` where the calibration lacks operators or collectives; it says how to measure them."""
+    sweeps = _sweeps(calibration.operators, dtype)
+    fits = _fits(calibration.collectives, backend)
+    if calibration.memory_bytes_s is None:
+        raise ConfigError("the calibration has no rate of copies; measure it with 'shoal bench products'")
+    alone = MeasuredPrices(sweeps[1], calibration.memory_bytes_s)
+    steps = {(t.m, t.n): t.forward_s for t in calibration.operators if t.operator == "step" and t.dtype == dtype}
+    host = host_of(steps, lambda layers, microbatches: _tiny_s(alone, layers, microbatches))
+    return Measured(
+        sweeps=sweeps,
+        fits=fits,
+        host=host,
+        cores=cores,
+        copy_bytes_s=calibration.memory_bytes_s,
+        waits=calibration.waits,
+    )
+
+
+def _sweeps(times: Iterable[OperatorTime], dtype: str) -> dict[int, dict[str, Sweep]]:
+    found: dict[int, dict[str, list[OperatorTime]]] = {}
+    for time in times:
+        if time.dtype == dtype and time.operator in OPERATORS:
+            found.setdefault(time.ranks, {}).setdefault(time.operator, []).append(time)
+    whole = {ranks: by_name for ranks, by_name in found.items() if set(by_name) == set(OPERATORS)}
+    if 1 not in whole:
+        raise ConfigError(
+            f"the calibration has no times of {dtype} operators; measure them with 'shoal bench products'"
+        )
+    return {ranks: {name: sweep_of(of) for name, of in by_name.items()} for ranks, by_name in whole.items()}
+
+
+def _fits(collectives: Iterable[CollectiveFit], backend: str) -> dict[int, dict[str, CollectiveFit]]:
+    found: dict[int, dict[str, CollectiveFit]] = {}
+    for fit in collectives:
+        if fit.backend == backend and fit.hosts == 1:
+            found.setdefault(fit.ranks, {})[fit.operation] = fit
+    whole = {ranks: fits for ranks, fits in found.items() if set(OPERATIONS) <= set(fits)}
+    if not whole:
+        raise ConfigError(f"the calibration has no collectives over {backend}; measure them with 'shoal bench comm'")
+    return whole
+
+
+def _nearest(by_ranks: Mapping[int, object], ranks: int) -> int:
+    """The largest number of ranks that was measured and is not above `ranks`; else the smallest."""
+    return max((count for count in by_ranks if count <= ranks), default=min(by_ranks))
+
+
+def _tiny_s(prices: MeasuredPrices, layers: int, microbatches: int) -> float:
+    share = Share(samples=1, sequence=TINY_SEQUENCE, element_bytes=4, stream_bytes=4, eager=True)
+    one = prices.layer(TINY, share)
+    return microbatches * (layers * (one.forward + one.backward) + sum(prices.head(TINY, share)))

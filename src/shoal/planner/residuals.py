@@ -1,0 +1,111 @@
+"""How far predictions were off so far, and what follows for the next one: an interval, and the odds of running out.
+
+`ratios` are measured over predicted. An interval is the prediction times their quantiles, with no assumption on their
+shape. Memory is asked about far out in the tail, where there are no rows: there the logarithms of the ratios are taken
+as normal, wider by 1 + 1/n for what n rows leave unknown of it (the predictive distribution of a mean).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+FEWEST = 20
+"""Rows without which a 90 % interval would have no row beyond each of its ends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Residuals:
+    """Ratios of measured to predicted, or quantiles of them at even steps; `count` rows lie behind them.
+
+    `source` says of what they are, as it stands in a sentence.
+    """
+
+    source: str
+    ratios: tuple[float, ...]
+    count: int
+
+    @classmethod
+    def of(cls, ratios: Sequence[float], source: str) -> Residuals:
+        """From the rows themselves."""
+        return cls(source=source, ratios=tuple(sorted(ratios)), count=len(ratios))
+
+    def quantile(self, share: float) -> float:
+        """The ratio below which `share` of them lie, interpolated."""
+        place = share * (len(self.ratios) - 1)
+        below = min(int(place), len(self.ratios) - 2)
+        return self.ratios[below] + (place - below) * (self.ratios[below + 1] - self.ratios[below])
+
+    def interval(self, predicted: float, *, level: float = 0.9) -> tuple[float, float]:
+        """Where `level` of measurements lie, in the unit of `predicted`."""
+        return predicted * self.quantile((1 - level) / 2), predicted * self.quantile((1 + level) / 2)
+
+    def exceeds(self, predicted: float, limit: float) -> float:
+        """The probability that the measurement is above `limit`."""
+        logs = [math.log(ratio) for ratio in self.ratios]
+        spread = statistics.stdev(logs) * math.sqrt(1 + 1 / self.count)
+        return 1 - statistics.NormalDist(statistics.mean(logs), spread).cdf(math.log(limit / predicted))
+
+
+def quantiles(ratios: Sequence[float], steps: int = 20) -> tuple[float, ...]:
+    """The ratios at 0, 1/steps, .., 1, to three decimals: what is kept of a long table."""
+    whole = Residuals.of(ratios, "")
+    return tuple(round(whole.quantile(step / steps), 3) for step in range(steps + 1))
+
+
+PUBLISHED_TIME = Residuals(
+    source="538 published steps on A100 clusters, each machine type calibrated on one row (shoal bench plan)",
+    ratios=(
+        0.742,
+        0.843,
+        0.882,
+        0.907,
+        0.927,
+        0.944,
+        0.953,
+        0.96,
+        0.97,
+        0.975,
+        0.981,
+        0.986,
+        0.992,
+        1.003,
+        1.014,
+        1.032,
+        1.054,
+        1.072,
+        1.104,
+        1.153,
+        1.601,
+    ),
+    count=538,
+)
+PUBLISHED_MEMORY = Residuals(
+    source="48 published peaks on A100s, the allocator's slack in them (arXiv:2401.10241, table 4)",
+    ratios=(
+        0.918,
+        0.918,
+        0.918,
+        0.95,
+        0.954,
+        0.954,
+        0.954,
+        0.954,
+        0.955,
+        0.956,
+        0.958,
+        0.96,
+        0.962,
+        0.973,
+        0.979,
+        0.981,
+        0.985,
+        0.988,
+        1.001,
+        1.011,
+        1.043,
+    ),
+    count=48,
+)

@@ -1,0 +1,205 @@
+"""Predictions for a model of which only its trace is known, in the place of closed forms.
+
+    step = m x (fullest rank's traced operators by the roofline, and its collectives) + bubble + gradients + optimizer
+
+Everything around the model (links, ZeRO, bubbles, the optimizer) has the prices of `planner.predictor`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+from shoal.cost.bubble import bubble_s
+from shoal.cost.footprint import Footprint, Overheads
+from shoal.cost.plan import Plan
+from shoal.errors import ConfigError, LayoutError
+from shoal.planner.bill import COMPUTED, Bill
+from shoal.planner.candidates import Allowed
+from shoal.planner.constants import Constants
+from shoal.planner.data_parallel import gathers, gradients, optimizer_s
+from shoal.planner.layer import LayerBill
+from shoal.planner.measured import Measured
+from shoal.planner.predictor import Predictor, Workload
+from shoal.planner.stack import Stack
+from shoal.planner.step import transfer_s, transfers
+from shoal.planner.trace.job import TracedJob
+from shoal.planner.trace.memory import traced_footprint
+from shoal.planner.trace.seconds import UnitSeconds, unit_seconds
+from shoal.planner.trace.stages import Stages
+from shoal.planner.trace.subject import Split
+from shoal.planner.trace.trace import Trace
+from shoal.topology.cluster import Cluster
+
+
+class TracedPredictor(Predictor):
+    """Predicts plans of one traced model on one cluster with one stack."""
+
+    simulates = False
+
+    def __init__(
+        self,
+        job: TracedJob,
+        cluster: Cluster,
+        *,
+        stack: Stack,
+        constants: Constants | None = None,
+        overheads: Overheads | None = None,
+    ) -> None:
+        # Whatever of the base class reads the sizes of a transformer is overridden below.
+        super().__init__(cast(Workload, job), cluster, stack=stack, constants=constants, overheads=overheads)
+        self.job = job
+        self._units: dict[tuple[Split, int], dict[int | None, UnitSeconds]] = {}
+
+    def on(self, cluster: Cluster, *, measured: Measured | None = None) -> TracedPredictor:
+        """The same on another cluster; operators of traces are not measured."""
+        return TracedPredictor(self.job, cluster, stack=self.stack, constants=self.constants, overheads=self.overheads)
+
+    def narrowed(self, allowed: Allowed) -> Allowed:
+        """Stages need a chain, tensor ranks need roles, what is computed again needs blocks; no context ranks, and
+        experts stay whole."""
+        subject = self.job.subject
+        axes = ["replicate", "shard"]
+        axes += ["pipeline"] if subject.units.is_chain else []
+        axes += ["tensor"] if subject.has_roles else []
+        kinds = tuple(kind for kind in allowed.recompute if kind == "none" or subject.has_blocks)
+        return replace(
+            allowed,
+            axes=tuple(axis for axis in allowed.axes if axis in axes),
+            recompute=kinds,
+            sequence_parallel=allowed.sequence_parallel and subject.slices_sequences,
+        )
+
+    def tensor_rule(self, ranks: int) -> str:
+        """What the model itself said when it was split."""
+        if not self.job.subject.has_roles:
+            return "tensor needs the roles of parameters, which the model does not declare (parameter_roles())"
+        return self.job.subject.refusal(ranks) or f"tensor must divide {self.cluster.devices} devices"
+
+    @property
+    def parameters(self) -> float:
+        """Numbers of the whole model."""
+        return float(sum(parameter.numel() for parameter in self.job.subject.model.parameters()))
+
+    @property
+    def tied_numbers(self) -> float:
+        """Numbers of parameters that several units share."""
+        shared = [one for one in self._trace(Split(1)).parameters.values() if len(one.units) > 1]
+        return float(sum(one.numel for one in shared))
+
+    @property
+    def step_flops(self) -> float:
+        """Of a whole step, from the trace of one sample."""
+        return self._trace(Split(1)).flops * self.job.global_samples
+
+    def trace(self, plan: Plan) -> Trace:
+        """One microbatch of a rank of `plan`, as if it held all stages. Raises `LayoutError` for what has no price."""
+        layout, units = plan.layout, self.job.subject.units
+        for axis in ("context", "expert"):
+            if getattr(layout, axis) > 1:
+                raise LayoutError(
+                    f"layout.{axis} = {getattr(layout, axis)}: traced models have no price for it; set it to 1"
+                )
+        if layout.pipeline > 1 and not units.is_chain:
+            raise LayoutError(
+                f"layout.pipeline = {layout.pipeline}: the model declares no chain to cut (parts()); set it to 1"
+            )
+        return self._trace(_split(plan))
+
+    def stages(self, plan: Plan) -> Stages:
+        """Which units each pipeline rank holds."""
+        self.trace(plan)
+        return Stages.of(plan, self.job.subject.costs)
+
+    def stage_numbers(self, plan: Plan) -> float:
+        """Parameters of the fullest pipeline rank before ZeRO."""
+        trace = self.trace(plan)
+        return float(max(trace.numbers(units, trained=True) for units in self.stages(plan).held))
+
+    def boundary_bytes(self, plan: Plan) -> float:
+        """The largest activation between blocks."""
+        trace = self.trace(plan)
+        return float(max(trace.boundary_bytes[unit] for unit in trace.units.blocks))
+
+    def layer(self, plan: Plan, *, at_work: int | None = None) -> LayerBill:
+        """Traced units are not alike. Raises `ConfigError`."""
+        raise ConfigError("a traced model has no layer that stands for all: only plans of gpt and moe are simulated")
+
+    def footprint(self, plan: Plan, rank: int) -> Footprint:
+        """Memory of one pipeline rank."""
+        return traced_footprint(
+            self.trace(plan),
+            plan,
+            self.stages(plan),
+            rank=rank,
+            state=self.stack.state,
+            overheads=self.overheads,
+        )
+
+    def bill(self, plan: Plan) -> Bill:
+        """The seconds of a step."""
+        ranks = [self._rank(plan, units) for units in self.stages(plan).held]
+        fullest = max(ranks, key=lambda one: one.total_s)
+        micro, transfer = dict(fullest.items), transfer_s(plan, self)
+        computed = sum(micro.get(name, 0.0) for name in (*COMPUTED, "launches"))
+        backward = fullest.input_s + fullest.weight_s
+        each = {
+            "transfers": transfers(plan, self, transfer, computed),
+            "gathers": gathers(plan, self, beside_s=computed),
+        }
+        once = {"gradients": gradients(plan, self, beside_s=backward)}
+        bill = {name: plan.microbatches * seconds for name, seconds in micro.items()}
+        bill |= {name: plan.microbatches * part.seen_s for name, part in each.items()}
+        bill |= {name: part.seen_s for name, part in once.items()}
+        bill["overlap"] = plan.microbatches * sum(part.slowed_s for part in each.values())
+        bill["overlap"] += sum(part.slowed_s for part in once.values())
+        bill["bubble"] = _bubble(plan, ranks, plan.virtual_stages * transfer)
+        bill["optimizer"] = optimizer_s(plan, self)
+        return Bill(bill)
+
+    def _trace(self, split: Split) -> Trace:
+        return self.job.subject.of(split)
+
+    def _rank(self, plan: Plan, units: frozenset[int | None]) -> UnitSeconds:
+        """All units of one pipeline rank, for one microbatch; what is no block is head and loss."""
+        seconds, blocks = self._unit_seconds(plan), self.job.subject.units.blocks
+        whole = UnitSeconds(items={})
+        for unit in units & seconds.keys():
+            one = seconds[unit]
+            for item, value in one.items.items():
+                inside = unit in blocks or not blocks or item not in COMPUTED
+                whole.add(item if inside else "head and loss", value)
+            whole.forward_s += one.forward_s
+            whole.input_s += one.input_s
+            whole.weight_s += one.weight_s
+        return whole
+
+    def _unit_seconds(self, plan: Plan) -> dict[int | None, UnitSeconds]:
+        key = (_split(plan), plan.world_size)
+        if key not in self._units:
+            links = self.group(plan, plan.layout.tensor, stride=1)
+            self._units[key] = unit_seconds(self.trace(plan), self.rates, links, dispatch_s=self.constants.dispatch_s)
+        return self._units[key]
+
+
+def _split(plan: Plan) -> Split:
+    return Split(
+        plan.microbatch,
+        tensor=plan.layout.tensor,
+        sequence_parallel=plan.sequence_parallel,
+        recompute=plan.recompute,
+    )
+
+
+def _bubble(plan: Plan, ranks: list[UnitSeconds], hops_s: float) -> float:
+    """A rank waits for the others, which take as long as their mean."""
+    count = len(ranks)
+    return bubble_s(
+        plan.schedule,
+        pipeline=plan.layout.pipeline,
+        virtual_stages=plan.virtual_stages,
+        microbatches=plan.microbatches,
+        forward_s=sum(one.forward_s for one in ranks) / count + hops_s,
+        input_s=sum(one.input_s for one in ranks) / count + hops_s,
+        weight_s=sum(one.weight_s for one in ranks) / count,
+    )

@@ -1,0 +1,171 @@
+"""Writes down every operator of a forward and a backward, with the module that it belongs to.
+
+Modules are known by hooks in the forward. In the backward, autograd's node says which operator it is the gradient of:
+nodes are numbered in the order of the forward, and the hooks know at which number each module began and ended.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import _get_sequence_nr  # pyright: ignore[reportPrivateImportUsage]
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shoal.planner.trace.formulas import attention_flops, products_of
+from shoal.planner.trace.live import Alive
+from shoal.planner.trace.operator import Message, Operator, Phase, Shape
+from shoal.planner.trace.units import Units
+from shoal.planner.trace.weight_gradients import WeightGradients
+
+LOOKED_UP = frozenset(
+    {"aten.embedding", "aten.index", "aten.index_select", "aten.gather", "aten.nll_loss_forward", "aten._unsafe_index"}
+)
+"""Operators that read of their first argument only as much as they give."""
+
+CONVOLUTIONS = "aten.convolution_backward"
+"""It says itself which of its products gives what."""
+
+ALLOCATIONS = frozenset({"aten.empty", "aten.empty_like", "aten.new_empty", "aten.empty_strided"})
+"""They move nothing."""
+
+
+class Recorder(TorchDispatchMode):
+    """Records while it is entered; fake tensors are made by a mode outside of it."""
+
+    def __init__(self, model: nn.Module, units: Units, alive: Alive) -> None:
+        super().__init__()
+        self.operators: list[Operator] = []
+        self.messages: list[Message] = []
+        self.in_backward = False
+        self._units, self._alive = units, alive
+        self._stack: list[str] = []
+        self._starts: list[int] = []
+        self._paths: list[str] = []
+        self._owners = {id(p): name.rpartition(".")[0] for name, p in model.named_parameters()}
+        self._weights = WeightGradients(model)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.namespace != "prim":
+            self._note(func, args, kwargs or {}, out)
+        return out
+
+    def told(self, kind: str, size: int) -> None:
+        """A collective; kinds that tensor ranks do not use are refused."""
+        if kind not in ("all_reduce", "all_gather"):
+            raise ValueError(f"tensor ranks sum and gather, and this is a {kind}")
+        self.messages.append(Message(kind, size, self._phase(), self._units.holding(self._module())))
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Knows which module runs, while it is entered."""
+        handles = []
+        for path, module in model.named_modules():
+            handles.append(module.register_forward_pre_hook(self._enters(path), prepend=True))
+            handles.append(module.register_forward_hook(self._leaves(), always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enters(self, path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: Any) -> None:
+            self._stack.append(path)
+            self._begin(path)
+
+        return hook
+
+    def _leaves(self) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: Any, outputs: Any) -> None:
+            self._stack.pop()
+            self._begin(self._stack[-1] if self._stack else "")
+
+        return hook
+
+    def _begin(self, path: str) -> None:
+        self._starts.append(_get_sequence_nr())
+        self._paths.append(path)
+
+    def _phase(self) -> Phase:
+        """A backward computes without recording gradients, a block that is computed again with it."""
+        if not self.in_backward:
+            return "forward"
+        return "recompute" if torch.is_grad_enabled() else "backward"
+
+    def _module(self) -> str:
+        if self._stack:
+            return self._stack[-1]
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return ""
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            return self._owners.get(id(variable), "")
+        place = bisect_right(self._starts, node._sequence_nr()) - 1
+        return self._paths[place] if place >= 0 else ""
+
+    def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        if not outputs:
+            return
+        inputs = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
+        name, phase, module = f"{func.namespace}.{func._schema.name.split('::')[1]}", self._phase(), self._module()
+        unit = self._units.holding(module)
+        behind = {tensor.untyped_storage()._cdata for tensor in inputs}
+        new = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in behind]
+        if not new and not func._schema.is_mutable:
+            return  # a view
+        for tensor in new:
+            self._alive.see(tensor, unit)
+        if name in ALLOCATIONS:
+            return
+        shapes_in, shapes_out = tuple(map(_shape, inputs)), tuple(map(_shape, outputs))
+        self._weights.follow(name, inputs, outputs[0], len(self.operators), ends=self._accumulates())
+        self.operators.append(
+            Operator(
+                name=name,
+                phase=phase,
+                module=module,
+                unit=unit,
+                inputs=shapes_in,
+                outputs=shapes_out,
+                products=products_of(name, args, out, gives="input" if phase == "backward" else "output"),
+                attention_flops=attention_flops(name, args),
+                moved_bytes=_moved(name, shapes_in, shapes_out),
+            )
+        )
+
+    def finished(self) -> tuple[Operator, ...]:
+        """All operators; of the products in the backward those that gave weights' gradients are told apart."""
+        return tuple(
+            replace(one, products=tuple(replace(product, gives="weight") for product in one.products))
+            if place in self._weights.givers and one.name != CONVOLUTIONS
+            else one
+            for place, one in enumerate(self.operators)
+        )
+
+    def _accumulates(self) -> bool:
+        """Is a gradient on its way into its parameter?"""
+        return hasattr(torch._C._current_autograd_node(), "variable")
+
+
+def _shape(tensor: Tensor) -> Shape:
+    size = min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+    return Shape(tuple(tensor.shape), tensor.element_size(), size)
+
+
+def _moved(name: str, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> int:
+    written = sum(shape.size for shape in outputs)
+    if name in LOOKED_UP:
+        return 2 * written + sum(shape.size for shape in inputs[1:])
+    return written + sum(shape.size for shape in inputs)

@@ -1,0 +1,165 @@
+"""A model of a run, ready to be traced in any size of microbatch and under any split over tensor ranks.
+
+Traces are made when they are asked for, and kept. The model is built on the meta device, without storage; a builder
+that does not work there, since it looks at numbers, is run with storage that is given back at once.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shoal.cost.flops import Recompute
+from shoal.errors import LayoutError, UserCodeError
+from shoal.memory.blocks import blocks_of
+from shoal.memory.recompute import recompute
+from shoal.models.chain import DeclaresParts
+from shoal.models.roles import DeclaresRoles, roles_of
+from shoal.parallel.pipeline.costs import estimated_costs
+from shoal.parallel.tensor.plan import split_tensor
+from shoal.parallel.tensor.vocabulary import VocabularySplit
+from shoal.planner.trace.group import TracedGroup
+from shoal.planner.trace.trace import Trace, traced
+from shoal.planner.trace.units import Units, units_of
+
+
+@dataclass(frozen=True)
+class Step:
+    """The loss of a microbatch, a scalar, and the tensors that go into it."""
+
+    loss: Callable[[], Tensor]
+    inputs: tuple[Tensor, ...]
+
+
+class Steps(Protocol):
+    """What a run does with a model, its loss and its data; called where tensors have no storage."""
+
+    def __call__(
+        self, model: nn.Module, samples: int, *, vocabulary: VocabularySplit | None, group: TracedGroup
+    ) -> Step:
+        """A microbatch of `samples` samples; `vocabulary` says which logits this rank of `group` has, None: all."""
+        ...
+
+
+@dataclass(frozen=True)
+class Split:
+    """What a trace depends on."""
+
+    samples: int
+    tensor: int = 1
+    sequence_parallel: bool = False
+    recompute: Recompute = "none"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One model and its steps. `of` gives the traces."""
+
+    model: nn.Module
+    steps: Steps
+    mode: FakeTensorMode
+    units: Units
+    _traces: dict[Split, Trace] = field(default_factory=dict, compare=False)
+    _refusals: dict[int, str | None] = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def built(cls, build: Callable[[], nn.Module], steps: Steps, *, dtype: torch.dtype) -> Subject:
+        """From a function that builds the whole model, whose floating parameters are then of `dtype`."""
+        mode, model = FakeTensorMode(allow_non_fake_inputs=True), _without_storage(build)
+        with mode:
+            _faked(model, dtype)
+        return cls(model, steps, mode, units_of(model))
+
+    def of(self, split: Split) -> Trace:
+        """One microbatch of one rank. Raises `UserCodeError`, and `LayoutError` for what does not divide."""
+        if split not in self._traces:
+            self._traces[split] = self._traced(split)
+        return self._traces[split]
+
+    @property
+    def has_blocks(self) -> bool:
+        """Is there anything that a backward could compute again?"""
+        return bool(blocks_of(self.model))
+
+    @property
+    def has_roles(self) -> bool:
+        """Does the model say how it is split over tensor ranks?"""
+        return isinstance(self.model, DeclaresRoles)
+
+    @cached_property
+    def costs(self) -> list[float]:
+        """What each unit weighs where a chain is cut into stages."""
+        if not isinstance(self.model, DeclaresParts):
+            return [1.0] * len(self.units.names)
+        return estimated_costs(self.model, list(self.model.parts()))
+
+    @property
+    def slices_sequences(self) -> bool:
+        """Can the stream between split layers be split along the sequence? It begins at an embedding."""
+        return any(role.kind == "embedding" for role in roles_of(self.model).values())
+
+    def refusal(self, tensor: int) -> str | None:
+        """Why the model cannot be split over `tensor` ranks; None where it can."""
+        if tensor not in self._refusals:
+            self._refusals[tensor] = self._tried(tensor)
+        return self._refusals[tensor]
+
+    def _tried(self, tensor: int) -> str | None:
+        try:
+            self.of(Split(1, tensor=tensor, sequence_parallel=tensor > 1 and self.slices_sequences))
+        except (LayoutError, UserCodeError) as error:
+            return str(error)
+        return None
+
+    def _traced(self, split: Split) -> Trace:
+        group = TracedGroup(split.tensor)
+        with self.mode:
+            model = _copied(self.model)
+            plan = split_tensor(model, group, sequence_parallel=split.sequence_parallel)
+            recompute(model, split.recompute)
+            step = self.steps(model, split.samples, vocabulary=plan.vocabulary, group=group)
+        return traced(model, step.loss, units=self.units, mode=self.mode, group=group, apart=step.inputs)
+
+
+def _without_storage(build: Callable[[], nn.Module]) -> nn.Module:
+    """The meta device has no storage; a builder that it cannot serve is run again on the CPU."""
+    try:
+        with torch.device("meta"):
+            return build()
+    except Exception:  # whatever is wrong with the builder itself is raised again
+        return build()
+
+
+def _faked(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """`model` with fake tensors on the CPU in the place of its own, what is floating in `dtype`; ties stay ties."""
+    made: dict[int, Any] = {}
+
+    def fake(tensor: Tensor) -> Any:
+        if id(tensor) not in made:
+            wanted = dtype if tensor.is_floating_point() else tensor.dtype
+            empty = torch.empty(tensor.shape, dtype=wanted, device="cpu")
+            made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+        return made[id(tensor)]
+
+    for module in model.modules():
+        for held in (module._parameters, module._buffers, module.__dict__):
+            for name, tensor in list(held.items()):
+                if isinstance(tensor, Tensor):
+                    held[name] = fake(tensor)
+    return model
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """A model of its own to split, with parameters of its own."""
+    memo: dict[int, Tensor] = {id(p): nn.Parameter(torch.empty_like(p), p.requires_grad) for p in model.parameters()}
+    for module in model.modules():
+        plain = (*module._buffers.values(), *vars(module).values())
+        memo |= {id(tensor): torch.empty_like(tensor) for tensor in plain if isinstance(tensor, Tensor)}
+    return copy.deepcopy(model, memo)

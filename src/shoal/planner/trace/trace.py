@@ -1,0 +1,141 @@
+"""A user's own model, forward and backward, on tensors without storage: what it computes, moves, keeps and says.
+
+    fake parameters, fake inputs  ->  forward  ->  backward onto gradients that are already there
+
+One microbatch, as a rank computes it. PyTorch's fake tensors (`FakeTensorMode`) have shapes, dtypes and lives, and no
+numbers, so that a model of billions of parameters is traced on a laptop. What looks at numbers cannot be traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from shoal.models.roles import roles_of
+from shoal.planner.trace.formulas import BACKWARD_ATTENTION
+from shoal.planner.trace.group import TracedGroup
+from shoal.planner.trace.live import Alive
+from shoal.planner.trace.operator import Message, Operator, ParameterTrace
+from shoal.planner.trace.recorder import Recorder
+from shoal.planner.trace.refusal import explained
+from shoal.planner.trace.units import Units
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """One microbatch on one rank.
+
+    `kept_bytes`: what lives from the forward to the backward, by unit (None: outside of them); `on_the_way_bytes`: the
+    most that the backward of a unit makes beside it; `peak_bytes`: the most that lived at once. Parameters, gradients
+    and inputs are in none of these.
+    """
+
+    units: Units
+    operators: tuple[Operator, ...]
+    messages: tuple[Message, ...]
+    parameters: Mapping[str, ParameterTrace]
+    kept_bytes: Mapping[int | None, int]
+    on_the_way_bytes: Mapping[int | None, int]
+    peak_bytes: int
+    boundary_bytes: Mapping[int, int]
+
+    @property
+    def held_bytes(self) -> int:
+        """All that lives from the forward to the backward."""
+        return sum(self.kept_bytes.values())
+
+    @property
+    def flops(self) -> float:
+        """Arithmetic of forward and backward, nothing that is computed again, be it inside of fused attention."""
+        share = {"forward": 1.0, "backward": 2 / BACKWARD_ATTENTION, "recompute": 0.0}
+        products = sum(p.matmul.flops for one in self.operators if one.phase != "recompute" for p in one.products)
+        return products + sum(share[one.phase] * one.attention_flops for one in self.operators)
+
+    def numbers(self, units: frozenset[int | None], *, trained: bool = False) -> int:
+        """Parameters of `units`, on this rank."""
+        return sum(
+            one.numel
+            for one in self.parameters.values()
+            if not units.isdisjoint(one.units) and (one.trained or not trained)
+        )
+
+
+def traced(
+    model: nn.Module,
+    loss: Callable[[], Tensor],
+    *,
+    units: Units,
+    mode: FakeTensorMode,
+    group: TracedGroup,
+    apart: Iterable[Tensor] = (),
+) -> Trace:
+    """The trace of `loss()`, a scalar, and of its backward. `model`, and what the loss uses, is fake and of `mode`.
+
+    `group` stands for the tensor ranks that `model` was split over; `apart` are the inputs. Raises `UserCodeError`
+    where the model looks at numbers, or raises.
+    """
+    alive, boundaries = Alive(), {}
+    recorder = Recorder(model, units, alive)
+    group.told = recorder.told
+    with mode:
+        alive.leave_out([*model.parameters(), *model.buffers(), *_gradients(model), *apart])
+        with recorder, recorder.watching(model), _outputs(model, units, boundaries):
+            value = explained(loss, "the model")
+            kept = alive.keep()
+            recorder.in_backward = True
+            explained(lambda: torch.autograd.backward(value), "the model's backward")
+    return Trace(
+        units=units,
+        operators=recorder.finished(),
+        messages=tuple(recorder.messages),
+        parameters=_parameters(model, units),
+        kept_bytes=kept,
+        on_the_way_bytes=dict(alive.peak_by_unit),
+        peak_bytes=alive.peak_bytes,
+        boundary_bytes=boundaries,
+    )
+
+
+def _gradients(model: nn.Module) -> list[Tensor]:
+    """Gives every trained parameter the gradient of earlier microbatches, onto which this one's is added."""
+    gradients = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.empty_like(parameter)
+            gradients.append(parameter.grad)
+    return gradients
+
+
+@contextmanager
+def _outputs(model: nn.Module, units: Units, sizes: dict[int, int]) -> Iterator[None]:
+    """Fills in the bytes that come out of each unit: what would travel to the next stage."""
+
+    def watch(unit: int) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: Any, outputs: Any) -> None:
+            sizes[unit] = sum(x.numel() * x.element_size() for x in tree_leaves(outputs) if isinstance(x, Tensor))
+
+        return hook
+
+    handles = [model.get_submodule(path).register_forward_hook(watch(unit)) for path, unit in units.of_module.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _parameters(model: nn.Module, units: Units) -> dict[str, ParameterTrace]:
+    roles, holders = roles_of(model), {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        holders.setdefault(id(parameter), {})[units.holding(name)] = None
+    return {
+        name: ParameterTrace(p.numel(), tuple(holders[id(p)]), roles[name].kind, p.requires_grad)
+        for name, p in model.named_parameters()
+    }

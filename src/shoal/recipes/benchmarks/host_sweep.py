@@ -1,0 +1,72 @@
+"""What a training step costs beside its operators: Python, hooks, the loop; per step, per microbatch and per layer.
+
+Measured on GPTs so small that their operators, at the smallest sizes of the operators' sweep, are soon subtracted: one
+with few and one with many layers, and with few and many microbatches. `cost.host` takes the three apart.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from torch._C._distributed_c10d import HashStore
+
+from shoal.data.config import BatchConfig, Tokens
+from shoal.launch.environment import Place
+from shoal.models.config import GPTConfig
+from shoal.recipes.assembly import new_feed, new_state, new_step, new_sync
+from shoal.recipes.benchmarks.gpt_job import LR, corpus_file
+from shoal.recipes.objects import Given
+from shoal.recipes.run_file import RunConfig, RunFile
+from shoal.recipes.setting import set_up
+
+SEQUENCE, WIDTH, VOCABULARY = 64, 32, 64
+SIZES = ((1, 1), (5, 1), (1, 5))
+"""Layers and microbatches."""
+WARM_UP, STEPS = 5, 30
+
+
+def tiny(layers: int) -> GPTConfig:
+    """The model whose step is measured."""
+    return GPTConfig(
+        layers=layers, width=WIDTH, heads=4, feed_forward="swiglu", feed_forward_width=WIDTH, vocabulary=256, tied=True
+    )
+
+
+def host_times() -> Iterator[dict[str, Any]]:
+    """A row of the calibration for each size: m layers, n microbatches."""
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
+        corpus = corpus_file(Path(folder))
+        for layers, microbatches in SIZES:
+            seconds = _step_s(Path(folder), corpus, layers, microbatches)
+            yield {
+                "operator": "step", "dtype": "float32", "m": layers, "n": microbatches, "k": 1, "ranks": 1,
+                "forward_s": seconds, "backward_s": 0.0,
+            }  # fmt: skip
+
+
+def _step_s(folder: Path, corpus: Path, layers: int, microbatches: int) -> float:
+    run_file = RunFile(
+        run=RunConfig(name="host", steps=10**6, directory=str(folder), processes=1, device="cpu"),
+        model=tiny(layers),
+        data=Tokens(path=str(corpus), dtype="uint8"),
+        batch=BatchConfig(global_samples=microbatches, micro_samples=1, sequence=SEQUENCE),
+    )
+    place = Place(rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, launcher="shoal")
+    with ExitStack() as stack:
+        setting = set_up(run_file, place, Given(), store=HashStore())
+        sync = new_sync(setting)
+        stack.callback(sync.close)
+        state = new_state(setting, sync)
+        step, feed = new_step(setting, state, sync), stack.enter_context(new_feed(setting, state.cursor))
+        times = []
+        for number in range(1, WARM_UP + STEPS + 1):
+            begin_s = time.perf_counter()
+            step(number, feed.next().microbatches, lr=LR)
+            times.append(time.perf_counter() - begin_s)
+    return statistics.median(times[WARM_UP:])

@@ -1,0 +1,80 @@
+"""What is known of the machine that this process stands on, as predictions use it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import msgspec
+
+from shoal.comm.backends import Facts, choose_backend
+from shoal.engine.config import Float32
+from shoal.models.config import GPTConfig, MoEConfig
+from shoal.planner.measured import Measured, measured_of
+from shoal.recipes.calibration_file import add_calibration, calibration_path, read_calibration
+from shoal.recipes.run_file import RunFile
+from shoal.topology.calibration import Calibration
+
+UNCOVERED = "no prediction: covered are dense GPTs in float32 on CPU ranks of one thread, on one host"
+HOW = "no prediction: this machine is not calibrated; 'shoal bench products' measures it in about a minute"
+SWEPT = ("shm", "gloo")
+"""Backends whose collectives `shoal bench products` measures beside the operators."""
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def calibration_here(environ: Mapping[str, str]) -> Calibration | None:
+    """What was measured on this machine; None before anything was. Raises `ConfigError` for a damaged file."""
+    return read_calibration(calibration_path(environ))
+
+
+def measured_here(run_file: RunFile, calibration: Calibration | None) -> Measured | None:
+    """What predicts this run's steps on this machine's cores.
+
+    None where nothing was measured, for transports that were not, and for what the sweep of operators does not cover:
+    mixtures, other precisions than float32, compiled models. `unpredicted` says which.
+
+    Raises:
+        ConfigError: the calibration has holes.
+    """
+    if calibration is None or unpredicted(run_file, calibration) is not None:
+        return None
+    found = measured_of(calibration, cores=cores(), dtype="float32", backend=_backend(run_file))
+    return found.calibrated(calibration.step_factor or 1.0)
+
+
+def unpredicted(run_file: RunFile, calibration: Calibration | None) -> str | None:
+    """Why this run's steps are not predicted on this machine, and what would help; None where they are."""
+    if not covered(run_file):
+        return UNCOVERED
+    backend = _backend(run_file)
+    collectives = () if calibration is None else calibration.collectives
+    unmeasured = all(fit.backend != backend for fit in collectives)
+    verb = "'shoal bench comm'" if backend in SWEPT else f"'shoal bench comm --backends {backend}'"
+    if calibration is None or not calibration.operators:
+        return HOW if not unmeasured or backend in SWEPT else f"{HOW}, and {verb} its collectives over {backend}"
+    if unmeasured:
+        return f"no prediction: collectives over {backend} were not measured on this machine; {verb} measures them"
+    return None
+
+
+def _backend(run_file: RunFile) -> str:
+    """Over which the run's ranks talk on one host."""
+    return choose_backend(run_file.sync.transport, Facts("cpu", hosts=("here", "here"))).backend
+
+
+def covered(run_file: RunFile) -> bool:
+    """Whether the sweep has the operators of this run: a dense GPT in float32, uncompiled."""
+    model = run_file.model
+    dense = isinstance(model, GPTConfig) and not isinstance(model, MoEConfig) and not model.dropout
+    return dense and isinstance(run_file.precision, Float32) and not run_file.run.compile
+
+
+def keep_factor(factor: float, environ: Mapping[str, str]) -> None:
+    """Adds the factor of one measured step to this machine's calibration."""
+    known = calibration_here(environ)
+    if known is not None:
+        add_calibration(calibration_path(environ), msgspec.structs.replace(known, step_factor=factor))

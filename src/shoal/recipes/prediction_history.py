@@ -1,0 +1,76 @@
+"""What was predicted on this machine and what came of it: a line of JSON a run, in the cache folder."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from shoal.data.corpora.cache import cache_folder
+
+FILE = "predictions.jsonl"
+MOST_RUNS = 1000
+"""The newest count; older ones were of other versions."""
+MOST_BYTES = 4 << 20
+
+
+class Past(msgspec.Struct, frozen=True, kw_only=True):
+    """One run: its median step, and the most memory of its first rank."""
+
+    time_s: float
+    run: str
+    layout: str
+    predicted_s: float
+    measured_s: float
+    predicted_bytes: float | None = None
+    measured_bytes: float | None = None
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured seconds, less one."""
+        return self.predicted_s / self.measured_s - 1
+
+
+def history_path(environ: Mapping[str, str]) -> Path:
+    """Where the runs of this machine are kept."""
+    return cache_folder(environ) / FILE
+
+
+def remember(past: Past, environ: Mapping[str, str]) -> None:
+    """Adds a run. One write of one line, so that runs that end together do not tear each other's."""
+    path = history_path(environ)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        file.write(msgspec.json.encode(past) + b"\n")
+
+
+def remembered(environ: Mapping[str, str]) -> list[Past]:
+    """The newest runs, oldest first; lines that are none are passed over."""
+    path = history_path(environ)
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - MOST_BYTES))
+        lines = file.read().splitlines()
+    return [past for line in lines if (past := _past(line)) is not None][-MOST_RUNS:]
+
+
+def track_record(runs: Sequence[Past]) -> str | None:
+    """ "on this machine, 14 runs: median error 7 %, worst 19 %"; None without runs."""
+    errors = [abs(run.error) for run in runs if run.measured_s > 0]
+    if not errors:
+        return None
+    count = "1 run" if len(errors) == 1 else f"{len(errors)} runs"
+    return (
+        f"on this machine, {count}: median error of the step {100 * statistics.median(errors):.0f} %, "
+        f"worst {100 * max(errors):.0f} %"
+    )
+
+
+def _past(line: bytes) -> Past | None:
+    try:
+        return msgspec.json.decode(line, type=Past)
+    except msgspec.MsgspecError:
+        return None

@@ -1,0 +1,73 @@
+"""When the forward comes to a parameter: hooks before the modules that have it.
+
+A parameter may be used without its module being called (`linear.weight` instead of `linear(x)`). Of such a one nothing
+is heard beforehand; but it gets a gradient. While `learning`, those are found, and from then on they count as used
+when the model itself is called. Later on such a gradient is refused: it is one of weights that were not up to date.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+
+from shoal.errors import UserCodeError
+
+
+class FirstUse:
+    """Calls `ask` with the indices of `parameters` that the module which is about to run has for its own."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Sequence[tuple[str, Parameter]],
+        ask: Callable[[Collection[int]], None],
+    ) -> None:
+        self.learning = True
+        self._ask, self._loose = ask, set[int]()
+        self._used: dict[int, None] = {}
+        index_of = {id(parameter): index for index, (_, parameter) in enumerate(parameters)}
+        self._handles: list[RemovableHandle] = [model.register_forward_pre_hook(self._before(self._loose))]
+        for module in model.modules():
+            own = [index_of[id(p)] for p in module.parameters(recurse=False) if id(p) in index_of]
+            if own:
+                self._handles.append(module.register_forward_pre_hook(self._before(own)))
+        self._handles += [p.register_hook(self._guard(index, name)) for index, (name, p) in enumerate(parameters)]
+
+    @property
+    def order(self) -> Sequence[int]:
+        """The parameters that were used in this step, first use first."""
+        return list(self._used)
+
+    def start(self) -> None:
+        """A step begins."""
+        self._used.clear()
+
+    def close(self) -> None:
+        """Takes the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, own: Collection[int]) -> Callable[[nn.Module, Any], None]:
+        def about_to_run(module: nn.Module, inputs: Any) -> None:
+            self._used.update(dict.fromkeys(own))
+            self._ask(own)
+
+        return about_to_run
+
+    def _guard(self, index: int, name: str) -> Callable[[Tensor], None]:
+        def arrived(gradient: Tensor) -> None:
+            if index in self._used:
+                return
+            if not self.learning:
+                raise UserCodeError(
+                    f"the parameter {name} was used without calling the module that has it, and was not in the first "
+                    'steps: under sync.schedule = "priority" it may be older than the others. Call the module, or set '
+                    'sync.schedule to "order"'
+                )
+            self._loose.add(index)
+
+        return arrived

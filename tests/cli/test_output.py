@@ -1,0 +1,36 @@
+"""What a verb is to write, and the lists of numbers it takes, are refused before it works."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import typer
+
+from shoal.cli.bench.options import numbers, sizes
+from shoal.cli.output import output_file, picture_file
+
+
+def test_a_file_in_a_folder_that_is_there_is_taken(tmp_path: Path) -> None:
+    assert output_file(tmp_path / "a.json") == tmp_path / "a.json"
+    assert picture_file(tmp_path / "a.SVG") == tmp_path / "a.SVG"
+    assert output_file(None) is None
+    assert picture_file(None) is None
+
+
+def test_a_missing_folder_a_folder_and_another_suffix_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(typer.BadParameter, match="no folder"):
+        output_file(tmp_path / "none" / "a.json")
+    with pytest.raises(typer.BadParameter, match="is a folder"):
+        output_file(tmp_path)
+    with pytest.raises(typer.BadParameter, match=r"\.png"):
+        picture_file(tmp_path / "a.xyz")
+
+
+def test_numbers_are_read_whole_or_refused() -> None:
+    assert numbers("4, 8,16", "--batches", least=4, multiple_of=4) == [4, 8, 16]
+    for text in ("4,x,16", "", "-4", "4.5", "0", "6"):
+        with pytest.raises(typer.BadParameter, match="give multiples of 4 from 4"):
+            numbers(text, "--batches", least=4, multiple_of=4)
+    with pytest.raises(typer.BadParameter, match="multiples of 128"):
+        sizes("256,100")

@@ -1,0 +1,81 @@
+"""Many ranks on few cores, and many groups one after the other: all finish, and nothing is left of what is dropped."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.comm.collective import GroupCollective
+from tests.comm.shm.test_core_group import shared
+
+pytestmark = pytest.mark.stress
+
+RANKS, NUMEL, MANY_S = 64, 4096, 120.0
+GROUPS, WARM_UP = 1000, 20
+
+
+def sums_of_many(place: Any) -> list[str]:
+    """What went wrong in a round of collectives; their results are known in closed form."""
+    torch.set_num_threads(1)
+    group = GroupCollective(shared(place, timeout_s=MANY_S))
+    n, wrong = place.size, []
+    total = torch.full((NUMEL,), float(place.rank))
+    group.all_reduce(total).wait()
+    if not torch.equal(total, torch.full((NUMEL,), n * (n - 1) / 2)):
+        wrong.append(f"all_reduce gave {total[:2]}")
+    part = torch.empty(NUMEL // n)
+    group.reduce_scatter(part, torch.arange(float(NUMEL))).wait()
+    if not torch.equal(part, n * torch.arange(float(NUMEL)).view(n, -1)[place.rank]):
+        wrong.append(f"reduce_scatter gave {part[:2]}")
+    gathered = torch.empty(n)
+    group.all_gather(gathered, torch.tensor([float(place.rank)])).wait()
+    exchanged = torch.empty(n)
+    group.all_to_all(exchanged, torch.arange(float(n)) + n * place.rank).wait()
+    if not torch.equal(gathered, torch.arange(float(n))):
+        wrong.append(f"all_gather gave {gathered[:2]}")
+    if not torch.equal(exchanged, torch.arange(float(n)) * n + place.rank):
+        wrong.append(f"all_to_all gave {exchanged[:2]}")
+    return wrong
+
+
+def test_sixty_four_ranks_on_few_cores_finish(ranks: Any) -> None:
+    assert ranks(RANKS, sums_of_many, timeout_s=MANY_S) == [[]] * RANKS
+
+
+def left_over(place: Any) -> tuple[dict[str, int], dict[str, int]]:
+    """What this process holds after a few groups, and after a thousand more."""
+    torch.set_num_threads(1)
+    for number in range(WARM_UP):
+        _use(place, number)
+    before = _held()
+    for number in range(WARM_UP, WARM_UP + GROUPS):
+        _use(place, number)
+    return before, _held()
+
+
+def _use(place: Any, number: int) -> None:
+    group = shared(place, f"group-{number}")
+    GroupCollective(group).all_reduce(torch.ones(8)).wait()
+    group.shutdown()
+
+
+def _held() -> dict[str, int]:
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text()
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "segments": maps.count("memfd:"),
+        "threads": threading.active_count(),
+    }
+
+
+def test_a_thousand_groups_leave_nothing(ranks: Any) -> None:
+    """Each rank made, used and dropped them; a descriptor, mapping or thread of each would show a thousandfold."""
+    for before, after in ranks(2, left_over, timeout_s=MANY_S):
+        assert after == before

@@ -1,0 +1,71 @@
+"""The criteria of backend choice, case by case."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shoal.comm.backends import Facts, Transport, choose_backend, facts_of, written
+from shoal.errors import EnvironmentFault
+
+ONE = Facts("cpu", hosts=("a", "a"))
+TWO = Facts("cpu", hosts=("a", "a", "b"))
+SINGLES = Facts("cpu", hosts=("a", "b", "c"))
+NO_CORE = "the shared-memory core was not built; install a C compiler and Shoal again"
+NO_MPI = "no MPI launcher started them: mpiexec -n 2 shoal train RUN.toml"
+
+
+@pytest.mark.parametrize(
+    ("asked", "facts", "backend"),
+    [
+        ("auto", Facts("cuda", hosts=("", "")), "nccl"),
+        ("gloo", Facts("cuda", hosts=("", "")), "nccl"),
+        ("auto", Facts("cpu", hosts=("a",)), "gloo"),
+        ("auto", ONE, "shm"),
+        ("auto", replace(ONE, no_core=NO_CORE), "shm"),  # torch's kernels, without a compiler
+        ("auto", replace(ONE, by_mpi=True), "shm"),
+        ("auto", TWO, "hierarchical"),
+        ("auto", replace(TWO, no_core=NO_CORE), "gloo"),
+        ("auto", replace(TWO, by_mpi=True), "mpi"),
+        ("auto", replace(TWO, by_mpi=True, no_mpi=NO_MPI), "hierarchical"),
+        ("auto", SINGLES, "gloo"),
+        ("hierarchical", replace(TWO, by_mpi=True), "hierarchical"),
+        ("hierarchical", ONE, "shm"),
+        ("hierarchical", SINGLES, "gloo"),
+        ("gloo", ONE, "gloo"),
+        ("shm", ONE, "shm"),
+        ("mpi", replace(ONE, by_mpi=True), "mpi"),
+    ],
+)
+def test_the_choice_follows_from_the_facts(asked: Transport, facts: Facts, backend: str) -> None:
+    """Each line of the table."""
+    choice = choose_backend(asked, facts)
+    assert choice.backend == backend
+    assert ":" in choice.why
+
+
+@pytest.mark.parametrize(
+    ("asked", "facts", "says"),
+    [
+        ("shm", TWO, 'they are on 2 hosts; set it to "hierarchical"'),
+        ("hierarchical", replace(TWO, no_core=NO_CORE), "was not built; install a C compiler"),
+        ("mpi", replace(TWO, no_mpi=NO_MPI), "mpiexec -n 2 shoal train"),
+    ],
+)
+def test_what_was_asked_for_and_cannot_be_is_refused(asked: Transport, facts: Facts, says: str) -> None:
+    """Nobody gets another transport than the one that was named; the sentence says why and what works."""
+    with pytest.raises(EnvironmentFault, match="cannot be between") as refusal:
+        choose_backend(asked, facts)
+    assert says in str(refusal.value)
+    assert '"auto"' in str(refusal.value)
+
+
+def test_the_lack_of_one_rank_is_the_lack_of_all() -> None:
+    """Facts are joined so that all ranks come to the same choice: a reason of one counts, and so do two builds."""
+    good = written("a", core="1234", by_mpi=True)
+    assert facts_of([good, good], device="cpu") == Facts("cpu", hosts=("a", "a"), by_mpi=True)
+    lame = facts_of([good, written("b", no_core=NO_CORE, no_mpi=NO_MPI)], device="cpu")
+    assert lame == Facts("cpu", hosts=("a", "b"), no_core=NO_CORE, no_mpi=NO_MPI)
+    other = facts_of([good, written("a", core="5678", by_mpi=True)], device="cpu")
+    assert "different versions" in other.no_core

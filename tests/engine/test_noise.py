@@ -1,0 +1,140 @@
+"""The noise that a run measures is that of its own samples' gradients, under every layout that can tell."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from shoal.cost.noise_scale import moments
+from shoal.data.cursor import Cursor
+from shoal.data.sample import Batch
+from shoal.errors import ConfigError
+from shoal.launch.environment import Place
+from shoal.recipes.assembly import new_feed, new_state, new_step, new_sync
+from shoal.recipes.objects import Given
+from shoal.recipes.rules import check_across
+from shoal.recipes.run_file import RunFile
+from shoal.recipes.setting import Setting, set_up
+from tests.ranks import TestPlace
+from tests.recipes.layouts import GPT, corpus, run_file_of
+
+SUM_ORDER = 1e-9  # float64: two orders of summation, and a difference of nearly equal norms
+UNTIED = {**GPT, "tied": False}
+EVERY_STEP = {"noise_every_steps": 1}
+CASES = [
+    (1, {"batch": {"micro_samples": 2}}),
+    (2, {}),
+    (2, {"batch": {"micro_samples": 2}}),
+    (3, {}),  # uneven shares
+    (2, {"layout": {"shard": 2}, "memory": {"zero": 1}}),
+    (2, {"layout": {"shard": 2}, "memory": {"zero": 2}, "batch": {"micro_samples": 2}}),
+    (4, {"layout": {"shard": 2}, "memory": {"zero": 3}}),
+    (4, {"layout": {"tensor": 2}}),
+    (4, {"layout": {"pipeline": 2}, "model": UNTIED, "batch": {"micro_samples": 2}}),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("noise")
+    corpus(folder)
+    return folder
+
+
+def _setting(place: TestPlace, folder: str, tables: dict[str, Any]) -> Setting:
+    with_noise = {"observe": EVERY_STEP, "precision": {"kind": "float64"}, **tables}
+    run_file = run_file_of(Path(folder), **with_noise)
+    run_file = msgspec.structs.replace(run_file, run=msgspec.structs.replace(run_file.run, processes=place.size))
+    check_across(run_file, file="noise.toml")
+    here = Place(place.rank, place.size, place.rank, place.size, 0, "shoal")
+    return set_up(run_file, here, Given(), store=place.store)
+
+
+def measured(place: TestPlace, folder: str, tables: dict[str, Any]) -> tuple[float, float]:
+    """(signal, trace) of the first step."""
+    setting = _setting(place, folder, tables)
+    sync = new_sync(setting)
+    step = new_step(setting, new_state(setting, sync), sync)
+    with new_feed(setting, Cursor()) as feed:
+        result = step(1, feed.next().microbatches, lr=0.0)
+    assert result.noise is not None
+    assert set(result.noise.values()) == {"noise/scale", "noise/signal", "noise/trace"}
+    return result.noise.step.signal, result.noise.step.trace
+
+
+def expected(place: TestPlace, folder: str, tables: dict[str, Any], shares: int, whole: bool) -> tuple[float, float]:
+    """The same from gradients of each share's part by itself, in one process that holds the unsplit model."""
+    model = {"model": tables["model"]} if "model" in tables else {}
+    setting = _setting(place, folder, {**model, "batch": {"micro_samples": 2, **tables.get("batch", {})}})
+    parts, batches = [], []
+    for share in range(shares):
+        micro = tables.get("batch", {}).get("micro_samples")
+        own = _samples(setting, share, shares)
+        batches += own
+        parts.append(own if whole or micro is None else own[:micro])
+    small = [_square(setting, part) for part in parts]
+    inverse = sum(1 / len(part) for part in parts) / shares
+    found = moments(sum(small) / shares, _square(setting, batches), small_inverse=inverse, big_inverse=1 / len(batches))
+    return found.signal, found.trace
+
+
+def _samples(setting: Setting, share: int, shares: int) -> list[Batch]:
+    """One batch a sample."""
+    with new_feed(setting, Cursor(), share=(share, shares)) as feed:
+        fed = feed.next().microbatches
+    return [_sample(batch, row) for batch in fed for row in range(len(batch))]
+
+
+def _sample(batch: Batch, row: int) -> Batch:
+    keep = slice(row, row + 1)
+    assert isinstance(batch.inputs, torch.Tensor)
+    assert isinstance(batch.targets, torch.Tensor)
+    return Batch(batch.inputs[keep], batch.targets[keep], weights=batch.weights[keep], positions=batch.positions[keep])
+
+
+def _square(setting: Setting, samples: list[Batch]) -> float:
+    """|G|^2 of the mean loss over `samples`."""
+    setting.model.zero_grad(set_to_none=True)
+    weight = sum(sample.weight for sample in samples)
+    for sample in samples:
+        _, losses = setting.passes.compute.losses(sample)
+        ((losses * sample.weights).sum() / weight).backward()
+    return sum(float(p.grad.double().square().sum()) for p in setting.model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize(("world", "tables"), CASES, ids=lambda case: str(case) if isinstance(case, int) else None)
+def test_the_noise_is_that_of_the_samples(ranks, folder: Path, world: int, tables: dict[str, Any]) -> None:
+    """Signal and trace are those of each rank's own part, and every rank says the same."""
+    layout = tables.get("layout", {})
+    shares = world // (layout.get("tensor", 1) * layout.get("pipeline", 1))
+    found = ranks(world, measured, str(folder), tables)
+    assert len(set(found)) == 1
+    wanted, *_ = ranks(1, expected, str(folder), tables, shares, "pipeline" in layout)
+    assert found[0] == pytest.approx(wanted, rel=SUM_ORDER)
+
+
+@pytest.mark.parametrize(
+    ("tables", "word"),
+    [
+        ({"layout": {"context": 2}}, "layout.context = 2"),
+        ({"layout": {"tensor": 2, "sequence_parallel": True}, "run": {"processes": 4}}, "sequence_parallel"),
+        ({"layout": {"pipeline": 2}, "model": {**GPT, "tied": True}}, "model.tied"),
+        ({"run": {"processes": 1}}, "set batch.micro_samples to 4"),
+        ({"layout": {"pipeline": 2, "replicate": 1}, "model": UNTIED}, "two shares"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(tables: dict[str, Any], word: str) -> None:
+    """Before any process starts, with the key that stands in the way."""
+    run_file: RunFile = run_file_of(Path(), **{"observe": EVERY_STEP, **tables})
+    with pytest.raises(ConfigError, match=word):
+        check_across(run_file, file="noise.toml")
+
+
+def test_the_noise_is_not_measured_unless_due(ranks, folder: Path) -> None:
+    """Every second step: the first has none."""
+    with pytest.raises(AssertionError, match=r"result\.noise"):
+        ranks(1, measured, str(folder), {"observe": {"noise_every_steps": 2}, "batch": {"micro_samples": 2}})

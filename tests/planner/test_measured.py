@@ -1,0 +1,196 @@
+"""Predictions from measured operators: ranks share cores, and who waits leaves his to others."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from shoal.cost.plan import Plan
+from shoal.cost.state_bytes import FLOAT32
+from shoal.cost.transformer import Transformer
+from shoal.errors import ConfigError
+from shoal.planner.calibrate import calibrate_factor
+from shoal.planner.constants import Constants
+from shoal.planner.context import ContextKind, exchange
+from shoal.planner.measured import OPERATIONS, OPERATORS, Measured, measured_of
+from shoal.planner.predictor import Predictor, Workload
+from shoal.planner.stack import Stack
+from shoal.planner.waiting import AT_THE_END, HEAD_SUMS, meetings, waits_of
+from shoal.topology.calibration import Calibration, CollectiveFit, OperatorTime, Wait
+from shoal.topology.cluster_file import cluster_from
+from shoal.topology.layout import Layout
+
+CORES = 2
+RATE, LAUNCH_S = 20e9, 5e-6
+EXACT = 1e-9
+MODEL = Transformer(
+    layers=4, hidden=128, heads=4, kv_heads=4, head_size=32, feed_forward=384, vocabulary=256, gated=True
+)
+STACK = Stack(
+    name="test", state=FLOAT32, dtype="float32", eager=True, overlap_tensor=False, overlap_data=False,
+    overlap_pipeline=False, scatter_pipeline=False, fused_weight_gradient=False, context="ring",
+)  # fmt: skip
+NO_HOST = Constants(dispatch_s=0.0, kernel_s=0.0, optimizer_start_s=0.0)
+
+
+def _time(operator: str, m: int, n: int, k: int, ranks: int = 1) -> OperatorTime:
+    crowd = max(1.0, ranks / CORES)
+    seconds = crowd * (LAUNCH_S + 2 * m * n * k / RATE)
+    return OperatorTime(
+        operator=operator, dtype="float32", m=m, n=n, k=k, ranks=ranks, forward_s=seconds, backward_s=2 * seconds
+    )
+
+
+def _calibration(*, ranks: tuple[int, ...] = (1, 2)) -> Calibration:
+    operators = [
+        _time(name, m, n, k, count)
+        for count in ranks
+        for name in OPERATORS
+        for m, n, k in itertools.product((64, 4096), (32, 512), (32, 512))
+    ]
+    steps = [
+        OperatorTime(operator="step", dtype="float32", m=m, n=n, k=1, ranks=1, forward_s=0.1 * n, backward_s=0)
+        for m, n in ((1, 1), (5, 1), (1, 5))
+    ]
+    fits = [
+        CollectiveFit(backend="shm", operation=name, ranks=count, alpha_s=1e-4, beta_s=2e-10)
+        for name in OPERATIONS
+        for count in (2, 4)
+    ]
+    return Calibration(
+        machine="test", torch="2.13", collectives=tuple(fits), operators=(*operators, *steps), memory_bytes_s=1e10
+    )
+
+
+def _predictor(ranks: int, measured: Measured | None = None) -> Predictor:
+    table = {"nodes": 1, "machine": "cpu-2", "devices_per_node": ranks}
+    return Predictor(
+        Workload(model=MODEL, global_samples=16, sequence=128),
+        cluster_from({"cluster": table}, file="test"),
+        stack=STACK,
+        constants=NO_HOST,
+        measured=measured or measured_of(_calibration(), cores=CORES, dtype="float32", backend="shm"),
+    )
+
+
+def _plan(microbatches: int = 1, **axes: int) -> Plan:
+    layout = Layout(**axes)
+    share = 16 // (layout.replicate * layout.shard)
+    return Plan(layout=layout, microbatch=share // microbatches, microbatches=microbatches)
+
+
+def test_more_ranks_than_cores_are_not_faster_than_as_many() -> None:
+    """The work of a step is the same, and so are the cores; there is only more to say."""
+    two = _predictor(2).bill(_plan(replicate=2)).total
+    four = _predictor(4).bill(_plan(replicate=4)).total
+    assert four >= two
+    assert four < 2 * two
+
+
+def test_a_rank_that_shares_its_core_takes_longer() -> None:
+    """Twice as many ranks as cores: every operator takes twice as long."""
+    measured = measured_of(_calibration(), cores=CORES, dtype="float32", backend="shm")
+    alone, crowded = (measured.prices(n).update(1e6, update_bytes=0) for n in (2, 4))
+    assert crowded == pytest.approx(2 * alone, rel=EXACT)
+
+
+def test_measured_crowds_go_before_computed_ones() -> None:
+    """Where four at once were measured, nothing is scaled."""
+    both = measured_of(_calibration(ranks=(1, 2, 4)), cores=CORES, dtype="float32", backend="shm")
+    scaled = measured_of(_calibration(), cores=CORES, dtype="float32", backend="shm")
+    assert both.prices(4).factor == 1
+    assert scaled.prices(4).factor == 2
+    first, second = (m.prices(4).update(1e6, update_bytes=0) for m in (both, scaled))
+    assert first == pytest.approx(second, rel=0.2)  # the copies are the same, the launches differ
+
+
+def test_a_bubble_costs_nothing_where_other_ranks_use_the_core() -> None:
+    """A pipeline of four on two cores is bound by the work of all; one of two waits in its bubble."""
+    crowded = _predictor(4).bill(_plan(8, pipeline=4)).seconds
+    alone = _predictor(2).bill(_plan(8, pipeline=2)).seconds
+    assert crowded["bubble"] == 0
+    assert alone["bubble"] > 0
+
+
+def test_one_microbatch_is_bound_by_its_path() -> None:
+    """A single microbatch through four stages takes the stages one after the other, however few share a core."""
+    measured = measured_of(_calibration(), cores=CORES, dtype="float32", backend="shm")
+    one = _predictor(4, measured).bill(_plan(1, pipeline=4)).seconds
+    assert one["bubble"] > 0
+
+
+def test_one_measured_step_gives_the_factor_that_predicts_it() -> None:
+    """Bisection comes back to what it was made from."""
+    base = measured_of(_calibration(), cores=CORES, dtype="float32", backend="shm")
+    plan = _plan(replicate=2)
+    wanted = _predictor(2, base.calibrated(1.3)).bill(plan).total
+    found = calibrate_factor(lambda x: _predictor(2, base.calibrated(x)).bill(plan).total, wanted)
+    assert found == pytest.approx(1.3, rel=1e-6)
+
+
+def test_a_calibration_without_operators_or_collectives_names_what_measures_them() -> None:
+    """Each by its own command."""
+    whole = _calibration()
+    for holes, command in (({"operators": ()}, "shoal bench products"), ({"collectives": ()}, "shoal bench comm")):
+        parts = {"operators": whole.operators, "collectives": whole.collectives} | holes
+        hollow = Calibration(machine="test", torch="2.13", memory_bytes_s=1e10, **parts)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=command):
+            measured_of(hollow, cores=CORES, dtype="float32", backend="shm")
+
+
+def test_accumulation_costs_the_hosts_share_again() -> None:
+    """More microbatches of the same work are never faster."""
+    maker = _predictor(2)
+    times = [maker.bill(replace(_plan(m, replicate=2))).total for m in (1, 2, 4)]
+    assert times == sorted(times)
+
+
+WAITS = (
+    Wait(ranks=4, piece_s=1e-3, wait_s=2e-4),
+    Wait(ranks=4, piece_s=1e-2, wait_s=4e-4),
+    Wait(ranks=2, piece_s=1e-3, wait_s=1.1e-4),
+)
+
+
+def test_a_wait_is_the_measured_one_and_lies_between_those() -> None:
+    """At the ends it stays; of the ranks that were measured, the next fewer count."""
+    four = waits_of(WAITS, 6)
+    assert [four.seconds(s) for s in (1e-4, 1e-3, 1e-2, 1.0)] == [2e-4, 2e-4, 4e-4, 4e-4]
+    assert 2e-4 < four.seconds(3e-3) < 4e-4
+    assert waits_of(WAITS, 3).seconds(1e-3) == 1.1e-4
+    assert waits_of((), 4).seconds(1e-3) == 0
+
+
+def test_ranks_that_share_layers_meet_in_each_of_them_and_replicas_at_the_end() -> None:
+    """Sequence parallelism twice as often, recomputation once more forward; a single rank never."""
+    layers = MODEL.layers
+    assert meetings(_plan(), layers, None) == 0
+    assert meetings(_plan(replicate=2), layers, None) == AT_THE_END
+    split = meetings(_plan(tensor=2), layers, None) - HEAD_SUMS - AT_THE_END
+    sliced = meetings(replace(_plan(tensor=2), sequence_parallel=True), layers, None) - HEAD_SUMS - AT_THE_END
+    again = meetings(replace(_plan(tensor=2), recompute="full"), layers, None) - HEAD_SUMS - AT_THE_END
+    assert (split, sliced, again) == (4 * layers, 8 * layers, 6 * layers)
+
+
+def test_waiting_is_an_item_of_the_bill() -> None:
+    """More where ranks meet more often; none where it was not measured."""
+    calibration = msgspec.structs.replace(_calibration(), waits=WAITS)
+    measured = measured_of(calibration, cores=CORES, dtype="float32", backend="shm")
+    replicas, tensor = (_predictor(4, measured).bill(plan).seconds for plan in (_plan(replicate=4), _plan(tensor=4)))
+    assert 0 < replicas["waiting"] < tensor["waiting"]
+    assert _predictor(4).bill(_plan(tensor=4)).seconds["waiting"] == 0
+
+
+@pytest.mark.parametrize("kind", ["ring", "ulysses", "allgather"])
+def test_context_ranks_pay_for_what_they_say(kind: ContextKind) -> None:
+    """More bytes never cost less, and one rank says nothing."""
+    measured = measured_of(_calibration(), cores=CORES, dtype="float32", backend="shm")
+    sizes = {"query_bytes": 1e6, "key_bytes": 2e6, "copy_bytes_s": 1e10}
+    one = exchange(kind, measured.group(2, 2), **sizes)
+    more = exchange(kind, measured.group(2, 2), **{**sizes, "key_bytes": 4e6})
+    assert 0 < one.forward_s < more.forward_s
+    assert 0 < one.backward_s < more.backward_s
+    assert exchange(kind, measured.group(1, 2), **sizes).forward_s == 0

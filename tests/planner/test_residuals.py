@@ -1,0 +1,67 @@
+"""Intervals and odds hold on rows that they were not taken from, and what is kept of published tables is theirs."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.planner.residuals import PUBLISHED_MEMORY, PUBLISHED_TIME, Residuals, quantiles
+from shoal.recipes.benchmarks.plan import machines, scored
+from shoal.recipes.benchmarks.zero_bubble import peak_memory
+
+PUBLISHED = Path(__file__).parent / "published"
+STALE = 0.01  # a model that moved a quantile by more has to have its quantiles written down anew
+COVERAGE = 0.08  # of half of the rows by the other half: two standard errors
+
+
+@pytest.fixture(scope="module")
+def times() -> list[float]:
+    """Measured over predicted of every published row that calibrated nothing."""
+    rows = [one for machine in machines(PUBLISHED) for one in scored(machine) if not one.calibrated]
+    return [one.row.measured_s / one.predicted_s for one in rows]
+
+
+def test_the_kept_quantiles_are_those_of_the_tables(times: list[float]) -> None:
+    """Of step times and of peak memory, with as many rows."""
+    sizes = [cell.paper / cell.simulated for cell in peak_memory(PUBLISHED)]
+    for kept, ratios in ((PUBLISHED_TIME, times), (PUBLISHED_MEMORY, sizes)):
+        assert kept.count == len(ratios)
+        assert kept.ratios == pytest.approx(quantiles(ratios), abs=STALE)
+        assert str(kept.count) in kept.source
+
+
+def test_an_interval_holds_on_rows_that_it_has_not_seen(times: list[float]) -> None:
+    """Nine of ten rows of one half lie in the interval of the other."""
+    shuffled = list(times)
+    random.Random(0).shuffle(shuffled)
+    half = len(shuffled) // 2
+    low, high = Residuals.of(shuffled[:half], "one half").interval(1.0)
+    inside = sum(low <= ratio <= high for ratio in shuffled[half:]) / (len(shuffled) - half)
+    assert inside == pytest.approx(0.9, abs=COVERAGE)
+
+
+@given(predicted=st.floats(1, 100), limit=st.floats(1, 100), more=st.floats(0, 50))
+def test_more_memory_never_raises_the_odds(predicted: float, limit: float, more: float) -> None:
+    """And they are a probability."""
+    odds = PUBLISHED_MEMORY.exceeds(predicted, limit)
+    assert 0 <= PUBLISHED_MEMORY.exceeds(predicted, limit + more) <= odds <= 1
+
+
+def test_the_odds_are_those_of_a_known_law() -> None:
+    """Ratios drawn from a log-normal: the share of fresh draws above a limit."""
+    draw = random.Random(1)
+    sample = Residuals.of([draw.lognormvariate(0.0, 0.1) for _ in range(400)], "drawn")
+    fresh = sum(10 * draw.lognormvariate(0.0, 0.1) > 11.5 for _ in range(20_000)) / 20_000
+    assert sample.exceeds(10, 11.5) == pytest.approx(fresh, abs=0.02)
+    assert sample.exceeds(10, 10) == pytest.approx(0.5, abs=0.05)
+
+
+def test_few_rows_say_less_than_many() -> None:
+    """The same spread, known from ten rows, leaves more to chance than known from a thousand."""
+    ratios = (0.9, 0.95, 1.0, 1.05, 1.1)
+    few, many = (Residuals(source="", ratios=ratios, count=count) for count in (10, 1000))
+    assert few.exceeds(1.0, 1.25) > many.exceeds(1.0, 1.25)

@@ -1,0 +1,75 @@
+"""Models that a user might bring, and how the tests of this room make them ready to be traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.parallel.tensor.vocabulary import VocabularySplit
+from shoal.planner.trace.group import TracedGroup
+from shoal.planner.trace.subject import Step, Subject
+
+WIDTH, LENGTH, CLASSES = 32, 16, 10
+
+
+class Residual(nn.Module):
+    """A block with attention and biases that is none of this project's."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.other_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.mixed, self.back = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.mixed(self.norm(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.back(seen.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.other_norm(x))))
+
+
+class Blocks(nn.Module):
+    """Vectors `[samples, length, width]` through residual blocks to classes."""
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual(WIDTH) for _ in range(layers))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Looking(nn.Module):
+    """Chooses its path by a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) if x.sum().item() > 0 else self.layer(-x)
+
+
+def vectors(samples: int) -> Tensor:
+    """Inputs of these models."""
+    return torch.randn(samples, LENGTH, WIDTH)
+
+
+def subject(
+    build: Callable[[], nn.Module],
+    inputs: Callable[[int], Tensor] = vectors,
+    loss: Callable[[Tensor], Tensor] = lambda outputs: outputs.square().sum(),
+) -> Subject:
+    """The model of `build`, with a loss of its outputs on `inputs(samples)`."""
+
+    def steps(model: nn.Module, samples: int, *, vocabulary: VocabularySplit | None, group: TracedGroup) -> Step:
+        x = inputs(samples)
+        return Step(lambda: loss(model(x)), (x,))
+
+    return Subject.built(build, steps, dtype=torch.float32)

@@ -1,0 +1,87 @@
+"""`shoal plan` of a run file whose model is the user's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from shoal.cli.plan import plan
+from shoal.errors import ConfigError, UserCodeError
+from shoal.planner.simulate.pace import Stragglers
+from shoal.recipes.planning import planned
+from shoal.recipes.rules import load_run
+from shoal.recipes.simulating import simulated
+
+RUN = """
+[run]
+name = "own"
+steps = 10
+processes = 4
+[model]
+kind = "python"
+build = "{build}"
+[data]
+kind = "python"
+build = "tests.recipes.user_models:ragged"
+[batch]
+global_samples = 16
+micro_samples = 4
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run file of a model with biases and roles, on samples of three lengths."""
+    path = tmp_path / "run.toml"
+    path.write_text(RUN.format(build="tests.recipes.user_models:biased"), encoding="utf-8")
+    return path
+
+
+def test_a_users_model_is_planned_and_its_plan_is_a_run_file(run: Path, tmp_path: Path) -> None:
+    """Roles allow tensor ranks; items add up to the peak; what is emitted loads."""
+    app, out = typer.Typer(), tmp_path / "planned.toml"
+    app.command()(plan)
+    result = CliRunner().invoke(app, [str(run), "--json", "--emit", str(out), "--top", "200"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert {one["layout"]["tensor"] for one in found["plans"]} == {1, 2, 4}
+    best = found["plans"][0]
+    assert sum(best["memory"].values()) == pytest.approx(best["memory_bytes"])
+    assert load_run(out).layout.layout(4).to_dict() == best["layout"]
+    assert found["written"]["microbatch"] == 4
+
+
+def test_splits_of_operators_stand_beside_the_roles(run: Path) -> None:
+    """Every parameter with both, and no choice is dearer than that of the roles."""
+    app = typer.Typer()
+    app.command()(plan)
+    result = CliRunner().invoke(app, [str(run), "--json", "--operators", "2"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)["operators"]
+    assert found["cheapest_s"] <= min(found["by_roles_s"], found["whole_s"])
+    by_role = {one["name"]: one["by_role"] for one in found["parameters"]}
+    assert by_role["feed_forward.0.weight"] == by_role["feed_forward.0.bias"] == "split 0"
+    assert by_role["feed_forward.2.weight"] == "split 1"
+    assert by_role["head.weight"] == "whole"  # 61 classes do not divide
+    refused = CliRunner().invoke(app, [str(run), "--operators", "3"])
+    assert "divide 4 devices" in str(refused.exception)
+
+
+def test_the_longest_sample_stands_for_all(run: Path) -> None:
+    """Memory has to hold it."""
+    predictor = planned(load_run(run), None, keep=1).predictor
+    assert predictor.workload.sequence == 16
+    assert predictor.workload.tokens == 16 * 16
+
+
+def test_what_cannot_be_traced_or_played_is_refused(run: Path) -> None:
+    """One sentence each: a model that looks at numbers, and a simulation of what has no closed form."""
+    with pytest.raises(ConfigError, match="python"):
+        simulated(load_run(run), None, stragglers=Stragglers())
+    build = 'model.build="tests.planner.trace.models:Looking"'
+    with pytest.raises(UserCodeError, match="cannot be traced"):
+        planned(load_run(run, [build]), None, keep=1)

@@ -1,0 +1,186 @@
+"""Traces against closed forms, against PyTorch's own counter, and against what a real step allocates."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from shoal.cost.flops import model_flops
+from shoal.cost.parameters import total_parameters
+from shoal.cost.transformer import Transformer
+from shoal.errors import UserCodeError
+from shoal.memory.allocations import allocated
+from shoal.memory.closed_form import Activations, block_saved_bytes
+from shoal.memory.tracker import measured_activation_bytes
+from shoal.models.build import build
+from shoal.models.config import ConvNetConfig, GPTConfig
+from shoal.planner.trace.subject import Split, Subject
+from shoal.planner.trace.trace import Trace
+from tests.planner.trace.models import CLASSES, LENGTH, WIDTH, Blocks, Looking, subject, vectors
+
+GPT = GPTConfig(vocabulary=97, layers=3, width=64, heads=4, kv_heads=2, feed_forward_width=160)
+TOKENS = 24
+SCRATCH, CONVOLUTIONS = 0.03, 0.25
+"""Shares of the peak that operators use inside of themselves: convolutions on a CPU reorder their arguments."""
+
+
+def entropy(outputs: Tensor) -> Tensor:
+    """A loss of logits."""
+    return F.cross_entropy(outputs.flatten(0, -2), torch.zeros(outputs.shape[:-1].numel(), dtype=torch.int64))
+
+
+def gpt(config: GPTConfig = GPT, *, length: int = TOKENS) -> Subject:
+    """One of this project's own models, as if it were a user's, on sequences of `length` tokens."""
+    return subject(lambda: build(config), lambda samples: torch.zeros(samples, length, dtype=torch.int64), entropy)
+
+
+def sizes_of(config: GPTConfig) -> Transformer:
+    """What the closed forms know of it."""
+    return Transformer(
+        layers=config.layers, hidden=config.width, heads=config.heads, kv_heads=config.key_value_heads,
+        head_size=config.width // config.heads, feed_forward=config.hidden_width, vocabulary=config.vocabulary,
+        gated=True, tied=config.tied,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_and_arithmetic_of_a_gpt_are_the_closed_forms(tied: bool) -> None:
+    """Exactly: causal attention as half, backward twice the forward, a tied embedding once."""
+    config = GPTConfig(vocabulary=97, layers=3, width=64, heads=4, kv_heads=2, feed_forward_width=160, tied=tied)
+    trace = gpt(config).of(Split(2))
+    model = sizes_of(config)
+    assert sum(one.numel for one in trace.parameters.values()) == total_parameters(model)
+    assert trace.flops == model_flops(model, 2, TOKENS)
+
+
+def test_what_a_block_of_a_gpt_keeps_is_the_closed_form() -> None:
+    """Exactly, to the byte."""
+    trace = gpt().of(Split(2))
+    expected = block_saved_bytes(GPT, Activations(tokens=2 * TOKENS, element_bytes=4), kind="none")
+    assert {trace.kept_bytes[block] for block in trace.units.blocks} == {expected}
+
+
+def test_recomputed_blocks_keep_their_inputs_and_run_again() -> None:
+    """What is computed again is the forward of the blocks, and no more arithmetic counts as the model's."""
+    plain, again = gpt().of(Split(2)), gpt().of(Split(2, recompute="full"))
+    stream = 2 * TOKENS * GPT.width * 4
+    assert {again.kept_bytes[block] for block in again.units.blocks} == {stream}
+    assert again.flops == plain.flops
+    forward = sum(one.flops for one in plain.operators if one.phase == "forward" and one.unit in plain.units.blocks)
+    repeated = sum(one.flops for one in again.operators if one.phase == "recompute")
+    last = GPT.layers * 2 * 2 * TOKENS * GPT.width * GPT.hidden_width  # nothing saved behind it: it stops before
+    assert repeated == forward - last
+    assert again.peak_bytes < plain.peak_bytes
+
+
+def test_blocks_that_are_alike_have_traces_that_are_alike() -> None:
+    """Each operator of forward and backward finds its block."""
+    trace = subject(Blocks).of(Split(2))
+    lists = [work(trace, block) for block in trace.units.blocks]
+    assert len(lists[0]) > 40
+    assert lists[1] == lists[2]
+    # The input of the first block needs no gradient, which is a sum of two.
+    assert len(lists[1]) - len(lists[0]) == 1
+
+
+def test_products_belong_to_their_layers() -> None:
+    """Of each linear layer one product forward and two backward, which are found by autograd's numbers."""
+    trace = subject(Blocks).of(Split(2))
+    for layer in ("mixed", "back", "up", "down"):
+        own = [one for one in trace.operators if one.module == f"blocks.1.{layer}" and one.products]
+        assert [one.phase for one in own] == ["forward", "backward", "backward"]
+        assert {product.gives for one in own for product in one.products} == {"output", "input", "weight"}
+        assert len({one.flops for one in own}) == 1
+
+
+def work(trace: Trace, unit: int) -> list[tuple[str, str, float]]:
+    """What a unit does, in order."""
+    return [(one.phase, one.name, one.flops) for one in trace.operators if one.unit == unit]
+
+
+@pytest.mark.parametrize("name", ["blocks", "convnet"])
+def test_arithmetic_is_what_pytorch_counts_in_a_real_step(name: str) -> None:
+    """Products and convolutions, forward and backward; fused attention on a CPU is counted by nobody else."""
+    made, inputs = cases()[name]
+    counter = FlopCounterMode(display=False)
+    model, x = made(), inputs(2)
+    with counter:
+        model(x).square().sum().backward()
+    trace = subject(made, inputs).of(Split(2))
+    assert sum(p.matmul.flops for one in trace.operators for p in one.products) == counter.get_total_flops()
+
+
+@pytest.mark.parametrize(("name", "scratch"), [("blocks", SCRATCH), ("convnet", CONVOLUTIONS)])
+def test_bytes_are_those_of_a_real_step(name: str, scratch: float) -> None:
+    """Kept for the backward but for the loss's own; at the peak all but scratch memory inside of operators."""
+    made, inputs = cases()[name]
+    model, x = made(), inputs(8)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    trace = subject(made, inputs).of(Split(8))
+    apart = 8 * CLASSES * (LENGTH if name == "blocks" else 1) * 4
+    assert trace.held_bytes == pytest.approx(held_really(model, x), abs=2 * apart)
+    peak = allocated(lambda: model(x).square().sum().backward()).peak_bytes
+    assert (1 - scratch) * peak <= trace.peak_bytes <= peak
+
+
+def held_really(model: nn.Module, x: Tensor) -> int:
+    """Saved tensors of a real forward, the input aside."""
+    return measured_activation_bytes(model, lambda: model(x).square().sum()) - x.nbytes
+
+
+def cases() -> dict[str, tuple]:  # type: ignore[type-arg]
+    """Models and inputs."""
+
+    def convnet() -> nn.Module:
+        with torch.device("cpu"):
+            return build(ConvNetConfig(width=16))
+
+    return {"blocks": (Blocks, vectors), "convnet": (convnet, lambda samples: torch.randn(samples, 1, 8, 8))}
+
+
+def test_tensor_ranks_share_the_arithmetic_and_sum_the_stream() -> None:
+    """Two sums of the stream forward and two backward in each block, half of the block's products on each rank."""
+    whole, half = gpt().of(Split(2)), gpt().of(Split(2, tensor=2))
+    for block in whole.units.blocks:
+        assert sum(f for *_, f in work(half, block)) == sum(f for *_, f in work(whole, block)) / 2
+        sums = [message for message in half.messages if message.unit == block]
+        assert [message.kind for message in sums] == ["all_reduce"] * 4
+        assert {message.size for message in sums} == {2 * TOKENS * GPT.width * 4}
+        assert sum(message.phase == "forward" for message in sums) == 2
+
+
+def test_a_model_that_looks_at_numbers_is_refused_by_its_line() -> None:
+    """The sentence has the file, the line and what to do instead."""
+    with pytest.raises(UserCodeError, match=r"models.py, line \d+ \(.*item\(\).*torch.where"):
+        subject(Looking).of(Split(2))
+
+
+def test_a_model_that_raises_is_refused_by_its_line() -> None:
+    """Its own words are in the sentence."""
+    with pytest.raises(UserCodeError, match=r"models.py, line \d+ .*normalized_shape"):
+        subject(Blocks, lambda samples: torch.randn(samples, LENGTH, WIDTH + 1)[..., :-1].flatten(1)).of(Split(2))
+
+
+def test_a_builder_may_look_at_numbers() -> None:
+    """Rates that grow with depth are read from a tensor; what is traced has no storage all the same."""
+
+    def made() -> nn.Module:
+        rates = torch.linspace(0, 0.1, 2).tolist()
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(rates[1]))
+        model.scale = torch.ones(WIDTH)  # type: ignore[assignment]
+        return model
+
+    found = subject(made)
+    assert found.of(Split(3)).flops == 2 * 2 * 3 * LENGTH * WIDTH * WIDTH
+    assert type(found.model.scale).__name__ == "FakeTensor"
+
+
+def test_seven_billion_parameters_take_no_memory() -> None:
+    """Sizes alone: the model would be 27 GB, and nothing of it is there."""
+    config = GPTConfig(vocabulary=32000, layers=2, width=16384, heads=128, feed_forward_width=65536)
+    trace = gpt(config, length=2048).of(Split(1))
+    assert sum(one.numel for one in trace.parameters.values()) > 7e9

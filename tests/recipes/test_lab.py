@@ -1,0 +1,96 @@
+"""A run in a lab is the same run: real links, or ranks that throttle themselves."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal.comm.conditions import Conditions, HostRates
+from shoal.errors import ConfigError, UsageError
+from shoal.launch.environment import Place
+from shoal.launch.lab.start import RATES, throttled
+from shoal.recipes.lab import conditions_from, processes_in
+from shoal.recipes.rules import load_run
+from tests.cli.project import Project, project
+from tests.comm.groups import replicas
+from tests.comm.hosts import on_host
+from tests.launch.labs import can_lab, lab_of
+from tests.ranks import TestPlace
+
+__all__ = ["can_lab"]
+SAME = 1e-6
+"""Two ranks: one order of summation, whatever carries it; shared memory and Gloo round alike."""
+LAB = "[lab]\nhosts = 2\nrate_mbit = 200\n"
+
+
+@pytest.fixture
+def user(tmp_path: Path) -> Project:
+    """A folder with a model, data and a run file."""
+    return project(tmp_path)
+
+
+@pytest.mark.usefixtures("can_lab")
+def test_losses_in_a_lab_are_those_without(user: Project) -> None:
+    """Three steps on two hosts; and what went between hosts is in the events."""
+    (user.folder / "lab.toml").write_text(LAB)
+    apart = user.shoal("train", "run.toml", "run.steps=3", "run.name=apart", "--lab", "lab.toml")
+    assert apart.returncode == 0, apart.stderr
+    together = user.shoal("train", "run.toml", "run.steps=3", "run.name=together", "run.processes=2")
+    assert together.returncode == 0, together.stderr
+    losses = user.losses("runs/apart")
+    assert list(losses) == [1, 2, 3]
+    assert losses == pytest.approx(user.losses("runs/together"), rel=SAME)
+    for run, between in (("apart", "wire/between_bytes"), ("together", "wire/inside_bytes")):
+        last = next(event for event in user.events(f"runs/{run}") if event.step == 3)
+        assert last.get(between) == last.get("wire/bytes_sent")
+        assert last.get("wire/bytes_sent")
+
+
+def test_a_run_has_the_lab_s_ranks_or_is_refused(user: Project) -> None:
+    """Another number in the run file, and another launcher."""
+    run_file, lab = load_run(user.folder / "run.toml"), lab_of(hosts=2, ranks_per_host=2)
+    assert processes_in(lab, run_file, None) == 4
+    with pytest.raises(ConfigError, match=r"run.processes = 3, and the lab has 4 ranks on 2 hosts"):
+        processes_in(lab, load_run(user.folder / "run.toml", ["run.processes=3"]), None)
+    with pytest.raises(UsageError, match="a lab starts its own ranks, and this process is a rank of torchrun"):
+        processes_in(lab, run_file, Place(0, 2, 0, 2, 0, "torchrun"))
+
+
+def between_hosts(place: TestPlace, rate: float) -> tuple[float, float]:
+    """Seconds of an all-reduce over two hosts, and of one inside a host."""
+    conditions = Conditions(rates=HostRates((0, 0, 1), ((0, rate, 0), (rate, 0, 0), (0, 0, 0))))
+    with on_host(f"host-{conditions.rates.hosts[place.rank] if conditions.rates else 0}"):
+        mesh = replicas(place, conditions=conditions)
+        spent = []
+        for ranks in ((0, 2), (0, 1)):
+            spent.append(0.0)
+            if place.rank in ranks:
+                group, tensor = mesh.ranks(ranks), torch.ones(25_000)
+                group.barrier().wait()
+                begin_s = time.perf_counter()
+                group.all_reduce(tensor).wait()
+                spent[-1] = time.perf_counter() - begin_s
+                group.barrier().wait()
+    return spent[0], spent[1]
+
+
+def test_throttled_ranks_keep_to_the_rate_between_hosts(ranks) -> None:
+    """100,000 bytes sent to the other host at 400 kB/s take a quarter of a second; inside a host nothing is slowed."""
+    rows = ranks(3, between_hosts, 400_000.0)
+    assert min(rows[0][0], rows[2][0]) >= 0.25
+    assert rows[0][1] < 0.25
+    assert rows[1][1] < 0.25
+
+
+def test_a_throttled_rank_finds_the_rates_it_was_told() -> None:
+    """From the launcher's variable to the conditions of a group; nothing without it."""
+    told = throttled(lab_of([{"host": 2, "rate_mbit": 4}], hosts=3, rate_mbit=8), 1).variables
+    assert conditions_from({}) is None
+    conditions = conditions_from({RATES: told[RATES]})
+    assert conditions is not None
+    assert conditions.among((0, 1), 1).between_bytes_per_second == 1e6
+    assert conditions.among((0, 1, 2), 1).between_bytes_per_second == 5e5
+    assert conditions.among((1,), 1).between_bytes_per_second is None
