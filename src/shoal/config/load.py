@@ -34,7 +34,7 @@ def read(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         near = ", ".join(str(found) for found in sorted(path.parent.glob("*.toml"))[:4])
-        raise ConfigError(f"{path}: there is no such run file" + (f"; there are {near}" if near else "")) from None
+        raise ConfigError(f"{path}: there is no such file" + (f"; there are {near}" if near else "")) from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
