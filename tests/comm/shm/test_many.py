@@ -78,4 +78,4 @@ def _held() -> dict[str, int]:
 def test_a_thousand_groups_leave_nothing(ranks: Any) -> None:
     """Each rank made, used and dropped them; a descriptor, mapping or thread of each would show a thousandfold."""
     for before, after in ranks(2, left_over, timeout_s=MANY_S):
-        assert after == before
+        assert {name: count for name, count in after.items() if count > before[name]} == {}
