@@ -68,10 +68,11 @@ def _background_save(job: Job) -> float:
 
 def _steps_until_saved(job: Job) -> list[float]:
     """Steps as long as any rank still writes; at least one."""
-    times, done = [], False
+    times, written, done = [], False, False
     while not done:
         times.append(_timed_step(job))
-        done = _slowest(job, 0.0 if job.saver.poll() else 1.0) == 0.0
+        written = written or bool(job.saver.poll())  # ranks hear of it in different steps, each once
+        done = _slowest(job, 0.0 if written else 1.0) == 0.0
     return times
 
 
