@@ -12,6 +12,7 @@ from shoal.errors import CollectiveError
 
 PATIENCE_S = 3.0
 """How long a rank that found a difference waits for what the others have to say."""
+POLL_S = 0.005
 SILENT = "something that it has not told"
 Rows = tuple[Sequence[int], Sequence[int]]
 """What a rank sends to each rank, and what it expects of each."""
@@ -25,7 +26,7 @@ def told(store: Store, key: str, rank: int, size: int, mine: str) -> dict[int, s
         for other in set(range(size)) - found.keys():
             if store.check([f"{key}/{other}"]):
                 found[other] = store.get(f"{key}/{other}").decode()
-        time.sleep(0.005)
+        time.sleep(POLL_S)
     return found
 
 

@@ -49,12 +49,16 @@ than a short call takes."""
 def measure(place: Place, sweep: Sweep) -> dict[str, Any] | None:
     """`rows` of each operation, size and backend, and `fits`; None on all ranks but the first."""
     torch.set_num_threads(1)
-    store = open_store(place, os.environ, timeout_s=TIMEOUT_S)
+    rows = swept(place, open_store(place, os.environ, timeout_s=TIMEOUT_S), sweep)
+    return {"rows": rows, "fits": list(fits_of(rows))} if place.rank == 0 else None
+
+
+def swept(place: Place, store: Store, sweep: Sweep) -> list[dict[str, Any]]:
+    """A row of each operation, size and backend, the same on all ranks; Gloo's beside the others'."""
     names = (PEER, *(name for name in sweep.backends if name != PEER))
     groups = {name: _group(name, place, PrefixStore(f"comm/{name}", store)) for name in names}
     clock = _group(PEER, place, PrefixStore("comm/clock", store))
-    rows = [row for operation in sweep.operations for row in _rows(operation, groups, clock, sweep)]
-    return {"rows": rows, "fits": list(_fits(rows))} if place.rank == 0 else None
+    return [row for operation in sweep.operations for row in _rows(operation, groups, clock, sweep)]
 
 
 def calibration_of(results: Sequence[dict[str, Any]]) -> Calibration:
@@ -106,7 +110,8 @@ def _rows(
             }  # fmt: skip
 
 
-def _fits(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def fits_of(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """alpha and beta of each operation, backend and number of ranks that has two sizes or more."""
     keys = dict.fromkeys((row["backend"], row["operation"], row["ranks"]) for row in rows)
     for backend, operation, ranks in keys:
         own = [r for r in rows if (r["backend"], r["operation"], r["ranks"]) == (backend, operation, ranks)]

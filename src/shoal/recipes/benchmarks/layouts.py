@@ -2,9 +2,9 @@
 
 All layouts stand side by side in the same processes, those of fewer ranks in some of them, and take their steps in
 turn, in an order that changes, so that what slows the machine slows all of them; turns in which other programs took
-much of the machine do not count (`quiet`). The bytes of tensors at the peak of a
-step are taken beforehand, each layout alone. Predictions stand on the calibration of `shoal bench products`, and on one
-measured step of the machine, whose row is marked and left out of the figures.
+much of the machine do not count (`quiet`). The bytes of tensors at the peak of a step are taken beforehand, each layout
+alone. Predictions stand on the calibration of `shoal bench products`, and on one measured step of the machine, whose
+row is marked and left out of the figures.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Matrix products and the operators of an eager GPT, with 1 to N processes of one thread at work at the same time: where
 ranks outnumber cores, each runs at the rate that the scheduler leaves it; operators are measured where each rank has a
-core. The peer of a product is the best of its own
-dtype, beside which each rate is shown. What a step costs beside its operators is measured on a GPT so small that
-little else is left. Collectives that nobody has measured yet are, roughly.
+core. The peer of a product is the best of its own dtype, beside which each rate is shown. What a step costs beside its
+operators is measured on a GPT so small that little else is left. Collectives are measured at two sizes; a fit of
+`shoal bench comm` through more is kept.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import PrefixStore
 
 from shoal.comm.collective import Collective
 from shoal.comm.mesh import build_mesh
 from shoal.launch.environment import Place
 from shoal.launch.rendezvous import open_store
 from shoal.recipes.benchmarks import machine
+from shoal.recipes.benchmarks.comm import fits_of, swept
+from shoal.recipes.benchmarks.comm_options import Sweep
 from shoal.recipes.benchmarks.host_sweep import host_times
-from shoal.recipes.benchmarks.link_sweep import fits
 from shoal.recipes.benchmarks.operator_sweep import points
 from shoal.recipes.benchmarks.wait_sweep import waits
 from shoal.recipes.calibration_file import add_calibration
@@ -38,6 +40,10 @@ FEATURES = (128, 512, 1024)
 WINDOWS, WINDOW_S, FEWEST = 3, 0.01, 3
 COPY_BYTES = 16 << 20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ROUGH = Sweep(
+    operations=("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"), backends=("shm",),
+    first_bytes=4 << 10, last_bytes=4 << 20, factor=1 << 10, turns=9, dtype="float32",
+)  # fmt: skip
 
 
 def measure(place: Place) -> dict[str, Any] | None:
@@ -53,7 +59,7 @@ def measure(place: Place) -> dict[str, Any] | None:
         "operators": [*(_operators(world) if own_cores else ()), *(host_times() if ranks == 1 else ())],
         "waits": list(waits(world)) if ranks > 1 else [],
         "copy_bytes_s": _mean(world, [_copy_bytes_s(world)])[0],
-        "collectives": list(fits(store, place)) if ranks > 1 else [],
+        "collectives": list(fits_of(swept(place, PrefixStore("sweep", store), ROUGH))) if ranks > 1 else [],
     }
     return result if place.rank == 0 else None
 
