@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import msgspec
 
@@ -28,7 +28,6 @@ from shoal.recipes.plan_file import runnable, with_plan
 from shoal.recipes.planning import predictor_of, predictor_on
 from shoal.recipes.rules import refusal
 from shoal.recipes.run_file import RunFile, run_directory
-from shoal.schedules.names import Schedule
 from shoal.topology.axes import DENSE
 from shoal.topology.cluster import Cluster
 from shoal.topology.cluster_file import load_cluster
@@ -120,11 +119,6 @@ def _allowed(run_file: RunFile) -> Allowed:
     """The search's freedom: everything but what is given."""
     given = _given(run_file)
     schedule = given.pop("schedule", None)
-    if schedule is not None and schedule not in get_args(Schedule):
-        raise ConfigError(
-            f"layout.auto = true with pipeline.schedule = {schedule!r}: it has no price, because it updates within a "
-            "step; leave one of the two out"
-        )
     everything = Allowed()
     return Allowed(
         zero=(cast(Zero, given.pop("zero")),) if "zero" in given else everything.zero,
