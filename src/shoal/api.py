@@ -20,7 +20,7 @@ from shoal.errors import ShoalError, UsageError
 from shoal.launch.environment import place_from
 from shoal.observe.facts import facts_path
 from shoal.recipes.objects import Given
-from shoal.recipes.rules import check_across
+from shoal.recipes.reading import check_across
 from shoal.recipes.run_file import RunFile, run_directory
 from shoal.recipes.start import run
 from shoal.recipes.user_code import GIVEN

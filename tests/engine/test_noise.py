@@ -16,7 +16,7 @@ from shoal.errors import ConfigError
 from shoal.launch.environment import Place
 from shoal.recipes.assembly import new_feed, new_state, new_step, new_sync
 from shoal.recipes.objects import Given
-from shoal.recipes.rules import check_across
+from shoal.recipes.reading import check_across
 from shoal.recipes.run_file import RunFile
 from shoal.recipes.setting import Setting, set_up
 from tests.ranks import TestPlace

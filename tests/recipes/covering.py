@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from shoal.errors import ShoalError
-from shoal.recipes.rules import check_across
+from shoal.recipes.reading import check_across
 from shoal.recipes.run_file import RunFile
 from shoal.recipes.splitting import table_of
 from shoal.topology.layout import Layout

@@ -10,10 +10,10 @@ import numpy as np
 
 from shoal.launch.environment import Place
 from shoal.recipes.objects import Given
-from shoal.recipes.rules import check_across
+from shoal.recipes.proof.verdict import Verdict
+from shoal.recipes.proof.verifying import verify_rank
+from shoal.recipes.reading import check_across
 from shoal.recipes.run_file import RunFile
-from shoal.recipes.verdict import Verdict
-from shoal.recipes.verifying import verify_rank
 from tests.ranks import TestPlace
 
 GPT: dict[str, Any] = {

@@ -25,7 +25,7 @@ from shoal.launch.environment import Place
 from shoal.recipes.assembly import new_feed, new_state, new_step, new_sync
 from shoal.recipes.benchmarks.gpt_job import gpt_job
 from shoal.recipes.objects import Given
-from shoal.recipes.rules import check_across
+from shoal.recipes.reading import check_across
 from shoal.recipes.setting import set_up
 from shoal.sync.priority import PrioritySync
 from tests.ranks import TestPlace

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import shoal
 from shoal.config.load import dumps, load
+from shoal.recipes.reading import load_run
 from shoal.recipes.reference import reference
-from shoal.recipes.rules import load_run
 from shoal.recipes.run_file import RunFile
 
 ROOT = Path(shoal.__file__).parents[2]

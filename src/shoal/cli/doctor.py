@@ -52,8 +52,8 @@ def _write_cluster(path: Path) -> tuple[str, ...]:
     """What was assumed."""
     from shoal.launch.gpu_names import gpu_names
     from shoal.launch.memory_limit import memory_limit
-    from shoal.recipes.cluster_here import Facts, describe
-    from shoal.recipes.here import calibration_here, cores
+    from shoal.recipes.planning.cluster_here import Facts, describe
+    from shoal.recipes.planning.here import calibration_here, cores
 
     limit = memory_limit()
     memory_bytes = limit.total_bytes if limit is not None else 4 * cores() << 30

@@ -24,7 +24,7 @@ def evaluate(
     Example: shoal evaluate runs/digits run.processes=1
     """
     from shoal.launch.environment import Place
-    from shoal.recipes.rules import load_run
+    from shoal.recipes.reading import load_run
     from shoal.recipes.run_file import RunFile
     from shoal.recipes.start import run
 

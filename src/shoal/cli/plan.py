@@ -13,9 +13,9 @@ from shoal.cli.output import output_file
 
 if TYPE_CHECKING:
     from shoal.planner.scaling import Scaled
-    from shoal.recipes.operators import OperatorSplits
-    from shoal.recipes.plan_confidence import Confidence
-    from shoal.recipes.planning import Planned
+    from shoal.recipes.planning.answer import Planned
+    from shoal.recipes.planning.confidence import Confidence
+    from shoal.recipes.planning.operators import OperatorSplits
     from shoal.recipes.run_file import RunFile
 
 
@@ -53,11 +53,11 @@ def plan(
     Example: shoal plan recipes/stdlib-gpt.toml --why-not tensor=2
     """
     from shoal.planner.scaling import scaling_of
-    from shoal.recipes.plan_confidence import confidence_in
-    from shoal.recipes.plan_file import run_file_of
-    from shoal.recipes.plan_pictures import draw_plan
-    from shoal.recipes.planning import planned
-    from shoal.recipes.rules import load_run
+    from shoal.recipes.planning.answer import planned
+    from shoal.recipes.planning.confidence import confidence_in
+    from shoal.recipes.planning.pictures import draw_plan
+    from shoal.recipes.planning.plan_file import run_file_of
+    from shoal.recipes.reading import load_run
 
     loaded = load_run(run_file, overrides or ())
     where = cluster or (Path(loaded.layout.cluster) if loaded.layout.cluster else None)
@@ -82,7 +82,7 @@ def plan(
 
 
 def _splits(run_file: RunFile, result: Planned, ranks: int) -> OperatorSplits:
-    from shoal.recipes.operators import operator_splits
+    from shoal.recipes.planning.operators import operator_splits
 
     return operator_splits(run_file, result.predictor, result.found.best[0].plan, ranks=ranks)
 

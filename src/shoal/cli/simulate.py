@@ -12,8 +12,8 @@ from shoal.cli.output import output_file, picture_file
 
 if TYPE_CHECKING:
     from shoal.planner.simulate.pace import Stragglers
+    from shoal.recipes.planning.simulating import Simulated
     from shoal.recipes.run_file import RunFile
-    from shoal.recipes.simulating import Simulated
 
 
 def simulate(
@@ -60,8 +60,8 @@ def simulate(
     """
     from shoal.planner.simulate.pace import Stragglers
     from shoal.planner.simulate.trace import trace as traced
-    from shoal.recipes.rules import load_run
-    from shoal.recipes.simulating import Saving, simulated
+    from shoal.recipes.planning.simulating import Saving, simulated
+    from shoal.recipes.reading import load_run
 
     loaded = load_run(run_file, overrides or ())
     stragglers = Stragglers(slow_share=slow_share, slow_factor=slow_factor, sigma=noise, seed=seed)
@@ -91,7 +91,7 @@ def simulate(
 def _show_schedule(
     run_file: RunFile, cluster: Path | None, stragglers: Stragglers, *, picture: Path | None, as_json: bool
 ) -> None:
-    from shoal.recipes.schedule_view import schedule_view
+    from shoal.recipes.planning.schedule_view import schedule_view
 
     view = schedule_view(run_file, cluster, stragglers=stragglers)
     if picture is not None:

@@ -27,7 +27,7 @@ def train(
 
     Example: shoal train recipes/digits.toml run.processes=2 run.steps=200
     """
-    from shoal.recipes.rules import load_run
+    from shoal.recipes.reading import load_run
     from shoal.recipes.run_file import run_directory
     from shoal.recipes.start import run
 

@@ -27,7 +27,7 @@ def verify(
 
     Example: shoal verify recipes/stdlib-gpt.toml layout.tensor=2 layout.shard=2
     """
-    from shoal.recipes.rules import load_run
+    from shoal.recipes.reading import load_run
     from shoal.recipes.run_file import run_directory
     from shoal.recipes.start import run
 
@@ -36,7 +36,7 @@ def verify(
     def rank(run_file: RunFile, place: Place) -> None:
         from shoal.errors import VerificationFailed
         from shoal.recipes.objects import Given
-        from shoal.recipes.verifying import verify_rank
+        from shoal.recipes.proof.verifying import verify_rank
 
         verdict = verify_rank(run_file, place, Given(), steps=steps, exact=exact)
         if verdict is None:

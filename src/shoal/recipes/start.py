@@ -25,7 +25,7 @@ from shoal.launch.orphans import die_with_parent
 from shoal.launch.spawn import run_ranks
 from shoal.launch.versions import check_torch_version
 from shoal.recipes.lab import processes_in
-from shoal.recipes.rules import check_across
+from shoal.recipes.reading import check_across
 from shoal.recipes.run_file import RunFile, statistics_group, with_processes
 
 DEFAULT_PROCESSES = 2
@@ -92,7 +92,7 @@ def _arranged(run_file: RunFile, place: Place | None) -> RunFile:
     """
     if not run_file.layout.auto:
         return run_file
-    from shoal.recipes.auto_layout import with_layout
+    from shoal.recipes.planning.auto_layout import with_layout
 
     chosen = with_layout(run_file, place)
     if place is None or (place.rank == 0 and place.launcher != "shoal"):

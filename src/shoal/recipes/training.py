@@ -32,7 +32,7 @@ from shoal.optim.schedule import peak_rate, rate
 from shoal.recipes.assembly import new_feed, new_state, new_step, new_sync
 from shoal.recipes.facts import run_facts
 from shoal.recipes.objects import Given
-from shoal.recipes.predicting import prediction_facts, remember_run
+from shoal.recipes.planning.predicting import prediction_facts, remember_run
 from shoal.recipes.run_file import RunFile, run_directory
 from shoal.recipes.sampling import sample_text, unsplit_model
 from shoal.recipes.setting import Setting, set_up

@@ -15,7 +15,7 @@ from shoal.planner.simulate.pace import Stragglers
 from shoal.planner.simulate.priced import work_of
 from shoal.planner.simulate.step import Fold, SimulatedStep, simulate_step
 from shoal.planner.simulate.work import Message, Stage, Work, uniform
-from shoal.recipes.simulating import table_of
+from shoal.recipes.planning.simulating import table_of
 from shoal.schedules.build import build
 from shoal.schedules.timeline import timeline
 from shoal.topology.cluster import Cluster

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 from shoal.cli.plan import plan
 from shoal.errors import ConfigError, UserCodeError
 from shoal.planner.simulate.pace import Stragglers
-from shoal.recipes.planning import planned
-from shoal.recipes.rules import load_run
-from shoal.recipes.simulating import simulated
+from shoal.recipes.planning.answer import planned
+from shoal.recipes.planning.simulating import simulated
+from shoal.recipes.reading import load_run
 
 RUN = """
 [run]

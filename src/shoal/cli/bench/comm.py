@@ -61,7 +61,7 @@ def _comm(place: Any, sweep: Any) -> dict[str, Any] | None:
 
 def _keep(results: list[dict[str, Any]]) -> Path:
     from shoal.recipes.benchmarks.comm import calibration_of
-    from shoal.recipes.calibration_file import add_calibration, calibration_path
+    from shoal.recipes.planning.calibration_file import add_calibration, calibration_path
 
     path = calibration_path(os.environ)
     add_calibration(path, calibration_of(results))

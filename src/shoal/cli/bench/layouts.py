@@ -37,7 +37,7 @@ def layouts(
         return
     from shoal.recipes.benchmarks.layouts_beside import checks, rows
     from shoal.recipes.benchmarks.layouts_predicted import check_predicted, constants, predicted
-    from shoal.recipes.here import calibration_here, keep_factor
+    from shoal.recipes.planning.here import calibration_here, keep_factor
 
     arguments = ["bench", "layouts", str(run_file), *keys, "--pairs", str(pairs)]
     calibration = calibration_here(os.environ)

@@ -24,7 +24,7 @@ def products(
     """
     from shoal.recipes.benchmarks import machine
     from shoal.recipes.benchmarks.products import kept, measure, rows
-    from shoal.recipes.calibration_file import calibration_path
+    from shoal.recipes.planning.calibration_file import calibration_path
 
     if machine.is_rank():
         as_rank(measure)

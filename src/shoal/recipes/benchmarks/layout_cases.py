@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.recipes.rules import load_run
+from shoal.recipes.reading import load_run
 from shoal.recipes.run_file import RunFile
 
 TIMEOUT_S = 600.0

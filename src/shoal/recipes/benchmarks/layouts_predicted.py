@@ -11,10 +11,10 @@ from shoal.planner.calibrate import calibrate_factor
 from shoal.planner.predictor import Prediction, Predictor
 from shoal.recipes.benchmarks.layout_cases import CASES, Case, run_file_of
 from shoal.recipes.benchmarks.layouts_beside import Beside
-from shoal.recipes.here import measured_here, unpredicted
-from shoal.recipes.plan_file import written_plan
-from shoal.recipes.planning import cluster_of, predictor_on, tensor_bytes
-from shoal.recipes.rules import load_run
+from shoal.recipes.planning.answer import cluster_of, predictor_on, tensor_bytes
+from shoal.recipes.planning.here import measured_here, unpredicted
+from shoal.recipes.planning.plan_file import written_plan
+from shoal.recipes.reading import load_run
 from shoal.topology.calibration import Calibration
 
 CALIBRATED_ON = CASES[0].name

@@ -29,8 +29,8 @@ from shoal.recipes.benchmarks.comm_options import Sweep
 from shoal.recipes.benchmarks.host_sweep import host_times
 from shoal.recipes.benchmarks.operator_sweep import points
 from shoal.recipes.benchmarks.wait_sweep import waits
-from shoal.recipes.calibration_file import add_calibration
-from shoal.recipes.here import cores
+from shoal.recipes.planning.calibration_file import add_calibration
+from shoal.recipes.planning.here import cores
 from shoal.topology.calibration import Calibration, CollectiveFit, MatrixProduct, OperatorTime, Wait
 from shoal.topology.layout import Layout
 

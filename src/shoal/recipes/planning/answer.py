@@ -23,9 +23,9 @@ from shoal.planner.money import run_cost
 from shoal.planner.predictor import Prediction, Predictor, Workload
 from shoal.planner.search import Found, search
 from shoal.planner.stack import Stack
-from shoal.recipes.here import calibration_here, measured_here
-from shoal.recipes.plan_file import runnable, written_plan
-from shoal.recipes.prediction_history import remembered, track_record
+from shoal.recipes.planning.here import calibration_here, measured_here
+from shoal.recipes.planning.history import remembered, track_record
+from shoal.recipes.planning.plan_file import runnable, written_plan
 from shoal.recipes.run_file import RunFile
 from shoal.topology.cluster import Cluster
 from shoal.topology.cluster_file import cluster_from, load_cluster
@@ -183,7 +183,7 @@ def predictor_on(run_file: RunFile, where: Cluster, *, measured: Measured | None
     constants = None if measured is None else MEASURED
     try:
         if not isinstance(run_file.model, GPTConfig):
-            from shoal.recipes.tracing import traced_predictor  # imports torch, and the user's own code
+            from shoal.recipes.planning.tracing import traced_predictor  # imports torch, and the user's own code
 
             return traced_predictor(run_file, where, stack=stack, overheads=_overheads(where))
         return Predictor(

@@ -15,7 +15,7 @@ from shoal.planner.simulate.outcome import outcome
 from shoal.planner.simulate.pace import Stragglers
 from shoal.planner.simulate.priced import work_of
 from shoal.planner.simulate.spans import timeline_of
-from shoal.recipes.simulating import fold_of, table_of
+from shoal.recipes.planning.simulating import fold_of, table_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

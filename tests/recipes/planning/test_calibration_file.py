@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import ConfigError
-from shoal.recipes.calibration_file import add_calibration, calibration_path, read_calibration
+from shoal.recipes.planning.calibration_file import add_calibration, calibration_path, read_calibration
 from shoal.topology.calibration import Calibration, CollectiveFit, MatrixProduct
 
 

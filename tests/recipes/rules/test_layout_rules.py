@@ -10,7 +10,7 @@ import pytest
 
 from shoal.errors import ShoalError
 from shoal.recipes.microbatching import microbatching
-from shoal.recipes.rules import check_across
+from shoal.recipes.reading import check_across
 from shoal.recipes.splitting import table_of
 from tests.recipes.layouts import GPT, MOE, run_file_of
 

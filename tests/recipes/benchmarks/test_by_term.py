@@ -15,7 +15,7 @@ from shoal.recipes.benchmarks.published import Row
 from shoal.recipes.benchmarks.scored import Scored
 from shoal.topology.layout import Layout
 
-PUBLISHED = Path(__file__).parent.parent / "planner" / "published"
+PUBLISHED = Path(__file__).parents[2] / "planner" / "published"
 SCATTER = 0.005  # of vTrain's rows about their own terms: 0.3 % at worst
 MADE_MS = {"step": 3.0, "microbatch": 8.0, "layer": 2.0, "layer once": 0.5, "gradients": 0.2}
 

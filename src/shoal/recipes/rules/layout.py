@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 from shoal.errors import ShoalError
 from shoal.models.config import GPTConfig, MoEConfig, PythonModel
-from shoal.recipes.divisible import divides, divides_or_divided, not_multiple
-from shoal.recipes.grid_rule import grid_refusal
-from shoal.recipes.pipedream_rule import pipedream_refusal
+from shoal.recipes.rules.divisible import divides, divides_or_divided, not_multiple
+from shoal.recipes.rules.grid import grid_refusal
+from shoal.recipes.rules.pipedream import pipedream_refusal
 from shoal.recipes.run_file import RunFile
 from shoal.schedules.build import build
 

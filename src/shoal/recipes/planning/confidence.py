@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shoal.planner.predictor import Predictor
 from shoal.planner.residuals import FEWEST, PUBLISHED_MEMORY, PUBLISHED_TIME, Residuals
-from shoal.recipes.prediction_history import remembered
+from shoal.recipes.planning.history import remembered
 
 
 @dataclass(frozen=True, kw_only=True)

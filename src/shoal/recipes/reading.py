@@ -12,10 +12,10 @@ from shoal.config.load import load
 from shoal.data.config import StdlibText, TextFiles
 from shoal.errors import ConfigError
 from shoal.models.config import GPTConfig
-from shoal.recipes.layout_rules import layout_refusal
-from shoal.recipes.noise_rule import noise_refusal
+from shoal.recipes.rules.layout import layout_refusal
+from shoal.recipes.rules.noise import noise_refusal
+from shoal.recipes.rules.sync import sync_refusal
 from shoal.recipes.run_file import RunFile, statistics_group
-from shoal.recipes.sync_rule import sync_refusal
 
 
 def load_run(path: Path, overrides: Iterable[str] = ()) -> RunFile:

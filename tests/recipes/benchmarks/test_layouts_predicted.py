@@ -12,10 +12,10 @@ from shoal.errors import ConfigError, UsageError
 from shoal.planner.measured import OPERATIONS
 from shoal.recipes.benchmarks import machine
 from shoal.recipes.benchmarks.layouts_predicted import check_predicted
-from shoal.recipes.calibration_file import calibration_path
+from shoal.recipes.planning.calibration_file import calibration_path
 from shoal.topology.calibration import Calibration, CollectiveFit, OperatorTime
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RECIPES = ROOT / "recipes"
 GPT = RECIPES / "stdlib-gpt.toml"
 

@@ -7,7 +7,7 @@ import tomllib
 import pytest
 
 from shoal.errors import EnvironmentFault
-from shoal.recipes.cluster_here import Facts, describe
+from shoal.recipes.planning.cluster_here import Facts, describe
 from shoal.topology.calibration import Calibration, CollectiveFit, MatrixProduct
 from shoal.topology.cluster import GIB
 from shoal.topology.cluster_file import cluster_from

@@ -13,10 +13,10 @@ from shoal.planner.simulate.pace import Stragglers
 from shoal.planner.simulate.priced import work_of
 from shoal.planner.simulate.spans import timeline_of
 from shoal.recipes.microbatch_sizes import MicrobatchSizes, microbatch_sizes
-from shoal.recipes.plan_file import written_plan
-from shoal.recipes.planning import cluster_of, predictor_of
+from shoal.recipes.planning.answer import cluster_of, predictor_of
+from shoal.recipes.planning.plan_file import written_plan
+from shoal.recipes.planning.simulating import fold_of, table_of
 from shoal.recipes.run_file import RunFile
-from shoal.recipes.simulating import fold_of, table_of
 from shoal.schedules.build import build
 from shoal.schedules.draw import drawn
 from shoal.schedules.table import Table

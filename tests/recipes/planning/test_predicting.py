@@ -12,14 +12,14 @@ from shoal.observe.page import page
 from shoal.observe.predicted import BASIS, MEMORY, STEP, compared
 from shoal.observe.record import read_record
 from shoal.observe.summary import summarize
-from shoal.recipes.here import HOW, UNCOVERED, measured_here, unpredicted
-from shoal.recipes.predicting import prediction_facts, remember_run
-from shoal.recipes.prediction_history import history_path, remembered, track_record
-from shoal.recipes.rules import load_run
+from shoal.recipes.planning.here import HOW, UNCOVERED, measured_here, unpredicted
+from shoal.recipes.planning.history import history_path, remembered, track_record
+from shoal.recipes.planning.predicting import prediction_facts, remember_run
+from shoal.recipes.reading import load_run
 from shoal.recipes.run_file import RunFile
 from shoal.topology.calibration import Calibration, CollectiveFit, OperatorTime
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 GIB = 1 << 30
 
 

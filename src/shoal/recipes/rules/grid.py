@@ -7,7 +7,7 @@ from __future__ import annotations
 from math import lcm
 
 from shoal.models.config import GPTConfig
-from shoal.recipes.divisible import not_multiple
+from shoal.recipes.rules.divisible import not_multiple
 from shoal.recipes.run_file import RunFile
 
 

@@ -24,9 +24,9 @@ from shoal.planner.candidates import Allowed
 from shoal.planner.predictor import Predictor
 from shoal.planner.search import Found, search
 from shoal.planner.text import seconds
-from shoal.recipes.plan_file import runnable, with_plan
-from shoal.recipes.planning import predictor_of, predictor_on
-from shoal.recipes.rules import refusal
+from shoal.recipes.planning.answer import predictor_of, predictor_on
+from shoal.recipes.planning.plan_file import runnable, with_plan
+from shoal.recipes.reading import refusal
 from shoal.recipes.run_file import RunFile, run_directory
 from shoal.topology.axes import DENSE
 from shoal.topology.cluster import Cluster

@@ -15,7 +15,7 @@ from shoal.config.overrides import apply
 from shoal.cost.plan import Plan, Zero
 from shoal.errors import LayoutError, ShoalError
 from shoal.recipes.microbatch_sizes import microbatch_sizes
-from shoal.recipes.rules import check_across, refusal
+from shoal.recipes.reading import check_across, refusal
 from shoal.recipes.run_file import RunFile
 from shoal.schedules.names import Schedule
 from shoal.topology.cluster import Cluster

@@ -17,10 +17,10 @@ from shoal.observe.events import read_events
 from shoal.observe.facts import read_facts
 from shoal.observe.predicted import BASIS, MEMORY, STEP, compared
 from shoal.planner.predictor import Prediction
-from shoal.recipes.here import UNCOVERED, calibration_here, measured_here, unpredicted
-from shoal.recipes.plan_file import written_plan
-from shoal.recipes.planning import cluster_of, predictor_on, tensor_bytes
-from shoal.recipes.prediction_history import Past, remember
+from shoal.recipes.planning.answer import cluster_of, predictor_on, tensor_bytes
+from shoal.recipes.planning.here import UNCOVERED, calibration_here, measured_here, unpredicted
+from shoal.recipes.planning.history import Past, remember
+from shoal.recipes.planning.plan_file import written_plan
 from shoal.recipes.run_file import RunFile
 from shoal.topology.calibration import Calibration
 

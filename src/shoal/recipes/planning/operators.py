@@ -17,8 +17,8 @@ from shoal.planner.predictor import Predictor
 from shoal.planner.text import seconds, table
 from shoal.planner.trace.group import TracedGroup
 from shoal.planner.trace.subject import Subject
+from shoal.recipes.planning.tracing import subject_of
 from shoal.recipes.run_file import RunFile
-from shoal.recipes.tracing import subject_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,8 @@ from shoal.planner.simulate.outcome import Outcome, outcome
 from shoal.planner.simulate.pace import Stragglers
 from shoal.planner.simulate.priced import work_of
 from shoal.planner.simulate.step import Fold
-from shoal.recipes.plan_file import written_plan
-from shoal.recipes.planning import predictor_of, transformer_of
+from shoal.recipes.planning.answer import predictor_of, transformer_of
+from shoal.recipes.planning.plan_file import written_plan
 from shoal.recipes.run_file import RunFile
 from shoal.schedules.build import build
 from shoal.schedules.table import Table

@@ -9,8 +9,8 @@ import pytest
 
 from shoal.cost.plan import Plan
 from shoal.recipes.microbatching import microbatching
-from shoal.recipes.plan_file import written_plan
-from shoal.recipes.planning import cluster_of
+from shoal.recipes.planning.answer import cluster_of
+from shoal.recipes.planning.plan_file import written_plan
 from shoal.recipes.run_file import RunFile, with_processes
 from tests.recipes.layouts import run_file_of
 

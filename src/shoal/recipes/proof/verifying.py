@@ -41,12 +41,12 @@ from shoal.models.mixture_routes import RecordRoutes, ReplayRoutes, RouteDiffere
 from shoal.optim.schedule import peak_rate
 from shoal.recipes.assembly import new_feed, new_state, new_step, new_sync
 from shoal.recipes.objects import Given
-from shoal.recipes.proving import axes_of, collected, give_weights, owned_gradients, reference_of
+from shoal.recipes.proof.proving import axes_of, collected, give_weights, owned_gradients, reference_of
+from shoal.recipes.proof.shared_routes import share_routes
+from shoal.recipes.proof.verdict import Verdict
+from shoal.recipes.proof.verifying_updates import verify_updates
 from shoal.recipes.run_file import RunFile
 from shoal.recipes.setting import Setting, set_up
-from shoal.recipes.shared_routes import share_routes
-from shoal.recipes.verdict import Verdict
-from shoal.recipes.verifying_updates import verify_updates
 from shoal.sync.strategy import Sync
 
 

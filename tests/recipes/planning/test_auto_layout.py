@@ -11,15 +11,15 @@ import pytest
 from shoal.config.load import dumps, load
 from shoal.errors import ConfigError, LayoutError
 from shoal.launch.environment import Place
-from shoal.recipes.auto_layout import with_layout
-from shoal.recipes.plan_file import written_plan
-from shoal.recipes.planning import cluster_of
-from shoal.recipes.rules import load_run, refusal
+from shoal.recipes.planning.answer import cluster_of
+from shoal.recipes.planning.auto_layout import with_layout
+from shoal.recipes.planning.plan_file import written_plan
+from shoal.recipes.reading import load_run, refusal
 from shoal.recipes.run_file import RunFile, with_processes
 from tests.cli.project import project
 from tests.recipes.layouts import MOE, corpus, run_file_of
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 CLUSTER = '[cluster]\nnodes = 4\nmachine = "dgx-h100"\n'
 
 

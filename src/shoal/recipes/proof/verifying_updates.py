@@ -34,9 +34,9 @@ from shoal.optim.schedule import peak_rate
 from shoal.parallel.pipeline.pipedream import staleness
 from shoal.recipes.assembly import new_feed, new_pipedream_step, new_state, new_sync
 from shoal.recipes.objects import Given
-from shoal.recipes.proving import axes_of, collected, give_weights, owned_gradients, reference_of
+from shoal.recipes.proof.proving import axes_of, collected, give_weights, owned_gradients, reference_of
+from shoal.recipes.proof.verdict import Verdict
 from shoal.recipes.setting import Setting
-from shoal.recipes.verdict import Verdict
 from shoal.sync.strategy import Sync
 from shoal.topology.box import Box
 

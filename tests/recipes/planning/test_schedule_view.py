@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from shoal.cli.simulate import simulate
 from shoal.recipes.microbatching import microbatching
-from shoal.recipes.rules import load_run
+from shoal.recipes.reading import load_run
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 GPT = str(ROOT / "recipes" / "stdlib-gpt.toml")
 FOUR = ("layout.pipeline=4", "pipeline.microbatches=8")
 OWN = """

@@ -1,0 +1,1 @@
+"""`shoal verify`: a layout beside one process, number by number."""
