@@ -9,9 +9,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from shoal import errors
-from shoal.launch.failure import Failure, failure_of, read_failures, write_failure
+from shoal.launch.failure import Failure, failure_of, read_failures, write_failure, write_for_torchrun
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -55,6 +56,14 @@ def test_a_record_is_read_as_it_was_written(tmp_path):
     write_failure(record, tmp_path)
     assert read_failures(tmp_path) == [record]
     assert [path.name for path in tmp_path.iterdir()] == ["rank-4.json"]
+
+
+def test_torchrun_reads_what_is_written_for_it(tmp_path):
+    """Its own reader finds the message and the second of the failure."""
+    record, path = failure_of(errors.DataError("corpus.bin ends early"), 1), tmp_path / "error.json"
+    write_for_torchrun(record, path)
+    read = ProcessFailure(local_rank=1, pid=record.pid, exitcode=record.exit_code, error_file=str(path))
+    assert (read.message, read.timestamp) == ("corpus.bin ends early", record.time_ns // 10**9)
 
 
 def run(body: str, folder: str) -> subprocess.CompletedProcess[str]:

@@ -22,6 +22,7 @@ from shoal.errors import CollectiveError, OutOfMemory, ShoalError
 from shoal.launch.environment import Place
 
 FAILURE_FOLDER = "SHOAL_FAILURE_FOLDER"
+TORCHRUN_FILE = "TORCHELASTIC_ERROR_FILE"
 _MOST_TEXT = 200_000
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # By name: this module runs in ranks that may not have imported torch yet.
@@ -50,17 +51,18 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @contextlib.contextmanager
-def reporting(place: Place, folder: Path | None) -> Iterator[None]:
+def reporting(place: Place, folder: Path | None, *, torchrun_file: Path | None = None) -> Iterator[None]:
     """Turn whatever escapes into a record in `folder`, and end the process with its exit code.
 
-    Without a folder (another launcher's rank) the text goes to standard error. The end is `os._exit`: neither a
-    thread that hangs nor a teardown in C++ may keep a failed rank alive.
+    Without a folder (another launcher's rank) the text goes to standard error, and into the file that torchrun reads
+    its summary from. The end is `os._exit`: neither a thread that hangs nor a teardown in C++ may keep a failed rank
+    alive.
     """
     try:
         yield
     except BaseException as error:
         failure = failure_of(error, place.rank)
-        _leave(failure, folder)
+        _leave(failure, folder, torchrun_file)
 
 
 def failure_of(error: BaseException, rank: int) -> Failure:
@@ -103,12 +105,19 @@ def write_failure(failure: Failure, folder: Path) -> None:
     partial.replace(path)
 
 
-def _leave(failure: Failure, folder: Path | None) -> NoReturn:
+def write_for_torchrun(failure: Failure, path: Path) -> None:
+    """Write what torchrun shows of a rank; it takes the earliest by `timestamp`, in seconds, for the cause."""
+    path.write_bytes(msgspec.json.encode({"message": failure.text, "timestamp": failure.time_ns // 10**9}))
+
+
+def _leave(failure: Failure, folder: Path | None, torchrun_file: Path | None) -> NoReturn:
     try:
         if folder is not None:
             write_failure(failure, folder)
         elif failure.exit_code != 0:
             print(f"rank {failure.rank} ({failure.host}, pid {failure.pid}): {failure.text}", file=sys.stderr)
+            if torchrun_file is not None:
+                write_for_torchrun(failure, torchrun_file)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
     finally:

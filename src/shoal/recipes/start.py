@@ -17,7 +17,7 @@ from shoal.comm.mpi.world import why_no_mpi
 from shoal.errors import EnvironmentFault
 from shoal.launch.devices import gpus
 from shoal.launch.environment import Place, place_from
-from shoal.launch.failure import FAILURE_FOLDER, reporting
+from shoal.launch.failure import FAILURE_FOLDER, TORCHRUN_FILE, reporting
 from shoal.launch.lab.lab_file import Lab
 from shoal.launch.lab.start import run_in_lab
 from shoal.launch.lock import RunLock
@@ -102,8 +102,10 @@ def _arranged(run_file: RunFile, place: Place | None) -> RunFile:
 
 def as_rank(place: Place, work: Callable[[], None], environ: Mapping[str, str]) -> None:
     """Does a rank's `work`: it ends with the launcher, and leaves a record of its failure."""
-    folder = environ.get(FAILURE_FOLDER)
-    with reporting(place, Path(folder) if folder else None):
+    folder, torchrun_file = (
+        Path(path) if (path := environ.get(name)) else None for name in (FAILURE_FOLDER, TORCHRUN_FILE)
+    )
+    with reporting(place, folder, torchrun_file=torchrun_file):
         if place.launcher == "shoal":
             die_with_parent(environ)
         work()
