@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,10 +14,11 @@ import typer
 from shoal.cli.output import output_file
 
 if TYPE_CHECKING:
-    from shoal.planner.scaling import Scaled
+    from shoal.planner.search.scaling import Scaled
     from shoal.recipes.planning.answer import Planned
     from shoal.recipes.planning.confidence import Confidence
     from shoal.recipes.planning.operators import OperatorSplits
+    from shoal.recipes.planning.trial import Trial
     from shoal.recipes.run_file import RunFile
 
 
@@ -25,15 +28,24 @@ def plan(
         list[str] | None, typer.Argument(metavar="[key=value]...", help="Keys that replace the file's.")
     ] = None,
     cluster: Annotated[
-        Path | None, typer.Option("--cluster", metavar="C.toml", help="The machine; default: CPU cores of this one.")
+        Path | None,
+        typer.Option("--cluster", metavar="C.toml", help="The machine; default: layout.cluster, else CPU cores."),
     ] = None,
     top: Annotated[int, typer.Option(help="Plans to show.", min=1, max=1000)] = 10,
     why_not: Annotated[
         str | None, typer.Option("--why-not", metavar="tensor=8", help="What the best plan with this would cost.")
     ] = None,
+    measure: Annotated[
+        int, typer.Option("--measure", metavar="N", help="Try the best N here, for some steps each.", min=0, max=100)
+    ] = 0,
     emit: Annotated[
         Path | None,
-        typer.Option("--emit", metavar="OUT.toml", help="Write the run file of the best plan.", callback=output_file),
+        typer.Option(
+            "--emit",
+            metavar="OUT.toml",
+            help="Write the run file of the best plan: the fastest one tried, else the fastest predicted.",
+            callback=output_file,
+        ),
     ] = None,
     scaling: Annotated[
         bool, typer.Option("--scaling", help="Also on a quarter to four times the devices: time, memory, money.")
@@ -52,33 +64,61 @@ def plan(
 
     Example: shoal plan recipes/stdlib-gpt.toml --why-not tensor=2
     """
-    from shoal.planner.scaling import scaling_of
-    from shoal.recipes.planning.answer import planned
+    from shoal.planner.search.scaling import scaling_of
+    from shoal.recipes.planning.answer import cluster_file, planned
     from shoal.recipes.planning.confidence import confidence_in
     from shoal.recipes.planning.pictures import draw_plan
     from shoal.recipes.planning.plan_file import run_file_of
     from shoal.recipes.reading import load_run
 
     loaded = load_run(run_file, overrides or ())
-    where = cluster or (Path(loaded.layout.cluster) if loaded.layout.cluster else None)
-    result = planned(loaded, where, keep=top, why_not=why_not)
+    result = planned(loaded, cluster_file(loaded, cluster), keep=max(top, measure), why_not=why_not)
+    trials = _trials(run_file, result, overrides or (), measure) if measure else []
     confidence, best = confidence_in(result.predictor, os.environ), result.found.best[0]
     scaled = scaling_of(result.predictor, best, steps=loaded.run.steps) if scaling or pictures is not None else None
     written = (
         [] if pictures is None or scaled is None else draw_plan(pictures, result.predictor, best.plan, scaled.curve)
     )
     if emit is not None:
-        emit.write_text(run_file_of(run_file, best.plan, overrides or ()), encoding="utf-8")
+        chosen = trials[0].prediction if trials else best
+        emit.write_text(run_file_of(run_file, chosen.plan, overrides or ()), encoding="utf-8")
         written.append(emit)
     splits = None if operators is None else _splits(loaded, result, operators)
     if as_json:
         shown = _as_json(result, confidence, scaled)
-        print(json.dumps(shown | {"operators": None if splits is None else splits.record()}))
+        shown |= {"operators": None if splits is None else splits.record(), "trials": [one.record() for one in trials]}
+        print(json.dumps(shown))
         return
     for part in [*_as_text(result, confidence, scaled), *([] if splits is None else [splits.text()])]:
         print(part, end="\n\n")
+    if trials:
+        print("Tried on this machine, fastest first:\n" + _trials_text(trials), end="\n\n")
     for path in written:
         print(f"Written: {path}")
+
+
+def _trials(path: Path, result: Planned, overrides: Sequence[str], number: int) -> list[Trial]:
+    from shoal.recipes.planning.trial import check_here, tried
+
+    check_here(result.predictor.cluster, os.environ)
+
+    def say(what: str) -> None:
+        print(what, file=sys.stderr, flush=True)
+
+    return tried(path, result.found.best[:number], overrides=overrides, environ=os.environ, say=say)
+
+
+def _trials_text(trials: Sequence[Trial]) -> str:
+    from shoal.planner.explain.text import seconds, table
+
+    rows, failures = [], []
+    for one in trials:
+        name, predicted_s = one.prediction.plan.describe(), one.prediction.step_s
+        if one.measured_s is None:
+            failures.append(f"{name} did not run: {one.failure}")
+            continue
+        rows.append((name, seconds(one.measured_s), seconds(predicted_s), f"{predicted_s / one.measured_s - 1:+.1%}"))
+    return "\n\n".join([table(("plan", "step", "predicted", "off"), rows), *failures])
 
 
 def _splits(run_file: RunFile, result: Planned, ranks: int) -> OperatorSplits:
@@ -88,7 +128,7 @@ def _splits(run_file: RunFile, result: Planned, ranks: int) -> OperatorSplits:
 
 
 def _as_text(result: Planned, confidence: Confidence, scaled: Scaled | None) -> list[str]:
-    from shoal.planner import text
+    from shoal.planner.explain import text
 
     best, cluster = result.found.best[0], result.predictor.cluster
     limit = cluster.device.memory_bytes
@@ -116,8 +156,8 @@ def _as_text(result: Planned, confidence: Confidence, scaled: Scaled | None) -> 
 
 
 def _as_json(result: Planned, confidence: Confidence, scaled: Scaled | None) -> dict[str, Any]:
-    from shoal.planner.record import choice_record, confidence_record, constants_record, prediction_record
-    from shoal.planner.text import help_sentence
+    from shoal.planner.explain.record import choice_record, confidence_record, constants_record, prediction_record
+    from shoal.planner.explain.text import help_sentence
 
     found, cluster, best = result.found, result.predictor.cluster, result.found.best[0]
     limit = cluster.device.memory_bytes

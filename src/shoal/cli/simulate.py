@@ -22,7 +22,8 @@ def simulate(
         list[str] | None, typer.Argument(metavar="[key=value]...", help="Keys that replace the file's.")
     ] = None,
     cluster: Annotated[
-        Path | None, typer.Option("--cluster", metavar="C.toml", help="The machine; default: CPU cores of this one.")
+        Path | None,
+        typer.Option("--cluster", metavar="C.toml", help="The machine; default: layout.cluster, else CPU cores."),
     ] = None,
     trace: Annotated[
         Path | None,
@@ -60,19 +61,21 @@ def simulate(
     """
     from shoal.planner.simulate.pace import Stragglers
     from shoal.planner.simulate.trace import trace as traced
+    from shoal.recipes.planning.answer import cluster_file
     from shoal.recipes.planning.simulating import Saving, simulated
     from shoal.recipes.reading import load_run
 
     loaded = load_run(run_file, overrides or ())
+    where = cluster_file(loaded, cluster)
     stragglers = Stragglers(slow_share=slow_share, slow_factor=slow_factor, sigma=noise, seed=seed)
     if schedule or picture is not None:
         if trace is not None or weeks:
             raise typer.BadParameter("the schedule alone has no trace and no weeks; leave --schedule and --picture out")
-        _show_schedule(loaded, cluster, stragglers, picture=picture, as_json=as_json)
+        _show_schedule(loaded, where, stragglers, picture=picture, as_json=as_json)
         return
     result = simulated(
         loaded,
-        cluster,
+        where,
         stragglers=stragglers,
         weeks=weeks,
         saving=Saving(every_s=save_every, save_s=save_stall),
@@ -102,8 +105,8 @@ def _show_schedule(
 
 
 def _as_text(result: Simulated) -> list[str]:
+    from shoal.planner.explain.text import money
     from shoal.planner.simulate import text
-    from shoal.planner.text import money
 
     cluster, weeks = result.predictor.cluster, result.weeks
     parts = [

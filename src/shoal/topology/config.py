@@ -45,9 +45,12 @@ class LayoutConfig(Table, frozen=True):
         ),
     ] = False
     replan: Annotated[bool, says("Under `auto`, pick again although the run directory holds a layout.")] = False
-    cluster: Annotated[str | None, says("The cluster file that `auto` plans for; default: this machine's cores.")] = (
-        None
-    )
+    cluster: Annotated[
+        str | None,
+        says(
+            "The cluster file that `auto`, `shoal plan` and `shoal simulate` plan for; default: this machine's cores."
+        ),
+    ] = None
 
     @property
     def sizes(self) -> dict[str, int | None]:

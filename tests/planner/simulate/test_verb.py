@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -94,6 +95,23 @@ def test_stragglers_only_slow_a_run_down(app: typer.Typer, cluster: str) -> None
     slow = ("--slow-share", "0.3", "--slow-factor", "1.5", "--noise", "0.05", "--seed", "4")
     assert step_s(*slow) > step_s()
     assert step_s(*slow) == step_s(*slow)
+
+
+def test_the_run_files_cluster_is_simulated_and_the_command_lines_wins(
+    app: typer.Typer, cluster: str, tmp_path: Path
+) -> None:
+    """`layout.cluster` counts as `--cluster` does, for the step and for the schedule, unless that is given."""
+
+    def shown(*more: str) -> dict[str, Any]:
+        return json.loads(CliRunner().invoke(app, [SPLIT, *PIPELINE, "--json", *more]).stdout)
+
+    named, other = f'layout.cluster="{cluster}"', tmp_path / "slow.toml"
+    other.write_text(CLUSTER.replace("dgx-h100", "dgx-a100-80gb"), encoding="utf-8")
+    given, slower = shown("--cluster", cluster), shown("--cluster", str(other))
+    assert shown(named) == given
+    assert shown(named, "--cluster", str(other)) == slower
+    assert slower["step_s"] > given["step_s"]
+    assert shown(named, "--schedule") == shown("--schedule", "--cluster", cluster)
 
 
 def test_a_layout_that_is_not_the_clusters_is_refused(app: typer.Typer, cluster: str) -> None:

@@ -10,11 +10,11 @@ from torch import nn
 from shoal.cost.plan import Plan
 from shoal.cost.state_bytes import FLOAT32
 from shoal.models.config import GPTConfig
-from shoal.planner.candidates import Allowed, candidates
-from shoal.planner.explain import why_not
-from shoal.planner.predictor import Predictor, Workload
-from shoal.planner.search import search
-from shoal.planner.stack import MODERN
+from shoal.planner.explain.explain import why_not
+from shoal.planner.predict.predictor import Predictor, Workload
+from shoal.planner.predict.stack import MODERN
+from shoal.planner.search.candidates import Allowed, candidates
+from shoal.planner.search.search import search
 from shoal.planner.trace.job import TracedJob
 from shoal.planner.trace.predictor import TracedPredictor
 from shoal.planner.trace.subject import Subject
@@ -88,7 +88,7 @@ def test_declarations_decide_which_layouts_there_are(both: tuple[Predictor, Trac
     flat = traced(subject(lambda: nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 4))), LENGTH)
 
     def axes(predictor: TracedPredictor) -> tuple[set[str], set[str]]:
-        plans = list(candidates(predictor.job, CLUSTER, predictor.narrowed(Allowed())))
+        plans = list(candidates(predictor.job, CLUSTER, Allowed().within(predictor.abilities)))
         used = {axis for plan in plans for axis, size in plan.layout.to_dict().items() if size > 1}
         return used, {plan.recompute for plan in plans}
 

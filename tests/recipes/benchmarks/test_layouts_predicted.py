@@ -9,7 +9,7 @@ import pytest
 
 from shoal.cli.main import app
 from shoal.errors import ConfigError, UsageError
-from shoal.planner.measured import OPERATIONS
+from shoal.planner.predict.measured import OPERATIONS
 from shoal.recipes.benchmarks import machine
 from shoal.recipes.benchmarks.layouts_predicted import check_predicted
 from shoal.recipes.planning.calibration_file import calibration_path

@@ -32,7 +32,7 @@ ROLES: Mapping[str, int] = {"column": 0, "embedding": 0, "head": 0, "row": 1}
 
 @dataclass(frozen=True)
 class Prices:
-    """What operators and conversions cost on one cluster; `update_bytes` as in `planner.stack`."""
+    """What operators and conversions cost on one cluster; `update_bytes` as in `planner.predict.stack`."""
 
     rates: Rates
     links: Links

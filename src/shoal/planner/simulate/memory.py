@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shoal.cost.plan import Plan
-from shoal.planner.predictor import Predictor
+from shoal.planner.predict.predictor import Predictor
 from shoal.planner.simulate.priced import stage_layers
 from shoal.planner.simulate.stored import stored_bytes
 from shoal.schedules.table import Table

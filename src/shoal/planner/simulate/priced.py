@@ -6,7 +6,6 @@ loss lie on the last stage. Transfers, sums of gradients, gathered weights and t
 
 from __future__ import annotations
 
-from shoal.cost.activations import boundary_bytes
 from shoal.cost.footprint import stage_parameters
 from shoal.cost.parameters import (
     dense_layer_parameters,
@@ -17,9 +16,10 @@ from shoal.cost.parameters import (
 )
 from shoal.cost.plan import Plan
 from shoal.parallel.pipeline.cut import balanced_cut
-from shoal.planner.bill import COMPUTED
-from shoal.planner.data_parallel import gathers, optimizer_s, shard_group
-from shoal.planner.predictor import Predictor
+from shoal.planner.predict.axes import ends_group, shard_group, stage_group
+from shoal.planner.predict.bill import COMPUTED
+from shoal.planner.predict.data_parallel import gathers, optimizer_s, summed_s
+from shoal.planner.predict.predictor import Predictor
 from shoal.planner.simulate.work import Message, Stage, Work
 
 HEAD_FORWARD, HEAD_INPUT = 1 / 3, 1 / 3
@@ -43,7 +43,7 @@ def work_of(plan: Plan, predictor: Predictor) -> Work:
         behind=not stack.overlap_data,
         slowdown=predictor.constants.overlap_slowdown,
         after=Message(busy_s=_after_s(plan, predictor)),
-        optimizer_s=optimizer_s(plan, predictor),
+        optimizer_s=optimizer_s(plan, predictor.stage(plan), predictor.machine),
     )
 
 
@@ -78,8 +78,8 @@ def _gathered(plan: Plan, predictor: Predictor, layers: int) -> tuple[float, flo
     """(forward, backward) seconds of ZeRO's collectives that this stage's computation does not hide."""
     layer, whole = predictor.layer(plan), plan.stage_layers(predictor.workload.model.layers)
     computed = whole * sum(layer.items.get(name, 0.0) for name in (*COMPUTED, "launches"))
-    cost = gathers(plan, predictor, beside_s=computed)
-    seconds = (cost.seen_s + cost.slowed_s) * layers / whole
+    cost = gathers(plan, predictor.stage(plan), predictor.machine, beside_s=computed)
+    seconds = cost.total_s * layers / whole
     forward = 1 / 3 if plan.zero == 3 else 0.0
     return seconds * forward, seconds * (1 - forward)
 
@@ -91,20 +91,8 @@ def _sums(plan: Plan, predictor: Predictor, layers: int, *, first: bool, last: b
     units = [dense + experts / layout.expert] * layers
     beside = (embedding_parameters(model) if first else 0) + (head_parameters(model) if last else 0)
     units += [beside / layout.tensor] if beside else []
-    sums = [_sum_s(plan, predictor, numbers) for numbers in units]
+    sums = [summed_s(plan, predictor.machine, numbers=numbers) for numbers in units]
     return tuple(Message(busy_s=seconds) for seconds in sums if seconds > 0)
-
-
-def _sum_s(plan: Plan, predictor: Predictor, numbers: float) -> float:
-    """Over shard x context, unless each microbatch did, then over replicas."""
-    state, layout = predictor.stack.state, plan.layout
-    group = shard_group(plan, predictor)
-    replicas = predictor.group(plan, layout.replicate, stride=layout.pipeline * plan.state_ranks * layout.tensor)
-    size = numbers * state.wire
-    if plan.zero == 0:
-        return group.all_reduce(size) + replicas.all_reduce(size)
-    scatter = group.all_gather(size) if plan.zero == 1 else 0.0
-    return scatter + replicas.all_reduce(size / group.ranks)
 
 
 def _after_s(plan: Plan, predictor: Predictor) -> float:
@@ -113,10 +101,11 @@ def _after_s(plan: Plan, predictor: Predictor) -> float:
     seconds = 0.0
     if plan.zero in (1, 2):
         numbers = sum(stage_parameters(model, plan, 0))
-        seconds += shard_group(plan, predictor).all_gather(numbers * state.activation)
+        seconds += shard_group(plan, predictor.machine).all_gather(numbers * state.activation)
     if model.tied and layout.pipeline > 1:
-        pair = predictor.group(plan, 2, stride=plan.state_ranks * layout.tensor * (layout.pipeline - 1))
-        seconds += pair.all_reduce(embedding_parameters(model) / layout.tensor * state.wire)
+        seconds += ends_group(plan, predictor.machine).all_reduce(
+            embedding_parameters(model) / layout.tensor * state.wire
+        )
     return seconds
 
 
@@ -125,9 +114,8 @@ def _transfer(plan: Plan, predictor: Predictor) -> Message:
     layout, stack = plan.layout, predictor.stack
     if layout.pipeline == 1:
         return Message(busy_s=0.0)
-    tokens = plan.microbatch * predictor.workload.sequence / layout.context
-    size = boundary_bytes(predictor.workload.model, tokens, element_bytes=stack.state.stream)
-    hop = predictor.group(plan, layout.pipeline, stride=layout.shard * layout.context * layout.tensor)
+    size = predictor.stage(plan).boundary_bytes
+    hop = stage_group(plan, predictor.machine)
     split = plan.sequence_parallel or (stack.scatter_pipeline and hop.spans_nodes)
     share = size / (layout.tensor if split else 1)
     return Message(busy_s=share / hop.bytes_s, latency_s=hop.send(share) - share / hop.bytes_s)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shoal.planner.explain.text import GIB, seconds, table
 from shoal.planner.simulate.goodput import WEEK_S, Goodput
 from shoal.planner.simulate.outcome import Outcome
-from shoal.planner.text import GIB, seconds, table
 
 MOST_RANKS = 32
 """Lines of the table of ranks; longer pipelines show their idlest ranks."""

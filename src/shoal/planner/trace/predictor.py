@@ -2,27 +2,28 @@
 
     step = m x (fullest rank's traced operators by the roofline, and its collectives) + bubble + gradients + optimizer
 
-Everything around the model (links, ZeRO, bubbles, the optimizer) has the prices of `planner.predictor`.
+Everything around the model (links, ZeRO, bubbles, the optimizer) has the prices of `planner.predict.predictor`.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import cast
 
 from shoal.cost.bubble import bubble_s
+from shoal.cost.flops import Recompute
 from shoal.cost.footprint import Footprint, Overheads
 from shoal.cost.plan import Plan
 from shoal.errors import ConfigError, LayoutError
-from shoal.planner.bill import COMPUTED, Bill
-from shoal.planner.candidates import Allowed
-from shoal.planner.constants import Constants
-from shoal.planner.data_parallel import gathers, gradients, optimizer_s
-from shoal.planner.layer import LayerBill
-from shoal.planner.measured import Measured
-from shoal.planner.predictor import Predictor, Workload
-from shoal.planner.stack import Stack
-from shoal.planner.step import transfer_s, transfers
+from shoal.planner.predict.axes import tensor_group
+from shoal.planner.predict.bill import COMPUTED, Bill
+from shoal.planner.predict.constants import Constants
+from shoal.planner.predict.data_parallel import gathers, gradients, optimizer_s
+from shoal.planner.predict.layer import LayerBill
+from shoal.planner.predict.measured import Measured
+from shoal.planner.predict.predictor import Predictor
+from shoal.planner.predict.stack import Stack
+from shoal.planner.predict.step import transfer_s, transfers
+from shoal.planner.predict.workload import Abilities, Stage, Workload
 from shoal.planner.trace.job import TracedJob
 from shoal.planner.trace.memory import traced_footprint
 from shoal.planner.trace.seconds import UnitSeconds, unit_seconds
@@ -55,20 +56,16 @@ class TracedPredictor(Predictor):
         """The same on another cluster; operators of traces are not measured."""
         return TracedPredictor(self.job, cluster, stack=self.stack, constants=self.constants, overheads=self.overheads)
 
-    def narrowed(self, allowed: Allowed) -> Allowed:
+    @property
+    def abilities(self) -> Abilities:
         """Stages need a chain, tensor ranks need roles, what is computed again needs blocks; no context ranks, and
         experts stay whole."""
         subject = self.job.subject
-        axes = ["replicate", "shard"]
-        axes += ["pipeline"] if subject.units.is_chain else []
-        axes += ["tensor"] if subject.has_roles else []
-        kinds = tuple(kind for kind in allowed.recompute if kind == "none" or subject.has_blocks)
-        return replace(
-            allowed,
-            axes=tuple(axis for axis in allowed.axes if axis in axes),
-            recompute=kinds,
-            sequence_parallel=allowed.sequence_parallel and subject.slices_sequences,
-        )
+        axes = {"replicate", "shard"}
+        axes |= {"pipeline"} if subject.units.is_chain else set()
+        axes |= {"tensor"} if subject.has_roles else set()
+        again = Abilities().recompute if subject.has_blocks else frozenset[Recompute](("none",))
+        return Abilities(axes=frozenset(axes), recompute=again, sequence_parallel=subject.slices_sequences)
 
     def tensor_rule(self, ranks: int) -> str:
         """What the model itself said when it was split."""
@@ -80,12 +77,6 @@ class TracedPredictor(Predictor):
     def parameters(self) -> float:
         """Numbers of the whole model."""
         return float(sum(parameter.numel() for parameter in self.job.subject.model.parameters()))
-
-    @property
-    def tied_numbers(self) -> float:
-        """Numbers of parameters that several units share."""
-        shared = [one for one in self._trace(Split(1)).parameters.values() if len(one.units) > 1]
-        return float(sum(one.numel for one in shared))
 
     @property
     def step_flops(self) -> float:
@@ -111,15 +102,17 @@ class TracedPredictor(Predictor):
         self.trace(plan)
         return Stages.of(plan, self.job.subject.costs)
 
-    def stage_numbers(self, plan: Plan) -> float:
-        """Parameters of the fullest pipeline rank before ZeRO."""
-        trace = self.trace(plan)
-        return float(max(trace.numbers(units, trained=True) for units in self.stages(plan).held))
-
-    def boundary_bytes(self, plan: Plan) -> float:
-        """The largest activation between blocks."""
-        trace = self.trace(plan)
-        return float(max(trace.boundary_bytes[unit] for unit in trace.units.blocks))
+    def stage(self, plan: Plan) -> Stage:
+        """What of the fullest pipeline rank is sent and summed; the largest activation between blocks stands for all,
+        and parameters that several units share for a tied embedding."""
+        trace, shared = self.trace(plan), self._trace(Split(1)).parameters.values()
+        between = [trace.boundary_bytes[unit] for unit in trace.units.blocks] if plan.layout.pipeline > 1 else [0]
+        return Stage(
+            layers=plan.stage_layers(self.job.model.layers),
+            numbers=float(max(trace.numbers(units, trained=True) for units in self.stages(plan).held)),
+            tied_numbers=float(sum(one.numel for one in shared if len(one.units) > 1)),
+            boundary_bytes=float(max(between)),
+        )
 
     def layer(self, plan: Plan, *, at_work: int | None = None) -> LayerBill:
         """Traced units are not alike. Raises `ConfigError`."""
@@ -138,23 +131,24 @@ class TracedPredictor(Predictor):
 
     def bill(self, plan: Plan) -> Bill:
         """The seconds of a step."""
+        stage = self.stage(plan)
         ranks = [self._rank(plan, units) for units in self.stages(plan).held]
         fullest = max(ranks, key=lambda one: one.total_s)
-        micro, transfer = dict(fullest.items), transfer_s(plan, self)
+        micro, transfer = dict(fullest.items), transfer_s(plan, stage, self.machine)
         computed = sum(micro.get(name, 0.0) for name in (*COMPUTED, "launches"))
         backward = fullest.input_s + fullest.weight_s
         each = {
-            "transfers": transfers(plan, self, transfer, computed),
-            "gathers": gathers(plan, self, beside_s=computed),
+            "transfers": transfers(plan, self.machine, transfer_s=transfer, computed_s=computed),
+            "gathers": gathers(plan, stage, self.machine, beside_s=computed),
         }
-        once = {"gradients": gradients(plan, self, beside_s=backward)}
+        once = {"gradients": gradients(plan, stage, self.machine, beside_s=backward)}
         bill = {name: plan.microbatches * seconds for name, seconds in micro.items()}
         bill |= {name: plan.microbatches * part.seen_s for name, part in each.items()}
         bill |= {name: part.seen_s for name, part in once.items()}
         bill["overlap"] = plan.microbatches * sum(part.slowed_s for part in each.values())
         bill["overlap"] += sum(part.slowed_s for part in once.values())
         bill["bubble"] = _bubble(plan, ranks, plan.virtual_stages * transfer)
-        bill["optimizer"] = optimizer_s(plan, self)
+        bill["optimizer"] = optimizer_s(plan, stage, self.machine)
         return Bill(bill)
 
     def _trace(self, split: Split) -> Trace:
@@ -177,8 +171,10 @@ class TracedPredictor(Predictor):
     def _unit_seconds(self, plan: Plan) -> dict[int | None, UnitSeconds]:
         key = (_split(plan), plan.world_size)
         if key not in self._units:
-            links = self.group(plan, plan.layout.tensor, stride=1)
-            self._units[key] = unit_seconds(self.trace(plan), self.rates, links, dispatch_s=self.constants.dispatch_s)
+            links = tensor_group(plan, self.machine)
+            self._units[key] = unit_seconds(
+                self.trace(plan), self.machine.rates, links, dispatch_s=self.constants.dispatch_s
+            )
         return self._units[key]
 
 

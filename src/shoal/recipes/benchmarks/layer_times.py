@@ -10,9 +10,9 @@ from pathlib import Path
 from shoal.cost.flops import Recompute
 from shoal.cost.plan import Plan
 from shoal.cost.transformer import gpt
-from shoal.planner.constants import Constants
-from shoal.planner.predictor import Predictor, Workload
-from shoal.planner.stack import MEGATRON_2022
+from shoal.planner.predict.constants import Constants
+from shoal.planner.predict.predictor import Predictor, Workload
+from shoal.planner.predict.stack import MEGATRON_2022
 from shoal.topology.cluster_file import known_cluster
 from shoal.topology.layout import Layout
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ConfigError, UsageError
-from shoal.planner.calibrate import calibrate_factor
-from shoal.planner.predictor import Prediction, Predictor
+from shoal.planner.predict.calibrate import calibrate_factor
+from shoal.planner.predict.predictor import Prediction, Predictor
 from shoal.recipes.benchmarks.layout_cases import CASES, Case, run_file_of
 from shoal.recipes.benchmarks.layouts_beside import Beside
 from shoal.recipes.planning.answer import cluster_of, predictor_on, tensor_bytes

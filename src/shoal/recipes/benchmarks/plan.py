@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from shoal.cost.transformer import llama
-from shoal.planner.calibrate import calibrate_compute, calibrate_dispatch
-from shoal.planner.constants import Constants
-from shoal.planner.predictor import Predictor, Workload
-from shoal.planner.search import Found, search
-from shoal.planner.stack import MODERN
+from shoal.planner.predict.calibrate import calibrate_compute, calibrate_dispatch
+from shoal.planner.predict.constants import Constants
+from shoal.planner.predict.predictor import Predictor, Workload
+from shoal.planner.predict.stack import MODERN
+from shoal.planner.search.search import Found, search
 from shoal.recipes.benchmarks import published
 from shoal.recipes.benchmarks.by_term import Terms, by_term
 from shoal.recipes.benchmarks.layer_times import layer_times

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from shoal.cost.plan import Plan
 from shoal.cost.transformer import gpt
-from shoal.planner.predictor import Workload
-from shoal.planner.stack import MEGATRON_2021, MEGATRON_2022, Stack
+from shoal.planner.predict.predictor import Workload
+from shoal.planner.predict.stack import MEGATRON_2021, MEGATRON_2022, Stack
 from shoal.schedules.names import Schedule
 from shoal.topology.cluster import Cluster
 from shoal.topology.cluster_file import known_cluster

@@ -19,12 +19,12 @@ from types import MappingProxyType
 
 from shoal.cost.plan import Plan
 from shoal.cost.transformer import gpt
-from shoal.planner.predictor import Predictor, Workload
+from shoal.planner.predict.predictor import Predictor, Workload
+from shoal.planner.predict.stack import MEGATRON_2022
 from shoal.planner.simulate.memory import rank_bytes
 from shoal.planner.simulate.outcome import bubble_rate, period_s
 from shoal.planner.simulate.step import simulate_step
 from shoal.planner.simulate.work import Message, Work, uniform
-from shoal.planner.stack import MEGATRON_2022
 from shoal.schedules.build import build
 from shoal.schedules.table import Table
 from shoal.schedules.timed import Times, zero_bubble

@@ -13,16 +13,16 @@ from shoal.cost.transformer import Transformer
 from shoal.engine.config import BFloat16, Float16, Float32, Float64
 from shoal.errors import ConfigError, LayoutError
 from shoal.models.config import GPTConfig, MoEConfig
-from shoal.planner.candidates import Allowed
-from shoal.planner.change import Change
-from shoal.planner.constants import Constants
-from shoal.planner.explain import helps
-from shoal.planner.explain import why_not as explain_why_not
-from shoal.planner.measured import Measured
-from shoal.planner.money import run_cost
-from shoal.planner.predictor import Prediction, Predictor, Workload
-from shoal.planner.search import Found, search
-from shoal.planner.stack import Stack
+from shoal.planner.explain.change import Change
+from shoal.planner.explain.explain import helps
+from shoal.planner.explain.explain import why_not as explain_why_not
+from shoal.planner.predict.constants import Constants
+from shoal.planner.predict.measured import Measured
+from shoal.planner.predict.money import run_cost
+from shoal.planner.predict.predictor import Prediction, Predictor, Workload
+from shoal.planner.predict.stack import Stack
+from shoal.planner.search.candidates import Allowed
+from shoal.planner.search.search import Found, search
 from shoal.recipes.planning.here import calibration_here, measured_here
 from shoal.recipes.planning.history import remembered, track_record
 from shoal.recipes.planning.plan_file import runnable, written_plan
@@ -110,6 +110,12 @@ def stack_of(run_file: RunFile, cluster: Cluster) -> Stack:
         crossing_copies=1,
         context=run_file.context.kind if on_cpu else None,
     )
+
+
+def cluster_file(run_file: RunFile, given: Path | None) -> Path | None:
+    """The file of the machine that a question is about: the one given with it, else `layout.cluster`, else none."""
+    named = run_file.layout.cluster
+    return given or (None if named is None else Path(named))
 
 
 def cluster_of(run_file: RunFile, path: Path | None) -> Cluster:

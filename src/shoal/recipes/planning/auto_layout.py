@@ -20,10 +20,10 @@ from shoal.cost.plan import Zero
 from shoal.errors import ConfigError
 from shoal.launch.devices import gpus
 from shoal.launch.environment import Place
-from shoal.planner.candidates import Allowed
-from shoal.planner.predictor import Predictor
-from shoal.planner.search import Found, search
-from shoal.planner.text import seconds
+from shoal.planner.explain.text import seconds
+from shoal.planner.predict.predictor import Predictor
+from shoal.planner.search.candidates import Allowed
+from shoal.planner.search.search import Found, search
 from shoal.recipes.planning.answer import predictor_of, predictor_on
 from shoal.recipes.planning.plan_file import runnable, with_plan
 from shoal.recipes.reading import refusal

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shoal.planner.predictor import Predictor
-from shoal.planner.residuals import FEWEST, PUBLISHED_MEMORY, PUBLISHED_TIME, Residuals
+from shoal.planner.explain.residuals import FEWEST, PUBLISHED_MEMORY, PUBLISHED_TIME, Residuals
+from shoal.planner.predict.predictor import Predictor
 from shoal.recipes.planning.history import remembered
 
 

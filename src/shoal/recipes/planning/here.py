@@ -10,7 +10,7 @@ import msgspec
 from shoal.comm.backends import Facts, choose_backend
 from shoal.engine.config import Float32
 from shoal.models.config import GPTConfig, MoEConfig
-from shoal.planner.measured import Measured, measured_of
+from shoal.planner.predict.measured import Measured, measured_of
 from shoal.recipes.planning.calibration_file import add_calibration, calibration_path, read_calibration
 from shoal.recipes.run_file import RunFile
 from shoal.topology.calibration import Calibration

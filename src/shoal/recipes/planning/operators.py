@@ -10,11 +10,11 @@ from typing import Any
 from shoal.cost.plan import Plan
 from shoal.errors import LayoutError
 from shoal.models.roles import roles_of
+from shoal.planner.explain.text import seconds, table
 from shoal.planner.intra.choose import Choice, Prices, Problem, placements_of
 from shoal.planner.intra.graph import Node, graph_of
 from shoal.planner.intra.placement import WHOLE
-from shoal.planner.predictor import Predictor
-from shoal.planner.text import seconds, table
+from shoal.planner.predict.predictor import Predictor
 from shoal.planner.trace.group import TracedGroup
 from shoal.planner.trace.subject import Subject
 from shoal.recipes.planning.tracing import subject_of
@@ -72,8 +72,8 @@ def operator_splits(run_file: RunFile, predictor: Predictor, plan: Plan, *, rank
     subject, _ = subject_of(run_file)
     graph = _graph(subject, plan.microbatch)
     kinds = {name: role.kind for name, role in roles_of(subject.model).items()}
-    links = predictor.group(plan, ranks, stride=1)
-    problem = Problem(graph, Prices(predictor.rates, links, predictor.stack.update_bytes))
+    links = predictor.machine.group(ranks, stride=1, world=plan.world_size)
+    problem = Problem(graph, Prices(predictor.machine.rates, links, predictor.stack.update_bytes))
     fixed = placements_of(kinds, graph, ranks)
     return OperatorSplits(
         ranks=ranks,

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from shoal.cost.plan import Plan
 from shoal.parallel.pipeline.picture import draw_picture
-from shoal.planner.predictor import Predictor
-from shoal.planner.scaling import Choice
+from shoal.planner.predict.predictor import Predictor
+from shoal.planner.search.scaling import Choice
 from shoal.planner.simulate.outcome import outcome
 from shoal.planner.simulate.pace import Stragglers
 from shoal.planner.simulate.priced import work_of

@@ -16,7 +16,7 @@ from shoal.errors import ShoalError
 from shoal.observe.events import read_events
 from shoal.observe.facts import read_facts
 from shoal.observe.predicted import BASIS, MEMORY, STEP, compared
-from shoal.planner.predictor import Prediction
+from shoal.planner.predict.predictor import Prediction
 from shoal.recipes.planning.answer import cluster_of, predictor_on, tensor_bytes
 from shoal.recipes.planning.here import UNCOVERED, calibration_here, measured_here, unpredicted
 from shoal.recipes.planning.history import Past, remember

@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.cost.interval import availability_optimal_s
 from shoal.cost.plan import Plan
-from shoal.planner.predictor import Prediction, Predictor
+from shoal.planner.predict.predictor import Prediction, Predictor
 from shoal.planner.simulate.goodput import WEEK_S, Faults, Goodput, goodput
 from shoal.planner.simulate.memory import rank_bytes
 from shoal.planner.simulate.outcome import Outcome, outcome

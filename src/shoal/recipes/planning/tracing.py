@@ -22,7 +22,7 @@ from shoal.models.build import build as build_model
 from shoal.models.config import PythonModel
 from shoal.parallel.tensor.cross_entropy import vocabulary_cross_entropy
 from shoal.parallel.tensor.vocabulary import VocabularySplit, gather_logits
-from shoal.planner.stack import Stack
+from shoal.planner.predict.stack import Stack
 from shoal.planner.trace.group import TracedGroup
 from shoal.planner.trace.job import TracedJob
 from shoal.planner.trace.predictor import TracedPredictor

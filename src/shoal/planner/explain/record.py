@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.planner.constants import Constants
-from shoal.planner.predictor import Prediction
-from shoal.planner.residuals import Residuals
-from shoal.planner.scaling import Choice
+from shoal.planner.explain.residuals import Residuals
+from shoal.planner.predict.constants import Constants
+from shoal.planner.predict.predictor import Prediction
+from shoal.planner.search.scaling import Choice
 
 
 def prediction_record(one: Prediction) -> dict[str, Any]:

@@ -6,7 +6,7 @@ A microbatch on the fullest rank is its layers by the roofline (cost.operators),
 where that is longer, collectives that nothing hides, and head and loss, which the last rank has.
 
 On a machine that was measured, operators have their measured prices in the place of the roofline's, and ranks share
-its cores (`planner.measured`).
+its cores (`planner.predict.measured`).
 
 A predictor keeps what it computed of a layer, which thousands of plans share; it holds no other state.
 """
@@ -14,7 +14,6 @@ A predictor keeps what it computed of a layer, which thousands of plans share; i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from shoal.cost.activations import boundary_bytes, layer_activation_bytes
 from shoal.cost.eager_memory import eager_block_bytes, eager_footprint
@@ -22,20 +21,15 @@ from shoal.cost.flops import model_flops
 from shoal.cost.footprint import Footprint, Overheads, footprint, stage_parameters
 from shoal.cost.parameters import embedding_parameters, total_parameters
 from shoal.cost.plan import Plan
-from shoal.cost.prices import Prices, RooflinePrices
-from shoal.cost.roofline import Rates
-from shoal.cost.transformer import Transformer
-from shoal.cost.wire import Links, group_of
-from shoal.planner.bill import Bill
-from shoal.planner.constants import Constants
-from shoal.planner.layer import LayerBill, LayerKey, layer_bill, share_of
-from shoal.planner.measured import Measured
-from shoal.planner.stack import Stack
-from shoal.planner.step import step_bill
+from shoal.planner.predict.bill import Bill
+from shoal.planner.predict.constants import Constants
+from shoal.planner.predict.layer import LayerBill, LayerKey, layer_bill, share_of
+from shoal.planner.predict.machine import Machine
+from shoal.planner.predict.measured import Measured
+from shoal.planner.predict.stack import Stack
+from shoal.planner.predict.step import step_bill
+from shoal.planner.predict.workload import Abilities, Stage, Workload
 from shoal.topology.cluster import Cluster
-
-if TYPE_CHECKING:
-    from shoal.planner.candidates import Allowed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,20 +51,6 @@ class Prediction:
         return max(self.footprints, key=lambda one: one.total)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """A model and the step that trains it."""
-
-    model: Transformer
-    global_samples: int
-    sequence: int
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of one step."""
-        return self.global_samples * self.sequence
-
-
 class Predictor:
     """Predicts plans of one workload on one cluster with one stack."""
 
@@ -84,26 +64,15 @@ class Predictor:
         overheads: Overheads | None = None,
         measured: Measured | None = None,
     ) -> None:
-        self.workload, self.cluster, self.stack = workload, cluster, stack
-        self.constants = constants or Constants()
+        self.workload, self.cluster, self.stack, self.measured = workload, cluster, stack, measured
         self.overheads = overheads or Overheads()
-        self.measured = measured
-        device, c = cluster.device, self.constants
-        self.rates = Rates(
-            matmul_flops_s=device.peak_flops_s(stack.dtype) * device.matmul_efficiency * c.compute,
-            memory_bytes_s=device.memory_bytes_s * c.memory_efficiency,
-            units=device.units,
-            tile=device.tile,
-            kernel_s=c.kernel_s,
-            flash_share=c.flash_share,
-        )
-        self._roofline = RooflinePrices(self.rates)
+        self.machine = Machine(cluster, stack=stack, constants=constants, measured=measured)
+        self.constants = self.machine.constants
         self._layers: dict[LayerKey, LayerBill] = {}
-        self._groups: dict[tuple[int, int, int], Links] = {}
 
     def bill(self, plan: Plan) -> Bill:
         """The seconds of a step."""
-        return step_bill(plan, self.layer(plan), self)
+        return step_bill(plan, self.stage(plan), self.layer(plan), machine=self.machine)
 
     def on(self, cluster: Cluster, *, measured: Measured | None = None) -> Predictor:
         """The same on another cluster; `measured`: what was measured of it."""
@@ -116,30 +85,16 @@ class Predictor:
             measured=measured,
         )
 
-    def group(self, plan: Plan, ranks: int, *, stride: int) -> Links:
-        """The group of `ranks` ranks that lie `stride` apart, and its links."""
-        key = (ranks, stride, plan.world_size)
-        if key not in self._groups:
-            self._groups[key] = self._linked(plan, ranks, stride)
-        return self._groups[key]
-
-    def prices(self, ranks: int) -> Prices:
-        """What operators cost while `ranks` ranks are at work at once."""
-        return self._roofline if self.measured is None else self.measured.prices(ranks)
-
     def layer(self, plan: Plan, *, at_work: int | None = None) -> LayerBill:
         """One layer and the head of one microbatch, with `at_work` ranks at once (default: all); plans that differ
         elsewhere share it."""
         ranks = at_work or plan.world_size
         key = LayerKey(share_of(self.workload.sequence, plan, self.stack), plan.recompute, plan.world_size, ranks)
         if key not in self._layers:
-            self._layers[key] = layer_bill(self.workload.model, plan, key.share, self, at_work=ranks)
+            self._layers[key] = layer_bill(
+                self.workload.model, plan, share=key.share, machine=self.machine, at_work=ranks
+            )
         return self._layers[key]
-
-    def _linked(self, plan: Plan, ranks: int, stride: int) -> Links:
-        if self.measured is not None:
-            return self.measured.group(ranks, plan.world_size)
-        return group_of(self.cluster, ranks, stride=stride, world=plan.world_size)
 
     def footprints(self, plan: Plan) -> tuple[Footprint, ...]:
         """Memory of the first and the last pipeline rank: no other holds more."""
@@ -187,23 +142,20 @@ class Predictor:
         return total_parameters(self.workload.model)
 
     @property
-    def tied_numbers(self) -> float:
-        """Numbers of an embedding that the head uses too; 0 where it has its own."""
-        return embedding_parameters(self.workload.model) if self.workload.model.tied else 0.0
-
-    @property
     def step_flops(self) -> float:
         """Of a whole step, nothing computed again: the numerator of MFU."""
         return model_flops(self.workload.model, self.workload.global_samples, self.workload.sequence)
 
-    def stage_numbers(self, plan: Plan) -> float:
-        """Parameters of the fullest pipeline rank before ZeRO, the first."""
-        return sum(stage_parameters(self.workload.model, plan, 0))
-
-    def boundary_bytes(self, plan: Plan) -> float:
-        """One activation between stages, of a microbatch."""
+    def stage(self, plan: Plan) -> Stage:
+        """What of the fullest pipeline rank is sent and summed."""
+        model = self.workload.model
         tokens = plan.microbatch * self.workload.sequence / plan.layout.context
-        return boundary_bytes(self.workload.model, tokens, element_bytes=self.stack.state.stream)
+        return Stage(
+            layers=plan.stage_layers(model.layers),
+            numbers=sum(stage_parameters(model, plan, 0)),
+            tied_numbers=embedding_parameters(model) if model.tied else 0.0,
+            boundary_bytes=boundary_bytes(model, tokens, element_bytes=self.stack.state.stream),
+        )
 
     def tensor_rule(self, ranks: int) -> str:
         """What decides whether `ranks` tensor ranks can share the model."""
@@ -213,9 +165,10 @@ class Predictor:
             f"devices, and fit {model.kv_heads} key-value heads"
         )
 
-    def narrowed(self, allowed: Allowed) -> Allowed:
-        """What of `allowed` the model can do."""
-        return allowed
+    @property
+    def abilities(self) -> Abilities:
+        """What the model can do of what a search may ask."""
+        return Abilities()
 
     def predict(self, plan: Plan) -> Prediction:
         """Time and memory of `plan`, which need not fit."""

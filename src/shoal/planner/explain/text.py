@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from shoal.cost.footprint import Footprint
-from shoal.planner.bill import ITEMS, Bill
-from shoal.planner.change import Change
-from shoal.planner.predictor import Prediction
-from shoal.planner.residuals import Residuals
-from shoal.planner.scaling import Choice
+from shoal.planner.explain.change import Change
+from shoal.planner.explain.residuals import Residuals
+from shoal.planner.predict.bill import ITEMS, Bill
+from shoal.planner.predict.predictor import Prediction
+from shoal.planner.search.scaling import Choice
 
 GIB = 2**30
 RULE = "-"

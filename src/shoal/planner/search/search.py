@@ -14,9 +14,9 @@ from itertools import islice
 
 from shoal.cost.plan import Plan
 from shoal.errors import LayoutError
-from shoal.planner.candidates import Allowed, candidates
-from shoal.planner.fits import fitting_memory, nothing_fits
-from shoal.planner.predictor import Prediction, Predictor
+from shoal.planner.predict.predictor import Prediction, Predictor
+from shoal.planner.search.candidates import Allowed, candidates
+from shoal.planner.search.fits import fitting_memory, nothing_fits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ def search(
 
 def _useful(allowed: Allowed, predictor: Predictor) -> Allowed:
     """Flash attention recomputes its scores by itself: selective recomputation would be the same plan twice."""
-    allowed = predictor.narrowed(allowed)
+    allowed = allowed.within(predictor.abilities)
     if not predictor.stack.flash_attention:
         return allowed
     return replace(allowed, recompute=tuple(kind for kind in allowed.recompute if kind != "selective") or ("none",))

@@ -5,8 +5,9 @@ that were measured, each rank gets its share of the cores:
 
     seconds(n ranks) = seconds(measured r <= n) x max(1, n / max(cores, r))
 
-So a wait costs nothing where ranks outnumber cores: another rank computes. The lower bound of a step is the work of all
-ranks over the cores, the other its critical path at the rates of ranks with a core of their own (`planner.step`).
+So a wait costs nothing where ranks outnumber cores: another rank computes. The lower bound of a step is the work of
+all ranks over the cores, the other its critical path at the rates of ranks with a core of their own
+(`planner.predict.step`).
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from shoal.cost.prices import MeasuredPrices
 from shoal.cost.sweep import Sweep, sweep_of
 from shoal.cost.transformer import Transformer
 from shoal.errors import ConfigError
-from shoal.planner.context import ContextKind
-from shoal.planner.waiting import meetings, waits_of
+from shoal.planner.predict.context import ContextKind
+from shoal.planner.predict.waiting import meetings, waits_of
 from shoal.topology.calibration import Calibration, CollectiveFit, OperatorTime, Wait
 
 OPERATORS = ("linear", "norm", "gate", "gelu", "rotary", "attention", "embedding", "copy", "loss", "adam")

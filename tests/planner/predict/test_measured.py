@@ -12,13 +12,13 @@ from shoal.cost.plan import Plan
 from shoal.cost.state_bytes import FLOAT32
 from shoal.cost.transformer import Transformer
 from shoal.errors import ConfigError
-from shoal.planner.calibrate import calibrate_factor
-from shoal.planner.constants import Constants
-from shoal.planner.context import ContextKind, exchange
-from shoal.planner.measured import OPERATIONS, OPERATORS, Measured, measured_of
-from shoal.planner.predictor import Predictor, Workload
-from shoal.planner.stack import Stack
-from shoal.planner.waiting import AT_THE_END, HEAD_SUMS, meetings, waits_of
+from shoal.planner.predict.calibrate import calibrate_factor
+from shoal.planner.predict.constants import Constants
+from shoal.planner.predict.context import ContextKind, exchange
+from shoal.planner.predict.measured import OPERATIONS, OPERATORS, Measured, measured_of
+from shoal.planner.predict.predictor import Predictor, Workload
+from shoal.planner.predict.stack import Stack
+from shoal.planner.predict.waiting import AT_THE_END, HEAD_SUMS, meetings, waits_of
 from shoal.topology.calibration import Calibration, CollectiveFit, OperatorTime, Wait
 from shoal.topology.cluster_file import cluster_from
 from shoal.topology.layout import Layout

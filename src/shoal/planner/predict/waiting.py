@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from shoal.cost.plan import Plan
-from shoal.planner.context import ContextKind
+from shoal.planner.predict.context import ContextKind
 from shoal.topology.calibration import Wait
 
 AT_THE_END = 3

@@ -1,8 +1,8 @@
 """Every number that a prediction uses and that neither the cluster, the model nor the plan gives, with its origin.
 
 None is fitted to a row that is predicted. Two may be calibrated, each on one measured row of a machine type
-(`planner.calibrate`): `compute`, a factor on the matrix-multiply rate, and `dispatch_s`, the host's time for one
-operator.
+(`planner.predict.calibrate`): `compute`, a factor on the matrix-multiply rate, and `dispatch_s`, the seconds that the
+host takes for one operator.
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from shoal.cost.operators import head_seconds, layer_seconds
 from shoal.cost.plan import Plan
 from shoal.cost.transformer import gpt
-from shoal.planner.bill import ITEMS
-from shoal.planner.constants import Constants
-from shoal.planner.layer import share_of
-from shoal.planner.predictor import Predictor
+from shoal.planner.predict.bill import ITEMS
+from shoal.planner.predict.constants import Constants
+from shoal.planner.predict.layer import share_of
+from shoal.planner.predict.predictor import Predictor
 from shoal.topology.cluster import Cluster
 from shoal.topology.layout import Layout
 from tests.planner.jobs import CLUSTER, LARGE, MIXTURE, MODEL, plans, predictor
@@ -93,8 +93,8 @@ def test_a_perfect_network_and_no_bubble_give_the_roofline() -> None:
     plan = Plan(layout=Layout(replicate=32), microbatch=2, microbatches=1)
     perfect = predictor(cluster=cluster, constants=constants)
     share = share_of(2048, plan, perfect.stack)
-    layer = layer_seconds(MODEL, share, perfect.rates)
-    roofline = MODEL.layers * (layer.forward + layer.backward) + sum(head_seconds(MODEL, share, perfect.rates))
+    layer = layer_seconds(MODEL, share, perfect.machine.rates)
+    roofline = MODEL.layers * (layer.forward + layer.backward) + sum(head_seconds(MODEL, share, perfect.machine.rates))
     bill = perfect.bill(plan)
     assert bill.total - bill.seconds["optimizer"] == pytest.approx(roofline, rel=ROUNDING)
 

@@ -15,12 +15,12 @@ import msgspec
 
 from shoal.cost.plan import Plan
 from shoal.errors import LayoutError, UsageError
-from shoal.planner.bill import ITEMS
-from shoal.planner.candidates import Allowed, candidates
-from shoal.planner.change import Change
-from shoal.planner.predictor import Prediction, Predictor
-from shoal.planner.search import search
-from shoal.planner.text import GIB, seconds
+from shoal.planner.explain.change import Change
+from shoal.planner.explain.text import GIB, seconds
+from shoal.planner.predict.bill import ITEMS
+from shoal.planner.predict.predictor import Prediction, Predictor
+from shoal.planner.search.candidates import Allowed, candidates
+from shoal.planner.search.search import search
 from shoal.topology.cluster import Cluster, Link
 
 CONDITIONS = (
@@ -51,7 +51,7 @@ def condition(text: str, allowed: Allowed) -> Allowed:
 
 def why_not(predictor: Predictor, text: str, best: Prediction, *, allowed: Allowed) -> str:
     """What the best plan under the condition would cost, item by item against `best`; or which constraint binds."""
-    narrowed = predictor.narrowed(condition(text, allowed))
+    narrowed = condition(text, allowed).within(predictor.abilities)
     if next(candidates(predictor.workload, predictor.cluster, narrowed), None) is None:
         return f"{text}: no legal plan has it. {_broken_rule(predictor, narrowed)}"
     try:
@@ -80,7 +80,7 @@ def _change(what: str, predictor: Predictor, plan: Plan) -> Change:
 
 
 def _other_plans(plan: Plan, predictor: Predictor) -> Iterator[tuple[str, Plan]]:
-    for kind in predictor.narrowed(Allowed()).recompute:
+    for kind in Allowed().within(predictor.abilities).recompute:
         if not (kind == "selective" and predictor.stack.flash_attention):
             yield f"memory.recompute = {kind}", replace(plan, recompute=kind)
     if plan.layout.shard > 1:

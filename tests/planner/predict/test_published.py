@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from shoal.planner.calibrate import calibrate_compute, calibrate_dispatch
-from shoal.planner.constants import Constants
+from shoal.planner.predict.calibrate import calibrate_compute, calibrate_dispatch
+from shoal.planner.predict.constants import Constants
 from shoal.recipes.benchmarks.layer_times import layer_times
 from shoal.recipes.benchmarks.plan import machines, predicted_s, report, scored
 from shoal.recipes.benchmarks.scored import Machine
 
-PUBLISHED = Path(__file__).parent / "published"
+PUBLISHED = Path(__file__).parent.parent / "published"
 REGRET_ABOVE = "share of groups"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from shoal.planner.constants import Constants
+from shoal.planner.predict.constants import Constants
 
 COMPUTE_RANGE = (0.2, 1.25)
 DISPATCH_RANGE = (0.0, 1e-3)

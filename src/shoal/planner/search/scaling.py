@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from shoal.errors import LayoutError
-from shoal.planner.candidates import Allowed
-from shoal.planner.money import RunCost, run_cost
-from shoal.planner.predictor import Prediction, Predictor
-from shoal.planner.search import search
+from shoal.planner.predict.money import RunCost, run_cost
+from shoal.planner.predict.predictor import Prediction, Predictor
+from shoal.planner.search.candidates import Allowed
+from shoal.planner.search.search import search
 
 WORTH = 0.01
 """A choice that is worse in one cost and no better than this in another only hides those that matter."""

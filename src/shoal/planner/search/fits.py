@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from shoal.cost.footprint import Footprint
 from shoal.cost.plan import Plan
-from shoal.planner.candidates import Allowed, candidates
-from shoal.planner.predictor import Predictor
+from shoal.planner.predict.predictor import Predictor
+from shoal.planner.search.candidates import Allowed, candidates
 
 TRIED_ONE_BY_ONE, MOST_TIMES = 32, 64
 """Numbers of nodes above the fewest that could do; multiples of the cluster after that."""

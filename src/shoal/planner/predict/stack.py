@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from shoal.cost.activations import Kept
 from shoal.cost.state_bytes import MEGATRON_BF16, MEGATRON_FP16, StateBytes
-from shoal.planner.context import ContextKind
+from shoal.planner.predict.context import ContextKind
 
 
 @dataclass(frozen=True, kw_only=True)

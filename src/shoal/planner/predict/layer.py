@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from shoal.cost.flops import Recompute
 from shoal.cost.operators import LayerSeconds, Share
@@ -11,16 +10,16 @@ from shoal.cost.plan import Plan
 from shoal.cost.prices import Prices
 from shoal.cost.transformer import Transformer
 from shoal.cost.wire import Links
-from shoal.planner.context import ContextKind, exchange
-from shoal.planner.stack import Stack
-
-if TYPE_CHECKING:
-    from shoal.planner.predictor import Predictor
+from shoal.planner.predict.axes import context_group, expert_group, tensor_group
+from shoal.planner.predict.context import ContextKind, exchange
+from shoal.planner.predict.exposed import Exposed, exposed
+from shoal.planner.predict.machine import Machine
+from shoal.planner.predict.stack import Stack
 
 
 @dataclass(frozen=True)
 class LayerKey:
-    """What a layer's seconds depend on, beside the predictor's own constants."""
+    """What a layer's seconds depend on, beside the machine's own constants."""
 
     share: Share
     recompute: Recompute
@@ -61,34 +60,20 @@ class LayerBill:
     head: dict[str, float]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Exposed:
-    """Communication that is seen, and computation that hidden communication slows down, seconds."""
-
-    seen_s: float
-    slowed_s: float
-
-
-def exposed(communication_s: float, beside_s: float, *, slowdown: float) -> Exposed:
-    """What `beside_s` seconds of computation cannot hide, and what hiding costs them."""
-    hidden = min(communication_s, beside_s)
-    return Exposed(seen_s=communication_s - hidden, slowed_s=hidden * slowdown)
-
-
-def layer_bill(model: Transformer, plan: Plan, share: Share, predictor: Predictor, *, at_work: int) -> LayerBill:
+def layer_bill(model: Transformer, plan: Plan, *, share: Share, machine: Machine, at_work: int) -> LayerBill:
     """Everything that plans with the same share of a layer have in common.
 
     The host runs ahead while the device computes and while it waits for communication that runs beside computation; a
     blocking collective between tensor ranks lets the queue run dry, so that its seconds and the host's add up.
     """
-    prices = predictor.prices(at_work)
+    prices = machine.prices(at_work)
     device = prices.layer(model, share)
-    wires = _wires(model, plan, share, predictor, device)
-    recompute_s, repeated_launches = _recomputed(plan, device, predictor)
-    c = predictor.constants
+    wires = _wires(model, plan, share, machine, device)
+    recompute_s, repeated_launches = _recomputed(plan, device, machine)
+    c = machine.constants
     forward_launch = max(0.0, c.forward_operators * c.dispatch_s - device.forward - wires.context / 3)
     backward_host = (c.backward_operators + repeated_launches) * c.dispatch_s
-    beside = wires.context * 2 / 3 + (wires.tensor_backward if predictor.stack.overlap_tensor else 0.0)
+    beside = wires.context * 2 / 3 + (wires.tensor_backward if machine.stack.overlap_tensor else 0.0)
     backward_launch = max(0.0, backward_host - device.backward - recompute_s - beside)
     again = wires.tensor_forward + wires.expert / 2 if plan.recompute == "full" else 0.0
     items = {
@@ -109,7 +94,7 @@ def layer_bill(model: Transformer, plan: Plan, share: Share, predictor: Predicto
         forward_s=forward,
         input_s=sum(items.values()) - forward - weight,
         weight_s=weight,
-        head=_head(model, plan, share, predictor, prices),
+        head=_head(model, plan, share, machine, prices),
     )
 
 
@@ -122,29 +107,29 @@ class _Wires:
     slowed: float
 
 
-def _wires(model: Transformer, plan: Plan, share: Share, predictor: Predictor, device: LayerSeconds) -> _Wires:
+def _wires(model: Transformer, plan: Plan, share: Share, machine: Machine, device: LayerSeconds) -> _Wires:
     """Collectives of one layer, what is hidden taken off."""
-    slowdown = predictor.constants.overlap_slowdown
+    slowdown = machine.constants.overlap_slowdown
     stream = share.tokens * model.hidden * share.element_bytes
-    group = tensor_group(plan, predictor)
+    group = tensor_group(plan, machine)
     once = _tensor_once(group, stream, plan)
     if group.ranks > 1:
-        copies = predictor.stack.crossing_copies * (2 if plan.sequence_parallel else 1)
-        once += copies * predictor.prices(plan.world_size).copy(
+        copies = machine.stack.crossing_copies * (2 if plan.sequence_parallel else 1)
+        once += copies * machine.prices(plan.world_size).copy(
             share.tokens, model.hidden, element_bytes=share.element_bytes
         )
-    beside = device.matmul_weight if predictor.stack.overlap_tensor else 0.0
+    beside = device.matmul_weight if machine.stack.overlap_tensor else 0.0
     backward = exposed(2 * once, beside, slowdown=slowdown)
-    again = _gathered_again(plan, predictor, stream, device)
+    again = _gathered_again(plan, machine, stream, device)
     keys = 2 * model.kv_width * share.samples * share.sequence * share.element_bytes / share.tensor
-    axis = _axis(plan, predictor, plan.layout.context, plan.layout.tensor)
-    if predictor.stack.context is None:
+    axis = context_group(plan, machine)
+    if machine.stack.context is None:
         beside_s = device.attention_forward + device.attention_backward
         context = exposed(3 * axis.all_gather(keys), beside_s, slowdown=slowdown)
     else:
-        context = _seen_context(predictor.stack.context, axis, plan, share, predictor)
+        context = _seen_context(machine.stack.context, axis, plan, share, model, machine)
     routed = stream * model.experts_per_token
-    trip = _axis(plan, predictor, share.expert, 1).all_to_all(routed) if model.experts else 0.0
+    trip = expert_group(plan, machine).all_to_all(routed) if model.experts else 0.0
     return _Wires(
         tensor_forward=2 * once,
         tensor_backward=backward.seen_s + again.seen_s,
@@ -154,16 +139,17 @@ def _wires(model: Transformer, plan: Plan, share: Share, predictor: Predictor, d
     )
 
 
-def _seen_context(kind: ContextKind, axis: Links, plan: Plan, share: Share, predictor: Predictor) -> Exposed:
+def _seen_context(
+    kind: ContextKind, axis: Links, plan: Plan, share: Share, model: Transformer, machine: Machine
+) -> Exposed:
     """Nothing hides what CPU ranks say to each other."""
     width = share.tokens * share.element_bytes / share.tensor
-    model = predictor.workload.model
     both = exchange(
         kind,
         axis,
         query_bytes=width * model.attention_width,
         key_bytes=2 * width * model.kv_width,
-        copy_bytes_s=predictor.prices(plan.world_size).memory_bytes_s,
+        copy_bytes_s=machine.prices(plan.world_size).memory_bytes_s,
     )
     return Exposed(seen_s=both.forward_s + both.backward_s, slowed_s=0.0)
 
@@ -173,38 +159,29 @@ def _tensor_once(group: Links, stream: float, plan: Plan) -> float:
     return 2 * group.all_gather(stream) if plan.sequence_parallel else group.all_reduce(stream)
 
 
-def _gathered_again(plan: Plan, predictor: Predictor, stream: float, device: LayerSeconds) -> Exposed:
+def _gathered_again(plan: Plan, machine: Machine, stream: float, device: LayerSeconds) -> Exposed:
     """Sequence parallelism that keeps only its share of an input gathers it again for the weight's gradient, beside the
     product that gives the input's (arXiv:2205.05198, section 4.2.2); a stack without overlap keeps it whole instead."""
-    if not (plan.sequence_parallel and predictor.stack.overlap_tensor):
+    if not (plan.sequence_parallel and machine.stack.overlap_tensor):
         return Exposed(seen_s=0.0, slowed_s=0.0)
-    seconds = 2 * tensor_group(plan, predictor).all_gather(stream)
-    return exposed(seconds, device.matmul_input, slowdown=predictor.constants.overlap_slowdown)
+    seconds = 2 * tensor_group(plan, machine).all_gather(stream)
+    return exposed(seconds, device.matmul_input, slowdown=machine.constants.overlap_slowdown)
 
 
-def _recomputed(plan: Plan, device: LayerSeconds, predictor: Predictor) -> tuple[float, float]:
+def _recomputed(plan: Plan, device: LayerSeconds, machine: Machine) -> tuple[float, float]:
     """(device seconds, operators) of what the backward does again. Flash attention recomputes by itself."""
     if plan.recompute == "full":
-        return device.forward, predictor.constants.forward_operators
-    if plan.recompute == "selective" and not predictor.stack.flash_attention:
+        return device.forward, machine.constants.forward_operators
+    if plan.recompute == "selective" and not machine.stack.flash_attention:
         return device.attention_forward, 4.0
     return 0.0, 0.0
 
 
-def _head(model: Transformer, plan: Plan, share: Share, predictor: Predictor, prices: Prices) -> dict[str, float]:
+def _head(model: Transformer, plan: Plan, share: Share, machine: Machine, prices: Prices) -> dict[str, float]:
     """Head, loss and embedding of a microbatch; the loss sums three numbers a token over tensor ranks."""
     products, loss, embedding = prices.head(model, share)
-    group = tensor_group(plan, predictor)
+    group = tensor_group(plan, machine)
     stream = share.tokens * model.hidden * share.element_bytes
     wires = 2 * group.all_reduce(stream) + 3 * group.all_reduce(4.0 * share.tokens)
-    host = predictor.constants.head_operators * predictor.constants.dispatch_s
+    host = machine.constants.head_operators * machine.constants.dispatch_s
     return {"head and loss": products + loss + embedding, "tensor": wires, "launches": host}
-
-
-def tensor_group(plan: Plan, predictor: Predictor) -> Links:
-    """Neighbouring ranks."""
-    return _axis(plan, predictor, plan.layout.tensor, 1)
-
-
-def _axis(plan: Plan, predictor: Predictor, ranks: int, stride: int) -> Links:
-    return predictor.group(plan, ranks, stride=stride)

@@ -14,12 +14,13 @@ Legal means that every rank gets whole heads, whole microbatches and at least on
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import Protocol
 
 from shoal.cost.flops import Recompute
 from shoal.cost.plan import Plan, Zero
+from shoal.planner.predict.workload import Abilities
 from shoal.schedules.build import fixed_stages_of
 from shoal.schedules.names import Schedule
 from shoal.topology.cluster import Cluster
@@ -58,6 +59,15 @@ class Allowed:
     )
     sequence_parallel: bool = True
     axes: tuple[str, ...] = field(default=("replicate", "shard", "pipeline", "context", "tensor", "expert"))
+
+    def within(self, abilities: Abilities) -> Allowed:
+        """What of it a model can do."""
+        return replace(
+            self,
+            axes=tuple(axis for axis in self.axes if axis in abilities.axes),
+            recompute=tuple(kind for kind in self.recompute if kind in abilities.recompute),
+            sequence_parallel=self.sequence_parallel and abilities.sequence_parallel,
+        )
 
 
 class Splits(Protocol):

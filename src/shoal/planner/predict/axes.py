@@ -1,0 +1,53 @@
+"""The groups of a plan's axes, and their links: which ranks lie next to each other, and which lie far apart."""
+
+from __future__ import annotations
+
+from shoal.cost.plan import Plan
+from shoal.cost.wire import Links
+from shoal.planner.predict.machine import Machine
+
+
+def tensor_group(plan: Plan, machine: Machine) -> Links:
+    """Neighbouring ranks."""
+    return machine.group(plan.layout.tensor, stride=1, world=plan.world_size)
+
+
+def expert_group(plan: Plan, machine: Machine) -> Links:
+    """Neighbouring ranks of shard x context x tensor."""
+    return machine.group(plan.layout.expert, stride=1, world=plan.world_size)
+
+
+def context_group(plan: Plan, machine: Machine) -> Links:
+    """Ranks that hold other parts of the same samples."""
+    return machine.group(plan.layout.context, stride=plan.layout.tensor, world=plan.world_size)
+
+
+def shard_group(plan: Plan, machine: Machine) -> Links:
+    """Ranks that hold the same stage and see other tokens: shard x context."""
+    return machine.group(plan.state_ranks, stride=plan.layout.tensor, world=plan.world_size)
+
+
+def stage_group(plan: Plan, machine: Machine) -> Links:
+    """The ranks of one pipeline."""
+    layout = plan.layout
+    stride = layout.shard * layout.context * layout.tensor
+    return machine.group(layout.pipeline, stride=stride, world=plan.world_size)
+
+
+def replica_group(plan: Plan, machine: Machine) -> Links:
+    """Ranks of the same place in all replicas."""
+    layout = plan.layout
+    stride = layout.pipeline * plan.state_ranks * layout.tensor
+    return machine.group(layout.replicate, stride=stride, world=plan.world_size)
+
+
+def ends_group(plan: Plan, machine: Machine) -> Links:
+    """The first and the last stage of a pipeline."""
+    layout = plan.layout
+    stride = plan.state_ranks * layout.tensor * (layout.pipeline - 1)
+    return machine.group(2, stride=stride, world=plan.world_size)
+
+
+def world_group(plan: Plan, machine: Machine) -> Links:
+    """All ranks."""
+    return machine.group(plan.world_size, stride=1, world=plan.world_size)

@@ -1,0 +1,71 @@
+"""What data parallelism adds to a step: gathered weights, sums of gradients, the optimizer's own share."""
+
+from __future__ import annotations
+
+from shoal.cost.plan import Plan
+from shoal.planner.predict.axes import ends_group, replica_group, shard_group, world_group
+from shoal.planner.predict.exposed import Exposed, exposed
+from shoal.planner.predict.machine import Machine
+from shoal.planner.predict.workload import Stage
+
+AGREEMENT_BYTES = 32.0
+"""What ranks agree on in one small sum: a denominator, a loss, a norm."""
+
+
+def gathers(plan: Plan, stage: Stage, machine: Machine, *, beside_s: float) -> Exposed:
+    """Each microbatch: ZeRO-2 and -3 scatter gradients, or they would not be sharded; ZeRO-3 gathers weights twice.
+
+    One collective a layer, so that the latency of a long ring counts as often as it does in FSDP.
+    `beside_s` are the seconds in which the device computes and no other collective of this rank uses the links.
+    """
+    group = shard_group(plan, machine)
+    if plan.zero < 2 or group.ranks == 1:
+        return Exposed(seen_s=0.0, slowed_s=0.0)
+    state = machine.stack.state
+    units = stage.layers + 1
+    numbers = stage.numbers / units
+    each = group.all_gather(numbers * state.wire)
+    each += 2 * group.all_gather(numbers * state.activation) if plan.zero == 3 else 0.0
+    hides = beside_s if machine.stack.overlap_data else 0.0
+    return exposed(units * each, hides, slowdown=machine.constants.overlap_slowdown)
+
+
+def gradients(plan: Plan, stage: Stage, machine: Machine, *, beside_s: float) -> Exposed:
+    """Once a step: sums over shard x context (unless each microbatch did), then over replicas; new weights gathered.
+
+    `beside_s` is the backward of the last microbatch, beside which sums may run; the gather of weights may not.
+    """
+    stack, group = machine.stack, shard_group(plan, machine)
+    seconds = summed_s(plan, machine, numbers=stage.numbers)
+    after = group.all_gather(stage.numbers * stack.state.activation) if plan.zero in (1, 2) else 0.0
+    hides = beside_s if stack.overlap_data else 0.0
+    seen = exposed(seconds, hides, slowdown=machine.constants.overlap_slowdown)
+    agreed = stack.agreements * world_group(plan, machine).all_reduce(AGREEMENT_BYTES)
+    return Exposed(seen_s=seen.seen_s + after + _tied_s(plan, stage, machine) + agreed, slowed_s=seen.slowed_s)
+
+
+def summed_s(plan: Plan, machine: Machine, *, numbers: float) -> float:
+    """The sum of the gradients of `numbers` parameters over shard x context, unless each microbatch did, and over
+    replicas."""
+    group, replicas = shard_group(plan, machine), replica_group(plan, machine)
+    size = numbers * machine.stack.state.wire
+    if plan.zero == 0:
+        return group.all_reduce(size) + replicas.all_reduce(size)
+    scattered = group.all_gather(size) if plan.zero == 1 else 0.0
+    return scattered + replicas.all_reduce(size / group.ranks)
+
+
+def optimizer_s(plan: Plan, stage: Stage, machine: Machine) -> float:
+    """Passes over the state of the parameters that this rank updates."""
+    share = plan.state_ranks if plan.zero else 1
+    numbers = stage.numbers / share
+    passes = machine.prices(plan.world_size).update(numbers, update_bytes=machine.stack.update_bytes)
+    return passes + machine.constants.optimizer_start_s
+
+
+def _tied_s(plan: Plan, stage: Stage, machine: Machine) -> float:
+    """First and last stage sum the gradient of a tied embedding."""
+    if not stage.tied_numbers or plan.layout.pipeline == 1:
+        return 0.0
+    size = stage.tied_numbers / plan.layout.tensor * machine.stack.state.wire
+    return ends_group(plan, machine).all_reduce(size)
