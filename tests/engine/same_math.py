@@ -21,6 +21,7 @@ from shoal.engine.passes import WholePasses
 from shoal.engine.precision import precision_of, scaler_of
 from shoal.engine.randomness import Randomness
 from shoal.engine.step import TrainStep
+from shoal.engine.step_context import StepContext
 from shoal.models.build import build
 from shoal.models.config import ConvNetConfig, GPTConfig
 from shoal.models.initialise import initialise
@@ -137,7 +138,7 @@ def trajectory(
             result = step(number, source.next().microbatches, lr=case.optimizer.lr)
             losses.append(result.loss)
             norms.append(result.norm)
-    return losses, norms, {name: tensor.clone() for name, tensor in step.model.state_dict().items()}
+    return losses, norms, {name: tensor.clone() for name, tensor in step.context.model.state_dict().items()}
 
 
 def train_step(case: Case, mesh: Mesh) -> TrainStep:
@@ -146,20 +147,23 @@ def train_step(case: Case, mesh: Mesh) -> TrainStep:
     model = case.model().to(precision.parameters)
     parameters = list(model.named_parameters())
     randomness, device = Randomness(model, seed=7, replica=mesh.batch_share[0]), torch.device("cpu")
-    return TrainStep(
+    context = StepContext(
         WholePasses(Compute(model, cross_entropy, precision, device, randomness)),
-        optimizer=build_optimizer(case.optimizer, [(n, p, p.ndim > 1) for n, p in parameters], lr=case.optimizer.lr),
-        sync=AllReduceSync(
-            AllReduce(bucket_bytes=2000, first_bucket_bytes=500),
-            replicated(parameters, mesh.axis("replicate")),
-            Alone(),
-        ),
         group=mesh.world,
         twins=mesh.axis("replicate"),
         ledger=mesh.ledger,
         scaler=scaler_of(case.precision),
         randomness=randomness,
         device=device,
+    )
+    return TrainStep(
+        context,
+        optimizer=build_optimizer(case.optimizer, [(n, p, p.ndim > 1) for n, p in parameters], lr=case.optimizer.lr),
+        sync=AllReduceSync(
+            AllReduce(bucket_bytes=2000, first_bucket_bytes=500),
+            replicated(parameters, mesh.axis("replicate")),
+            Alone(),
+        ),
         clip_norm=case.clip_norm,
     )
 

@@ -18,6 +18,7 @@ from shoal.engine.passes import WholePasses
 from shoal.engine.precision import Precision, scaler_of
 from shoal.engine.priority_step import PriorityStep
 from shoal.engine.randomness import Randomness
+from shoal.engine.step_context import StepContext
 from shoal.errors import Diverged, UserCodeError
 from shoal.optim.build import build_optimizer
 from shoal.optim.config import SGD
@@ -60,10 +61,8 @@ def training() -> tuple[Net, PriorityStep]:
     net, config = Net(), AllReduce(schedule="priority", partition_bytes=40, credit_bytes=80)
     sync = PrioritySync(config, replicated(net.named_parameters(), Alone()), Alone(), model=net, ledger=Ledger())
     randomness = Randomness(net, seed=0, replica=0)
-    step = PriorityStep(
+    context = StepContext(
         WholePasses(Compute(net, squared_error, Precision(torch.float32, None), CPU, randomness)),
-        optimizer=build_optimizer(SGD(lr=LR), [(n, p, True) for n, p in net.named_parameters()], lr=LR),
-        sync=sync,
         group=Alone(),
         twins=Alone(),
         ledger=Ledger(),
@@ -71,6 +70,8 @@ def training() -> tuple[Net, PriorityStep]:
         randomness=randomness,
         device=CPU,
     )
+    optimizer = build_optimizer(SGD(lr=LR), [(n, p, True) for n, p in net.named_parameters()], lr=LR)
+    step = PriorityStep(context, optimizer=optimizer, sync=sync)
     for number in range(1, 5):
         step(number, [batch()], lr=LR)
     assert not sync.rehearses

@@ -90,7 +90,7 @@ class OwnCount(PendingTally):
 
 def with_own_count(place, case: Case) -> list[float]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shoal.engine.step.PendingTally", OwnCount)
+        patch.setattr("shoal.engine.step_context.PendingTally", OwnCount)
         return trajectory(place, case, None)[0]
 
 

@@ -12,8 +12,8 @@ from shoal.data.feed import FedStep, Feed
 from shoal.engine.measure import measurements
 from shoal.engine.recovery import NonfiniteGuard
 from shoal.engine.state import TrainState
-from shoal.engine.step import StepResult
 from shoal.engine.step_protocol import Step
+from shoal.engine.step_result import StepResult
 from shoal.errors import EnvironmentFault, Stopped
 from shoal.observe.display import Display
 from shoal.observe.events import EventWriter
@@ -102,7 +102,7 @@ def _record(job: Job, result: StepResult, *, lr: float, data_s: float, step_s: f
         data_s=data_s,
         step_s=step_s,
         stall_s=stall_s,
-        device=job.step.device,
+        device=job.step.context.device,
         with_loads=job.loads_every > 0 and _due(job.loads_every, job.state.step, job.steps),
     )
     job.events.write(job.state.step, values, time_s=time.time())
@@ -135,7 +135,7 @@ def _end(job: Job) -> None:
     """Waits for the last save, and for every rank to know of it: who leaves earlier takes the exchange along."""
     reports = job.saver.wait(CHECKPOINT_TIMEOUT_S)
     _tell(job, reports)
-    job.step.group.barrier().wait()
+    job.step.context.group.barrier().wait()
     step = job.state.step
     if step > job.came_from and not any(report.committed and report.step == step for report in reports):
         raise EnvironmentFault(

@@ -9,7 +9,7 @@ import torch
 
 from shoal.comm.ledger import Entry
 from shoal.engine.state import TrainState
-from shoal.engine.step import StepResult
+from shoal.engine.step_result import StepResult
 from shoal.models.mixture_loads import expert_loads, load_figures
 
 

@@ -25,15 +25,10 @@ import torch
 from torch import Tensor
 
 from shoal.comm.collective import Collective
-from shoal.comm.ledger import Entry, Ledger
 from shoal.data.sample import Batch
-from shoal.engine.buffers import BufferGuard
 from shoal.engine.pipelined import PipelinedPasses
-from shoal.engine.precision import LossScaler
-from shoal.engine.randomness import Randomness
-from shoal.engine.statistics import StatisticsSync
-from shoal.engine.step import GlobalSum, StepResult, StepTimes
-from shoal.engine.tally import PendingTally
+from shoal.engine.step_context import GlobalSum, StepContext
+from shoal.engine.step_result import StepResult
 from shoal.optim.build import set_rate
 from shoal.sync.strategy import Sync
 
@@ -42,28 +37,22 @@ Watch = Callable[[int], None]
 
 
 class PipeDreamStep:
-    """`Step` of one stage. `sync` sums and measures the gradients of this rank's stage alone; the others are as for
-    `TrainStep`."""
+    """`Step` of one stage. `sync` sums and measures the gradients of this rank's stage alone.
+
+    `passes` are those of the context.
+    """
 
     def __init__(
         self,
+        context: StepContext,
         passes: PipelinedPasses,
         *,
         optimizer: torch.optim.Optimizer,
         sync: Sync,
-        group: Collective,
-        twins: Collective,
-        ledger: Ledger,
-        scaler: LossScaler,
-        randomness: Randomness,
-        device: torch.device,
         clip_norm: float | None,
-        counts: bool = True,
     ) -> None:
-        self.passes, self.model, self.optimizer, self.sync = passes, passes.compute.model, optimizer, sync
-        self.group, self.ledger, self.device, self.clip_norm = group, ledger, device, clip_norm
-        self.scaler, self.randomness, self.counts = scaler, randomness, counts
-        self.statistics, self.buffers = StatisticsSync(self.model, twins), BufferGuard(self.model, twins)
+        self.context, self.passes, self.sync = context, passes, sync
+        self.optimizer, self.clip_norm = optimizer, clip_norm
 
     def __call__(
         self,
@@ -76,9 +65,12 @@ class PipeDreamStep:
         watch: Watch | None = None,
     ) -> StepResult:
         """As `TrainStep`, but `look` is called with the root mean square of the updates' norms, behind the last."""
-        begin_s = time.perf_counter()
-        self._start(step, lr)
-        tally = PendingTally(batches if self.counts else (), self.group, stop=stop, device=self.device)
+        context = self.context
+        context.ledger.take()  # what an evaluation has sent belongs to no step
+        context.begin(step)
+        self.sync.start()
+        set_rate(self.optimizer, lr)
+        tally, loss = context.tally(batches, stop=stop), GlobalSum(context.group)
         microbatches = self.passes.arrange(batches)
         weights = self._weights(microbatches)
         updates = _Updates(self, weights, watch)
@@ -86,33 +78,22 @@ class PipeDreamStep:
             own_loss = self.passes.train_asynchronously(
                 microbatches, factors=[1 / weight if weight else 0.0 for weight in weights], update=updates
             )
-        counted, loss, norm = tally.wait(), GlobalSum(self.group), updates.norm(self.passes.group)
+        counted, norm = tally.wait(), updates.norm(self.passes.group)
         loss.start(own_loss)
         global_loss = loss.wait() / counted.denominator
         if look is not None:
             look(norm)
-        self.statistics.finish(committed=True)
-        self.buffers.finish(committed=True)
-        taken = self.ledger.take()
-        wire = sum(taken.values(), start=Entry())
-        all_s = time.perf_counter() - begin_s
-        times = StepTimes(all_s - wire.exposed_s - updates.spent_s, wire.exposed_s, updates.spent_s)
+        context.finish(committed=True)
         finite = math.isfinite(norm) and math.isfinite(global_loss)
-        return StepResult(global_loss, norm, 1.0, finite, counted, times, wire.bytes_sent, wire=taken)
-
-    def _start(self, step: int, lr: float) -> None:
-        self.ledger.take()  # what an evaluation has sent belongs to no step
-        self.model.train()
-        self.buffers.start()
-        self.randomness.step(step)
-        self.sync.start()
-        set_rate(self.optimizer, lr)
+        return context.result(
+            loss=global_loss, norm=norm, scale=1.0, committed=finite, tally=counted, update_s=updates.spent_s
+        )
 
     def _weights(self, microbatches: Sequence[Batch]) -> list[float]:
         """What each microbatch weighs on all ranks together."""
-        own = [batch.weight if self.counts else 0.0 for batch in microbatches]
-        weights = torch.tensor(own, dtype=torch.float64, device=self.device)
-        self.group.all_reduce(weights).wait()
+        own = [batch.weight if self.context.counts else 0.0 for batch in microbatches]
+        weights = torch.tensor(own, dtype=torch.float64, device=self.context.device)
+        self.context.group.all_reduce(weights).wait()
         return weights.tolist()
 
 
@@ -125,7 +106,7 @@ class _Updates:
         self.spent_s = 0.0
 
     def __call__(self, stage: int, microbatch: int) -> None:
-        begin_s, waited_s = time.perf_counter(), self._step.ledger.total().exposed_s
+        begin_s, waited_s = time.perf_counter(), self._step.context.ledger.total().exposed_s
         norm = float(self._step.sync.gradients())
         if self._weights[microbatch]:
             self._squares.append(norm**2)
@@ -134,11 +115,11 @@ class _Updates:
             if math.isfinite(norm):
                 self._apply(norm)
         self._step.sync.start()
-        self.spent_s += time.perf_counter() - begin_s - (self._step.ledger.total().exposed_s - waited_s)
+        self.spent_s += time.perf_counter() - begin_s - (self._step.context.ledger.total().exposed_s - waited_s)
 
     def norm(self, pipeline: Collective) -> float:
         """sqrt(mean over the updates of the squared norm of all stages together)."""
-        total: Tensor = torch.tensor(sum(self._squares), dtype=torch.float64, device=self._step.device)
+        total: Tensor = torch.tensor(sum(self._squares), dtype=torch.float64, device=self._step.context.device)
         pipeline.all_reduce(total).wait()
         return math.sqrt(float(total) / max(1, len(self._squares)))
 

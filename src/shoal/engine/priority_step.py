@@ -20,16 +20,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shoal.comm.collective import Collective
-from shoal.comm.ledger import Entry, Ledger
 from shoal.data.sample import Batch
-from shoal.engine.buffers import BufferGuard
-from shoal.engine.passes import Passes
-from shoal.engine.precision import LossScaler
-from shoal.engine.randomness import Randomness
-from shoal.engine.statistics import StatisticsSync
-from shoal.engine.step import GlobalSum, StepResult, StepTimes
-from shoal.engine.tally import PendingTally
+from shoal.engine.step_context import GlobalSum, StepContext
+from shoal.engine.step_result import StepResult
 from shoal.errors import Diverged
 from shoal.optim.build import set_rate
 from shoal.optim.parts import part_of
@@ -37,25 +30,10 @@ from shoal.sync.priority import PrioritySync
 
 
 class PriorityStep:
-    """`Step` over a `PrioritySync`; the other arguments are as for `TrainStep`. Without a loss scale."""
+    """`Step` over a `PrioritySync`, without a loss scale."""
 
-    def __init__(
-        self,
-        passes: Passes,
-        *,
-        optimizer: torch.optim.Optimizer,
-        sync: PrioritySync,
-        group: Collective,
-        twins: Collective,
-        ledger: Ledger,
-        scaler: LossScaler,
-        randomness: Randomness,
-        device: torch.device,
-    ) -> None:
-        self.passes, self.model, self.sync = passes, passes.compute.model, sync
-        self.group, self.ledger, self.device = group, ledger, device
-        self.scaler, self.randomness = scaler, randomness
-        self.statistics, self.buffers = StatisticsSync(self.model, twins), BufferGuard(self.model, twins)
+    def __init__(self, context: StepContext, *, optimizer: torch.optim.Optimizer, sync: PrioritySync) -> None:
+        self.context, self.sync = context, sync
         self._parts = [part_of(optimizer, parameters) for parameters in sync.parts]
         self._number, self._lr, self._update_s = 0, 0.0, 0.0
         sync.update = self._update
@@ -73,15 +51,12 @@ class PriorityStep:
 
         Raises `Diverged` where the gradient of the step before was not finite, though its loss was.
         """
-        begin_s, self._update_s = time.perf_counter(), 0.0
-        self.model.train()
-        self.buffers.start()
-        self.randomness.step(step)
+        self._update_s = 0.0
+        self.context.begin(step)
         self.sync.start()
-        tally = PendingTally(batches, self.group, stop=stop, device=self.device)
-        loss = GlobalSum(self.group)
+        tally, loss = self.context.tally(batches, stop=stop), GlobalSum(self.context.group)
         factor = lambda: 1.0 / tally.wait().denominator  # noqa: E731
-        self.passes.train(batches, sync=self.sync, factor=factor, known=loss.start)
+        self.context.passes.train(batches, sync=self.sync, factor=factor, known=loss.start)
         counted = tally.wait()
         global_loss = loss.wait() / counted.denominator
         finite = math.isfinite(global_loss)
@@ -90,13 +65,10 @@ class PriorityStep:
         norm = float(self.sync.gradients() if self.sync.rehearses or look is not None else self.sync.norm)
         if look is not None:
             look(norm)
-        self.statistics.finish(committed=finite)
-        self.buffers.finish(committed=finite)
-        taken = self.ledger.take()
-        wire = sum(taken.values(), start=Entry())
-        all_s = time.perf_counter() - begin_s
-        times = StepTimes(all_s - wire.exposed_s - self._update_s, wire.exposed_s, self._update_s)
-        return StepResult(global_loss, norm, 1.0, finite, counted, times, wire.bytes_sent, wire=taken)
+        self.context.finish(committed=finite)
+        return self.context.result(
+            loss=global_loss, norm=norm, scale=1.0, committed=finite, tally=counted, update_s=self._update_s
+        )
 
     def _update(self, part: int, norm: Tensor) -> None:
         """The sums of some parameters are there."""

@@ -11,8 +11,8 @@ from shoal.comm.words import gather_texts
 from shoal.data.sample import Batch
 from shoal.engine.nonfinite import first_nonfinite
 from shoal.engine.precision import SMALLEST_SCALE, LossScaler
-from shoal.engine.step import StepResult
 from shoal.engine.step_protocol import Step
+from shoal.engine.step_result import StepResult
 from shoal.errors import Diverged
 
 
@@ -36,8 +36,8 @@ class NonfiniteGuard:
         if result.committed:
             self.in_a_row = 0
             return
-        if _scale_was_too_large(result, self.step.scaler):
-            warn(f"step {number} overflowed and was skipped; the loss scale is now {self.step.scaler.scale:g}")
+        if _scale_was_too_large(result, self.step.context.scaler):
+            warn(f"step {number} overflowed and was skipped; the loss scale is now {self.step.context.scaler.scale:g}")
             return
         self.in_a_row += 1
         if self.in_a_row >= self.limit:
@@ -49,14 +49,16 @@ class NonfiniteGuard:
         )
 
     def _culprit(self, microbatches: Sequence[Batch]) -> str:
-        for rank, text in enumerate(gather_texts(self._own_culprit(microbatches), self.group, device=self.step.device)):
+        for rank, text in enumerate(
+            gather_texts(self._own_culprit(microbatches), self.group, device=self.step.context.device)
+        ):
             if text:
                 return f"The first value that was not finite: {text} (rank {rank})"
         return "Parameters, samples and outputs are finite when looked at alone: the gradient overflowed; lower the lr"
 
     def _own_culprit(self, microbatches: Sequence[Batch]) -> str:
         try:
-            return first_nonfinite(self.step.passes.compute, microbatches, forward=self.forward) or ""
+            return first_nonfinite(self.step.context.passes.compute, microbatches, forward=self.forward) or ""
         except Exception as error:  # the others wait for a text from this rank, whatever happens here
             return f"unknown, as looking for it raised {type(error).__name__}: {error}"
 

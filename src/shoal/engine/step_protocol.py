@@ -5,33 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import torch
-
-from shoal.comm.collective import Collective
 from shoal.data.sample import Batch
-from shoal.engine.passes import Passes
-from shoal.engine.precision import LossScaler
-from shoal.engine.step import StepResult
+from shoal.engine.step_context import StepContext
+from shoal.engine.step_result import StepResult
 from shoal.sync.strategy import Sync
 
 
 class Step(Protocol):
-    """Takes this rank's samples of a step to new weights. `group` are all ranks that train in lock-step."""
+    """Takes this rank's samples of a step to new weights."""
 
     @property
-    def passes(self) -> Passes: ...
+    def context(self) -> StepContext: ...
 
     @property
     def sync(self) -> Sync: ...
-
-    @property
-    def group(self) -> Collective: ...
-
-    @property
-    def scaler(self) -> LossScaler: ...
-
-    @property
-    def device(self) -> torch.device: ...
 
     def __call__(
         self,

@@ -14,6 +14,7 @@ from shoal.engine.precision import scaler_of
 from shoal.engine.priority_step import PriorityStep
 from shoal.engine.state import HeldWeight, TrainState, held_pieces
 from shoal.engine.step import TrainStep
+from shoal.engine.step_context import StepContext
 from shoal.engine.step_protocol import Step
 from shoal.errors import ConfigError, UserCodeError
 from shoal.optim.build import build_optimizer
@@ -90,59 +91,34 @@ def new_step(setting: Setting, state: TrainState, sync: Sync) -> Step:
     """The step that moves `state`. Raises `ConfigError` where the gradient's noise cannot be measured."""
     if setting.run_file.pipeline.asynchronous:
         return new_pipedream_step(setting, state, sync)
+    context, optimizer = _step_context(setting, state), state.optimizer
     if isinstance(sync, PrioritySync):
-        return new_priority_step(setting, state, sync)
-    mesh = setting.mesh
-    place = mesh.layout.coordinate(mesh.rank)
-    return TrainStep(
-        setting.passes,
-        optimizer=state.optimizer,
-        sync=sync,
-        group=mesh.world,
-        twins=mesh.axis("replicate", "shard", "context", "tensor"),
-        ledger=mesh.ledger,
-        scaler=state.scaler,
-        randomness=setting.passes.compute.randomness,
-        device=setting.device,
-        clip_norm=setting.run_file.optimizer.clip_norm,
-        counts=place.pipeline == place.context == place.tensor == 0,
-        noise=_noise_meter(setting, sync),
-    )
+        return PriorityStep(context, optimizer=optimizer, sync=sync)
+    clip_norm, noise = setting.run_file.optimizer.clip_norm, _noise_meter(setting, sync)
+    return TrainStep(context, optimizer=optimizer, sync=sync, clip_norm=clip_norm, noise=noise)
 
 
 def new_pipedream_step(setting: Setting, state: TrainState, sync: Sync) -> PipeDreamStep:
     """The step of a pipeline that updates after each microbatch. Raises `UserCodeError` for tied parameters."""
-    mesh, passes = setting.mesh, setting.passes
-    place = mesh.layout.coordinate(mesh.rank)
+    passes, clip_norm = setting.passes, setting.run_file.optimizer.clip_norm
     assert isinstance(passes, PipelinedPasses), "without a pipeline, the run file is refused"
     _check_untied(passes.stages)
-    return PipeDreamStep(
-        passes,
-        optimizer=state.optimizer,
-        sync=sync,
+    context = _step_context(setting, state)
+    return PipeDreamStep(context, passes, optimizer=state.optimizer, sync=sync, clip_norm=clip_norm)
+
+
+def _step_context(setting: Setting, state: TrainState) -> StepContext:
+    mesh = setting.mesh
+    place = mesh.layout.coordinate(mesh.rank)
+    return StepContext(
+        setting.passes,
         group=mesh.world,
         twins=mesh.axis("replicate", "shard", "context", "tensor"),
         ledger=mesh.ledger,
         scaler=state.scaler,
-        randomness=passes.compute.randomness,
-        device=setting.device,
-        clip_norm=setting.run_file.optimizer.clip_norm,
-        counts=place.pipeline == place.context == place.tensor == 0,
-    )
-
-
-def new_priority_step(setting: Setting, state: TrainState, sync: PrioritySync) -> PriorityStep:
-    """The step that does not wait for its gradients."""
-    return PriorityStep(
-        setting.passes,
-        optimizer=state.optimizer,
-        sync=sync,
-        group=setting.mesh.world,
-        twins=setting.mesh.axis("replicate"),
-        ledger=setting.mesh.ledger,
-        scaler=state.scaler,
         randomness=setting.passes.compute.randomness,
         device=setting.device,
+        counts=place.pipeline == place.context == place.tensor == 0,
     )
 
 

@@ -85,7 +85,7 @@ def _timed_step(job: Job) -> float:
 def _slowest(job: Job, value: float) -> float:
     """The largest `value` of all ranks."""
     largest = torch.tensor([value], dtype=torch.float64)
-    job.step.group.all_reduce(largest, "max").wait()
+    job.step.context.group.all_reduce(largest, "max").wait()
     return float(largest)
 
 

@@ -34,8 +34,8 @@ from shoal.engine.proof import (
     compare_weights,
 )
 from shoal.engine.reference import Reference, ReferenceGradient
-from shoal.engine.step import StepResult
 from shoal.engine.step_protocol import Step
+from shoal.engine.step_result import StepResult
 from shoal.launch.environment import Place
 from shoal.models.mixture_routes import RecordRoutes, ReplayRoutes, RouteDifference, Routes, set_routes
 from shoal.optim.schedule import peak_rate

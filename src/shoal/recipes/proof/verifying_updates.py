@@ -29,7 +29,7 @@ from shoal.engine.proof import (
 )
 from shoal.engine.reference import Reference
 from shoal.engine.stale_reference import StaleReference
-from shoal.engine.step import StepResult
+from shoal.engine.step_result import StepResult
 from shoal.optim.schedule import peak_rate
 from shoal.parallel.pipeline.pipedream import staleness
 from shoal.recipes.assembly import new_feed, new_pipedream_step, new_state, new_sync

@@ -1,0 +1,102 @@
+"""What every step of a rank begins and ends with, whichever way it updates.
+
+It begins with a model that is to train, with buffers, batch statistics and random numbers of its own, and with counting
+what is trained on. It ends with those kept or taken back, and with an account of its seconds and bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.comm.collective import Collective
+from shoal.comm.ledger import Entry, Ledger
+from shoal.data.sample import Batch
+from shoal.engine.buffers import BufferGuard
+from shoal.engine.noise import NoiseReading
+from shoal.engine.passes import Passes
+from shoal.engine.precision import LossScaler
+from shoal.engine.randomness import Randomness
+from shoal.engine.statistics import StatisticsSync
+from shoal.engine.step_result import StepResult, StepTimes
+from shoal.engine.tally import PendingTally, Tally
+
+
+@dataclass
+class StepContext:
+    """What a rank's steps stand on.
+
+    `group` are the ranks that vote, all that train in lock-step; `twins` those that hold the same layers and see other
+    samples, or other tokens of them; `counts` says whether this rank's samples are counted, or those of another rank
+    that sees the same.
+    """
+
+    passes: Passes
+    group: Collective
+    twins: Collective
+    ledger: Ledger
+    scaler: LossScaler
+    randomness: Randomness
+    device: torch.device
+    counts: bool = True
+
+    def __post_init__(self) -> None:
+        self.model = self.passes.compute.model
+        self._statistics, self._buffers = StatisticsSync(self.model, self.twins), BufferGuard(self.model, self.twins)
+        self._begin_s = 0.0
+
+    def begin(self, step: int) -> None:
+        """The model's side of a step."""
+        self._begin_s = time.perf_counter()
+        self.model.train()
+        self._buffers.start()
+        self.randomness.step(step)
+
+    def tally(self, batches: Sequence[Batch], *, stop: bool) -> PendingTally:
+        """Starts counting what all ranks train on, and who asks to stop."""
+        return PendingTally(batches if self.counts else (), self.group, stop=stop, device=self.device)
+
+    def finish(self, *, committed: bool) -> None:
+        """Keeps what the forward changed beside the parameters, or takes it back."""
+        self._statistics.finish(committed=committed)
+        self._buffers.finish(committed=committed)
+
+    def result(
+        self,
+        *,
+        loss: float,
+        norm: float,
+        scale: float,
+        committed: bool,
+        tally: Tally,
+        update_s: float,
+        noise: NoiseReading | None = None,
+    ) -> StepResult:
+        """The step is over. `update_s`: seconds from the end of the backward on, waits for the wire left out."""
+        wire = self.ledger.take()
+        total = sum(wire.values(), start=Entry())
+        all_s = time.perf_counter() - self._begin_s
+        times = StepTimes(all_s - total.exposed_s - update_s, total.exposed_s, update_s)
+        return StepResult(loss, norm, scale, committed, tally, times, total.bytes_sent, noise, wire)
+
+
+class GlobalSum:
+    """A sum over the ranks of `group`, under way behind the backward."""
+
+    def __init__(self, group: Collective) -> None:
+        self._group, self._total, self._handle = group, torch.zeros(()), None
+
+    def start(self, own: Tensor) -> None:
+        """This rank's part, which must not change any more."""
+        self._total = own
+        self._handle = self._group.all_reduce(own) if self._group.size > 1 else None
+
+    def wait(self) -> float:
+        """The sum."""
+        if self._handle is not None:
+            self._handle.wait()
+        return float(self._total)
