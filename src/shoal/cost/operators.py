@@ -34,7 +34,8 @@ ROTARY_PASSES = 10
 class Share:
     """One rank's part of a layer: samples of a microbatch, all tokens of a sample, and how both are split.
 
-    `eager`: gates and rotary positions are a kernel an operator, as PyTorch runs them uncompiled.
+    `eager`: gates and rotary positions are a kernel an operator, as PyTorch runs them uncompiled. `ring`: attention
+    runs a block of keys at a time, one for each context rank.
     """
 
     samples: int
@@ -49,6 +50,7 @@ class Share:
     dropout: bool = False
     flash_attention: bool = True
     fused_weight_gradient: bool = False
+    ring: bool = False
 
     @property
     def tokens(self) -> int:

@@ -13,11 +13,24 @@ from typing import Protocol
 
 from shoal.cost.operators import LayerSeconds, Share, head_seconds, layer_seconds
 from shoal.cost.parameters import attention_parameters, expert_parameters
-from shoal.cost.roofline import Rates
+from shoal.cost.roofline import Matmul, Rates, matmul_s, pass_s
 from shoal.cost.sweep import Sweep
 from shoal.cost.transformer import Transformer
 
 FLOAT_BYTES = 4
+PASS_COLUMNS = 128
+"""Of the matrix by whose copy a pass over memory is priced."""
+CAUSAL_FORWARD, CAUSAL_BACKWARD = 2.0, 5.0
+"""Operations of fused attention for a head, a query, a key and a feature, half of them masked (arXiv:2205.14135)."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Fused attention of `heads` heads (of all samples), `tokens` queries, `size` features."""
+
+    heads: int
+    tokens: int
+    size: int
 
 
 class Prices(Protocol):
@@ -44,6 +57,18 @@ class Prices(Protocol):
         """`[rows, columns]` in another order, into fresh memory."""
         ...
 
+    def product(self, matmul: Matmul, *, element_bytes: float) -> float:
+        """One (batched) matrix product."""
+        ...
+
+    def fused_attention(self, flops: float, shape: Heads, *, backward: bool) -> float:
+        """One call of fused attention; `flops` are its own, those under a causal mask counted as half."""
+        ...
+
+    def passed(self, size: float) -> float:
+        """One operator that reads and writes `size` bytes and computes next to nothing."""
+        ...
+
 
 @dataclass(frozen=True)
 class RooflinePrices:
@@ -66,6 +91,15 @@ class RooflinePrices:
 
     def copy(self, rows: float, columns: float, *, element_bytes: float) -> float:
         return 2 * rows * columns * element_bytes / self.rates.memory_bytes_s
+
+    def product(self, matmul: Matmul, *, element_bytes: float) -> float:
+        return matmul_s(matmul, self.rates, element_bytes=element_bytes)
+
+    def fused_attention(self, flops: float, shape: Heads, *, backward: bool) -> float:
+        return max(flops / (self.rates.matmul_flops_s * self.rates.flash_share), self.rates.kernel_s)
+
+    def passed(self, size: float) -> float:
+        return pass_s(size, self.rates)
 
 
 @dataclass(frozen=True)
@@ -111,6 +145,20 @@ class MeasuredPrices:
     def copy(self, rows: float, columns: float, *, element_bytes: float) -> float:
         return self.factor * self.sweeps["copy"].seconds(rows, columns)[0]
 
+    def product(self, matmul: Matmul, *, element_bytes: float) -> float:
+        """As the forward of a linear layer; a batch of products is launched once."""
+        return self.factor * self._linear(matmul.batch * matmul.rows, matmul.columns, matmul.inner)[0]
+
+    def fused_attention(self, flops: float, shape: Heads, *, backward: bool) -> float:
+        """By its arithmetic, at the rate of causal attention of the same shape."""
+        seconds = self.sweeps["attention"].seconds(shape.heads, shape.tokens, shape.size)[backward]
+        measured_flops = (CAUSAL_BACKWARD if backward else CAUSAL_FORWARD) * shape.heads * shape.tokens**2 * shape.size
+        return self.factor * seconds * flops / measured_flops
+
+    def passed(self, size: float) -> float:
+        """As a copy of so many bytes into fresh memory."""
+        return self.copy(size / (2 * FLOAT_BYTES * PASS_COLUMNS), PASS_COLUMNS, element_bytes=FLOAT_BYTES)
+
     def _linear(self, m: float, n: float, k: float) -> tuple[float, float]:
         return self.sweeps["linear"].seconds(m, n, k)
 
@@ -125,10 +173,14 @@ class MeasuredPrices:
         return sum(f for f, _ in both), sum(b for _, b in both)
 
     def _attention(self, model: Transformer, share: Share) -> tuple[float, float]:
-        """Every token of this rank's against all keys before it: 1 / context of the whole square."""
-        heads = max(1.0, model.heads / share.tensor)
-        both = self.sweeps["attention"].seconds(share.samples * heads, share.sequence, model.head_size)
-        return both[0] / share.context, both[1] / share.context
+        """Every token of this rank's against all keys before it: 1 / context of the whole square. A ring computes it
+        in as many shorter pieces."""
+        heads, pieces = share.samples * max(1.0, model.heads / share.tensor), share.context
+        if share.ring:
+            both = self.sweeps["attention"].seconds(heads, share.sequence / pieces, model.head_size)
+            return pieces * both[0], pieces * both[1]
+        both = self.sweeps["attention"].seconds(heads, share.sequence, model.head_size)
+        return both[0] / pieces, both[1] / pieces
 
     def _passes(self, model: Transformer, share: Share) -> tuple[float, float]:
         """Two norms with their residuals, the gate, rotary queries and keys."""

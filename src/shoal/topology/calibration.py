@@ -68,6 +68,13 @@ class Wait(Table, frozen=True):
     )
 
 
+class Crowd(Table, frozen=True):
+    """What `ranks` ranks that compute at the same time, and say nothing to each other, take for the same step."""
+
+    ranks: Positive
+    step_s: Annotated[PositiveFloat, says("Seconds of the step on the slowest rank.")]
+
+
 class Calibration(Table, frozen=True):
     """All that is known of one machine."""
 
@@ -77,13 +84,16 @@ class Calibration(Table, frozen=True):
     products: tuple[MatrixProduct, ...] = ()
     operators: tuple[OperatorTime, ...] = ()
     waits: tuple[Wait, ...] = ()
+    crowds: tuple[Crowd, ...] = ()
     memory_bytes_s: Annotated[
         PositiveFloat | None, says("Bytes per second that one rank copies, read and written.")
     ] = None
 
     step_factor: Annotated[
         PositiveFloat | None,
-        says("Measured over predicted seconds of the one step on which this machine was calibrated."),
+        says(
+            "Measured over predicted seconds of the one step on which this machine was calibrated: the crowds', alone."
+        ),
     ] = None
 
     def fit(self, backend: str, operation: str, ranks: int) -> CollectiveFit | None:
@@ -104,6 +114,7 @@ class Calibration(Table, frozen=True):
             products=tuple(products.values()),
             operators=tuple(times.values()),
             waits=newer.waits or self.waits,
+            crowds=newer.crowds or self.crowds,
             memory_bytes_s=newer.memory_bytes_s or self.memory_bytes_s,
             step_factor=newer.step_factor or self.step_factor,
         )

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import msgspec
 import pytest
 
+from shoal.cost.operators import Share
 from shoal.cost.plan import Plan
+from shoal.cost.prices import Heads
+from shoal.cost.roofline import Matmul
 from shoal.cost.state_bytes import FLOAT32
 from shoal.cost.transformer import Transformer
 from shoal.errors import ConfigError
 from shoal.planner.predict.calibrate import calibrate_factor
 from shoal.planner.predict.constants import Constants
 from shoal.planner.predict.context import ContextKind, exchange
-from shoal.planner.predict.measured import OPERATIONS, OPERATORS, Measured, measured_of
+from shoal.planner.predict.measured import Measured, measured_of
 from shoal.planner.predict.predictor import Predictor, Workload
 from shoal.planner.predict.stack import Stack
 from shoal.planner.predict.waiting import AT_THE_END, HEAD_SUMS, meetings, waits_of
-from shoal.topology.calibration import Calibration, CollectiveFit, OperatorTime, Wait
+from shoal.topology.calibration import Calibration, Crowd, Wait
 from shoal.topology.cluster_file import cluster_from
 from shoal.topology.layout import Layout
+from tests.planner.calibrations import CORES, calibration
 
-CORES = 2
-RATE, LAUNCH_S = 20e9, 5e-6
 EXACT = 1e-9
 MODEL = Transformer(
     layers=4, hidden=128, heads=4, kv_heads=4, head_size=32, feed_forward=384, vocabulary=256, gated=True
@@ -36,35 +37,6 @@ STACK = Stack(
 NO_HOST = Constants(dispatch_s=0.0, kernel_s=0.0, optimizer_start_s=0.0)
 
 
-def _time(operator: str, m: int, n: int, k: int, ranks: int = 1) -> OperatorTime:
-    crowd = max(1.0, ranks / CORES)
-    seconds = crowd * (LAUNCH_S + 2 * m * n * k / RATE)
-    return OperatorTime(
-        operator=operator, dtype="float32", m=m, n=n, k=k, ranks=ranks, forward_s=seconds, backward_s=2 * seconds
-    )
-
-
-def _calibration(*, ranks: tuple[int, ...] = (1, 2)) -> Calibration:
-    operators = [
-        _time(name, m, n, k, count)
-        for count in ranks
-        for name in OPERATORS
-        for m, n, k in itertools.product((64, 4096), (32, 512), (32, 512))
-    ]
-    steps = [
-        OperatorTime(operator="step", dtype="float32", m=m, n=n, k=1, ranks=1, forward_s=0.1 * n, backward_s=0)
-        for m, n in ((1, 1), (5, 1), (1, 5))
-    ]
-    fits = [
-        CollectiveFit(backend="shm", operation=name, ranks=count, alpha_s=1e-4, beta_s=2e-10)
-        for name in OPERATIONS
-        for count in (2, 4)
-    ]
-    return Calibration(
-        machine="test", torch="2.13", collectives=tuple(fits), operators=(*operators, *steps), memory_bytes_s=1e10
-    )
-
-
 def _predictor(ranks: int, measured: Measured | None = None) -> Predictor:
     table = {"nodes": 1, "machine": "cpu-2", "devices_per_node": ranks}
     return Predictor(
@@ -72,7 +44,7 @@ def _predictor(ranks: int, measured: Measured | None = None) -> Predictor:
         cluster_from({"cluster": table}, file="test"),
         stack=STACK,
         constants=NO_HOST,
-        measured=measured or measured_of(_calibration(), cores=CORES, dtype="float32", backend="shm"),
+        measured=measured or measured_of(calibration(), cores=CORES, dtype="float32", backend="shm"),
     )
 
 
@@ -92,15 +64,44 @@ def test_more_ranks_than_cores_are_not_faster_than_as_many() -> None:
 
 def test_a_rank_that_shares_its_core_takes_longer() -> None:
     """Twice as many ranks as cores: every operator takes twice as long."""
-    measured = measured_of(_calibration(), cores=CORES, dtype="float32", backend="shm")
+    measured = measured_of(calibration(), cores=CORES, dtype="float32", backend="shm")
     alone, crowded = (measured.prices(n).update(1e6, update_bytes=0) for n in (2, 4))
     assert crowded == pytest.approx(2 * alone, rel=EXACT)
 
 
+def test_ranks_that_share_a_core_lose_what_was_measured_of_whole_steps() -> None:
+    """15 % beyond the share of the cores, for more ranks than were measured too; a share is the least that is lost."""
+
+    def crowded(*seconds: float) -> Measured:
+        crowds = tuple(Crowd(ranks=ranks, step_s=step_s) for ranks, step_s in zip((2, 4), seconds, strict=False))
+        known = msgspec.structs.replace(calibration(), crowds=crowds)
+        return measured_of(known, cores=CORES, dtype="float32", backend="shm")
+
+    base, lost, noisy = crowded(), crowded(1.0, 2.3), crowded(1.0, 1.7)
+    assert [lost.crowding(ranks) for ranks in (1, 2, 4, 8)] == pytest.approx([1, 1, 2.3, 4.6], rel=EXACT)
+    assert [noisy.crowding(ranks) for ranks in (2, 4)] == [1, 2]
+    plain, slower = (_predictor(4, one).bill(_plan(replicate=4)).seconds for one in (base, lost))
+    assert slower["matrix products"] == pytest.approx(1.15 * plain["matrix products"], rel=EXACT)
+    assert slower["gradients"] == pytest.approx(plain["gradients"], rel=EXACT)  # measured with four ranks at work
+
+
+def test_a_product_a_pass_and_attention_cost_what_their_operators_do() -> None:
+    """At a size of the sweep each is the measured time; a batch is one launch, twice the arithmetic twice as long."""
+    prices = measured_of(calibration(), cores=CORES, dtype="float32", backend="shm").prices(1)
+    linear, attention = prices.sweeps["linear"].seconds(4096, 512, 32), prices.sweeps["attention"].seconds(64, 32, 32)
+    assert prices.product(Matmul(4096, 512, 32), element_bytes=4) == pytest.approx(linear[0], rel=EXACT)
+    assert prices.product(Matmul(1024, 512, 32, 4), element_bytes=4) == pytest.approx(linear[0], rel=EXACT)
+    causal, shape = 2.0 * 64 * 32**2 * 32, Heads(64, 32, 32)
+    assert prices.fused_attention(causal, shape, backward=False) == pytest.approx(attention[0], rel=EXACT)
+    assert prices.fused_attention(2.5 * causal, shape, backward=True) == pytest.approx(attention[1], rel=EXACT)
+    assert prices.fused_attention(2 * causal, shape, backward=False) == pytest.approx(2 * attention[0], rel=EXACT)
+    assert prices.passed(2 * 4 * 4096 * 128) == pytest.approx(prices.copy(4096, 128, element_bytes=4), rel=EXACT)
+
+
 def test_measured_crowds_go_before_computed_ones() -> None:
     """Where four at once were measured, nothing is scaled."""
-    both = measured_of(_calibration(ranks=(1, 2, 4)), cores=CORES, dtype="float32", backend="shm")
-    scaled = measured_of(_calibration(), cores=CORES, dtype="float32", backend="shm")
+    both = measured_of(calibration(ranks=(1, 2, 4)), cores=CORES, dtype="float32", backend="shm")
+    scaled = measured_of(calibration(), cores=CORES, dtype="float32", backend="shm")
     assert both.prices(4).factor == 1
     assert scaled.prices(4).factor == 2
     first, second = (m.prices(4).update(1e6, update_bytes=0) for m in (both, scaled))
@@ -117,23 +118,44 @@ def test_a_bubble_costs_nothing_where_other_ranks_use_the_core() -> None:
 
 def test_one_microbatch_is_bound_by_its_path() -> None:
     """A single microbatch through four stages takes the stages one after the other, however few share a core."""
-    measured = measured_of(_calibration(), cores=CORES, dtype="float32", backend="shm")
+    measured = measured_of(calibration(), cores=CORES, dtype="float32", backend="shm")
     one = _predictor(4, measured).bill(_plan(1, pipeline=4)).seconds
     assert one["bubble"] > 0
 
 
 def test_one_measured_step_gives_the_factor_that_predicts_it() -> None:
     """Bisection comes back to what it was made from."""
-    base = measured_of(_calibration(), cores=CORES, dtype="float32", backend="shm")
+    base = measured_of(calibration(), cores=CORES, dtype="float32", backend="shm")
     plan = _plan(replicate=2)
     wanted = _predictor(2, base.calibrated(1.3)).bill(plan).total
     found = calibrate_factor(lambda x: _predictor(2, base.calibrated(x)).bill(plan).total, wanted)
     assert found == pytest.approx(1.3, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    "axes", [{"replicate": 4}, {"tensor": 4}, {"context": 4}, {"pipeline": 4}, {"pipeline": 2, "tensor": 2}]
+)
+def test_the_factor_is_on_every_second_that_was_measured(axes: dict[str, int]) -> None:
+    """A machine that takes twice as long for everything takes twice as long for a step, waits and the host included."""
+    known = msgspec.structs.replace(calibration(), waits=WAITS)
+    base = measured_of(known, cores=CORES, dtype="float32", backend="shm")
+    once, twice = (_predictor(4, one).bill(_plan(4, **axes)).total for one in (base, base.calibrated(2.0)))
+    assert twice == pytest.approx(2 * once, rel=EXACT)
+
+
+def test_a_ring_takes_attention_a_block_at_a_time() -> None:
+    """Two context ranks: two calls of half the keys on the ring, half of one call with gathers."""
+    prices = measured_of(calibration(), cores=CORES, dtype="float32", backend="shm").prices(1)
+    share = Share(samples=16, sequence=512, context=2, element_bytes=4, stream_bytes=4, eager=True)
+    whole, half = (prices.sweeps["attention"].seconds(64, tokens, MODEL.head_size)[0] for tokens in (512, 256))
+    gathered, ring = (prices.layer(MODEL, one).attention_forward for one in (share, replace(share, ring=True)))
+    assert gathered == pytest.approx(whole / 2, rel=EXACT)
+    assert ring == pytest.approx(2 * half, rel=EXACT)
+
+
 def test_a_calibration_without_operators_or_collectives_names_what_measures_them() -> None:
     """Each by its own command."""
-    whole = _calibration()
+    whole = calibration()
     for holes, command in (({"operators": ()}, "shoal bench products"), ({"collectives": ()}, "shoal bench comm")):
         parts = {"operators": whole.operators, "collectives": whole.collectives} | holes
         hollow = Calibration(machine="test", torch="2.13", memory_bytes_s=1e10, **parts)  # type: ignore[arg-type]
@@ -177,8 +199,8 @@ def test_ranks_that_share_layers_meet_in_each_of_them_and_replicas_at_the_end() 
 
 def test_waiting_is_an_item_of_the_bill() -> None:
     """More where ranks meet more often; none where it was not measured."""
-    calibration = msgspec.structs.replace(_calibration(), waits=WAITS)
-    measured = measured_of(calibration, cores=CORES, dtype="float32", backend="shm")
+    known = msgspec.structs.replace(calibration(), waits=WAITS)
+    measured = measured_of(known, cores=CORES, dtype="float32", backend="shm")
     replicas, tensor = (_predictor(4, measured).bill(plan).seconds for plan in (_plan(replicate=4), _plan(tensor=4)))
     assert 0 < replicas["waiting"] < tensor["waiting"]
     assert _predictor(4).bill(_plan(tensor=4)).seconds["waiting"] == 0
@@ -187,7 +209,7 @@ def test_waiting_is_an_item_of_the_bill() -> None:
 @pytest.mark.parametrize("kind", ["ring", "ulysses", "allgather"])
 def test_context_ranks_pay_for_what_they_say(kind: ContextKind) -> None:
     """More bytes never cost less, and one rank says nothing."""
-    measured = measured_of(_calibration(), cores=CORES, dtype="float32", backend="shm")
+    measured = measured_of(calibration(), cores=CORES, dtype="float32", backend="shm")
     sizes = {"query_bytes": 1e6, "key_bytes": 2e6, "copy_bytes_s": 1e10}
     one = exchange(kind, measured.group(2, 2), **sizes)
     more = exchange(kind, measured.group(2, 2), **{**sizes, "key_bytes": 4e6})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from torch import nn
@@ -11,6 +12,8 @@ from shoal.cost.plan import Plan
 from shoal.cost.state_bytes import FLOAT32
 from shoal.models.config import GPTConfig
 from shoal.planner.explain.explain import why_not
+from shoal.planner.predict.constants import Constants
+from shoal.planner.predict.measured import measured_of
 from shoal.planner.predict.predictor import Predictor, Workload
 from shoal.planner.predict.stack import MODERN
 from shoal.planner.search.candidates import Allowed, candidates
@@ -19,8 +22,9 @@ from shoal.planner.trace.job import TracedJob
 from shoal.planner.trace.predictor import TracedPredictor
 from shoal.planner.trace.subject import Subject
 from shoal.schedules.names import Schedule
-from shoal.topology.cluster_file import known_cluster
+from shoal.topology.cluster_file import cluster_from, known_cluster
 from shoal.topology.layout import Layout
+from tests.planner.calibrations import CORES, calibration
 from tests.planner.trace.models import LENGTH, Blocks, subject
 from tests.planner.trace.test_trace import gpt, sizes_of
 
@@ -39,6 +43,9 @@ MEMORY, PIPELINED = 0.01, 0.05
 PRODUCTS, TIME = 0.1, 0.25
 """Of the closed forms, which take query, key and value for one product and gate and up for another, where waves are
 fuller, and a norm for two passes over memory, of which PyTorch makes nine on a CPU."""
+MEASURED_PRODUCTS, EXACT = 0.1, 1e-9
+"""A gradient's product has the sides of its own, between which the sweep is interpolated."""
+NO_HOST = Constants(dispatch_s=0.0, kernel_s=0.0, optimizer_start_s=0.0)
 
 
 def traced(of: Subject, sequence: int) -> TracedPredictor:
@@ -52,6 +59,24 @@ def both() -> tuple[Predictor, TracedPredictor]:
     """A GPT by closed forms, and as if it were a user's."""
     workload = Workload(model=sizes_of(LARGE), global_samples=SAMPLES, sequence=LENGTH_OF_LARGE)
     return Predictor(workload, CLUSTER, stack=EAGER), traced(gpt(LARGE, length=LENGTH_OF_LARGE), LENGTH_OF_LARGE)
+
+
+def test_a_traced_gpt_costs_on_a_measured_machine_what_it_does_by_name() -> None:
+    """Products, attention, the host, waits, sums and the optimizer of four ranks on two cores, as if it were a gpt."""
+    small = GPTConfig(vocabulary=256, layers=4, width=128, heads=4, feed_forward_width=384)
+    here = cluster_from({"cluster": {"nodes": 1, "machine": "cpu-2", "devices_per_node": 4}}, file="test")
+    known = measured_of(calibration(), cores=CORES, dtype="float32", backend="shm")
+    options: dict[str, Any] = {"stack": EAGER, "constants": NO_HOST, "measured": known}
+    workload = Workload(model=sizes_of(small), global_samples=SAMPLES, sequence=128)
+    job = TracedJob(subject=gpt(small, length=128), global_samples=SAMPLES, sequence=128)
+    plan = Plan(layout=Layout(replicate=4), microbatch=2, microbatches=2)
+    closed, found = (
+        one.bill(plan).seconds for one in (Predictor(workload, here, **options), TracedPredictor(job, here, **options))
+    )
+    for item in ("launches", "waiting", "gradients", "optimizer"):
+        assert found[item] == pytest.approx(closed[item], rel=TIME if item == "waiting" else EXACT)
+    assert found["matrix products"] == pytest.approx(closed["matrix products"], rel=MEASURED_PRODUCTS)
+    assert found["attention"] == pytest.approx(closed["attention"], rel=MEASURED_PRODUCTS)
 
 
 @pytest.mark.parametrize(

@@ -37,14 +37,13 @@ def layouts(
         return
     from shoal.recipes.benchmarks.layouts_beside import checks, rows
     from shoal.recipes.benchmarks.layouts_predicted import check_predicted, constants, predicted
-    from shoal.recipes.planning.here import calibration_here, keep_factor
+    from shoal.recipes.planning.here import calibration_here
 
     arguments = ["bench", "layouts", str(run_file), *keys, "--pairs", str(pairs)]
     calibration = calibration_here(os.environ)
     check_predicted(run_file, calibration, processes=processes, overrides=keys)
     found = machine.on_ranks(arguments, processes=processes)
     beside, factor = predicted(run_file, found, calibration, overrides=keys)
-    keep_factor(factor, os.environ)
     show("layouts", [*rows(beside), *constants(run_file, calibration, factor)], checks(beside), as_json)
 
 

@@ -43,6 +43,7 @@ def share_of(sequence: int, plan: Plan, stack: Stack) -> Share:
         dropout=stack.dropout,
         flash_attention=stack.flash_attention,
         fused_weight_gradient=stack.fused_weight_gradient,
+        ring=stack.context == "ring" and layout.context > 1,
     )
 
 
@@ -50,7 +51,7 @@ def share_of(sequence: int, plan: Plan, stack: Stack) -> Share:
 class LayerBill:
     """Seconds of one layer by item, and by phase: forward, input gradient (with recomputation), weight gradient.
 
-    `head` are the items of head, loss and embedding, once a microbatch. `send_s` is one transfer between stages.
+    `head` are the items of head, loss and embedding, once a microbatch.
     """
 
     items: dict[str, float]

@@ -1,9 +1,11 @@
 """What a calibration gives to predictions for its machine: prices of operators, groups, the host's own seconds.
 
 Ranks on CPU cores share them. Prices are those that were measured with as many ranks at work at once; beyond the most
-that were measured, each rank gets its share of the cores:
+that were measured, each rank gets its share of the cores, and of caches that are emptied at each change of ranks:
 
-    seconds(n ranks) = seconds(measured r <= n) x max(1, n / max(cores, r))
+    seconds(n ranks) = seconds(measured r <= n) x max(1, n / max(cores, r), step(n) / step(r))
+
+`step` is one step of a small model on ranks that do not talk (`shoal bench products`), where n and r were measured.
 
 So a wait costs nothing where ranks outnumber cores: another rank computes. The lower bound of a step is the work of
 all ranks over the cores, the other its critical path at the rates of ranks with a core of their own
@@ -25,7 +27,7 @@ from shoal.cost.transformer import Transformer
 from shoal.errors import ConfigError
 from shoal.planner.predict.context import ContextKind
 from shoal.planner.predict.waiting import meetings, waits_of
-from shoal.topology.calibration import Calibration, CollectiveFit, OperatorTime, Wait
+from shoal.topology.calibration import Calibration, CollectiveFit, Crowd, OperatorTime, Wait
 
 OPERATORS = ("linear", "norm", "gate", "gelu", "rotary", "attention", "embedding", "copy", "loss", "adam")
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
@@ -36,7 +38,7 @@ TINY_SEQUENCE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One machine. `factor` multiplies operators and collectives: 1, or calibrated on one measured step."""
+    """One machine. `factor` multiplies all seconds that were measured: 1, or calibrated on one measured step."""
 
     sweeps: Mapping[int, Mapping[str, Sweep]]
     fits: Mapping[int, Mapping[str, CollectiveFit]]
@@ -44,6 +46,7 @@ class Measured:
     cores: int
     copy_bytes_s: float
     waits: tuple[Wait, ...] = ()
+    crowds: tuple[Crowd, ...] = ()
     factor: float = 1.0
     _prices: dict[int, MeasuredPrices] = field(default_factory=dict, compare=False)
 
@@ -56,7 +59,7 @@ class Measured:
         yield (
             "factor",
             self.factor,
-            "on operators and collectives: one measured step of this machine over its prediction",
+            "on operators, collectives and waits: one measured step of this machine over its prediction",
         )
         yield "cores", float(self.cores), "what the system lets this process use"
         yield "copy_bytes_s", self.copy_bytes_s, "shoal bench products: a copy of 16 MiB"
@@ -67,6 +70,12 @@ class Measured:
         for wait in self.waits:
             name = f"wait of {wait.ranks} ranks behind {1e3 * wait.piece_s:.2g} ms"
             yield name, wait.wait_s, "shoal bench products: an agreement behind pieces of computation"
+        for crowd in self.crowds:
+            yield (
+                f"step of {crowd.ranks} ranks",
+                crowd.step_s,
+                "shoal bench products: a small GPT on ranks that do not talk",
+            )
 
     def prices(self, ranks: int) -> MeasuredPrices:
         """With `ranks` ranks at work at once."""
@@ -84,8 +93,8 @@ class Measured:
         """What the ranks of `plan` wait for each other, who compute `computed_s` in a step."""
         count = meetings(plan, layers, context)
         known_s = self.fits[_nearest(self.fits, plan.world_size)]["all_reduce"].alpha_s
-        each_s = waits_of(self.waits, plan.world_size).seconds(computed_s / count) if count else 0.0
-        return count * max(0.0, each_s - known_s)
+        each_s = waits_of(self.waits, plan.world_size).seconds(computed_s / self.factor / count) if count else 0.0
+        return self.factor * count * max(0.0, each_s - known_s)
 
     def group(self, ranks: int, world: int) -> FittedGroup:
         """`ranks` of the `world` that are at work, while other such groups talk at the same time."""
@@ -98,8 +107,17 @@ class Measured:
         crowd = self.factor * max(at_work, self._scale(count, world))
         return FittedGroup(ranks=ranks, fits=self.fits[count], crowd=crowd)
 
+    def crowding(self, ranks: int) -> float:
+        """How much longer than on a core of its own each of `ranks` ranks takes that are at work at once."""
+        return self._scale(_nearest(self.sweeps, ranks), ranks)
+
     def _scale(self, measured: int, ranks: int) -> float:
-        return max(1.0, ranks / max(self.cores, measured))
+        steps = {crowd.ranks: crowd.step_s for crowd in self.crowds}
+        shared = max(1.0, ranks / max(self.cores, measured))
+        if measured not in steps or ranks <= self.cores:
+            return shared
+        most = _nearest(steps, ranks)
+        return max(shared, steps[most] / steps[measured] * ranks / most)
 
 
 def measured_of(calibration: Calibration, *, cores: int, dtype: str, backend: str) -> Measured:
@@ -118,6 +136,7 @@ def measured_of(calibration: Calibration, *, cores: int, dtype: str, backend: st
         cores=cores,
         copy_bytes_s=calibration.memory_bytes_s,
         waits=calibration.waits,
+        crowds=calibration.crowds,
     )
 
 

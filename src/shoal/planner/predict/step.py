@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from shoal.cost.bubble import bubble_s
 from shoal.cost.plan import Plan
 from shoal.planner.predict.axes import stage_group
@@ -24,39 +26,42 @@ def step_bill(plan: Plan, stage: Stage, layer: LayerBill, *, machine: Machine) -
     _add(micro, "transfers", transfers(plan, machine, transfer_s=transfer, computed_s=computed))
     _add(micro, "gathers", gathers(plan, stage, machine, beside_s=computed))
     bill = {name: plan.microbatches * seconds for name, seconds in micro.items()}
-    if machine.measured is not None:
-        host_s = machine.measured.host_s(plan.world_size, microbatches=plan.microbatches, layers=layers)
-        bill["launches"] = bill.get("launches", 0.0) + host_s
-        computed_s = sum(bill.get(name, 0.0) for name in (*COMPUTED, "launches"))
-        bill["waiting"] = machine.measured.waiting_s(
-            plan, layers=layers, computed_s=computed_s, context=machine.stack.context
-        )
+    bill |= hosted(bill, plan, stage, machine)
     bill["bubble"] = _bubble(plan, layer, layers, transfer)
-    if _crowded(plan, machine):
-        bill = _shared_cores(bill, plan, layer, machine)
+    head_s = plan.microbatches * sum(layer.head.values())
+    bill = on_shared_cores(bill, plan, machine, beyond_mean_s=head_s * (1 - 1 / plan.layout.pipeline))
     backward = layers * (layer.input_s + layer.weight_s)
     _add(bill, "gradients", gradients(plan, stage, machine, beside_s=backward))
     bill["optimizer"] = optimizer_s(plan, stage, machine)
     return Bill(bill)
 
 
-def _crowded(plan: Plan, machine: Machine) -> bool:
-    """Do the stages of a pipeline share cores?"""
-    return machine.measured is not None and plan.layout.pipeline > 1 and plan.world_size > machine.measured.cores
+def hosted(bill: Mapping[str, float], plan: Plan, stage: Stage, machine: Machine) -> dict[str, float]:
+    """What a measured machine's host adds to launches, and what its ranks wait for each other; else nothing."""
+    if machine.measured is None:
+        return {}
+    host_s = machine.measured.host_s(plan.world_size, microbatches=plan.microbatches, layers=stage.layers)
+    launches = bill.get("launches", 0.0) + host_s
+    computed_s = sum(bill.get(name, 0.0) for name in COMPUTED) + launches
+    waiting_s = machine.measured.waiting_s(
+        plan, layers=stage.layers, computed_s=computed_s, context=machine.stack.context
+    )
+    return {"launches": launches, "waiting": waiting_s}
 
 
-def _shared_cores(bill: dict[str, float], plan: Plan, layer: LayerBill, machine: Machine) -> dict[str, float]:
+def on_shared_cores(bill: dict[str, float], plan: Plan, machine: Machine, *, beyond_mean_s: float) -> dict[str, float]:
     """Two bounds of a pipeline whose ranks share cores, of which the larger holds: the work of all ranks over the
-    cores, and the fullest rank's at the rate of a core of its own, with its bubble.
+    cores, and the fullest rank's at the rate of a core of its own, with its bubble. Of other plans, the bill itself.
 
     While all work at once, a rank has cores / ranks of a core; so the first bound is the mean rank's bill at that rate.
+    `beyond_mean_s` is what the fullest rank, whose bill it is, has more to do than the mean one.
     """
-    assert machine.measured is not None
-    share = plan.world_size / machine.measured.cores
-    head_s = plan.microbatches * sum(layer.head.values())
+    measured = machine.measured
+    if measured is None or plan.layout.pipeline == 1 or plan.world_size <= measured.cores:
+        return bill
     busy_s = sum(bill.values()) - bill["bubble"]
-    mean_s = busy_s - head_s * (1 - 1 / plan.layout.pipeline)
-    alone_s = (busy_s + bill["bubble"]) / share
+    mean_s = busy_s - beyond_mean_s
+    alone_s = (busy_s + bill["bubble"]) / measured.crowding(plan.world_size)
     shared = {name: seconds * mean_s / busy_s for name, seconds in bill.items() if name != "bubble"}
     return {**shared, "bubble": max(0.0, alone_s - mean_s)}
 

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from shoal.comm.collective import Handle, Reduction
+from shoal.comm.collective import Handle, Reduction, ordinary
 
 Told = Callable[[str, int], None]
 """Gets the kind of a collective, and the bytes of the whole tensor."""
@@ -30,6 +31,9 @@ class TracedGroup:
     size: int
     rank: int = 0
     told: Told = _nobody
+
+    def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return ordinary(numel, dtype=dtype, device=device)
 
     def all_reduce(self, tensor: Tensor, op: Reduction = "sum") -> Handle:
         return self._tell("all_reduce", tensor)

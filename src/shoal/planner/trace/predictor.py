@@ -1,7 +1,8 @@
 """Predictions for a model of which only its trace is known, in the place of closed forms.
 
-    step = m x (fullest rank's traced operators by the roofline, and its collectives) + bubble + gradients + optimizer
+    step = m x (fullest rank's traced operators, and its collectives) + bubble + gradients + optimizer
 
+Operators cost what the roofline says, or, on a machine that was measured, what the nearest of its operators take.
 Everything around the model (links, ZeRO, bubbles, the optimizer) has the prices of `planner.predict.predictor`.
 """
 
@@ -22,7 +23,7 @@ from shoal.planner.predict.layer import LayerBill
 from shoal.planner.predict.measured import Measured
 from shoal.planner.predict.predictor import Predictor
 from shoal.planner.predict.stack import Stack
-from shoal.planner.predict.step import transfer_s, transfers
+from shoal.planner.predict.step import hosted, on_shared_cores, transfer_s, transfers
 from shoal.planner.predict.workload import Abilities, Stage, Workload
 from shoal.planner.trace.job import TracedJob
 from shoal.planner.trace.memory import traced_footprint
@@ -46,15 +47,25 @@ class TracedPredictor(Predictor):
         stack: Stack,
         constants: Constants | None = None,
         overheads: Overheads | None = None,
+        measured: Measured | None = None,
     ) -> None:
         # Whatever of the base class reads the sizes of a transformer is overridden below.
-        super().__init__(cast(Workload, job), cluster, stack=stack, constants=constants, overheads=overheads)
+        super().__init__(
+            cast(Workload, job), cluster, stack=stack, constants=constants, overheads=overheads, measured=measured
+        )
         self.job = job
         self._units: dict[tuple[Split, int], dict[int | None, UnitSeconds]] = {}
 
     def on(self, cluster: Cluster, *, measured: Measured | None = None) -> TracedPredictor:
-        """The same on another cluster; operators of traces are not measured."""
-        return TracedPredictor(self.job, cluster, stack=self.stack, constants=self.constants, overheads=self.overheads)
+        """The same on another cluster; `measured`: what was measured of it."""
+        return TracedPredictor(
+            self.job,
+            cluster,
+            stack=self.stack,
+            constants=self.constants,
+            overheads=self.overheads,
+            measured=measured,
+        )
 
     @property
     def abilities(self) -> Abilities:
@@ -141,13 +152,16 @@ class TracedPredictor(Predictor):
             "transfers": transfers(plan, self.machine, transfer_s=transfer, computed_s=computed),
             "gathers": gathers(plan, stage, self.machine, beside_s=computed),
         }
-        once = {"gradients": gradients(plan, stage, self.machine, beside_s=backward)}
+        once = gradients(plan, stage, self.machine, beside_s=backward)
         bill = {name: plan.microbatches * seconds for name, seconds in micro.items()}
         bill |= {name: plan.microbatches * part.seen_s for name, part in each.items()}
-        bill |= {name: part.seen_s for name, part in once.items()}
         bill["overlap"] = plan.microbatches * sum(part.slowed_s for part in each.values())
-        bill["overlap"] += sum(part.slowed_s for part in once.values())
+        bill |= hosted(bill, plan, stage, self.machine)
         bill["bubble"] = _bubble(plan, ranks, plan.virtual_stages * transfer)
+        beyond_mean_s = plan.microbatches * (fullest.total_s - sum(one.total_s for one in ranks) / len(ranks))
+        bill = on_shared_cores(bill, plan, self.machine, beyond_mean_s=beyond_mean_s)
+        bill["gradients"] = once.seen_s
+        bill["overlap"] += once.slowed_s
         bill["optimizer"] = optimizer_s(plan, stage, self.machine)
         return Bill(bill)
 
@@ -172,9 +186,8 @@ class TracedPredictor(Predictor):
         key = (_split(plan), plan.world_size)
         if key not in self._units:
             links = tensor_group(plan, self.machine)
-            self._units[key] = unit_seconds(
-                self.trace(plan), self.machine.rates, links, dispatch_s=self.constants.dispatch_s
-            )
+            prices = self.machine.prices(plan.world_size)
+            self._units[key] = unit_seconds(self.trace(plan), prices, links, dispatch_s=self.constants.dispatch_s)
         return self._units[key]
 
 

@@ -1,7 +1,7 @@
-"""Seconds of a trace's operators on a device by the roofline (`cost.roofline`), unit by unit.
+"""Seconds of a trace's operators on a device, unit by unit: by the roofline, or by measured operators (`cost.prices`).
 
-Products run at the rate of their shapes, fused attention at its share of the best rate, everything else at the rate of
-memory. The device waits where the host takes longer to launch a phase's operators than the device to run them.
+Products run at the rate of their shapes, fused attention at its own, everything else at the rate of memory. The device
+waits where the host takes longer to launch a phase's operators than the device to run them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shoal.cost.roofline import Rates, matmul_s, pass_s
+from shoal.cost.prices import Heads, Prices
 from shoal.cost.wire import Links
 from shoal.planner.trace.operator import Message, Operator
 from shoal.planner.trace.trace import Trace
@@ -35,32 +35,34 @@ class UnitSeconds:
         self.items[item] = self.items.get(item, 0.0) + seconds
 
 
-def operator_s(operator: Operator, rates: Rates) -> float:
+def operator_s(operator: Operator, prices: Prices) -> float:
     """Seconds of one operator on the device."""
     if operator.products:
         size = operator.outputs[0].element_bytes
-        return sum(matmul_s(product.matmul, rates, element_bytes=size) for product in operator.products)
+        return sum(prices.product(product.matmul, element_bytes=size) for product in operator.products)
     if operator.attention_flops:
-        return max(operator.attention_flops / (rates.matmul_flops_s * rates.flash_share), rates.kernel_s)
-    return pass_s(operator.moved_bytes, rates)
+        samples, heads, tokens, features = operator.inputs[0].dims
+        shape = Heads(samples * heads, tokens, features)
+        return prices.fused_attention(operator.attention_flops, shape, backward=operator.phase == "backward")
+    return prices.passed(operator.moved_bytes)
 
 
-def unit_seconds(trace: Trace, rates: Rates, tensor: Links, *, dispatch_s: float) -> dict[int | None, UnitSeconds]:
+def unit_seconds(trace: Trace, prices: Prices, tensor: Links, *, dispatch_s: float) -> dict[int | None, UnitSeconds]:
     """Every unit that has operators; None: what lies outside of units. `tensor` links the ranks of the messages."""
     found: dict[int | None, UnitSeconds] = {}
     for unit in {one.unit for one in trace.operators}:
         operators = [one for one in trace.operators if one.unit == unit]
-        found[unit] = _seconds(operators, rates, dispatch_s)
+        found[unit] = _seconds(operators, prices, dispatch_s)
     for message in trace.messages:
         _say(found.setdefault(message.unit, UnitSeconds(items={})), message, tensor)
     return found
 
 
-def _seconds(operators: Iterable[Operator], rates: Rates, dispatch_s: float) -> UnitSeconds:
+def _seconds(operators: Iterable[Operator], prices: Prices, dispatch_s: float) -> UnitSeconds:
     unit = UnitSeconds(items={})
     host = {"forward": 0.0, "backward": 0.0}
     for one in operators:
-        seconds = operator_s(one, rates)
+        seconds = operator_s(one, prices)
         unit.add(_item(one), seconds)
         host["forward" if one.phase == "forward" else "backward"] += dispatch_s
         weight = _weight_share(one) * seconds

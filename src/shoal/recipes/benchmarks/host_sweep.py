@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,18 @@ def host_times() -> Iterator[dict[str, Any]]:
             }  # fmt: skip
 
 
+def solo_step(run_file: RunFile, stack: ExitStack) -> Callable[[], Any]:
+    """A step of the run on this rank alone, who talks to nobody; `stack` closes what it opens."""
+    place = Place(rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, launcher="shoal")
+    setting = set_up(run_file, place, Given(), store=HashStore())
+    sync = new_sync(setting)
+    stack.callback(sync.close)
+    state = new_state(setting, sync)
+    step, feed = new_step(setting, state, sync), stack.enter_context(new_feed(setting, state.cursor))
+    numbers = iter(range(1, 10**9))
+    return lambda: step(next(numbers), feed.next().microbatches, lr=LR)
+
+
 def _step_s(folder: Path, corpus: Path, layers: int, microbatches: int) -> float:
     run_file = RunFile(
         run=RunConfig(name="host", steps=10**6, directory=str(folder), processes=1, device="cpu"),
@@ -57,16 +69,10 @@ def _step_s(folder: Path, corpus: Path, layers: int, microbatches: int) -> float
         data=Tokens(path=str(corpus), dtype="uint8"),
         batch=BatchConfig(global_samples=microbatches, micro_samples=1, sequence=SEQUENCE),
     )
-    place = Place(rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, launcher="shoal")
     with ExitStack() as stack:
-        setting = set_up(run_file, place, Given(), store=HashStore())
-        sync = new_sync(setting)
-        stack.callback(sync.close)
-        state = new_state(setting, sync)
-        step, feed = new_step(setting, state, sync), stack.enter_context(new_feed(setting, state.cursor))
-        times = []
-        for number in range(1, WARM_UP + STEPS + 1):
+        step, times = solo_step(run_file, stack), []
+        for _ in range(WARM_UP + STEPS):
             begin_s = time.perf_counter()
-            step(number, feed.next().microbatches, lr=LR)
+            step()
             times.append(time.perf_counter() - begin_s)
     return statistics.median(times[WARM_UP:])

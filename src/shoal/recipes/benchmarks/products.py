@@ -2,8 +2,9 @@
 
 Matrix products and the operators of an eager GPT, with 1 to N processes of one thread at work at the same time: where
 ranks outnumber cores, each runs at the rate that the scheduler leaves it; operators are measured where each rank has a
-core. The peer of a product is the best of its own dtype, beside which each rate is shown. What a step costs beside its
-operators is measured on a GPT so small that little else is left. Collectives are measured at two sizes; a fit of
+core; what more ranks cost each other is measured on whole steps. The peer of a product is the best of its own dtype,
+beside which each rate is shown. What a step costs beside its operators is measured on a GPT so small that little else
+is left. Collectives are measured at two sizes; a fit of
 `shoal bench comm` through more is kept.
 """
 
@@ -16,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch._C._distributed_c10d import PrefixStore
 
@@ -26,12 +28,14 @@ from shoal.launch.rendezvous import open_store
 from shoal.recipes.benchmarks import machine
 from shoal.recipes.benchmarks.comm import fits_of, swept
 from shoal.recipes.benchmarks.comm_options import Sweep
+from shoal.recipes.benchmarks.crowd_sweep import crowded_step_s
 from shoal.recipes.benchmarks.host_sweep import host_times
 from shoal.recipes.benchmarks.operator_sweep import points
+from shoal.recipes.benchmarks.step_factor import step_factor
 from shoal.recipes.benchmarks.wait_sweep import waits
 from shoal.recipes.planning.calibration_file import add_calibration
 from shoal.recipes.planning.here import cores
-from shoal.topology.calibration import Calibration, CollectiveFit, MatrixProduct, OperatorTime, Wait
+from shoal.topology.calibration import Calibration, CollectiveFit, Crowd, MatrixProduct, OperatorTime, Wait
 from shoal.topology.layout import Layout
 
 TIMEOUT_S = 600.0
@@ -58,6 +62,7 @@ def measure(place: Place) -> dict[str, Any] | None:
         "products": list(_products(world)),
         "operators": [*(_operators(world) if own_cores else ()), *(host_times() if ranks == 1 else ())],
         "waits": list(waits(world)) if ranks > 1 else [],
+        "crowd": {"ranks": ranks, "step_s": crowded_step_s(world)},
         "copy_bytes_s": _mean(world, [_copy_bytes_s(world)])[0],
         "collectives": list(fits_of(swept(place, PrefixStore("sweep", store), ROUGH))) if ranks > 1 else [],
     }
@@ -65,7 +70,7 @@ def measure(place: Place) -> dict[str, Any] | None:
 
 
 def kept(results: Sequence[dict[str, Any]], path: Path) -> Calibration:
-    """The calibration file at `path` with the results of all numbers of ranks added."""
+    """The calibration file at `path` with the results of all numbers of ranks added, and the factor that follows."""
     about = machine.machine()
     newer = Calibration(
         machine=f"{about['processor']}, {about['cores']} cores",
@@ -74,9 +79,12 @@ def kept(results: Sequence[dict[str, Any]], path: Path) -> Calibration:
         products=tuple(MatrixProduct(**product) for result in results for product in result["products"]),
         operators=tuple(OperatorTime(**operator) for result in results for operator in result["operators"]),
         waits=tuple(Wait(**wait) for result in results for wait in result["waits"]),
+        crowds=tuple(Crowd(**result["crowd"]) for result in results),
         memory_bytes_s=results[0]["copy_bytes_s"],
     )
-    return add_calibration(path, newer)
+    whole = add_calibration(path, newer)
+    factor = step_factor(whole)
+    return whole if factor is None else add_calibration(path, msgspec.structs.replace(whole, step_factor=factor))
 
 
 def rows(products: Iterable[MatrixProduct]) -> Iterator[dict[str, Any]]:

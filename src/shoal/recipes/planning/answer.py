@@ -23,7 +23,7 @@ from shoal.planner.predict.predictor import Prediction, Predictor, Workload
 from shoal.planner.predict.stack import Stack
 from shoal.planner.search.candidates import Allowed
 from shoal.planner.search.search import Found, search
-from shoal.recipes.planning.here import calibration_here, measured_here
+from shoal.recipes.planning.here import calibration_here, measured_for_traces, measured_here
 from shoal.recipes.planning.history import remembered, track_record
 from shoal.recipes.planning.plan_file import runnable, written_plan
 from shoal.recipes.run_file import RunFile
@@ -157,8 +157,14 @@ def planned(run_file: RunFile, cluster: Path | None, *, keep: int, why_not: str 
         why_not=explain_why_not(predictor, why_not, best, allowed=allowed) if why_not else None,
         money=asdict(run_cost(predictor.cluster, step_s=best.step_s, steps=run_file.run.steps)),
         basis=basis_of(predictor, stated=cluster is not None),
-        track_record=track_record(remembered(os.environ)) if predictor.measured is not None else None,
+        track_record=_track_record(predictor),
     )
+
+
+def _track_record(predictor: Predictor) -> str | None:
+    """How far predictions were off here so far; runs of traced models are not predicted."""
+    known = predictor.measured is not None and predictor.simulates
+    return track_record(remembered(os.environ)) if known else None
 
 
 def predictor_of(run_file: RunFile, cluster: Path | None) -> Predictor:
@@ -166,13 +172,16 @@ def predictor_of(run_file: RunFile, cluster: Path | None) -> Predictor:
     where = cluster_of(run_file, cluster)
     here = cluster is None and where.machine.scale_up.kind == "memory"
     calibration = calibration_here(os.environ) if here else None
-    return predictor_on(run_file, where, measured=measured_here(run_file, calibration))
+    traced = not isinstance(run_file.model, GPTConfig)
+    measured = (measured_for_traces if traced else measured_here)(run_file, calibration)
+    return predictor_on(run_file, where, measured=measured)
 
 
 def basis_of(predictor: Predictor, *, stated: bool) -> str:
     """What the predictions stand on; `stated`: a cluster file says what the machine is."""
     if predictor.measured is not None:
-        return "operators and collectives as measured on this machine"
+        traced = "" if predictor.simulates else "; the model's own by the nearest of them"
+        return f"operators and collectives as measured on this machine{traced}"
     if stated:
         return "the rates of the cluster file"
     if predictor.cluster.machine.scale_up.kind == "memory":
@@ -191,7 +200,9 @@ def predictor_on(run_file: RunFile, where: Cluster, *, measured: Measured | None
         if not isinstance(run_file.model, GPTConfig):
             from shoal.recipes.planning.tracing import traced_predictor  # imports torch, and the user's own code
 
-            return traced_predictor(run_file, where, stack=stack, overheads=_overheads(where))
+            return traced_predictor(
+                run_file, where, stack=stack, overheads=_overheads(where), constants=constants, measured=measured
+            )
         return Predictor(
             workload_of(run_file),
             where,

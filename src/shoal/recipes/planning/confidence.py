@@ -19,8 +19,11 @@ class Confidence:
 
 
 def confidence_in(predictor: Predictor, environ: Mapping[str, str]) -> Confidence:
-    """This machine's runs where predictions are of it and there are enough; else the published tables."""
-    past = remembered(environ) if predictor.measured is not None else []
+    """This machine's runs where predictions are of it and there are enough; else the published tables.
+
+    Runs of traced models are not predicted, so that nothing is remembered of them.
+    """
+    past = remembered(environ) if predictor.measured is not None and predictor.simulates else []
     times = [run.measured_s / run.predicted_s for run in past if run.predicted_s > 0 and run.measured_s > 0]
     sizes = [run.measured_bytes / run.predicted_bytes for run in past if run.predicted_bytes and run.measured_bytes]
     return Confidence(time=_own(times, PUBLISHED_TIME), memory=_own(sizes, PUBLISHED_MEMORY))

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-import msgspec
-
 from shoal.comm.backends import Facts, choose_backend
 from shoal.engine.config import Float32
 from shoal.models.config import GPTConfig, MoEConfig
 from shoal.planner.predict.measured import Measured, measured_of
-from shoal.recipes.planning.calibration_file import add_calibration, calibration_path, read_calibration
+from shoal.recipes.planning.calibration_file import calibration_path, read_calibration
 from shoal.recipes.run_file import RunFile
 from shoal.topology.calibration import Calibration
 
@@ -42,6 +40,22 @@ def measured_here(run_file: RunFile, calibration: Calibration | None) -> Measure
     """
     if calibration is None or unpredicted(run_file, calibration) is not None:
         return None
+    return _measured(run_file, calibration)
+
+
+def measured_for_traces(run_file: RunFile, calibration: Calibration | None) -> Measured | None:
+    """What prices the traced operators of a model that is none of this project's, by those of the sweep.
+
+    None where nothing was measured, for transports that were not, for other precisions than float32 and for compiled
+    models. Raises `ConfigError` where the calibration has holes.
+    """
+    if calibration is None or not isinstance(run_file.precision, Float32) or run_file.run.compile:
+        return None
+    measured = any(fit.backend == _backend(run_file) for fit in calibration.collectives)
+    return _measured(run_file, calibration) if measured and calibration.operators else None
+
+
+def _measured(run_file: RunFile, calibration: Calibration) -> Measured:
     found = measured_of(calibration, cores=cores(), dtype="float32", backend=_backend(run_file))
     return found.calibrated(calibration.step_factor or 1.0)
 
@@ -71,10 +85,3 @@ def covered(run_file: RunFile) -> bool:
     model = run_file.model
     dense = isinstance(model, GPTConfig) and not isinstance(model, MoEConfig) and not model.dropout
     return dense and isinstance(run_file.precision, Float32) and not run_file.run.compile
-
-
-def keep_factor(factor: float, environ: Mapping[str, str]) -> None:
-    """Adds the factor of one measured step to this machine's calibration."""
-    known = calibration_here(environ)
-    if known is not None:
-        add_calibration(calibration_path(environ), msgspec.structs.replace(known, step_factor=factor))

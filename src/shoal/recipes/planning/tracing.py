@@ -22,6 +22,8 @@ from shoal.models.build import build as build_model
 from shoal.models.config import PythonModel
 from shoal.parallel.tensor.cross_entropy import vocabulary_cross_entropy
 from shoal.parallel.tensor.vocabulary import VocabularySplit, gather_logits
+from shoal.planner.predict.constants import Constants
+from shoal.planner.predict.measured import Measured
 from shoal.planner.predict.stack import Stack
 from shoal.planner.trace.group import TracedGroup
 from shoal.planner.trace.job import TracedJob
@@ -46,11 +48,22 @@ def subject_of(run_file: RunFile, environ: Mapping[str, str] = os.environ) -> tu
     return subject, sample
 
 
-def traced_predictor(run_file: RunFile, where: Cluster, *, stack: Stack, overheads: Overheads) -> TracedPredictor:
-    """What prices plans of the run file's model on a cluster. Raises `UserCodeError`, `DataError`."""
+def traced_predictor(
+    run_file: RunFile,
+    where: Cluster,
+    *,
+    stack: Stack,
+    overheads: Overheads,
+    constants: Constants | None = None,
+    measured: Measured | None = None,
+) -> TracedPredictor:
+    """What prices plans of the run file's model on a cluster; `measured` where it is of this machine.
+
+    Raises `UserCodeError`, `DataError`.
+    """
     subject, batch = subject_of(run_file)
     job = TracedJob(subject=subject, global_samples=run_file.batch.global_samples, sequence=batch.weights[0].numel())
-    return TracedPredictor(job, where, stack=stack, overheads=overheads)
+    return TracedPredictor(job, where, stack=stack, constants=constants, overheads=overheads, measured=measured)
 
 
 @dataclass(frozen=True)
