@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.shoal-installed
 
-.PHONY: help demo test check bench bench-wire bench-link bench-plan bench-zero bench-memory bench-pipeline bench-noise verify-matrix sanitize stress clean
+.PHONY: help demo test check bench bench-wire bench-link bench-plan bench-zero bench-memory bench-pipeline bench-noise bench-check verify-matrix sanitize stress clean
 
 help:
 	@echo "make demo    trains a small GPT on this machine's Python library (about 3 minutes) and writes a report"
@@ -17,6 +17,7 @@ help:
 	@echo "make bench-wire, bench-zero, bench-plan   shared memory beside Gloo, ZeRO beside DDP, plans beside published tables"
 	@echo "make bench-link   slow links that this machine plays itself, beside their closed forms (root and iproute2)"
 	@echo "make bench-memory, bench-pipeline   bytes a rank keeps beside closed forms; bubbles, activations in flight, balance"
+	@echo "make bench-check   steps in which ranks compare their collectives, beside steps in which they do not"
 	@echo "make verify-matrix   proves 150 layouts against one process (half an hour on two cores); JSON in out/"
 	@echo "make stress   runs what takes long for its numbers: 64 ranks, a thousand groups"
 	@echo "make sanitize   runs the C core under the address and thread sanitizers"
@@ -42,7 +43,7 @@ bench: $(READY)
 	@$(BIN)/python -m json.tool out/bench-step.json
 	@echo "Written to out/bench-step.json"
 
-bench-wire bench-link bench-zero bench-memory bench-pipeline bench-noise: bench-%: $(READY)
+bench-wire bench-link bench-zero bench-memory bench-pipeline bench-noise bench-check: bench-%: $(READY)
 	@mkdir -p out
 	$(BIN)/shoal bench $* --json > out/bench-$*.json.part
 	@mv out/bench-$*.json.part out/bench-$*.json

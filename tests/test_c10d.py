@@ -206,3 +206,32 @@ def leaves_nothing(place, groups: int) -> tuple[int, list[str]]:
 def test_groups_that_are_destroyed_leave_nothing(ranks) -> None:
     """Sixty groups, made, used and destroyed: no descriptor and no segment more than before."""
     assert ranks(2, leaves_nothing, 60) == [(0, [])] * 2
+
+
+def threads() -> set[int]:
+    return {int(thread) for thread in os.listdir("/proc/self/task")}
+
+
+def policies_of_new_threads(place) -> list[int]:
+    """On rank 0: of those that carry out a call which nobody waits for but its future. Rank 1 comes after that."""
+
+    def program(_: object) -> list[int]:
+        group, total = dist.new_group(), torch.ones(1 << 19)
+        there = threads()
+        if place.rank == 1:
+            place.store.wait(["asked"])
+            dist.all_reduce(total, group=group)
+            return []
+        work = dist.all_reduce(total, group=group, async_op=True)
+        assert work is not None
+        future = work.get_future()
+        place.store.set("asked", "")
+        future.wait()
+        return [os.sched_getscheduler(thread) for thread in threads() - there]
+
+    return with_backend(place, "shoal", program)
+
+
+def test_threads_of_the_backend_do_not_interrupt_those_that_compute(ranks) -> None:
+    """They are batch threads: the core's, and the one that completes futures."""
+    assert ranks(2, policies_of_new_threads)[0] == [os.SCHED_BATCH] * 2

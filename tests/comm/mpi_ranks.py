@@ -16,6 +16,7 @@ import torch.distributed as dist
 from shoal.comm.backends import Transport
 from shoal.comm.collective import GroupCollective
 from shoal.comm.mesh import Mesh, build_mesh
+from shoal.comm.recurrence import CONTEXT
 from shoal.comm.seam import Seam
 from shoal.errors import CollectiveError, EnvironmentFault
 from shoal.launch.environment import Place, place_from
@@ -77,9 +78,10 @@ def reduced(place: Place, store: dist.Store) -> list[str]:
 
 
 def disagreeing(place: Place, store: dist.Store) -> list[str]:
-    """Ranks that call different things are named over MPI too."""
+    """Ranks that call different things are named over MPI too, after many calls that were alike."""
     world = mesh_over(place, store, "mpi", check=True).world
-    world.all_reduce(torch.ones(3)).wait()
+    for _ in range(2 * CONTEXT):
+        world.all_reduce(torch.ones(3)).wait()
     try:
         world.all_reduce(torch.ones(3 + (place.rank == 1))).wait()
     except CollectiveError as error:

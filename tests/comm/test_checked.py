@@ -10,8 +10,9 @@ import torch
 
 from shoal.comm.backends import Transport
 from shoal.comm.collective import Collective
-from shoal.comm.comparison import disagreement
+from shoal.comm.disagreement import disagreement
 from shoal.comm.mesh import Mesh, build_mesh
+from shoal.comm.recurrence import CONTEXT
 from shoal.errors import CollectiveError
 from shoal.topology.layout import Layout
 from tests.comm.hosts import on_host
@@ -19,6 +20,7 @@ from tests.comm.test_collective import everything, expected
 
 SECONDS = 5.0  # the promise
 HOSTS = "aab"
+REPEATS = 2 * CONTEXT  # so often that the next call is expected, and made without asking
 
 
 def checked(place, transport: Transport, *, timeout_s: float = 30.0) -> Mesh:
@@ -75,12 +77,17 @@ MISTAKES: dict[str, tuple[Callable[[Collective, bool], None], tuple[str, str]]] 
 }
 
 
-def mistaken(place, transport: Transport, names: list[str]) -> dict[str, tuple[str, float]]:
-    """What this rank is told of each mistake of the last rank, and after how long; each on groups of its own."""
+def mistaken(place, transport: Transport, names: list[str], rounds: int) -> dict[str, tuple[str, float]]:
+    """What this rank is told of each mistake of the last rank, and after how long; each on groups of its own.
+
+    All are right in some `rounds` before.
+    """
     told = {}
     for name in names:
         world = checked(_in(place, name), transport).world
         world.all_reduce(torch.ones(3)).wait()
+        for _ in range(rounds):
+            _mistake(name, world, False)
         begin_s = time.monotonic()
         with pytest.raises(CollectiveError) as error:
             _mistake(name, world, place.rank == place.size - 1)
@@ -100,11 +107,27 @@ def _in(place, name: str):
     return type(place)(place.rank, place.size, torch.distributed.PrefixStore(name, place.store))
 
 
-@pytest.mark.parametrize("transport", ["gloo", "shm", "hierarchical"])
-def test_each_mistake_is_named_by_all_ranks_in_seconds(ranks, transport: Transport) -> None:
-    """Shape, dtype, reduction, operation, root, order, rows: both calls, who made them and where, the same on all."""
-    results = ranks(3, mistaken, transport, list(MISTAKES))
-    for name, (function, says) in MISTAKES.items():
+@pytest.mark.parametrize(
+    ("transport", "rounds", "names"),
+    [
+        ("gloo", 0, list(MISTAKES)),
+        ("shm", 0, list(MISTAKES)),
+        ("hierarchical", 0, list(MISTAKES)),
+        ("gloo", REPEATS, list(MISTAKES)),
+        ("shm", REPEATS, list(MISTAKES)),
+        ("hierarchical", REPEATS, ["shape", "order"]),
+    ],
+)
+def test_each_mistake_is_named_by_all_ranks_in_seconds(
+    ranks, transport: Transport, rounds: int, names: list[str]
+) -> None:
+    """Shape, dtype, reduction, operation, root, order, rows: both calls, who made them and where, the same on all.
+
+    Whether it is made at the start, or where the ranks expect each other to do what they have done all the time.
+    """
+    results = ranks(3, mistaken, transport, names, rounds)
+    for name in names:
+        function, says = MISTAKES[name]
         assert len({result[name][0] for result in results}) == 1
         sentence = results[0][name][0]
         for part in says:
@@ -118,10 +141,12 @@ def test_each_mistake_is_named_by_all_ranks_in_seconds(ranks, transport: Transpo
         assert f"test_checked.py:{line + 1}" in sentence or f"test_checked.py:{line + 2}" in sentence, sentence
 
 
-def crossed(place, transport: Transport) -> tuple[str, float]:
-    """Two groups of the same ranks, called in another order by the last one."""
+def crossed(place, transport: Transport, rounds: int) -> tuple[str, float]:
+    """Two groups of the same ranks, called in another order by the last one, after some `rounds` in one order."""
     mesh = checked(place, transport)
     groups = [mesh.world, mesh.ranks(range(place.size), lane="other")]
+    for group in groups * rounds:
+        group.all_reduce(torch.ones(3)).wait()
     if place.rank == place.size - 1:
         groups.reverse()
     begin_s = time.monotonic()
@@ -133,10 +158,10 @@ def crossed(place, transport: Transport) -> tuple[str, float]:
     return "no error", 0.0
 
 
-@pytest.mark.parametrize("transport", ["gloo", "shm"])
-def test_ranks_that_wait_for_each_other_in_different_groups_are_named(ranks, transport: Transport) -> None:
+@pytest.mark.parametrize(("transport", "rounds"), [("gloo", 0), ("gloo", REPEATS), ("shm", 0)])
+def test_ranks_that_wait_for_each_other_in_different_groups_are_named(ranks, transport: Transport, rounds: int) -> None:
     """Ranks 0 and 1 wait in one group, rank 2 in another: no call differs, and yet nobody can go on."""
-    for sentence, seconds in ranks(3, crossed, transport):
+    for sentence, seconds in ranks(3, crossed, transport, rounds):
         assert "ranks wait for each other" in sentence
         assert "group 'world'" in sentence
         assert "group 'world-other'" in sentence
@@ -188,6 +213,31 @@ def async_then_message(place, transport: Transport) -> float:
 def test_a_call_under_way_needs_nobody_who_waits_for_it(ranks, transport: Transport) -> None:
     """A collective is made though its caller waits for something else: what ran without the check runs with it."""
     assert ranks(2, async_then_message, transport) == [2.0, 2.0]
+
+
+def elsewhere(place) -> tuple[str, float]:
+    """The last rank calls something else than all expect of it; the others wait for it in another group."""
+    mesh = checked(place, "gloo")
+    world, other = mesh.world, mesh.ranks(range(place.size), lane="other")
+    for _ in range(REPEATS):
+        world.all_reduce(torch.ones(3)).wait()
+    begin_s = time.monotonic()
+    try:
+        handle = world.all_reduce(torch.ones(4 if place.rank == place.size - 1 else 3))
+        if place.rank == place.size - 1:
+            handle.wait()
+        other.all_reduce(torch.ones(3)).wait()
+    except CollectiveError as error:
+        return str(error), time.monotonic() - begin_s
+    return "no error", 0.0
+
+
+def test_a_difference_is_heard_of_while_nobody_waits_for_that_call(ranks) -> None:
+    """Who called something else is told, and so are the others, although they stand in another group's call."""
+    for sentence, seconds in ranks(3, elsewhere):
+        assert "float32 [3]" in sentence, sentence
+        assert "float32 [4]" in sentence
+        assert seconds < SECONDS
 
 
 def test_ranks_that_called_the_same_are_named_together() -> None:

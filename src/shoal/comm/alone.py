@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shoal.comm.collective import Handle, Reduction
+from shoal.comm.collective import Handle, Reduction, ordinary
 from shoal.errors import CollectiveError
 
 
@@ -20,6 +20,9 @@ class Alone:
 
     rank = 0
     size = 1
+
+    def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return ordinary(numel, dtype=dtype, device=device)
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction = "sum") -> Handle:
         return _Done()

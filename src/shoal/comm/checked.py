@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shoal.comm.disagreement import Rows
 from shoal.comm.fingerprint import Fingerprint, fingerprint
+from shoal.comm.revocable import Revocable
 from shoal.comm.waiting import Board, Stall
 
 
@@ -30,9 +31,14 @@ class Way(Protocol):
 class Checked:
     """Stands before `inner`, whose collectives nobody else may call. `board` is where stalled ranks are seen."""
 
-    def __init__(self, inner: Any, way: Way, *, label: str, board: Board | None = None) -> None:
-        self.inner, self._way, self._label, self._board = inner, way, label, board
+    def __init__(self, inner: Revocable, way: Way, *, label: str, board: Board | None = None) -> None:
+        self._inner, self._way, self._label, self._board = inner, way, label, board
         self._calls = 0
+
+    @property
+    def inner(self) -> Any:
+        """The group. Raises `CollectiveError` where it was given up."""
+        return self._inner.group
 
     def __getattr__(self, name: str) -> Any:
         """What is no collective goes straight to the group."""

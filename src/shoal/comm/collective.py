@@ -33,6 +33,15 @@ class Collective(Protocol):
     @property
     def size(self) -> int: ...
 
+    def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Zeros `[numel]` for tensors that the group will often be given, whole or in parts.
+
+        Where the group can make memory that its ranks reach in each other (CPU ranks of one host: symmetric memory, as
+        NCCL's windows), its collectives copy less there; elsewhere it is ordinary memory. Results are the same bits.
+        A rank that calls it for one tensor does so for the same one on all ranks, in the same order; nobody waits.
+        """
+        ...
+
     def all_reduce(self, tensor: torch.Tensor, op: Reduction = "sum") -> Handle:
         """`tensor` becomes the reduction over all ranks, the same bits on each."""
         ...
@@ -77,16 +86,31 @@ class Collective(Protocol):
     def barrier(self) -> Handle: ...
 
 
+class Allocate(Protocol):
+    """How a group allocates, see `Collective.allocate`."""
+
+    def __call__(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor: ...
+
+
+def ordinary(numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What a group gives that has no memory of its own: zeros `[numel]`."""
+    return torch.zeros(numel, dtype=dtype, device=device)
+
+
 _OPERATIONS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 class GroupCollective:
-    """`Collective` over a process group."""
+    """`Collective` over a process group. `memory`: what allocates; None: ordinary memory."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, memory: Allocate | None = None) -> None:
         self.group = group
         self.rank: int = group.rank()
         self.size: int = group.size()
+        self._memory: Allocate = memory or ordinary
+
+    def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self._memory(numel, dtype=dtype, device=device)
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction = "sum") -> Handle:
         options = c10d.AllreduceOptions()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,13 +18,14 @@ from shoal.comm.by_exchange import ByExchange
 from shoal.comm.by_marks import ByMarks
 from shoal.comm.checked import Checked, Way
 from shoal.comm.collective import GroupCollective
-from shoal.comm.comparison import Comparer
 from shoal.comm.conditions import Conditions
 from shoal.comm.diagnosis import Diagnosis, introduce
+from shoal.comm.flight_recorder import FlightRecorder
 from shoal.comm.hierarchical.build import share_hosts
 from shoal.comm.ledger import Ledger
 from shoal.comm.mpi.build import share_mpi
 from shoal.comm.mpi.world import started_by_mpiexec, why_no_mpi
+from shoal.comm.revocable import Revocable
 from shoal.comm.seam import Seam
 from shoal.comm.shm.core import CoreMissing, core_identity
 from shoal.comm.shm.core_group import CoreGroup
@@ -65,19 +65,23 @@ def connect(
     facts = _facts(store, rank, size, device=device, transport=transport, timeout_s=timeout_s)
     choice = choose_backend(transport, facts)
     inner, choice = _opened(choice, facts, store, rank, size, transport=transport, timeout_s=timeout_s)
+    memory = inner.allocate if isinstance(inner, CoreGroup) else None
     tables = None
     if algorithm != "backend" and choice.backend == "gloo" and size > 1:
         inner, choice = AlgorithmGroup(inner, algorithm), Choice("gloo", f"{choice.why}; algorithm: {algorithm}")
         tables = inner.table
     if check_collectives:
-        way = _way(inner, choice, store, rank, size, members=members, label=label, timeout_s=timeout_s)
-        inner = Checked(inner, way, label=label, board=board)
+        held = Revocable(inner)
+        recorder = FlightRecorder(store, rank, members, label)
+        way = _way(held, choice, store, rank, size, recorder=recorder, board=board, timeout_s=timeout_s)
+        inner = Checked(held, way, label=label, board=board)
     return GroupCollective(
         Seam(
             inner, backend=choice.backend, why=choice.why, label=label, ledger=ledger,
             diagnosis=Diagnosis(store, rank, members), conditions=conditions,
             volume=Volume(choice.backend, rank, facts.hosts, tables=tables),
-        )
+        ),
+        memory,
     )  # fmt: skip
 
 
@@ -124,12 +128,12 @@ def _opened(
 
 
 def _way(
-    inner: Any, choice: Choice, store: Store, rank: int, size: int, *, members: Sequence[str], label: str,
-    timeout_s: float,
+    inner: Revocable, choice: Choice, store: Store, rank: int, size: int, *, recorder: FlightRecorder,
+    board: Board | None, timeout_s: float,
 ) -> Way:  # fmt: skip
     """How the ranks compare their calls: by themselves where the core does it, else in a group beside `inner`."""
-    if isinstance(inner, CoreGroup):
-        return ByMarks(inner, store, members, label)
+    if isinstance(inner.group, CoreGroup):
+        return ByMarks(inner.group, recorder)
     beside = PrefixStore("check", store)
     if choice.backend == "mpi":
         exchange = share_mpi(beside, rank, size, timeout_s=timeout_s)
@@ -137,7 +141,10 @@ def _way(
         exchange = _gloo(beside, rank, size, timeout_s)
     if choice.backend in ("gloo", "shm"):
         exchange, _ = share_memory(exchange, beside, timeout_s=timeout_s)
-    return ByExchange(Comparer(exchange, store, members, label), blocking=choice.backend == "nccl")
+    return ByExchange(
+        inner, exchange, store, recorder, board=board, expects=choice.backend not in ("mpi", "nccl"),
+        blocking=choice.backend == "nccl",
+    )  # fmt: skip
 
 
 def _on_two_levels(gloo: Any, choice: Choice, facts: Facts, store: Store, timeout_s: float) -> tuple[Any, Choice]:

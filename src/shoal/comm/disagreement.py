@@ -14,6 +14,7 @@ PATIENCE_S = 3.0
 """How long a rank that found a difference waits for what the others have to say."""
 POLL_S = 0.005
 SILENT = "something that it has not told"
+NOT_YET = "nothing yet"
 Rows = tuple[Sequence[int], Sequence[int]]
 """What a rank sends to each rank, and what it expects of each."""
 
@@ -28,6 +29,11 @@ def told(store: Store, key: str, rank: int, size: int, mine: str) -> dict[int, s
                 found[other] = store.get(f"{key}/{other}").decode()
         time.sleep(POLL_S)
     return found
+
+
+def said(text: str | None) -> str:
+    """What a rank called, for people: None where it does not answer, empty where it has not come to the call."""
+    return SILENT if text is None else text or NOT_YET
 
 
 def disagreement(texts: Sequence[str], what: str, members: Sequence[str]) -> str:

@@ -27,11 +27,15 @@ _NOT_THE_CALLER = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
 
 
 class Fingerprint(NamedTuple):
-    """`what` has to be alike on all ranks, `number` is 63 bits of it; `where` is the line that made the call."""
+    """`what` has to be alike on all ranks, `number` is 63 bits of it; `where` is the line that made the call.
+
+    `mutual`: no rank has its result before all ranks have made the call.
+    """
 
     what: str
     number: int
     where: tuple[str, int]
+    mutual: bool = False
 
     def __str__(self) -> str:
         return f"{self.what} at {self.where[0]}:{self.where[1]}"
@@ -48,7 +52,8 @@ def fingerprint(
     """Of a call that is being made now. `rows=False`: the first dim may differ between ranks."""
     name = "" if reduce_op is None else next((name for op, name in _OPS if reduce_op == op), "other")
     what, number = _described(operation, tuple((t.dtype, tuple(t.shape)) for t in tensors), name, root, rows)
-    return Fingerprint(what, number, _caller())
+    mutual = root is None and rows and all(t.numel() for t in tensors)
+    return Fingerprint(what, number, _caller(), mutual)
 
 
 @functools.lru_cache(maxsize=4096)

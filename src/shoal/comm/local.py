@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shoal.comm.collective import Handle, Reduction
+from shoal.comm.collective import Handle, Reduction, ordinary
 from shoal.errors import CollectiveError
 
 Results = Callable[[list[Any]], Sequence[torch.Tensor | None]]
@@ -72,6 +72,9 @@ class LocalCollective:
         self.rank, self.size, self._hub = rank, hub.size, hub
         self._calls = 0
         self._messages: dict[tuple[int, int, int], int] = {}
+
+    def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return ordinary(numel, dtype=dtype, device=device)
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction = "sum") -> Handle:
         return self._meet("all_reduce", tensor.clone(), tensor, lambda all_: [_reduced(all_, op)] * self.size)

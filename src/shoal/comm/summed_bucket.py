@@ -28,12 +28,16 @@ class Summand:
 
 @dataclass
 class SummedBucket:
-    """A flat buffer and the slices of it that are gradients. `counted`: those that this rank's norm counts."""
+    """A flat buffer and the slices of it that are gradients. `counted`: those that this rank's norm counts.
+
+    `share`: where ranks of the group share the norm, the part of the buffer that is this rank's to count.
+    """
 
     flat: Tensor
     slices: dict[int, Tensor]
     group: Collective | None
     counted: Collection[int]
+    share: slice | None = None
     missing: int = 0
     keeps: bool = True
     _handle: Handle | None = field(default=None, init=False)
@@ -59,7 +63,9 @@ class SummedBucket:
             self._handle.wait()
 
     def norm(self) -> Tensor:
-        """The 2-norm of the slices that are counted, in float32 at least."""
+        """The 2-norm of the slices that are counted, or of this rank's share, in float32 at least."""
+        if self.share is not None:
+            return two_norm(self.flat[self.share])
         return counted_norm(self.flat, self.slices, self.counted)
 
     def scale(self, factor: float | Tensor) -> None:
@@ -67,28 +73,41 @@ class SummedBucket:
         self.flat.mul_(factor)
 
 
-def summed_buckets(summands: Sequence[Summand], *, bucket_bytes: int, first_bucket_bytes: int) -> list[SummedBucket]:
-    """The buckets of one rank. Those of a group have the same members on all of its ranks."""
+def summed_buckets(
+    summands: Sequence[Summand], *, bucket_bytes: int, first_bucket_bytes: int, share_norm: bool = False
+) -> list[SummedBucket]:
+    """The buckets of one rank. Those of a group have the same members on all of its ranks.
+
+    `share_norm`: each rank of a group takes the norm of its part of a bucket; all of them count everything in it.
+    """
     members = []
     for index, summand in enumerate(summands):
         parameter = summand.parameter
         kind = (parameter.dtype, parameter.device, id(summand.group))
         members.append(Member(index, parameter.numel(), parameter.numel() * parameter.element_size(), kind))
     plan = cut(members, first_bytes=first_bucket_bytes, bytes_limit=bucket_bytes)
-    return [_bucket([summands[m.index] for m in bucket], [m.index for m in bucket]) for bucket in plan]
+    return [_bucket([summands[m.index] for m in bucket], [m.index for m in bucket], share_norm) for bucket in plan]
 
 
-def _bucket(summands: Sequence[Summand], indices: Sequence[int]) -> SummedBucket:
+def _bucket(summands: Sequence[Summand], indices: Sequence[int], share_norm: bool) -> SummedBucket:
     starts, end = aligned([s.parameter.numel() for s in summands])
     first = summands[0].parameter
-    flat = torch.zeros(end, dtype=first.dtype, device=first.device)
+    group = summands[0].group
+    flat = group.allocate(end, dtype=first.dtype, device=first.device)
     slices = {
         index: flat[start : start + summand.parameter.numel()].view_as(summand.parameter)
         for index, start, summand in zip(indices, starts, summands, strict=True)
     }
-    group = summands[0].group
     counted = [index for index, summand in zip(indices, summands, strict=True) if summand.counted]
-    return SummedBucket(flat, slices, group if group.size > 1 else None, counted)
+    share = share_of(end, group.rank, group.size) if share_norm else None
+    return SummedBucket(flat, slices, group if group.size > 1 else None, counted, share)
+
+
+def share_of(length: int, rank: int, size: int) -> slice:
+    """The part of a buffer that is one rank's, in whole cache lines."""
+    lines = -(-length // ALIGNMENT)
+    start, stop = (min(length, lines * r // size * ALIGNMENT) for r in (rank, rank + 1))
+    return slice(start, stop)
 
 
 def aligned(lengths: Sequence[int]) -> tuple[list[int], int]:

@@ -9,7 +9,7 @@ nobody is left who could make the call that one of them needs: a deadlock, once 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -19,6 +19,8 @@ from shoal.errors import CollectiveError
 
 LOOK_S = 1.0
 """How long a call may wait for other ranks before the reason is looked for."""
+SLICE_S = 0.25
+"""How long a wait goes on before it asks whether anything was heard."""
 
 
 class Waiting(NamedTuple):
@@ -43,6 +45,8 @@ class Board:
         self._groups: dict[str, Sequence[int]] = {}
         self._made: dict[str, int] = {}
         self._turn = 0
+        self.failed: CollectiveError | None = None
+        """What is wrong in one of this rank's groups. Whoever waits in another shall not wait for its ranks."""
 
     def enter(self, group: str, ranks: Sequence[int]) -> None:
         """This rank has a group of these ranks of the world; its label is the same on all of them."""
@@ -114,7 +118,9 @@ class Stall:
             raise CollectiveError(sentence) from None
 
     def look(self) -> None:
-        """Raises `CollectiveError` where ranks wait for each other now, and did at the last look."""
+        """Raises `CollectiveError` where ranks wait for each other, now and before, or another group failed."""
+        if self._board.failed is not None:
+            raise self._board.failed
         if not self._written:
             self._board.write(self._group, self._call, self._what)
             self._written = True
@@ -134,6 +140,16 @@ def waited(work: Any, limit_s: float) -> bool:
         if work.is_completed():
             raise
         return False
+
+
+def patiently(attempt: Callable[[float], bool], hear: Callable[[], None], stall: Stall | None) -> None:
+    """Tries `attempt(seconds)` again and again until it succeeds; in between, hears, and looks where it lasts."""
+    slices = 0
+    while not attempt(SLICE_S):
+        hear()
+        slices += 1
+        if stall is not None and slices % round(LOOK_S / SLICE_S) == 0:
+            stall.look()
 
 
 def deadlock(found: Mapping[int, Waiting]) -> str:

@@ -24,7 +24,10 @@ class Randomness:
 
     def step(self, step: int) -> None:
         """Before a step."""
-        torch.manual_seed(key_of(self._seed, "step", step, self._replica))
+        seed = key_of(self._seed, "step", step, self._replica)
+        torch.default_generator.manual_seed(seed)  # `torch.manual_seed` takes a millisecond to note it for absent GPUs
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(seed)
 
     def microbatch(self, positions: Tensor) -> None:
         """Before the forward of a microbatch whose samples stand at `positions` (int64 [samples])."""

@@ -53,6 +53,7 @@ class AllReduceSync:
         self.owned, self.own = owned, OwnGradient()
         self._summands, self._config, self._replica, self._world = summands, config, replica, world
         self._device = summands[0].parameter.device if summands else torch.device("cpu")
+        self._sharing = _norm_group(summands) if replica.size == 1 else None
         self.remembered = None if config.bucket == "fixed" or world is None else self._search(world)
         self._cut(config.bucket_bytes if self.remembered is None else self.remembered.size)
         self._begin_s = 0.0
@@ -71,7 +72,7 @@ class AllReduceSync:
         return self._reducer.schedule()
 
     def gradients(self) -> Tensor:
-        norm = global_norm(self._reducer.finish(), self._replica, device=self._device)
+        norm = global_norm(self._reducer.finish(), self._sharing or self._replica, device=self._device)
         if self.remembered is not None and self.remembered.chosen is None:
             self.remembered.note(self._slowest(time.perf_counter() - self._begin_s))
         return norm
@@ -95,7 +96,10 @@ class AllReduceSync:
     def _cut(self, bucket_bytes: int) -> None:
         """Makes buckets of this size, which is then that of the first one too where it is smaller."""
         self._bucket_bytes, first_bytes = bucket_bytes, min(self._config.first_bucket_bytes, bucket_bytes)
-        self._buckets = summed_buckets(self._summands, bucket_bytes=bucket_bytes, first_bucket_bytes=first_bytes)
+        self._buckets = summed_buckets(
+            self._summands, bucket_bytes=bucket_bytes, first_bucket_bytes=first_bytes,
+            share_norm=self._sharing is not None,
+        )  # fmt: skip
         self._reducer = Reducer([(s.name, s.parameter) for s in self._summands], self._buckets, own=self.own)
 
     def _search(self, world: Collective) -> BucketSearch:
@@ -106,6 +110,15 @@ class AllReduceSync:
     def _slowest(self, own_s: float) -> float:
         assert self._world is not None, "without it there is no search"
         return _largest(own_s, self._world, self._device)
+
+
+def _norm_group(summands: Sequence[Summand]) -> Collective | None:
+    """The ranks that share the norm, each taking that of its part: all have the same sums, and count all of them."""
+    groups = {id(summand.group): summand.group for summand in summands}
+    if len(groups) != 1 or not all(summand.counted for summand in summands):
+        return None
+    (group,) = groups.values()
+    return group if group.size > 1 else None
 
 
 def _largest(own: float, group: Collective, device: torch.device) -> float:

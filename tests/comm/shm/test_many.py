@@ -18,6 +18,7 @@ pytestmark = pytest.mark.stress
 
 RANKS, NUMEL, MANY_S = 64, 4096, 120.0
 GROUPS, WARM_UP = 1000, 20
+WINDOW = 40_000  # elements: enough for a call to be carried out in allocated memory
 
 
 def sums_of_many(place: Any) -> list[str]:
@@ -61,7 +62,11 @@ def left_over(place: Any) -> tuple[dict[str, int], dict[str, int]]:
 
 def _use(place: Any, number: int) -> None:
     group = shared(place, f"group-{number}")
-    GroupCollective(group).all_reduce(torch.ones(8)).wait()
+    collective = GroupCollective(group, group.allocate)
+    collective.all_reduce(torch.ones(8)).wait()
+    memory = collective.allocate(WINDOW, dtype=torch.float32, device=torch.device("cpu"))
+    if number % 2:  # some are never used
+        collective.all_reduce(memory).wait()
     group.shutdown()
 
 

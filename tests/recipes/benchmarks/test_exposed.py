@@ -58,6 +58,7 @@ def test_where_nothing_is_measurable_the_all_reduces_alone_are_judged_and_it_is_
 def test_nothing_measurable_and_no_calls_to_time_is_no_success() -> None:
     """Noise over noise is one."""
     found = first_check(turns(gloo_s=0.0, ours_s=0.0))
+    assert "not measurable" in found["name"]
     assert (found["value"], found["holds"]) == (1.0, False)
 
 

@@ -66,3 +66,15 @@ def test_the_all_reduces_of_a_step_are_found(ranks, tmp_path: Path) -> None:
         assert len(numels) >= 4 * LAYERS
         assert numels == once_more
         assert fsdp2 == []
+
+
+def two_backends(group: Any, corpus: Path) -> tuple[float, float]:
+    sums = PROGRAMS["tensor"](group, corpus, tokens=TOKENS)()
+    return sums, PROGRAMS["tensor"](dist.new_group(backend="fake"), corpus, tokens=TOKENS)()
+
+
+def test_two_programs_of_one_process_use_their_own_groups(ranks, tmp_path: Path) -> None:
+    """The same ranks, split over Gloo and then over the fake backend, which adds nothing up: another loss."""
+    outcomes = ranks(2, with_group, "gloo", two_backends, corpus_file(tmp_path))
+    assert outcomes[0][0] == outcomes[1][0]
+    assert all(summed != unsummed for summed, unsummed in outcomes)

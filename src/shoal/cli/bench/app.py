@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from shoal.cli.bench import (
+    check,
     checkpoint,
     comm,
     feed,
@@ -36,6 +37,7 @@ app.command("zero")(zero.zero)
 app.command("comm")(comm.comm)
 app.command("wire")(wire.wire)
 app.command("link")(link.link)
+app.command("check")(check.check)
 app.command("programs")(programs.programs)
 app.command("memory")(memory.memory)
 app.command("pipeline")(pipeline.pipeline)

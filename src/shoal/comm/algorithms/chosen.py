@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from shoal.collectives.table import Kind, Table
@@ -47,6 +48,9 @@ class ChosenCollective:
     def _choose(self, kind: Kind, size: float, root: int) -> Table:
         named = choose_named(self._name, kind, size, self._links, root=root) if self._name else None
         return (named or choose(kind, size, self._links, root=root, add_bytes_s=self._add_bytes_s)).table
+
+    def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._inner.allocate(numel, dtype=dtype, device=device)
 
     def all_reduce(self, tensor: Tensor, op: Reduction = "sum") -> Handle:
         table = self.table("all_reduce", tensor.nbytes)

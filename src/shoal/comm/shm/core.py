@@ -41,11 +41,13 @@ class Outcome(IntEnum):
 class Fault(IntEnum):
     """Why a call failed."""
 
-    NO_FAULT, PEER_DEAD, PEER_LEFT, PEER_FAILED, TIMED_OUT, DISAGREE, WRONG_SIZE, CLOSED, NO_MEMORY = range(9)
+    NO_FAULT, PEER_DEAD, PEER_LEFT, PEER_FAILED, TIMED_OUT, DISAGREE, WRONG_SIZE, CLOSED, NO_MEMORY, UNSHARED = range(
+        10
+    )
 
 
 class Settings(Structure):
-    """Sizes of a segment, and how waiting is done. The same on all ranks, but for spins."""
+    """Sizes of a segment, and how waiting is done. The same on all ranks, but for the last three."""
 
     _fields_ = (
         ("places", c_uint32),
@@ -53,6 +55,7 @@ class Settings(Structure):
         ("ring_bytes", c_uint64),
         ("one_shot_bytes", c_uint64),
         ("spins", c_uint32),
+        ("spare_core", c_bool),
         ("timeout_s", c_double),
     )
 
@@ -67,6 +70,8 @@ class Signature(Structure):
         ("root", c_int32),
         ("bytes", c_uint64),
         ("mark", c_uint64),
+        ("window", c_uint64),
+        ("offset", c_uint64),
     )
 
 
@@ -82,6 +87,9 @@ _FUNCTIONS = {
     "open": (c_void_p, [c_int, c_int, _POINTERS, POINTER(c_int), POINTER(Settings)]),
     "start": (c_void_p, [c_void_p, _SIGNATURE, c_void_p, c_void_p, c_bool]),
     "start_lists": (c_void_p, [c_void_p, _SIGNATURE, _POINTERS, _COUNTS, _POINTERS, _COUNTS, c_bool]),
+    "share": (c_void_p, [c_void_p, c_int, c_uint64, POINTER(c_int)]),
+    "address": (c_void_p, [c_void_p]),
+    "release": (None, [c_void_p]),
     "message": (c_void_p, [c_void_p, c_int, c_void_p, c_uint64, c_int, c_int64, c_bool]),
     "wait": (c_int, [c_void_p, c_double]),
     "test": (c_int, [c_void_p]),

@@ -60,6 +60,13 @@ class CoreGroup(dist.ProcessGroup):
         """The collectives that follow fail on all ranks where another rank's were announced by another number."""
         self._transport.mark = mark
 
+    def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """See `Collective.allocate`."""
+        size_bytes = numel * dtype.itemsize
+        if size_bytes == 0 or device.type != "cpu":
+            return torch.zeros(numel, dtype=dtype, device=device)
+        return self._transport.allocate(size_bytes).view(dtype)
+
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         opts = opts or c10d.AllreduceOptions()
         tensors = _listed(tensors)

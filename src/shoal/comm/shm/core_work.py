@@ -1,13 +1,17 @@
 """A call under way in the core, and the thread that completes futures.
 
 A call is carried out by whoever waits for it. c10d's futures cannot be waited for by us: they are completed by a
-thread, which waits in their stead.
+thread, which waits in their stead. Like the core's own, it has its share of a core, but does not interrupt the thread
+that computes there each time that it is woken (SCHED_BATCH). That took an all-reduce of 1.3 MB over 2 ranks from 0.75
+to 0.64 ms; beside a computation of 15 ms, one of 19 MB ended 0.4 ms earlier.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
+import os
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -122,12 +126,15 @@ class CoreWork(dist.Work):
             Fault.WRONG_SIZE: f"rank {rank} of the group sends {theirs.bytes} bytes, rank {self._rank} expects "
             f"{ours.bytes}",
             Fault.CLOSED: "this group is closed",
+            Fault.UNSHARED: f"rank {rank} of the group has not allocated the memory of this call, or another size: all "
+            "ranks must allocate the same in the same order",
             Fault.NO_MEMORY: "no memory for a message that nobody has asked for yet",
         }.get(fault, f"shared memory failed ({fault.name})")
 
 
 def _named(call: Signature) -> str:
-    return f"{Kind(call.kind).name.lower()} of {call.bytes} bytes"
+    where = f" at byte {call.offset} of shared allocation {call.window}" if call.window else ""
+    return f"{Kind(call.kind).name.lower()} of {call.bytes} bytes{where}"
 
 
 def complete(future: torch.futures.Future, work: CoreWork) -> None:
@@ -163,6 +170,15 @@ class FutureThread:
 
 
 def _complete_all(asked: SimpleQueue[tuple[torch.futures.Future, CoreWork] | None]) -> None:
+    _be_patient()
     while (pair := asked.get()) is not None:
         complete(*pair)
         del pair  # an idle thread keeps no tensor alive
+
+
+def _be_patient() -> None:
+    """A thread with a policy of its own keeps it; where none may be chosen, this one is as any other."""
+    thread = threading.get_native_id()
+    with contextlib.suppress(PermissionError):
+        if os.sched_getscheduler(thread) == os.SCHED_OTHER:
+            os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))

@@ -1,35 +1,49 @@
 """`Transport`: a rank's side of a group in the C core. Tensors go in, works under way come out.
 
 segment   4 MB in 16 places for collectives, 1 MB for messages to each rank; taken page by page when first written
+windows   what `allocate` gives: every rank's memory, mapped by all
 waiting   a rank looks some fifty times, then gives its core away as often, then sleeps. Longer looks would be
           shorter waits only where every rank has a core of its own
+thread    goes on with calls behind the caller's back; not with those in windows where all cores compute
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from ctypes import byref, c_int, c_uint64, c_void_p
+from ctypes import byref, c_int, c_uint8, c_uint64, c_void_p
 
+import torch
 from torch import Tensor
 
 from shoal.comm.shm.core import BYTES, Core, Fault, Kind, Settings, Signature
 from shoal.comm.shm.core_work import CoreWork, FutureThread
 from shoal.comm.shm.host import HostMates
+from shoal.comm.shm.segment import create_segment, window_name
+from shoal.errors import CollectiveError
 
 _PLACES, _PLACE_BYTES, _RING_BYTES = 16, 256 << 10, 1 << 20
 _ONE_SHOT_BYTES = 128 << 10  # for up to 4 ranks: each reads what all have brought
 _SPINS = 100
+_WHY_NOT = {
+    errno.ECHILD: "another process made it",
+    errno.ENOTCONN: "it is closed",
+    errno.EPIPE: "a rank of it is gone",
+    errno.ETIMEDOUT: "a rank of it takes nothing in",
+}
 
 
 def core_settings(size: int, *, timeout_s: float) -> Settings:
     """For a group of `size` ranks."""
     one_shot_bytes = _ONE_SHOT_BYTES * 4 // max(4, size)
-    spins = _SPINS if size <= len(os.sched_getaffinity(0)) else 0
-    return Settings(_PLACES, _PLACE_BYTES, _RING_BYTES, one_shot_bytes, spins, timeout_s)
+    cores = len(os.sched_getaffinity(0))
+    spins = _SPINS if size <= cores else 0
+    spare_core = size * torch.get_num_threads() < cores
+    return Settings(_PLACES, _PLACE_BYTES, _RING_BYTES, one_shot_bytes, spins, spare_core, timeout_s)
 
 
 class CoreSegment:
@@ -76,6 +90,25 @@ class Transport:
         """Calls under way fail, here and on the other ranks; the group is of no more use."""
         if self._end.alive:
             self._core.shoal_break(self._handle, Fault.CLOSED, self.rank)
+
+    def allocate(self, size_bytes: int) -> Tensor:
+        """uint8 [size_bytes], zeros, which all ranks have mapped: collectives on it, and on parts of it, copy less.
+
+        Every rank allocates the same in the same order. It stays when the group ends, and goes with its last view.
+        Raises `CollectiveError` where there is no memory, or a rank is gone.
+        """
+        self._check()
+        descriptor, error = create_segment(size_bytes, name=window_name()), c_int()
+        try:
+            window = self._core.shoal_share(self._handle, descriptor, size_bytes, byref(error))
+        finally:
+            os.close(descriptor)
+        if window is None:
+            why = _WHY_NOT.get(error.value) or os.strerror(error.value)
+            raise CollectiveError(f"cannot share {size_bytes} bytes with the group: {why}")
+        memory = (c_uint8 * size_bytes).from_address(self._core.shoal_address(window))
+        weakref.finalize(memory, self._core.shoal_release, window).atexit = False
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
     def collective(
         self, kind: Kind, send: Tensor | None, receive: Tensor | None, *, count: int, dtype: int = BYTES,

@@ -1,14 +1,14 @@
 """`shoal bench programs`: plain PyTorch programs on Gloo beside the same programs on Shoal's backend.
 
-A program changes one line, the backend's name. Exposed communication is what a step takes longer than without any: for
-DDP and FSDP2 than the same model alone on the rank's tokens, for tensor parallelism than the same split on PyTorch's
-fake backend, whose sums are whatever was there.
+A program changes one line, the backend's name. Exposed communication is what a step takes longer than the same program
+on a network that takes no time (`programs.ON_INSTANT_NETWORK`, `exposed`), so that what DDP and FSDP2 copy for
+themselves is not taken for communication. `alone_ms` is the bare model on the rank's tokens, without DDP or FSDP2 (for
+tensor parallelism the unsplit model, which computes twice as much): a step less that is what distribution costs in all.
 """
 
 from __future__ import annotations
 
 import os
-import statistics
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -26,16 +26,15 @@ from shoal.comm.ledger import Ledger
 from shoal.comm.mesh import connect
 from shoal.launch.environment import Place
 from shoal.launch.rendezvous import open_store
+from shoal.recipes.benchmarks.exposed import AGAIN, ALONE, CALLS, GLOO, INSTANT, OURS, checks, row
 from shoal.recipes.benchmarks.gpt_job import corpus_file
-from shoal.recipes.benchmarks.paired import check, lower_bound, milliseconds
-from shoal.recipes.benchmarks.programs import PROGRAMS, TENSOR, alone, tensor
-from shoal.recipes.benchmarks.turns import Turns, interleaved, ratios
+from shoal.recipes.benchmarks.programs import ON_INSTANT_NETWORK, PROGRAMS, TENSOR, alone
+from shoal.recipes.benchmarks.traffic import again, all_reduces
+from shoal.recipes.benchmarks.turns import interleaved
 
 TIMEOUT_S = 600.0
-GLOO, OURS, FAKE = "gloo", shoal.c10d.BACKEND, "fake"
-FLOOR_S = 1e-4
-"""Less exposed than this cannot be told from none between steps of a tenth of a second."""
-EXPOSED_LESS, NO_SLOWER, FSDP2_FASTER, FSDP2_TOKENS = 2.0, 1.0, 1.5, 256
+FAKE = "fake"
+BACKENDS = {GLOO: GLOO, OURS: shoal.c10d.BACKEND, INSTANT: FAKE, AGAIN: FAKE, ALONE: FAKE}
 
 
 def measure(place: Place, *, tokens: int, pairs: int) -> dict[str, Any] | None:
@@ -57,15 +56,16 @@ def measure(place: Place, *, tokens: int, pairs: int) -> dict[str, Any] | None:
 def _of_program(
     name: str, place: Place, corpus: Path, clock: GroupCollective, *, tokens: int, pairs: int
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    make, size = PROGRAMS[name], TENSOR if name == "tensor" else place.world_size
-    groups = {backend: _group(backend, place, size) for backend in (GLOO, OURS, FAKE)}
-    silent = tensor if name == "tensor" else alone
+    size = TENSOR if name == "tensor" else place.world_size
+    groups = {side: _group(backend, place, size) for side, backend in BACKENDS.items()}
+    make = {GLOO: PROGRAMS[name], OURS: PROGRAMS[name], ALONE: alone}
     sides: dict[str, Callable[[], Any]] = {
-        backend: make(groups[backend], corpus, tokens=tokens) for backend in (GLOO, OURS)
+        side: make.get(side, ON_INSTANT_NETWORK[name])(groups[side], corpus, tokens=tokens) for side in BACKENDS
     }
-    sides["no_communication"] = silent(groups[FAKE], corpus, tokens=tokens)
-    turns = interleaved(sides, clock, pairs=pairs, always=tuple(sides))
-    return _row(name, place.world_size, turns, tokens=tokens), _checks(name, place.world_size, turns, tokens=tokens)
+    if calls := all_reduces(sides[AGAIN]):
+        sides |= {CALLS + side: again(calls, groups[side]) for side in (GLOO, OURS)}
+    turns = interleaved(sides, clock, pairs=pairs, always=[side for side in sides if side != ALONE])
+    return row(name, place.world_size, turns, tokens=tokens), checks(name, place.world_size, turns, tokens=tokens)
 
 
 def _group(backend: str, place: Place, size: int) -> Any:
@@ -73,39 +73,6 @@ def _group(backend: str, place: Place, size: int) -> Any:
     firsts = range(0, place.world_size, size)
     made = [dist.new_group(list(range(first, first + size)), backend=backend) for first in firsts]
     return made[place.rank // size]
-
-
-def _exposed_s(turns: Turns, backend: str) -> float:
-    """The median, over the turns, of what a step took longer than its neighbour without communication."""
-    return statistics.median(turn[backend] - turn["no_communication"] for turn in turns)
-
-
-def _row(name: str, ranks: int, turns: Turns, *, tokens: int) -> dict[str, Any]:
-    faster = ratios(turns, OURS, peer=GLOO)
-    return {
-        "program": name,
-        "ranks": ranks,
-        "tokens_per_rank": tokens,
-        "pairs": len(turns),
-        **milliseconds({side: [turn[side] for turn in turns] for side in turns[0]}),
-        "exposed_gloo_ms": round(1e3 * _exposed_s(turns, GLOO), 2),
-        "exposed_shoal_ms": round(1e3 * _exposed_s(turns, OURS), 2),
-        "faster_median": round(statistics.median(faster), 4),
-        "faster_lower_95": round(lower_bound(faster), 4),
-    }
-
-
-def _checks(name: str, ranks: int, turns: Turns, *, tokens: int) -> list[dict[str, Any]]:
-    where = f"{name}, {ranks} ranks, {tokens} tokens a rank"
-    faster = ratios(turns, OURS, peer=GLOO)
-    ours_s = max(_exposed_s(turns, OURS), FLOOR_S)
-    checks = [
-        check(f"{where}: exposed communication on Gloo over Shoal's", _exposed_s(turns, GLOO) / ours_s, EXPOSED_LESS),
-        check(f"{where}: step against Gloo's, median", statistics.median(faster), NO_SLOWER),
-    ]
-    if name == "fsdp2" and tokens == FSDP2_TOKENS:
-        checks.append(check(f"{where}: FSDP2's step against Gloo's", statistics.median(faster), FSDP2_FASTER))
-    return checks
 
 
 def _clock(place: Place, store: Any) -> GroupCollective:

@@ -33,7 +33,13 @@ Program = Callable[[], float]
 
 def ddp(group: Group, corpus: Path, *, tokens: int) -> Program:
     """Replicas whose gradients DDP sums in buckets."""
-    model = nn.parallel.DistributedDataParallel(_gpt(), process_group=group, gradient_as_bucket_view=True)
+    return _program(_replicated(group), _samples(corpus, tokens, seed=group.rank()))
+
+
+def ddp_on_instant_network(group: Group, corpus: Path, *, tokens: int) -> Program:
+    """The same with buckets that are back at once, as they were: DDP's own copies and hooks, and no communication."""
+    model = _replicated(group)
+    model.register_comm_hook(None, lambda _, bucket: _there(bucket.buffer()))
     return _program(model, _samples(corpus, tokens, seed=group.rank()))
 
 
@@ -64,6 +70,22 @@ def alone(group: Group, corpus: Path, *, tokens: int) -> Program:
 
 PROGRAMS = {"ddp": ddp, "fsdp2": fsdp2, "tensor": tensor}
 
+ON_INSTANT_NETWORK = PROGRAMS | {"ddp": ddp_on_instant_network}
+"""For a group of PyTorch's fake backend, whose calls are over when they are made; every copy that a program makes for
+itself is made. An all-reduce leaves what was there, an all-gather writes the rank's own shard into every rank's part,
+and a reduce-scatter takes the rank's part out: outputs are written as if a network had brought them. DDP asks for
+futures with buckets in them, which the fake backend's have not; hence the hook."""
+
+
+def _replicated(group: Group) -> nn.parallel.DistributedDataParallel:
+    return nn.parallel.DistributedDataParallel(_gpt(), process_group=group, gradient_as_bucket_view=True)
+
+
+def _there(buffer: Tensor) -> torch.futures.Future:
+    future: torch.futures.Future = torch.futures.Future()
+    future.set_result(buffer)
+    return future
+
 
 def _gpt() -> GPT:
     model = build(MODEL)
@@ -73,7 +95,10 @@ def _gpt() -> GPT:
 
 
 def _mesh(group: Group) -> DeviceMesh:
-    return DeviceMesh.from_group(group, "cpu", mesh=torch.tensor(dist.get_process_group_ranks(group)))
+    """Named after its group: DTensor's caches take meshes of the same ranks and names for one, and would give all
+    programs of a process the first one's group."""
+    ranks = torch.tensor(dist.get_process_group_ranks(group))
+    return DeviceMesh.from_group(group, "cpu", mesh=ranks, mesh_dim_names=(group.group_name,))
 
 
 def _samples(corpus: Path, tokens: int, *, seed: int) -> ByteSamples:

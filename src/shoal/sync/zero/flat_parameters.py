@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from shoal.comm.collective import Collective, Handle
+from shoal.comm.collective import Allocate, Collective, Handle, ordinary
 from shoal.sync.zero.flat_layout import FlatLayout
 
 
@@ -17,7 +17,7 @@ class FlatParameters:
 
     def __init__(self, parameters: Sequence[Parameter], layout: FlatLayout, shard: Collective) -> None:
         self._shard = shard
-        self._whole = flattened(parameters, layout)
+        self._whole = flattened(parameters, layout, shard.allocate)
         self.piece = self._whole[layout.mine(shard.rank)]
         for number, parameter in enumerate(parameters):
             parameter.data = self._whole[layout.slice(number)].view(parameter.shape)
@@ -28,9 +28,9 @@ class FlatParameters:
 
 
 @torch.no_grad()
-def flattened(parameters: Sequence[Parameter], layout: FlatLayout) -> Tensor:
+def flattened(parameters: Sequence[Parameter], layout: FlatLayout, allocate: Allocate = ordinary) -> Tensor:
     """A buffer that holds the parameters; what belongs to none of them is zero."""
-    whole = torch.zeros(layout.numel, dtype=parameters[0].dtype, device=parameters[0].device)
+    whole = allocate(layout.numel, dtype=parameters[0].dtype, device=parameters[0].device)
     for number, parameter in enumerate(parameters):
         whole[layout.slice(number)].view(parameter.shape).copy_(parameter)
     return whole

@@ -129,9 +129,12 @@ class ScatteredBucket:
 
     def _buffer(self) -> Tensor:
         """A buffer for the whole gradients. What belongs to no parameter is zero, as the norm counts it."""
-        whole = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
-        for gap in self.layout.gaps:
-            whole[gap].zero_()
+        if self.stays:
+            whole = self.shard.allocate(self.layout.numel, dtype=self.dtype, device=self.device)
+        else:
+            whole = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
+            for gap in self.layout.gaps:
+                whole[gap].zero_()
         self._views = {
             index: whole[self.layout.slice(number)].view(parameter.shape)
             for number, (index, parameter) in enumerate(self._parameters.items())

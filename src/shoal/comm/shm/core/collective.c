@@ -7,6 +7,15 @@
        all-gather, broadcast, gather, barrier: bring all, or only the root does      | take, or only the root does
        all-to-all, scatter: bring a block for each, or only the root does            | take
 
+   In a window, which all ranks have mapped, nothing is brought but the signature, and nothing taken:
+
+       all-reduce      -  | reduce my part of all ranks' memory, and write it there
+       reduce-scatter  -  | reduce my block of all ranks' memory into the output
+       all-gather      -  | read the others' blocks in their memory
+
+   A rank touches the others' memory after all have brought, and before it has reduced; a call is over when all have
+   reduced. So a rank's memory is its own before a call and after it.
+
    (Two shots: Thakur, Rabenseifner and Gropp, IJHPCA 19(1), 2005, section 4.5; memory for messages.)
 
    `step` goes on as far as it can without waiting: what is furthest in the pipeline goes first, while it is in the
@@ -21,6 +30,7 @@ static uint64_t smaller(uint64_t a, uint64_t b) { return a < b ? a : b; }
 static uint64_t pieces(uint64_t count, uint64_t chunk) { return count <= chunk ? 1 : (count + chunk - 1) / chunk; }
 
 static bool is_reduction(const op *call) { return call->what.kind <= REDUCE_SCATTER; }
+static bool in_two_stages(const op *call) { return is_reduction(call) || call->window != NULL; }
 static bool has_blocks(const op *call) {
     return call->what.kind == REDUCE_SCATTER || call->what.kind == SCATTER || call->what.kind == ALL_TO_ALL;
 }
@@ -32,6 +42,7 @@ static bool is_receiver(const op *call, int rank) {
     return (call->what.kind != REDUCE && call->what.kind != GATHER) || call->what.root == rank;
 }
 static bool takes(const op *call, int rank) {
+    if (call->window != NULL) return true;
     bool by_taking = !is_reduction(call) || (call->what.kind != REDUCE_SCATTER && !call->one_shot);
     return by_taking && is_receiver(call, rank);
 }
@@ -59,9 +70,10 @@ static void start(op *call) {
     uint64_t bytes = call->what.bytes, place = g->settings.place_bytes;
     uint64_t block = place / (uint64_t)g->size / LINE * LINE;
     bool may_be_one_shot = call->what.kind == ALL_REDUCE || call->what.kind == REDUCE;
-    call->one_shot = may_be_one_shot && bytes <= smaller(g->settings.one_shot_bytes, place);
+    uint64_t small = smaller(g->settings.one_shot_bytes, place);
+    call->one_shot = may_be_one_shot && call->window == NULL && bytes <= small;
     call->chunk = (has_blocks(call) ? block : place) / unit(call);
-    call->turns = pieces(bytes, call->chunk * unit(call));
+    call->turns = call->window != NULL ? 1 : pieces(bytes, call->chunk * unit(call));
     call->resolved = call->what.kind != ALL_TO_ALL;
     call->base = g->turn;
     call->started = true;
@@ -104,6 +116,7 @@ static void bring_blocks(op *call, uint64_t index) {
 static void bring(op *call, uint64_t index) {
     group *g = call->group;
     if (index == 0) sign(call);
+    if (call->window != NULL) return;
     if (has_blocks(call)) {
         bring_blocks(call, index);
         return;
@@ -132,7 +145,34 @@ static void reduce_part(op *call, uint64_t index, uint64_t at, uint64_t from, ui
                                    : place_of(g, rank, call->base + index) + in_place;
     char *mine = is_receiver(call, g->rank) ? call->receive[blocks ? 0 : g->rank] + at + from : NULL;
     char *const out[2] = {mine, share ? place_of(g, g->rank, call->base + index) + from : NULL};
-    combine(call->what.dtype, call->what.reduction, in, g->size, bytes / unit(call), out);
+    combine(call->what.dtype, call->what.reduction, in, g->size, bytes / unit(call), out, 2);
+}
+
+/* Byte `at` of the call in the memory of `rank`. */
+static char *in_window(const op *call, int rank, uint64_t at) {
+    return call->window->maps[rank] + call->what.offset + at;
+}
+
+static void gather_in_window(op *call) {
+    for (int rank = 0; rank < call->group->size; rank++) {
+        char *block = in_window(call, rank, call->what.bytes * (uint64_t)rank);
+        if (rank != call->group->rank) memcpy(call->receive[rank], block, call->what.bytes);
+    }
+}
+
+static void reduce_in_window(op *call) {
+    group *g = call->group;
+    uint64_t bytes = call->what.bytes, at = bytes * (uint64_t)g->rank;
+    if (call->what.kind == ALL_REDUCE) {
+        uint64_t length = bytes / unit(call), end = part_at(call, length, g->rank + 1) * unit(call);
+        at = part_at(call, length, g->rank) * unit(call);
+        bytes = end - at;
+    }
+    char *parts[g->size];
+    for (int rank = 0; rank < g->size; rank++) parts[rank] = in_window(call, rank, at);
+    bool scatters = call->what.kind == REDUCE_SCATTER;
+    combine(call->what.dtype, call->what.reduction, (const char *const *)parts, g->size, bytes / unit(call),
+            scatters ? call->receive : parts, scatters ? 1 : g->size);
 }
 
 static void reduce(op *call, uint64_t index) {
@@ -188,6 +228,12 @@ static bool agreed(op *call, uint64_t index) {
     return true;
 }
 
+/* Who has called has shared its memory before: what is not here by then will not come. */
+static bool mapped(op *call) {
+    int missing;
+    return is_mapped(call->window, &missing) ? true : (fail(call, UNSHARED, missing), false);
+}
+
 /* The number of turns of an all-to-all follows from the largest block that anybody sends. */
 static bool resolve(op *call, want *blocked) {
     group *g = call->group;
@@ -204,13 +250,13 @@ static bool resolve(op *call, want *blocked) {
 static bool try_take(op *call, want *blocked) {
     group *g = call->group;
     uint64_t index = call->cursors[TAKEN], turn = call->base + index + 1;
-    if (is_reduction(call)) {
+    if (in_two_stages(call)) {
         if (index == call->cursors[REDUCED]) return false;
         if (takes(call, g->rank) && !all_reached(call, REDUCED, turn, blocked)) return false;
     } else if (index >= call->cursors[BROUGHT] || (takes(call, g->rank) && !all_reached(call, BROUGHT, turn, blocked))) {
         return false;
     }
-    if (takes(call, g->rank)) {
+    if (takes(call, g->rank) && call->window == NULL) {
         if (!is_reduction(call) && !agreed(call, index)) return false;
         for (int rank = 0; rank < g->size; rank++)
             if (rank != g->rank && (is_reduction(call) || brings(call, rank))) take_from(call, index, rank);
@@ -221,10 +267,13 @@ static bool try_take(op *call, want *blocked) {
 
 static bool try_reduce(op *call, want *blocked) {
     uint64_t index = call->cursors[REDUCED];
-    if (!is_reduction(call) || index == call->cursors[BROUGHT]) return false;
-    if (reduces(call, call->group->rank)) {
+    if (!in_two_stages(call) || index == call->cursors[BROUGHT]) return false;
+    if (call->window != NULL || reduces(call, call->group->rank)) {
         if (!all_reached(call, BROUGHT, call->base + index + 1, blocked) || !agreed(call, index)) return false;
-        reduce(call, index);
+        if (call->window == NULL) reduce(call, index);
+        else if (!mapped(call)) return false;
+        else if (call->what.kind == ALL_GATHER) gather_in_window(call);
+        else reduce_in_window(call);
     }
     done_with(call, REDUCED);
     return true;

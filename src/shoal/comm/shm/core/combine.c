@@ -113,7 +113,8 @@ static const void *widened(enum dtype dtype, const char *in, float *scratch, uin
     return in;
 }
 
-void combine(enum dtype dtype, enum reduction reduction, const char *const *in, int n, uint64_t count, char *const out[2]) {
+void combine(enum dtype dtype, enum reduction reduction, const char *const *in, int n, uint64_t count, char *const *out,
+             int outs) {
     _Alignas(LINE) double total[TILE];
     _Alignas(LINE) float left[TILE], right[TILE];
     uint64_t bytes = dtype_bytes(dtype);
@@ -131,7 +132,7 @@ void combine(enum dtype dtype, enum reduction reduction, const char *const *in, 
         if (dtype == BF16) to_bf16((uint16_t *)left, (float *)total, m);
         if (dtype == F16) to_f16((uint16_t *)left, (float *)total, m);
         const void *result = dtype == BF16 || dtype == F16 ? (void *)left : (void *)total;
-        for (int o = 0; o < 2; o++)
+        for (int o = 0; o < outs; o++)
             if (out[o] != NULL) memcpy(out[o] + offset, result, m * bytes);
     }
 }

@@ -14,7 +14,10 @@
 
    All waiting is for one counter of one rank to reach one value. Who sleeps writes down which (`want`), so that it is
    woken once, by the right rank. Publishing a counter and reading `want`, and writing `want` and reading the counter,
-   are sequentially consistent: one of the two sees the other. */
+   are sequentially consistent: one of the two sees the other.
+
+   Windows. Memory that a group has allocated (`window.c`) is mapped by all of its ranks: collectives on it need no
+   places, see `collective.c`. */
 
 #ifndef SHOAL_CORE_H
 #define SHOAL_CORE_H
@@ -26,7 +29,8 @@
 #include <stdint.h>
 
 #define LINE 64
-#define SLICE_NS 100000000L /* how often one who sleeps looks whether its peer still lives */
+#define SLICE_NS 100000000L  /* how often one who sleeps looks whether its peer still lives */
+#define PATIENCE_NS 2000000L /* how long before it rings the thread of a peer whose calls rest */
 
 enum dtype { F32, F64, BF16, F16, I8, U8, I16, I32, I64, BOOL, BYTES };
 enum reduction { SUM, AVG, MAX, MIN, PROD };
@@ -34,7 +38,9 @@ enum kind { ALL_REDUCE, REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, GATHER, S
 enum field { BROUGHT, REDUCED, TAKEN, FIELDS };
 enum life { ALIVE, LEFT, FAILED };
 enum outcome { PENDING, DONE, BROKEN, FOREIGN };
-enum fault { NO_FAULT, PEER_DEAD, PEER_LEFT, PEER_FAILED, TIMED_OUT, DISAGREE, WRONG_SIZE, CLOSED, NO_MEMORY };
+enum fault {
+    NO_FAULT, PEER_DEAD, PEER_LEFT, PEER_FAILED, TIMED_OUT, DISAGREE, WRONG_SIZE, CLOSED, NO_MEMORY, UNSHARED
+};
 
 #define ANY_SOURCE (-1)
 #define EXPORT __attribute__((visibility("default"))) /* all else is hidden: libc has a `step`, too */
@@ -52,6 +58,7 @@ typedef struct { /* what a call is, as far as its ranks must agree */
     int32_t root;
     uint64_t bytes;
     uint64_t mark; /* the caller's own: whatever else has to be alike */
+    uint64_t window, offset; /* of a call in memory that all ranks have mapped: which (else 0), and where in it */
 } signature;
 
 typedef struct {
@@ -73,16 +80,27 @@ typedef struct {
     counter want; /* 0: awake; else packed by `packed_want` */
     word message_bell;
     word message_sleepers;
+    word helper;  /* bell of the thread that goes on with collectives */
+    word resting; /* calls that this rank has made and left to whoever waits */
 } header;
 
 typedef struct {
     uint32_t places;
     uint64_t place_bytes, ring_bytes, one_shot_bytes;
     uint32_t spins;
+    bool spare_core; /* a thread may go on with calls while the caller computes */
     double timeout_s;
 } settings;
 
 typedef struct group group;
+
+typedef struct window { /* memory of one allocation: every rank's own, mapped by all */
+    struct window *next;
+    group *group;
+    int references; /* the handle's and the calls'; under `queue_lock` */
+    uint64_t number, bytes; /* numbered from 1, alike on all ranks */
+    char **maps;            /* by rank; NULL until it has come */
+} window;
 
 typedef struct op {
     struct op *next;
@@ -93,7 +111,8 @@ typedef struct op {
     int fault, culprit;
     signature theirs;
     /* collectives */
-    bool started, one_shot, resolved;
+    window *window; /* that it is carried out in; NULL: in places */
+    bool rests, started, one_shot, resolved;
     uint64_t base, turns, chunk;
     uint64_t cursors[FIELDS];
     /* messages */
@@ -130,7 +149,7 @@ typedef struct {
 typedef struct {
     pthread_t thread;
     bool runs;
-    word bell;
+    word *bell;
     _Atomic int callers; /* who wait and do the work themselves */
 } worker;
 
@@ -150,6 +169,9 @@ struct group {
     uint64_t turn;
     uint64_t *seen[FIELDS];
     _Atomic uint32_t failure; /* the first; see `group_fault` */
+    window *windows;    /* under `queue_lock` */
+    uint64_t allocated; /* windows so far, likewise */
+    uint64_t *arrived;  /* by rank: the number of the last one that has come; under `turn_lock` */
     word done_bell;     /* rings when a call is over or `turn_lock` is free */
     _Atomic int done_sleepers;
     worker collective_worker;
@@ -162,6 +184,7 @@ struct group {
     _Atomic int waiting_messages;
     double checked_s; /* when the peers were last looked after */
     worker message_worker;
+    word messenger; /* its bell */
 };
 
 /* segment.c */
@@ -171,8 +194,9 @@ char *place_of(const group *g, int rank, uint64_t turn);
 channel *channel_of(const group *g, int from, int to);
 char *ring_of(const group *g, int from, int to);
 
-/* combine.c: out[0] and out[1] (may be null) become the reduction of n tensors, from left to right */
-void combine(enum dtype dtype, enum reduction reduction, const char *const *in, int n, uint64_t count, char *const out[2]);
+/* combine.c: each of `outs` outputs (may be null) becomes the reduction of n tensors, from left to right */
+void combine(enum dtype dtype, enum reduction reduction, const char *const *in, int n, uint64_t count, char *const *out,
+             int outs);
 uint64_t dtype_bytes(enum dtype dtype);
 
 /* wait.c */
@@ -191,6 +215,7 @@ bool await(group *g, const want *w); /* false: a slice of time has passed */
 int peer_fault(group *g, int rank, int *culprit);
 int group_fault(const group *g, int *culprit);
 void fail_group(group *g, int fault, int culprit);
+void ring(word *bell);
 void ring_messages(group *g, int rank);
 
 /* collective.c */
@@ -202,7 +227,14 @@ void check_messages(group *g);
 void post_message(op *message);
 void drop_messages(group *g);
 
+/* window.c */
+window *window_of(group *g, const char *from, uint64_t bytes); /* the caller's to drop; NULL where there is none */
+bool is_mapped(window *w, int *missing);                       /* by this rank, from all others; under `turn_lock` */
+void drop_window(window *w);
+
 /* group.c */
+bool join_users(group *g);
+void part_users(group *g);
 void finish(op *call, enum outcome outcome);
 void fail(op *call, int fault, int culprit);
 void release_group(group *g);

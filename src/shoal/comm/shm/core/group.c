@@ -2,12 +2,17 @@
 
    A call that is waited for at once is carried out by its caller: handing it to a thread and back would take longer
    than most calls do. One that is left to itself goes as far as it can without waiting when it is made; if its ranks
-   still need something of this one after that, the thread is woken. */
+   still need something of this one after that, the thread is woken. It has its share of a core, but does not interrupt
+   who computes there each time that a peer wakes it (SCHED_BATCH).
+
+   Where no core is to spare the thread would take turns with those who compute, to no avail. There, calls in windows
+   rest: their callers go on with them when they next call or wait, or a peer that waits for long rings the thread. */
 
 #define _GNU_SOURCE
 #include "core.h"
 
 #include <limits.h>
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -45,6 +50,7 @@ static void *array(int size, size_t bytes) { return calloc((size_t)size, bytes);
 
 static void free_group(group *g) {
     free(g->peers), free(g->streams), free(g->processes), free(g->outgoing), free(g->incoming);
+    free(g->arrived);
     for (int field = 0; field < FIELDS; field++) free(g->seen[field]);
     pthread_mutex_destroy(&g->queue_lock), pthread_mutex_destroy(&g->turn_lock), pthread_mutex_destroy(&g->message_lock);
     free(g);
@@ -68,7 +74,7 @@ EXPORT group *shoal_open(int rank, int size, void *const *segments, const int *s
     g->calls.end = &g->calls.first, g->asked.end = &g->asked.first;
     bool whole = (g->peers = array(size, sizeof *g->peers)) && (g->streams = array(size, sizeof(int))) &&
                  (g->processes = array(size, sizeof(int))) && (g->outgoing = array(size, sizeof(queue))) &&
-                 (g->incoming = array(size, sizeof(incoming)));
+                 (g->incoming = array(size, sizeof(incoming))) && (g->arrived = array(size, 8));
     for (int field = 0; field < FIELDS; field++) whole = (g->seen[field] = array(size, 8)) && whole;
     if (!whole) return free_group(g), NULL;
     for (int other = 0; other < size; other++) {
@@ -77,6 +83,7 @@ EXPORT group *shoal_open(int rank, int size, void *const *segments, const int *s
         g->processes[other] = streams[other] < 0 ? -1 : process_of(streams[other]);
         g->outgoing[other].end = &g->outgoing[other].first;
     }
+    g->collective_worker.bell = &g->peers[rank]->helper, g->message_worker.bell = &g->messenger;
     return g;
 }
 
@@ -84,8 +91,7 @@ static void leave(group *g) {
     uint32_t alive = ALIVE;
     atomic_compare_exchange_strong(&g->peers[g->rank]->life.value, &alive, LEFT);
     for (int rank = 0; rank < g->size; rank++) {
-        atomic_fetch_add(&g->peers[rank]->bell.value, 1);
-        futex_wake(&g->peers[rank]->bell, INT_MAX);
+        ring(&g->peers[rank]->bell);
         ring_messages(g, rank);
     }
     for (int rank = 0; rank < g->size; rank++) {
@@ -95,14 +101,14 @@ static void leave(group *g) {
     for (int rank = 0; rank < g->size; rank++) munmap(g->peers[rank], g->segment_bytes);
 }
 
-static bool join_users(group *g) {
+bool join_users(group *g) {
     int users = atomic_load(&g->users);
     while (users > 0)
         if (atomic_compare_exchange_weak(&g->users, &users, users + 1)) return true;
     return false;
 }
 
-static void part_users(group *g) {
+void part_users(group *g) {
     if (atomic_fetch_sub(&g->users, 1) == 1) leave(g);
 }
 
@@ -116,6 +122,7 @@ static void ring_done(group *g) {
 
 EXPORT void shoal_drop(op *call) {
     if (atomic_fetch_sub(&call->references, 1) != 1) return;
+    if (call->window != NULL) drop_window(call->window);
     release_group(call->group);
     free(call);
 }
@@ -146,6 +153,7 @@ static void pop(group *g) {
     g->calls.first = call->next;
     if (g->calls.first == NULL) g->calls.end = &g->calls.first;
     atomic_fetch_sub(&g->waiting_calls, 1);
+    if (call->rests) atomic_fetch_sub(&g->peers[g->rank]->resting.value, 1);
     pthread_mutex_unlock(&g->queue_lock);
     shoal_drop(call);
     ring_done(g);
@@ -185,22 +193,25 @@ static void run(group *g, const op *last) {
 
 /* Threads */
 
-static void ring_worker(worker *w) {
-    atomic_fetch_add(&w->bell.value, 1);
-    futex_wake(&w->bell, INT_MAX);
+static bool all_rest(const group *g) {
+    return atomic_load(&g->waiting_calls) <= (int)atomic_load(&g->peers[g->rank]->resting.value);
 }
 
 static void run_collectives(group *g) {
     worker *me = &g->collective_worker;
-    uint32_t rung = atomic_load(&me->bell.value);
+    uint32_t rung = atomic_load(&me->bell->value);
     bool mine = atomic_load(&g->waiting_calls) > 0 && atomic_load(&me->callers) == 0;
     if (!mine || pthread_mutex_trylock(&g->turn_lock) != 0) {
-        if (!atomic_load(&g->ending)) futex_wait(&me->bell, rung, IDLE_NS);
+        if (!atomic_load(&g->ending)) futex_wait(me->bell, rung, IDLE_NS);
         return;
     }
-    run(g, NULL);
+    want blocked;
+    bool rest = all_rest(g);
+    if (rest) advance(g, &blocked);
+    else run(g, NULL);
     pthread_mutex_unlock(&g->turn_lock);
     ring_done(g);
+    if (rest && !atomic_load(&g->ending)) futex_wait(me->bell, rung, IDLE_NS);
 }
 
 static bool look(group *g) {
@@ -232,13 +243,19 @@ static void wait_messages(group *g, const op *until) {
 
 static void run_messages(group *g) {
     worker *me = &g->message_worker;
-    uint32_t rung = atomic_load(&me->bell.value);
+    uint32_t rung = atomic_load(&me->bell->value);
     if (atomic_load(&g->waiting_messages) > 0 && atomic_load(&me->callers) == 0) wait_messages(g, NULL);
-    else if (!atomic_load(&g->ending)) futex_wait(&me->bell, rung, IDLE_NS);
+    else if (!atomic_load(&g->ending)) futex_wait(me->bell, rung, IDLE_NS);
+}
+
+static void be_patient(void) {
+    struct sched_param none = {0};
+    if (sched_getscheduler(0) == SCHED_OTHER) sched_setscheduler(0, SCHED_BATCH, &none);
 }
 
 static void *collective_thread(void *argument) {
     group *g = argument;
+    be_patient();
     while (!atomic_load(&g->ending)) run_collectives(g);
     return NULL;
 }
@@ -250,11 +267,15 @@ static void *message_thread(void *argument) {
 }
 
 /* Where no thread can be made, those who wait do the work. */
-static void wake_worker(group *g, worker *w, void *(*body)(void *)) {
+static void start_worker(group *g, worker *w, void *(*body)(void *)) {
     pthread_mutex_lock(&g->queue_lock);
     if (!w->runs) w->runs = pthread_create(&w->thread, NULL, body, g) == 0;
     pthread_mutex_unlock(&g->queue_lock);
-    ring_worker(w);
+}
+
+static void wake_worker(group *g, worker *w, void *(*body)(void *)) {
+    start_worker(g, w, body);
+    ring(w->bell);
 }
 
 /* Making calls */
@@ -268,14 +289,15 @@ static bool owes_nothing(const op *call) {
 static void set_off(group *g, const op *call, uint64_t bytes) {
     want blocked;
     bool lazy = false;
-    if (bytes <= g->settings.place_bytes && pthread_mutex_trylock(&g->turn_lock) == 0) {
+    if ((bytes <= g->settings.place_bytes || call->window != NULL) && pthread_mutex_trylock(&g->turn_lock) == 0) {
         advance(g, &blocked);
         bool over = atomic_load(&call->outcome) != PENDING;
         lazy = over || (first_call(g) == call && owes_nothing(call));
         pthread_mutex_unlock(&g->turn_lock);
         ring_done(g);
     }
-    if (!lazy) wake_worker(g, &g->collective_worker, collective_thread);
+    if (call->rests) start_worker(g, &g->collective_worker, collective_thread);
+    else if (!lazy) wake_worker(g, &g->collective_worker, collective_thread);
 }
 
 static op *submit(op *call, bool wait_at_once, uint64_t bytes) {
@@ -284,9 +306,28 @@ static op *submit(op *call, bool wait_at_once, uint64_t bytes) {
     *g->calls.end = call;
     g->calls.end = &call->next;
     atomic_fetch_add(&g->waiting_calls, 1);
+    call->rests = call->window != NULL && !g->settings.spare_core;
+    if (call->rests) atomic_fetch_add(&g->peers[g->rank]->resting.value, 1);
     pthread_mutex_unlock(&g->queue_lock);
     if (!wait_at_once) set_off(g, call, bytes);
     return call;
+}
+
+/* Where all of it lies in memory that all ranks have mapped, and what goes on there needs no other memory of the
+   peers, it is carried out there; small calls are not, as two waits take longer than a copy and one. */
+static void find_window(op *call, char *send, char *receive) {
+    group *g = call->group;
+    uint64_t n = (uint64_t)g->size, bytes = call->what.bytes, whole = bytes;
+    char *from = send;
+    bool may = false;
+    if (call->what.kind == ALL_REDUCE) may = send == receive;
+    if (call->what.kind == REDUCE_SCATTER) may = true, whole *= n;
+    if (call->what.kind == ALL_GATHER) may = send == receive + bytes * (uint64_t)g->rank, whole *= n, from = receive;
+    if (!may || whole <= g->settings.one_shot_bytes) return;
+    call->window = window_of(g, from, whole);
+    if (call->window == NULL) return;
+    call->what.window = call->window->number;
+    call->what.offset = (uint64_t)(from - call->window->maps[g->rank]);
 }
 
 /* A collective of contiguous memory; `bytes` is the block of one rank, where there are blocks, else all of it. */
@@ -302,6 +343,7 @@ EXPORT op *shoal_start(group *g, const signature *what, char *send, char *receiv
         call->send_bytes[rank] = call->receive_bytes[rank] = what->bytes;
     }
     if (what->kind == ALL_TO_ALL) call->what.bytes = 0; /* blocks are compared one by one */
+    find_window(call, send, receive);
     return submit(call, wait_at_once, what->bytes);
 }
 
@@ -378,8 +420,8 @@ EXPORT int shoal_wait(op *call, double patience_s) {
         outcome = atomic_load(&call->outcome);
     } while (outcome == PENDING && now_s() < until_s);
     bool last = atomic_fetch_sub(&w->callers, 1) == 1;
-    bool more = atomic_load(is_message(call) ? &g->waiting_messages : &g->waiting_calls) > 0;
-    if (last && more) ring_worker(w);
+    bool more = is_message(call) ? atomic_load(&g->waiting_messages) > 0 : !all_rest(g);
+    if (last && more) ring(w->bell);
     part_users(g);
     return outcome;
 }
@@ -434,9 +476,8 @@ EXPORT void shoal_end(group *g) {
     }
     while (something_left(g)) wait_messages(g, NULL);
     atomic_store(&g->ending, true);
-    ring_worker(&g->collective_worker), ring_worker(&g->message_worker);
-    atomic_fetch_add(&g->peers[g->rank]->message_bell.value, 1);
-    futex_wake(&g->peers[g->rank]->message_bell, INT_MAX);
+    ring(g->collective_worker.bell), ring(g->message_worker.bell);
+    ring(&g->peers[g->rank]->message_bell);
     join_thread(g, &g->collective_worker);
     join_thread(g, &g->message_worker);
     pthread_mutex_lock(&g->message_lock);

@@ -35,9 +35,9 @@ static uint64_t packed_want(int rank, enum field field, uint64_t value) {
     return (uint64_t)(rank + 1) << 50 | (uint64_t)field << 48 | (value & 0xffffffffffff);
 }
 
-static void wake(header *peer) {
-    atomic_fetch_add(&peer->bell.value, 1);
-    futex_wake(&peer->bell, INT_MAX);
+void ring(word *bell) {
+    atomic_fetch_add(&bell->value, 1);
+    futex_wake(bell, INT_MAX);
 }
 
 void publish(group *g, enum field field, uint64_t value) {
@@ -46,7 +46,7 @@ void publish(group *g, enum field field, uint64_t value) {
     for (int rank = 0; rank < g->size; rank++) {
         uint64_t wanted = rank == g->rank ? 0 : atomic_load(&g->peers[rank]->want.value);
         if (wanted >> 48 != packed_want(g->rank, field, 0) >> 48 || (wanted & 0xffffffffffff) > value) continue;
-        if (atomic_compare_exchange_strong(&g->peers[rank]->want.value, &wanted, 0)) wake(g->peers[rank]);
+        if (atomic_compare_exchange_strong(&g->peers[rank]->want.value, &wanted, 0)) ring(&g->peers[rank]->bell);
     }
 }
 
@@ -56,13 +56,13 @@ bool reached(group *g, int rank, enum field field, uint64_t value) {
     return *seen >= value;
 }
 
-static bool sleep_for(group *g, const want *w) {
+static bool sleep_for(group *g, const want *w, long ns) {
     header *mine = g->peers[g->rank];
     uint32_t rung = atomic_load(&mine->bell.value);
     atomic_store(&mine->want.value, packed_want(w->rank, w->field, w->value));
     bool there = atomic_load(&g->peers[w->rank]->fields[w->field].value) >= w->value;
     bool well = atomic_load(&g->peers[w->rank]->life.value) == ALIVE;
-    if (!there && well && !atomic_load(&g->ending)) futex_wait(&mine->bell, rung, SLICE_NS);
+    if (!there && well && !atomic_load(&g->ending)) futex_wait(&mine->bell, rung, ns);
     atomic_store(&mine->want.value, 0);
     return reached(g, w->rank, w->field, w->value);
 }
@@ -72,7 +72,10 @@ bool await(group *g, const want *w) {
         if (reached(g, w->rank, w->field, w->value)) return true;
         pause_core();
     }
-    return sleep_for(g, w);
+    if (sleep_for(g, w, PATIENCE_NS)) return true;
+    header *peer = g->peers[w->rank];
+    if (atomic_load(&peer->resting.value) > 0) ring(&peer->helper);
+    return sleep_for(g, w, SLICE_NS);
 }
 
 static bool gone(int descriptor, short events) {
@@ -110,14 +113,12 @@ void fail_group(group *g, int fault, int culprit) {
     atomic_store(&mine->culprit, culprit);
     atomic_compare_exchange_strong(&mine->life.value, &alive, FAILED);
     for (int rank = 0; rank < g->size; rank++) {
-        wake(g->peers[rank]);
-        atomic_fetch_add(&g->peers[rank]->message_bell.value, 1);
-        futex_wake(&g->peers[rank]->message_bell, INT_MAX);
+        ring(&g->peers[rank]->bell);
+        ring(&g->peers[rank]->message_bell);
     }
 }
 
 void ring_messages(group *g, int rank) {
     if (atomic_load(&g->peers[rank]->message_sleepers.value) == 0) return;
-    atomic_fetch_add(&g->peers[rank]->message_bell.value, 1);
-    futex_wake(&g->peers[rank]->message_bell, INT_MAX);
+    ring(&g->peers[rank]->message_bell);
 }

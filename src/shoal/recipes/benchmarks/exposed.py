@@ -1,0 +1,92 @@
+"""Exposed communication of a program: what its step takes longer than on a network that takes no time. Pure.
+
+    exposed(backend) = median over the turns of (step on the backend - step on the instant network)
+
+The program on the instant network stands in every turn twice, so that a difference of nothing is measured beside every
+difference of something (A/A). Its median's interval says what cannot be told from none on this machine, at this moment.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.recipes.benchmarks.paired import check, lower_bound, milliseconds
+from shoal.recipes.benchmarks.turns import Turns, ratios
+
+GLOO, OURS = "gloo", "shoal"
+INSTANT, AGAIN, ALONE = "instant_network", "instant_network_again", "alone"
+CALLS = "all_reduces_"
+"""Before a backend's name: the all-reduces of a step alone, one after the other."""
+EXPOSED_LESS, NO_SLOWER, FSDP2_FASTER, FSDP2_TOKENS = 2.0, 1.0, 1.5, 256
+
+
+@dataclass(frozen=True)
+class Exposed:
+    """Seconds of a step, and `noise_s`: the furthest from zero that the median of A/A lies, at 95 % on either side."""
+
+    gloo_s: float
+    ours_s: float
+    noise_s: float
+
+    @property
+    def measurable(self) -> bool:
+        """Whether either can be told from none."""
+        return max(self.gloo_s, self.ours_s) > self.noise_s
+
+    @property
+    def ratio(self) -> float:
+        """Gloo's over ours; less than the noise counts as the noise."""
+        return max(self.gloo_s, self.noise_s) / max(self.ours_s, self.noise_s)
+
+
+def exposed(turns: Turns) -> Exposed:
+    """Of turns that have both backends, and the instant network twice."""
+    again = _differences(turns, AGAIN)
+    noise_s = max(-lower_bound(again), -lower_bound([-value for value in again]))
+    ours_s, gloo_s = (statistics.median(_differences(turns, side)) for side in (OURS, GLOO))
+    return Exposed(gloo_s, ours_s, noise_s)
+
+
+def row(program: str, ranks: int, turns: Turns, *, tokens: int) -> dict[str, Any]:
+    """A line of the table: milliseconds, and how many times faster a step on Shoal's backend is than on Gloo."""
+    found, faster = exposed(turns), ratios(turns, OURS, peer=GLOO)
+    sides = sorted({side for turn in turns for side in turn})
+    return {
+        "program": program,
+        "ranks": ranks,
+        "tokens_per_rank": tokens,
+        "pairs": len(turns),
+        **milliseconds({side: [turn[side] for turn in turns if side in turn] for side in sides}),
+        "exposed_gloo_ms": round(1e3 * found.gloo_s, 2),
+        "exposed_shoal_ms": round(1e3 * found.ours_s, 2),
+        "not_measurable_below_ms": round(1e3 * found.noise_s, 2),
+        "faster_median": round(statistics.median(faster), 4),
+        "faster_lower_95": round(lower_bound(faster), 4),
+    }
+
+
+def checks(program: str, ranks: int, turns: Turns, *, tokens: int) -> list[dict[str, Any]]:
+    """The promises. Where nothing exposed can be measured, the first one is about the all-reduces alone."""
+    where = f"{program}, {ranks} ranks, {tokens} tokens a rank"
+    faster = ratios(turns, OURS, peer=GLOO)
+    found = [_exposed_check(where, turns), check(f"{where}: step against Gloo's", statistics.median(faster), NO_SLOWER)]
+    if program == "fsdp2" and tokens == FSDP2_TOKENS:
+        found.append(check(f"{where}: FSDP2's step against Gloo's", statistics.median(faster), FSDP2_FASTER))
+    return found
+
+
+def _exposed_check(where: str, turns: Turns) -> dict[str, Any]:
+    found, calls = exposed(turns), ratios(turns, CALLS + OURS, peer=CALLS + GLOO)
+    if found.measurable:
+        return check(f"{where}: exposed communication on Gloo over Shoal's", found.ratio, EXPOSED_LESS)
+    name = f"{where}: exposed communication not measurable (A/A {1e3 * found.noise_s:.1f} ms)"
+    if not calls:
+        return check(name, found.ratio, EXPOSED_LESS)
+    return check(f"{name}; its all-reduces alone, Gloo's over Shoal's", statistics.median(calls), EXPOSED_LESS)
+
+
+def _differences(turns: Turns, side: str) -> Sequence[float]:
+    return [turn[side] - turn[INSTANT] for turn in turns]
