@@ -44,6 +44,8 @@ def test_less_than_the_noise_counts_as_the_noise() -> None:
     found = exposed(turns(gloo_s=0.02, ours_s=0.0))
     assert found.measurable
     assert found.ratio == pytest.approx(found.gloo_s / found.noise_s)
+    assert "at least" in first_check(turns(gloo_s=0.02, ours_s=0.0))["name"]
+    assert "at least" not in first_check(turns(gloo_s=0.02, ours_s=0.008))["name"]
 
 
 def test_where_nothing_is_measurable_the_all_reduces_alone_are_judged_and_it_is_said() -> None:

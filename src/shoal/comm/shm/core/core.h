@@ -220,6 +220,8 @@ void ring_messages(group *g, int rank);
 
 /* collective.c */
 bool step(op *call, want *blocked); /* as far as it goes without waiting; true: over, in either way */
+/* Both in windows, and the one before not over: all but the end. True: the one behind it may go on, too. */
+bool step_ahead(op *call, const op *before);
 
 /* message.c */
 bool progress_messages(group *g);

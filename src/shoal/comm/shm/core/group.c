@@ -159,19 +159,27 @@ static void pop(group *g) {
     ring_done(g);
 }
 
-static op *first_call(group *g) {
+static op *call_after(group *g, const op *call) {
     pthread_mutex_lock(&g->queue_lock);
-    op *call = g->calls.first;
+    op *next = call == NULL ? g->calls.first : call->next;
     pthread_mutex_unlock(&g->queue_lock);
-    return call;
+    return next;
+}
+
+static op *first_call(group *g) { return call_after(g, NULL); }
+
+static void look_ahead(group *g, const op *before) {
+    for (op *call; before->window != NULL && (call = call_after(g, before)) != NULL; before = call)
+        if (call->window == NULL || !step_ahead(call, before)) return;
 }
 
 /* Goes on with the calls, in order, as far as it can without waiting; the first that is blocked, and for what. */
 static op *advance(group *g, want *blocked) {
     for (op *call; (call = first_call(g)) != NULL; pop(g)) {
         int culprit, fault = group_fault(g, &culprit);
+        if (atomic_load(&call->outcome) != PENDING) continue; /* it failed ahead of its turn */
         if (fault != NO_FAULT) fail(call, fault, culprit);
-        else if (!step(call, blocked)) return call;
+        else if (!step(call, blocked)) return look_ahead(g, call), call;
     }
     return NULL;
 }
