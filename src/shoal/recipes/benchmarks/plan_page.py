@@ -10,6 +10,7 @@ from shoal.recipes.benchmarks.by_term import TERMS, Terms, less_time_for_more
 from shoal.recipes.benchmarks.scored import Machine, Scored, regrets
 
 WORST_SHOWN = 12
+TRIED, NOTICED = (1, 2, 3), 0.03
 
 
 def markdown(
@@ -20,6 +21,7 @@ def markdown(
     lines += [f"| {c['name']} | {c['value']} | {c['bound']} | {'holds' if c['holds'] else 'SHORT'} |" for c in checks]
     for table in dict.fromkeys(one.row.table for one in rows):
         lines += _table(table, [one for one in rows if one.row.table == table])
+    lines += ["", "## Regret, where the best predicted are tried (`shoal plan --measure N`)", "", *_tried(rows)]
     lines += ["", "## Regret, worst groups", "", "| group | regret |", "|---|---|"]
     lines += [f"| {name} | {value:.1%} |" for name, value in sorted(regrets(rows), key=lambda p: -p[1])[:WORST_SHOWN]]
     lines += _by_term(terms)
@@ -54,4 +56,14 @@ def _table(name: str, rows: Sequence[Scored]) -> list[str]:
     for one in sorted(rows, key=lambda one: -abs(one.error))[:WORST_SHOWN]:
         mark = " (calibrated)" if one.calibrated else ""
         lines.append(f"| {one.row.name}{mark} | {one.row.measured_s:.3f} | {one.predicted_s:.3f} | {one.error:+.1%} |")
+    return lines
+
+
+def _tried(rows: Sequence[Scored]) -> list[str]:
+    """Nothing is tried where one plan is taken at its word."""
+    lines = ["| tried | mean | worst | groups above 3 % |", "|---|---|---|---|"]
+    for tried in TRIED:
+        found = [regret for _, regret in regrets(rows, tried=tried)]
+        above = sum(regret > NOTICED for regret in found)
+        lines.append(f"| {tried} | {statistics.mean(found):.2%} | {max(found):.1%} | {above} of {len(found)} |")
     return lines

@@ -33,15 +33,18 @@ class Machine:
     calibrated_on: str
 
 
-def regrets(rows: Sequence[Scored]) -> list[tuple[str, float]]:
-    """(group, regret) of every group of at least two choices."""
+def regrets(rows: Sequence[Scored], *, tried: int = 1) -> list[tuple[str, float]]:
+    """(group, regret) of every group of at least two choices.
+
+    Chosen is what was measured to be the fastest of the `tried` that are predicted to be.
+    """
     groups: dict[str, list[Scored]] = {}
     for one in rows:
         groups.setdefault(f"{one.row.table}: {one.row.group}", []).append(one)
     found = []
     for name, choices in groups.items():
         if len(choices) > 1:
-            chosen = min(choices, key=lambda one: one.predicted_s)
-            best = min(one.row.measured_s for one in choices)
-            found.append((name, chosen.row.measured_s / best - 1))
+            candidates = sorted(choices, key=lambda one: one.predicted_s)[:tried]
+            chosen_s, best_s = (min(one.row.measured_s for one in some) for some in (candidates, choices))
+            found.append((name, chosen_s / best_s - 1))
     return found
