@@ -253,6 +253,27 @@ def test_memory_is_given_back_and_may_outlive_its_group(ranks: Any) -> None:
         assert total == 2.0 * LARGE
 
 
+def after_leaving(place: Any) -> str:
+    """Rank 1 allocates and leaves; rank 0 allocates after that, and calls."""
+    group = shared(place)
+    if place.rank == 0:
+        place.store.wait(["left"])
+    memory = group.allocate(LARGE, dtype=torch.float32, device=CPU)
+    if place.rank == 1:
+        group.close()
+        place.store.set("left", "")
+        return ""
+    try:
+        group.allreduce([memory.fill_(1)]).wait()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_rank_that_has_left_is_named_by_the_call_and_not_by_the_allocation(ranks: Any) -> None:
+    assert ranks(2, after_leaving) == ["rank 1 of the group has closed it", ""]
+
+
 def over_gloo(place: Any) -> tuple[bool, int]:
     """A group that has no memory of its own, asked for some."""
     group = connect(place.store, place.rank, place.size, device=CPU, label="t", ledger=Ledger(), timeout_s=20.0,

@@ -32,7 +32,6 @@ _SPINS = 100
 _WHY_NOT = {
     errno.ECHILD: "another process made it",
     errno.ENOTCONN: "it is closed",
-    errno.EPIPE: "a rank of it is gone",
     errno.ETIMEDOUT: "a rank of it takes nothing in",
 }
 
@@ -95,7 +94,7 @@ class Transport:
         """uint8 [size_bytes], zeros, which all ranks have mapped: collectives on it, and on parts of it, copy less.
 
         Every rank allocates the same in the same order. It stays when the group ends, and goes with its last view.
-        Raises `CollectiveError` where there is no memory, or a rank is gone.
+        Raises `CollectiveError` where there is no memory. That a rank is gone is the next call's to say.
         """
         self._check()
         descriptor, error = create_segment(size_bytes, name=window_name()), c_int()

@@ -127,13 +127,14 @@ bool is_mapped(window *w, int *missing) {
     return false;
 }
 
-/* A stream takes so many, and a user may have so many under way: then room is made for the peers', and waited. */
+/* A stream takes so many, and a user may have so many under way: then room is made for the peers', and waited. A rank
+   that has left needs none; the next call finds out. */
 static int give(group *g, int rank, notice what, int descriptor) {
     double until_s = now_s() + g->settings.timeout_s;
     while (!send_descriptor(g->streams[rank], what, descriptor)) {
         int culprit, error = errno;
+        if (error == EPIPE || error == ECONNRESET || peer_fault(g, rank, &culprit) != NO_FAULT) return 0;
         if (error != EAGAIN && error != ETOOMANYREFS && error != EINTR) return error;
-        if (peer_fault(g, rank, &culprit) != NO_FAULT) return EPIPE;
         if (now_s() > until_s) return ETIMEDOUT;
         if (pthread_mutex_trylock(&g->turn_lock) == 0) collect(g), pthread_mutex_unlock(&g->turn_lock);
         nanosleep(&(struct timespec){0, RETRY_NS}, NULL);
