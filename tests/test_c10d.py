@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import AllreduceOptions
 from torch.distributed._functional_collectives import all_gather_tensor, all_reduce, all_to_all_single
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shoal.c10d  # noqa: F401  (the backend's name)
 from shoal.comm.shm.core_group import CoreGroup
+from shoal.comm.shm.core_work import PATIENCE_S
 
 RELATIVE = 1e-12  # float64; with more than two ranks Gloo adds in another order
 
@@ -175,6 +178,33 @@ def test_objects_subgroups_and_any_source(ranks) -> None:
 
 def lambda_free_objects(place) -> Any:
     return with_backend(place, "shoal", objects)
+
+
+def calls_waited_for_at_once(place) -> tuple[Any, ...]:
+    """What such a call returns; strided sums, of a rank that is late too; what is said where ranks differ."""
+
+    def program(_: object) -> tuple[Any, ...]:
+        options = AllreduceOptions()
+        options.asyncOp = False
+        at_once = dist.group.WORLD.allreduce([torch.ones(5)], options)  # type: ignore[union-attr]
+        strided = torch.arange(6.0).view(2, 3).t()
+        dist.all_reduce(strided)
+        if place.rank == 1:
+            time.sleep(3 * PATIENCE_S)
+        dist.all_reduce(strided, op=dist.ReduceOp.MAX)
+        with pytest.raises(RuntimeError) as refused:
+            dist.all_reduce(torch.ones(8 + place.rank))
+        return at_once, strided.tolist(), str(refused.value)
+
+    return with_backend(place, "shoal", program)
+
+
+def test_a_call_waited_for_at_once_is_over_and_gives_no_work(ranks) -> None:
+    """As c10d allows; one that takes long, or fails, is a work's to end."""
+    for rank, (at_once, strided, refused) in enumerate(ranks(2, calls_waited_for_at_once)):
+        assert at_once is None
+        assert strided == [[0.0, 6.0], [2.0, 8.0], [4.0, 10.0]]
+        assert f"rank {rank} called all_reduce of {32 + 4 * rank} bytes" in refused
 
 
 def descriptors() -> int:

@@ -47,7 +47,7 @@ def _shared(gloo: Any, store: Any, rank: int, size: int, timeout_s: float) -> An
     hosts = introduce(PrefixStore("hosts", store), rank, size, myself=mine, timeout_s=timeout_s)
     if 1 < len(set(hosts)) < size:
         return share_hosts(gloo, store, hosts=hosts, timeout_s=timeout_s)
-    return share_core(gloo, store, timeout_s=timeout_s)
+    return share_core(gloo, store, timeout_s=timeout_s, prompt=True)
 
 
 if not hasattr(dist.Backend, BACKEND.upper()):

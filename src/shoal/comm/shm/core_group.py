@@ -23,11 +23,11 @@ from shoal.comm.shm.core import DTYPES, REDUCTIONS, Kind
 from shoal.comm.shm.transport import Transport
 
 _OPS: dict[Any, str] = {
-    dist.ReduceOp.SUM: "sum",
-    dist.ReduceOp.AVG: "avg",
-    dist.ReduceOp.MAX: "max",
-    dist.ReduceOp.MIN: "min",
-    dist.ReduceOp.PRODUCT: "product",
+    dist.ReduceOp(dist.ReduceOp.SUM): "sum",
+    dist.ReduceOp(dist.ReduceOp.AVG): "avg",
+    dist.ReduceOp(dist.ReduceOp.MAX): "max",
+    dist.ReduceOp(dist.ReduceOp.MIN): "min",
+    dist.ReduceOp(dist.ReduceOp.PRODUCT): "product",
 }
 _NUMBERS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 Finish = list[Callable[[], object]]
@@ -70,9 +70,9 @@ class CoreGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         opts = opts or c10d.AllreduceOptions()
         tensors = _listed(tensors)
-        if any(_reducible(tensor, opts.reduceOp) is None for tensor in tensors):
+        if (numbers := _all_reducible(tensors, opts.reduceOp)) is None:
             return self.inner.allreduce(tensors, opts)
-        return _joined([self._reduced(Kind.ALL_REDUCE, tensor, opts) for tensor in tensors])
+        return _joined([self._reduced(Kind.ALL_REDUCE, *each, opts) for each in zip(tensors, numbers, strict=True)])
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
         opts = opts or c10d.AllreduceCoalescedOptions()
@@ -81,9 +81,10 @@ class CoreGroup(dist.ProcessGroup):
     def reduce(self, tensors: Any, opts: Any = None) -> Any:
         opts = opts or c10d.ReduceOptions()
         tensors = _listed(tensors)
-        if any(_reducible(tensor, opts.reduceOp) is None for tensor in tensors):
+        if (numbers := _all_reducible(tensors, opts.reduceOp)) is None:
             return self.inner.reduce(tensors, opts)
-        return _joined([self._reduced(Kind.REDUCE, tensor, opts, root=opts.rootRank) for tensor in tensors])
+        pairs, root = zip(tensors, numbers, strict=True), opts.rootRank
+        return _joined([self._reduced(Kind.REDUCE, *pair, opts, root=root) for pair in pairs])
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
         opts = opts or c10d.BroadcastOptions()
@@ -132,9 +133,10 @@ class CoreGroup(dist.ProcessGroup):
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = opts or c10d.ReduceScatterOptions()
-        if any(_reducible(output, opts.reduceOp) is None for output in outputs):
+        if (numbers := _all_reducible(outputs, opts.reduceOp)) is None:
             return self.inner.reduce_scatter(outputs, inputs, opts)
-        return _joined([self._reduce_scattered(o, i, opts) for o, i in zip(outputs, inputs, strict=True)])
+        triples = zip(outputs, inputs, numbers, strict=True)
+        return _joined([self._reduce_scattered(*triple, opts) for triple in triples])
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         opts = opts or c10d.ReduceScatterOptions()
@@ -199,12 +201,11 @@ class CoreGroup(dist.ProcessGroup):
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
         return self.inner.monitored_barrier(timeout, wait_all_ranks)
 
-    def _reduced(self, kind: Kind, tensor: Tensor, opts: Any, root: int = 0) -> Any:
-        dtype, reduction = _reducible(tensor, opts.reduceOp) or (0, 0)
+    def _reduced(self, kind: Kind, tensor: Tensor, numbers: tuple[int, int], opts: Any, root: int = 0) -> Any:
         finish: Finish = []
         flat = _writable(tensor, finish, copy=True)
         return self._transport.collective(
-            kind, flat, flat, count=flat.nbytes, dtype=dtype, reduction=reduction, root=root, sync=_sync(opts),
+            kind, flat, flat, count=flat.nbytes, dtype=numbers[0], reduction=numbers[1], root=root, sync=_sync(opts),
             outputs=[tensor], finish=finish,
         )  # fmt: skip
 
@@ -224,13 +225,13 @@ class CoreGroup(dist.ProcessGroup):
             sync=_sync(opts), outputs=list(outputs), finish=finish,
         )  # fmt: skip
 
-    def _reduce_scattered(self, output: Tensor, blocks: Sequence[Tensor], opts: Any) -> Any:
+    def _reduce_scattered(self, output: Tensor, blocks: Sequence[Tensor], numbers: tuple[int, int], opts: Any) -> Any:
         _check_blocks("reduce_scatter", blocks, output)
-        dtype, reduction = _reducible(output, opts.reduceOp) or (0, 0)
         finish: Finish = []
         return self._transport.collective_of_lists(
             Kind.REDUCE_SCATTER, [block.contiguous() for block in blocks], [_writable(output, finish)],
-            count=output.nbytes, dtype=dtype, reduction=reduction, sync=_sync(opts), outputs=[output], finish=finish,
+            count=output.nbytes, dtype=numbers[0], reduction=numbers[1], sync=_sync(opts), outputs=[output],
+            finish=finish,
         )  # fmt: skip
 
     def _receive(self, tensor: Tensor, source: int, tag: int) -> Any:
@@ -281,13 +282,18 @@ def _shown(tensor: Tensor) -> str:
 
 def _reducible(tensor: Tensor, reduce_op: Any) -> tuple[int, int] | None:
     """The core's numbers of dtype and reduction; None where it has none."""
-    name = next((name for op, name in _OPS.items() if reduce_op == op), None)
+    name = _OPS.get(reduce_op)
     dtype = _NUMBERS.get(tensor.dtype, tensor.dtype) if name in ("sum", "avg") else tensor.dtype
-    if name is None or dtype not in DTYPES or tensor.layout is not torch.strided or tensor.device.type != "cpu":
+    if name is None or dtype not in DTYPES or tensor.layout is not torch.strided or not tensor.is_cpu:
         return None
     if name == "avg" and not dtype.is_floating_point:
         return None
     return DTYPES[dtype], REDUCTIONS.index(name)
+
+
+def _all_reducible(tensors: Sequence[Tensor], reduce_op: Any) -> list[tuple[int, int]] | None:
+    numbers = [_reducible(tensor, reduce_op) for tensor in tensors]
+    return None if None in numbers else numbers  # pyright: ignore[reportReturnType]
 
 
 def _writable(tensor: Tensor, finish: Finish, *, copy: bool = False) -> Tensor:

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from shoal.comm.shm.core import Core, Fault, Kind, Outcome, Signature
 
-_PATIENCE_S = 0.1  # how long the core is waited in before Python looks whether somebody has pressed Ctrl-C
+PATIENCE_S = 0.1
+"""How long the core is waited in before Python looks whether somebody has pressed Ctrl-C."""
 
 
 class Refused(RuntimeError):
@@ -57,7 +58,7 @@ class CoreWork(dist.Work):
         limit_s = timeout.total_seconds() if timeout else math.inf  # c10d says zero where it means none
         until_s = monotonic() + limit_s
         while not self._over:
-            outcome = self._core.shoal_wait(self._handle, min(limit_s, _PATIENCE_S))
+            outcome = self._core.shoal_wait(self._handle, min(limit_s, PATIENCE_S))
             if outcome != Outcome.PENDING:
                 self._end(outcome)
             elif monotonic() >= until_s:

@@ -41,10 +41,10 @@ _REDUCTIONS: tuple[tuple[Any, Reduction], ...] = (
 )
 
 
-def share_core(inner: Any, store: Store, *, timeout_s: float) -> CoreGroup:
+def share_core(inner: Any, store: Store, *, timeout_s: float, prompt: bool = False) -> CoreGroup:
     """`inner`, of two ranks or more, behind the core in C. Blocks until all ranks of the group have called it.
 
-    Raises `CoreMissing` or `Apart` with the reason why not, on all ranks alike.
+    Raises `CoreMissing` or `Apart` with the reason why not, on all ranks alike. `prompt`: see `Transport`.
     """
     rank, size = inner.rank(), inner.size()
     _check_core(store, rank, size, timeout_s=timeout_s)
@@ -53,7 +53,7 @@ def share_core(inner: Any, store: Store, *, timeout_s: float) -> CoreGroup:
     mates = find_mates(
         store, rank, size, segment_bytes=segment_bytes, map_segment=map_core_segment, timeout_s=timeout_s
     )  # fmt: skip
-    return CoreGroup(inner, Transport(core, mates, rank=rank, settings=settings))
+    return CoreGroup(inner, Transport(core, mates, rank=rank, settings=settings, prompt=prompt))
 
 
 def share_memory(inner: Any, store: Store, *, timeout_s: float, with_core: bool = True) -> tuple[Any, str]:

@@ -2,8 +2,8 @@
 
 segment   4 MB in 16 places for collectives, 1 MB for messages to each rank; taken page by page when first written
 windows   what `allocate` gives: every rank's memory, mapped by all
-waiting   a rank looks some fifty times, then gives its core away as often, then sleeps. Longer looks would be
-          shorter waits only where every rank has a core of its own
+waiting   a rank looks a hundred times (5 us); one that called, and has nothing else to do, then lets go of its core
+          between looks as often (100 us); then it sleeps. Ranks that outnumber the cores sleep at once
 thread    goes on with calls behind the caller's back; not with those in windows where all cores compute
 """
 
@@ -20,8 +20,8 @@ from ctypes import byref, c_int, c_uint8, c_uint64, c_void_p
 import torch
 from torch import Tensor
 
-from shoal.comm.shm.core import BYTES, Core, Fault, Kind, Settings, Signature
-from shoal.comm.shm.core_work import CoreWork, FutureThread
+from shoal.comm.shm.core import BYTES, Core, Fault, Kind, Outcome, Settings, Signature
+from shoal.comm.shm.core_work import PATIENCE_S, CoreWork, FutureThread
 from shoal.comm.shm.host import HostMates
 from shoal.comm.shm.segment import create_segment, window_name
 from shoal.errors import CollectiveError
@@ -62,14 +62,19 @@ class CoreSegment:
 
 
 class Transport:
-    """Ends when it is closed or dropped, after what was begun. Calls are refused after that."""
+    """Ends when it is closed or dropped, after what was begun. Calls are refused after that.
+
+    `prompt`: a collective that its caller waits for at once (`sync`) is over when it was made, and gives no work, as
+    c10d allows its backends: half of the time of a small one went into works.
+    """
 
     def __init__(
-        self, core: Core, mates: HostMates[CoreSegment], *, rank: int, settings: Settings
+        self, core: Core, mates: HostMates[CoreSegment], *, rank: int, settings: Settings, prompt: bool = False
     ) -> None:  # fmt: skip
         self.rank, self.size = rank, len(mates.segments)
         self._core, self._timeout_s, self._futures = core, settings.timeout_s, FutureThread()
         self._under_way: deque[CoreWork] = deque()
+        self._prompt = prompt
         self.mark = 0
         """Of the collectives to come: ranks whose marks differ have not made the same call."""
         streams = [mates.streams[q].detach() if q in mates.streams else -1 for q in range(self.size)]
@@ -113,7 +118,7 @@ class Transport:
         self, kind: Kind, send: Tensor | None, receive: Tensor | None, *, count: int, dtype: int = BYTES,
         reduction: int = 0, root: int = 0, sync: bool = False, outputs: Sequence[Tensor] = (),
         finish: Sequence[Callable[[], object]] = (),
-    ) -> CoreWork:  # fmt: skip
+    ) -> CoreWork | None:  # fmt: skip
         """Of contiguous tensors. `count` is the bytes of a block, where there are blocks, else of all. `sync`: the
         caller waits at once."""
         self._check()
@@ -121,19 +126,23 @@ class Transport:
         handle = self._core.shoal_start(
             self._handle, byref(what), _pointer(send), _pointer(receive), sync
         )  # fmt: skip
+        if sync and self._is_over(handle, finish):
+            return None
         return self._work(handle, outputs=outputs, held=(send, receive), finish=finish)
 
     def collective_of_lists(
         self, kind: Kind, send: Sequence[Tensor], receive: Sequence[Tensor], *, count: int, dtype: int = BYTES,
         reduction: int = 0, root: int = 0, sync: bool = False, outputs: Sequence[Tensor] = (),
         finish: Sequence[Callable[[], object]] = (),
-    ) -> CoreWork:  # fmt: skip
+    ) -> CoreWork | None:  # fmt: skip
         """The same of a tensor for each rank; one alone stands for all, and none for nothing."""
         self._check()
         what = Signature(kind, dtype, reduction, root, count, self.mark)
         handle = self._core.shoal_start_lists(
             self._handle, byref(what), *self._addresses(send), *self._addresses(receive), sync
         )  # fmt: skip
+        if sync and self._is_over(handle, finish):
+            return None
         return self._work(handle, outputs=outputs, held=(send, receive), finish=finish)
 
     def message(
@@ -155,6 +164,15 @@ class Transport:
         if len(tensors) == 1:
             tensors = [tensors[0]] * n
         return (c_void_p * n)(*(t.data_ptr() for t in tensors)), (c_uint64 * n)(*(t.nbytes for t in tensors))
+
+    def _is_over(self, handle: int | None, finish: Sequence[Callable[[], object]]) -> bool:
+        """Waits, unless this is the work's to do: to find out what went wrong, or to wait for long."""
+        if not self._prompt or not handle or self._core.shoal_wait(handle, PATIENCE_S) != Outcome.DONE:
+            return False
+        self._core.shoal_drop(handle)
+        for each in finish:
+            each()
+        return True
 
     def _work(
         self, handle: int | None, *, outputs: Sequence[Tensor], held: object, finish: Sequence[Callable[[], object]]

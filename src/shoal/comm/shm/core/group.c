@@ -190,7 +190,7 @@ static void run(group *g, const op *last) {
     for (;;) {
         op *call = advance(g, &blocked);
         if (call == NULL || (last != NULL && atomic_load(&last->outcome) != PENDING)) return;
-        if (await(g, &blocked)) continue;
+        if (await(g, &blocked, last != NULL)) continue;
         int culprit = blocked.rank, fault = peer_fault(g, blocked.rank, &culprit);
         if (reached(g, blocked.rank, blocked.field, blocked.value)) continue; /* it came before it went */
         if (fault == NO_FAULT && now_s() > call->deadline_s) fault = TIMED_OUT;
@@ -294,18 +294,19 @@ static bool owes_nothing(const op *call) {
     return call->started && call->resolved && !two_shots && call->cursors[BROUGHT] == call->turns;
 }
 
-static void set_off(group *g, const op *call, uint64_t bytes) {
+static void set_off(group *g, const op *call, uint64_t bytes, bool wait_at_once) {
     want blocked;
-    bool lazy = false;
+    bool lazy = wait_at_once;
     if ((bytes <= g->settings.place_bytes || call->window != NULL) && pthread_mutex_trylock(&g->turn_lock) == 0) {
         advance(g, &blocked);
         bool over = atomic_load(&call->outcome) != PENDING;
-        lazy = over || (first_call(g) == call && owes_nothing(call));
+        lazy |= over || (first_call(g) == call && owes_nothing(call));
         pthread_mutex_unlock(&g->turn_lock);
         ring_done(g);
     }
+    if (lazy) return;
     if (call->rests) start_worker(g, &g->collective_worker, collective_thread);
-    else if (!lazy) wake_worker(g, &g->collective_worker, collective_thread);
+    else wake_worker(g, &g->collective_worker, collective_thread);
 }
 
 static op *submit(op *call, bool wait_at_once, uint64_t bytes) {
@@ -317,7 +318,7 @@ static op *submit(op *call, bool wait_at_once, uint64_t bytes) {
     call->rests = call->window != NULL && !g->settings.spare_core;
     if (call->rests) atomic_fetch_add(&g->peers[g->rank]->resting.value, 1);
     pthread_mutex_unlock(&g->queue_lock);
-    if (!wait_at_once) set_off(g, call, bytes);
+    set_off(g, call, bytes, wait_at_once);
     return call;
 }
 

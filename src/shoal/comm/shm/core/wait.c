@@ -6,6 +6,7 @@
 #include <limits.h>
 #include <linux/futex.h>
 #include <poll.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -67,11 +68,25 @@ static bool sleep_for(group *g, const want *w, long ns) {
     return reached(g, w->rank, w->field, w->value);
 }
 
-bool await(group *g, const want *w) {
-    for (uint32_t spin = 0; spin < g->settings.spins; spin++) {
+static bool look(group *g, const want *w, uint32_t times) {
+    for (uint32_t spin = 0; spin < times; spin++) {
         if (reached(g, w->rank, w->field, w->value)) return true;
         pause_core();
     }
+    return false;
+}
+
+/* A caller has nothing else to do, and is woken late: it looks for longer, and lets go of its core between looks. */
+static bool look_on(group *g, const want *w) {
+    for (uint32_t turn = 0; turn < g->settings.spins; turn++) {
+        sched_yield();
+        if (look(g, w, LOOKS_A_TURN)) return true;
+    }
+    return false;
+}
+
+bool await(group *g, const want *w, bool calls) {
+    if (look(g, w, g->settings.spins) || (calls && look_on(g, w))) return true;
     if (sleep_for(g, w, PATIENCE_NS)) return true;
     header *peer = g->peers[w->rank];
     if (atomic_load(&peer->resting.value) > 0) ring(&peer->helper);
