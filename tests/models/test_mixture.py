@@ -207,7 +207,7 @@ def test_loads_are_agreed_once_a_step_and_move_the_bias_towards_even() -> None:
     router, bias = layer.router, layer.router.bias
     assert isinstance(router, StepStatistics)
     assert bias is not None
-    assert load_figures(layer) == {}
+    assert load_figures([layer]) == {}
     layer(inputs())
     assert int(router.step_sums().sum()) == 3 * 7 * 2
     before = bias.clone()
@@ -215,8 +215,8 @@ def test_loads_are_agreed_once_a_step_and_move_the_bias_towards_even() -> None:
     assert not router.step_sums().any()
     router.commit_sums(torch.tensor([4.0, 10.0, 0.0, 6.0, 5.0], dtype=torch.float64))
     torch.testing.assert_close(bias - before, torch.tensor([0.25, -0.25, 0.25, -0.25], dtype=torch.float64))
-    assert loads(layer)["layer"].tolist() == [4, 10, 0, 6]
-    assert load_figures(layer) == {"moe/load_max_over_mean": 2.0, "moe/load_max_over_mean_average": 2.0}
+    assert loads([layer])["layer"].tolist() == [4, 10, 0, 6]
+    assert load_figures([layer]) == {"moe/load_max_over_mean": 2.0, "moe/load_max_over_mean_average": 2.0}
     assert set(layer.state_dict()) >= {"router.bias"}
     assert not any("loads" in name for name in layer.state_dict())
 
@@ -229,9 +229,9 @@ def test_what_finds_no_room_is_counted() -> None:
     layer(x)
     layer.router.commit_sums(layer.router.step_sums())
     assert wanted > 0
-    assert load_figures(layer)["moe/dropped_share"] == wanted / (3 * 9 * 2)
-    assert sum(expert_loads(layer).values()) == 3 * 9 * 2
-    assert expert_loads(layer)["moe/load/layer/1"] == int((chosen == 1).sum())
+    assert load_figures([layer])["moe/dropped_share"] == wanted / (3 * 9 * 2)
+    assert sum(expert_loads([layer]).values()) == 3 * 9 * 2
+    assert expert_loads([layer])["moe/load/layer/1"] == int((chosen == 1).sum())
 
 
 def test_the_bias_evens_the_loads() -> None:
@@ -241,7 +241,7 @@ def test_the_bias_evens_the_loads() -> None:
     for _ in range(250):
         layer(x)
         layer.router.commit_sums(layer.router.step_sums())
-        ratios.append(load_figures(layer)["moe/load_max_over_mean"])
+        ratios.append(load_figures([layer])["moe/load_max_over_mean"])
     assert ratios[0] > 1.3
     assert sum(ratios[-10:]) / 10 < 1.1
 

@@ -46,7 +46,7 @@ def measurements(
         "throughput/samples_per_second": tally.samples / step_s,
         "steps/skipped": state.skipped,
     }
-    values |= load_figures(state.model) | (expert_loads(state.model) if with_loads else {})
+    values |= load_figures(state.mixtures) | (expert_loads(state.mixtures) if with_loads else {})
     values |= result.noise.values() if result.noise is not None else {}
     if tally.tokens:
         values |= {"tokens/consumed": state.tokens, "throughput/tokens_per_second": tally.tokens / step_s}

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from shoal.maths.counter import bits, key_of
-from shoal.models.dropout import KeyedDropout, set_sample_keys
+from shoal.models.dropout import KeyedDropout
 
 
 class Randomness:
     """Seeds what a step of `model` draws."""
 
     def __init__(self, model: nn.Module, *, seed: int, replica: int) -> None:
-        self._model, self._seed, self._replica = model, seed, replica
+        self._seed, self._replica = seed, replica
         self._sample_key = key_of(seed, "dropout")
-        self._keyed = any(isinstance(module, KeyedDropout) for module in model.modules())
+        self._keyed = [m for m in model.modules() if isinstance(m, KeyedDropout) and m.p > 0]
 
     def step(self, step: int) -> None:
         """Before a step."""
@@ -31,5 +31,6 @@ class Randomness:
 
     def microbatch(self, positions: Tensor) -> None:
         """Before the forward of a microbatch whose samples stand at `positions` (int64 [samples])."""
-        if self._keyed:
-            set_sample_keys(self._model, bits(self._sample_key, positions))
+        keys = bits(self._sample_key, positions) if self._keyed else None
+        for module in self._keyed:
+            module.sample_keys = keys

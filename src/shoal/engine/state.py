@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,8 @@ from shoal.checkpoint.part import Held, Target, targets_of, views
 from shoal.data.cursor import Cursor
 from shoal.engine.precision import LossScaler
 from shoal.errors import UsageError, UserCodeError
+from shoal.models.mixture import Mixture
+from shoal.models.mixture_loads import mixtures_of
 from shoal.optim.slots import local, make_slots, named_slots, slot_and_parameter
 from shoal.sync.owned import Owned
 from shoal.sync.strategy import Remembered
@@ -69,6 +72,11 @@ class TrainState:
     def parameters(self) -> list[tuple[str, Parameter]]:
         """Name and parameter, tied ones once, under the names of the unsplit model."""
         return list(self.model.named_parameters())
+
+    @cached_property
+    def mixtures(self) -> list[Mixture]:
+        """The mixtures of experts that are on this rank."""
+        return mixtures_of(self.model)
 
     def tensors(self) -> dict[str, Held]:
         """Every tensor of the state: `model/<name>` and `optimizer/<slot>/<name>`."""

@@ -46,13 +46,15 @@ class StepContext:
 
     def __post_init__(self) -> None:
         self.model = self.passes.compute.model
+        self.model.train()
         self._statistics, self._buffers = StatisticsSync(self.model, self.twins), BufferGuard(self.model, self.twins)
         self._begin_s = 0.0
 
     def begin(self, step: int) -> None:
         """The model's side of a step."""
         self._begin_s = time.perf_counter()
-        self.model.train()
+        if not self.model.training:  # an evaluation came before
+            self.model.train()
         self._buffers.start()
         self.randomness.step(step)
 

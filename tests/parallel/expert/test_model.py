@@ -17,7 +17,7 @@ from shoal.models.config import MoEConfig
 from shoal.models.dropout import set_sample_keys
 from shoal.models.initialise import initialise
 from shoal.models.mixture_auxiliary import auxiliary_total, counted_tokens, set_auxiliary
-from shoal.models.mixture_loads import loads
+from shoal.models.mixture_loads import loads, mixtures_of
 from shoal.models.mixture_routes import RecordRoutes, Routes, set_routes
 from shoal.models.statistics import StepStatistics
 from shoal.parallel.context.put import put_context
@@ -82,7 +82,7 @@ def step(model: nn.Module, rows: Tensor, columns: Tensor, losses_of: Any) -> Fou
     loss = (losses * cut(weights)).sum() * SCALE
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return Found(loss.detach(), auxiliary_total(model) * SCALE, gradients, routes, {}, loads(model))
+    return Found(loss.detach(), auxiliary_total(model) * SCALE, gradients, routes, {}, loads(mixtures_of(model)))
 
 
 def entropy(logits: Tensor, targets: Tensor) -> Tensor:
