@@ -49,7 +49,8 @@ class SeamWork(dist.Work):
                 self._inner.wait() if timeout is None else self._inner.wait(timeout)
         except RuntimeError as error:
             raise self._seam.explained(error, self._operation, self._call, time.perf_counter() - begin_s) from None
-        time.sleep(max(0.0, self._due_s - time.perf_counter()))
+        if self._due_s:
+            time.sleep(max(0.0, self._due_s - time.perf_counter()))
         self._finish()
         self._done = True
         self._seam.ledger.waited(self._operation, time.perf_counter() - begin_s, begin_s - self._started_s)
