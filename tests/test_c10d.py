@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -180,31 +181,98 @@ def lambda_free_objects(place) -> Any:
     return with_backend(place, "shoal", objects)
 
 
-def calls_waited_for_at_once(place) -> tuple[Any, ...]:
-    """What such a call returns; strided sums, of a rank that is late too; what is said where ranks differ."""
+def waited_for_at_once(place) -> list[Tensor]:
+    """What synchronous calls of every kind give, several tensors in one call among them; rank 1 is late once."""
+    rank, size = place.rank, place.size
+    torch.manual_seed(rank)
+    own, strided = torch.randn(size * 6).double(), torch.randn(4, 3).double().t()
+    found = [strided]
+    dist.all_reduce(strided)
+    if rank == 1:
+        time.sleep(2 * PATIENCE_S)
+    pair = [own.clone(), torch.randn(3, 2).double().t()]
+    with dist._coalescing_manager():  # the way of `all_reduce_coalesced`, in newer releases
+        for tensor in pair:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    found += pair
+    rows = [torch.empty_like(own) for _ in range(size)]
+    dist.all_gather(rows, own)
+    dist.broadcast(rows[1], src=1)
+    parts, part = list(own.clone().chunk(size)), torch.empty(6).double()
+    dist.scatter(part, parts if rank == 0 else None, src=0)
+    dist.gather(part, parts if rank == 0 else None, dst=0)
+    swapped, reduced, total = torch.empty_like(own), torch.empty(6).double(), own.clone()
+    dist.all_to_all_single(swapped, own)
+    dist.reduce_scatter(reduced, list(own.chunk(size)))
+    dist.reduce(total, dst=1)
+    dist.barrier()
+    return [*found, *rows, *parts, part, swapped, reduced, *([total] if rank == 1 else [])]
 
-    def program(_: object) -> tuple[Any, ...]:
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_calls_waited_for_at_once_are_those_of_gloo(ranks, size: int) -> None:
+    """Strided tensors, several in one call, a rank that is late."""
+    agree(ranks(size, both, waited_for_at_once))
+
+
+def prompt_calls(place) -> tuple[bool, str]:
+    """Whether a call that is waited for at once gives no work; what is said where ranks differ."""
+
+    def program(_: object) -> tuple[bool, str]:
         options = AllreduceOptions()
         options.asyncOp = False
-        at_once = dist.group.WORLD.allreduce([torch.ones(5)], options)  # type: ignore[union-attr]
-        strided = torch.arange(6.0).view(2, 3).t()
-        dist.all_reduce(strided)
-        if place.rank == 1:
-            time.sleep(3 * PATIENCE_S)
-        dist.all_reduce(strided, op=dist.ReduceOp.MAX)
+        works = [dist.group.WORLD.allreduce([torch.ones(5)], options) for _ in range(10)]  # type: ignore[union-attr]
+        for work in works:
+            assert work is None or work.wait()  # one that took long, as the first may have
         with pytest.raises(RuntimeError) as refused:
             dist.all_reduce(torch.ones(8 + place.rank))
-        return at_once, strided.tolist(), str(refused.value)
+        return works[-1] is None, str(refused.value)
 
     return with_backend(place, "shoal", program)
 
 
-def test_a_call_waited_for_at_once_is_over_and_gives_no_work(ranks) -> None:
-    """As c10d allows; one that takes long, or fails, is a work's to end."""
-    for rank, (at_once, strided, refused) in enumerate(ranks(2, calls_waited_for_at_once)):
-        assert at_once is None
-        assert strided == [[0.0, 6.0], [2.0, 8.0], [4.0, 10.0]]
+def test_a_call_waited_for_at_once_gives_no_work(ranks) -> None:
+    """As c10d allows its backends; where ranks differ it does, and that one raises."""
+    for rank, (ended, refused) in enumerate(ranks(2, prompt_calls)):
+        assert ended
         assert f"rank {rank} called all_reduce of {32 + 4 * rank} bytes" in refused
+
+
+class Stop(Exception):
+    """What the signal of a test raises."""
+
+
+def interrupted(place) -> list[float]:
+    """A sum after a call that a signal has ended on rank 0, while rank 1 was late for it."""
+
+    def stop(*_: object) -> None:
+        raise Stop
+
+    def program(_: object) -> list[float]:
+        if place.rank == 0:
+            before = signal.signal(signal.SIGALRM, stop)
+            signal.setitimer(signal.ITIMER_REAL, PATIENCE_S / 4)
+            with pytest.raises(Stop):
+                dist.all_reduce(torch.full((1 << 12, 2), 1.0).t())
+            signal.signal(signal.SIGALRM, before)
+            gc.collect()
+            filler = [torch.full((1 << 13,), 9.0) for _ in range(64)]  # would take the place of memory that was freed
+        else:
+            time.sleep(2 * PATIENCE_S)
+            filler, late = [], torch.full((1 << 12, 2), 2.0).t()
+            dist.all_reduce(late)
+            assert late.unique().tolist() == [3.0]
+        total = torch.ones(4)
+        dist.all_reduce(total)
+        assert all(bool((each == 9.0).all()) for each in filler)
+        return total.tolist()
+
+    return with_backend(place, "shoal", program)
+
+
+def test_a_signal_in_a_call_leaves_it_to_be_carried_out(ranks) -> None:
+    """The others get what this rank has brought; its memory lives until then; later calls are right."""
+    assert ranks(2, interrupted) == [[2.0] * 4] * 2
 
 
 def descriptors() -> int:

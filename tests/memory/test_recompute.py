@@ -37,10 +37,10 @@ def gradients(model: nn.Module, *, documents: Tensor | None = None) -> dict[str,
     """Of two microbatches whose forwards both come before the backwards, as in a pipeline."""
     losses = []
     for microbatch in (0, 1):
-        set_sample_keys(model, torch.arange(BATCH) + BATCH * microbatch)
+        set_sample_keys(model.modules(), torch.arange(BATCH) + BATCH * microbatch)
         losses.append(model(tokens(microbatch), None, documents).logsumexp(-1).square().sum())
     model.eval()  # what comes in between is another mode, and other keys
-    set_sample_keys(model, None)
+    set_sample_keys(model.modules(), None)
     for loss in losses:
         loss.backward()
     model.train()

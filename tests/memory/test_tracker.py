@@ -26,7 +26,7 @@ def forward(config: GPTConfig, kind: RecomputeKind, *, packed: bool, dtype: torc
     model = build(config)
     initialise(model, seed=0, device="cpu", dtype=dtype)
     recompute(model, kind)
-    set_sample_keys(model, torch.arange(BATCH))
+    set_sample_keys(model.modules(), torch.arange(BATCH))
     documents = (torch.arange(SEQ) // 20).expand(BATCH, SEQ) if packed else None
     tokens = torch.randint(0, config.vocabulary, (BATCH, SEQ), generator=torch.Generator().manual_seed(0))
     return model, lambda: model(tokens, None, documents).logsumexp(-1).sum()

@@ -16,7 +16,7 @@ from shoal.models.dropout import KeyedDropout, set_sample_keys
 
 def dropped(x: torch.Tensor, keys: torch.Tensor, *, p: float = 0.3, name: str = "a", **options: object) -> torch.Tensor:
     layer = KeyedDropout(p, name)
-    set_sample_keys(layer, keys)
+    set_sample_keys(layer.modules(), keys)
     return layer(x, **options)
 
 
@@ -59,7 +59,7 @@ def test_samples_and_layers_are_unrelated() -> None:
 def test_a_recomputed_layer_drops_the_same() -> None:
     """Activation checkpointing gives the gradient that keeping the activations gives, bit by bit."""
     layer = nn.Sequential(nn.Linear(6, 6), KeyedDropout(0.5, "a"), nn.Tanh())
-    set_sample_keys(layer, torch.arange(4))
+    set_sample_keys(layer.modules(), torch.arange(4))
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0), requires_grad=True)
     (kept,) = torch.autograd.grad(layer(x).sum(), x)
     recomputed = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False)
@@ -79,10 +79,10 @@ def test_missing_or_foreign_keys_are_refused() -> None:
     layer = KeyedDropout(0.5, "blocks.0")
     with pytest.raises(RuntimeError, match=r"'blocks\.0' found no sample keys for a batch of 2"):
         layer(torch.ones(2, 3))
-    set_sample_keys(layer, torch.arange(3))
+    set_sample_keys(layer.modules(), torch.arange(3))
     with pytest.raises(RuntimeError, match=r"found sample keys of shape \[3\] for a batch of 2"):
         layer(torch.ones(2, 3))
-    set_sample_keys(layer, None)
+    set_sample_keys(layer.modules(), None)
     with pytest.raises(RuntimeError, match="call set_sample_keys"):
         layer(torch.ones(3, 3))
 

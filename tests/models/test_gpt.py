@@ -151,11 +151,11 @@ def test_gradients_reach_every_parameter_and_are_right() -> None:
 def test_dropout_follows_the_samples() -> None:
     """In training a split of the batch changes nothing, other keys do; eval() is free of dropout."""
     model, ids, keys = gpt(dropout=0.3), tokens(4), torch.arange(4)
-    set_sample_keys(model, keys)
+    set_sample_keys(model.modules(), keys)
     whole = model(ids)
-    set_sample_keys(model, keys[2:])
+    set_sample_keys(model.modules(), keys[2:])
     torch.testing.assert_close(model(ids[2:]), whole[2:], **F64)
-    set_sample_keys(model, keys + 4)
+    set_sample_keys(model.modules(), keys + 4)
     assert not torch.allclose(model(ids), whole)
     assert torch.equal(model.eval()(ids), gpt()(ids))
 
@@ -163,7 +163,7 @@ def test_dropout_follows_the_samples() -> None:
 def test_a_part_of_the_positions_has_its_part_of_every_mask() -> None:
     """A rank that holds the later positions of each sample drops there, in every layer, what the whole would drop."""
     model, ids, masks = gpt(dropout=0.3), tokens(), []
-    set_sample_keys(model, torch.arange(3))
+    set_sample_keys(model.modules(), torch.arange(3))
     for module in model.modules():
         if isinstance(module, KeyedDropout):
             module.register_forward_hook(lambda module, inputs, output: masks.append(output == 0))
@@ -204,7 +204,7 @@ def test_one_graph_serves_every_batch(keys: dict[str, Any]) -> None:
 
     compiled = torch.compile(model, fullgraph=True, backend=count)
     for step in range(3):
-        set_sample_keys(model, torch.arange(3) + 10 * step)
+        set_sample_keys(model.modules(), torch.arange(3) + 10 * step)
         torch.testing.assert_close(compiled(tokens(seed=step)), model(tokens(seed=step)))
     assert len(graphs) == 1
 

@@ -24,7 +24,7 @@ def all_reduce_left_out(rank: int) -> Iterator[None]:
 @contextmanager
 def mean_for_sum(rank: int) -> Iterator[None]:
     """Gradients are averaged over two replicas, whose losses were already divided by the global denominator."""
-    from shoal.comm.summed_bucket import SummedBucket
+    from shoal.comm.buckets.summed import SummedBucket
 
     original = SummedBucket.wait
 

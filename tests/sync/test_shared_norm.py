@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from shoal.comm.alone import Alone
+from shoal.comm.buckets.summed import Summand, share_of
 from shoal.comm.collective import Collective
-from shoal.comm.summed_bucket import Summand, share_of
 from shoal.sync.allreduce import AllReduceSync
 from shoal.sync.config import AllReduce
 from tests.comm.groups import replicas

@@ -14,25 +14,25 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from shoal.comm.algorithms.config import Algorithm
 from shoal.comm.algorithms.group import AlgorithmGroup
 from shoal.comm.backends import Choice, Facts, Transport, choose_backend, facts_of, written
-from shoal.comm.by_exchange import ByExchange
-from shoal.comm.by_marks import ByMarks
-from shoal.comm.checked import Checked, Way
+from shoal.comm.checking.by_exchange import ByExchange
+from shoal.comm.checking.by_marks import ByMarks
+from shoal.comm.checking.checked import Checked, Way
+from shoal.comm.checking.flight_recorder import FlightRecorder
+from shoal.comm.checking.revocable import Revocable
+from shoal.comm.checking.waiting import Board
 from shoal.comm.collective import GroupCollective
 from shoal.comm.conditions import Conditions
 from shoal.comm.diagnosis import Diagnosis, introduce
-from shoal.comm.flight_recorder import FlightRecorder
 from shoal.comm.hierarchical.build import share_hosts
 from shoal.comm.ledger import Ledger
 from shoal.comm.mpi.build import share_mpi
 from shoal.comm.mpi.world import started_by_mpiexec, why_no_mpi
-from shoal.comm.revocable import Revocable
 from shoal.comm.seam import Seam
 from shoal.comm.shm.core import CoreMissing, core_identity
 from shoal.comm.shm.core_group import CoreGroup
 from shoal.comm.shm.group import share_memory
 from shoal.comm.shm.host import Apart, host_identity
 from shoal.comm.volume import Volume
-from shoal.comm.waiting import Board
 from shoal.errors import EnvironmentFault
 
 

@@ -15,11 +15,11 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from shoal.comm.algorithms.config import Algorithm
 from shoal.comm.alone import Alone
 from shoal.comm.backends import Transport
+from shoal.comm.checking.waiting import Board
 from shoal.comm.collective import Collective
 from shoal.comm.conditions import Conditions
 from shoal.comm.connect import connect
 from shoal.comm.ledger import Ledger
-from shoal.comm.waiting import Board
 from shoal.topology.axes import Axis
 from shoal.topology.layout import Layout
 
@@ -87,7 +87,7 @@ def build_mesh(
 
     `transport` is what is asked for between ranks without GPUs (`shoal.comm.backends`), `algorithm` how groups over
     Gloo make collectives (`shoal.comm.algorithms.group`). `check_collectives`: every collective is compared between its
-    ranks before it is made (`shoal.comm.checked`).
+    ranks before it is made (`shoal.comm.checking.checked`).
     """
     ledger = Ledger()
     board = Board(PrefixStore(f"generation-{generation}", store), rank) if check_collectives else None

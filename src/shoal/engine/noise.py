@@ -1,7 +1,7 @@
 """Measures the gradient noise scale while training: the gradient of a part of the batch beside that of all of it.
 
-Each rank takes the norm of what it computed alone (`comm.own_gradient`); the mean of these over the ranks, and the norm
-of the sum, which every step computes anyway, are the two batch sizes of `cost.noise_scale`. It costs one pass over the
+Each rank takes the norm of what it computed alone (`comm.buckets.own_gradient`); their mean over the ranks, and that of
+the sum, which every step computes anyway, are the two batch sizes of `cost.noise_scale`. It costs one pass over the
 gradients and an all-reduce of three numbers, in the steps in which it is due.
 
 A gradient is a sum divided by the global denominator D, so that a part of weight D_r holds D_r / D of a mean.
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from shoal.comm.buckets.own_gradient import OwnGradient
 from shoal.comm.collective import Collective
-from shoal.comm.own_gradient import OwnGradient
 from shoal.cost.noise_scale import Moments, MovingMoments, moments
 from shoal.data.sample import Batch
 from shoal.engine.tally import Tally

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.maths.counter import bits, key_of
-from shoal.models.dropout import KeyedDropout
+from shoal.models.dropout import KeyedDropout, set_sample_keys
 
 
 class Randomness:
@@ -31,6 +31,5 @@ class Randomness:
 
     def microbatch(self, positions: Tensor) -> None:
         """Before the forward of a microbatch whose samples stand at `positions` (int64 [samples])."""
-        keys = bits(self._sample_key, positions) if self._keyed else None
-        for module in self._keyed:
-            module.sample_keys = keys
+        if self._keyed:
+            set_sample_keys(self._keyed, bits(self._sample_key, positions))

@@ -53,7 +53,7 @@ class StepContext:
     def begin(self, step: int) -> None:
         """The model's side of a step."""
         self._begin_s = time.perf_counter()
-        if not self.model.training:  # an evaluation came before
+        if not self.model.training:  # after an evaluation, or whatever else has changed it
             self.model.train()
         self._buffers.start()
         self.randomness.step(step)

@@ -11,6 +11,7 @@ recomputed in the backward pass. `torch.nn.functional.dropout` can promise none 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +54,7 @@ class KeyedDropout(nn.Module):
             found = "no sample keys" if keys is None else f"sample keys of shape {list(keys.shape)}"
             raise RuntimeError(
                 f"dropout '{self.name}' found {found} for a batch of {x.shape[0]} samples; in training every sample "
-                f"has a key: call set_sample_keys(model, keys) before each forward"
+                f"has a key: call set_sample_keys(model.modules(), keys) before each forward"
             )
         return bits(keys, torch.full_like(keys, self.key)).view(-1, *[1] * (x.ndim - 1))
 
@@ -61,12 +62,12 @@ class KeyedDropout(nn.Module):
         return f"p={self.p}, name={self.name!r}"
 
 
-def set_sample_keys(model: nn.Module, keys: Tensor | None) -> None:
-    """Gives every `KeyedDropout` of `model` the keys, int64 `[batch]`, of the samples that come next; None takes them.
+def set_sample_keys(modules: Iterable[nn.Module], keys: Tensor | None) -> None:
+    """Gives each `KeyedDropout` of `modules` the keys, int64 `[batch]`, of the samples that come next; None takes them.
 
     A recomputation uses them too: set them again before it if another batch went through the model in between.
     """
-    for module in model.modules():
+    for module in modules:
         if isinstance(module, KeyedDropout):
             module.sample_keys = keys
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from shoal.comm.buckets.own_gradient import OwnGradient
+from shoal.comm.buckets.reducer import Reducer
+from shoal.comm.buckets.summed import Summand, summed_buckets
 from shoal.comm.collective import Collective
-from shoal.comm.own_gradient import OwnGradient
-from shoal.comm.reducer import Reducer
-from shoal.comm.summed_bucket import Summand, summed_buckets
 from shoal.sync.bucket_search import BucketSearch, candidates
 from shoal.sync.config import AllReduce
 from shoal.sync.norm import global_norm
@@ -55,7 +55,7 @@ class AllReduceSync:
         self._device = summands[0].parameter.device if summands else torch.device("cpu")
         self._sharing = _norm_group(summands) if replica.size == 1 else None
         self.remembered = None if config.bucket == "fixed" or world is None else self._search(world)
-        self._cut(config.bucket_bytes if self.remembered is None else self.remembered.size)
+        self._cut(config.bucket_size if self.remembered is None else self.remembered.size)
         self._begin_s = 0.0
 
     def start(self) -> None:

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from shoal.comm.buckets.credit import CreditQueue
+from shoal.comm.buckets.own_gradient import OwnGradient
+from shoal.comm.buckets.partitioned import partitioned_buckets
+from shoal.comm.buckets.reducer import Reducer
+from shoal.comm.buckets.summed import Summand
 from shoal.comm.collective import Collective
-from shoal.comm.credit import CreditQueue
 from shoal.comm.ledger import Ledger
-from shoal.comm.own_gradient import OwnGradient
-from shoal.comm.partitioned_bucket import partitioned_buckets
-from shoal.comm.reducer import Reducer
-from shoal.comm.summed_bucket import Summand
 from shoal.errors import ConfigError
 from shoal.maths.norm import two_norm
 from shoal.sync.config import AllReduce

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import torch
 
+from shoal.comm.buckets.leaving_order import Partition, leaving_order
+from shoal.comm.buckets.partitioned import PartitionedBucket
 from shoal.comm.collective import Collective
-from shoal.comm.leaving_order import Partition, leaving_order
-from shoal.comm.partitioned_bucket import PartitionedBucket
 
 STEPS = 3
 """The first is slow, for many reasons; the median of three is not."""

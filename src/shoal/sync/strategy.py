@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from shoal.comm.own_gradient import OwnGradient
+from shoal.comm.buckets.own_gradient import OwnGradient
 from shoal.sync.owned import Owned
 
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch._C import _distributed_c10d as c10d
 
+from shoal.comm.buckets.reducer import Reducer
+from shoal.comm.buckets.summed import Summand, summed_buckets
 from shoal.comm.collective import GroupCollective
 from shoal.comm.connect import connect
 from shoal.comm.ledger import Ledger
-from shoal.comm.reducer import Reducer
-from shoal.comm.summed_bucket import Summand, summed_buckets
 from shoal.errors import CollectiveError
 from tests.comm.shm.test_core_group import DEATH_S, DTYPES, FLOATS, OPS, brought, by_definition, options, shared
 

@@ -56,7 +56,7 @@ def batch(*, packed: bool) -> dict[str, Tensor | None]:
 
 def loss_and_gradients(model: nn.Module, parts: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
     """The sum over the tokens given, and what it adds to each gradient."""
-    set_sample_keys(model, torch.arange(BATCH))
+    set_sample_keys(model.modules(), torch.arange(BATCH))
     logits = model(parts["tokens"], parts["places"], parts["documents"])
     losses = F.cross_entropy(logits.flatten(0, 1), parts["targets"].flatten(), reduction="none")
     loss = (losses * parts["weights"].flatten()).sum()

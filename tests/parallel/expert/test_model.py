@@ -72,7 +72,7 @@ def batch() -> tuple[Tensor, Tensor, Tensor]:
 def step(model: nn.Module, rows: Tensor, columns: Tensor, losses_of: Any) -> Found:
     """Forward and backward on some tokens of some samples; loads count once they are committed."""
     tokens, targets, weights = batch()
-    set_sample_keys(model, rows)
+    set_sample_keys(model.modules(), rows)
     real = counted_tokens(weights, SEQ)
     set_auxiliary(model, weights.sum(1)[rows], SCALE, real=real[rows][:, columns], samples=rows)
     routes = Routes()

@@ -108,7 +108,7 @@ def one_process(kind: str, microbatches: int) -> tuple[float, dict[str, Tensor]]
     whole, batch = model(kind), data(kind, microbatches)
     total = 0.0
     for microbatch, inputs in enumerate(batch.inputs):
-        set_sample_keys(whole, batch.keys[microbatch])
+        set_sample_keys(whole.modules(), batch.keys[microbatch])
         x, context = None, whole.context(inputs)
         for part in whole.parts():
             x = part.run(x, context)

@@ -56,7 +56,7 @@ def run_case(group: Collective, case: Case, *, forward: bool = False) -> tuple[P
 
     @contextmanager
     def around(action: Action):
-        set_sample_keys(model, batch.keys[action.microbatch])
+        set_sample_keys(model.modules(), batch.keys[action.microbatch])
         yield
 
     result = run_pipeline(

@@ -33,7 +33,7 @@ def keyed_gpt(*, scale: float = 5.0, **keys: Any) -> nn.Module:
         for name, parameter in model.named_parameters():
             uneven = torch.linspace(0.5, 1.5, parameter.shape[-1], dtype=parameter.dtype)
             parameter.mul_(uneven if "norm" in name else scale)
-    set_sample_keys(model, torch.arange(3) + 7)
+    set_sample_keys(model.modules(), torch.arange(3) + 7)
     return model
 
 

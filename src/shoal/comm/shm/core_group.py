@@ -34,7 +34,9 @@ Finish = list[Callable[[], object]]
 
 
 class CoreGroup(dist.ProcessGroup):
-    """`inner` is a Gloo group of the same ranks. Works are asynchronous; tensors may be of any strides."""
+    """`inner` is a Gloo group of the same ranks. Tensors may be of any strides. A call gives a work, or None where its
+    transport is `prompt`.
+    """
 
     def __init__(self, inner: Any, transport: Transport) -> None:
         super().__init__(inner.rank(), inner.size())  # pyright: ignore[reportCallIssue]
@@ -265,7 +267,11 @@ class JoinedWork(dist.Work):
 
 
 def _joined(works: Sequence[Any]) -> Any:
-    return works[0] if len(works) == 1 else JoinedWork(works)
+    """One work for all that are not over; None where all are."""
+    left = [work for work in works if work is not None]
+    if works and not left:
+        return None
+    return left[0] if len(works) == 1 else JoinedWork(left)
 
 
 def _listed(tensors: Any) -> list[Tensor]:

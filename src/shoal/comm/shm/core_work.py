@@ -55,10 +55,14 @@ class CoreWork(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks, without the interpreter lock. Raises `RuntimeError` with what went wrong, or after `timeout`."""
+        return self.ended(timeout, idle=True)
+
+    def ended(self, timeout: timedelta | None = None, *, idle: bool) -> bool:
+        """`wait`. `idle`: the process has nothing else to do meanwhile."""
         limit_s = timeout.total_seconds() if timeout else math.inf  # c10d says zero where it means none
         until_s = monotonic() + limit_s
         while not self._over:
-            outcome = self._core.shoal_wait(self._handle, min(limit_s, PATIENCE_S))
+            outcome = self._core.shoal_wait(self._handle, min(limit_s, PATIENCE_S), idle)
             if outcome != Outcome.PENDING:
                 self._end(outcome)
             elif monotonic() >= until_s:
@@ -141,7 +145,7 @@ def _named(call: Signature) -> str:
 def complete(future: torch.futures.Future, work: CoreWork) -> None:
     """Waits for `work` and says in `future` how it went."""
     try:
-        work.wait()
+        work.ended(idle=False)
     except RuntimeError as error:
         future.set_exception(error)
     else:

@@ -2,8 +2,8 @@
 
 segment   4 MB in 16 places for collectives, 1 MB for messages to each rank; taken page by page when first written
 windows   what `allocate` gives: every rank's memory, mapped by all
-waiting   a rank looks a hundred times (5 us); one that called, and has nothing else to do, then lets go of its core
-          between looks as often (100 us); then it sleeps. Ranks that outnumber the cores sleep at once
+waiting   a rank looks a hundred times (5 us), then sleeps. A collective's caller, who has nothing else to do, looks for
+          100 us more and lets go of its core between looks. Ranks that outnumber the cores sleep at once
 thread    goes on with calls behind the caller's back; not with those in windows where all cores compute
 """
 
@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from ctypes import byref, c_int, c_uint8, c_uint64, c_void_p
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -64,8 +65,8 @@ class CoreSegment:
 class Transport:
     """Ends when it is closed or dropped, after what was begun. Calls are refused after that.
 
-    `prompt`: a collective that its caller waits for at once (`sync`) is over when it was made, and gives no work, as
-    c10d allows its backends: half of the time of a small one went into works.
+    `prompt`: a collective that its caller waits for at once (`sync`) ends within the call and gives no work, as c10d
+    allows its backends: half of the time of a small one went into works. One that takes long, or fails, gives a work.
     """
 
     def __init__(
@@ -126,9 +127,8 @@ class Transport:
         handle = self._core.shoal_start(
             self._handle, byref(what), _pointer(send), _pointer(receive), sync
         )  # fmt: skip
-        if sync and self._is_over(handle, finish):
-            return None
-        return self._work(handle, outputs=outputs, held=(send, receive), finish=finish)
+        made = self._work if not sync or not self._prompt else self._ended
+        return made(handle, outputs=outputs, held=(send, receive), finish=finish)
 
     def collective_of_lists(
         self, kind: Kind, send: Sequence[Tensor], receive: Sequence[Tensor], *, count: int, dtype: int = BYTES,
@@ -141,9 +141,8 @@ class Transport:
         handle = self._core.shoal_start_lists(
             self._handle, byref(what), *self._addresses(send), *self._addresses(receive), sync
         )  # fmt: skip
-        if sync and self._is_over(handle, finish):
-            return None
-        return self._work(handle, outputs=outputs, held=(send, receive), finish=finish)
+        made = self._work if not sync or not self._prompt else self._ended
+        return made(handle, outputs=outputs, held=(send, receive), finish=finish)
 
     def message(
         self, kind: Kind, tensor: Tensor, *, peer: int, tag: int, finish: Sequence[Callable[[], object]] = ()
@@ -165,14 +164,25 @@ class Transport:
             tensors = [tensors[0]] * n
         return (c_void_p * n)(*(t.data_ptr() for t in tensors)), (c_uint64 * n)(*(t.nbytes for t in tensors))
 
-    def _is_over(self, handle: int | None, finish: Sequence[Callable[[], object]]) -> bool:
-        """Waits, unless this is the work's to do: to find out what went wrong, or to wait for long."""
-        if not self._prompt or not handle or self._core.shoal_wait(handle, PATIENCE_S) != Outcome.DONE:
-            return False
+    def _ended(
+        self, handle: int | None, *, outputs: Sequence[Tensor], held: object, finish: Sequence[Callable[[], object]]
+    ) -> CoreWork | None:
+        """None when the call is over; a work of one that takes long, or whose fault has to be found out."""
+        work = partial(self._work, handle, outputs=outputs, held=held, finish=finish)
+        if not handle:
+            return work()
+        self._forget()
+        try:
+            outcome = self._core.shoal_wait(handle, PATIENCE_S, True)
+        except BaseException:  # a signal's: the core goes on with the call, so that its tensors have to live
+            work()
+            raise
+        if outcome != Outcome.DONE:
+            return work()
         self._core.shoal_drop(handle)
         for each in finish:
             each()
-        return True
+        return None
 
     def _work(
         self, handle: int | None, *, outputs: Sequence[Tensor], held: object, finish: Sequence[Callable[[], object]]
@@ -188,9 +198,13 @@ class Transport:
 
     def _remember(self, work: CoreWork) -> None:
         """Works that nobody keeps must live, with their tensors, until they are over."""
+        self._forget()
+        self._under_way.append(work)
+
+    def _forget(self) -> None:
+        """Lets go of works that are over, and of their tensors."""
         while self._under_way and self._under_way[0].is_completed():
             self._under_way.popleft()
-        self._under_way.append(work)
 
 
 def _pointer(tensor: Tensor | None) -> int:

@@ -169,7 +169,7 @@ def _transient_form(zero: Zero, model: GPT) -> int:
     if zero == 1:
         return 0
     if zero == 2:
-        return (IN_FLIGHT + 1) * AllReduce().bucket_bytes
+        return (IN_FLIGHT + 1) * AllReduce().bucket_size
     block_bytes = storage_bytes(model.blocks[0].parameters())
     rest_bytes = storage_bytes(model.parameters()) - len(model.blocks) * block_bytes
     return rest_bytes + 2 * block_bytes + (IN_FLIGHT + 1) * block_bytes

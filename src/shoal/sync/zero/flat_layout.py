@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.comm.summed_bucket import ALIGNMENT, aligned
+from shoal.comm.buckets.summed import ALIGNMENT, aligned
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from shoal.comm.buckets.summed import counted_norm
 from shoal.comm.collective import Collective, Handle
-from shoal.comm.summed_bucket import counted_norm
 from shoal.sync.zero.flat_layout import FlatLayout
 
 IN_FLIGHT = 2

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from shoal.comm.buckets.own_gradient import OwnGradient
+from shoal.comm.buckets.reducer import Reducer
 from shoal.comm.collective import Collective, Handle
-from shoal.comm.own_gradient import OwnGradient
-from shoal.comm.reducer import Reducer
 from shoal.sync.norm import global_norm
 from shoal.sync.owned import Owned, Trained, owned_run, same_piece
 from shoal.sync.zero.chunk import Chunk

@@ -16,7 +16,7 @@ group *shoal_open(int, int, void *const *, const int *, const settings *);
 op *shoal_start(group *, const signature *, char *, char *, bool);
 op *shoal_start_lists(group *, const signature *, char *const *, const uint64_t *, char *const *, const uint64_t *, bool);
 op *shoal_message(group *, int, char *, uint64_t, int, int64_t, bool);
-int shoal_wait(op *, double);
+int shoal_wait(op *, double, bool);
 window *shoal_share(group *, int, uint64_t, int *);
 void *shoal_address(const window *);
 void shoal_release(window *);
@@ -40,7 +40,7 @@ static uint32_t drawn(uint32_t *state) { return *state = *state * 1664525u + 101
 
 static int outcome(op *call) {
     int result;
-    while ((result = shoal_wait(call, 0.1)) == PENDING) {}
+    while ((result = shoal_wait(call, 0.1, true)) == PENDING) {}
     shoal_drop(call);
     return result;
 }

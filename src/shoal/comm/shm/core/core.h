@@ -29,8 +29,8 @@
 #include <stdint.h>
 
 #define LINE 64
-#define LOOKS_A_TURN 16
 #define SLICE_NS 100000000L  /* how often one who sleeps looks whether its peer still lives */
+#define LOOK_NS 100000L       /* how long a caller that has nothing else to do looks before it sleeps */
 #define PATIENCE_NS 2000000L /* how long before it rings the thread of a peer whose calls rest */
 
 enum dtype { F32, F64, BF16, F16, I8, U8, I16, I32, I64, BOOL, BYTES };
@@ -212,7 +212,7 @@ void futex_wait(word *w, uint32_t seen, long ns);
 void futex_wake(word *w, int count);
 void publish(group *g, enum field field, uint64_t value);
 bool reached(group *g, int rank, enum field field, uint64_t value);
-bool await(group *g, const want *w, bool calls); /* false: a slice of time has passed */
+bool await(group *g, const want *w, bool idle); /* false: a slice of time has passed. `idle`: nothing else to do */
 int peer_fault(group *g, int rank, int *culprit);
 int group_fault(const group *g, int *culprit);
 void fail_group(group *g, int fault, int culprit);

@@ -1,8 +1,8 @@
 /* A group's life, and who does its work: the caller who waits, else a thread.
 
-   A call that is waited for at once is carried out by its caller: handing it to a thread and back would take longer
-   than most calls do. One that is left to itself goes as far as it can without waiting when it is made; if its ranks
-   still need something of this one after that, the thread is woken. It has its share of a core, but does not interrupt
+   A call goes as far as it can without waiting when it is made. One that is waited for at once is then carried out by
+   its caller: handing it to a thread and back would take longer than most calls do. For one that is left to itself, the
+   thread is woken if its ranks still need something of this one. The thread has its share of a core, but does not interrupt
    who computes there each time that a peer wakes it (SCHED_BATCH).
 
    Where no core is to spare the thread would take turns with those who compute, to no avail. There, calls in windows
@@ -185,12 +185,12 @@ static op *advance(group *g, want *blocked) {
 }
 
 /* Until `last` is over (NULL: until none is left), or a slice of time has passed. Under `turn_lock`. */
-static void run(group *g, const op *last) {
+static void run(group *g, const op *last, bool idle) {
     want blocked;
     for (;;) {
         op *call = advance(g, &blocked);
         if (call == NULL || (last != NULL && atomic_load(&last->outcome) != PENDING)) return;
-        if (await(g, &blocked, last != NULL)) continue;
+        if (await(g, &blocked, idle)) continue;
         int culprit = blocked.rank, fault = peer_fault(g, blocked.rank, &culprit);
         if (reached(g, blocked.rank, blocked.field, blocked.value)) continue; /* it came before it went */
         if (fault == NO_FAULT && now_s() > call->deadline_s) fault = TIMED_OUT;
@@ -216,7 +216,7 @@ static void run_collectives(group *g) {
     want blocked;
     bool rest = all_rest(g);
     if (rest) advance(g, &blocked);
-    else run(g, NULL);
+    else run(g, NULL, false);
     pthread_mutex_unlock(&g->turn_lock);
     ring_done(g);
     if (rest && !atomic_load(&g->ending)) futex_wait(me->bell, rung, IDLE_NS);
@@ -296,15 +296,15 @@ static bool owes_nothing(const op *call) {
 
 static void set_off(group *g, const op *call, uint64_t bytes, bool wait_at_once) {
     want blocked;
-    bool lazy = wait_at_once;
+    bool rest = wait_at_once;
     if ((bytes <= g->settings.place_bytes || call->window != NULL) && pthread_mutex_trylock(&g->turn_lock) == 0) {
         advance(g, &blocked);
         bool over = atomic_load(&call->outcome) != PENDING;
-        lazy |= over || (first_call(g) == call && owes_nothing(call));
+        rest = rest || over || (first_call(g) == call && owes_nothing(call));
         pthread_mutex_unlock(&g->turn_lock);
         ring_done(g);
     }
-    if (lazy) return;
+    if (rest) return;
     if (call->rests) start_worker(g, &g->collective_worker, collective_thread);
     else wake_worker(g, &g->collective_worker, collective_thread);
 }
@@ -397,10 +397,10 @@ EXPORT op *shoal_message(group *g, int kind, char *data, uint64_t bytes, int pee
 
 static bool is_message(const op *call) { return call->what.kind == SEND || call->what.kind == RECV; }
 
-static void wait_call(group *g, op *call) {
+static void wait_call(group *g, op *call, bool idle) {
     uint32_t rung = atomic_load(&g->done_bell.value);
     if (pthread_mutex_trylock(&g->turn_lock) == 0) {
-        run(g, call);
+        run(g, call, idle);
         pthread_mutex_unlock(&g->turn_lock);
         ring_done(g);
         return;
@@ -413,8 +413,9 @@ static void wait_call(group *g, op *call) {
     atomic_fetch_sub(&g->done_sleepers, 1);
 }
 
-/* PENDING after `patience_s`, or what became of the call; FOREIGN in a child that was forked. */
-EXPORT int shoal_wait(op *call, double patience_s) {
+/* PENDING after `patience_s`, or what became of the call; FOREIGN in a child that was forked. `idle`: the process has
+   nothing else to do meanwhile. */
+EXPORT int shoal_wait(op *call, double patience_s, bool idle) {
     group *g = call->group;
     int outcome = atomic_load(&call->outcome);
     if (outcome != PENDING) return outcome;
@@ -425,7 +426,7 @@ EXPORT int shoal_wait(op *call, double patience_s) {
     atomic_fetch_add(&w->callers, 1);
     do {
         if (is_message(call)) wait_messages(g, call);
-        else wait_call(g, call);
+        else wait_call(g, call, idle);
         outcome = atomic_load(&call->outcome);
     } while (outcome == PENDING && now_s() < until_s);
     bool last = atomic_fetch_sub(&w->callers, 1) == 1;
@@ -479,7 +480,7 @@ EXPORT void shoal_end(group *g) {
     if (getpid() != g->owner) return; /* a child that was forked has nothing to say here */
     while (atomic_load(&g->waiting_calls) > 0) {
         pthread_mutex_lock(&g->turn_lock);
-        run(g, NULL);
+        run(g, NULL, true);
         pthread_mutex_unlock(&g->turn_lock);
         ring_done(g);
     }

@@ -11,6 +11,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#define LOOKS_A_YIELD 16
+
 double now_s(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
@@ -76,17 +78,17 @@ static bool look(group *g, const want *w, uint32_t times) {
     return false;
 }
 
-/* A caller has nothing else to do, and is woken late: it looks for longer, and lets go of its core between looks. */
+/* Being woken takes longer than most calls: who has nothing else to do looks on, and lets go of its core between looks. */
 static bool look_on(group *g, const want *w) {
-    for (uint32_t turn = 0; turn < g->settings.spins; turn++) {
+    for (double until_s = now_s() + 1e-9 * LOOK_NS; now_s() < until_s;) {
         sched_yield();
-        if (look(g, w, LOOKS_A_TURN)) return true;
+        if (look(g, w, LOOKS_A_YIELD)) return true;
     }
     return false;
 }
 
-bool await(group *g, const want *w, bool calls) {
-    if (look(g, w, g->settings.spins) || (calls && look_on(g, w))) return true;
+bool await(group *g, const want *w, bool idle) {
+    if (look(g, w, g->settings.spins) || (idle && g->settings.spins > 0 && look_on(g, w))) return true;
     if (sleep_for(g, w, PATIENCE_NS)) return true;
     header *peer = g->peers[w->rank];
     if (atomic_load(&peer->resting.value) > 0) ring(&peer->helper);

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from shoal.comm.buckets import Member, cut
+from shoal.comm.buckets.cut import Member, cut
 from shoal.comm.collective import Collective, Handle
 from shoal.maths.norm import two_norm
 

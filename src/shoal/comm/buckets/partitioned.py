@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from shoal.comm.credit import CreditQueue
-from shoal.comm.summed_bucket import Summand, SummedBucket, summed_buckets
+from shoal.comm.buckets.credit import CreditQueue
+from shoal.comm.buckets.summed import Summand, SummedBucket, summed_buckets
 
 
 @dataclass(kw_only=True)

@@ -14,10 +14,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shoal.comm.comparison import Comparison
-from shoal.comm.dissent import Dissent
-from shoal.comm.revocable import Revocable
-from shoal.comm.waiting import Board, Stall, patiently, waited
+from shoal.comm.checking.comparison import Comparison
+from shoal.comm.checking.dissent import Dissent
+from shoal.comm.checking.revocable import Revocable
+from shoal.comm.checking.waiting import Board, Stall, patiently, waited
 from shoal.errors import CollectiveError
 
 GRACE_S = 0.005

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from shoal.comm.disagreement import Rows
-from shoal.comm.fingerprint import Fingerprint
+from shoal.comm.checking.disagreement import Rows
+from shoal.comm.checking.fingerprint import Fingerprint
 
 _MASK = (1 << 63) - 1
 

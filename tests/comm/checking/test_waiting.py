@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from shoal.comm.waiting import Board, Stall
+from shoal.comm.checking.waiting import Board, Stall
 from shoal.errors import CollectiveError
 
 GROUPS = {"left": (0, 1), "right": (1, 2), "all": (0, 1, 2)}

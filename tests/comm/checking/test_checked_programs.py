@@ -11,7 +11,7 @@ import torch
 from shoal.comm.backends import Transport
 from shoal.comm.collective import Collective, Handle
 from shoal.errors import CollectiveError
-from tests.comm.test_checked import SECONDS, checked
+from tests.comm.checking.test_checked import SECONDS, checked
 
 Program = list[tuple[str, int]]
 STEPS, PROGRAMS = 12, 3

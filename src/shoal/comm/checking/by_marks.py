@@ -13,12 +13,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shoal.comm.disagreement import Rows
-from shoal.comm.fingerprint import Fingerprint
-from shoal.comm.flight_recorder import FlightRecorder
+from shoal.comm.checking.disagreement import Rows
+from shoal.comm.checking.fingerprint import Fingerprint
+from shoal.comm.checking.flight_recorder import FlightRecorder
+from shoal.comm.checking.waiting import LOOK_S, Stall, waited
 from shoal.comm.shm.core_group import CoreGroup
 from shoal.comm.shm.core_work import Refused
-from shoal.comm.waiting import LOOK_S, Stall, waited
 
 
 class MarkedWork(dist.Work):

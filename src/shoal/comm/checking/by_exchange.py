@@ -20,15 +20,15 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from shoal.comm.comparison import post
-from shoal.comm.disagreement import Rows
-from shoal.comm.dissent import Dissent
-from shoal.comm.fingerprint import Fingerprint
-from shoal.comm.flight_recorder import FlightRecorder
-from shoal.comm.pending import Call, Pending
-from shoal.comm.recurrence import Recurrence
-from shoal.comm.revocable import Revocable
-from shoal.comm.waiting import Board, Stall
+from shoal.comm.checking.comparison import post
+from shoal.comm.checking.disagreement import Rows
+from shoal.comm.checking.dissent import Dissent
+from shoal.comm.checking.fingerprint import Fingerprint
+from shoal.comm.checking.flight_recorder import FlightRecorder
+from shoal.comm.checking.pending import Call, Pending
+from shoal.comm.checking.recurrence import Recurrence
+from shoal.comm.checking.revocable import Revocable
+from shoal.comm.checking.waiting import Board, Stall
 
 
 class ComparedWork(dist.Work):

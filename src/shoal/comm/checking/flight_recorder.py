@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store
 
-from shoal.comm.disagreement import Rows, disagreement, judge_rows, said, told
-from shoal.comm.fingerprint import Fingerprint
+from shoal.comm.checking.disagreement import Rows, disagreement, judge_rows, said, told
+from shoal.comm.checking.fingerprint import Fingerprint
 from shoal.errors import CollectiveError
 
 REMEMBERED = 64

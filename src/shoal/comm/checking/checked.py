@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from shoal.comm.disagreement import Rows
-from shoal.comm.fingerprint import Fingerprint, fingerprint
-from shoal.comm.revocable import Revocable
-from shoal.comm.waiting import Board, Stall
+from shoal.comm.checking.disagreement import Rows
+from shoal.comm.checking.fingerprint import Fingerprint, fingerprint
+from shoal.comm.checking.revocable import Revocable
+from shoal.comm.checking.waiting import Board, Stall
 
 
 class Way(Protocol):

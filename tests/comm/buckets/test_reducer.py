@@ -10,11 +10,11 @@ import torch.utils.checkpoint
 from torch import nn
 
 from shoal.comm.alone import Alone
-from shoal.comm.buckets import Member, cut
+from shoal.comm.buckets.cut import Member, cut
+from shoal.comm.buckets.reducer import Reducer
+from shoal.comm.buckets.summed import Summand, summed_buckets
 from shoal.comm.collective import Collective
 from shoal.comm.conditions import Conditions, Fault
-from shoal.comm.reducer import Reducer
-from shoal.comm.summed_bucket import Summand, summed_buckets
 from shoal.errors import UserCodeError
 from tests.comm.groups import replicas
 

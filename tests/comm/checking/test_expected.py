@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.comm.comparison import Comparison, digests
-from shoal.comm.dissent import Dissent
-from shoal.comm.fingerprint import fingerprint
-from shoal.comm.recurrence import CONTEXT, Recurrence
+from shoal.comm.checking.comparison import Comparison, digests
+from shoal.comm.checking.dissent import Dissent
+from shoal.comm.checking.fingerprint import fingerprint
+from shoal.comm.checking.recurrence import CONTEXT, Recurrence
 
 RANKS = 3
 
@@ -54,7 +54,7 @@ def test_ranks_that_called_alike_expect_alike() -> None:
 
 def test_all_is_forgotten_after_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is kept has a bound; the program is learnt anew."""
-    monkeypatch.setattr("shoal.comm.recurrence.MOST", 40)
+    monkeypatch.setattr("shoal.comm.checking.recurrence.MOST", 40)
     guessed = right([1, 2, 3, 4, 5] * 16)
     assert not any(guessed[41 : 40 + CONTEXT])
     assert all(guessed[60:80])

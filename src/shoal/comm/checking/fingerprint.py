@@ -23,7 +23,7 @@ _OPS: tuple[tuple[Any, str], ...] = (
     (dist.ReduceOp.MIN, "min"),
     (dist.ReduceOp.PRODUCT, "product"),
 )
-_NOT_THE_CALLER = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
+_NOT_THE_CALLER = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 
 
 class Fingerprint(NamedTuple):
@@ -76,7 +76,7 @@ def _shown(dtype: torch.dtype, shape: Sequence[int], rows: bool) -> str:
 
 
 def _caller() -> tuple[str, int]:
-    """The nearest line outside PyTorch and this room."""
+    """The nearest line outside PyTorch and `shoal.comm`."""
     frame = outermost = sys._getframe(1)
     while frame is not None:
         if not frame.f_code.co_filename.startswith(_NOT_THE_CALLER):

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from shoal.comm.own_gradient import OwnGradient
+from shoal.comm.buckets.own_gradient import OwnGradient
 from shoal.errors import UserCodeError
 from shoal.maths.norm import two_norm
 

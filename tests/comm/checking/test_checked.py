@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from shoal.comm.backends import Transport
+from shoal.comm.checking.disagreement import disagreement
+from shoal.comm.checking.recurrence import CONTEXT
 from shoal.comm.collective import Collective
-from shoal.comm.disagreement import disagreement
 from shoal.comm.mesh import Mesh, build_mesh
-from shoal.comm.recurrence import CONTEXT
 from shoal.errors import CollectiveError
 from shoal.topology.layout import Layout
 from tests.comm.hosts import on_host
