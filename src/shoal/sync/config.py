@@ -17,12 +17,10 @@ class AllReduce(Table, frozen=True, tag_field="kind", tag="allreduce"):
     """Every step, the replicas' gradients are summed by all-reduce, bucket by bucket, while the backward still runs."""
 
     bucket_bytes: Annotated[
-        int | None,
+        Annotated[int, msgspec.Meta(ge=1, le=1 << 31)] | None,
         says(
             "Size of a gradient bucket. Default: 25 MiB between GPUs and on one host, where fewer calls pay; 8 MiB "
-            "between hosts, where more of them hide behind the backward.",
-            ge=1,
-            le=1 << 31,
+            "between hosts, where more of them hide behind the backward."
         ),
     ] = None
     first_bucket_bytes: Annotated[
