@@ -6,9 +6,11 @@ import dataclasses
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shoal.comm.conditions import Conditions, Fault
 from shoal.engine.tally import PendingTally
+from tests.comm.groups import replicas
 from tests.engine.same_math import (
     ADAM,
     EXACT,
@@ -17,10 +19,13 @@ from tests.engine.same_math import (
     Weighted,
     alone,
     dropping_gpt,
+    feed,
     gpt,
     grouped_net,
+    train_step,
     trajectory,
 )
+from tests.ranks import TestPlace
 
 # docs/reference/tolerances.md: trajectories of losses, relative
 FLOAT32, FLOAT64 = 1e-5, 1e-12
@@ -67,6 +72,19 @@ def test_accumulation_on_one_process_changes_nothing(micro: int) -> None:
     case = Case(precision=EXACT)
     losses, norms, weights = difference(alone(case, micro), alone(case))
     assert max(losses, norms, weights) <= FLOAT64 * 10
+
+
+def test_a_step_trains_whatever_mode_it_finds() -> None:
+    """A sample of the text between two steps leaves a model that does not drop: the next step drops again."""
+    case = Case(model=dropping_gpt, precision=EXACT, steps=2)
+    mesh = replicas(TestPlace(0, 1, dist.HashStore()))
+    step, losses = train_step(case, mesh), []
+    with feed(case, mesh, None) as source:
+        for number in (1, 2):
+            step.context.model.eval()
+            losses.append(step(number, source.next().microbatches, lr=case.optimizer.lr).loss)
+    assert losses == alone(case)[0]
+    assert all(module.training for module in step.context.model.modules())
 
 
 def test_all_ranks_hold_the_same_bits(ranks) -> None:
