@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from shoal.comm.backends import Facts, Transport, choose_backend, facts_of, written
+from shoal.comm.connect import find_facts
 from shoal.errors import EnvironmentFault
+from tests.comm.hosts import on_host
 
 ONE = Facts("cpu", hosts=("a", "a"))
 TWO = Facts("cpu", hosts=("a", "a", "b"))
@@ -69,3 +72,20 @@ def test_the_lack_of_one_rank_is_the_lack_of_all() -> None:
     assert lame == Facts("cpu", hosts=("a", "b"), no_core=NO_CORE, no_mpi=NO_MPI)
     other = facts_of([good, written("a", core="5678", by_mpi=True)], device="cpu")
     assert "different versions" in other.no_core
+
+
+def facts_of_gpus(place) -> tuple[str, ...]:
+    """The hosts that ranks with GPUs find, two ranks on each."""
+    with on_host(f"node-{place.rank // 2}"):
+        facts = find_facts(
+            place.store, place.rank, place.size, device=torch.device("cuda"), transport="auto", timeout_s=20.0
+        )
+    assert choose_backend("auto", facts).backend == "nccl"
+    return facts.hosts
+
+
+def test_ranks_with_gpus_know_which_of_them_share_a_host(ranks) -> None:
+    """The ledger tells bytes inside hosts from those between them, over NCCL too."""
+    for hosts in ranks(4, facts_of_gpus):
+        assert len(set(hosts)) == 2
+        assert hosts[0] == hosts[1] != hosts[2] == hosts[3]

@@ -62,7 +62,7 @@ def connect(
     named = rank if world_rank is None else world_rank
     myself = f"rank {named} (host {socket.gethostname()}, pid {os.getpid()})"
     members = introduce(store, rank, size, myself=myself, timeout_s=timeout_s)
-    facts = _facts(store, rank, size, device=device, transport=transport, timeout_s=timeout_s)
+    facts = find_facts(store, rank, size, device=device, transport=transport, timeout_s=timeout_s)
     choice = choose_backend(transport, facts)
     inner, choice = _opened(choice, facts, store, rank, size, transport=transport, timeout_s=timeout_s)
     memory = inner.allocate if isinstance(inner, CoreGroup) else None
@@ -85,11 +85,10 @@ def connect(
     )  # fmt: skip
 
 
-def _facts(
+def find_facts(
     store: Store, rank: int, size: int, *, device: torch.device, transport: Transport, timeout_s: float
 ) -> Facts:
-    if device.type == "cuda":
-        return Facts("cuda", hosts=("",) * size)
+    """What the ranks of a group tell each other before they choose a backend. Blocks until all have called it."""
     host, core, no_core = socket.gethostname(), "", ""
     try:
         host = host_identity()
@@ -97,10 +96,11 @@ def _facts(
     except (OSError, CoreMissing) as reason:
         no_core = str(reason)
     by_mpi = started_by_mpiexec()
-    no_mpi = why_no_mpi() if by_mpi or transport == "mpi" else "no MPI launcher started them"
+    asks_mpi = device.type == "cpu" and (by_mpi or transport == "mpi")
+    no_mpi = why_no_mpi() if asks_mpi else "no MPI launcher started them"
     mine = written(host, core=core, no_core=no_core, no_mpi=no_mpi, by_mpi=by_mpi)
     answers = introduce(PrefixStore("facts", store), rank, size, myself=mine, timeout_s=timeout_s)
-    return facts_of(answers, device="cpu")
+    return facts_of(answers, device="cuda" if device.type == "cuda" else "cpu")
 
 
 def _opened(
