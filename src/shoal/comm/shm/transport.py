@@ -66,7 +66,8 @@ class Transport:
     """Ends when it is closed or dropped, after what was begun. Calls are refused after that.
 
     `prompt`: a collective that its caller waits for at once (`sync`) ends within the call and gives no work, as c10d
-    allows its backends: half of the time of a small one went into works. One that takes long, or fails, gives a work.
+    allows its backends: making a work and waiting for it was a third of a small one. One that takes long, or fails, gives
+    a work.
     """
 
     def __init__(
@@ -127,8 +128,8 @@ class Transport:
         handle = self._core.shoal_start(
             self._handle, byref(what), _pointer(send), _pointer(receive), sync
         )  # fmt: skip
-        made = self._work if not sync or not self._prompt else self._ended
-        return made(handle, outputs=outputs, held=(send, receive), finish=finish)
+        give = self._ended if sync and self._prompt else self._work
+        return give(handle, outputs=outputs, held=(send, receive), finish=finish)
 
     def collective_of_lists(
         self, kind: Kind, send: Sequence[Tensor], receive: Sequence[Tensor], *, count: int, dtype: int = BYTES,
@@ -141,8 +142,8 @@ class Transport:
         handle = self._core.shoal_start_lists(
             self._handle, byref(what), *self._addresses(send), *self._addresses(receive), sync
         )  # fmt: skip
-        made = self._work if not sync or not self._prompt else self._ended
-        return made(handle, outputs=outputs, held=(send, receive), finish=finish)
+        give = self._ended if sync and self._prompt else self._work
+        return give(handle, outputs=outputs, held=(send, receive), finish=finish)
 
     def message(
         self, kind: Kind, tensor: Tensor, *, peer: int, tag: int, finish: Sequence[Callable[[], object]] = ()
