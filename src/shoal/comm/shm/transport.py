@@ -66,8 +66,7 @@ class Transport:
     """Ends when it is closed or dropped, after what was begun. Calls are refused after that.
 
     `prompt`: a collective that its caller waits for at once (`sync`) ends within the call and gives no work, as c10d
-    allows its backends: making a work and waiting for it was a third of a small one. One that takes long, or fails, gives
-    a work.
+    allows its backends: a third of a small one was making a work and waiting for it. One that takes long or fails does.
     """
 
     def __init__(
