@@ -248,17 +248,21 @@ def interrupted(place) -> list[float]:
     def stop(*_: object) -> None:
         raise Stop
 
+    def late_call() -> None:
+        signal.setitimer(signal.ITIMER_REAL, PATIENCE_S / 2)
+        dist.all_reduce(torch.full((1 << 12, 2), 1.0).t())
+
     def program(_: object) -> list[float]:
         if place.rank == 0:
             before = signal.signal(signal.SIGALRM, stop)
-            signal.setitimer(signal.ITIMER_REAL, PATIENCE_S / 4)
             with pytest.raises(Stop):
-                dist.all_reduce(torch.full((1 << 12, 2), 1.0).t())
+                late_call()
             signal.signal(signal.SIGALRM, before)
             gc.collect()
             filler = [torch.full((1 << 13,), 9.0) for _ in range(64)]  # would take the place of memory that was freed
+            place.store.set("interrupted", "")
         else:
-            time.sleep(2 * PATIENCE_S)
+            place.store.wait(["interrupted"])
             filler, late = [], torch.full((1 << 12, 2), 2.0).t()
             dist.all_reduce(late)
             assert late.unique().tolist() == [3.0]

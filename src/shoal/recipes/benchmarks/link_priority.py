@@ -6,7 +6,7 @@ for each layer alone. With F and B the seconds of forward and backward, and W th
     in order       F + max(B, W)
     by priority    max(F + B, W)
 
-Buckets as small as partitions stand between the two. In a lab of real links the processors that compute also carry the
+Large buckets are those of one host; those as small as partitions stand between order and priority. In a lab of real links the processors that compute also carry the
 traffic; in the throttled one they carry little, and the wire is what counts.
 
 A turn is several steps in a row, so that the sums of one can lie behind the forward of the next, and ends when all is
@@ -38,12 +38,13 @@ from shoal.recipes.benchmarks.turns import interleaved, ratios
 from shoal.recipes.objects import Given
 from shoal.recipes.run_file import RunFile, run_directory
 from shoal.recipes.setting import set_up
-from shoal.sync.config import AllReduce
+from shoal.sync.config import FAR_BUCKET_BYTES, NEAR_BUCKET_BYTES, AllReduce
 
 STEPS, PAIRS, TOKENS = 8, 10, 512
 PARTITION_BYTES = 1 << 20
 SYNCS = {
-    "order": AllReduce(),
+    "order": AllReduce(bucket_bytes=FAR_BUCKET_BYTES),
+    "order, large buckets": AllReduce(bucket_bytes=NEAR_BUCKET_BYTES),
     "order, small buckets": AllReduce(bucket_bytes=PARTITION_BYTES),
     "priority": AllReduce(schedule="priority", partition_bytes=PARTITION_BYTES),
 }

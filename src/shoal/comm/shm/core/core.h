@@ -30,7 +30,7 @@
 
 #define LINE 64
 #define SLICE_NS 100000000L  /* how often one who sleeps looks whether its peer still lives */
-#define LOOK_NS 100000L       /* how long a caller that has nothing else to do looks before it sleeps */
+#define LOOK_NS 100000L      /* how long a caller that has nothing else to do looks before it sleeps */
 #define PATIENCE_NS 2000000L /* how long before it rings the thread of a peer whose calls rest */
 
 enum dtype { F32, F64, BF16, F16, I8, U8, I16, I32, I64, BOOL, BYTES };

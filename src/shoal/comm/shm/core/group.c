@@ -2,8 +2,8 @@
 
    A call goes as far as it can without waiting when it is made. One that is waited for at once is then carried out by
    its caller: handing it to a thread and back would take longer than most calls do. For one that is left to itself, the
-   thread is woken if its ranks still need something of this one. The thread has its share of a core, but does not interrupt
-   who computes there each time that a peer wakes it (SCHED_BATCH).
+   thread is woken if its ranks still need something of this one. The thread has its share of a core, but does not
+   interrupt who computes there each time that a peer wakes it (SCHED_BATCH).
 
    Where no core is to spare the thread would take turns with those who compute, to no avail. There, calls in windows
    rest: their callers go on with them when they next call or wait, or a peer that waits for long rings the thread. */

@@ -78,7 +78,7 @@ static bool look(group *g, const want *w, uint32_t times) {
     return false;
 }
 
-/* Being woken takes longer than most calls: who has nothing else to do looks on, and lets go of its core between looks. */
+/* Being woken takes longer than most calls. Who has nothing else to do looks on, and yields its core between looks. */
 static bool look_on(group *g, const want *w) {
     for (double until_s = now_s() + 1e-9 * LOOK_NS; now_s() < until_s;) {
         sched_yield();

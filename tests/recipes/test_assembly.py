@@ -1,0 +1,39 @@
+"""What the assembly of a run decides by where the ranks are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shoal.launch.environment import Place
+from shoal.recipes.assembly import new_sync
+from shoal.recipes.objects import Given
+from shoal.recipes.setting import set_up
+from shoal.sync.config import AllReduce
+from tests.recipes.layouts import corpus, run_file_of
+
+MIB = 1 << 20
+
+
+def bucket_size(place, folder: str, ranks_of_a_host: int, asked: dict[str, int]) -> int:
+    """Of the sync that a rank of two builds, in bytes."""
+    run_file = run_file_of(Path(folder), run={"processes": 2}, layout={"replicate": 2}, sync=asked)
+    host, local = divmod(place.rank, ranks_of_a_host)
+    here = Place(place.rank, place.size, local, ranks_of_a_host, host, "shoal")
+    setting = set_up(run_file, here, Given(), store=place.store)
+    found: list[AllReduce] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shoal.recipes.assembly.build_sync", lambda config, *_, **__: found.append(config))
+        new_sync(setting)
+    return found[0].bucket_size
+
+
+@pytest.mark.parametrize(
+    ("ranks_of_a_host", "asked", "bytes_"),
+    [(2, {}, 25 * MIB), (1, {}, 8 * MIB), (2, {"bucket_bytes": 5}, 5), (1, {"bucket_bytes": 5}, 5)],
+)
+def test_buckets_between_hosts_are_smaller(ranks, tmp_path, ranks_of_a_host: int, asked, bytes_: int) -> None:
+    """Unless a size is asked for."""
+    corpus(tmp_path)
+    assert ranks(2, bucket_size, str(tmp_path), ranks_of_a_host, asked) == [bytes_] * 2
