@@ -6,8 +6,9 @@ for each layer alone. With F and B the seconds of forward and backward, and W th
     in order       F + max(B, W)
     by priority    max(F + B, W)
 
-Large buckets are those of one host; those as small as partitions stand between order and priority. In a lab of real links the processors that compute also carry the
-traffic; in the throttled one they carry little, and the wire is what counts.
+Large buckets are those of one host; those as small as partitions stand between order and priority. In a lab of real
+links the processors that compute also carry the traffic; in the throttled one they carry little, and the wire is what
+counts.
 
 A turn is several steps in a row, so that the sums of one can lie behind the forward of the next, and ends when all is
 updated.
