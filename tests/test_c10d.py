@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import shoal.c10d  # noqa: F401  (the backend's name)
+from shoal.comm.shm import transport
 from shoal.comm.shm.core_group import CoreGroup
 from shoal.comm.shm.core_work import PATIENCE_S
 
@@ -46,6 +47,14 @@ def with_backend(place, backend: str, program: Callable[..., Any], *args: Any) -
 
 def both(place, program: Callable[..., Any]) -> list[Any]:
     return [with_backend(place, backend, program) for backend in ("gloo", "shoal")]
+
+
+def called(place, headers: bool, program: Callable[..., Any], *args: Any) -> Any:
+    """`program(place, *args)`, its groups as of a core that was built with the interpreter's headers, or without."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not headers:
+            patch.setattr(transport, "load_call", lambda: None)
+        return program(place, *args)
 
 
 def agree(results: list[Any]) -> None:
@@ -209,10 +218,11 @@ def waited_for_at_once(place) -> list[Tensor]:
     return [*found, *rows, *parts, part, swapped, reduced, *([total] if rank == 1 else [])]
 
 
+@pytest.mark.parametrize("headers", [True, False])
 @pytest.mark.parametrize("size", [2, 4])
-def test_calls_waited_for_at_once_are_those_of_gloo(ranks, size: int) -> None:
+def test_calls_waited_for_at_once_are_those_of_gloo(ranks, size: int, headers: bool) -> None:
     """Strided tensors, several in one call, a rank that is late."""
-    agree(ranks(size, both, waited_for_at_once))
+    agree(ranks(size, called, headers, both, waited_for_at_once))
 
 
 def prompt_calls(place) -> tuple[bool, str]:
@@ -231,9 +241,10 @@ def prompt_calls(place) -> tuple[bool, str]:
     return with_backend(place, "shoal", program)
 
 
-def test_a_call_waited_for_at_once_gives_no_work(ranks) -> None:
+@pytest.mark.parametrize("headers", [True, False])
+def test_a_call_waited_for_at_once_gives_no_work(ranks, headers: bool) -> None:
     """As c10d allows its backends; where ranks differ it does, and that one raises."""
-    for rank, (ended, refused) in enumerate(ranks(2, prompt_calls)):
+    for rank, (ended, refused) in enumerate(ranks(2, called, headers, prompt_calls)):
         assert ended
         assert f"rank {rank} called all_reduce of {32 + 4 * rank} bytes" in refused
 
@@ -274,9 +285,10 @@ def interrupted(place) -> list[float]:
     return with_backend(place, "shoal", program)
 
 
-def test_a_signal_in_a_call_leaves_it_to_be_carried_out(ranks) -> None:
+@pytest.mark.parametrize("headers", [True, False])
+def test_a_signal_in_a_call_leaves_it_to_be_carried_out(ranks, headers: bool) -> None:
     """The others get what this rank has brought; its memory lives until then; later calls are right."""
-    assert ranks(2, interrupted) == [[2.0] * 4] * 2
+    assert ranks(2, called, headers, interrupted) == [[2.0] * 4] * 2
 
 
 def descriptors() -> int:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import importlib.machinery
 import zlib
+from collections.abc import Callable
 from ctypes import POINTER, Structure, c_bool, c_double, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from enum import IntEnum
 from pathlib import Path
@@ -115,6 +117,15 @@ def load_core() -> Core:
         function = getattr(core, f"shoal_{name}")
         function.restype, function.argtypes = result, arguments
     return core
+
+
+@functools.cache
+def load_call() -> Callable[..., None] | None:
+    """`call` of `core/python.c`; None where the core was built without Python's headers."""
+    try:
+        return importlib.import_module("shoal.comm.shm._core").call
+    except ImportError:
+        return None
 
 
 def core_identity() -> str:

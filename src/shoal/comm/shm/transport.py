@@ -21,7 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shoal.comm.shm.core import BYTES, Core, Fault, Kind, Outcome, Settings, Signature
+from shoal.comm.shm.core import BYTES, Core, Fault, Kind, Outcome, Settings, Signature, load_call
 from shoal.comm.shm.core_work import PATIENCE_S, CoreWork, FutureThread
 from shoal.comm.shm.host import HostMates
 from shoal.comm.shm.segment import create_segment, window_name
@@ -75,7 +75,8 @@ class Transport:
         self.rank, self.size = rank, len(mates.segments)
         self._core, self._timeout_s, self._futures = core, settings.timeout_s, FutureThread()
         self._under_way: deque[CoreWork] = deque()
-        self._prompt = prompt
+        self._closed = False
+        self._prompt, self._call = prompt, load_call() if prompt else None
         self.mark = 0
         """Of the collectives to come: ranks whose marks differ have not made the same call."""
         streams = [mates.streams[q].detach() if q in mates.streams else -1 for q in range(self.size)]
@@ -89,6 +90,7 @@ class Transport:
 
     def close(self) -> None:
         """Ends the group when the calls that were made are done."""
+        self._closed = True
         self._end()
 
     def give_up(self) -> None:
@@ -123,6 +125,8 @@ class Transport:
         """Of contiguous tensors. `count` is the bytes of a block, where there are blocks, else of all. `sync`: the
         caller waits at once."""
         self._check()
+        if sync and self._call is not None:
+            return self._called(kind, dtype, reduction, root, send, receive, count, outputs, finish)
         what = Signature(kind, dtype, reduction, root, count, self.mark)
         handle = self._core.shoal_start(
             self._handle, byref(what), _pointer(send), _pointer(receive), sync
@@ -153,7 +157,7 @@ class Transport:
         return self._work(handle, outputs=[tensor], held=tensor, finish=finish)
 
     def _check(self) -> None:
-        if not self._end.alive:
+        if self._closed:
             raise RuntimeError("this group is closed")
 
     def _addresses(self, tensors: Sequence[Tensor]) -> tuple[ctypes.Array, ctypes.Array]:
@@ -163,6 +167,27 @@ class Transport:
         if len(tensors) == 1:
             tensors = [tensors[0]] * n
         return (c_void_p * n)(*(t.data_ptr() for t in tensors)), (c_uint64 * n)(*(t.nbytes for t in tensors))
+
+    def _called(
+        self, kind: Kind, dtype: int, reduction: int, root: int, send: Tensor | None, receive: Tensor | None, count: int,
+        outputs: Sequence[Tensor], finish: Sequence[Callable[[], object]],
+    ) -> CoreWork | None:  # fmt: skip
+        """As `_ended`, in one call of the interpreter."""
+        left: list[int | None] = []
+        work = None
+        if self._under_way:
+            self._forget()
+        try:
+            self._call(
+                self._handle, kind, dtype, reduction, root, self.mark, _pointer(send), _pointer(receive), count, left
+            )
+        finally:
+            if left:
+                work = self._work(left[0], outputs=outputs, held=(send, receive), finish=finish)
+        if work is None:
+            for each in finish:
+                each()
+        return work
 
     def _ended(
         self, handle: int | None, *, outputs: Sequence[Tensor], held: object, finish: Sequence[Callable[[], object]]

@@ -241,6 +241,8 @@ void part_users(group *g);
 void finish(op *call, enum outcome outcome);
 void fail(op *call, int fault, int culprit);
 void release_group(group *g);
+op *shoal_start(group *g, const signature *what, char *send, char *receive, bool wait_at_once);
+int shoal_wait(op *call, double patience_s, bool idle);
 void shoal_drop(op *call);
 
 #endif
