@@ -66,7 +66,8 @@ class Transport:
     """Ends when it is closed or dropped, after what was begun. Calls are refused after that.
 
     `prompt`: a collective that its caller waits for at once (`sync`) ends within the call and gives no work, as c10d
-    allows its backends: a third of a small one was making a work and waiting for it. One that takes long or fails does.
+    allows its backends: half of a small one was making a work and calling through ctypes. One that fails gives a work;
+    so does one of lists, or of a core without the interpreter's headers, that takes long.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class Transport:
         caller waits at once."""
         self._check()
         if sync and self._call is not None:
-            return self._called(kind, dtype, reduction, root, send, receive, count, outputs, finish)
+            return self._called(self._call, kind, dtype, reduction, root, send, receive, count, outputs, finish)
         what = Signature(kind, dtype, reduction, root, count, self.mark)
         handle = self._core.shoal_start(
             self._handle, byref(what), _pointer(send), _pointer(receive), sync
@@ -169,8 +170,8 @@ class Transport:
         return (c_void_p * n)(*(t.data_ptr() for t in tensors)), (c_uint64 * n)(*(t.nbytes for t in tensors))
 
     def _called(
-        self, kind: Kind, dtype: int, reduction: int, root: int, send: Tensor | None, receive: Tensor | None, count: int,
-        outputs: Sequence[Tensor], finish: Sequence[Callable[[], object]],
+        self, call: Callable[..., None], kind: Kind, dtype: int, reduction: int, root: int, send: Tensor | None,
+        receive: Tensor | None, count: int, outputs: Sequence[Tensor], finish: Sequence[Callable[[], object]],
     ) -> CoreWork | None:  # fmt: skip
         """As `_ended`, in one call of the interpreter."""
         left: list[int | None] = []
@@ -178,9 +179,7 @@ class Transport:
         if self._under_way:
             self._forget()
         try:
-            self._call(
-                self._handle, kind, dtype, reduction, root, self.mark, _pointer(send), _pointer(receive), count, left
-            )
+            call(self._handle, kind, dtype, reduction, root, self.mark, _pointer(send), _pointer(receive), count, left)
         finally:
             if left:
                 work = self._work(left[0], outputs=outputs, held=(send, receive), finish=finish)

@@ -2,8 +2,9 @@
 
 A program changes one line, the backend's name. Exposed communication is what a step takes longer than the same program
 on a network that takes no time (`programs.ON_INSTANT_NETWORK`, `exposed`), so that what DDP and FSDP2 copy for
-themselves is not taken for communication. `alone_ms` is the bare model on the rank's tokens, without DDP or FSDP2 (for
-tensor parallelism the unsplit model, which computes twice as much): a step less that is what distribution costs in all.
+themselves is not taken for communication. A step that counts follows one of the same program, as in training.
+`alone_ms` is the bare model on the rank's tokens, without DDP or FSDP2 (for tensor parallelism the unsplit model, which
+computes twice as much): a step less that is what distribution costs in all.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def _of_program(
     }
     if calls := all_reduces(sides[AGAIN]):
         sides |= {CALLS + side: again(calls, groups[side]) for side in (GLOO, OURS)}
-    turns = interleaved(sides, clock, pairs=pairs, always=[side for side in sides if side != ALONE])
+    turns = interleaved(sides, clock, pairs=pairs, always=[side for side in sides if side != ALONE], warm=True)
     return row(name, place.world_size, turns, tokens=tokens), checks(name, place.world_size, turns, tokens=tokens)
 
 

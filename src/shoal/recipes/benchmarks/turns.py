@@ -16,16 +16,19 @@ Sides = Mapping[str, Callable[[], Any]]
 Turns = list[dict[str, float]]
 
 
-def interleaved(sides: Sides, clock: Collective, *, pairs: int, always: Sequence[str]) -> Turns:
+def interleaved(sides: Sides, clock: Collective, *, pairs: int, always: Sequence[str], warm: bool = False) -> Turns:
     """Per turn, the seconds of each side's step on the slowest rank; all ranks shuffle the order in the same way.
 
-    Those that are compared, `always`, stand side by side in every turn, the others in every third.
+    Those that are compared, `always`, stand side by side in every turn, the others in every third. `warm`: a side takes
+    three steps in a row, the mean of the last two counts. The first finds in the caches what another side has left
+    there; a step of training finds what the step before has.
     """
     shuffle, turns = random.Random(0), []
     for number in range(WARM_UP_STEPS + pairs):
         order = list(sides) if number % 3 == 0 else list(always)
         shuffle.shuffle(order)
-        turns.append({name: slowest(sides[name], clock) for name in order})
+        take = _warm if warm else slowest
+        turns.append({name: take(sides[name], clock) for name in order})
     return turns[WARM_UP_STEPS:]
 
 
@@ -37,6 +40,11 @@ def slowest(step: Callable[[], Any], clock: Collective) -> float:
     spent = torch.tensor([time.perf_counter() - begin_s], dtype=torch.float64)
     clock.all_reduce(spent, "max").wait()
     return float(spent)
+
+
+def _warm(step: Callable[[], Any], clock: Collective) -> float:
+    slowest(step, clock)
+    return (slowest(step, clock) + slowest(step, clock)) / 2
 
 
 def ratios(turns: Turns, side: str, *, peer: str) -> list[float]:
