@@ -253,42 +253,46 @@ class Stop(Exception):
     """What the signal of a test raises."""
 
 
-def interrupted(place) -> list[float]:
-    """A sum after a call that a signal has ended on rank 0, while rank 1 was late for it."""
+def interrupted(place, in_time: bool) -> tuple[list[float], list[float]]:
+    """A strided sum of a call that a signal has ended on rank 0, and one of the next call. Rank 1 comes after the
+    signal: `in_time`, while rank 0 has not looked for it yet, or when its exception is out.
+    """
 
     def stop(*_: object) -> None:
         raise Stop
 
-    def late_call() -> None:
-        signal.setitimer(signal.ITIMER_REAL, PATIENCE_S / 2)
-        dist.all_reduce(torch.full((1 << 12, 2), 1.0).t())
-
-    def program(_: object) -> list[float]:
+    def program(_: object) -> tuple[list[float], list[float]]:
+        late, filler = torch.full((1 << 12, 2), 1.0 + place.rank).t(), []
         if place.rank == 0:
             before = signal.signal(signal.SIGALRM, stop)
+            place.store.set("ready", "")
+            signal.setitimer(signal.ITIMER_REAL, PATIENCE_S / 4)
             with pytest.raises(Stop):
-                late_call()
+                dist.all_reduce(late)
             signal.signal(signal.SIGALRM, before)
             gc.collect()
             filler = [torch.full((1 << 13,), 9.0) for _ in range(64)]  # would take the place of memory that was freed
             place.store.set("interrupted", "")
+            place.store.wait(["summed"])  # no call meanwhile: the group goes on by itself
         else:
-            place.store.wait(["interrupted"])
-            filler, late = [], torch.full((1 << 12, 2), 2.0).t()
+            place.store.wait(["ready" if in_time else "interrupted"])
+            time.sleep(PATIENCE_S / 2)
             dist.all_reduce(late)
-            assert late.unique().tolist() == [3.0]
+            place.store.set("summed", "")
         total = torch.ones(4)
         dist.all_reduce(total)
+        dist.all_reduce(total)  # by now what the first has left is put in its place
         assert all(bool((each == 9.0).all()) for each in filler)
-        return total.tolist()
+        return late.unique().tolist(), total.tolist()
 
     return with_backend(place, "shoal", program)
 
 
+@pytest.mark.parametrize("in_time", [True, False])
 @pytest.mark.parametrize("headers", [True, False])
-def test_a_signal_in_a_call_leaves_it_to_be_carried_out(ranks, headers: bool) -> None:
-    """The others get what this rank has brought; its memory lives until then; later calls are right."""
-    assert ranks(2, called, headers, interrupted) == [[2.0] * 4] * 2
+def test_a_signal_in_a_call_leaves_it_to_be_carried_out(ranks, headers: bool, in_time: bool) -> None:
+    """All get what all have brought, strided tensors too; their memory lives until then; later calls are right."""
+    assert ranks(2, called, headers, interrupted, in_time) == [([3.0], [4.0] * 4)] * 2
 
 
 def descriptors() -> int:

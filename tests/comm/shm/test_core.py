@@ -11,7 +11,10 @@ from shoal.comm.shm.core import load_call
 
 
 def test_calls_of_the_interpreter_are_built_where_its_headers_are() -> None:
-    assert (load_call() is not None) == (Path(sysconfig.get_path("include")) / "Python.h").exists()
+    there = (Path(sysconfig.get_path("include")) / "Python.h").exists()
+    assert (load_call() is not None) == there, (
+        "the core is older than the headers: `setup.py build_ext --force --inplace`"
+    )
 
 
 @pytest.mark.parametrize("arguments", [(), ("a group", *range(8), []), (1 << 80, *range(8), [])])

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -76,6 +77,7 @@ class Transport:
         self.rank, self.size = rank, len(mates.segments)
         self._core, self._timeout_s, self._futures = core, settings.timeout_s, FutureThread()
         self._under_way: deque[CoreWork] = deque()
+        self._forgetting = threading.Lock()
         self._closed = False
         self._prompt, self._call = prompt, load_call() if prompt else None
         self.mark = 0
@@ -175,18 +177,19 @@ class Transport:
     ) -> CoreWork | None:  # fmt: skip
         """As `_ended`, in one call of the interpreter."""
         left: list[int | None] = []
-        work = None
-        if self._under_way:
-            self._forget()
         try:
             call(self._handle, kind, dtype, reduction, root, self.mark, _pointer(send), _pointer(receive), count, left)
-        finally:
+        except BaseException:
             if left:
-                work = self._work(left[0], outputs=outputs, held=(send, receive), finish=finish)
-        if work is None:
-            for each in finish:
-                each()
-        return work
+                self._leave(left[0], outputs=outputs, held=(send, receive), finish=finish)
+            raise
+        if left:
+            return self._work(left[0], outputs=outputs, held=(send, receive), finish=finish)
+        for each in finish:
+            each()
+        if self._under_way:
+            self._forget()
+        return None
 
     def _ended(
         self, handle: int | None, *, outputs: Sequence[Tensor], held: object, finish: Sequence[Callable[[], object]]
@@ -198,8 +201,8 @@ class Transport:
         self._forget()
         try:
             outcome = self._core.shoal_wait(handle, PATIENCE_S, True)
-        except BaseException:  # a signal's: the core goes on with the call, so that its tensors have to live
-            work()
+        except BaseException:
+            self._leave(handle, outputs=outputs, held=held, finish=finish)
             raise
         if outcome != Outcome.DONE:
             return work()
@@ -207,6 +210,13 @@ class Transport:
         for each in finish:
             each()
         return None
+
+    def _leave(
+        self, handle: int | None, *, outputs: Sequence[Tensor], held: object, finish: Sequence[Callable[[], object]]
+    ) -> None:
+        """A signal's exception has ended the wait for a call: the core goes on with it; its tensors have to live."""
+        self._work(handle, outputs=outputs, held=held, finish=finish)
+        self._core.shoal_leave(handle)
 
     def _work(
         self, handle: int | None, *, outputs: Sequence[Tensor], held: object, finish: Sequence[Callable[[], object]]
@@ -226,9 +236,13 @@ class Transport:
         self._under_way.append(work)
 
     def _forget(self) -> None:
-        """Lets go of works that are over, and of their tensors."""
-        while self._under_way and self._under_way[0].is_completed():
-            self._under_way.popleft()
+        """Lets go of works that are over, and of their tensors; by one thread at a time."""
+        if self._forgetting.acquire(blocking=False):
+            try:
+                while self._under_way and self._under_way[0].is_completed():
+                    self._under_way.popleft()
+            finally:
+                self._forgetting.release()
 
 
 def _pointer(tensor: Tensor | None) -> int:

@@ -436,6 +436,14 @@ EXPORT int shoal_wait(op *call, double patience_s, bool idle) {
     return outcome;
 }
 
+/* Nobody will wait for the call that was to be waited for at once: the thread goes on with it. */
+EXPORT void shoal_leave(const op *call) {
+    group *g = call->group;
+    if (getpid() != g->owner || !join_users(g)) return;
+    wake_worker(g, &g->collective_worker, collective_thread);
+    part_users(g);
+}
+
 /* What became of the call so far; goes on with it if nobody does. */
 EXPORT int shoal_test(op *call) {
     group *g = call->group;

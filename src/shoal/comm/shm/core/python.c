@@ -8,18 +8,16 @@
 
 #include "core.h"
 
-#define PATIENCE_S 0.1 /* before a look whether somebody has pressed Ctrl-C */
+#define PATIENCE_S 0.1 /* as in core_work.py: before a look whether somebody has pressed Ctrl-C */
 
 enum { IN_GROUP, OF_KIND, OF_DTYPE, BY, ROOT, MARK, FROM, INTO, COUNT, TO_CALLER, ARGUMENTS };
 
-/* A call that failed, or that a signal's exception has left under way, is the caller's: in `left`, None if there was no
-   memory for it, or another process made the group. */
+/* A call that failed, or that a signal's exception has interrupted, is the caller's: in `left`, None if there was no
+   memory for it, or another process made the group. Nothing here minds an exception that is set. */
 static void leave_to_caller(PyObject *left, op *call) {
-    PyObject *type, *value, *trace, *handle = call == NULL ? Py_NewRef(Py_None) : PyLong_FromVoidPtr(call);
-    PyErr_Fetch(&type, &value, &trace);
+    PyObject *handle = call == NULL ? Py_NewRef(Py_None) : PyLong_FromVoidPtr(call);
     if (handle != NULL) PyList_Append(left, handle);
     Py_XDECREF(handle);
-    if (type != NULL) PyErr_Restore(type, value, trace);
 }
 
 static PyObject *call_and_wait(PyObject *module, PyObject *const *given, Py_ssize_t n) {
@@ -40,12 +38,13 @@ static PyObject *call_and_wait(PyObject *module, PyObject *const *given, Py_ssiz
     call = shoal_start(g, &what, send, receive, true);
     if (call != NULL) outcome = shoal_wait(call, PATIENCE_S, true);
     Py_END_ALLOW_THREADS
-    while (call != NULL && outcome == PENDING && PyErr_CheckSignals() == 0) {
+    /* Signals are looked for once in any case: their exception must not come between the end and what follows it. */
+    while (call != NULL && PyErr_CheckSignals() == 0 && outcome == PENDING) {
         Py_BEGIN_ALLOW_THREADS
         outcome = shoal_wait(call, PATIENCE_S, true);
         Py_END_ALLOW_THREADS
     }
-    if (outcome == DONE) shoal_drop(call);
+    if (outcome == DONE && !PyErr_Occurred()) shoal_drop(call);
     else leave_to_caller(given[TO_CALLER], call);
     return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
