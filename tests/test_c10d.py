@@ -262,7 +262,7 @@ def interrupted(place, in_time: bool) -> tuple[list[float], list[float]]:
         raise Stop
 
     def program(_: object) -> tuple[list[float], list[float]]:
-        late, filler = torch.full((1 << 12, 2), 1.0 + place.rank).t(), []
+        late, filler = torch.full((1 << 16, 2), 1.0 + place.rank).t(), []  # in two shots: both need the other twice
         if place.rank == 0:
             before = signal.signal(signal.SIGALRM, stop)
             place.store.set("ready", "")
@@ -271,7 +271,7 @@ def interrupted(place, in_time: bool) -> tuple[list[float], list[float]]:
                 dist.all_reduce(late)
             signal.signal(signal.SIGALRM, before)
             gc.collect()
-            filler = [torch.full((1 << 13,), 9.0) for _ in range(64)]  # would take the place of memory that was freed
+            filler = [torch.full((1 << 17,), 9.0) for _ in range(64)]  # would take the place of memory that was freed
             place.store.set("interrupted", "")
             place.store.wait(["summed"])  # no call meanwhile: the group goes on by itself
         else:

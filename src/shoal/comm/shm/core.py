@@ -1,4 +1,5 @@
 """The shared-memory core in C, as Python sees it: loaded with ctypes, so that calls leave the interpreter lock.
+What is called most is also called in the interpreter's own way (`load_call`).
 
 The sources lie in `core/`; `core.h` tells how it works. The names and numbers here mirror that file.
 """
