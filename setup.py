@@ -1,7 +1,7 @@
 """Builds the shared-memory core, plain C that Python loads with ctypes; everything else stands in pyproject.toml.
 
-It is optional: without a C compiler the package installs, and shared memory works on torch's kernels, more slowly. Without the interpreter's
-headers, small calls are slower (`core/python.c`).
+It is optional: without a C compiler the package installs, and shared memory works on torch's kernels, more slowly.
+Without the interpreter's headers small calls are slower (`core/python.c`).
 """
 
 from pathlib import Path
