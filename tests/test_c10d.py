@@ -254,8 +254,8 @@ class Stop(Exception):
 
 
 def interrupted(place, in_time: bool) -> tuple[list[float], list[float]]:
-    """A strided sum of a call that a signal has ended on rank 0, and one of the next call. Rank 1 comes after the
-    signal: `in_time`, while rank 0 has not looked for it yet, or when its exception is out.
+    """A strided sum of a call that a signal has ended on rank 0, and one of the next calls. Rank 1 sends it, and comes
+    right behind it (`in_time`: most often before rank 0 looks for signals) or when its exception is out.
     """
 
     def stop(*_: object) -> None:
@@ -265,8 +265,7 @@ def interrupted(place, in_time: bool) -> tuple[list[float], list[float]]:
         late, filler = torch.full((1 << 16, 2), 1.0 + place.rank).t(), []  # in two shots: both need the other twice
         if place.rank == 0:
             before = signal.signal(signal.SIGALRM, stop)
-            place.store.set("ready", "")
-            signal.setitimer(signal.ITIMER_REAL, PATIENCE_S / 4)
+            place.store.set("ready", str(os.getpid()))
             with pytest.raises(Stop):
                 dist.all_reduce(late)
             signal.signal(signal.SIGALRM, before)
@@ -275,8 +274,11 @@ def interrupted(place, in_time: bool) -> tuple[list[float], list[float]]:
             place.store.set("interrupted", "")
             place.store.wait(["summed"])  # no call meanwhile: the group goes on by itself
         else:
-            place.store.wait(["ready" if in_time else "interrupted"])
-            time.sleep(PATIENCE_S / 2)
+            waiter = int(place.store.get("ready"))
+            time.sleep(3.3 * PATIENCE_S)  # it is in its call by then, and between two looks
+            os.kill(waiter, signal.SIGALRM)
+            if not in_time:
+                place.store.wait(["interrupted"])
             dist.all_reduce(late)
             place.store.set("summed", "")
         total = torch.ones(4)

@@ -61,12 +61,16 @@ class CoreWork(dist.Work):
         """`wait`. `idle`: the process has nothing else to do meanwhile."""
         limit_s = timeout.total_seconds() if timeout else math.inf  # c10d says zero where it means none
         until_s = monotonic() + limit_s
-        while not self._over:
-            outcome = self._core.shoal_wait(self._handle, min(limit_s, PATIENCE_S), idle)
-            if outcome != Outcome.PENDING:
-                self._end(outcome)
-            elif monotonic() >= until_s:
-                raise RuntimeError(f"Timed out after {limit_s:g} s waiting for a call through shared memory")
+        try:
+            while not self._over:
+                outcome = self._core.shoal_wait(self._handle, min(limit_s, PATIENCE_S), idle)
+                if outcome != Outcome.PENDING:
+                    self._end(outcome)
+                elif monotonic() >= until_s:
+                    raise RuntimeError(f"Timed out after {limit_s:g} s waiting for a call through shared memory")
+        except BaseException:  # a signal's, too: perhaps nobody waits for it again
+            self._core.shoal_leave(self._handle)
+            raise
         if self._error is not None:
             raise self._error
         return True

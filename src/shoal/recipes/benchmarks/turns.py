@@ -23,11 +23,10 @@ def interleaved(sides: Sides, clock: Collective, *, pairs: int, always: Sequence
     three steps in a row, the mean of the last two counts. The first finds in the caches what another side has left
     there; a step of training finds what the step before has.
     """
-    shuffle, turns = random.Random(0), []
+    shuffle, turns, take = random.Random(0), [], _warm if warm else slowest
     for number in range(WARM_UP_STEPS + pairs):
         order = list(sides) if number % 3 == 0 else list(always)
         shuffle.shuffle(order)
-        take = _warm if warm else slowest
         turns.append({name: take(sides[name], clock) for name in order})
     return turns[WARM_UP_STEPS:]
 

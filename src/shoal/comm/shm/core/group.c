@@ -436,10 +436,10 @@ EXPORT int shoal_wait(op *call, double patience_s, bool idle) {
     return outcome;
 }
 
-/* Nobody will wait for the call that was to be waited for at once: the thread goes on with it. */
+/* Who waited for the call does no more: the thread goes on with it, as it does with messages in any case. */
 EXPORT void shoal_leave(const op *call) {
     group *g = call->group;
-    if (getpid() != g->owner || !join_users(g)) return;
+    if (is_message(call) || getpid() != g->owner || !join_users(g)) return;
     wake_worker(g, &g->collective_worker, collective_thread);
     part_users(g);
 }
