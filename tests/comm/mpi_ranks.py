@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +18,7 @@ from shoal.comm.backends import Transport
 from shoal.comm.checking.recurrence import CONTEXT
 from shoal.comm.collective import GroupCollective
 from shoal.comm.mesh import Mesh, build_mesh
+from shoal.comm.mpi.build import share_mpi
 from shoal.comm.seam import Seam
 from shoal.errors import CollectiveError, EnvironmentFault
 from shoal.launch.environment import Place, place_from
@@ -26,6 +28,9 @@ from tests.comm.test_collective import everything, expected
 from tests.comm.test_hierarchical import DTYPES, RELATIVE, reductions
 
 Check = Callable[[Place, dist.Store], list[str]]
+GROUPS = 3000
+"""MPICH has about 2,048 communicators."""
+CALLS, NUMBERS = 20, 1 << 18
 
 
 def mesh_over(place: Place, store: dist.Store, transport: Transport, *, check: bool = False) -> Mesh:
@@ -112,6 +117,46 @@ def chosen(place: Place, store: dist.Store) -> list[str]:
     return [] if seam.backend == "mpi" else [f"{seam.backend}: {seam.why}"]
 
 
+def many_groups(place: Place, store: dist.Store) -> list[str]:
+    """More groups than MPI has communicators, one after the other: shut down, dropped, or dropped in a call."""
+    for number in range(GROUPS):
+        group = share_mpi(dist.PrefixStore(str(number), store), place.rank, place.world_size, timeout_s=20)
+        total = torch.ones(3)
+        work = group.allreduce([total])
+        if number % 3:
+            work.wait()
+        if number % 3 == 1:
+            group.shutdown()
+        del group, work
+    return []
+
+
+def dropped_handles(place: Place, store: dist.Store) -> list[str]:
+    """Memory of calls that nobody waits for is MPI's until they are over, although the group was dropped, too."""
+    wrong = []
+    for keeps_group in (True, False):
+        group = share_mpi(dist.PrefixStore(str(keeps_group), store), place.rank, place.world_size, timeout_s=20)
+        key = f"filled-{keeps_group}"
+        if place.rank != 0:
+            store.wait([key])
+        for _ in range(CALLS):
+            group.allreduce([torch.full((NUMBERS,), 1.0)])
+        fillers = [torch.full((NUMBERS,), 9.0) for _ in range(4 * CALLS)]  # would take the place of what was freed
+        if place.rank == 0:
+            store.set(key, "")
+        if keeps_group:
+            last = torch.ones(NUMBERS)
+            group.allreduce([last]).wait()
+            wrong += [] if bool((last == place.world_size).all()) else ["the last sum"]
+        del group
+        store.add(f"gone-{keeps_group}", 1)
+        while store.add(f"gone-{keeps_group}", 0) < place.world_size:
+            time.sleep(0.01)
+        time.sleep(0.5)  # what is under way goes on by itself
+        wrong += [f"memory that MPI wrote to, keeps_group={keeps_group}"] * (not all((f == 9).all() for f in fillers))
+    return wrong
+
+
 def main(folder: Path) -> None:
     """Runs all checks; one file a rank."""
     torch.set_num_threads(1)
@@ -119,7 +164,7 @@ def main(folder: Path) -> None:
     assert place is not None
     interface_for(place, os.environ)
     store = open_store(place, os.environ, timeout_s=30)
-    checks: list[Check] = [collectives, reduced, disagreeing, refused, chosen]
+    checks: list[Check] = [collectives, reduced, many_groups, dropped_handles, disagreeing, refused, chosen]
     found = {check.__name__: check(place, dist.PrefixStore(check.__name__, store)) for check in checks}
     (folder / f"{place.rank}.json").write_text(json.dumps(found), encoding="utf-8")
 

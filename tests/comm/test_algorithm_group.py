@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-from typing import get_args
+import gc
+import time
+import weakref
+from typing import Any, get_args
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shoal.comm.algorithms.config import Algorithm
-from shoal.comm.mesh import build_mesh
+from shoal.comm.collective import GroupCollective
+from shoal.comm.mesh import Mesh, build_mesh
+from shoal.comm.volume import bytes_sent
 from shoal.topology.layout import Layout
 from tests.comm.test_collective import everything, expected
 
 NAMED = [name for name in get_args(Algorithm) if name not in ("backend", "auto")]
 
 
-def made(place, algorithm: Algorithm, check: bool) -> tuple[dict[str, torch.Tensor], str, int]:
-    mesh = build_mesh(
+def mesh_by(place, algorithm: Algorithm, check: bool) -> Mesh:
+    return build_mesh(
         Layout(replicate=place.size), place.rank, store=torch.distributed.PrefixStore(algorithm, place.store),
         device=torch.device("cpu"), timeout_s=20, transport="gloo", algorithm=algorithm, check_collectives=check,
     )  # fmt: skip
+
+
+def made(place, algorithm: Algorithm, check: bool) -> tuple[dict[str, torch.Tensor], str, int]:
+    mesh = mesh_by(place, algorithm, check)
     results = {name: tensor.clone() for name, tensor in everything(mesh.world).items()}
     return results, mesh.world.group.why, mesh.ledger.take()["all_reduce"].calls
 
@@ -46,3 +56,44 @@ def all_named(place) -> list[str]:
 def test_each_name_is_an_all_reduce_that_adds_up(ranks) -> None:
     """Every algorithm that a run file can name, on three ranks; the other collectives stay Gloo's."""
     assert ranks(3, all_named) == [[]] * 3
+
+
+def counted(place) -> list[int]:
+    """Bytes of a sum of 3,000 numbers, of their product, and of their bitwise or."""
+    mesh, sent = mesh_by(place, "one-shot", False), []
+    assert isinstance(mesh.world, GroupCollective)
+    for op, dtype in ((dist.ReduceOp.SUM, torch.int32), (dist.ReduceOp.PRODUCT, torch.int32),
+                      (dist.ReduceOp.MAX, torch.bool)):  # fmt: skip
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        mesh.world.group.allreduce([torch.ones(3000, dtype=dtype)], options).wait()
+        sent.append(mesh.ledger.take()["all_reduce"].bytes_sent)
+    return sent
+
+
+def test_what_is_left_to_gloo_is_counted_as_gloo_s(ranks) -> None:
+    """One shot sends everything to everybody; products, and dtypes without a table, go around Gloo's ring."""
+    ring = [bytes_sent("all_reduce", size, size=3, backend="gloo") for size in (12_000, 3000)]
+    assert ranks(3, counted) == [[24_000, *ring]] * 3
+
+
+def revoked(place, algorithm: Algorithm) -> bool:
+    """Whether a group that was revoked is gone while its seam is held."""
+    mesh = mesh_by(place, algorithm, True)
+    world: Any = mesh.world
+    world.all_reduce(torch.ones(5)).wait()
+    held = world.group.inner._inner
+    group = weakref.ref(held.group)
+    assert group() is not None
+    held.revoke()
+    gc.collect()
+    until_s = time.monotonic() + 5
+    while group() is not None and time.monotonic() < until_s:  # a thread may still have it in hand
+        time.sleep(0.01)
+    return group() is None
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "auto"])
+def test_a_group_that_was_revoked_is_gone(ranks, algorithm: Algorithm) -> None:
+    """Nobody beside the revocable holds it: not the one who counts, nor a thread."""
+    assert ranks(2, revoked, algorithm) == [True] * 2

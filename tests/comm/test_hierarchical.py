@@ -25,6 +25,7 @@ from shoal.comm.hierarchical.group import Hierarchical
 from shoal.comm.hierarchical.two_levels import PIECE_BYTES, TwoLevels
 from shoal.comm.hierarchical.volume import TWO_LEVELS, between_hosts, ring_between_hosts
 from shoal.comm.local import local_group
+from shoal.comm.volume import Sent, Volume
 from shoal.errors import CollectiveError
 from tests.comm.groups import replicas
 from tests.comm.hosts import on_host
@@ -81,6 +82,38 @@ def reductions(group: Any, dtype: torch.dtype, numel: int, op: Any) -> list[Tens
     at_root = brought(rank, numel, dtype)
     group.reduce([at_root], options(c10d.ReduceOptions, op, root=n - 1)).wait()
     return [whole, part, at_root if rank == n - 1 else torch.zeros(0)]
+
+
+def counted(place, hosts: str) -> dict[str, tuple[Sent, Sent]]:
+    """What the ledger has of calls that two levels make and leave to Gloo, and what Gloo's would be."""
+    with on_host(hosts[place.rank]):
+        mesh = replicas(place)
+    group, gloo = mesh.world.group, Volume("gloo", place.rank, hosts)  # type: ignore[attr-defined]
+    whole, rows = torch.ones(600, dtype=torch.int32), [torch.empty(600) for _ in range(place.size)]
+
+    def reduced(op: Any, tensor: Tensor) -> Any:
+        return group.allreduce([tensor], options(c10d.AllreduceOptions, op))
+
+    calls = {
+        "sum": (lambda: reduced(dist.ReduceOp.SUM, whole), "all_reduce", 2400),
+        "product": (lambda: reduced(dist.ReduceOp.PRODUCT, whole), "all_reduce", 2400),
+        "bool": (lambda: reduced(dist.ReduceOp.MAX, whole.bool()), "all_reduce", 600),
+        "list": (lambda: group.allgather([rows], [torch.ones(600)], c10d.AllgatherOptions()), "all_gather", 2400),
+    }
+    found = {}
+    for name, (call, operation, payload) in calls.items():
+        call().wait()
+        entry = mesh.ledger.take()[operation]
+        found[name] = Sent(entry.inside_bytes, entry.between_bytes), gloo(operation, payload)
+    return found
+
+
+def test_the_ledger_knows_what_is_left_to_gloo(ranks) -> None:
+    """Products, bools and lists of tensors go around Gloo's ring of all ranks, and are counted so; sums are not."""
+    for found in ranks(4, counted, "aabb"):
+        assert {name: ours == gloo for name, (ours, gloo) in found.items()} == {
+            "sum": False, "product": True, "bool": True, "list": True,
+        }  # fmt: skip
 
 
 def against_gloo(place, hosts: str) -> list[str]:

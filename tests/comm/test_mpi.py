@@ -15,6 +15,7 @@ import pytest
 from shoal.comm.mpi.world import why_no_mpi
 from shoal.observe.events import read_events
 
+CHECKS = {"collectives", "reduced", "many_groups", "dropped_handles", "disagreeing", "refused", "chosen"}
 ROOT = Path(__file__).parents[2]
 MPIEXEC = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
 LOSS_RELATIVE = 1e-5  # as between layouts; with two ranks a + b = b + a, and the losses come out the same
@@ -33,13 +34,14 @@ def called(*command: str, timeout_s: float = 120.0) -> subprocess.CompletedProce
 
 @needs_mpi
 def test_mpi_keeps_what_the_seam_promises(tmp_path: Path) -> None:
-    """On three ranks: collectives as defined, in a subgroup too; reductions as Gloo's; mismatches named; choice."""
+    """On three ranks: collectives as defined, in a subgroup too; reductions as Gloo's; mismatches named; choice. Groups
+    give their communicators back, and calls keep their memory."""
     assert MPIEXEC is not None
     done = called(MPIEXEC, "-n", "3", sys.executable, "-m", "tests.comm.mpi_ranks", str(tmp_path))
     found: list[dict[str, Any]] = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json"))]
     assert len(found) == 3, done.stderr
     for rank, checks in enumerate(found):
-        assert set(checks) == {"collectives", "reduced", "disagreeing", "refused", "chosen"}
+        assert set(checks) == CHECKS
         for name, wrong in checks.items():
             assert not wrong, f"{name} on rank {rank}"
 

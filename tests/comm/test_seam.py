@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from shoal.comm.conditions import Conditions, Fault
+from shoal.comm.ledger import Entry
 from shoal.comm.volume import bytes_sent
 from shoal.errors import CollectiveError
 from tests.comm.groups import replicas
@@ -76,6 +77,59 @@ def throttled(place, rate: float) -> float:
 def test_a_throttled_wire_is_no_faster_than_its_rate(ranks) -> None:
     """100,000 bytes over 2 ranks send 100,000 bytes each: at 400 kB/s that takes a quarter of a second at least."""
     assert min(ranks(2, throttled, 400_000.0)) >= 0.25
+
+
+def throttled_twice(place, rate: float) -> float:
+    mesh = replicas(place, conditions=Conditions(bytes_per_second=rate))
+    groups = [mesh.world, mesh.ranks(range(place.size), lane="other")]
+    begin_s = time.perf_counter()
+    for handle in [group.all_reduce(torch.ones(25_000)) for group in groups]:
+        handle.wait()
+    return time.perf_counter() - begin_s
+
+
+def test_two_groups_of_a_rank_share_its_link(ranks) -> None:
+    """100,000 bytes in each of two groups, at once, at 400 kB/s: half a second at least."""
+    assert min(ranks(2, throttled_twice, 400_000.0)) >= 0.5
+
+
+def futures(place, rate: float | None, also_wait: bool) -> tuple[float, float, Entry]:
+    """Seconds until a future was completed, its tensor's first number, and the ledger."""
+    mesh = replicas(place, conditions=Conditions(bytes_per_second=rate) if rate else None)
+    begin_s = time.perf_counter()
+    work = mesh.world.all_reduce(torch.ones(25_000))
+    future = work.get_future()  # type: ignore[attr-defined]
+    if also_wait:
+        work.wait()
+    (total,) = future.wait()
+    seconds = time.perf_counter() - begin_s
+    work.wait()
+    return seconds, float(total[0]), mesh.ledger.take()["all_reduce"]
+
+
+@pytest.mark.parametrize("also_wait", [False, True])
+@pytest.mark.parametrize("rate", [None, 400_000.0])
+def test_a_future_keeps_to_the_throttle_and_is_booked_once(ranks, rate: float | None, also_wait: bool) -> None:
+    """Completed with the tensor when the wire is through; one call, and one time, which is hidden unless the work is
+    waited for as well."""
+    for seconds, total, entry in ranks(2, futures, rate, also_wait):
+        assert total == 2
+        assert seconds >= (0.25 if rate else 0)
+        assert (entry.calls, entry.bytes_sent) == (1, 100_000)
+        assert 0 < entry.exposed_s + entry.hidden_s <= seconds
+        if rate or not also_wait:  # without a throttle the future may come first
+            assert (entry.exposed_s > 0) == also_wait
+
+
+def corrupted_future(place) -> float:
+    mesh = replicas(place, conditions=Conditions(faults=[Fault("all_reduce", 0, "corrupt")]))
+    (total,) = mesh.world.all_reduce(torch.ones(3)).get_future().wait()  # type: ignore[attr-defined]
+    return float(total[0])
+
+
+def test_a_fault_is_seen_through_a_future(ranks) -> None:
+    """A corrupt result is one for those who wait for the future."""
+    assert ranks(2, corrupted_future) == [3.0, 3.0]
 
 
 @pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "send"])

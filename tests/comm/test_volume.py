@@ -6,12 +6,20 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from shoal.collectives.catalogue import tables
 from shoal.collectives.table import Kind
+from shoal.comm.collective import Collective, Handle, Reduction
+from shoal.comm.hierarchical.division import division_of
+from shoal.comm.hierarchical.two_levels import TwoLevels
+from shoal.comm.local import local_group
 from shoal.comm.volume import Sent, Volume, bytes_sent, traffic_of, wire_bytes
 from shoal.cost.walk import bytes_between
 from tests.launch.labs import can_lab
@@ -73,6 +81,91 @@ def test_two_levels_send_between_hosts_what_their_closed_forms_say(hosts: tuple[
         assert sum(row.between_bytes for row in rows) == pytest.approx(form, abs=n)
         leaders = {hosts.index(host) for host in hosts}
         assert all(rank in leaders or row.between_bytes == 0 for rank, row in enumerate(rows)), operation
+
+
+class Recorded:
+    """The ranks of a host: what is asked of them, (operation, bytes, root) in the terms of `volume`."""
+
+    def __init__(self, inner: Collective) -> None:
+        self._inner, self.rank, self.size = inner, inner.rank, inner.size
+        self.calls: list[tuple[str, int, int]] = []
+
+    def reduce(self, tensor: Tensor, op: Reduction = "sum", *, root: int = 0) -> Handle:
+        self.calls.append(("reduce", tensor.nbytes, root))
+        return self._inner.reduce(tensor, op, root=root)
+
+    def broadcast(self, tensor: Tensor, *, root: int = 0) -> Handle:
+        self.calls.append(("broadcast", tensor.nbytes, root))
+        return self._inner.broadcast(tensor, root=root)
+
+    def gather(self, outputs: Sequence[Tensor], input: Tensor, *, root: int = 0) -> Handle:
+        self.calls.append(("gather", input.nbytes, root))
+        return self._inner.gather(outputs, input, root=root)
+
+    def scatter(self, output: Tensor, inputs: Sequence[Tensor], *, root: int = 0) -> Handle:
+        self.calls.append(("scatter", output.nbytes * self.size, root))
+        return self._inner.scatter(output, inputs, root=root)
+
+    def send(self, tensor: Tensor, *, to: int, tag: int = 0) -> Handle:
+        self.calls.append(("send", tensor.nbytes, to))
+        return self._inner.send(tensor, to=to, tag=tag)
+
+    def recv(self, tensor: Tensor, *, source: int, tag: int = 0) -> Handle:
+        return self._inner.recv(tensor, source=source, tag=tag)
+
+    def sent(self) -> int:
+        """Bytes of all calls so far, which are forgotten."""
+        calls, self.calls = self.calls, []
+        rows = [traffic_of(o, n, rank=self.rank, size=self.size, backend="shm", peer=to) for o, n, to in calls]
+        return sum(sum(row.values()) for row in rows)
+
+
+@pytest.mark.parametrize("hosts", [("a", "a", "b", "b"), ("a", "b", "a", "b", "a", "b")])
+@pytest.mark.parametrize("root", [0, 1, 3])
+def test_two_levels_send_inside_hosts_what_is_counted(hosts: tuple[str, ...], root: int) -> None:
+    """Each rank's calls through shared memory, as they are made, against the count; a root that leads nobody gets the
+    result from its leader."""
+    n, numbers, division = len(hosts), 24 * len(hosts), division_of(hosts)
+    mates = {
+        rank: group for ranks in division.hosts for rank, group in zip(ranks, local_group(len(ranks)), strict=True)
+    }
+    leaders = {ranks[0]: group for ranks, group in zip(division.hosts, local_group(len(division.hosts)), strict=True)}
+
+    def run(rank: int) -> dict[str, int]:
+        recorded, sent = Recorded(mates[rank]), {}
+        levels = TwoLevels(rank, division, recorded, leaders.get(rank))  # type: ignore[arg-type]
+        whole = torch.ones(numbers)
+        for name, call in {
+            "all_reduce": lambda: levels.all_reduce(whole, "sum"),
+            "reduce": lambda: levels.reduce(whole, "sum", root=root),
+            "reduce_scatter": lambda: levels.reduce_scatter(torch.empty(numbers // n), whole, "sum"),
+            "all_gather": lambda: levels.all_gather(torch.empty(n * numbers), whole),
+            "broadcast": lambda: levels.broadcast(whole, root=root),
+        }.items():
+            call()
+            sent[name] = recorded.sent()
+        return sent
+
+    with ThreadPoolExecutor(n) as threads:
+        for rank, found in enumerate(threads.map(run, range(n))):
+            volume = Volume("hierarchical", rank, hosts)
+            assert found == {name: volume(name, 4 * numbers, peer=root).inside_bytes for name in found}, rank
+
+
+def test_the_result_handed_to_a_root_is_counted() -> None:
+    """Two hosts of two: rank 0 leads rank 1, and gives it the whole."""
+    hosts = ("a", "a", "b", "b")
+    rooted = [Volume("hierarchical", 0, hosts)("reduce", S, peer=root).inside_bytes for root in (0, 1, 2)]
+    assert rooted == [S // 2, S // 2 + S, S // 2]
+
+
+def test_what_two_levels_leave_to_gloo_is_counted_as_gloo_s() -> None:
+    """An all-reduce that is said to be Gloo's goes around its ring."""
+    hosts = ("a", "a", "b", "b")
+    for rank in range(4):
+        left = Volume("hierarchical", rank, hosts)("all_reduce", S, as_gloo=True)
+        assert left == Volume("gloo", rank, hosts)("all_reduce", S)
+        assert left != Volume("hierarchical", rank, hosts)("all_reduce", S)
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce"])

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -95,8 +96,23 @@ def _tc(namespace: str) -> str:
 
 
 @pytest.mark.usefixtures("can_lab")
-def test_what_a_killed_lab_left_is_found_and_removed(other: subprocess.Popen[str]) -> None:
-    """Not while its owner lives; after kill -9 the doctor names it with a repair, and the next lab removes it."""
+def test_a_killed_lab_leaves_nothing(other: subprocess.Popen[str]) -> None:
+    """After kill -9 of its owner."""
+    assert len(of(other.pid)) == 3
+    other.kill()
+    other.wait()
+    until_s = time.monotonic() + 10
+    while of(other.pid) and time.monotonic() < until_s:
+        time.sleep(0.05)
+    assert of(other.pid) == []
+
+
+@pytest.mark.usefixtures("can_lab")
+def test_what_a_lab_left_is_found_and_removed(other: subprocess.Popen[str]) -> None:
+    """Where its remover was killed, too. Not while its owner lives; then the doctor names it with a repair, and the
+    next lab removes it."""
+    remover = Path(f"/proc/{other.pid}/task/{other.pid}/children").read_text().split()
+    os.kill(int(remover[0]), signal.SIGKILL)
     assert len(of(other.pid)) == 3
     with network(lab_of(hosts=1)):
         assert len(of(other.pid)) == 3
@@ -104,7 +120,7 @@ def test_what_a_killed_lab_left_is_found_and_removed(other: subprocess.Popen[str
     other.wait()
     left = owner.leftovers(owner.namespaces())
     assert set(of(other.pid)) <= set(left)
-    finding = doctor.lab_finding(left)
+    finding = doctor.lab_finding(left, why_not=None)
     assert finding.status == "warning"
     assert all(f"ip netns del {name}" in (finding.repair or "") for name in left)
     with network(lab_of(hosts=1)):
@@ -117,6 +133,19 @@ def test_a_signal_ends_the_lab_too(other: subprocess.Popen[str]) -> None:
     other.send_signal(signal.SIGTERM)
     other.wait(timeout=20)
     assert (other.returncode, of(other.pid)) == (128 + signal.SIGTERM, [])
+
+
+@pytest.mark.usefixtures("can_lab")
+def test_no_number_of_signals_keeps_a_lab(other: subprocess.Popen[str]) -> None:
+    """Ctrl-C and SIGTERM, again and again, while it is being removed."""
+    while other.poll() is None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            other.send_signal(number)
+        time.sleep(0.002)
+    until_s = time.monotonic() + 10
+    while of(other.pid) and time.monotonic() < until_s:
+        time.sleep(0.05)
+    assert of(other.pid) == []
 
 
 @pytest.mark.usefixtures("can_lab")

@@ -43,6 +43,8 @@ def test_losses_in_a_lab_are_those_without(user: Project) -> None:
     losses = user.losses("runs/apart")
     assert list(losses) == [1, 2, 3]
     assert losses == pytest.approx(user.losses("runs/together"), rel=SAME)
+    assert "gloo: one rank on each of 2 hosts" in apart.stdout
+    assert "shared memory: 2 ranks on one host" in together.stdout
     for run, between in (("apart", "wire/between_bytes"), ("together", "wire/inside_bytes")):
         last = next(event for event in user.events(f"runs/{run}") if event.step == 3)
         assert last.get(between) == last.get("wire/bytes_sent")

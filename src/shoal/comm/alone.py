@@ -20,6 +20,7 @@ class Alone:
 
     rank = 0
     size = 1
+    wire = "one rank alone"
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return ordinary(numel, dtype=dtype, device=device)

@@ -33,6 +33,11 @@ class Collective(Protocol):
     @property
     def size(self) -> int: ...
 
+    @property
+    def wire(self) -> str:
+        """What the ranks talk over, and why, for people."""
+        ...
+
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Zeros `[numel]` for tensors that the group will often be given, whole or in parts.
 
@@ -108,6 +113,10 @@ class GroupCollective:
         self.rank: int = group.rank()
         self.size: int = group.size()
         self._memory: Allocate = memory or ordinary
+
+    @property
+    def wire(self) -> str:
+        return getattr(self.group, "why", "") or self.group.name()
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self._memory(numel, dtype=dtype, device=device)

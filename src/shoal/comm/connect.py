@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +25,7 @@ from shoal.comm.collective import GroupCollective
 from shoal.comm.conditions import Conditions
 from shoal.comm.diagnosis import Diagnosis, introduce
 from shoal.comm.hierarchical.build import share_hosts
+from shoal.comm.hierarchical.group import on_two_levels
 from shoal.comm.ledger import Ledger
 from shoal.comm.mpi.build import share_mpi
 from shoal.comm.mpi.world import started_by_mpiexec, why_no_mpi
@@ -66,10 +68,10 @@ def connect(
     choice = choose_backend(transport, facts)
     inner, choice = _opened(choice, facts, store, rank, size, transport=transport, timeout_s=timeout_s)
     memory = inner.allocate if isinstance(inner, CoreGroup) else None
-    tables = None
-    if algorithm != "backend" and choice.backend == "gloo" and size > 1:
-        inner, choice = AlgorithmGroup(inner, algorithm), Choice("gloo", f"{choice.why}; algorithm: {algorithm}")
-        tables = inner.table
+    if algorithm != "backend" and size > 1:
+        inner, choice = _by_algorithm(inner, choice, algorithm, facts.hosts)
+    tables = inner.tables if isinstance(inner, AlgorithmGroup) else None
+    own_way = tables.takes if tables else on_two_levels if choice.backend == "hierarchical" else None
     if check_collectives:
         held = Revocable(inner)
         recorder = FlightRecorder(store, rank, members, label)
@@ -78,8 +80,8 @@ def connect(
     return GroupCollective(
         Seam(
             inner, backend=choice.backend, why=choice.why, label=label, ledger=ledger,
-            diagnosis=Diagnosis(store, rank, members), conditions=conditions,
-            volume=Volume(choice.backend, rank, facts.hosts, tables=tables),
+            diagnosis=Diagnosis(store, rank, members), conditions=conditions, device=device,
+            volume=Volume(choice.backend, rank, facts.hosts, tables=tables), own_way=own_way,
         ),
         memory,
     )  # fmt: skip
@@ -125,6 +127,13 @@ def _opened(
             "which takes what there is"
         )
     return group, found
+
+
+def _by_algorithm(inner: Any, choice: Choice, algorithm: Algorithm, hosts: Sequence[str]) -> tuple[Any, Choice]:
+    """Groups that are not over Gloo stay as they are, and say so."""
+    if choice.backend == "gloo":
+        return AlgorithmGroup(inner, algorithm, hosts), Choice("gloo", f"{choice.why}; algorithm: {algorithm}")
+    return inner, Choice(choice.backend, f'{choice.why}; sync.algorithm = "{algorithm}" is for groups over Gloo')
 
 
 def _way(

@@ -68,6 +68,8 @@ class _LocalHandle:
 class LocalCollective:
     """One rank of a group of threads. Make a whole group with `local_group`."""
 
+    wire = "threads of one process"
+
     def __init__(self, hub: _Hub, rank: int) -> None:
         self.rank, self.size, self._hub = rank, hub.size, hub
         self._calls = 0

@@ -4,7 +4,9 @@ FSDP2, DTensor and pipelining speak `ProcessGroup` and nothing else, so everythi
 communication happens in one subclass of it: counting bytes and exposed seconds, turning a backend's timeout into a
 sentence that names rank and operation, and the conditions that tests impose.
 
-Only the operations that have a caller are wrapped; a call of any other fails loudly in the base class.
+c10d has two names for some operations: new ones (`all_gather_single`, torch 2.13) and old ones (`_allgather_base`). The
+seam has both, and calls `inner` by the old ones. No backend is registered with c10d, so that nothing goes past the
+seam: a call of an operation that it does not wrap fails loudly in the base class.
 """
 
 # pyright: reportIncompatibleMethodOverride=false
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,48 +26,24 @@ from torch._C import _distributed_c10d as c10d
 from shoal.comm.conditions import Conditions, Fault, after, before
 from shoal.comm.diagnosis import Diagnosis
 from shoal.comm.ledger import Ledger
-from shoal.comm.volume import Sent, Volume
+from shoal.comm.seam_work import Explain, SeamWork
+from shoal.comm.shm.core_group import JoinedWork
+from shoal.comm.volume import Volume
 from shoal.errors import CollectiveError
 
 Launch = Callable[[], Any]
-
-
-class SeamWork(dist.Work):
-    """A collective under way. `wait` blocks until it is done and books the time as exposed."""
-
-    def __init__(self, seam: Seam, inner: Any, *, operation: str, call: int, due_s: float, finish: Launch):
-        super().__init__()
-        self._seam, self._inner, self._operation, self._call = seam, inner, operation, call
-        self._due_s, self._finish, self._done = due_s, finish, False
-        self._started_s = time.perf_counter()
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Raises `CollectiveError` naming the operation and the ranks that did not come."""
-        if self._done:
-            return True
-        begin_s = time.perf_counter()
-        try:
-            if self._inner is not None:
-                self._inner.wait() if timeout is None else self._inner.wait(timeout)
-        except RuntimeError as error:
-            raise self._seam.explained(error, self._operation, self._call, time.perf_counter() - begin_s) from None
-        if self._due_s:
-            time.sleep(max(0.0, self._due_s - time.perf_counter()))
-        self._finish()
-        self._done = True
-        self._seam.ledger.waited(self._operation, time.perf_counter() - begin_s, begin_s - self._started_s)
-        return True
-
-    def is_completed(self) -> bool:
-        arrived = self._inner is None or self._inner.is_completed()
-        return self._done or (arrived and time.perf_counter() >= self._due_s)
-
-    def get_future(self) -> Any:
-        return self._inner.get_future()
+OwnWay = Callable[[str, Sequence[torch.Tensor], Any], bool]
+"""Whether a group makes an operation of these tensors, with this reduction (or None), in its own way: not as Gloo."""
 
 
 class Seam(dist.ProcessGroup):
-    """Wraps `inner`, a backend's process group of the same rank and size. `why` says for people why it is that one."""
+    """Wraps `inner`, a backend's process group of the same rank and size. `why` says for people why it is that one.
+
+    `own_way` is that of `inner`, None where it has one way only; `device` is where its tensors lie.
+    """
+
+    supports_coalescing = supports_time_estimate = supports_splitting = False
+    """What c10d asks of a group's backend, which the seam is itself."""
 
     def __init__(
         self,
@@ -78,20 +56,55 @@ class Seam(dist.ProcessGroup):
         diagnosis: Diagnosis | None = None,
         conditions: Conditions | None = None,
         volume: Volume | None = None,
+        own_way: OwnWay | None = None,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__(inner.rank(), inner.size())  # pyright: ignore[reportCallIssue]
         self.inner, self.backend, self.why, self.label, self.ledger = inner, backend, why, label, ledger
         self._diagnosis, self._conditions = diagnosis, conditions
         self._volume = volume or Volume(backend, inner.rank(), ("",) * inner.size())
+        self._own_way, self._device = own_way, device or torch.device("cpu")
         self._calls: dict[str, int] = {}
-        self._started, self._busy_until_s = 0, 0.0
+        self._started, self._name, self._description = 0, "", ""
+
+    @property
+    def _device_types(self) -> list[torch.device]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return [torch.device(self._device.type)]
+
+    def _get_backend(self, device: torch.device) -> Seam:
+        if device.type != self._device.type:
+            raise RuntimeError(f"group '{self.label}' takes tensors on {self._device.type}, not on {device.type}")
+        return self
 
     def getBackendName(self) -> str:
         return f"shoal over {self.backend}"
 
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:
+        self._description = description
+
+    def shutdown(self) -> None:
+        self.inner.shutdown()
+
+    def abort(self) -> None:
+        self.inner.abort()
+
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         tensors, opts = _listed(tensors), opts or c10d.AllreduceOptions()
-        return self._through("all_reduce", tensors, tensors, lambda: self.inner.allreduce(tensors, opts))
+        launch = lambda: self.inner.allreduce(tensors, opts)  # noqa: E731
+        return self._through("all_reduce", tensors, tensors, launch, reduce_op=opts.reduceOp)
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
+        each = _with_reduction(c10d.AllreduceOptions(), opts)
+        return JoinedWork([self.allreduce([tensor], each) for tensor in tensors])
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
         tensors, opts = _listed(tensors), opts or c10d.BroadcastOptions()
@@ -101,32 +114,46 @@ class Seam(dist.ProcessGroup):
     def reduce(self, tensors: Any, opts: Any = None) -> Any:
         tensors, opts = _listed(tensors), opts or c10d.ReduceOptions()
         launch = lambda: self.inner.reduce(tensors, opts)  # noqa: E731
-        return self._through("reduce", tensors, tensors, launch, peer=opts.rootRank)
+        return self._through("reduce", tensors, tensors, launch, peer=opts.rootRank, reduce_op=opts.reduceOp)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = opts or c10d.AllgatherOptions()
-        return self._through("all_gather", inputs, outputs[0], lambda: self.inner.allgather(outputs, inputs, opts))
+        launch = lambda: self.inner.allgather(outputs, inputs, opts)  # noqa: E731
+        return self._through("all_gather", inputs, outputs[0], launch, lists=True)
 
-    def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         opts = opts or c10d.AllgatherOptions()
         return self._through("all_gather", [input], [output], lambda: self.inner._allgather_base(output, input, opts))
 
-    def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        return JoinedWork([self.all_gather_single(out, own) for out, own in zip(outputs, inputs, strict=True)])
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         opts = opts or c10d.ReduceScatterOptions()
         launch = lambda: self.inner._reduce_scatter_base(output, input, opts)  # noqa: E731
-        return self._through("reduce_scatter", [input], [output], launch)
+        return self._through("reduce_scatter", [input], [output], launch, reduce_op=opts.reduceOp)
 
-    def alltoall_base(
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        each = _with_reduction(c10d.ReduceScatterOptions(), opts)
+        return JoinedWork([self.reduce_scatter_single(o, i, each) for o, i in zip(outputs, inputs, strict=True)])
+
+    def all_to_all_single(
         self, output: torch.Tensor, input: torch.Tensor, out_sizes: list[int], in_sizes: list[int], opts: Any = None
     ) -> Any:
         opts = opts or c10d.AllToAllOptions()
         launch = lambda: self.inner.alltoall_base(output, input, out_sizes, in_sizes, opts)  # noqa: E731
         return self._through("all_to_all", [input], [output], launch, parts=in_sizes)
 
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single  # pyright: ignore[reportAssignmentType]
+    alltoall_base = all_to_all_single  # pyright: ignore[reportAssignmentType]
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # pyright: ignore[reportAssignmentType]
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # pyright: ignore[reportAssignmentType]
+
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = opts or c10d.GatherOptions()
         launch = lambda: self.inner.gather(outputs, inputs, opts)  # noqa: E731
-        return self._through("gather", inputs, inputs, launch, peer=opts.rootRank)
+        return self._through("gather", inputs, outputs[0] if outputs else [], launch, peer=opts.rootRank)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = opts or c10d.ScatterOptions()
@@ -158,38 +185,45 @@ class Seam(dist.ProcessGroup):
         *,
         peer: int = 0,
         parts: Sequence[int] = (),
+        reduce_op: Any = None,
+        lists: bool = False,
     ) -> SeamWork:
+        """`lists`: the form with a tensor for each rank, which is Gloo's where `inner` has a way of its own."""
         call = self._calls.get(operation, 0)
         self._calls[operation] = call + 1
         self._started += 1
         fault = self._conditions.fault(operation, call) if self._conditions else None
         before(fault)
-        sent = self._volume(operation, sum(map(_bytes, payload)), peer=peer, parts=parts)
+        as_gloo = self._own_way is not None and (lists or not self._own_way(operation, payload, reduce_op))
+        sent = self._volume(operation, sum(map(_bytes, payload)), peer=peer, parts=parts, as_gloo=as_gloo)
         self.ledger.sent(operation, sent)
-        inner = self._launched(launch, fault, operation, call)
-        finish = lambda: after(fault, results)  # noqa: E731
-        return SeamWork(self, inner, operation=operation, call=call, due_s=self._due_s(sent), finish=finish)
+        explain = lambda error, waited_s: self.explained(error, operation, call, waited_s)  # noqa: E731
+        inner = self._launched(launch, fault, explain)
+        due_s = self._conditions.due_s(sent) if self._conditions else 0.0
+        return SeamWork(
+            inner, operation=operation, ledger=self.ledger, explain=explain, results=results, due_s=due_s,
+            finish=partial(after, fault, results),
+        )  # fmt: skip
 
-    def _launched(self, launch: Launch, fault: Fault | None, operation: str, call: int) -> Any:
+    def _launched(self, launch: Launch, fault: Fault | None, explain: Explain) -> Any:
         if fault is not None and fault.kind == "drop":
             return None
         begin_s = time.perf_counter()
         try:
             return launch()
         except RuntimeError as error:
-            raise self.explained(error, operation, call, time.perf_counter() - begin_s) from None
-
-    def _due_s(self, sent: Sent) -> float:
-        """When a throttled wire has taken `sent`, too; in the past where there is no throttle."""
-        wire_s = self._conditions.wire_s(sent) if self._conditions else 0.0
-        if wire_s == 0.0:
-            return 0.0
-        self._busy_until_s = max(self._busy_until_s, time.perf_counter()) + wire_s
-        return self._busy_until_s
+            raise explain(error, time.perf_counter() - begin_s) from None
 
 
 def _listed(tensors: Any) -> list[torch.Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else tensors
+
+
+def _with_reduction(options: Any, of: Any) -> Any:
+    """`options` of one of several in a call."""
+    if of is not None:
+        options.reduceOp = of.reduceOp
+    return options
 
 
 def _bytes(tensor: torch.Tensor) -> int:

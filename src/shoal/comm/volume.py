@@ -27,6 +27,9 @@ it again): whatever the size its all-reduce is a ring, and its reduce sends more
 rank moves to others or others take from it. NCCL is counted as rings, MPI's as the least that there is: what they
 choose is theirs.
 
+What two levels and tables leave to Gloo (reductions and dtypes that they have not, all-gathers of lists) is counted as
+Gloo's; what the core in C leaves to it, as the core's.
+
 What is not counted: 48 bytes of Gloo's own before each message, two such messages to arrange each, barriers, and the
 headers of TCP, IP and Ethernet (`wire_bytes`).
 """
@@ -77,13 +80,18 @@ class Volume:
     def __init__(self, backend: str, rank: int, hosts: Sequence[str], *, tables: Tables | None = None) -> None:
         self.backend, self.rank, self.hosts, self._tables = backend, rank, tuple(hosts), tables
         self._division = division_of(hosts)
-        self._known: dict[tuple[str, int, int], Sent] = {}
+        self._known: dict[tuple[str, int, int, bool], Sent] = {}
 
-    def __call__(self, operation: str, payload: int, *, peer: int = 0, parts: Sequence[int] = ()) -> Sent:
-        """`peer` is the root, or the receiver; `parts` are the shares of ranks in an uneven all-to-all."""
-        key = (operation, payload, peer)
+    def __call__(
+        self, operation: str, payload: int, *, peer: int = 0, parts: Sequence[int] = (), as_gloo: bool = False
+    ) -> Sent:
+        """`peer` is the root, or the receiver; `parts` are the shares of ranks in an uneven all-to-all.
+
+        `as_gloo`: the backend has left this call to Gloo; it is counted neither on two levels nor by a table.
+        """
+        key = (operation, payload, peer, as_gloo)
         if parts or key not in self._known:
-            sent = self._count(operation, payload, peer, parts)
+            sent = self._count(operation, payload, peer, parts, as_gloo)
             if parts:
                 return sent
             if len(self._known) >= MOST_KNOWN:
@@ -91,13 +99,14 @@ class Volume:
             self._known[key] = sent
         return self._known[key]
 
-    def _count(self, operation: str, payload: int, peer: int, parts: Sequence[int]) -> Sent:
+    def _count(self, operation: str, payload: int, peer: int, parts: Sequence[int], as_gloo: bool) -> Sent:
         flat = self.backend if self.backend != "hierarchical" else "gloo"
-        if flat != self.backend and operation not in _LEFT_TO_GLOO:
+        if flat != self.backend and operation not in _LEFT_TO_GLOO and not as_gloo:
             return _on_two_levels(operation, payload, self.rank, peer, self._division)
+        tables = None if as_gloo else self._tables
         if parts and sum(parts):
             traffic = {to: payload * part // sum(parts) for to, part in enumerate(parts) if to != self.rank}
-        elif (table := self._tables(operation, payload, peer) if self._tables else None) is not None:
+        elif (table := tables(operation, payload, peer) if tables else None) is not None:
             whole = payload * len(self.hosts) if operation == "all_gather" else payload
             traffic = table_traffic(table, whole, rank=self.rank)
         else:
@@ -205,27 +214,28 @@ def _reduce(payload: int, rank: int, size: int, root: int, *, backend: str) -> T
 
 
 def _on_two_levels(operation: str, payload: int, rank: int, peer: int, division: Division) -> Sent:
-    """`shoal.comm.hierarchical`: inside, as shared memory; between, leaders straight to each other.
-
-    Inside, a leader reduces and hands on like a root; the others give it their part, and hand nothing on.
-    """
+    """`shoal.comm.hierarchical`: inside, what its `two_levels` calls through shared memory, one after the other;
+    between, leaders straight to each other."""
     host, place = division.places[rank]
-    if operation == "recv" or operation == "barrier":
+    if operation in ("recv", "barrier"):
         return Sent()
     if operation == "send":
         near = division.places[peer][0] == host
         return Sent(inside_bytes=payload) if near else Sent(between_bytes=payload)
     mates, hosts, ranks = len(division.hosts[host]), len(division.hosts), division.size
     leads = place == 0
-    root_host, _ = division.places[peer] if operation in ("broadcast", "reduce") else (0, 0)
-    up = payload * (mates - 1) // mates
-    inside = {
-        "all_reduce": (mates - 1) * payload if leads else up,
-        "reduce_scatter": payload * (mates - 1) // ranks if leads else up,
-        "all_gather": (mates - 1) * ranks * payload if leads else payload,
-        "broadcast": (mates - 1) * payload if (rank == peer if host == root_host else leads) else 0,
-        "reduce": up,
+    root_host, root_place = division.places[peer] if operation in ("broadcast", "reduce") else (0, 0)
+    handed_on = leads and host == root_host and root_place != 0
+    calls = {
+        "all_reduce": [("reduce", payload, 0), ("broadcast", payload, 0)],
+        "reduce_scatter": [("reduce", payload, 0), ("scatter", payload * mates // ranks, 0)],
+        "all_gather": [("gather", payload, 0), ("broadcast", ranks * payload, 0)],
+        "broadcast": [("broadcast", payload, root_place if host == root_host else 0)],
+        "reduce": [("reduce", payload, 0), *([("send", payload, root_place)] if handed_on else [])],
     }[operation]
+    inside = sum(
+        sum(traffic_of(name, part, rank=place, size=mates, backend="shm", peer=to).values()) for name, part, to in calls
+    )
     between = {
         "all_reduce": 2 * payload * (hosts - 1) // hosts,
         "reduce_scatter": payload * (ranks - mates) // ranks,

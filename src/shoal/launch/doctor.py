@@ -6,6 +6,7 @@ that is ill. Nothing is imported that a run would import, nothing is changed.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import resource
 import shutil
@@ -20,6 +21,7 @@ from typing import Literal
 
 from shoal.errors import EnvironmentFault
 from shoal.launch import loopback, versions
+from shoal.launch.lab import iproute
 from shoal.launch.lab.owner import leftovers, namespaces
 from shoal.launch.memory_limit import MemoryLimit, memory_limit
 
@@ -51,12 +53,13 @@ def findings(environ: Mapping[str, str]) -> list[Finding]:
         cores_finding(_cores(), environ.get("OMP_NUM_THREADS")),
         memory_finding(memory_limit()),
         shared_memory_finding(_free_bytes(Path("/dev/shm"))),
+        core_finding(built=importlib.util.find_spec("shoal.comm.shm._core") is not None),
         open_files_finding(*resource.getrlimit(resource.RLIMIT_NOFILE)),
         host_name_finding(socket.gethostname(), *_resolve(socket.gethostname())),
         port_finding(),
         interface_finding(environ.get("GLOO_SOCKET_IFNAME"), [name for _, name in socket.if_nameindex()]),
         cache_finding(_cache_folder(environ)),
-        lab_finding(leftovers(namespaces())),
+        lab_finding(leftovers(namespaces()), why_not=iproute.why_not()),
     ]
 
 
@@ -119,6 +122,16 @@ def shared_memory_finding(free_bytes: int | None) -> Finding:
     return Finding("/dev/shm", "ok", f"{_gib(free_bytes)} free")
 
 
+def core_finding(*, built: bool) -> Finding:
+    """Was the core in C built, by which CPU ranks of one host exchange what they reduce?"""
+    if not built:
+        repair = (
+            "install a C compiler (apt-get install gcc), then Shoal again: pip install --force-reinstall --no-deps -e ."
+        )
+        return Finding("shared-memory core", "warning", "not built: torch's kernels do its work, more slowly", repair)
+    return Finding("shared-memory core", "ok", "built")
+
+
 def open_files_finding(soft: int, hard: int) -> Finding:
     """Each pair of ranks holds sockets, each chunk of data a file."""
     if soft != resource.RLIM_INFINITY and soft < FEW_OPEN_FILES:
@@ -168,12 +181,12 @@ def cache_finding(folder: Path) -> Finding:
     return Finding("cache folder", "ok", f"{folder}, {_gib(shutil.disk_usage(nearest).free)} free")
 
 
-def lab_finding(left: Collection[str]) -> Finding:
-    """Are there network namespaces of labs that were killed?"""
+def lab_finding(left: Collection[str], *, why_not: str | None) -> Finding:
+    """Are there network namespaces of labs that were killed? Can there be labs, and if not, why? That is no problem."""
     if left:
         repair = f"sudo sh -c '{'; '.join(f'ip netns del {name}' for name in left)}' (the next lab does it, too)"
         return Finding("labs", "warning", f"{len(left)} namespaces of labs that are dead: {', '.join(left)}", repair)
-    return Finding("labs", "ok", "no namespace of a dead lab")
+    return Finding("labs", "ok", why_not or "slow links can be rehearsed; no namespace of a dead lab")
 
 
 def _gpus() -> int:

@@ -25,6 +25,7 @@ def run_facts(setting: Setting, *, generation: int) -> dict[str, Any]:
         "world": layout.world_size,
         "layout": layout.to_dict(),
         "device": setting.device.type,
+        "wire": setting.mesh.world.wire,
         "host": socket.gethostname(),
         "torch": str(torch.__version__),
         "python": platform.python_version(),

@@ -136,6 +136,8 @@ def _introduce(display: Display, setting: Setting, came_from: int | None, scalin
     count = sum(prod(shape) for shape in setting.parts.split.shapes.values())
     display.note(f"{setting.mesh.layout.describe()} on {setting.device.type}, {count:,} parameters, "
                  f"{len(setting.data.train):,} training samples")  # fmt: skip
+    if setting.mesh.layout.world_size > 1:
+        display.note(setting.mesh.world.wire)
     table = setting.parts.table
     if table is not None and not table.flushes:
         display.note(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch.distributed as dist
 
-from shoal.comm.checking.waiting import Board, Stall
+from shoal.comm.checking.waiting import Board, Stall, waited
 from shoal.errors import CollectiveError
 
 GROUPS = {"left": (0, 1), "right": (1, 2), "all": (0, 1, 2)}
@@ -69,3 +71,28 @@ def test_who_waits_no_more_is_wiped_off() -> None:
     failing.look()
     with pytest.raises(CollectiveError, match="the reason"):
         failing.__exit__(RuntimeError)  # rank 1 has closed the group
+
+
+class Ends:
+    """A work that ends right behind a wait that has timed out, as one does that goes on when it is asked."""
+
+    def __init__(self, error: str = "") -> None:
+        self._error, self._over = error, False
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if not self._over:
+            raise RuntimeError("Timed out after 0.25 s")
+        if self._error:
+            raise RuntimeError(self._error)
+        return True
+
+    def is_completed(self) -> bool:
+        self._over = True
+        return True
+
+
+def test_a_call_that_ends_after_its_time_is_no_failure() -> None:
+    """It is over, and raises what it raises itself: nothing, or its own error."""
+    assert waited(Ends(), 0.25)
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        waited(Ends("Connection closed by peer"), 0.25)

@@ -288,16 +288,22 @@ def test_elsewhere_it_is_ordinary_memory(ranks: Any) -> None:
     assert ranks(2, over_gloo) == [(True, 0)] * 2
 
 
-def resting(place: Any) -> float:
+def resting(place: Any, operation: str) -> float:
     """Rank 1 makes a call and then neither waits nor calls again; rank 0 waits at once."""
     torch.set_num_threads(64)  # no core to spare: the call rests
     group = shared(place)
-    memory = group.allocate(LARGE, dtype=torch.float32, device=CPU).fill_(1)
+    memory = group.allocate(2 * LARGE, dtype=torch.float32, device=CPU).fill_(1)
+    half = torch.empty(LARGE)
+    calls = {
+        "all-reduce": lambda: group.allreduce([memory]),
+        "reduce-scatter": lambda: group.reduce_scatter_single(half, memory),
+        "all-gather": lambda: group.all_gather_single(memory, memory.chunk(2)[place.rank]),
+    }
     group.barrier().wait()
     begin_s = time.monotonic()
     if place.rank == 0:
         time.sleep(0.1)
-    work = group.allreduce([memory])
+    work = calls[operation]()
     if place.rank == 0:
         work.wait()
         place.store.set("done", "")
@@ -305,9 +311,11 @@ def resting(place: Any) -> float:
     place.store.wait(["done"])
     work.wait()
     torch.set_num_threads(1)
-    return spent_s if float(memory[0]) == place.size else float("inf")
+    result = half if operation == "reduce-scatter" else memory
+    return spent_s if bool((result == (1 if operation == "all-gather" else place.size)).all()) else float("inf")
 
 
-def test_a_call_that_rests_does_not_hold_up_a_peer(ranks: Any) -> None:
+@pytest.mark.parametrize("operation", ["all-reduce", "reduce-scatter", "all-gather"])
+def test_a_call_that_rests_does_not_hold_up_a_peer(ranks: Any, operation: str) -> None:
     """Its rank's thread goes on with it when the peer has waited for a moment."""
-    assert max(ranks(2, resting)) < DEATH_S
+    assert max(ranks(2, resting, operation)) < DEATH_S

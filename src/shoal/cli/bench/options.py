@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated
 
 import typer
@@ -18,11 +19,23 @@ def numbers(text: str, option: str, *, least: int = 1, most: int = 1 << 30, mult
     Raises:
         typer.BadParameter: there is none, or one is no number, out of bounds or no multiple.
     """
-    parts = [part.strip() for part in text.split(",") if part.strip()]
+    parts = _parts(text)
     found = [int(part) if part.isdecimal() else -1 for part in parts]
     if not found or any(not least <= number <= most or number % multiple_of for number in found):
         kind = "numbers" if multiple_of == 1 else f"multiples of {multiple_of}"
         raise typer.BadParameter(f"'{text}'; give {kind} from {least} to {most} with commas", param_hint=option)
+    return found
+
+
+def names(text: str, option: str, known: Collection[str]) -> list[str]:
+    """The names of `ddp,tensor`, the value of `option`; all that are `known` where it gives none.
+
+    Raises:
+        typer.BadParameter: one is not known.
+    """
+    found = _parts(text) or list(known)
+    if unknown := [name for name in found if name not in known]:
+        raise typer.BadParameter(f"'{unknown[0]}'; give some of {', '.join(known)}", param_hint=option)
     return found
 
 
@@ -34,3 +47,7 @@ def sizes(text: str) -> list[int]:
 def worlds(text: str, *, least: int = 2) -> list[int]:
     """Numbers of ranks from `2,4`. Raises `typer.BadParameter` where one is below `least`."""
     return numbers(text, "--processes", least=least, most=1024)
+
+
+def _parts(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]

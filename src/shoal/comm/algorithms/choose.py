@@ -1,8 +1,8 @@
 """The cheapest algorithm for a collective of some size on given links, and the ranks' places in it.
 
 Every table of the catalogue is walked (`shoal.cost.walk`) with the ranks as they are numbered, with hosts together, and
-in the best order of a ring. Ties go to the first. The choice follows from its arguments alone, so ranks that agree on
-the links agree on it.
+in the best order of a ring; where links differ, trees of up to `MOST_SEARCHED` ranks in an order of their own as well.
+Ties go to the first. The choice follows from its arguments alone, so ranks that agree on the links agree on it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,18 @@ from dataclasses import dataclass
 
 from shoal.collectives.catalogue import tables
 from shoal.collectives.table import Kind, Table, relabelled
+from shoal.comm.algorithms.tree_order import tree_order
 from shoal.cost.walk import walk_s
 from shoal.topology.links import Links
 from shoal.topology.ring_order import best_order
 
 MAX_BLOCKS = 64
 """Of a pipelined tree; more save less than 2 % of its time."""
+MOST_SEARCHED = 16
+"""Ranks of a tree whose order is searched for, which takes up to a third of a second."""
+TREES = ("binomial", "double tree")
+BLOCKS_SEARCHED = 4
+"""Of a pipelined tree, which stand for all in the search: the steps of the others repeat theirs."""
 
 
 @dataclass(frozen=True)
@@ -37,17 +43,37 @@ def choose(kind: Kind, size: float, links: Links, *, root: int = 0, add_bytes_s:
 
 def choose_named(name: str, kind: Kind, size: float, links: Links, *, root: int = 0) -> Choice | None:
     """The same among the algorithms of one name; None where this collective has none."""
-    named = (choice for choice in ranking(kind, size, links, root=root) if choice.table.name == name)
-    return min(named, key=lambda choice: choice.seconds, default=None)
+    return min(ranking(kind, size, links, root=root, name=name), key=lambda choice: choice.seconds, default=None)
 
 
-def ranking(kind: Kind, size: float, links: Links, *, root: int = 0, add_bytes_s: float = math.inf) -> Iterator[Choice]:
-    """Every candidate with its price."""
-    made = tables(kind, links.ranks, local=links.local, blocks=_blocks(size, links))
-    for order in _orders(links, size, root if kind in ("broadcast", "reduce") else None):
+def ranking(
+    kind: Kind, size: float, links: Links, *, root: int = 0, add_bytes_s: float = math.inf, name: str | None = None
+) -> Iterator[Choice]:
+    """Every candidate with its price; `name`: those of this name only."""
+    every = tables(kind, links.ranks, local=links.local, blocks=_blocks(size, links))
+    made = [table for table in every if name in (None, table.name)]
+    orders = _orders(links, size, root if kind in ("broadcast", "reduce") else None)
+    for order in orders:
         for table in made:
-            placed = relabelled(table, order)
-            yield Choice(placed, order, walk_s(placed, size, links, add_bytes_s=add_bytes_s))
+            yield _priced(table, order, size, links, add_bytes_s)
+    if links.ranks <= MOST_SEARCHED and _differ(links):
+        for table in (table for table in made if table.name in TREES):
+            order = _searched(table, size, links, orders, add_bytes_s)
+            yield _priced(table, order, size, links, add_bytes_s)
+
+
+def _priced(table: Table, order: tuple[int, ...], size: float, links: Links, add_bytes_s: float) -> Choice:
+    placed = relabelled(table, order)
+    return Choice(placed, order, walk_s(placed, size, links, add_bytes_s=add_bytes_s))
+
+
+def _searched(
+    table: Table, size: float, links: Links, orders: Sequence[tuple[int, ...]], add_bytes_s: float
+) -> tuple[int, ...]:
+    """The order of a tree, found with few blocks, as long as those of `table`."""
+    few = tables(table.kind, table.ranks, local=links.local, blocks=min(BLOCKS_SEARCHED, _blocks(size, links)))
+    alike = next(other for other in few if other.name == table.name)
+    return tree_order(alike, size * alike.chunks / table.chunks, links, begun=orders, add_bytes_s=add_bytes_s)
 
 
 def _orders(links: Links, size: float, root: int | None) -> list[tuple[int, ...]]:

@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shoal.collectives.table import Kind, Table
 from shoal.comm.algorithms import execute
-from shoal.comm.algorithms.choose import choose, choose_named
+from shoal.comm.algorithms.tables import Tables
 from shoal.comm.collective import Collective, Handle, Reduction
 from shoal.comm.worker import Worker
 from shoal.topology.links import Links
@@ -34,34 +33,27 @@ class ChosenCollective:
         self, inner: Collective, links: Links, *, add_bytes_s: float = math.inf, name: str | None = None
     ) -> None:
         self.rank, self.size = inner.rank, inner.size
-        self._inner, self._links, self._add_bytes_s, self._name = inner, links, add_bytes_s, name
+        self._inner = inner
+        self.tables = Tables(links, add_bytes_s=add_bytes_s, name=name)
         self._worker = Worker(_nothing, name="shoal-algorithms", goes_on=True)
-        self._tables: dict[tuple[Kind, int, int], Table] = {}
 
-    def table(self, kind: Kind, size_bytes: int, *, root: int = 0) -> Table:
-        """What is run for this size: chosen once for each power of two."""
-        key = (kind, size_bytes.bit_length(), root)
-        if key not in self._tables:
-            self._tables[key] = self._choose(kind, float(1 << size_bytes.bit_length()), root)
-        return self._tables[key]
-
-    def _choose(self, kind: Kind, size: float, root: int) -> Table:
-        named = choose_named(self._name, kind, size, self._links, root=root) if self._name else None
-        return (named or choose(kind, size, self._links, root=root, add_bytes_s=self._add_bytes_s)).table
+    @property
+    def wire(self) -> str:
+        return self._inner.wire
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self._inner.allocate(numel, dtype=dtype, device=device)
 
     def all_reduce(self, tensor: Tensor, op: Reduction = "sum") -> Handle:
-        table = self.table("all_reduce", tensor.nbytes)
+        table = self.tables("all_reduce", tensor.nbytes)
         return self._run(execute.all_reduce, tensor, table, self._inner, op=op, tag=_TAG)
 
     def reduce_scatter(self, output: Tensor, input: Tensor) -> Handle:
-        table = self.table("reduce_scatter", input.nbytes)
+        table = self.tables("reduce_scatter", input.nbytes)
         return self._run(execute.reduce_scatter, output, input, table, self._inner, tag=_TAG)
 
     def all_gather(self, output: Tensor, input: Tensor) -> Handle:
-        table = self.table("all_gather", output.nbytes)
+        table = self.tables("all_gather", output.nbytes)
         return self._run(execute.all_gather, output, input, table, self._inner, tag=_TAG)
 
     def all_to_all(
@@ -70,15 +62,15 @@ class ChosenCollective:
         """Parts of different sizes are left to the group below."""
         if output_sizes or input_sizes:
             return self._inner.all_to_all(output, input, output_sizes=output_sizes, input_sizes=input_sizes)
-        table = self.table("all_to_all", input.nbytes)
+        table = self.tables("all_to_all", input.nbytes)
         return self._run(execute.all_to_all, output, input, table, self._inner, tag=_TAG)
 
     def broadcast(self, tensor: Tensor, *, root: int = 0) -> Handle:
-        table = self.table("broadcast", tensor.nbytes, root=root)
+        table = self.tables("broadcast", tensor.nbytes, root=root)
         return self._run(execute.broadcast, tensor, table, self._inner, tag=_TAG)
 
     def reduce(self, tensor: Tensor, op: Reduction = "sum", *, root: int = 0) -> Handle:
-        table = self.table("reduce", tensor.nbytes, root=root)
+        table = self.tables("reduce", tensor.nbytes, root=root)
         return self._run(execute.reduce, tensor, table, self._inner, op=op, tag=_TAG)
 
     def gather(self, outputs: Sequence[Tensor], input: Tensor, *, root: int = 0) -> Handle:

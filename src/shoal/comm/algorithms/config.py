@@ -6,6 +6,6 @@ from typing import Literal
 
 Algorithm = Literal[
     "backend", "auto", "ring", "recursive-doubling", "halving-doubling", "circulant", "one-shot", "two-shot",
-    "double-tree",
+    "double-tree", "hierarchical", "torus",
 ]  # fmt: skip
 """Who makes a group's collectives: its backend, the cheapest table on the links as measured, or one for all-reduces."""

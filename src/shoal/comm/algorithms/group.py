@@ -1,8 +1,9 @@
 """`AlgorithmGroup`: a Gloo group whose collectives are made of messages, by a table for each size.
 
 "auto" probes the links when the group is opened, so that the choice, and with it the order of sums, may differ from one
-run to the next; a name is the same algorithm in every run. What has no table goes to Gloo: other reductions than sum,
-max and min, parts of different sizes, gather and scatter. The ranks always agree on that.
+run to the next; a name is the same algorithm in every run. Groups that it is not made for (a torus of five ranks, a
+hierarchy of one host) take the cheapest. What has no table goes to Gloo: other reductions than sum, max and min, parts
+of different sizes, gather and scatter. The ranks always agree on that.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from shoal.collectives.table import Kind, Table
 from shoal.comm.algorithms.chosen import ChosenCollective
 from shoal.comm.algorithms.config import Algorithm
 from shoal.comm.algorithms.probe import probe
+from shoal.comm.algorithms.tables import Tables
 from shoal.comm.collective import GroupCollective, Reduction
-from shoal.topology.links import uniform
+from shoal.topology.links import clustered
 
-# Where nothing was measured: Ethernet of 10 Gbit/s. It decides the number of blocks of a pipelined tree.
-_LATENCY_S, _BYTES_S = 50e-6, 1.25e9
+# Where nothing was measured, (seconds, bytes a second): memory, and Ethernet of 10 Gbit/s. They decide the number of
+# blocks of a pipelined tree, and that ranks of a host stand together.
+_INSIDE, _BETWEEN = (20e-6, 5e9), (50e-6, 1.25e9)
 _TABLE_NAMES = {"recursive-doubling": "recursive doubling", "double-tree": "double tree"}
 _OPS: dict[Any, Reduction] = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "min"}
 _KINDS: dict[str, Kind] = {kind: kind for kind in get_args(Kind)}
@@ -32,28 +35,42 @@ _NUMBERS = (
 )  # fmt: skip
 
 
-class AlgorithmGroup:
-    """`inner` is a Gloo group of CPU ranks. Blocks, for "auto", until all ranks have called it."""
+class GroupTables:
+    """What a group makes by which table, for those who count it. Refers to no group."""
 
-    def __init__(self, inner: Any, algorithm: Algorithm) -> None:
+    def __init__(self, tables: Tables, *, all_kinds: bool) -> None:
+        self._tables, self._all_kinds = tables, all_kinds
+
+    def __call__(self, operation: str, payload: int, root: int = 0) -> Table | None:
+        """What makes an operation of `payload` bytes on each rank; None where that is Gloo's own way."""
+        if operation not in _KINDS or not (self._all_kinds or operation == "all_reduce"):
+            return None
+        size_bytes = payload * self._tables.ranks if operation == "all_gather" else payload
+        return self._tables(_KINDS[operation], size_bytes, root=root)
+
+    def takes(self, operation: str, tensors: Sequence[Tensor], reduce_op: Any) -> bool:
+        """Whether there are tables for these tensors and this reduction (None: nothing is reduced)."""
+        op = "sum" if reduce_op is None else _reduction(tensors, reduce_op)
+        return op == "sum" if operation == "reduce_scatter" else op is not None
+
+
+class AlgorithmGroup:
+    """`inner` is a Gloo group of CPU ranks; `hosts` are theirs, in rank order. Blocks, for "auto", until all ranks have
+    called it."""
+
+    def __init__(self, inner: Any, algorithm: Algorithm, hosts: Sequence[str]) -> None:
         self._inner, self._all_kinds = inner, algorithm == "auto"
         messages = GroupCollective(inner)
         if algorithm == "auto":
             self._chosen = ChosenCollective(messages, probe(messages, device=torch.device("cpu")))
         else:
-            links = uniform(inner.size(), latency_s=_LATENCY_S, bytes_s=_BYTES_S)
+            links = clustered([hosts.index(host) for host in hosts], inner=_INSIDE, outer=_BETWEEN)
             self._chosen = ChosenCollective(messages, links, name=_TABLE_NAMES.get(algorithm, algorithm))
+        self.tables = GroupTables(self._chosen.tables, all_kinds=self._all_kinds)
 
     def __getattr__(self, name: str) -> Any:
         """Any other operation is Gloo's. Forwarded by name, because c10d's names differ between torch versions."""
         return getattr(self._inner, name)
-
-    def table(self, operation: str, payload: int, root: int = 0) -> Table | None:
-        """What makes an operation of `payload` bytes on each rank; None where that is Gloo's own way."""
-        if operation not in _KINDS or not (self._all_kinds or operation == "all_reduce"):
-            return None
-        size_bytes = payload * self._inner.size() if operation == "all_gather" else payload
-        return self._chosen.table(_KINDS[operation], size_bytes, root=root)
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> Any:
         op = _reduction(tensors, opts.reduceOp)
@@ -76,7 +93,7 @@ class AlgorithmGroup:
         return self._chosen.all_gather(output, input)
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any) -> Any:
-        if not self._all_kinds or _reduction([input], opts.reduceOp) != "sum":
+        if not self._all_kinds or not self.tables.takes("reduce_scatter", [input], opts.reduceOp):
             return self._inner._reduce_scatter_base(output, input, opts)
         return self._chosen.reduce_scatter(output, input)
 

@@ -136,7 +136,8 @@ class Pending:
         if self._error is not None:
             if self._board is not None and isinstance(self._error, CollectiveError):
                 self._board.failed = self._error
-            self._calls.clear()
+            with self._lock:  # who has it goes on with the first call, or sees the error within a slice of its wait
+                self._calls.clear()
             for group in self._groups:
                 group.revoke()
 

@@ -137,9 +137,9 @@ def waited(work: Any, limit_s: float) -> bool:
     try:
         return work.wait(timedelta(seconds=limit_s))
     except RuntimeError:
-        if work.is_completed():
-            raise
-        return False
+        if not work.is_completed():
+            return False
+    return work.wait()  # it may have ended well just after the time was over
 
 
 def patiently(attempt: Callable[[float], bool], hear: Callable[[], None], stall: Stall | None) -> None:

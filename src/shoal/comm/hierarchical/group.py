@@ -26,6 +26,7 @@ from shoal.comm.alone import Alone
 from shoal.comm.collective import Collective, GroupCollective, Reduction
 from shoal.comm.hierarchical.division import Division
 from shoal.comm.hierarchical.two_levels import TwoLevels
+from shoal.comm.hierarchical.volume import TWO_LEVELS
 from shoal.comm.worker import Worker
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -197,6 +198,11 @@ def _scattered(output: Tensor, whole: Tensor, op: Reduction, divide_by: int, lev
             flat.div_(divide_by)
 
     _in_place(output, run, levels)
+
+
+def on_two_levels(operation: str, tensors: Sequence[Tensor], reduce_op: Any) -> bool:
+    """Whether a `Hierarchical` makes it so, rather than as Gloo; `reduce_op` is None where nothing is reduced."""
+    return operation in TWO_LEVELS and (reduce_op is None or _reduction(tensors[0], reduce_op) is not None)
 
 
 def _reduction(tensor: Tensor, reduce_op: Any) -> Reduction | None:

@@ -9,6 +9,7 @@ order. Sums are MPI's: the same bits in every run on the same ranks (MPI-4.1, se
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,22 +18,26 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from shoal.comm.mpi.buffers import added, moved, numbers_of, operation
-from shoal.comm.mpi.request import MpiWork
+from shoal.comm.mpi.request import MpiWork, UnderWay
 
 
 class MpiGroup(dist.ProcessGroup):
-    """`mpi` is mpi4py's module, `communicator` one that nobody else uses. Tensors may be of any strides."""
+    """`mpi` is mpi4py's module, `communicator` one that nobody else uses; it is freed when the group is shut down or
+    dropped, and what was begun is over. Tensors may be of any strides."""
 
     def __init__(self, mpi: Any, communicator: Any, *, timeout_s: float) -> None:
         super().__init__(communicator.Get_rank(), communicator.Get_size())  # pyright: ignore[reportCallIssue]
         self._mpi, self._communicator, self._timeout_s = mpi, communicator, timeout_s
+        self._under_way = UnderWay(mpi, communicator)
+        self._end = weakref.finalize(self, self._under_way.end)
+        self._end.atexit = False  # MPI ends with the process
 
     def getBackendName(self) -> str:
         return "mpi"
 
     def shutdown(self) -> None:
-        """Blocks until all ranks have called it."""
-        self._communicator.Free()
+        """Returns at once; calls that were made are still carried out."""
+        self._end()
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         opts, tensor = opts or c10d.AllreduceOptions(), _one(tensors)
@@ -129,7 +134,9 @@ class MpiGroup(dist.ProcessGroup):
     def _work(
         self, request: Any, what: str, outputs: Sequence[Tensor], held: object, finish: list[Callable[[], object]]
     ) -> MpiWork:
-        return MpiWork(request, what=what, timeout_s=self._timeout_s, outputs=outputs, held=held, finish=finish)
+        return MpiWork(
+            request, self._under_way, what=what, timeout_s=self._timeout_s, outputs=outputs, held=held, finish=finish
+        )
 
 
 def _one(tensors: Any) -> Tensor:

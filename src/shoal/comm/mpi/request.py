@@ -1,4 +1,4 @@
-"""`MpiWork`: a call under way in MPI.
+"""`MpiWork`: a call under way in MPI; and `UnderWay`, all of a group's, which live until they are over.
 
 MPI makes progress while it is asked how far it is. The one who waits asks, spins briefly, and then sleeps for longer
 and longer between two questions, because ranks may outnumber cores; MPI's own wait would keep a core busy.
@@ -7,9 +7,11 @@ and longer between two questions, because ranks may outnumber cores; MPI's own w
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import islice
 from typing import Any
 
 import torch
@@ -18,19 +20,72 @@ from torch import Tensor
 
 SPINS = 200
 FIRST_SLEEP_S, LONGEST_SLEEP_S = 10e-6, 500e-6
+LEFT_SLEEP_S = 5e-3
+"""Between two questions of the thread that sees to calls whose group was dropped."""
+LOOKED_AT = 4
+"""Calls under way that each new one asks for."""
+
+
+class UnderWay:
+    """The unfinished calls of one communicator, which nobody else uses. MPI writes to their memory: whoever drops a
+    work leaves it here, and it is asked for in later calls."""
+
+    def __init__(self, mpi: Any, communicator: Any) -> None:
+        self._mpi, self._communicator = mpi, communicator
+        self._works: dict[MpiWork, None] = {}  # oldest first
+        self._lock = threading.Lock()
+
+    def add(self, work: MpiWork) -> None:
+        """A call that was made."""
+        with self._lock:
+            oldest = list(islice(self._works, LOOKED_AT))
+            for each in oldest:  # the others have their turn next time
+                self._works[each] = self._works.pop(each)
+            self._works[work] = None
+        for each in oldest:
+            each.is_completed()
+
+    def over(self, work: MpiWork) -> None:
+        """It has ended."""
+        with self._lock:
+            self._works.pop(work, None)
+
+    def end(self) -> None:
+        """Frees the communicator when all calls are over; waits for none. Local in MPICH and Open MPI, though the
+        standard calls it collective."""
+        if not self._freed():
+            threading.Thread(target=self._see_to_the_rest, name="shoal-mpi", daemon=True).start()
+
+    def _see_to_the_rest(self) -> None:
+        while not self._freed():
+            time.sleep(LEFT_SLEEP_S)
+
+    def _freed(self) -> bool:
+        """Whether nothing is left to do, now."""
+        if self._mpi.Is_finalized():
+            return True
+        with self._lock:
+            works = list(self._works)
+        over = [work.is_completed() for work in works]  # each is asked
+        if not all(over):
+            return False
+        self._communicator.Free()
+        return True
 
 
 class MpiWork(dist.Work):
     """`outputs` are the tensors that the call writes; `held` are all that must live until it is over; then `finish`."""
 
     def __init__(
-        self, request: Any, *, what: str, timeout_s: float, outputs: Sequence[Tensor], held: object,
-        finish: Sequence[Callable[[], object]],
+        self, request: Any, under_way: UnderWay, *, what: str, timeout_s: float, outputs: Sequence[Tensor],
+        held: object, finish: Sequence[Callable[[], object]],
     ) -> None:  # fmt: skip
         super().__init__()
-        self._request, self._what, self._timeout_s = request, what, timeout_s
+        self._request, self._under_way, self._what, self._timeout_s = request, under_way, what, timeout_s
         self._outputs, self._held, self._finish = list(outputs), held, list(finish)
-        self._over = False
+        self._asking, self._over = threading.Lock(), False
+        self._error: RuntimeError | None = None
+        under_way.add(self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Raises `RuntimeError` with what went wrong, or after the timeout."""
@@ -45,19 +100,21 @@ class MpiWork(dist.Work):
                 raise RuntimeError(f"Timed out after {limit_s:g} s waiting for {self._what} over MPI")
             time.sleep(sleep_s)
             sleep_s = min(LONGEST_SLEEP_S, 2 * sleep_s)
+        if self._error is not None:
+            raise self._error
         return True
 
     def is_completed(self) -> bool:
-        """Also goes on with the call."""
-        if not self._over and self._request.Test():
-            self._over = True
-            for finish in self._finish:
-                finish()
-            self._held, self._finish = None, []  # the tensors are the caller's again
+        """Also goes on with the call. One thread at a time asks for it."""
+        if not self._over and self._asking.acquire(blocking=False):
+            try:
+                self._ask()
+            finally:
+                self._asking.release()
         return self._over
 
     def is_success(self) -> bool:
-        return self.is_completed()
+        return self.is_completed() and self._error is None
 
     def result(self) -> list[Tensor]:
         return self._outputs
@@ -68,3 +125,14 @@ class MpiWork(dist.Work):
         self.wait()
         future.set_result(self._outputs)
         return future
+
+    def _ask(self) -> None:
+        try:
+            if self._over or not self._request.Test():
+                return
+            for finish in self._finish:
+                finish()
+        except RuntimeError as error:  # kept for the one who waits
+            self._error = error
+        self._held, self._finish, self._over = None, [], True  # the tensors are the caller's again
+        self._under_way.over(self)

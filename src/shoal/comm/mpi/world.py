@@ -48,7 +48,11 @@ def communicator(ranks: Sequence[int]) -> Any:
 
     Ranks that share several communicators have to ask for them in the same order.
     """
-    mpi = load_mpi()
-    world = mpi.COMM_WORLD
-    group = world.Get_group().Incl(list(ranks))
-    return world.Create_group(group)
+    world = load_mpi().COMM_WORLD
+    everyone = world.Get_group()
+    some = everyone.Incl(list(ranks))
+    try:
+        return world.Create_group(some)
+    finally:
+        some.Free()
+        everyone.Free()

@@ -96,10 +96,12 @@ _FUNCTIONS = {
     "message": (c_void_p, [c_void_p, c_int, c_void_p, c_uint64, c_int, c_int64, c_bool]),
     "wait": (c_int, [c_void_p, c_double, c_bool]),
     "leave": (None, [c_void_p]),
+    "limit": (None, [c_void_p, c_double]),
     "test": (c_int, [c_void_p]),
     "report": (None, [c_void_p, POINTER(c_int), POINTER(c_int), _SIGNATURE, _SIGNATURE, POINTER(c_int)]),
     "drop": (None, [c_void_p]),
     "end": (None, [c_void_p]),
+    "free": (None, [c_void_p]),
     "break": (None, [c_void_p, c_int, c_int]),
 }
 

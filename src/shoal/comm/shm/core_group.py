@@ -129,7 +129,8 @@ class CoreGroup(dist.ProcessGroup):
         opts = opts or c10d.ScatterOptions()
         output, finish = outputs[0], []
         blocks = [block.contiguous() for block in inputs[0]] if self.rank() == opts.rootRank else []
-        _check_blocks("scatter", blocks, output)
+        if self.rank() == opts.rootRank:
+            self._check_blocks("scatter", blocks, output)
         return self._transport.collective_of_lists(
             Kind.SCATTER, blocks, [_writable(output, finish)], count=output.nbytes, root=opts.rootRank,
             sync=_sync(opts), outputs=[output], finish=finish,
@@ -172,6 +173,7 @@ class CoreGroup(dist.ProcessGroup):
         finish: Finish = []
         source, target = input.contiguous(), _writable(output, finish)
         receive, send = _split(target, out_sizes, self.size()), _split(source, in_sizes, self.size())
+        self._check_exchange(receive, send)
         return self._transport.collective_of_lists(
             Kind.ALL_TO_ALL, send, receive, count=0, sync=_sync(opts), outputs=[output], finish=finish
         )
@@ -182,6 +184,7 @@ class CoreGroup(dist.ProcessGroup):
         return self.all_to_all_single(output, input, out_sizes, in_sizes, opts)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        self._check_exchange(outputs, inputs)
         finish: Finish = []
         return self._transport.collective_of_lists(
             Kind.ALL_TO_ALL, [block.contiguous() for block in inputs], [_writable(o, finish) for o in outputs],
@@ -200,7 +203,10 @@ class CoreGroup(dist.ProcessGroup):
         return self._receive(_listed(tensors)[0], -1, tag)
 
     def barrier(self, opts: Any = None) -> Any:
-        return self._transport.collective(Kind.BARRIER, None, None, count=0, sync=_sync(opts))
+        given_s = opts.timeout.total_seconds() if opts is not None else 0.0  # below 0 where it is not given
+        return self._transport.collective(
+            Kind.BARRIER, None, None, count=0, sync=_sync(opts), timeout_s=given_s if given_s > 0 else None
+        )
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
         return self.inner.monitored_barrier(timeout, wait_all_ranks)
@@ -222,7 +228,8 @@ class CoreGroup(dist.ProcessGroup):
         )  # fmt: skip
 
     def _gathered(self, kind: Kind, outputs: Sequence[Tensor], own: Tensor, opts: Any, root: int = 0) -> Any:
-        _check_blocks(kind.name.lower(), outputs, own)
+        if kind is Kind.ALL_GATHER or self.rank() == root:
+            self._check_blocks(kind.name.lower(), outputs, own)
         finish: Finish = []
         return self._transport.collective_of_lists(
             kind, [own.contiguous()], [_writable(output, finish) for output in outputs], count=own.nbytes, root=root,
@@ -230,7 +237,7 @@ class CoreGroup(dist.ProcessGroup):
         )  # fmt: skip
 
     def _reduce_scattered(self, output: Tensor, blocks: Sequence[Tensor], numbers: tuple[int, int], opts: Any) -> Any:
-        _check_blocks("reduce_scatter", blocks, output)
+        self._check_blocks("reduce_scatter", blocks, output)
         finish: Finish = []
         return self._transport.collective_of_lists(
             Kind.REDUCE_SCATTER, [block.contiguous() for block in blocks], [_writable(output, finish)],
@@ -241,6 +248,23 @@ class CoreGroup(dist.ProcessGroup):
     def _receive(self, tensor: Tensor, source: int, tag: int) -> Any:
         finish: Finish = []
         return self._transport.message(Kind.RECV, _writable(tensor, finish), peer=source, tag=tag, finish=finish)
+
+    def _check_blocks(self, operation: str, blocks: Sequence[Tensor], own: Tensor) -> None:
+        if len(blocks) != self.size():
+            raise ValueError(f"{operation}: {len(blocks)} tensors for {self.size()} ranks; give one for each")
+        for block in blocks:
+            if block.numel() != own.numel() or block.dtype != own.dtype:
+                found = f"a block of {_shown(block)} beside one of {_shown(own)}"
+                raise ValueError(f"{operation}: {found}; all must be alike")
+
+    def _check_exchange(self, receive: Sequence[Tensor], send: Sequence[Tensor]) -> None:
+        """What the rank sends itself is compared here, what the others send by the core."""
+        if not len(receive) == len(send) == self.size():
+            found = f"{len(receive)} to receive and {len(send)} to send"
+            raise ValueError(f"all_to_all: {found} for {self.size()} ranks; give one for each")
+        ours, theirs = send[self.rank()], receive[self.rank()]
+        if ours.nbytes != theirs.nbytes:
+            raise ValueError(f"all_to_all: rank {self.rank()} sends itself {_shown(ours)} and expects {_shown(theirs)}")
 
     def _check_peer(self, rank: int) -> None:
         if not 0 <= rank < self.size() or rank == self.rank():
@@ -322,9 +346,3 @@ def _split(tensor: Tensor, sizes: Sequence[int], ranks: int) -> Sequence[Tensor]
     if len(sizes) != ranks or sum(sizes) != rows:
         raise ValueError(f"all_to_all of {rows} rows over {ranks} ranks: sizes {sizes} do not add up")
     return tensor.split(sizes)
-
-
-def _check_blocks(operation: str, blocks: Sequence[Tensor], own: Tensor) -> None:
-    for block in blocks:
-        if block.numel() != own.numel() or block.dtype != own.dtype:
-            raise ValueError(f"{operation}: a block of {_shown(block)} beside one of {_shown(own)}; all must be alike")

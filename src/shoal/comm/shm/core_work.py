@@ -1,22 +1,25 @@
-"""A call under way in the core, and the thread that completes futures.
+"""A call under way in the core, and the threads that complete futures.
 
-A call is carried out by whoever waits for it. c10d's futures cannot be waited for by us: they are completed by a
-thread, which waits in their stead. Like the core's own, it has its share of a core, but does not interrupt the thread
-that computes there each time that it is woken (SCHED_BATCH). That took an all-reduce of 1.3 MB over 2 ranks from 0.75
-to 0.64 ms; beside a computation of 15 ms, one of 19 MB ended 0.4 ms earlier.
+A call is carried out by whoever waits for it. c10d's futures cannot be waited for by us: they are completed by
+threads, which wait in their stead. Like the core's own, they have their share of a core, but do not interrupt the
+thread that computes there each time that they are woken (SCHED_BATCH). That took an all-reduce of 1.3 MB over 2 ranks
+from 0.75 to 0.64 ms; beside a computation of 15 ms, one of 19 MB ended 0.4 ms earlier.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import math
 import os
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from queue import SimpleQueue
 from time import monotonic
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,18 +38,33 @@ class Refused(RuntimeError):
 _REFUSALS = (Fault.DISAGREE, Fault.WRONG_SIZE, Fault.PEER_FAILED, Fault.PEER_LEFT)
 
 
+class Kept(NamedTuple):
+    """What belongs to a call until it is over: tensors that it writes, all that must live, and what is done then."""
+
+    outputs: Sequence[Tensor]
+    held: object
+    finish: Sequence[Callable[[], object]]
+
+
+_NOTHING = Kept((), None, ())
+
+UnderWay = OrderedDict[int, "CoreWork"]
+"""Works that are not over, by their ids."""
+
+
 class CoreWork(dist.Work):
-    """`outputs` are the tensors that the call writes; `held` are all that must live until it is over."""
+    """`in_order`: works of the group like this one end in the order in which they were made. It is taken out of
+    `under_way` when it is over."""
 
     def __init__(
-        self, core: Core, handle: int, *, rank: int, timeout_s: float, outputs: Sequence[Tensor], held: object,
-        finish: Sequence[Callable[[], object]], futures: FutureThread,
+        self, core: Core, handle: int, kept: Kept, *, rank: int, timeout_s: float, futures: FutureThreads,
+        under_way: UnderWay, in_order: bool,
     ) -> None:  # fmt: skip
         super().__init__()
         self._core, self._handle, self._rank, self._timeout_s = core, handle, rank, timeout_s
-        self._outputs, self._held, self._finish, self._futures = list(outputs), held, list(finish), futures
-        self._once = threading.Lock()
-        self._error: RuntimeError | None = None
+        self._outputs, self._kept, self._futures, self._under_way = list(kept.outputs), kept, futures, under_way
+        self._in_order, self._once = in_order, threading.Lock()
+        self._error: Exception | None = None
         self._over = False
 
     def __del__(self) -> None:
@@ -72,7 +90,7 @@ class CoreWork(dist.Work):
             self._core.shoal_leave(self._handle)
             raise
         if self._error is not None:
-            raise self._error
+            raise copy.copy(self._error)  # with its traceback it would hold this work, and be held by it
         return True
 
     def is_completed(self) -> bool:
@@ -93,7 +111,7 @@ class CoreWork(dist.Work):
         if self.is_completed():
             complete(future, self)
         else:
-            self._futures.complete(future, self)
+            self._futures.complete(future, self, in_order=self._in_order)
         return future
 
     def _source_rank(self) -> int:
@@ -104,12 +122,18 @@ class CoreWork(dist.Work):
         with self._once:
             if self._over:
                 return
-            if outcome == Outcome.DONE:
-                for finish in self._finish:
-                    finish()
-            else:
-                self._error = self._failure(outcome)
-            self._held, self._finish, self._over = None, [], True  # the tensors are the caller's again
+            self._error = self._finished() if outcome == Outcome.DONE else self._failure(outcome)
+            self._kept, self._over = _NOTHING, True  # the tensors are the caller's again
+            self._under_way.pop(id(self), None)
+
+    def _finished(self) -> Exception | None:
+        """What went wrong, such as a tensor that cannot be written."""
+        try:
+            for finish in self._kept.finish:
+                finish()
+        except Exception as error:
+            return error.with_traceback(None)
+        return None
 
     def _report(self) -> tuple[Fault, int, Signature, Signature, int]:
         fault, culprit, peer = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
@@ -150,39 +174,74 @@ def complete(future: torch.futures.Future, work: CoreWork) -> None:
     """Waits for `work` and says in `future` how it went."""
     try:
         work.ended(idle=False)
-    except RuntimeError as error:
+    except Exception as error:
         future.set_exception(error)
     else:
         future.set_result(work.result())
 
 
-class FutureThread:
-    """Completes futures in the order in which they were asked for. The thread starts with the first."""
+_Asked = tuple[torch.futures.Future, CoreWork]
+
+
+class FutureThreads:
+    """Complete futures: those of collectives in the order in which they were asked for, which is that of their end.
+
+    One thread waits for works; while it completes a future, whose callbacks may make calls and wait for their futures,
+    another one does. Messages end in any order, and have a thread each.
+    """
 
     def __init__(self) -> None:
-        self._asked: SimpleQueue[tuple[torch.futures.Future, CoreWork] | None] = SimpleQueue()
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._asked: SimpleQueue[_Asked | None] = SimpleQueue()
+        self._waits, self._count = threading.Lock(), threading.Lock()
+        self._idle = 0
 
-    def complete(self, future: torch.futures.Future, work: CoreWork) -> None:
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=_complete_all, args=(self._asked,), name="shoal-futures", daemon=True
-                )
-                self._thread.start()
+    def complete(self, future: torch.futures.Future, work: CoreWork, *, in_order: bool) -> None:
+        """`in_order`: not before those that were asked for earlier."""
+        if not in_order:
+            _start(complete, future, work)
+            return
         self._asked.put((future, work))
+        self._follow()
 
     def close(self) -> None:
         """Returns at once; futures that were asked for are still completed."""
         self._asked.put(None)
 
+    def _follow(self) -> None:
+        """Sees to it that a thread takes what is asked for next, though this one may be kept by a callback."""
+        with self._count:
+            if self._idle > 0:
+                return
+            self._idle += 1
+        _start(self._serve)
 
-def _complete_all(asked: SimpleQueue[tuple[torch.futures.Future, CoreWork] | None]) -> None:
-    _be_patient()
-    while (pair := asked.get()) is not None:
-        complete(*pair)
-        del pair  # an idle thread keeps no tensor alive
+    def _serve(self) -> None:
+        _be_patient()
+        while (pair := self._next()) is not None:
+            complete(*pair)
+            del pair  # an idle thread keeps no tensor alive
+            with self._count:
+                self._idle += 1
+
+    def _next(self) -> _Asked | None:
+        """The next whose work is over, or None at the end."""
+        with self._waits:
+            pair = self._asked.get()
+            if pair is None:
+                self._asked.put(None)  # for the other threads
+                return None
+            _, work = pair
+            with contextlib.suppress(Exception):  # `complete` tells of it
+                work.ended(idle=False)
+            with self._count:
+                self._idle -= 1
+        if not self._asked.empty():
+            self._follow()
+        return pair
+
+
+def _start(target: Callable[..., object], *args: object) -> None:
+    threading.Thread(target=target, args=args, name="shoal-futures", daemon=True).start()
 
 
 def _be_patient() -> None:

@@ -14,16 +14,15 @@ import errno
 import os
 import threading
 import weakref
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from ctypes import byref, c_int, c_uint8, c_uint64, c_void_p
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from shoal.comm.shm.core import BYTES, Core, Fault, Kind, Outcome, Settings, Signature, load_call
-from shoal.comm.shm.core_work import PATIENCE_S, CoreWork, FutureThread
+from shoal.comm.shm.core_work import PATIENCE_S, CoreWork, FutureThreads, Kept, UnderWay
 from shoal.comm.shm.host import HostMates
 from shoal.comm.shm.segment import create_segment, window_name
 from shoal.errors import CollectiveError
@@ -31,6 +30,7 @@ from shoal.errors import CollectiveError
 _PLACES, _PLACE_BYTES, _RING_BYTES = 16, 256 << 10, 1 << 20
 _ONE_SHOT_BYTES = 128 << 10  # for up to 4 ranks: each reads what all have brought
 _SPINS = 100
+_LOOKED_AT = 4  # works under way, at each call: more than it adds
 _WHY_NOT = {
     errno.ECHILD: "another process made it",
     errno.ENOTCONN: "it is closed",
@@ -75,10 +75,8 @@ class Transport:
         self, core: Core, mates: HostMates[CoreSegment], *, rank: int, settings: Settings, prompt: bool = False
     ) -> None:  # fmt: skip
         self.rank, self.size = rank, len(mates.segments)
-        self._core, self._timeout_s, self._futures = core, settings.timeout_s, FutureThread()
-        self._under_way: deque[CoreWork] = deque()
-        self._forgetting = threading.Lock()
-        self._closed = False
+        self._core, self._timeout_s, self._futures = core, settings.timeout_s, FutureThreads()
+        self._under_way: UnderWay = OrderedDict()
         self._prompt, self._call = prompt, load_call() if prompt else None
         self.mark = 0
         """Of the collectives to come: ranks whose marks differ have not made the same call."""
@@ -88,17 +86,16 @@ class Transport:
         if handle is None:
             raise MemoryError("no memory for a group")
         self._handle: int = handle
-        self._end = weakref.finalize(self, _end, core, handle, self._under_way, self._futures)
-        self._end.atexit = False  # the kernel tidies up after a process
+        self._life = _Life(core, handle, self._under_way, self._futures)
+        weakref.finalize(self, self._life.free).atexit = False  # the kernel tidies up after a process
 
     def close(self) -> None:
         """Ends the group when the calls that were made are done."""
-        self._closed = True
-        self._end()
+        self._life.end()
 
     def give_up(self) -> None:
         """Calls under way fail, here and on the other ranks; the group is of no more use."""
-        if self._end.alive:
+        if not self._life.over:
             self._core.shoal_break(self._handle, Fault.CLOSED, self.rank)
 
     def allocate(self, size_bytes: int) -> Tensor:
@@ -123,19 +120,18 @@ class Transport:
     def collective(
         self, kind: Kind, send: Tensor | None, receive: Tensor | None, *, count: int, dtype: int = BYTES,
         reduction: int = 0, root: int = 0, sync: bool = False, outputs: Sequence[Tensor] = (),
-        finish: Sequence[Callable[[], object]] = (),
+        finish: Sequence[Callable[[], object]] = (), timeout_s: float | None = None,
     ) -> CoreWork | None:  # fmt: skip
         """Of contiguous tensors. `count` is the bytes of a block, where there are blocks, else of all. `sync`: the
-        caller waits at once."""
+        caller waits at once. `timeout_s`: of this call alone, which then gives a work."""
         self._check()
+        sync = sync and timeout_s is None
         if sync and self._call is not None:
             return self._called(self._call, kind, dtype, reduction, root, send, receive, count, outputs, finish)
         what = Signature(kind, dtype, reduction, root, count, self.mark)
-        handle = self._core.shoal_start(
-            self._handle, byref(what), _pointer(send), _pointer(receive), sync
-        )  # fmt: skip
-        give = self._ended if sync and self._prompt else self._work
-        return give(handle, outputs=outputs, held=(send, receive), finish=finish)
+        handle = self._core.shoal_start(self._handle, byref(what), _pointer(send), _pointer(receive), sync)
+        kept = Kept(outputs, (send, receive), finish)
+        return self._ended(handle, kept) if sync and self._prompt else self._work(handle, kept, timeout_s=timeout_s)
 
     def collective_of_lists(
         self, kind: Kind, send: Sequence[Tensor], receive: Sequence[Tensor], *, count: int, dtype: int = BYTES,
@@ -148,19 +144,19 @@ class Transport:
         handle = self._core.shoal_start_lists(
             self._handle, byref(what), *self._addresses(send), *self._addresses(receive), sync
         )  # fmt: skip
-        give = self._ended if sync and self._prompt else self._work
-        return give(handle, outputs=outputs, held=(send, receive), finish=finish)
+        kept = Kept(outputs, (send, receive), finish)
+        return self._ended(handle, kept) if sync and self._prompt else self._work(handle, kept)
 
     def message(
         self, kind: Kind, tensor: Tensor, *, peer: int, tag: int, finish: Sequence[Callable[[], object]] = ()
     ) -> CoreWork:
         """`peer` -1: from whoever sends."""
         self._check()
-        handle = self._core.shoal_message(self._handle, kind, tensor.data_ptr(), tensor.nbytes, peer, tag, False)
-        return self._work(handle, outputs=[tensor], held=tensor, finish=finish)
+        handle = self._core.shoal_message(self._handle, kind, _pointer(tensor), tensor.nbytes, peer, tag, False)
+        return self._work(handle, Kept([tensor], tensor, finish), in_order=False)
 
     def _check(self) -> None:
-        if self._closed:
+        if self._life.over:
             raise RuntimeError("this group is closed")
 
     def _addresses(self, tensors: Sequence[Tensor]) -> tuple[ctypes.Array, ctypes.Array]:
@@ -169,7 +165,7 @@ class Transport:
             return (c_void_p * n)(), (c_uint64 * n)()
         if len(tensors) == 1:
             tensors = [tensors[0]] * n
-        return (c_void_p * n)(*(t.data_ptr() for t in tensors)), (c_uint64 * n)(*(t.nbytes for t in tensors))
+        return (c_void_p * n)(*map(_pointer, tensors)), (c_uint64 * n)(*(t.nbytes for t in tensors))
 
     def _called(
         self, call: Callable[..., None], kind: Kind, dtype: int, reduction: int, root: int, send: Tensor | None,
@@ -181,75 +177,97 @@ class Transport:
             call(self._handle, kind, dtype, reduction, root, self.mark, _pointer(send), _pointer(receive), count, left)
         except BaseException:
             if left:
-                self._leave(left[0], outputs=outputs, held=(send, receive), finish=finish)
+                self._leave(left[0], Kept(outputs, (send, receive), finish))
             raise
         if left:
-            return self._work(left[0], outputs=outputs, held=(send, receive), finish=finish)
+            return self._work(left[0], Kept(outputs, (send, receive), finish))
         for each in finish:
             each()
         if self._under_way:
             self._forget()
         return None
 
-    def _ended(
-        self, handle: int | None, *, outputs: Sequence[Tensor], held: object, finish: Sequence[Callable[[], object]]
-    ) -> CoreWork | None:
+    def _ended(self, handle: int | None, kept: Kept) -> CoreWork | None:
         """None when the call is over; a work of one that takes long, or whose fault has to be found out."""
-        work = partial(self._work, handle, outputs=outputs, held=held, finish=finish)
         if not handle:
-            return work()
+            return self._work(handle, kept)
         self._forget()
         try:
             outcome = self._core.shoal_wait(handle, PATIENCE_S, True)
         except BaseException:
-            self._leave(handle, outputs=outputs, held=held, finish=finish)
+            self._leave(handle, kept)
             raise
         if outcome != Outcome.DONE:
-            return work()
+            return self._work(handle, kept)
         self._core.shoal_drop(handle)
-        for each in finish:
+        for each in kept.finish:
             each()
         return None
 
-    def _leave(
-        self, handle: int | None, *, outputs: Sequence[Tensor], held: object, finish: Sequence[Callable[[], object]]
-    ) -> None:
+    def _leave(self, handle: int | None, kept: Kept) -> None:
         """A signal's exception has ended the wait for a call: the core goes on with it; its tensors have to live."""
-        self._work(handle, outputs=outputs, held=held, finish=finish)
+        work = self._work(handle, kept)
         self._core.shoal_leave(handle)
+        del work  # it held the handle
 
     def _work(
-        self, handle: int | None, *, outputs: Sequence[Tensor], held: object, finish: Sequence[Callable[[], object]]
+        self, handle: int | None, kept: Kept, *, in_order: bool = True, timeout_s: float | None = None
     ) -> CoreWork:
         if handle is None:
+            self._check()
             raise RuntimeError("a group can be used by the process that made it only, and while there is memory")
+        if timeout_s is not None:
+            self._core.shoal_limit(handle, timeout_s)
         work = CoreWork(
-            self._core, handle, rank=self.rank, timeout_s=self._timeout_s, outputs=outputs, held=held, finish=finish,
-            futures=self._futures,
+            self._core, handle, kept, rank=self.rank, timeout_s=timeout_s or self._timeout_s, futures=self._futures,
+            under_way=self._under_way, in_order=in_order,
         )  # fmt: skip
         self._remember(work)
         return work
 
     def _remember(self, work: CoreWork) -> None:
         """Works that nobody keeps must live, with their tensors, until they are over."""
+        self._under_way[id(work)] = work
         self._forget()
-        self._under_way.append(work)
 
     def _forget(self) -> None:
-        """Lets go of works that are over, and of their tensors; by one thread at a time."""
-        if self._forgetting.acquire(blocking=False):
+        """Lets go of works that are over and that nobody has waited for: looks at the next few in turn, so that one
+        that takes long keeps no others. Threads may do it at the same time."""
+        for _ in range(min(_LOOKED_AT, len(self._under_way))):
             try:
-                while self._under_way and self._under_way[0].is_completed():
-                    self._under_way.popleft()
-            finally:
-                self._forgetting.release()
+                key, work = self._under_way.popitem(last=False)
+            except KeyError:  # another thread has taken the last
+                return
+            if not work.is_completed():
+                self._under_way[key] = work
+
+
+class _Life:
+    """The end of a group in the core, once, and of its handle."""
+
+    def __init__(self, core: Core, handle: int, under_way: UnderWay, futures: FutureThreads) -> None:
+        self._core, self._handle, self._under_way, self._futures = core, handle, under_way, futures
+        self._ending = threading.Lock()
+        self.over = False
+
+    def end(self) -> None:
+        """After the calls that were made; they are refused from now on."""
+        with self._ending:
+            if not self.over:
+                self.over = True
+                self._core.shoal_end(self._handle)
+                self._futures.close()
+                self._under_way.clear()
+
+    def free(self) -> None:
+        """When nobody can call any more."""
+        self.end()
+        self._core.shoal_free(self._handle)
 
 
 def _pointer(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def _end(core: Core, handle: int, under_way: deque[CoreWork], futures: FutureThread) -> None:
-    core.shoal_end(handle)
-    futures.close()
-    under_way.clear()
+    if tensor is None:
+        return 0
+    if not tensor.is_cpu:
+        raise ValueError(f"a tensor on {tensor.device}: ranks that share memory exchange tensors on the CPU")
+    return tensor.data_ptr()

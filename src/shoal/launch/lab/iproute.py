@@ -52,8 +52,9 @@ def _batch(tool: str, commands: Sequence[str], namespace: str | None) -> str:
     text = "".join(f"{command}\n" for command in commands)
     try:
         done = subprocess.run(
-            [tool, *where, "-batch", "-"], input=text, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-        )
+            [tool, *where, "-batch", "-"],
+            input=text, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, start_new_session=True,
+        )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
         raise EnvironmentFault(f"{tool} could not be run ({error}); {INSTEAD}") from error
     if done.returncode != 0:

@@ -12,6 +12,7 @@ rate_mbit = 10
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,9 +28,9 @@ from shoal.config.table import Table, says
 from shoal.errors import ConfigError
 
 MOST_HOSTS, MOST_RANKS = 64, 256
+MOST_BUFFER_BYTES = (1 << 31) - 1
 MBIT_BYTES = 125_000
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
-Rate = Annotated[float, msgspec.Meta(ge=0.1, le=40_000)]
 
 
 class LabTable(Table, frozen=True):
@@ -38,9 +39,16 @@ class LabTable(Table, frozen=True):
     hosts: Annotated[int | list[str], says(f"How many hosts (2 to {MOST_HOSTS} make sense, 1 is allowed), or names.")]
     rate_mbit: Annotated[float, says("Rate of each host's link, each way, Mbit/s.", ge=0.1, le=40_000)]
     ranks_per_host: Annotated[int | list[int], says("Ranks on each host, or a number for each of them.")] = 1
-    burst_kib: Annotated[int, says("What a link lets through at once after a pause, KiB.", ge=20, le=1 << 16)] = 32
+    burst_kib: Annotated[
+        int, says("What a link lets through at once after a pause, KiB; of kernel networks.", ge=20, le=1 << 16)
+    ] = 32
     buffer_ms: Annotated[
-        float, says("How long a packet may wait in front of a link before it is dropped, ms.", ge=1, le=10_000)
+        float,
+        says(
+            "How long a packet may wait in front of a link before it is dropped, ms; of kernel networks.",
+            ge=1,
+            le=10_000,
+        ),
     ] = 100.0
     network: Annotated[
         Literal["kernel", "throttle"],
@@ -119,24 +127,50 @@ def lab_from(data: Mapping[str, Any], *, file: str) -> Lab:
     tables = checked(data, LabFile, file=file)
     names = _names(tables.lab.hosts, file)
     counts = _counts(tables.lab.ranks_per_host, len(names), file)
-    rates, pairs = [tables.lab.rate_mbit] * len(names), {}
-    for index, link in enumerate(tables.link):
-        where = f"{file}: link[{index}]"
-        if (link.host is None) == (link.between is None):
-            raise ConfigError(f"{where}: it names one host or two: give either host = 0 or between = [0, 1]")
-        if link.between is None:
-            rates[_number(link.host, names, f"{where}.host")] = link.rate_mbit
-        else:
-            pairs[_pair(link.between, names, f"{where}.between")] = link.rate_mbit
+    own, pairs = _links(tables, names, file)
+    _check_rates([tables.lab.rate_mbit, *own.values(), *pairs.values()], tables.lab.buffer_ms, file)
+    rates = [own.get(number, tables.lab.rate_mbit) for number in range(len(names))]
     ends = list(accumulate(counts))
     hosts = tuple(LabHost(n, name, range(ends[n] - counts[n], ends[n]), rates[n]) for n, name in enumerate(names))
     return Lab(hosts, pairs, tables.lab.burst_kib, tables.lab.buffer_ms, tables.lab.network)
 
 
+def _links(tables: LabFile, names: list[str], file: str) -> tuple[dict[int, float], dict[tuple[int, int], float]]:
+    """The rates of hosts' own links, and of lines between two."""
+    own: dict[int, float] = {}
+    pairs: dict[tuple[int, int], float] = {}
+    for index, link in enumerate(tables.link):
+        where = f"{file}: link[{index}]"
+        if (link.host is None) == (link.between is None):
+            raise ConfigError(f"{where}: it names one host or two: give either host = 0 or between = [0, 1]")
+        if link.between is None:
+            number = _number(link.host, names, f"{where}.host")
+            twice, own[number] = number in own, link.rate_mbit
+        else:
+            pair = _pair(link.between, names, f"{where}.between")
+            twice, pairs[pair] = pair in pairs, link.rate_mbit
+        if twice:
+            raise ConfigError(f"{where}: a second rate for the same link; leave one of them out")
+    return own, pairs
+
+
+def _check_rates(rates: list[float], buffer_ms: float, file: str) -> None:
+    """What `tc` cannot count, or would count as something else."""
+    fastest = max(rates, key=lambda rate: math.inf if math.isnan(rate) else rate)
+    if not math.isfinite(fastest) or not math.isfinite(buffer_ms):
+        raise ConfigError(f"{file}: found a rate or a buffer of {fastest:g} Mbit/s, {buffer_ms:g} ms; give numbers")
+    if (waiting := fastest * MBIT_BYTES * buffer_ms / 1e3) > MOST_BUFFER_BYTES:
+        raise ConfigError(
+            f"{file}: lab.buffer_ms: {buffer_ms:g} ms at {fastest:g} Mbit/s are {waiting / 1e9:.1f} GB that wait in "
+            "front of a link; the kernel holds 2.1: lower one of the two"
+        )
+
+
 def _names(hosts: int | list[str], file: str) -> list[str]:
-    names = [f"host-{number}" for number in range(hosts)] if isinstance(hosts, int) else hosts
-    if not 1 <= len(names) <= MOST_HOSTS:
-        raise ConfigError(f"{file}: lab.hosts: found {len(names)}; a lab has 1 to {MOST_HOSTS} hosts")
+    count = hosts if isinstance(hosts, int) else len(hosts)
+    if not 1 <= count <= MOST_HOSTS:
+        raise ConfigError(f"{file}: lab.hosts: found {count}; a lab has 1 to {MOST_HOSTS} hosts")
+    names = [f"host-{number}" for number in range(count)] if isinstance(hosts, int) else hosts
     for name in names:
         if not _NAME.fullmatch(name):
             raise ConfigError(

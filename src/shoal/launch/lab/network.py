@@ -12,6 +12,7 @@ meet no others, and it is gone when its namespaces are.
 from __future__ import annotations
 
 import contextlib
+import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -52,7 +53,9 @@ def address(host: int) -> str:
 
 @contextlib.contextmanager
 def network(lab: Lab) -> Iterator[Network]:
-    """The network of `lab`, until the end of the block. Leftovers of dead labs are removed first.
+    """The network of `lab`, until the end of the block or of this process, however it ends.
+
+    Leftovers of labs whose remover was killed, too, are removed first.
 
     Raises:
         EnvironmentFault: this process may not make one, or the kernel cannot.
@@ -62,14 +65,30 @@ def network(lab: Lab) -> Iterator[Network]:
     owner.remove(owner.leftovers(existing))
     prefix = owner.prefix(existing)
     hosts, switch = tuple(f"{prefix}h{host.number}" for host in lab.hosts), f"{prefix}switch"
-    try:
+    with _removed_in_any_case((*hosts, switch)):
         ip([f"netns add {name}" for name in (switch, *hosts)])
         _join(lab, hosts, switch)
         _shape(lab, hosts, switch)
         yield Network(lab, hosts)
+
+
+@contextlib.contextmanager
+def _removed_in_any_case(names: tuple[str, ...]) -> Iterator[None]:
+    """The namespaces `names` are removed by a process of a session of its own, when the pipe to it closes: at the end
+    of the block, or with this process. No signal that ends this one, or goes to its terminal, comes in between.
+
+    Raises `EnvironmentFault` where some are still there.
+    """
+    script = 'read -r _; for name; do ip netns del "$name"; done'
+    remover = subprocess.Popen(
+        ["sh", "-c", script, "sh", *names],
+        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    try:
+        yield
     finally:
-        made = set(owner.namespaces())
-        owner.remove([name for name in (*hosts, switch) if name in made])
+        remover.communicate()
+        owner.remove(set(names) & set(owner.namespaces()))
 
 
 def _join(lab: Lab, hosts: tuple[str, ...], switch: str) -> None:

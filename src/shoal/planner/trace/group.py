@@ -31,6 +31,7 @@ class TracedGroup:
     size: int
     rank: int = 0
     told: Told = _nobody
+    wire: str = "no wire: ranks are traced"
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return ordinary(numel, dtype=dtype, device=device)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,8 @@ FAKE = "fake"
 BACKENDS = {GLOO: GLOO, OURS: shoal.c10d.BACKEND, INSTANT: FAKE, AGAIN: FAKE, ALONE: FAKE}
 
 
-def measure(place: Place, *, tokens: int, pairs: int) -> dict[str, Any] | None:
-    """Rows and checks for `tokens` a rank and step; None on all ranks but the first."""
+def measure(place: Place, names: Sequence[str], *, tokens: int, pairs: int) -> dict[str, Any] | None:
+    """Rows and checks of these programs for `tokens` a rank and step; None on all ranks but the first."""
     store = open_store(place, os.environ, timeout_s=TIMEOUT_S)
     with ExitStack() as stack:
         corpus = corpus_file(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-bench-"))))
@@ -48,7 +48,7 @@ def measure(place: Place, *, tokens: int, pairs: int) -> dict[str, Any] | None:
         )
         stack.callback(dist.destroy_process_group)
         clock = _clock(place, PrefixStore("clock", store))
-        parts = [_of_program(name, place, corpus, clock, tokens=tokens, pairs=pairs) for name in PROGRAMS]
+        parts = [_of_program(name, place, corpus, clock, tokens=tokens, pairs=pairs) for name in names]
     if place.rank != 0:
         return None
     return {"rows": [row for row, _ in parts], "checks": [one for _, checks in parts for one in checks]}

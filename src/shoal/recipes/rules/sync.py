@@ -15,6 +15,12 @@ from shoal.recipes.run_file import RunFile
 
 def sync_refusal(run_file: RunFile) -> str | None:
     """The first thing that cannot be, as a sentence; None where all can."""
+    algorithm, transport = run_file.sync.algorithm, run_file.sync.transport
+    if algorithm != "backend" and transport not in ("auto", "gloo"):
+        return (
+            f'sync.algorithm = "{algorithm}" with sync.transport = "{transport}": algorithms are for groups over Gloo; '
+            'set sync.transport = "gloo", or leave one of them out'
+        )
     if run_file.sync.bucket == "auto" and (found := next(_against_search(run_file), None)):
         return f'sync.bucket = "auto" with {found[0]}: {found[1]}; leave sync.bucket out'
     if run_file.sync.schedule == "priority" and (found := next(_against_priority(run_file), None)):

@@ -21,6 +21,7 @@ window *shoal_share(group *, int, uint64_t, int *);
 void *shoal_address(const window *);
 void shoal_release(window *);
 void shoal_end(group *);
+void shoal_free(group *);
 void shoal_break(group *, int, int);
 
 enum { MOST = 4, FLIGHT = 12, LONGEST = 5000 };
@@ -60,7 +61,7 @@ static void all_reduces(place *p, group *g) {
         counts[i] = drawn(&state) % LONGEST;
         data[i] = malloc(4 * counts[i] + 1);
         for (uint64_t j = 0; j < counts[i]; j++) data[i][j] = (p->rank + 1) * (int32_t)(j % 97 + 1);
-        signature what = {ALL_REDUCE, I32, SUM, 0, 4 * counts[i]};
+        signature what = {.kind = ALL_REDUCE, .dtype = I32, .reduction = SUM, .bytes = 4 * counts[i]};
         calls[i] = shoal_start(g, &what, (char *)data[i], (char *)data[i], i % 3 == 0);
     }
     for (int i = FLIGHT - 1; i >= 0; i--) {
@@ -125,7 +126,8 @@ static void moves(place *p, group *g) {
         char *own = malloc(n * bytes + 1), *all = malloc(n * bytes + 1);
         memset(own, p->rank + 1, n * bytes), memset(all, 0, n * bytes);
         int kind = (int[]){ALL_GATHER, ALL_TO_ALL, BROADCAST, BARRIER}[i % 4];
-        signature what = {(uint32_t)kind, BYTES, 0, kind == BROADCAST ? root : 0, kind == BARRIER ? 0 : bytes};
+        signature what = {.kind = (uint32_t)kind, .dtype = BYTES, .root = kind == BROADCAST ? root : 0,
+                          .bytes = kind == BARRIER ? 0 : bytes};
         EXPECT(outcome(shoal_start(g, &what, own, kind == BROADCAST ? own : all, i % 2)) == DONE, "move failed");
         for (uint64_t q = 0; q < n && bytes > 0; q++) {
             if (kind <= ALL_GATHER || kind == ALL_TO_ALL) EXPECT(all[q * bytes] == (char)(q + 1), "block of %lu", q);
@@ -139,7 +141,7 @@ static void reduce_scatters(place *p, group *g) {
     for (uint64_t count = 1; count < LONGEST; count = count * 3 + 1) {
         float *in = malloc(4 * count * (uint64_t)p->size), *out = malloc(4 * count);
         for (uint64_t j = 0; j < count * (uint64_t)p->size; j++) in[j] = (float)(j / count + 1);
-        signature what = {REDUCE_SCATTER, F32, SUM, 0, 4 * count};
+        signature what = {.kind = REDUCE_SCATTER, .dtype = F32, .reduction = SUM, .bytes = 4 * count};
         EXPECT(outcome(shoal_start(g, &what, (char *)in, (char *)out, false)) == DONE, "reduce-scatter failed");
         EXPECT(out[count - 1] == (float)(p->size * (p->rank + 1)), "reduce-scatter of %lu", count);
         free(in), free(out);
@@ -178,7 +180,7 @@ static void breaks(place *p, group *g) {
     enum { COUNT = 50000 };
     int32_t *data = calloc(COUNT, 4);
     char byte = 0;
-    signature what = {ALL_REDUCE, I32, SUM, 0, 4 * COUNT};
+    signature what = {.kind = ALL_REDUCE, .dtype = I32, .reduction = SUM, .bytes = 4 * COUNT};
     op *message = p->rank == 0 ? shoal_message(g, RECV, &byte, 1, 1, 5, false) : NULL;
     if (p->rank == 1) shoal_break(g, TIMED_OUT, 1);
     EXPECT(outcome(shoal_start(g, &what, (char *)data, (char *)data, false)) == BROKEN, "a broken group went on");
@@ -198,6 +200,7 @@ static void *life(void *argument) {
     pthread_barrier_wait(p->meet);
     if (p->seed % 2) breaks(p, g);
     shoal_end(g);
+    shoal_free(g);
     return NULL;
 }
 

@@ -80,6 +80,10 @@ static void start(op *call) {
     call->started = true;
     if (call->window != NULL) g->turn += call->turns;
     call->cursors[BROUGHT] = brings(call, g->rank) ? 0 : call->turns;
+    if (call->what.kind == ALL_TO_ALL && call->send_bytes[g->rank] != call->receive_bytes[g->rank]) {
+        call->theirs.bytes = call->send_bytes[g->rank];
+        fail(call, WRONG_SIZE, g->rank);
+    }
 }
 
 static bool disagrees(op *call, int rank) {
@@ -292,6 +296,7 @@ static bool try_bring(op *call, want *blocked) {
 
 bool step(op *call, want *blocked) {
     if (!call->started) start(call);
+    if (call->fault != NO_FAULT) return true;
     while (call->cursors[TAKEN] < call->turns || !call->resolved) {
         want take = {0}, reduce = {0}, bring = {0}, more = {0};
         bool on = (call->cursors[BROUGHT] > 0 && !call->resolved) ? resolve(call, &more)
@@ -304,6 +309,25 @@ bool step(op *call, want *blocked) {
     if (call->window == NULL) call->group->turn += call->turns;
     finish(call, DONE);
     return true;
+}
+
+static bool overlap(const char *a, uint64_t a_bytes, const char *b, uint64_t b_bytes) {
+    return a < b + b_bytes && b < a + a_bytes;
+}
+
+/* What a call in a window reads and writes there, as this rank's addresses. */
+static const char *shared_at(const op *call, uint64_t *bytes) {
+    *bytes = call->what.bytes * (call->what.kind == ALL_REDUCE ? 1 : (uint64_t)call->group->size);
+    return in_window(call, call->group->rank, 0);
+}
+
+bool depends(const op *call, const op *before) {
+    uint64_t ours, theirs;
+    const char *shared = shared_at(call, &ours), *before_shared = shared_at(before, &theirs);
+    if (overlap(shared, ours, before_shared, theirs)) return true;
+    bool writes_elsewhere = call->what.kind == REDUCE_SCATTER, wrote_elsewhere = before->what.kind == REDUCE_SCATTER;
+    return (wrote_elsewhere && overlap(shared, ours, before->receive[0], before->what.bytes)) ||
+           (writes_elsewhere && overlap(before_shared, theirs, call->receive[0], call->what.bytes));
 }
 
 bool step_ahead(op *call, const op *before) {

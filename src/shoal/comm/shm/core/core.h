@@ -31,7 +31,7 @@
 #define LINE 64
 #define SLICE_NS 100000000L  /* how often one who sleeps looks whether its peer still lives */
 #define LOOK_NS 100000L      /* how long a caller that has nothing else to do looks before it sleeps */
-#define PATIENCE_NS 2000000L /* how long before it rings the thread of a peer whose calls rest */
+#define PATIENCE_NS 2000000L /* how long before it rings the thread of a peer whose calls or receives rest */
 
 enum dtype { F32, F64, BF16, F16, I8, U8, I16, I32, I64, BOOL, BYTES };
 enum reduction { SUM, AVG, MAX, MIN, PROD };
@@ -81,7 +81,8 @@ typedef struct {
     counter want; /* 0: awake; else packed by `packed_want` */
     word message_bell;
     word message_sleepers;
-    word helper;  /* bell of the thread that goes on with collectives */
+    word helper;    /* bell of the thread that goes on with collectives */
+    word messenger; /* the same of messages */
     word resting; /* calls that this rank has made and left to whoever waits */
 } header;
 
@@ -108,7 +109,7 @@ typedef struct op {
     group *group;
     _Atomic int outcome, references;
     signature what;
-    double deadline_s;
+    _Atomic double deadline_s; /* of a message: infinite until somebody waits for it */
     int fault, culprit;
     signature theirs;
     /* collectives */
@@ -175,6 +176,7 @@ struct group {
     uint64_t *arrived;  /* by rank: the number of the last one that has come; under `turn_lock` */
     word done_bell;     /* rings when a call is over or `turn_lock` is free */
     _Atomic int done_sleepers;
+    double judged_s; /* when somebody who polls last looked whether a peer still lives; under `turn_lock` */
     worker collective_worker;
     /* messages: `message_lock` for all of it */
     pthread_mutex_t message_lock;
@@ -185,7 +187,6 @@ struct group {
     _Atomic int waiting_messages;
     double checked_s; /* when the peers were last looked after */
     worker message_worker;
-    word messenger; /* its bell */
 };
 
 /* segment.c */
@@ -221,6 +222,8 @@ void ring_messages(group *g, int rank);
 
 /* collective.c */
 bool step(op *call, want *blocked); /* as far as it goes without waiting; true: over, in either way */
+/* Of calls in windows: one touches memory that the one before it writes, or writes what that one reads. */
+bool depends(const op *call, const op *before);
 /* Both in windows, and the one before not over: all but the end. True: the one behind it may go on, too. */
 bool step_ahead(op *call, const op *before);
 
@@ -229,15 +232,32 @@ bool progress_messages(group *g);
 void check_messages(group *g);
 void post_message(op *message);
 void drop_messages(group *g);
+void set_deadline(op *message);
+bool fits_ring(const group *g); /* under `message_lock` */
+bool messages_rest(group *g);
+void ring_receivers(group *g);
 
 /* window.c */
 window *window_of(group *g, const char *from, uint64_t bytes); /* the caller's to drop; NULL where there is none */
 bool is_mapped(window *w, int *missing);                       /* by this rank, from all others; under `turn_lock` */
 void drop_window(window *w);
 
+/* progress.c; under `turn_lock`, but for those of messages and the last three */
+op *first_call(group *g);
+op *advance(group *g, want *blocked);
+void run(group *g, const op *last, bool idle);
+void advance_or_judge(group *g);
+bool all_rest(const group *g);
+bool look_at_messages(group *g); /* true: something went */
+void wait_messages(group *g, const op *until);
+void ring_done(group *g);
+void start_worker(group *g, worker *w);
+void wake_worker(group *g, worker *w);
+
 /* group.c */
 bool join_users(group *g);
 void part_users(group *g);
+op *new_op(group *g, const signature *what);
 void finish(op *call, enum outcome outcome);
 void fail(op *call, int fault, int culprit);
 void release_group(group *g);

@@ -9,6 +9,7 @@
 
 #include "core.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -218,7 +219,39 @@ static void judge(const op *message, const int *faults, const int *culprits) {
     if (message == NULL || message->group->failure != 0) return;
     int fault = message->peer == ANY_SOURCE ? NO_FAULT : faults[message->peer];
     if (fault != NO_FAULT) fail_group(message->group, fault, culprits[message->peer]);
-    else if (now_s() > message->deadline_s) fail_group(message->group, TIMED_OUT, message->peer);
+    else if (now_s() > atomic_load(&message->deadline_s)) fail_group(message->group, TIMED_OUT, message->peer);
+}
+
+/* Of who waits for a message, or for its going out; those who only asked for it may take their time. */
+void set_deadline(op *message) {
+    double never = INFINITY;
+    atomic_compare_exchange_strong(&message->deadline_s, &never, now_s() + message->group->settings.timeout_s);
+}
+
+/* Whether all that is asked for fits in the ring, so that it can come without our help. */
+bool fits_ring(const group *g) {
+    uint64_t bytes = 0;
+    for (int rank = 0; rank < g->size; rank++)
+        if (g->incoming[rank].target != NULL) bytes += g->incoming[rank].bytes;
+    for (const op *asked = g->asked.first; asked != NULL; asked = asked->next) bytes += LINE + asked->receive_bytes[0];
+    return bytes <= g->settings.ring_bytes / 2;
+}
+
+/* Whether only what fits in the rings is still to come. */
+bool messages_rest(group *g) {
+    pthread_mutex_lock(&g->message_lock);
+    bool rest = fits_ring(g);
+    for (int rank = 0; rank < g->size; rank++) rest &= g->outgoing[rank].first == NULL;
+    pthread_mutex_unlock(&g->message_lock);
+    return rest;
+}
+
+/* What nobody asks for may lie before what is asked for, and fill the ring: who it is for has to make room. */
+void ring_receivers(group *g) {
+    pthread_mutex_lock(&g->message_lock);
+    for (int rank = 0; rank < g->size; rank++)
+        if (g->outgoing[rank].first != NULL) ring(&g->peers[rank]->messenger);
+    pthread_mutex_unlock(&g->message_lock);
 }
 
 /* Called when a slice of time has brought nothing. What a peer sent before it went is still received. */

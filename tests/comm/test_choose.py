@@ -1,0 +1,102 @@
+"""The order of ranks in a tree, against the best of all orders."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from itertools import permutations
+
+import pytest
+
+from shoal.collectives.table import Kind, relabelled
+from shoal.comm.algorithms.choose import MOST_SEARCHED, TREES, Choice, choose, ranking
+from shoal.cost.walk import walk_s
+from shoal.recipes.benchmarks.link import labs
+from shoal.recipes.benchmarks.link_topology import planted_links, shuffled
+from shoal.topology.links import Links
+
+WITHIN = 1.05
+SEARCH_S = 2.0  # some 0.3 s on an idle core; a busy one may take several times as long
+LATENCY_S = 2e-4
+ROOTED = ("broadcast", "reduce")
+TREE_KINDS: list[Kind] = ["broadcast", "reduce", "all_reduce"]
+
+
+def square() -> Links:
+    """Four hosts of one rank, and a slow link between the first and the third."""
+    rates = [[1.25e7] * 4 for _ in range(4)]
+    rates[0][2] = rates[2][0] = 2.5e6
+    return Links(((LATENCY_S,) * 4,) * 4, tuple(map(tuple, rates)), (0, 1, 2, 3))
+
+
+def topologies() -> dict[str, Links]:
+    """Those of `shoal bench link`, with a latency between hosts, and the square."""
+    found = {"square": square()}
+    for name, lab in labs("topology", []).items():
+        links = planted_links(lab, shuffled(lab.ranks))
+        latency = tuple(tuple(LATENCY_S * (a != b) for b in links.hosts) for a in links.hosts)
+        found[name] = Links(latency, links.bytes_s, links.hosts)
+    return found
+
+
+def orders(links: Links, root: int | None) -> Iterator[tuple[int, ...]]:
+    """All of them that differ: ranks of a host may take each other's places, but for the root."""
+    seen = set()
+    for order in permutations(range(links.ranks)):
+        hosts = tuple(links.hosts[rank] for rank in order)
+        if hosts not in seen and root in (None, order[0]):
+            seen.add(hosts)
+            yield order
+
+
+def tree(kind: Kind, size: float, links: Links, root: int = 0) -> Choice:
+    return min((c for c in ranking(kind, size, links, root=root) if c.table.name in TREES), key=lambda c: c.seconds)
+
+
+def uneven(ranks: int) -> Links:
+    """Every link is another."""
+    draw = random.Random(ranks)
+    latency, rate = (tuple(tuple(draw.uniform(*ends) for _ in range(ranks)) for _ in range(ranks))
+                     for ends in ((1e-5, 1e-4), (1e7, 1e9)))  # fmt: skip
+    return Links(latency, rate, tuple(range(ranks)))
+
+
+@pytest.mark.parametrize("kind", TREE_KINDS)
+@pytest.mark.parametrize("name", topologies())
+def test_a_tree_is_as_fast_as_in_the_best_order(name: str, kind: Kind) -> None:
+    """Short and long vectors, from the first root and the last: within 5 % of the best of all orders."""
+    links = topologies()[name]
+    for size in (1 << 12, 1 << 18):
+        for root in (0, links.ranks - 1) if kind in ROOTED else (0,):
+            found = tree(kind, size, links, root)
+            assert found.table.root == root or kind not in ROOTED
+            (table,) = {c.table for c in ranking(kind, size, links) if c.table.name in TREES and c.order == tuple(
+                range(links.ranks))}  # fmt: skip
+            best = min(walk_s(relabelled(table, o), size, links)
+                       for o in orders(links, root if kind in ROOTED else None))  # fmt: skip
+            assert found.seconds <= WITHIN * best, (size, root)
+
+
+def test_a_tree_goes_around_a_slow_link() -> None:
+    """No message of a broadcast crosses the slow link of the square, and it takes a third of the time."""
+    links = square()
+    found, *others = sorted((c for c in ranking("broadcast", 1 << 20, links)), key=lambda c: c.seconds)
+    crossed = {(rank, send.to) for rank, row in enumerate(found.table.rows) for step in row for send in step.sends}
+    assert not crossed & {(0, 2), (2, 0)}
+    assert found.seconds < 0.4 * max(other.seconds for other in others)
+
+
+@pytest.mark.parametrize("kind", TREE_KINDS)
+def test_the_search_is_bounded_and_the_same_everywhere(kind: Kind) -> None:
+    """On 16 ranks whose links all differ; above that nothing is searched, nor for a name that is no tree's."""
+    links = uneven(MOST_SEARCHED)
+    for size in (1 << 12, 1 << 26):
+        begin_s = time.perf_counter()
+        first = choose(kind, size, links)
+        assert time.perf_counter() - begin_s < SEARCH_S
+        assert choose(kind, size, links) == first
+    counts = [sum(choice.table.name in TREES for choice in ranking(kind, 1 << 20, uneven(MOST_SEARCHED + more)))
+              for more in (0, 1)]  # fmt: skip
+    assert counts[1] == counts[0] - 1
+    assert {choice.table.name for choice in ranking(kind, 1 << 20, links, name="ring")} <= {"ring"}

@@ -1,0 +1,384 @@
+"""What programs do beside training: futures, messages in any order, mistakes, ends."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+
+import shoal.c10d  # noqa: F401  (the backend's name)
+from tests.comm.shm.test_core_group import DEATH_S, options
+from tests.comm.shm.test_window import CPU, LARGE
+
+MEGABYTE = 1 << 20
+
+
+def on_shoal(place: Any, program: Callable[..., Any], timeout_s: float = 20.0) -> Any:
+    """What `program(rank)` returns between making and destroying the default group."""
+    dist.init_process_group(
+        "shoal", store=place.store, rank=place.rank, world_size=place.size, timeout=timedelta(seconds=timeout_s)
+    )
+    try:
+        return program(place.rank)
+    finally:
+        dist.destroy_process_group()
+
+
+def all_reduced(value: float) -> torch.futures.Future:
+    future = dist.all_reduce(torch.full((3,), value), async_op=True)
+    assert future is not None
+    return future.get_future()
+
+
+def chained(rank: int) -> list[float]:
+    """A sum whose callback makes a call and waits for its future, as PowerSGD's does. Rank 1 comes later each time."""
+
+    def again(summed: torch.futures.Future) -> Tensor:
+        time.sleep(0.1 * rank)
+        return all_reduced(float(summed.value()[0][0])).wait()[0]
+
+    chains = []
+    for value in (1.0, 10.0):
+        time.sleep(0.1 * rank)
+        chains.append(all_reduced(value).then(again).then(lambda last: float(last.value()[0])))
+        chains[-1].wait()
+    return [chain.wait() for chain in chains]
+
+
+def test_a_callback_may_wait_for_another_future(ranks) -> None:
+    assert ranks(2, on_shoal, chained, timeout_s=20.0) == [[4.0, 40.0]] * 2
+
+
+def crossed(rank: int) -> list[float]:
+    """The future of a message that comes last, asked for first."""
+    late, total, go = torch.zeros(1), torch.ones(1), torch.zeros(1)
+    if rank == 0:
+        receiving = dist.irecv(late, 1).get_future()
+        summing = dist.all_reduce(total, async_op=True).get_future()
+        summing.wait()
+        dist.send(go, 1)
+        receiving.wait()
+    else:
+        time.sleep(0.2)
+        dist.all_reduce(total)
+        dist.recv(go, 0)
+        dist.send(torch.full((1,), 7.0), 0)
+        late.fill_(7.0)
+    return [*total.tolist(), *late.tolist()]
+
+
+def test_futures_of_messages_hold_up_no_others(ranks) -> None:
+    assert ranks(2, on_shoal, crossed, timeout_s=20.0) == [[2.0, 7.0]] * 2
+
+
+MISTAKES: dict[str, Callable[[int], Any]] = {
+    "sends itself": lambda rank: dist.all_to_all_single(
+        torch.empty(4), torch.ones(4), *(([1, 3], [3, 1]) if rank == 0 else ([3, 1], [1, 3]))
+    ),
+    "2 tensors for 3": lambda rank: dist.all_gather([torch.empty(2)] * 2, torch.ones(2)),
+    "1 tensors for": lambda rank: dist.all_gather([torch.empty(2)], torch.ones(2)),
+    "reduce_scatter: 1 tensors": lambda rank: dist.reduce_scatter(torch.empty(2), [torch.ones(2)]),
+    "on meta": lambda rank: dist.broadcast(torch.empty(4, device="meta"), 0),
+    "tensor on meta": lambda rank: dist.send(torch.empty(4, device="meta"), 1 - rank),
+}
+
+
+def mistaken(mistake: str) -> Callable[[int], tuple[str, float]]:
+    def program(rank: int) -> tuple[str, float]:
+        said = "nothing"
+        try:
+            MISTAKES[mistake](rank)
+        except (ValueError, RuntimeError) as error:
+            said = str(error)
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return said, float(total)
+
+    return program
+
+
+def mistake_of(place: Any, mistake: str) -> tuple[str, float]:
+    return on_shoal(place, mistaken(mistake))
+
+
+@pytest.mark.parametrize("mistake", [name for name in MISTAKES if name != "2 tensors for 3"])
+def test_mistakes_are_named_and_do_no_harm(ranks, mistake: str) -> None:
+    """Before anything is written or sent: the group goes on."""
+    for said, total in ranks(2, mistake_of, mistake):
+        assert mistake in said
+        assert total == 2.0
+
+
+def test_too_few_tensors_are_named(ranks) -> None:
+    assert all("2 tensors for 3 ranks" in said for said, _ in ranks(3, mistake_of, "2 tensors for 3"))
+
+
+def rooted(rank: int) -> list[str]:
+    """Lists of the wrong length at a root; the other rank makes no call."""
+    said = []
+    for call in (
+        lambda: dist.gather(torch.ones(2), [torch.empty(2)], dst=0),
+        lambda: dist.scatter(torch.empty(2), [torch.ones(2)] * 3, src=0),
+    ):
+        if rank == 0:
+            with pytest.raises(ValueError, match="for 2 ranks"):
+                call()
+            said.append("refused")
+    dist.barrier()
+    return said
+
+
+def test_roots_give_a_tensor_for_each_rank(ranks) -> None:
+    assert ranks(2, on_shoal, rooted)[0] == ["refused"] * 2
+
+
+def unasked_first(rank: int) -> float:
+    """A message that nobody asks for yet fills the ring before one that is asked for; then all meet in a barrier."""
+    first, second = torch.full((700_000,), 1, dtype=torch.uint8), torch.full((400_000,), 2, dtype=torch.uint8)
+    if rank == 1:
+        got, early = torch.zeros_like(second), torch.zeros_like(first)
+        receiving = dist.irecv(got, 0, tag=2)
+        dist.barrier()
+        dist.recv(early, 0, tag=1)
+        receiving.wait()
+        return float(got.sum() + early.sum())
+    time.sleep(0.3)
+    sending = dist.isend(first, 1, tag=1)
+    dist.send(second, 1, tag=2)
+    dist.barrier()
+    sending.wait()
+    return float(first.sum() + second.sum())
+
+
+def test_a_message_behind_one_that_nobody_asks_for_comes_through(ranks) -> None:
+    assert ranks(2, on_shoal, unasked_first, timeout_s=20.0) == [1_500_000.0] * 2
+
+
+def unwritable(rank: int) -> list[float]:
+    """A result that cannot be put where it belongs: its wait says so, and later calls work."""
+    tensor = torch.ones(1).expand(4)
+    work = dist.all_reduce(tensor, async_op=True)
+    with pytest.raises(RuntimeError, match="single memory location"):
+        work.wait()
+    with pytest.raises(RuntimeError, match="single memory location"):
+        work.wait()
+    total = torch.ones(3)
+    dist.all_reduce(total)
+    return total.tolist()
+
+
+def test_a_result_that_cannot_be_written_is_that_call_s_alone(ranks) -> None:
+    assert ranks(2, on_shoal, unwritable) == [[2.0] * 3] * 2
+
+
+def kept_alive(rank: int) -> int:
+    """Outputs of calls that are over, while a receive is not."""
+    last = torch.zeros(1)
+    receiving = dist.irecv(last, 1, tag=99) if rank == 0 else None
+    alive = []
+    for number in range(60):
+        output = torch.empty(8)
+        work = dist.all_gather_into_tensor(output, torch.ones(4), async_op=True)
+        if number % 2:
+            work.wait()
+        alive.append(weakref.ref(output))
+        del output, work
+    dist.barrier()
+    dist.barrier(async_op=True).wait()
+    gc.collect()
+    left = sum(ref() is not None for ref in alive)
+    if receiving is None:
+        dist.send(last, 0, tag=99)
+    else:
+        receiving.wait()
+    return left
+
+
+def test_a_receive_under_way_keeps_no_other_tensors(ranks) -> None:
+    """Those of works that nobody waited for go a few at a time, with the calls that follow."""
+    assert max(ranks(2, on_shoal, kept_alive)) < 8
+
+
+def posted_early(rank: int) -> float:
+    """A receive is asked for, other messages go back and forth for longer than the timeout, then it is served."""
+    late, ping = torch.zeros(1), torch.zeros(1)
+    receiving = dist.irecv(late, 1, tag=9) if rank == 0 else None
+    until_s = time.monotonic() + 2.5
+    go_on = torch.ones(1)
+    while go_on:
+        go_on.fill_(time.monotonic() < until_s)
+        dist.send(go_on, 1, tag=1) if rank == 0 else dist.recv(go_on, 0, tag=1)
+        dist.recv(ping, 1, tag=1) if rank == 0 else dist.send(ping, 0, tag=1)
+        time.sleep(0.01)
+    if receiving is None:
+        dist.send(torch.full((1,), 5.0), 0, tag=9)
+        return 5.0
+    receiving.wait()
+    return float(late)
+
+
+def posted(place: Any) -> float:
+    return on_shoal(place, posted_early, timeout_s=1.5)
+
+
+def test_a_message_is_late_from_when_somebody_waits_for_it(ranks) -> None:
+    assert ranks(2, posted) == [5.0] * 2
+
+
+def unanswered(place: Any) -> tuple[str, float]:
+    """Who waits for a message that does not come is told after the timeout."""
+
+    def program(rank: int) -> tuple[str, float]:
+        begin_s = time.monotonic()
+        if rank == 1:
+            place.store.wait(["told"])
+            return "", 1.0
+        try:
+            dist.recv(torch.zeros(1), 1)
+        except RuntimeError as error:
+            return str(error), time.monotonic() - begin_s
+        finally:
+            place.store.set("told", "")
+        return "came", 0.0
+
+    return on_shoal(place, program, timeout_s=1.0)
+
+
+def test_a_message_that_does_not_come_is_named_after_the_timeout(ranks) -> None:
+    (said, spent_s), _ = ranks(2, unanswered)
+    assert "Timed out after 1 s waiting for rank 1" in said
+    assert 0.9 < spent_s < 1.9
+
+
+def polled(place: Any, dies: bool) -> tuple[bool, str, float]:
+    """Rank 0 asks again and again whether a barrier is over, which rank 1 does not come to."""
+
+    def program(rank: int) -> tuple[bool, str, float]:
+        dist.barrier()
+        if rank == 1 and dies:
+            os._exit(0)
+        if rank == 1:
+            place.store.wait(["told"])
+            return True, "", 0.0
+        work, begin_s = dist.barrier(async_op=True), time.monotonic()
+        while not work.is_completed() and time.monotonic() < begin_s + 10:
+            time.sleep(0.01)
+        spent_s = time.monotonic() - begin_s
+        place.store.set("told", "")
+        try:
+            work.wait(timedelta(seconds=0.5))
+        except RuntimeError as error:
+            return work.is_success(), str(error), spent_s
+        return True, "", spent_s
+
+    return on_shoal(place, program, timeout_s=1.0)
+
+
+@pytest.mark.parametrize(("dies", "named"), [(True, "rank 1 of the group is gone"), (False, "Timed out after 1 s")])
+def test_who_polls_learns_of_deaths_and_timeouts(ranks, dies: bool, named: str) -> None:
+    worked, (success, said, spent_s) = ranks.outcomes(2, polled, dies)[0]
+    assert worked
+    assert not success
+    assert named in said
+    assert spent_s < (DEATH_S + 0.6 if dies else 2.0)
+
+
+def impatient(place: Any) -> tuple[str, float]:
+    """A barrier with a timeout of its own."""
+
+    def program(rank: int) -> tuple[str, float]:
+        dist.barrier(timeout=timedelta(seconds=10))
+        if rank == 1:
+            place.store.wait(["told"])
+            return "", 0.0
+        begin_s = time.monotonic()
+        try:
+            dist.barrier(timeout=timedelta(seconds=1))
+        except RuntimeError as error:
+            return str(error), time.monotonic() - begin_s
+        finally:
+            place.store.set("told", "")
+        return "came", 0.0
+
+    return on_shoal(place, program)
+
+
+def test_a_barrier_has_the_timeout_that_it_is_given(ranks) -> None:
+    (said, spent_s), _ = ranks(2, impatient)
+    assert "Timed out after 1 s waiting for rank 1" in said
+    assert 0.9 < spent_s < 2.0
+
+
+def dependent(place: Any) -> list[float]:
+    """Calls in the same memory, none waited for before the next is made; rank 1 makes its own when rank 0 has long done
+    so, and goes on with them late."""
+    torch.set_num_threads(64)  # no core to spare: calls rest
+
+    def program(rank: int) -> list[float]:
+        group: Any = dist.group.WORLD
+        whole = group.allocate(2 * LARGE, dtype=torch.float32, device=CPU).fill_(1.0 + 2 * rank)
+        largest, scattered = options(c10d.AllreduceOptions, op="max"), torch.empty(LARGE)
+        dist.barrier()
+        time.sleep(0.2 * (rank == 0))
+        works = [
+            group.allreduce([whole]),
+            group.allreduce([whole[LARGE:]], largest),
+            group.reduce_scatter_single(scattered, whole),
+            group.allreduce([whole[: 2 * LARGE]], largest),
+            group.allreduce([whole[LARGE // 2 :]]),
+        ]
+        time.sleep(0.5 * (rank == 1))
+        for work in works:
+            work.wait()
+        return [*whole.unique().tolist(), *scattered.unique().tolist()]
+
+    try:
+        return on_shoal(place, program)
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_calls_under_way_in_the_same_memory_come_one_after_the_other(ranks) -> None:
+    """1 and 3: their sum, then the largest of what is alike by then, then sums of that."""
+    assert ranks(2, dependent) == [[4.0, 8.0, 8.0]] * 2
+
+
+def closed_meanwhile(rank: int) -> str:
+    """A thread goes on making calls while its group is closed: it is refused, and nothing else happens."""
+    group: Any = dist.new_group()
+    said: list[str] = []
+
+    def send_on() -> None:
+        try:
+            while True:
+                group.send([torch.zeros(1)], 1 - rank, 0)
+        except RuntimeError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=send_on)
+    thread.start()
+    time.sleep(0.02)
+    group.close()
+    thread.join(10)
+    return said[0] if said else "goes on"
+
+
+def closed_often(place: Any) -> set[str]:
+    return on_shoal(place, lambda rank: {closed_meanwhile(rank) for _ in range(20)}, timeout_s=1.0)
+
+
+def test_a_group_may_be_closed_under_a_thread_that_calls(ranks) -> None:
+    for said in ranks(2, closed_often):
+        assert said
+        assert all("closed" in each or "Timed out" in each for each in said)
