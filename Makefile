@@ -14,7 +14,8 @@ help:
 	@echo "make test    runs the tests"
 	@echo "make check   runs lint, format, types and the floors"
 	@echo "make bench   measures a training step beside PyTorch's DDP; JSON in out/"
-	@echo "make bench-wire, bench-zero, bench-plan   shared memory beside Gloo, ZeRO beside DDP, plans beside published tables"
+	@echo "make bench-wire   shared memory beside Gloo: collectives (and a picture), plain programs, a step (about an hour)"
+	@echo "make bench-zero, bench-plan   ZeRO beside DDP, plans beside published tables"
 	@echo "make bench-link   slow links that this machine plays itself, beside their closed forms (root and iproute2)"
 	@echo "make bench-memory, bench-pipeline   bytes a rank keeps beside closed forms; bubbles, activations in flight, balance"
 	@echo "make bench-check   steps in which ranks compare their collectives, beside steps in which they do not"
@@ -43,7 +44,21 @@ bench: $(READY)
 	@$(BIN)/python -m json.tool out/bench-step.json
 	@echo "Written to out/bench-step.json"
 
-bench-wire bench-link bench-zero bench-memory bench-pipeline bench-noise bench-check: bench-%: $(READY)
+bench-wire: $(READY)
+	@mkdir -p out
+	$(BIN)/shoal bench wire --plot out/bench-wire.part.png --json > out/bench-wire.json.part
+	@mv out/bench-wire.part.png out/bench-wire.png
+	@mv out/bench-wire.json.part out/bench-wire.json
+	$(BIN)/shoal bench programs --json > out/bench-programs.json.part
+	@mv out/bench-programs.json.part out/bench-programs.json
+	$(BIN)/shoal bench step --processes 2 --json > out/bench-step.json.part
+	@mv out/bench-step.json.part out/bench-step.json
+	$(BIN)/shoal bench step --processes 4 --json > out/bench-step-4.json.part
+	@mv out/bench-step-4.json.part out/bench-step-4.json
+	@for name in wire programs step step-4; do $(BIN)/python -m json.tool out/bench-$$name.json || exit; done
+	@echo "Written to out/bench-wire.json and .png, out/bench-programs.json, out/bench-step.json and out/bench-step-4.json"
+
+bench-link bench-zero bench-memory bench-pipeline bench-noise bench-check: bench-%: $(READY)
 	@mkdir -p out
 	$(BIN)/shoal bench $* --json > out/bench-$*.json.part
 	@mv out/bench-$*.json.part out/bench-$*.json

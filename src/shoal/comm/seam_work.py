@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.comm.at_work import AtWork
 from shoal.comm.ledger import Ledger
 from shoal.errors import CollectiveError
 
@@ -81,10 +82,11 @@ class SeamWork(dist.Work):
 
     def _complete_when_due(self, over: torch.futures.Future, arrived: torch.futures.Future | None) -> None:
         def complete() -> None:
-            try:
-                over.set_result(self._seen(arrived))
-            except CollectiveError as error:
-                over.set_exception(error)
+            with AtWork():
+                try:
+                    over.set_result(self._seen(arrived))
+                except CollectiveError as error:
+                    over.set_exception(error)
 
         timer = threading.Timer(max(0.0, self._due_s - time.perf_counter()), complete)
         timer.daemon = True

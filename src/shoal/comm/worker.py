@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.comm.at_work import AtWork
+
 
 class QueuedWork(dist.Work):
     """A call under way, in the shape of c10d's `Work`. `outputs` are the tensors that it writes."""
@@ -102,13 +104,16 @@ class Worker:
 def _work_off(calls: SimpleQueue[QueuedWork | None], close: Callable[[], object], goes_on: bool) -> None:
     """The thread's main: until `None` comes."""
     broken: Exception | None = None
+    at_work = AtWork()
     with torch.no_grad():
         while (call := calls.get()) is not None:
-            before, broken = broken, call.carry_out(broken)
-            del call  # an idle thread keeps no tensor alive
-            if goes_on:
-                broken = None
-            if broken is not before:
-                close()
-    if broken is None:
-        close()
+            with at_work:
+                before, broken = broken, call.carry_out(broken)
+                del call  # an idle thread keeps no tensor alive
+                if goes_on:
+                    broken = None
+                if broken is not before:
+                    close()
+    with at_work:
+        if broken is None:
+            close()

@@ -2,7 +2,7 @@
 
 A collective of S bytes takes alpha + beta S seconds (Hockney's model, fitted by `shoal bench comm`); S is the size that
 nccl-tests prints: the whole vector for all-reduce and broadcast, the gathered one for all-gather, the one before it is
-scattered for reduce-scatter, what one rank holds for all-to-all and send.
+scattered for reduce-scatter, what one rank holds for all-to-all and send, what the root holds for gather and scatter.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from shoal.config.table import Positive, PositiveFloat, Table, says
 
 
 class CollectiveFit(Table, frozen=True):
-    """alpha and beta of one collective over one backend and number of ranks."""
+    """alpha and beta of one collective over one backend, number of ranks and dtype."""
 
     backend: Annotated[str, says("shm, gloo, nccl, mpi, ...")]
     operation: Annotated[str, says("all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send, ...")]
@@ -21,13 +21,14 @@ class CollectiveFit(Table, frozen=True):
     alpha_s: Annotated[float, says("Seconds of the shortest message.", ge=0)]
     beta_s: Annotated[float, says("Seconds of each further byte.", ge=0)]
     hosts: Positive = 1
+    dtype: Annotated[str, says("float32, bfloat16, ...: what was moved.")] = "float32"
     worst_off: Annotated[float, says("Largest relative distance of a measurement from the fit.", ge=0)] = 0.0
     sizes: Annotated[int, says("Sizes that were measured.", ge=2)] = 2
 
     @property
-    def key(self) -> tuple[str, str, int, int]:
+    def key(self) -> tuple[str, str, int, int, str]:
         """What it is a fit of."""
-        return self.backend, self.operation, self.ranks, self.hosts
+        return self.backend, self.operation, self.ranks, self.hosts, self.dtype
 
 
 class MatrixProduct(Table, frozen=True):
@@ -96,10 +97,10 @@ class Calibration(Table, frozen=True):
         ),
     ] = None
 
-    def fit(self, backend: str, operation: str, ranks: int) -> CollectiveFit | None:
-        """The fit of these, or None where it was not measured."""
-        wanted = (backend, operation, ranks)
-        return next((one for one in self.collectives if (one.backend, one.operation, one.ranks) == wanted), None)
+    def fit(self, backend: str, operation: str, ranks: int, *, dtype: str = "float32") -> CollectiveFit | None:
+        """The fit of these on one host, or None where it was not measured."""
+        wanted = (backend, operation, ranks, 1, dtype)
+        return next((one for one in self.collectives if one.key == wanted), None)
 
     def joined(self, newer: Calibration) -> Calibration:
         """Everything of both; what both have is taken from `newer`, except where its fit is through fewer sizes."""

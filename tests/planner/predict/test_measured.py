@@ -163,6 +163,16 @@ def test_a_calibration_without_operators_or_collectives_names_what_measures_them
             measured_of(hollow, cores=CORES, dtype="float32", backend="shm")
 
 
+def test_collectives_of_another_dtype_or_of_several_hosts_price_nothing() -> None:
+    """They may stand in the calibration, in any order."""
+    whole = calibration()
+    others = [msgspec.structs.replace(fit, beta_s=1.0, dtype="bfloat16") for fit in whole.collectives]
+    others += [msgspec.structs.replace(fit, beta_s=1.0, hosts=2) for fit in whole.collectives]
+    more = msgspec.structs.replace(whole, collectives=(*whole.collectives, *others))
+    known, found = (measured_of(one, cores=CORES, dtype="float32", backend="shm") for one in (whole, more))
+    assert found.fits == known.fits
+
+
 def test_accumulation_costs_the_hosts_share_again() -> None:
     """More microbatches of the same work are never faster."""
     maker = _predictor(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 
+import msgspec
 import pytest
 
 from shoal.errors import EnvironmentFault
@@ -39,6 +40,16 @@ def test_what_was_measured_stands_in_the_file_and_nothing_of_it_is_assumed() -> 
     ring_s = 2 * 3 * machine.scale_up.latency_s + 2 * 3 / 4 * 1e6 / machine.scale_up.bytes_s
     assert ring_s == pytest.approx(ALPHA_S + 1e6 * BETA_S, rel=1e-3)
     assert [sentence for sentence in described.assumed if "network" not in sentence] == []
+
+
+def test_links_are_those_of_float32_on_one_host() -> None:
+    """Fits of other dtypes, and of a lab's hosts, tell nothing of them."""
+    others = tuple(
+        CollectiveFit(backend="shm", operation="all_reduce", ranks=4, alpha_s=1.0, beta_s=1.0, hosts=hosts, dtype=dtype)
+        for hosts, dtype in ((1, "bfloat16"), (2, "float32"))
+    )
+    more = msgspec.structs.replace(CALIBRATION, collectives=(*others, *CALIBRATION.collectives))
+    assert describe(CORES, more).text == describe(CORES, CALIBRATION).text
 
 
 def test_what_was_not_measured_is_said_with_the_command_that_measures_it() -> None:

@@ -47,9 +47,10 @@ def test_an_unmeasured_machine_predicts_nothing_and_says_how_it_is_measured(tmp_
     assert "shoal bench products" in page(record, summarize(record))
 
 
-def _calibrated(*backends: str, operators: bool = True) -> Calibration:
+def _calibrated(*backends: str, operators: bool = True, dtype: str = "float32") -> Calibration:
     fits = (
-        CollectiveFit(backend=name, operation="all_reduce", ranks=2, alpha_s=1e-5, beta_s=1e-9) for name in backends
+        CollectiveFit(backend=name, operation="all_reduce", ranks=2, alpha_s=1e-5, beta_s=1e-9, dtype=dtype)
+        for name in backends
     )
     one = OperatorTime(operator="linear", dtype="float32", m=1, n=1, k=1, ranks=1, forward_s=1e-6, backward_s=1e-6)
     return Calibration(machine="one", torch="2", collectives=tuple(fits), operators=(one,) if operators else ())
@@ -62,6 +63,7 @@ def _calibrated(*backends: str, operators: bool = True) -> Calibration:
         ("auto", _calibrated("shm"), None),
         ("hierarchical", _calibrated("shm"), None),  # on one host its groups are of shared memory
         ("auto", _calibrated(), ["over shm", "'shoal bench comm'"]),
+        ("auto", _calibrated("shm", dtype="bfloat16"), ["over shm", "'shoal bench comm'"]),
         ("gloo", _calibrated("shm"), ["over gloo", "'shoal bench comm'"]),
         ("mpi", None, ["bench products", "bench comm --backends mpi"]),
         ("mpi", _calibrated("shm", operators=False), ["bench products", "bench comm --backends mpi"]),

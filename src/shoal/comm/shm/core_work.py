@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.comm.at_work import AtWork
 from shoal.comm.shm.core import Core, Fault, Kind, Outcome, Signature
 
 PATIENCE_S = 0.1
@@ -198,7 +199,7 @@ class FutureThreads:
     def complete(self, future: torch.futures.Future, work: CoreWork, *, in_order: bool) -> None:
         """`in_order`: not before those that were asked for earlier."""
         if not in_order:
-            _start(complete, future, work)
+            _start(_complete_alone, future, work)
             return
         self._asked.put((future, work))
         self._follow()
@@ -217,9 +218,11 @@ class FutureThreads:
 
     def _serve(self) -> None:
         _be_patient()
+        at_work = AtWork()
         while (pair := self._next()) is not None:
-            complete(*pair)
-            del pair  # an idle thread keeps no tensor alive
+            with at_work:
+                complete(*pair)
+                del pair  # an idle thread keeps no tensor alive
             with self._count:
                 self._idle += 1
 
@@ -238,6 +241,13 @@ class FutureThreads:
         if not self._asked.empty():
             self._follow()
         return pair
+
+
+def _complete_alone(future: torch.futures.Future, work: CoreWork) -> None:
+    with contextlib.suppress(Exception):  # `complete` tells of it
+        work.ended(idle=False)
+    with AtWork():
+        complete(future, work)
 
 
 def _start(target: Callable[..., object], *args: object) -> None:

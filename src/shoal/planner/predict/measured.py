@@ -123,7 +123,7 @@ class Measured:
 def measured_of(calibration: Calibration, *, cores: int, dtype: str, backend: str) -> Measured:
     """Raises `ConfigError` where the calibration lacks operators or collectives; it says how to measure them."""
     sweeps = _sweeps(calibration.operators, dtype)
-    fits = _fits(calibration.collectives, backend)
+    fits = _fits(calibration.collectives, backend, dtype)
     if calibration.memory_bytes_s is None:
         raise ConfigError("the calibration has no rate of copies; measure it with 'shoal bench products'")
     alone = MeasuredPrices(sweeps[1], calibration.memory_bytes_s)
@@ -153,14 +153,16 @@ def _sweeps(times: Iterable[OperatorTime], dtype: str) -> dict[int, dict[str, Sw
     return {ranks: {name: sweep_of(of) for name, of in by_name.items()} for ranks, by_name in whole.items()}
 
 
-def _fits(collectives: Iterable[CollectiveFit], backend: str) -> dict[int, dict[str, CollectiveFit]]:
+def _fits(collectives: Iterable[CollectiveFit], backend: str, dtype: str) -> dict[int, dict[str, CollectiveFit]]:
     found: dict[int, dict[str, CollectiveFit]] = {}
     for fit in collectives:
-        if fit.backend == backend and fit.hosts == 1:
+        if (fit.backend, fit.hosts, fit.dtype) == (backend, 1, dtype):
             found.setdefault(fit.ranks, {})[fit.operation] = fit
     whole = {ranks: fits for ranks, fits in found.items() if set(OPERATIONS) <= set(fits)}
     if not whole:
-        raise ConfigError(f"the calibration has no collectives over {backend}; measure them with 'shoal bench comm'")
+        raise ConfigError(
+            f"the calibration has no collectives of {dtype} over {backend}; measure them with 'shoal bench comm'"
+        )
     return whole
 
 

@@ -1,10 +1,10 @@
 """`shoal bench comm`: collectives of many sizes over any backend, beside Gloo in the same run; their alpha and beta.
 
 The conventions are those of nccl-tests (its PERFORMANCE.md): S is the size of the whole vector (for all-to-all what one
-rank holds, for send one message), `algbw` = S / t, and `busbw` = algbw times what the slowest link would carry, so
-that it does not depend on the number of ranks:
+rank holds, for gather and scatter what the root holds, for send one message), `algbw` = S / t, and `busbw` = algbw
+times what the slowest link would carry, so that it does not depend on the number of ranks:
 
-    all_reduce 2 (n-1)/n     all_gather, reduce_scatter, all_to_all (n-1)/n     broadcast, reduce, send 1
+    all_reduce 2 (n-1)/n    all_gather, reduce_scatter, all_to_all, gather, scatter (n-1)/n    broadcast, reduce, send 1
 
 `send` is a ring: every rank sends to the next and receives from the one before.
 """
@@ -24,13 +24,15 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from shoal.comm.collective import Collective, GroupCollective
 from shoal.comm.connect import connect
 from shoal.comm.ledger import Ledger
+from shoal.comm.seam import Seam
 from shoal.cost.hockney import fit
 from shoal.launch.environment import Place
-from shoal.launch.rendezvous import open_store
+from shoal.launch.rendezvous import interface_for, open_store
 from shoal.recipes.benchmarks import machine
 from shoal.recipes.benchmarks.comm_options import PEER, Sweep
 from shoal.recipes.benchmarks.paired import lower_bound
 from shoal.recipes.benchmarks.turns import interleaved, ratios
+from shoal.recipes.lab import conditions_from
 from shoal.topology.calibration import Calibration, CollectiveFit
 
 TIMEOUT_S = 120.0
@@ -49,6 +51,7 @@ than a short call takes."""
 def measure(place: Place, sweep: Sweep) -> dict[str, Any] | None:
     """`rows` of each operation, size and backend, and `fits`; None on all ranks but the first."""
     torch.set_num_threads(1)
+    interface_for(place, os.environ)
     rows = swept(place, open_store(place, os.environ, timeout_s=TIMEOUT_S), sweep)
     return {"rows": rows, "fits": list(fits_of(rows))} if place.rank == 0 else None
 
@@ -56,9 +59,16 @@ def measure(place: Place, sweep: Sweep) -> dict[str, Any] | None:
 def swept(place: Place, store: Store, sweep: Sweep) -> list[dict[str, Any]]:
     """A row of each operation, size and backend, the same on all ranks; Gloo's beside the others'."""
     names = (PEER, *(name for name in sweep.backends if name != PEER))
-    groups = {name: _group(name, place, PrefixStore(f"comm/{name}", store)) for name in names}
-    clock = _group(PEER, place, PrefixStore("comm/clock", store))
-    return [row for operation in sweep.operations for row in _rows(operation, groups, clock, sweep)]
+    groups = [_group(name, place, PrefixStore(f"comm/{name}", store)) for name in names]
+    clock = connect(
+        PrefixStore("comm/clock", store), place.rank, place.world_size, device=torch.device("cpu"), label="clock",
+        ledger=Ledger(), timeout_s=TIMEOUT_S, transport=PEER,
+    )  # fmt: skip
+    hosts = _hosts(place, clock)
+    by_backend = {_backend(group): group for group in groups}
+    return [
+        {**row, "hosts": hosts} for operation in sweep.operations for row in _rows(operation, by_backend, clock, sweep)
+    ]
 
 
 def calibration_of(results: Sequence[dict[str, Any]]) -> Calibration:
@@ -74,26 +84,47 @@ def calibration_of(results: Sequence[dict[str, Any]]) -> Calibration:
 def bus_factor(operation: str, ranks: int) -> float:
     """busbw over algbw."""
     share = (ranks - 1) / ranks
-    return {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share, "all_to_all": share}.get(
-        operation, 1.0
-    )
+    return {"all_reduce": 2 * share, "broadcast": 1.0, "reduce": 1.0, "send": 1.0}.get(operation, share)
+
+
+def moved_numels(sweep: Sweep, *, ranks: int) -> list[int]:
+    """The sizes of a sweep in elements, ascending: multiples of `ranks`, the nearest below, each once."""
+    itemsize = DTYPES[sweep.dtype].itemsize
+    return list(dict.fromkeys(max(1, size // itemsize // ranks) * ranks for size in sweep.sizes))
 
 
 def _group(backend: str, place: Place, store: Store) -> GroupCollective:
+    """Over `backend`; in a lab whose ranks throttle themselves, at its rates."""
+    conditions = conditions_from(os.environ)
     return connect(
         store, place.rank, place.world_size, device=torch.device("cpu"), label=backend, ledger=Ledger(),
         timeout_s=TIMEOUT_S, transport=backend,  # pyright: ignore[reportArgumentType]  # Sweep has checked it
+        conditions=None if conditions is None else conditions.among(range(place.world_size), place.rank),
     )  # fmt: skip
+
+
+def _backend(group: GroupCollective) -> str:
+    """What was really opened, which may not be what was asked for."""
+    assert isinstance(group.group, Seam)
+    return group.group.backend
+
+
+def _hosts(place: Place, clock: Collective) -> int:
+    """How many hosts the ranks are on."""
+    last = torch.tensor([place.node_rank])
+    clock.all_reduce(last, "max").wait()
+    return int(last) + 1
 
 
 def _rows(
     operation: str, groups: dict[str, GroupCollective], clock: Collective, sweep: Sweep
 ) -> Iterator[dict[str, Any]]:
-    for size_bytes in sweep.sizes:
+    dtype = DTYPES[sweep.dtype]
+    for numel in moved_numels(sweep, ranks=clock.size):
+        size_bytes = numel * dtype.itemsize
         calls = 10 if size_bytes < CALLS_BYTES else 1
         sides: dict[str, Callable[[], Any]] = {
-            name: partial(_repeat, _call(operation, group, size_bytes, DTYPES[sweep.dtype]), calls)
-            for name, group in groups.items()
+            name: partial(_repeat, call_of(operation, group, numel, dtype), calls) for name, group in groups.items()
         }
         pairs = sweep.turns if size_bytes <= LONG_BYTES else max(3, sweep.turns // 2)
         turns = interleaved(sides, clock, pairs=pairs, always=tuple(sides))
@@ -111,15 +142,15 @@ def _rows(
 
 
 def fits_of(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """alpha and beta of each operation, backend and number of ranks that has two sizes or more."""
-    keys = dict.fromkeys((row["backend"], row["operation"], row["ranks"]) for row in rows)
-    for backend, operation, ranks in keys:
-        own = [r for r in rows if (r["backend"], r["operation"], r["ranks"]) == (backend, operation, ranks)]
+    """alpha and beta of everything that has two sizes or more: the arguments of `CollectiveFit`."""
+    keys = ("backend", "operation", "ranks", "hosts", "dtype")
+    for key in dict.fromkeys(tuple(row[name] for name in keys) for row in rows):
+        own = [row for row in rows if tuple(row[name] for name in keys) == key]
         if len(own) < 2:
             continue
         line = fit([row["bytes"] for row in own], [row["time_us"] / 1e6 for row in own])
         yield {
-            "backend": backend, "operation": operation, "ranks": ranks,
+            **dict(zip(keys, key, strict=True)),
             "alpha_s": line.alpha_s, "beta_s": line.beta_s, "worst_off": line.worst_off, "sizes": len(own),
         }  # fmt: skip
 
@@ -129,10 +160,11 @@ def _repeat(call: Callable[[], Any], times: int) -> None:
         call()
 
 
-def _call(operation: str, group: Collective, size_bytes: int, dtype: torch.dtype) -> Callable[[], Any]:
-    numel = max(group.size, size_bytes // dtype.itemsize // group.size * group.size)
+def call_of(operation: str, group: Collective, numel: int, dtype: torch.dtype) -> Callable[[], Any]:
+    """The collective of `numel` elements in all, over memory of its own; a multiple of the ranks."""
     whole, other = torch.zeros(numel, dtype=dtype), torch.zeros(numel, dtype=dtype)
     part = torch.zeros(numel // group.size, dtype=dtype)
+    parts = whole.tensor_split(group.size) if group.rank == 0 else ()
     calls: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: group.all_reduce(whole).wait(),
         "all_gather": lambda: group.all_gather(whole, part).wait(),
@@ -140,6 +172,8 @@ def _call(operation: str, group: Collective, size_bytes: int, dtype: torch.dtype
         "all_to_all": lambda: group.all_to_all(other, whole).wait(),
         "broadcast": lambda: group.broadcast(whole).wait(),
         "reduce": lambda: group.reduce(whole).wait(),
+        "gather": lambda: group.gather(parts, part).wait(),
+        "scatter": lambda: group.scatter(part, parts).wait(),
         "send": lambda: _ring(group, whole, other),
     }
     return calls[operation]

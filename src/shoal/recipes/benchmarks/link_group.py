@@ -11,11 +11,13 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from shoal.comm.backends import Transport
 from shoal.comm.collective import Collective
+from shoal.comm.conditions import Conditions
 from shoal.comm.connect import connect
 from shoal.comm.ledger import Ledger
 from shoal.launch.environment import Place
 from shoal.launch.lab.counters import Counted, counted
 from shoal.launch.rendezvous import open_store
+from shoal.recipes.lab import conditions_from
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 300.0
@@ -29,11 +31,13 @@ class Meeting:
 
     place: Place
     store: Store
+    conditions: Conditions | None = None
 
     def group(
         self, name: str, *, transport: Transport, ledger: Ledger | None = None, rank: int | None = None
     ) -> Collective:
-        """Over `transport`. `rank`: this process under another number."""
+        """Over `transport`, at the lab's rates where its ranks throttle themselves. `rank`: under another number."""
+        place, conditions = self.place, self.conditions
         return connect(
             PrefixStore(name, self.store),
             self.place.rank if rank is None else rank,
@@ -43,13 +47,14 @@ class Meeting:
             ledger=Ledger() if ledger is None else ledger,
             timeout_s=TIMEOUT_S,
             transport=transport,
+            conditions=None if conditions is None else conditions.among(range(place.world_size), place.rank),
         )
 
 
 def meet(place: Place, environ: Mapping[str, str]) -> Meeting:
     """This rank's way to the others."""
     torch.set_num_threads(1)
-    return Meeting(place, open_store(place, environ, timeout_s=TIMEOUT_S))
+    return Meeting(place, open_store(place, environ, timeout_s=TIMEOUT_S), conditions_from(environ))
 
 
 def while_counting(clock: Collective, work: Callable[[], None]) -> Counted:

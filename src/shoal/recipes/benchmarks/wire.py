@@ -1,14 +1,18 @@
 """`shoal bench wire`: collectives of CPU ranks of one host through shared memory, beside Gloo in the same run.
 
 Every collective is made in turn by Gloo and by the core in C, after a barrier of all ranks; the time is that of the
-slowest rank. Beside them stands the bound: the copies and additions that two shots cannot do without, made by all
-ranks at once and without waiting for each other, in pieces that stay in the cache.
+slowest rank. Beside them stands the bound: the copies and additions that ranks without a window cannot do without,
+made by all of them at once and without waiting for each other, in pieces that stay in the cache. Of S bytes, each of n
+ranks has to
 
-    all-reduce of S bytes, n ranks, each:  copy S (n-1)/n in,  add n parts of S/n,  copy S (n-1)/n out
+    all-reduce      copy S (n-1)/n into its place,  add n parts of S/n,  copy S (n-1)/n out of the others' places
+    reduce-scatter  copy S (n-1)/n into its place,  add n parts of S/n into the output
+    all-gather      copy S/n into its place and S/n into the output,  copy S (n-1)/n out of the others' places
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import statistics
 from collections.abc import Callable
@@ -52,13 +56,19 @@ BOUNDS = {
 class Case:
     """A collective of `size_bytes` in all: what is reduced, or what all ranks have after a gather.
 
-    `calls` are made one after the other in each turn: ranks leave a barrier further apart than a short call takes.
+    Where they do not divide by the ranks, it is of a few bytes less. `calls` are made one after the other in each turn:
+    ranks leave a barrier further apart than a short call takes.
     """
 
     operation: str
     size_bytes: int
     pairs: int
     calls: int = 1
+
+    def numel(self, ranks: int) -> int:
+        """Elements of four bytes; where each rank has a part of them, a multiple of `ranks`, at least 1 for each."""
+        whole = self.size_bytes // 4
+        return whole if self.operation == "all_reduce" else max(1, whole // ranks) * ranks
 
 
 def cases(pairs: int) -> list[Case]:
@@ -86,35 +96,34 @@ def measure(place: Place, *, pairs: int) -> dict[str, Any] | None:
         stack.callback(core.close)
         groups = {"gloo": GroupCollective(gloo("gloo")), "shm": GroupCollective(core)}
         clock = GroupCollective(gloo("clock"))
-        rows = [_row(case, groups, clock) for case in cases(pairs)]
+        rows = [row_of(case, groups, clock) for case in cases(pairs)]
     return {"rows": rows, "checks": _checks(rows)} if rank == 0 else None
 
 
-def _row(case: Case, groups: dict[str, GroupCollective], clock: GroupCollective) -> dict[str, Any]:
-    whole = torch.zeros(max(case.size_bytes // 4, clock.size if case.operation != "all_reduce" else 1))
+def row_of(case: Case, groups: dict[str, GroupCollective], clock: GroupCollective) -> dict[str, Any]:
+    """What all ranks of `clock` measured of `case`, over the groups `gloo` and `shm` and as the bound."""
+    whole = torch.zeros(case.numel(clock.size))
     part = torch.zeros(len(whole) // clock.size or 1)
     sides: dict[str, Callable[[], Any]] = {
         name: _call(case.operation, group, whole, part) for name, group in groups.items()
-    }  # fmt: skip
-    if case.operation == "all_reduce":
-        sides["bound"] = lambda: least_work(whole, ranks=clock.size)
+    }
+    sides["bound"] = partial(LEAST_WORK[case.operation], whole, part, scratch_of(whole), ranks=clock.size)
     repeated = {name: partial(_repeat, call, case.calls) for name, call in sides.items()}
     turns = interleaved(repeated, clock, pairs=case.pairs, always=tuple(sides))
     gained = ratios(turns, "shm", peer="gloo")
     medians_s = {name: statistics.median(turn[name] for turn in turns) for name in sides}
-    row = {
+    return {
         "operation": case.operation,
-        "bytes": case.size_bytes,
+        "bytes": whole.nbytes,
         "ranks": clock.size,
         "pairs": len(turns),
         "calls_a_turn": case.calls,
         **{f"{name}_us": round(1e6 * seconds / case.calls, 1) for name, seconds in medians_s.items()},
         "ratio_median": round(statistics.median(gained), 3),
         "ratio_lower_95": round(lower_bound(gained), 3),
+        "promised": BOUNDS.get((clock.size, case.operation, whole.nbytes)),
+        "of_the_bound": round(statistics.median(ratios(turns, "shm", peer="bound")), 3),
     }
-    if "bound" in sides:
-        row["of_the_bound"] = round(statistics.median(ratios(turns, "shm", peer="bound")), 3)
-    return row
 
 
 def _repeat(call: Callable[[], Any], times: int) -> None:
@@ -130,18 +139,65 @@ def _call(operation: str, group: Collective, whole: Tensor, part: Tensor) -> Cal
     }[operation]
 
 
-def least_work(tensor: Tensor, *, ranks: int) -> None:
-    """What one rank cannot do without in a two-shot all-reduce of `tensor` [numel], without any waiting."""
-    scratch = torch.zeros(min(len(tensor), PIECE_BYTES // tensor.element_size()))
-    for piece in tensor.split(len(scratch)):
+def least_all_reduce(whole: Tensor, part: Tensor, scratch: Tensor, *, ranks: int) -> None:
+    """What one rank cannot do without in a two-shot all-reduce of `whole` [numel], without any waiting."""
+    for piece in whole.split(len(scratch)):
         parts = piece.tensor_split(ranks)
         places, shortest = scratch[: len(piece)].tensor_split(ranks), len(parts[-1])
-        for place, part in zip(places[1:], parts[1:], strict=True):
-            place.copy_(part)
+        for place, own in zip(places[1:], parts[1:], strict=True):
+            _copy(place, own)
         for place in places[1:]:
             torch.add(parts[0][:shortest], place[:shortest], out=places[0][:shortest])
-        for place, part in zip(places[1:], parts[1:], strict=True):
-            part.copy_(place)
+        for place, own in zip(places[1:], parts[1:], strict=True):
+            _copy(own, place)
+
+
+def least_reduce_scatter(whole: Tensor, part: Tensor, scratch: Tensor, *, ranks: int) -> None:
+    """The same, as rank 0, of a reduce-scatter of `whole` [ranks * n] into `part` [n], which becomes a sum."""
+    blocks, places = whole.view(ranks, -1), _places(scratch, ranks)
+    for at in range(0, len(part), places.shape[1]):
+        output = part[at : at + places.shape[1]]
+        here = slice(at, at + len(output))
+        for place, block in zip(places[1:], blocks[1:], strict=True):
+            _copy(place[: len(output)], block[here])
+        total = blocks[0, here]
+        for place in places[1:]:
+            total = torch.add(total, place[: len(output)], out=output)
+
+
+def least_all_gather(whole: Tensor, part: Tensor, scratch: Tensor, *, ranks: int) -> None:
+    """The same, as rank 0, of an all-gather of `part` [n] into `whole` [ranks * n]."""
+    blocks, places = whole.view(ranks, -1), _places(scratch, ranks)
+    for at in range(0, len(part), places.shape[1]):
+        own = part[at : at + places.shape[1]]
+        here = slice(at, at + len(own))
+        _copy(places[0, : len(own)], own)
+        _copy(blocks[0, here], own)
+        for place, block in zip(places[1:], blocks[1:], strict=True):
+            _copy(block[here], place[: len(own)])
+
+
+LEAST_WORK: dict[str, Callable[..., None]] = {
+    "all_reduce": least_all_reduce,
+    "reduce_scatter": least_reduce_scatter,
+    "all_gather": least_all_gather,
+}
+
+
+def scratch_of(whole: Tensor) -> Tensor:
+    """The places of all ranks, in the cache: as much as a piece, made before anything is timed."""
+    return torch.zeros(min(len(whole), PIECE_BYTES // whole.element_size()))
+
+
+def _copy(to: Tensor, source: Tensor) -> None:
+    """memcpy between contiguous tensors: of memory that is not in the cache faster than torch's own copy."""
+    ctypes.memmove(to.data_ptr(), source.data_ptr(), source.nbytes)
+
+
+def _places(scratch: Tensor, ranks: int) -> Tensor:
+    """[ranks, numel]: the place of each rank."""
+    each = len(scratch) // ranks
+    return scratch[: each * ranks].view(ranks, each)
 
 
 def _checks(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

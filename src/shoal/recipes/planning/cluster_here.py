@@ -103,7 +103,8 @@ def _peaks(calibration: Calibration, ranks: int) -> dict[str, float]:
 
 def _memory_link(calibration: Calibration | None, cores: int, assumed: list[str]) -> tuple[dict[str, Any], float]:
     """Rate and latency from the fit of a ring's form to all-reduces: 2 (n-1) a + 2 (n-1)/n S/w."""
-    fits = [f for f in calibration.collectives if f.operation == "all_reduce"] if calibration is not None else []
+    measured = () if calibration is None else calibration.collectives
+    fits = [f for f in measured if (f.operation, f.hosts, f.dtype) == ("all_reduce", 1, "float32")]
     own = [f for f in fits if f.backend == "shm"] or fits
     if not own:
         known = MACHINES[NEAREST_CPU]

@@ -51,7 +51,7 @@ def measured_for_traces(run_file: RunFile, calibration: Calibration | None) -> M
     """
     if calibration is None or not isinstance(run_file.precision, Float32) or run_file.run.compile:
         return None
-    measured = any(fit.backend == _backend(run_file) for fit in calibration.collectives)
+    measured = _is_measured(calibration, _backend(run_file))
     return _measured(run_file, calibration) if measured and calibration.operators else None
 
 
@@ -65,14 +65,18 @@ def unpredicted(run_file: RunFile, calibration: Calibration | None) -> str | Non
     if not covered(run_file):
         return UNCOVERED
     backend = _backend(run_file)
-    collectives = () if calibration is None else calibration.collectives
-    unmeasured = all(fit.backend != backend for fit in collectives)
+    unmeasured = calibration is None or not _is_measured(calibration, backend)
     verb = "'shoal bench comm'" if backend in SWEPT else f"'shoal bench comm --backends {backend}'"
     if calibration is None or not calibration.operators:
         return HOW if not unmeasured or backend in SWEPT else f"{HOW}, and {verb} its collectives over {backend}"
     if unmeasured:
         return f"no prediction: collectives over {backend} were not measured on this machine; {verb} measures them"
     return None
+
+
+def _is_measured(calibration: Calibration, backend: str) -> bool:
+    """Whether the ranks of one host were measured over `backend`, in float32."""
+    return any((fit.backend, fit.hosts, fit.dtype) == (backend, 1, "float32") for fit in calibration.collectives)
 
 
 def _backend(run_file: RunFile) -> str:
