@@ -190,6 +190,7 @@ struct group {
 };
 
 /* segment.c */
+void *shoal_map(int descriptor, uint64_t bytes);
 uint64_t shoal_segment_bytes(int size, const settings *chosen);
 place_header *place_header_of(const group *g, int rank, uint64_t turn);
 char *place_of(const group *g, int rank, uint64_t turn);
@@ -257,12 +258,16 @@ void wake_worker(group *g, worker *w);
 /* group.c */
 bool join_users(group *g);
 void part_users(group *g);
+void release_group(group *g);
+
+/* op.c */
 op *new_op(group *g, const signature *what);
 void finish(op *call, enum outcome outcome);
 void fail(op *call, int fault, int culprit);
-void release_group(group *g);
+void shoal_drop(op *call);
+
+/* calls.c */
 op *shoal_start(group *g, const signature *what, char *send, char *receive, bool wait_at_once);
 int shoal_wait(op *call, double patience_s, bool idle);
-void shoal_drop(op *call);
 
 #endif

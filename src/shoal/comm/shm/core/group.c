@@ -1,4 +1,4 @@
-/* A group's life: its segments and descriptors, who uses them, and its end. */
+/* A group: its segments and descriptors, and who uses them. The last user leaves. */
 
 #define _GNU_SOURCE
 #include "core.h"
@@ -7,18 +7,8 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
-#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-
-EXPORT void *shoal_map(int descriptor, uint64_t bytes) {
-    struct stat found;
-    if (fstat(descriptor, &found) != 0 || (uint64_t)found.st_size != bytes) return NULL;
-    void *segment = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
-    return segment == MAP_FAILED ? NULL : segment;
-}
-
-EXPORT void shoal_unmap(void *segment, uint64_t bytes) { munmap(segment, bytes); }
 
 /* A descriptor that can be read when the process at the other end of `stream` is over; -1 if there is no such thing. */
 static int process_of(int stream) {
@@ -96,88 +86,4 @@ bool join_users(group *g) {
 
 void part_users(group *g) {
     if (atomic_fetch_sub(&g->users, 1) == 1) leave(g);
-}
-
-/* Calls */
-
-EXPORT void shoal_drop(op *call) {
-    if (atomic_fetch_sub(&call->references, 1) != 1) return;
-    if (call->window != NULL) drop_window(call->window);
-    release_group(call->group);
-    free(call);
-}
-
-void finish(op *call, enum outcome outcome) { atomic_store(&call->outcome, (int)outcome); }
-
-void fail(op *call, int fault, int culprit) {
-    call->fault = fault, call->culprit = culprit;
-    fail_group(call->group, fault, culprit);
-    finish(call, BROKEN);
-}
-
-/* NULL: without memory, in another process than the one that made the group, or after its end. Else the caller is one of
-   the group's users. */
-op *new_op(group *g, const signature *what) {
-    if (getpid() != g->owner || !join_users(g)) return NULL;
-    op *call = calloc(1, sizeof *call + 4 * 8 * (size_t)g->size);
-    if (call == NULL) return part_users(g), NULL;
-    call->group = g, call->what = *what;
-    call->references = 2; /* the caller's and the queue's */
-    call->deadline_s = now_s() + g->settings.timeout_s;
-    call->send = (char **)(call + 1), call->receive = call->send + g->size;
-    call->send_bytes = (uint64_t *)(call->receive + g->size), call->receive_bytes = call->send_bytes + g->size;
-    atomic_fetch_add(&g->references, 1);
-    return call;
-}
-
-/* Whether messages are still to go out; they may take the timeout from now on. */
-static bool sends_left(group *g) {
-    bool sends = false;
-    pthread_mutex_lock(&g->message_lock);
-    for (int rank = 0; rank < g->size; rank++)
-        for (op *send = g->outgoing[rank].first; send != NULL; send = send->next) set_deadline(send), sends = true;
-    pthread_mutex_unlock(&g->message_lock);
-    return sends;
-}
-
-static void join_thread(group *g, const worker *w) {
-    pthread_mutex_lock(&g->queue_lock);
-    bool runs = w->runs;
-    pthread_mutex_unlock(&g->queue_lock);
-    if (runs) pthread_join(w->thread, NULL);
-}
-
-/* Of the handle: no function is called with it any more. */
-EXPORT void shoal_free(group *g) { release_group(g); }
-
-/* Finishes the calls that were made, but for receives; then the peers find that this rank has left. */
-EXPORT void shoal_end(group *g) {
-    if (getpid() != g->owner) return; /* a child that was forked has nothing to say here */
-    while (atomic_load(&g->waiting_calls) > 0) {
-        pthread_mutex_lock(&g->turn_lock);
-        run(g, NULL, true);
-        pthread_mutex_unlock(&g->turn_lock);
-        ring_done(g);
-    }
-    while (sends_left(g)) wait_messages(g, NULL);
-    pthread_mutex_lock(&g->queue_lock);
-    atomic_store(&g->ending, true); /* no thread is started after this */
-    pthread_mutex_unlock(&g->queue_lock);
-    ring(g->collective_worker.bell), ring(g->message_worker.bell);
-    ring(&g->peers[g->rank]->message_bell);
-    join_thread(g, &g->collective_worker);
-    join_thread(g, &g->message_worker);
-    pthread_mutex_lock(&g->message_lock);
-    uint32_t none = 0;
-    atomic_compare_exchange_strong(&g->failure, &none, (uint32_t)CLOSED | (uint32_t)(g->rank + 1) << 8);
-    drop_messages(g);
-    pthread_mutex_unlock(&g->message_lock);
-    part_users(g);
-}
-
-/* Tests: another rank is told that this one has failed, as if it had. */
-EXPORT void shoal_break(group *g, int fault, int culprit) {
-    if (!join_users(g)) return;
-    fail_group(g, fault, culprit);
-    part_users(g);
 }

@@ -1,8 +1,20 @@
-/* Where things lie in a segment. All offsets are multiples of a cache line; places and rings begin at a page. */
+/* Segments, and where things lie in them. All offsets are multiples of a cache line; places and rings begin at a page. */
 
 #include "core.h"
 
+#include <sys/mman.h>
+#include <sys/stat.h>
+
 #define PAGE 4096
+
+EXPORT void *shoal_map(int descriptor, uint64_t bytes) {
+    struct stat found;
+    if (fstat(descriptor, &found) != 0 || (uint64_t)found.st_size != bytes) return NULL;
+    void *segment = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+    return segment == MAP_FAILED ? NULL : segment;
+}
+
+EXPORT void shoal_unmap(void *segment, uint64_t bytes) { munmap(segment, bytes); }
 
 static uint64_t rounded(uint64_t bytes, uint64_t unit) { return (bytes + unit - 1) / unit * unit; }
 

@@ -31,8 +31,6 @@ typedef union {
     char room[CMSG_SPACE(sizeof(int))];
 } ancillary;
 
-void *shoal_map(int descriptor, uint64_t bytes);
-
 static bool strike_out(window *w) {
     window **at = &w->group->windows;
     if (--w->references > 0) return false;
