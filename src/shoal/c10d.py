@@ -7,9 +7,9 @@ Everything that stands on process groups uses it: DDP, FSDP2, tensor parallelism
 shared memory inside each, and Gloo between. Groups that cannot do either are Gloo's, with a word in the log: with one
 rank on each host, or where the core in C was not built.
 
-Tensors lie on the CPU. Where a program also has GPUs, the group stands beside theirs: `init_process_group("nccl")`, then
-`new_group(backend="shoal")`. Of "cpu:shoal,cuda:nccl" c10d would make this group alone: it takes one that is written in
-Python for the whole.
+Tensors lie on the CPU. Where a program also has GPUs, the group stands beside theirs: `init_process_group("nccl")`,
+then `new_group(backend="shoal")`. Of "cpu:shoal,cuda:nccl" c10d would make this group alone: it takes one that is
+written in Python for the whole.
 """
 
 from __future__ import annotations
