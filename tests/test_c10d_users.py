@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 import shoal.c10d  # noqa: F401  (the backend's name)
+from tests.comm.hosts import on_host
 from tests.comm.shm.test_core_group import DEATH_S, options
 from tests.comm.shm.test_window import CPU, LARGE
 
@@ -58,6 +59,15 @@ def chained(rank: int) -> list[float]:
 
 def test_a_callback_may_wait_for_another_future(ranks) -> None:
     assert ranks(2, on_shoal, chained, timeout_s=20.0) == [[4.0, 40.0]] * 2
+
+
+def chained_between_hosts(place: Any) -> list[float]:
+    with on_host(f"host-{place.rank // 2}"):
+        return on_shoal(place, lambda rank: chained(int(rank > 0)))
+
+
+def test_a_callback_may_wait_for_another_future_between_hosts(ranks) -> None:
+    assert ranks(4, chained_between_hosts, timeout_s=20.0) == [[16.0, 160.0]] * 4
 
 
 def crossed(rank: int) -> list[float]:
@@ -261,6 +271,58 @@ def test_a_message_that_does_not_come_is_named_after_the_timeout(ranks) -> None:
     assert 0.9 < spent_s < 1.9
 
 
+def untaken(place: Any) -> tuple[str, float]:
+    """A message that is waited for, behind one that is not, and nobody takes either."""
+
+    def program(rank: int) -> tuple[str, float]:
+        begin_s = time.monotonic()
+        if rank == 1:
+            place.store.wait(["told"])
+            return "", 1.0
+        first = dist.isend(torch.zeros(MEGABYTE), 1)
+        try:
+            dist.send(torch.zeros(1), 1)
+        except RuntimeError as error:
+            return str(error), time.monotonic() - begin_s
+        finally:
+            place.store.set("told", "")
+            del first
+        return "went", 0.0
+
+    return on_shoal(place, program, timeout_s=1.0)
+
+
+def test_a_message_behind_one_that_nobody_takes_is_late(ranks) -> None:
+    (said, spent_s), _ = ranks(2, untaken, timeout_s=20.0)
+    assert "Timed out after 1 s waiting for rank 1" in said
+    assert 0.9 < spent_s < 1.9
+
+
+def interrupting(_: object) -> bool:
+    raise KeyboardInterrupt
+
+
+def interrupted_forgetting(rank: int) -> tuple[bool, float]:
+    """A signal's exception while a call looks after the works of earlier ones."""
+    group: Any = dist.group.WORLD
+    transport, got = group._transport, torch.zeros(1)
+    work = dist.irecv(got, 1 - rank, tag=3)
+    key = id(work)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(work), "is_completed", interrupting)
+        with pytest.raises(KeyboardInterrupt):
+            transport._forget()
+    kept = key in transport._under_way
+    dist.barrier()
+    dist.send(torch.full((1,), 2.0 + rank), 1 - rank, tag=3)
+    work.wait()
+    return kept, float(got)
+
+
+def test_an_interrupted_look_lets_go_of_nothing(ranks) -> None:
+    assert ranks(2, on_shoal, interrupted_forgetting) == [(True, 3.0), (True, 2.0)]
+
+
 def polled(place: Any, dies: bool) -> tuple[bool, str, float]:
     """Rank 0 asks again and again whether a barrier is over, which rank 1 does not come to."""
 
@@ -294,30 +356,35 @@ def test_who_polls_learns_of_deaths_and_timeouts(ranks, dies: bool, named: str) 
     assert spent_s < (DEATH_S + 0.6 if dies else 2.0)
 
 
-def impatient(place: Any) -> tuple[str, float]:
-    """A barrier with a timeout of its own."""
+def impatient(place: Any, hosts: int, behind: bool) -> tuple[str, float]:
+    """A barrier with a timeout of its own; `behind` a call that the others do not make either."""
 
     def program(rank: int) -> tuple[str, float]:
         dist.barrier(timeout=timedelta(seconds=10))
-        if rank == 1:
+        if rank > 0:
             place.store.wait(["told"])
             return "", 0.0
         begin_s = time.monotonic()
+        stuck = dist.all_reduce(torch.ones(1), async_op=True) if behind else None
         try:
             dist.barrier(timeout=timedelta(seconds=1))
         except RuntimeError as error:
             return str(error), time.monotonic() - begin_s
         finally:
             place.store.set("told", "")
+            del stuck
         return "came", 0.0
 
-    return on_shoal(place, program)
+    with on_host(f"host-{place.rank * hosts // place.size}"):
+        return on_shoal(place, program, timeout_s=5.0)
 
 
-def test_a_barrier_has_the_timeout_that_it_is_given(ranks) -> None:
-    (said, spent_s), _ = ranks(2, impatient)
-    assert "Timed out after 1 s waiting for rank 1" in said
-    assert 0.9 < spent_s < 2.0
+@pytest.mark.parametrize(("size", "hosts"), [(2, 1), (3, 2)])
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_barrier_has_the_timeout_that_it_is_given(ranks, size: int, hosts: int, behind: bool) -> None:
+    said, spent_s = ranks(size, impatient, hosts, behind)[0]
+    assert "Timed out after" in said
+    assert 0.9 < spent_s < 2.5
 
 
 def dependent(place: Any) -> list[float]:
@@ -354,7 +421,7 @@ def test_calls_under_way_in_the_same_memory_come_one_after_the_other(ranks) -> N
     assert ranks(2, dependent) == [[4.0, 8.0, 8.0]] * 2
 
 
-def closed_meanwhile(rank: int) -> str:
+def closed_meanwhile(rank: int, numel: int) -> str:
     """A thread goes on making calls while its group is closed: it is refused, and nothing else happens."""
     group: Any = dist.new_group()
     said: list[str] = []
@@ -362,7 +429,10 @@ def closed_meanwhile(rank: int) -> str:
     def send_on() -> None:
         try:
             while True:
-                group.send([torch.zeros(1)], 1 - rank, 0)
+                if numel == 1:
+                    group.send([torch.zeros(1)], 1 - rank, 0)
+                else:
+                    group.allreduce([torch.zeros(numel)]).wait()
         except RuntimeError as error:
             said.append(str(error))
 
@@ -374,11 +444,12 @@ def closed_meanwhile(rank: int) -> str:
     return said[0] if said else "goes on"
 
 
-def closed_often(place: Any) -> set[str]:
-    return on_shoal(place, lambda rank: {closed_meanwhile(rank) for _ in range(20)}, timeout_s=1.0)
+def closed_often(place: Any, numel: int) -> set[str]:
+    return on_shoal(place, lambda rank: {closed_meanwhile(rank, numel) for _ in range(20)}, timeout_s=1.0)
 
 
-def test_a_group_may_be_closed_under_a_thread_that_calls(ranks) -> None:
-    for said in ranks(2, closed_often):
+@pytest.mark.parametrize("numel", [1, MEGABYTE])
+def test_a_group_may_be_closed_under_a_thread_that_calls(ranks, numel: int) -> None:
+    for said in ranks(2, closed_often, numel):
         assert said
         assert all("closed" in each or "Timed out" in each for each in said)

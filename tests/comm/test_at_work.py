@@ -35,7 +35,25 @@ def test_the_end_waits_for_a_thread_in_cpp(nap: float, naps: int) -> None:
 
 
 def test_a_forked_child_does_not_wait_for_its_parents_threads() -> None:
-    program = "import os, time\nfrom shoal.comm.at_work import AtWork\nwork = AtWork()\nwork.__enter__()\n"
+    program = "import os, time\nfrom shoal.comm.at_work import AT_WORK\nAT_WORK.__enter__()\n"
     program += "pid = os.fork()\nbegin_s = time.monotonic()\nif pid == 0: raise SystemExit(0)\n"
-    program += "os.waitpid(pid, 0)\nprint(time.monotonic() - begin_s < 1.0)\nwork.__exit__()\n"
+    program += "os.waitpid(pid, 0)\nprint(time.monotonic() - begin_s < 1.0)\nAT_WORK.__exit__()\n"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "True\n"
+
+
+def test_what_comes_after_the_end_is_refused_and_holds_up_nobody() -> None:
+    """Exit handlers that were there before Shoal run after its own."""
+    program = """
+import atexit
+def late():
+    try:
+        worker.do(lambda: None, what="a call")
+    except RuntimeError as error:
+        print(error)
+    worker.close()
+atexit.register(late)
+from shoal.comm.worker import Worker
+worker = Worker(lambda: None, name="test")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout) == (0, "this group is closed\n")

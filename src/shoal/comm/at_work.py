@@ -1,4 +1,4 @@
-"""`AtWork`: what a daemon thread does in there is done before the interpreter ends.
+"""`AT_WORK`: what daemon threads do in there is done before the interpreter ends.
 
 When it ends, a daemon thread that comes back from code without the interpreter lock is unwound where it stands. In C++
 (a future that is completed, a group that is dropped) that aborts the process: "terminate called without an active
@@ -10,39 +10,40 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-import time
-import weakref
 
 PATIENCE_S = 2.0
 """What the interpreter's end waits for all of them together: one may wait for a peer that does not come."""
 
 
-class AtWork:
-    """A context that one thread enters again and again."""
+class _Gate:
+    """A context that many threads are in at a time, and none any more after `close`."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        _ALL.add(self)
+        self._changed = threading.Condition()
+        self._inside, self.closed = 0, False
 
     def __enter__(self) -> None:
-        self._lock.acquire()
+        with self._changed:
+            while self.closed:
+                self._changed.wait()
+            self._inside += 1
 
     def __exit__(self, *_: object) -> None:
-        self._lock.release()
+        with self._changed:
+            self._inside -= 1
+            self._changed.notify_all()
 
-    def end(self, within_s: float) -> bool:
-        """Nobody enters any more. False: somebody has been in there for so long."""
-        return self._lock.acquire(timeout=max(0.0, within_s))
+    def close(self) -> None:
+        """At the interpreter's end. Waits for those inside, and for so long at most."""
+        with self._changed:
+            self.closed = True
+            self._changed.wait_for(lambda: self._inside == 0, PATIENCE_S)
+
+    def reopen(self) -> None:
+        """In a child that was forked: the threads are its parent's."""
+        self.__init__()
 
 
-_ALL: weakref.WeakSet[AtWork] = weakref.WeakSet()
-
-
-def _end_all() -> None:
-    until_s = time.monotonic() + PATIENCE_S
-    for one in list(_ALL):
-        one.end(until_s - time.monotonic())
-
-
-atexit.register(_end_all)
-os.register_at_fork(after_in_child=_ALL.clear)  # the threads are the parent's
+AT_WORK = _Gate()
+atexit.register(AT_WORK.close)
+os.register_at_fork(after_in_child=AT_WORK.reopen)

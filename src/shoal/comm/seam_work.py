@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.comm.at_work import AtWork
+from shoal.comm.at_work import AT_WORK
 from shoal.comm.ledger import Ledger
 from shoal.errors import CollectiveError
 
@@ -82,7 +82,7 @@ class SeamWork(dist.Work):
 
     def _complete_when_due(self, over: torch.futures.Future, arrived: torch.futures.Future | None) -> None:
         def complete() -> None:
-            with AtWork():
+            with AT_WORK:
                 try:
                     over.set_result(self._seen(arrived))
                 except CollectiveError as error:

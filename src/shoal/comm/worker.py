@@ -18,27 +18,35 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.comm.at_work import AtWork
+from shoal.comm.at_work import AT_WORK
+from shoal.comm.futures import FutureThreads, complete
 
 
 class QueuedWork(dist.Work):
     """A call under way, in the shape of c10d's `Work`. `outputs` are the tensors that it writes."""
 
-    def __init__(self, run: Callable[[], None], what: str, outputs: Sequence[Tensor]) -> None:
+    def __init__(
+        self, run: Callable[[], None], what: str, outputs: Sequence[Tensor], futures: FutureThreads,
+        timeout_s: float | None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self._run: Callable[[], None] | None = run
-        self._what, self._outputs, self._future = what, list(outputs), torch.futures.Future()
+        self._what, self._outputs, self._futures, self._timeout_s = what, list(outputs), futures, timeout_s
         self._done = threading.Event()
         self._error: Exception | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks, without the interpreter lock. Raises what went wrong, or `RuntimeError` after `timeout`."""
-        limit_s = timeout.total_seconds() if timeout else None  # c10d says zero where it means none
+        limit_s = timeout.total_seconds() if timeout else self._timeout_s  # c10d says zero where it means none
         if not self._done.wait(limit_s):
             raise RuntimeError(f"Timed out after {limit_s:g} s waiting for {self._what}")
         if self._error is not None:
             raise self._error
         return True
+
+    def arrive(self) -> None:
+        """Blocks until the call is over, in either way."""
+        self._done.wait()
 
     def done(self, within_s: float) -> bool:
         """Waits for so long at most; says whether the call is over, in either way."""
@@ -55,7 +63,12 @@ class QueuedWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future:
         """Completed with the tensors that the call writes."""
-        return self._future
+        future: torch.futures.Future = torch.futures.Future()
+        if self.is_completed():
+            complete(future, self)
+        else:
+            self._futures.complete(future, self, in_order=True)
+        return future
 
     def carry_out(self, broken: Exception | None) -> Exception | None:
         """Runs unless the worker is `broken`; returns its state afterwards. Called by the worker alone."""
@@ -66,10 +79,6 @@ class QueuedWork(dist.Work):
             broken = error
         self._run, self._error = None, broken  # the tensors are the caller's again
         self._done.set()
-        if broken is None:
-            self._future.set_result(self._outputs)
-        else:
-            self._future.set_exception(broken)
         return broken
 
 
@@ -81,39 +90,48 @@ class Worker:
 
     def __init__(self, close: Callable[[], object], *, name: str, goes_on: bool = False) -> None:
         self._calls: SimpleQueue[QueuedWork | None] = SimpleQueue()
+        self._futures = FutureThreads()
         arguments = (self._calls, close, goes_on)
         self._thread = threading.Thread(target=_work_off, args=arguments, name=name, daemon=True)
         self._thread.start()
-        self._end = weakref.finalize(self, self._calls.put, None)
+        self._end = weakref.finalize(self, _end, self._calls, self._futures)
         self._end.atexit = False  # the kernel tidies up after a process
 
-    def do(self, run: Callable[[], None], *, what: str, outputs: Sequence[Tensor] = ()) -> Any:
-        """Returns at once. Raises `RuntimeError` where the worker has ended."""
-        if not self._end.alive:
+    def do(
+        self, run: Callable[[], None], *, what: str, outputs: Sequence[Tensor] = (), timeout_s: float | None = None
+    ) -> Any:
+        """Returns at once. `timeout_s`: the most that its `wait` takes. Raises `RuntimeError` after its end."""
+        if not self._end.alive or AT_WORK.closed:
             raise RuntimeError("this group is closed")
-        work = QueuedWork(run, what, outputs)
+        work = QueuedWork(run, what, outputs, self._futures, timeout_s)
         self._calls.put(work)
         return work
 
     def close(self) -> None:
         """Ends the thread when the calls that were made are done."""
         self._end()
-        self._thread.join()
+        if not AT_WORK.closed:
+            self._thread.join()
+
+
+def _end(calls: SimpleQueue[QueuedWork | None], futures: FutureThreads) -> None:
+    """Threads end when what was begun is over."""
+    calls.put(None)
+    futures.close()
 
 
 def _work_off(calls: SimpleQueue[QueuedWork | None], close: Callable[[], object], goes_on: bool) -> None:
     """The thread's main: until `None` comes."""
     broken: Exception | None = None
-    at_work = AtWork()
     with torch.no_grad():
         while (call := calls.get()) is not None:
-            with at_work:
+            with AT_WORK:
                 before, broken = broken, call.carry_out(broken)
                 del call  # an idle thread keeps no tensor alive
                 if goes_on:
                     broken = None
                 if broken is not before:
                     close()
-    with at_work:
+    with AT_WORK:
         if broken is None:
             close()

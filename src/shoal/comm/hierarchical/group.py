@@ -27,6 +27,7 @@ from shoal.comm.collective import Collective, GroupCollective, Reduction
 from shoal.comm.hierarchical.division import Division
 from shoal.comm.hierarchical.two_levels import TwoLevels
 from shoal.comm.hierarchical.volume import TWO_LEVELS
+from shoal.comm.shm.core_group import given_timeout_s
 from shoal.comm.worker import Worker
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -134,11 +135,11 @@ class Hierarchical(dist.ProcessGroup):
         return group.recv(tensors, peer, tag)
 
     def barrier(self, opts: Any = None) -> Any:
-        return self._do(lambda levels: levels.barrier(), [])
+        return self._do(lambda levels: levels.barrier(), [], timeout_s=given_timeout_s(opts))
 
-    def _do(self, run: Callable[[TwoLevels], object], outputs: Sequence[Tensor]) -> Any:
+    def _do(self, run: Callable[[TwoLevels], object], outputs: Sequence[Tensor], timeout_s: float | None = None) -> Any:
         guarded = partial(_guarded, run, self._levels, self._mates)
-        return self._worker.do(guarded, what="a call between hosts", outputs=outputs)
+        return self._worker.do(guarded, what="a call between hosts", outputs=outputs, timeout_s=timeout_s)
 
     def _way_to(self, rank: int) -> tuple[Any, int]:
         """The group that takes messages to and from `rank`, and its number there."""

@@ -203,9 +203,8 @@ class CoreGroup(dist.ProcessGroup):
         return self._receive(_listed(tensors)[0], -1, tag)
 
     def barrier(self, opts: Any = None) -> Any:
-        given_s = opts.timeout.total_seconds() if opts is not None else 0.0  # below 0 where it is not given
         return self._transport.collective(
-            Kind.BARRIER, None, None, count=0, sync=_sync(opts), timeout_s=given_s if given_s > 0 else None
+            Kind.BARRIER, None, None, count=0, sync=_sync(opts), timeout_s=given_timeout_s(opts)
         )
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
@@ -298,6 +297,12 @@ def _joined(works: Sequence[Any]) -> Any:
     if works and not left:
         return None
     return left[0] if len(works) == 1 else JoinedWork(left)
+
+
+def given_timeout_s(opts: Any) -> float | None:
+    """Of the options of a call; None where it has none of its own."""
+    given_s = 0.0 if opts is None else opts.timeout.total_seconds()
+    return given_s if given_s > 0 else None  # c10d says -1 ms
 
 
 def _listed(tensors: Any) -> list[Tensor]:

@@ -1,23 +1,14 @@
-"""A call under way in the core, and the threads that complete futures.
-
-A call is carried out by whoever waits for it. c10d's futures cannot be waited for by us: they are completed by
-threads, which wait in their stead. Like the core's own, they have their share of a core, but do not interrupt the
-thread that computes there each time that they are woken (SCHED_BATCH). That took an all-reduce of 1.3 MB over 2 ranks
-from 0.75 to 0.64 ms; beside a computation of 15 ms, one of 19 MB ended 0.4 ms earlier.
-"""
+"""A call under way in the core. It is carried out by whoever waits for it."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import ctypes
 import math
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from queue import SimpleQueue
 from time import monotonic
 from typing import NamedTuple
 
@@ -25,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.comm.at_work import AtWork
+from shoal.comm.futures import FutureThreads, complete
 from shoal.comm.shm.core import Core, Fault, Kind, Outcome, Signature
 
 PATIENCE_S = 0.1
@@ -74,15 +65,11 @@ class CoreWork(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks, without the interpreter lock. Raises `RuntimeError` with what went wrong, or after `timeout`."""
-        return self.ended(timeout, idle=True)
-
-    def ended(self, timeout: timedelta | None = None, *, idle: bool) -> bool:
-        """`wait`. `idle`: the process has nothing else to do meanwhile."""
         limit_s = timeout.total_seconds() if timeout else math.inf  # c10d says zero where it means none
         until_s = monotonic() + limit_s
         try:
             while not self._over:
-                outcome = self._core.shoal_wait(self._handle, min(limit_s, PATIENCE_S), idle)
+                outcome = self._core.shoal_wait(self._handle, min(limit_s, PATIENCE_S), True)
                 if outcome != Outcome.PENDING:
                     self._end(outcome)
                 elif monotonic() >= until_s:
@@ -93,6 +80,11 @@ class CoreWork(dist.Work):
         if self._error is not None:
             raise copy.copy(self._error)  # with its traceback it would hold this work, and be held by it
         return True
+
+    def arrive(self) -> None:
+        """Blocks until the core is done with it; what is then to do is left. The process computes meanwhile."""
+        while not self._over and self._core.shoal_wait(self._handle, PATIENCE_S, False) == Outcome.PENDING:
+            continue
 
     def is_completed(self) -> bool:
         """Also goes on with the call, if nobody else does."""
@@ -169,94 +161,3 @@ class CoreWork(dist.Work):
 def _named(call: Signature) -> str:
     where = f" at byte {call.offset} of shared allocation {call.window}" if call.window else ""
     return f"{Kind(call.kind).name.lower()} of {call.bytes} bytes{where}"
-
-
-def complete(future: torch.futures.Future, work: CoreWork) -> None:
-    """Waits for `work` and says in `future` how it went."""
-    try:
-        work.ended(idle=False)
-    except Exception as error:
-        future.set_exception(error)
-    else:
-        future.set_result(work.result())
-
-
-_Asked = tuple[torch.futures.Future, CoreWork]
-
-
-class FutureThreads:
-    """Complete futures: those of collectives in the order in which they were asked for, which is that of their end.
-
-    One thread waits for works; while it completes a future, whose callbacks may make calls and wait for their futures,
-    another one does. Messages end in any order, and have a thread each.
-    """
-
-    def __init__(self) -> None:
-        self._asked: SimpleQueue[_Asked | None] = SimpleQueue()
-        self._waits, self._count = threading.Lock(), threading.Lock()
-        self._idle = 0
-
-    def complete(self, future: torch.futures.Future, work: CoreWork, *, in_order: bool) -> None:
-        """`in_order`: not before those that were asked for earlier."""
-        if not in_order:
-            _start(_complete_alone, future, work)
-            return
-        self._asked.put((future, work))
-        self._follow()
-
-    def close(self) -> None:
-        """Returns at once; futures that were asked for are still completed."""
-        self._asked.put(None)
-
-    def _follow(self) -> None:
-        """Sees to it that a thread takes what is asked for next, though this one may be kept by a callback."""
-        with self._count:
-            if self._idle > 0:
-                return
-            self._idle += 1
-        _start(self._serve)
-
-    def _serve(self) -> None:
-        _be_patient()
-        at_work = AtWork()
-        while (pair := self._next()) is not None:
-            with at_work:
-                complete(*pair)
-                del pair  # an idle thread keeps no tensor alive
-            with self._count:
-                self._idle += 1
-
-    def _next(self) -> _Asked | None:
-        """The next whose work is over, or None at the end."""
-        with self._waits:
-            pair = self._asked.get()
-            if pair is None:
-                self._asked.put(None)  # for the other threads
-                return None
-            _, work = pair
-            with contextlib.suppress(Exception):  # `complete` tells of it
-                work.ended(idle=False)
-            with self._count:
-                self._idle -= 1
-        if not self._asked.empty():
-            self._follow()
-        return pair
-
-
-def _complete_alone(future: torch.futures.Future, work: CoreWork) -> None:
-    with contextlib.suppress(Exception):  # `complete` tells of it
-        work.ended(idle=False)
-    with AtWork():
-        complete(future, work)
-
-
-def _start(target: Callable[..., object], *args: object) -> None:
-    threading.Thread(target=target, args=args, name="shoal-futures", daemon=True).start()
-
-
-def _be_patient() -> None:
-    """A thread with a policy of its own keeps it; where none may be chosen, this one is as any other."""
-    thread = threading.get_native_id()
-    with contextlib.suppress(PermissionError):
-        if os.sched_getscheduler(thread) == os.SCHED_OTHER:
-            os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))

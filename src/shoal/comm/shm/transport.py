@@ -16,13 +16,15 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from ctypes import byref, c_int, c_uint8, c_uint64, c_void_p
 
 import torch
 from torch import Tensor
 
+from shoal.comm.futures import FutureThreads
 from shoal.comm.shm.core import BYTES, Core, Fault, Kind, Outcome, Settings, Signature, load_call
-from shoal.comm.shm.core_work import PATIENCE_S, CoreWork, FutureThreads, Kept, UnderWay
+from shoal.comm.shm.core_work import PATIENCE_S, CoreWork, Kept, UnderWay
 from shoal.comm.shm.host import HostMates
 from shoal.comm.shm.segment import create_segment, window_name
 from shoal.errors import CollectiveError
@@ -191,8 +193,8 @@ class Transport:
         """None when the call is over; a work of one that takes long, or whose fault has to be found out."""
         if not handle:
             return self._work(handle, kept)
-        self._forget()
         try:
+            self._forget()
             outcome = self._core.shoal_wait(handle, PATIENCE_S, True)
         except BaseException:
             self._leave(handle, kept)
@@ -234,12 +236,10 @@ class Transport:
         """Lets go of works that are over and that nobody has waited for: looks at the next few in turn, so that one
         that takes long keeps no others. Threads may do it at the same time."""
         for _ in range(min(_LOOKED_AT, len(self._under_way))):
-            try:
-                key, work = self._under_way.popitem(last=False)
-            except KeyError:  # another thread has taken the last
-                return
-            if not work.is_completed():
-                self._under_way[key] = work
+            with suppress(KeyError, RuntimeError, StopIteration):  # another thread has taken it
+                key = next(iter(self._under_way))
+                if not self._under_way[key].is_completed():  # else it is gone
+                    self._under_way.move_to_end(key)
 
 
 class _Life:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from shoal.launch.lab import owner
-from shoal.launch.lab.iproute import inside, ip, require, tc
+from shoal.launch.lab.iproute import TIMEOUT_S, inside, ip, require, tc
 from shoal.launch.lab.lab_file import Lab
 
 INTERFACE = "eth0"
@@ -79,7 +79,9 @@ def _removed_in_any_case(names: tuple[str, ...]) -> Iterator[None]:
 
     Raises `EnvironmentFault` where some are still there.
     """
-    script = 'read -r _; for name; do ip netns del "$name"; done'
+    remove = 'for name; do ip netns del "$name"; done'
+    late = "sleep 1"  # what `ip` was about when this process was killed is done by then
+    script = f"read -r end && {remove} || {{ {remove}; {late}; {remove}; }}"
     remover = subprocess.Popen(
         ["sh", "-c", script, "sh", *names],
         stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
@@ -87,7 +89,8 @@ def _removed_in_any_case(names: tuple[str, ...]) -> Iterator[None]:
     try:
         yield
     finally:
-        remover.communicate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            remover.communicate(b"end\n", timeout=TIMEOUT_S)
         owner.remove(set(names) & set(owner.namespaces()))
 
 

@@ -128,6 +128,14 @@ static void wait_call(group *g, op *call, bool idle) {
     atomic_fetch_sub(&g->done_sleepers, 1);
 }
 
+/* A call that was made while its group ended, and that nobody goes on with. */
+static int left_behind(op *call) {
+    int pending = PENDING;
+    call->fault = atomic_load(&call->outcome) == PENDING ? CLOSED : call->fault;
+    atomic_compare_exchange_strong(&call->outcome, &pending, BROKEN);
+    return atomic_load(&call->outcome);
+}
+
 /* PENDING after `patience_s`, or what became of the call; FOREIGN in a child that was forked. `idle`: the process has
    nothing else to do meanwhile. */
 EXPORT int shoal_wait(op *call, double patience_s, bool idle) {
@@ -135,7 +143,7 @@ EXPORT int shoal_wait(op *call, double patience_s, bool idle) {
     int outcome = atomic_load(&call->outcome);
     if (outcome != PENDING) return outcome;
     if (getpid() != g->owner) return FOREIGN;
-    if (!join_users(g)) return atomic_load(&call->outcome);
+    if (!join_users(g)) return left_behind(call);
     worker *w = is_message(call) ? &g->message_worker : &g->collective_worker;
     double until_s = now_s() + patience_s;
     if (is_message(call)) set_deadline(call);
@@ -167,11 +175,12 @@ EXPORT void shoal_limit(op *call, double timeout_s) { atomic_store(&call->deadli
 EXPORT int shoal_test(op *call) {
     group *g = call->group;
     int outcome = atomic_load(&call->outcome);
-    if (outcome != PENDING || getpid() != g->owner || !join_users(g)) return atomic_load(&call->outcome);
+    if (outcome != PENDING || getpid() != g->owner) return outcome;
+    if (!join_users(g)) return left_behind(call);
     if (is_message(call)) {
         look_at_messages(g);
     } else if (pthread_mutex_trylock(&g->turn_lock) == 0) {
-        advance_or_judge(g);
+        advance_or_judge(g, call);
         pthread_mutex_unlock(&g->turn_lock);
         ring_done(g);
     }

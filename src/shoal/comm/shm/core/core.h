@@ -185,7 +185,7 @@ struct group {
     incoming *incoming;
     stray *strays;
     _Atomic int waiting_messages;
-    double checked_s; /* when the peers were last looked after */
+    double checked_s, rung_s; /* when the peers were last looked after, and rung for room */
     worker message_worker;
 };
 
@@ -247,7 +247,7 @@ void drop_window(window *w);
 op *first_call(group *g);
 op *advance(group *g, want *blocked);
 void run(group *g, const op *last, bool idle);
-void advance_or_judge(group *g);
+void advance_or_judge(group *g, const op *last);
 bool all_rest(const group *g);
 bool look_at_messages(group *g); /* true: something went */
 void wait_messages(group *g, const op *until);

@@ -63,11 +63,14 @@ op *advance(group *g, want *blocked) {
     return NULL;
 }
 
-/* False: `call` can go on no more, and the group fails. Asked when a slice of time has brought nothing. */
-static bool is_well(group *g, const op *call, const want *blocked) {
+static bool is_late(const op *call) { return call != NULL && now_s() > atomic_load(&call->deadline_s); }
+
+/* False: `call`, or `last` behind it, can go on no more, and the group fails. Asked when a slice of time has brought
+   nothing. */
+static bool is_well(group *g, const op *call, const op *last, const want *blocked) {
     int culprit, fault = peer_fault(g, blocked->rank, &culprit);
     if (reached(g, blocked->rank, blocked->field, blocked->value)) return true; /* it came before it went */
-    if (fault == NO_FAULT && now_s() > atomic_load(&call->deadline_s)) fault = TIMED_OUT;
+    if (fault == NO_FAULT && (is_late(call) || is_late(last))) fault = TIMED_OUT;
     if (fault != NO_FAULT) fail_group(g, fault, culprit);
     return fault == NO_FAULT;
 }
@@ -79,17 +82,17 @@ void run(group *g, const op *last, bool idle) {
         op *call = advance(g, &blocked);
         if (call == NULL || (last != NULL && atomic_load(&last->outcome) != PENDING)) return;
         if (await(g, &blocked, idle)) continue;
-        if (is_well(g, call, &blocked) && !reached(g, blocked.rank, blocked.field, blocked.value)) return;
+        if (is_well(g, call, last, &blocked) && !reached(g, blocked.rank, blocked.field, blocked.value)) return;
     }
 }
 
-/* For those who poll. Under `turn_lock`. */
-void advance_or_judge(group *g) {
+/* For those who poll for `last`. Under `turn_lock`. */
+void advance_or_judge(group *g, const op *last) {
     want blocked;
     const op *call = advance(g, &blocked);
     if (call == NULL || now_s() - g->judged_s < 1e-9 * SLICE_NS) return;
     g->judged_s = now_s();
-    if (!is_well(g, call, &blocked)) advance(g, &blocked);
+    if (!is_well(g, call, last, &blocked)) advance(g, &blocked);
 }
 
 bool all_rest(const group *g) {
@@ -144,9 +147,8 @@ void wait_messages(group *g, const op *until) {
         if (is_over(g, until) || look_at_messages(g)) return;
         for (int i = 0; i < 16; i++) pause_core();
     }
-    if (sleep_messages(g, until, PATIENCE_NS)) return;
     ring_receivers(g);
-    sleep_messages(g, until, SLICE_NS);
+    if (!sleep_messages(g, until, PATIENCE_NS)) ring_receivers(g), sleep_messages(g, until, SLICE_NS);
 }
 
 static void run_messages(group *g) {
