@@ -15,6 +15,7 @@ seam: a call of an operation that it does not wrap fails loudly in the base clas
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -197,7 +198,7 @@ class Seam(dist.ProcessGroup):
         as_gloo = self._own_way is not None and (lists or not self._own_way(operation, payload, reduce_op))
         sent = self._volume(operation, sum(map(_bytes, payload)), peer=peer, parts=parts, as_gloo=as_gloo)
         self.ledger.sent(operation, sent)
-        explain = lambda error, waited_s: self.explained(error, operation, call, waited_s)  # noqa: E731
+        explain = partial(_explained, weakref.ref(self), operation, call)
         inner = self._launched(launch, fault, explain)
         due_s = self._conditions.due_s(sent) if self._conditions else 0.0
         return SeamWork(
@@ -213,6 +214,15 @@ class Seam(dist.ProcessGroup):
             return launch()
         except RuntimeError as error:
             raise explain(error, time.perf_counter() - begin_s) from None
+
+
+def _explained(
+    seam: weakref.ref[Seam], operation: str, call: int, error: RuntimeError, waited_s: float
+) -> CollectiveError:
+    """`Seam.explained` for those who must not hold the group."""
+    if (here := seam()) is None:
+        return CollectiveError(f"{operation} number {call} failed after {waited_s:.1f} s: {error}")
+    return here.explained(error, operation, call, waited_s)
 
 
 def _listed(tensors: Any) -> list[torch.Tensor]:
