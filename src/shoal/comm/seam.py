@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from shoal.comm.c10d_forms import JoinedWork, listed
 from shoal.comm.conditions import Conditions, Fault, after, before
 from shoal.comm.diagnosis import Diagnosis
 from shoal.comm.ledger import Ledger
 from shoal.comm.seam_work import Explain, SeamWork
-from shoal.comm.shm.core_group import JoinedWork
 from shoal.comm.volume import Volume
 from shoal.errors import CollectiveError
 
@@ -99,7 +99,7 @@ class Seam(dist.ProcessGroup):
         self.inner.abort()
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
-        tensors, opts = _listed(tensors), opts or c10d.AllreduceOptions()
+        tensors, opts = listed(tensors), opts or c10d.AllreduceOptions()
         launch = lambda: self.inner.allreduce(tensors, opts)  # noqa: E731
         return self._through("all_reduce", tensors, tensors, launch, reduce_op=opts.reduceOp)
 
@@ -108,12 +108,12 @@ class Seam(dist.ProcessGroup):
         return JoinedWork([self.allreduce([tensor], each) for tensor in tensors])
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
-        tensors, opts = _listed(tensors), opts or c10d.BroadcastOptions()
+        tensors, opts = listed(tensors), opts or c10d.BroadcastOptions()
         launch = lambda: self.inner.broadcast(tensors, opts)  # noqa: E731
         return self._through("broadcast", tensors, tensors, launch, peer=opts.rootRank)
 
     def reduce(self, tensors: Any, opts: Any = None) -> Any:
-        tensors, opts = _listed(tensors), opts or c10d.ReduceOptions()
+        tensors, opts = listed(tensors), opts or c10d.ReduceOptions()
         launch = lambda: self.inner.reduce(tensors, opts)  # noqa: E731
         return self._through("reduce", tensors, tensors, launch, peer=opts.rootRank, reduce_op=opts.reduceOp)
 
@@ -223,10 +223,6 @@ def _explained(
     if (here := seam()) is None:
         return CollectiveError(f"{operation} number {call} failed after {waited_s:.1f} s: {error}")
     return here.explained(error, operation, call, waited_s)
-
-
-def _listed(tensors: Any) -> list[torch.Tensor]:
-    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
 
 
 def _with_reduction(options: Any, of: Any) -> Any:

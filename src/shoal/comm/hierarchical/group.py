@@ -23,11 +23,11 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from shoal.comm.alone import Alone
+from shoal.comm.c10d_forms import given_timeout_s, listed
 from shoal.comm.collective import Collective, GroupCollective, Reduction
 from shoal.comm.hierarchical.division import Division
 from shoal.comm.hierarchical.two_levels import TwoLevels
 from shoal.comm.hierarchical.volume import TWO_LEVELS
-from shoal.comm.shm.core_group import given_timeout_s
 from shoal.comm.worker import Worker
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -64,7 +64,7 @@ class Hierarchical(dist.ProcessGroup):
         self.inner.shutdown()
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
-        opts, tensors = opts or c10d.AllreduceOptions(), _listed(tensors)
+        opts, tensors = opts or c10d.AllreduceOptions(), listed(tensors)
         op = _reduction(tensors[0], opts.reduceOp)
         if op is None or len(tensors) != 1:
             return self.inner.allreduce(tensors, opts)
@@ -72,7 +72,7 @@ class Hierarchical(dist.ProcessGroup):
         return self._do(partial(_in_place, tensors[0], lambda flat, t: t.all_reduce(flat, op, divide_by)), tensors)
 
     def reduce(self, tensors: Any, opts: Any = None) -> Any:
-        opts, tensors = opts or c10d.ReduceOptions(), _listed(tensors)
+        opts, tensors = opts or c10d.ReduceOptions(), listed(tensors)
         op, root = _reduction(tensors[0], opts.reduceOp), opts.rootRank
         if op is None or len(tensors) != 1:
             return self.inner.reduce(tensors, opts)
@@ -80,7 +80,7 @@ class Hierarchical(dist.ProcessGroup):
         return self._do(run, tensors)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
-        opts, tensors = opts or c10d.BroadcastOptions(), _listed(tensors)
+        opts, tensors = opts or c10d.BroadcastOptions(), listed(tensors)
         if len(tensors) != 1 or not _is_plain(tensors[0]):
             return self.inner.broadcast(tensors, opts)
         root = opts.rootRank
@@ -217,7 +217,3 @@ def _reduction(tensor: Tensor, reduce_op: Any) -> Reduction | None:
 
 def _is_plain(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.device.type == "cpu"
-
-
-def _listed(tensors: Any) -> list[Tensor]:
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)

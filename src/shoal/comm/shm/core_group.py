@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
+from shoal.comm.c10d_forms import given_timeout_s, joined, listed
 from shoal.comm.shm.core import DTYPES, REDUCTIONS, Kind
 from shoal.comm.shm.transport import Transport
 
@@ -71,12 +72,12 @@ class CoreGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         opts = opts or c10d.AllreduceOptions()
-        tensors = _listed(tensors)
+        tensors = listed(tensors)
         if len(tensors) == 1 and (alone := _reducible(tensors[0], opts.reduceOp)) is not None:
             return self._reduced(Kind.ALL_REDUCE, tensors[0], alone, opts)
         if (numbers := _all_reducible(tensors, opts.reduceOp)) is None:
             return self.inner.allreduce(tensors, opts)
-        return _joined([self._reduced(Kind.ALL_REDUCE, *each, opts) for each in zip(tensors, numbers, strict=True)])
+        return joined([self._reduced(Kind.ALL_REDUCE, *each, opts) for each in zip(tensors, numbers, strict=True)])
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
         opts = opts or c10d.AllreduceCoalescedOptions()
@@ -84,20 +85,20 @@ class CoreGroup(dist.ProcessGroup):
 
     def reduce(self, tensors: Any, opts: Any = None) -> Any:
         opts = opts or c10d.ReduceOptions()
-        tensors = _listed(tensors)
+        tensors = listed(tensors)
         if (numbers := _all_reducible(tensors, opts.reduceOp)) is None:
             return self.inner.reduce(tensors, opts)
         pairs, root = zip(tensors, numbers, strict=True), opts.rootRank
-        return _joined([self._reduced(Kind.REDUCE, *pair, opts, root=root) for pair in pairs])
+        return joined([self._reduced(Kind.REDUCE, *pair, opts, root=root) for pair in pairs])
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
         opts = opts or c10d.BroadcastOptions()
-        return _joined([self._broadcast(tensor, opts) for tensor in _listed(tensors)])
+        return joined([self._broadcast(tensor, opts) for tensor in listed(tensors)])
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = opts or c10d.AllgatherOptions()
         works = [self._gathered(Kind.ALL_GATHER, outs, own, opts) for outs, own in zip(outputs, inputs, strict=True)]
-        return _joined(works)
+        return joined(works)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         if output.numel() != input.numel() * self.size() or output.dtype != input.dtype:
@@ -112,7 +113,7 @@ class CoreGroup(dist.ProcessGroup):
         return self.all_gather_single(output, input, opts)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        return _joined([self.all_gather_single(o, i) for o, i in zip(outputs, inputs, strict=True)])
+        return joined([self.all_gather_single(o, i) for o, i in zip(outputs, inputs, strict=True)])
 
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         return self.all_gather_single_coalesced(outputs, inputs, opts)
@@ -141,7 +142,7 @@ class CoreGroup(dist.ProcessGroup):
         if (numbers := _all_reducible(outputs, opts.reduceOp)) is None:
             return self.inner.reduce_scatter(outputs, inputs, opts)
         triples = zip(outputs, inputs, numbers, strict=True)
-        return _joined([self._reduce_scattered(*triple, opts) for triple in triples])
+        return joined([self._reduce_scattered(*triple, opts) for triple in triples])
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         opts = opts or c10d.ReduceScatterOptions()
@@ -162,7 +163,7 @@ class CoreGroup(dist.ProcessGroup):
         reduce_op = (opts or c10d.ReduceScatterOptions()).reduceOp
         each = c10d.ReduceScatterOptions()
         each.reduceOp = reduce_op
-        return _joined([self.reduce_scatter_single(o, i, each) for o, i in zip(outputs, inputs, strict=True)])
+        return joined([self.reduce_scatter_single(o, i, each) for o, i in zip(outputs, inputs, strict=True)])
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         return self.reduce_scatter_single_coalesced(outputs, inputs, opts)
@@ -193,14 +194,14 @@ class CoreGroup(dist.ProcessGroup):
 
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> Any:
         self._check_peer(dstRank)
-        return self._transport.message(Kind.SEND, _listed(tensors)[0].contiguous(), peer=dstRank, tag=tag)
+        return self._transport.message(Kind.SEND, listed(tensors)[0].contiguous(), peer=dstRank, tag=tag)
 
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> Any:
         self._check_peer(srcRank)
-        return self._receive(_listed(tensors)[0], srcRank, tag)
+        return self._receive(listed(tensors)[0], srcRank, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        return self._receive(_listed(tensors)[0], -1, tag)
+        return self._receive(listed(tensors)[0], -1, tag)
 
     def barrier(self, opts: Any = None) -> Any:
         return self._transport.collective(
@@ -268,45 +269,6 @@ class CoreGroup(dist.ProcessGroup):
     def _check_peer(self, rank: int) -> None:
         if not 0 <= rank < self.size() or rank == self.rank():
             raise ValueError(f"rank {rank} is no peer of rank {self.rank()} in a group of {self.size()}")
-
-
-class JoinedWork(dist.Work):
-    """Several works of one call."""
-
-    def __init__(self, works: Sequence[Any]) -> None:
-        super().__init__()
-        self._works = list(works)
-
-    def wait(self, timeout: Any = None) -> bool:
-        return all(work.wait(timeout) for work in self._works)
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def result(self) -> list[Tensor]:
-        return [tensor for work in self._works for tensor in work.result()]
-
-    def get_future(self) -> torch.futures.Future:
-        whole: torch.futures.Future = torch.futures.collect_all([work.get_future() for work in self._works])
-        return whole.then(lambda futures: [tensor for future in futures.value() for tensor in future.value()])
-
-
-def _joined(works: Sequence[Any]) -> Any:
-    """One work for all that are not over; None where all are."""
-    left = [work for work in works if work is not None]
-    if works and not left:
-        return None
-    return left[0] if len(works) == 1 else JoinedWork(left)
-
-
-def given_timeout_s(opts: Any) -> float | None:
-    """Of the options of a call; None where it has none of its own."""
-    given_s = 0.0 if opts is None else opts.timeout.total_seconds()
-    return given_s if given_s > 0 else None  # c10d says -1 ms
-
-
-def _listed(tensors: Any) -> list[Tensor]:
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
 def _sync(opts: Any) -> bool:

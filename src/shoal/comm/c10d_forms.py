@@ -1,0 +1,50 @@
+"""What c10d's forms of a call have in common, for the groups that take them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def listed(tensors: Any) -> list[Tensor]:
+    """One tensor, or several, as c10d may give either."""
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def given_timeout_s(opts: Any) -> float | None:
+    """Of the options of a call; None where it has none of its own."""
+    given_s = 0.0 if opts is None else opts.timeout.total_seconds()
+    return given_s if given_s > 0 else None  # c10d says -1 ms
+
+
+class JoinedWork(dist.Work):
+    """Several works of one call."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        super().__init__()
+        self._works = list(works)
+
+    def wait(self, timeout: Any = None) -> bool:
+        return all(work.wait(timeout) for work in self._works)
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def result(self) -> list[Tensor]:
+        return [tensor for work in self._works for tensor in work.result()]
+
+    def get_future(self) -> torch.futures.Future:
+        whole: torch.futures.Future = torch.futures.collect_all([work.get_future() for work in self._works])
+        return whole.then(lambda futures: [tensor for future in futures.value() for tensor in future.value()])
+
+
+def joined(works: Sequence[Any]) -> Any:
+    """One work for all that are not over; None where all are."""
+    left = [work for work in works if work is not None]
+    if works and not left:
+        return None
+    return left[0] if len(works) == 1 else JoinedWork(left)
