@@ -7,6 +7,7 @@ import os
 import resource
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from shoal.checkpoint import round as rounds
+from shoal.checkpoint.durable import OnPoint, unheard
 from shoal.checkpoint.exchange import LocalExchange
 from shoal.checkpoint.load import checkpoints, newest_verified, read_all, read_manifest
 from shoal.checkpoint.places import Places
@@ -262,6 +264,26 @@ def test_ranks_share_the_work_and_hear_the_same(tmp_path):
     many, one = (read_manifest(checkpoints(tmp_path / name)[0]) for name in ("many", "one"))
     assert (many.tensors, many.objects) == (one.tensors, one.objects)
     assert same(loaded(tmp_path / "many")[1], state_of(1))
+
+
+def test_no_rank_writes_while_rank_0_may_still_clear_up(tmp_path):
+    """Rank 0 comes late, with leftovers to delete: what rank 1 saves in the meantime is not taken for one of them."""
+    exchange, heard, reports = LocalExchange(), [], {}
+
+    def saved_by(rank: int, on_point: OnPoint) -> Saver:
+        saver = saver_for(tmp_path, rank=rank, world_size=2, exchange=exchange, timeout_s=30, on_point=on_point)
+        saver.save(1, state_of(1), {"step": 1}, layout=LAYOUT)
+        return saver
+
+    savers = [saved_by(1, heard.append)]
+    time.sleep(0.1)
+    assert heard == []
+    savers.append(saved_by(0, unheard))
+    for saver in savers:
+        (reports[saver],) = saver.wait(60)
+    assert [report.error for report in reports.values()] == [None, None]
+    assert "object/write.after" in heard
+    assert same(loaded(tmp_path)[1], state_of(1))
 
 
 def saves_of_ranks(directory: Path, tensors_of, **options) -> dict[int, SaveReport]:

@@ -1,12 +1,13 @@
 """One save after the copy, as one rank lives it: write and verify its share, tell, and hear whether it counts.
 
-    every rank   objects -> disk, read back -> Share
+    every rank   objects -> disk, read back -> Share   (in the first round after a word from rank 0)
     rank 0       all Shares -> manifest -> commit -> retention -> Verdict
     the others   wait for the Verdict
 
 A fault never leaves this file as an exception: it becomes a sentence in a Share or in the Verdict, so that training
 goes on and no rank waits for one that has failed. Rank 0 deletes before it gives the Verdict, so that no other rank
-can be at the next save by then and count on an object that is about to go.
+can be at the next save by then and count on an object that is about to go. Its start deletes too, what an interrupted
+save left: so the others write nothing before its word in the first round, which says that this is over.
 """
 
 from __future__ import annotations
@@ -75,12 +76,22 @@ class Round:
     def _write(self, staging: Staging) -> Share:
         seat = self.seat
         try:
+            self._begin()
             owner = f"rank-{seat.rank:05d}"
             stored = [store(data, seat.places, disk=seat.disk, owner=owner) for data in staging.objects()]
             settle(stored, seat.places, disk=seat.disk)
             return Share(self.plan.fingerprint, stored)
         except Exception as error:
             return Share(self.plan.fingerprint, [], self._sentence(error))
+
+    def _begin(self) -> None:
+        seat = self.seat
+        if self.sequence > 0 or seat.world_size == 1:
+            return
+        if seat.rank == 0:
+            seat.exchange.publish(self._swept_key, b"")
+        else:
+            seat.exchange.collect([self._swept_key], seat.timeout_s)
 
     def _follow(self, share: Share) -> Verdict:
         seat = self.seat
@@ -118,7 +129,7 @@ class Round:
             return []
         keys = [self._key(f"share-{rank}") for rank in range(1, seat.world_size)]
         shares = [decode_share(value) for value in seat.exchange.collect(keys, seat.timeout_s)]
-        seat.exchange.forget([*keys, *([self.stale] if self.stale is not None else [])])
+        seat.exchange.forget([*keys, self._swept_key if self.stale is None else self.stale])
         return shares
 
     def _decide(self, shares: Sequence[Share]) -> Verdict:
@@ -170,6 +181,10 @@ class Round:
         if isinstance(error, _Failed):
             return str(error)
         return sentence(error, step=self.step, root=self.seat.places.root)
+
+    @property
+    def _swept_key(self) -> str:
+        return self._key("swept")
 
     def _key(self, name: str) -> str:
         return f"checkpoint/{self.generation}/{self.step}/{self.sequence}/{name}"
