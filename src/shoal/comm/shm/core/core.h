@@ -31,6 +31,7 @@
 #define LINE 64
 #define SLICE_NS 100000000L  /* how often one who sleeps looks whether its peer still lives */
 #define LOOK_NS 100000L      /* how long a caller that has nothing else to do looks before it sleeps */
+#define FEWEST_SHARED_WAITS 3
 #define PATIENCE_NS 2000000L /* how long before it rings the thread of a peer whose calls or receives rest */
 
 enum dtype { F32, F64, BF16, F16, I8, U8, I16, I32, I64, BOOL, BYTES };
@@ -76,6 +77,7 @@ typedef struct {
 typedef struct {
     word life; /* enum life; of a rank that FAILED, `culprit` says because of whom */
     _Atomic int32_t culprit;
+    _Atomic int32_t core; /* on which its caller last waited for a collective, and 1; 0: not known */
     counter fields[FIELDS];
     word bell;    /* of collectives */
     counter want; /* 0: awake; else packed by `packed_want` */
@@ -169,6 +171,7 @@ struct group {
     queue calls;
     _Atomic int waiting_calls;
     uint64_t turn;
+    uint64_t ready_bytes; /* of each of this rank's places: they have memory */
     uint64_t *seen[FIELDS];
     _Atomic uint32_t failure; /* the first; see `group_fault` */
     window *windows;    /* under `queue_lock` */
@@ -176,6 +179,7 @@ struct group {
     uint64_t *arrived;  /* by rank: the number of the last one that has come; under `turn_lock` */
     word done_bell;     /* rings when a call is over or `turn_lock` is free */
     _Atomic int done_sleepers;
+    int shared_waits, shared_waits_borne; /* in a row: `cores.c`; under `turn_lock` */
     double judged_s; /* when somebody who polls last looked whether a peer still lives; under `turn_lock` */
     worker collective_worker;
     /* messages: `message_lock` for all of it */
@@ -194,6 +198,7 @@ void *shoal_map(int descriptor, uint64_t bytes);
 uint64_t shoal_segment_bytes(int size, const settings *chosen);
 place_header *place_header_of(const group *g, int rank, uint64_t turn);
 char *place_of(const group *g, int rank, uint64_t turn);
+void ready_places(group *g, uint64_t bytes); /* under `turn_lock` */
 channel *channel_of(const group *g, int from, int to);
 char *ring_of(const group *g, int from, int to);
 
@@ -220,6 +225,10 @@ int group_fault(const group *g, int *culprit);
 void fail_group(group *g, int fault, int culprit);
 void ring(word *bell);
 void ring_messages(group *g, int rank);
+
+/* cores.c */
+void tell_core(group *g);               /* by a caller who is going to wait */
+void look_for_room(group *g, int rank); /* before a caller waits for `rank`; under `turn_lock` */
 
 /* collective.c */
 bool step(op *call, want *blocked); /* as far as it goes without waiting; true: over, in either way */

@@ -43,6 +43,7 @@ EXPORT group *shoal_open(int rank, int size, void *const *segments, const int *s
     memset(g, 0, sizeof *g);
     g->rank = rank, g->size = size, g->owner = getpid(), g->settings = *chosen;
     g->segment_bytes = shoal_segment_bytes(size, chosen);
+    g->shared_waits_borne = FEWEST_SHARED_WAITS;
     g->references = 1;
     g->users = 1;
     pthread_mutex_init(&g->queue_lock, NULL), pthread_mutex_init(&g->turn_lock, NULL);

@@ -1,5 +1,6 @@
 /* Segments, and where things lie in them. All offsets are multiples of a cache line; places and rings begin at a page. */
 
+#define _GNU_SOURCE
 #include "core.h"
 
 #include <sys/mman.h>
@@ -45,6 +46,20 @@ place_header *place_header_of(const group *g, int rank, uint64_t turn) {
 char *place_of(const group *g, int rank, uint64_t turn) {
     uint64_t index = turn % g->settings.places;
     return (char *)g->peers[rank] + places_at(g->size, &g->settings) + index * g->settings.place_bytes;
+}
+
+/* Small calls take one place after the other. Theirs get memory at the first of them: page by page, when their turn
+   comes, it would make each of the first calls several times as long. */
+void ready_places(group *g, uint64_t bytes) {
+    uint64_t ready = PAGE;
+    if (bytes <= g->ready_bytes || bytes > g->settings.one_shot_bytes) return;
+    while (ready < bytes) ready *= 2;
+    if (ready > g->settings.place_bytes) ready = g->settings.place_bytes;
+#ifdef MADV_POPULATE_WRITE
+    for (uint64_t turn = 0; turn < g->settings.places; turn++)
+        madvise(place_of(g, g->rank, turn), ready, MADV_POPULATE_WRITE); /* else the pages come one by one */
+#endif
+    g->ready_bytes = ready;
 }
 
 channel *channel_of(const group *g, int from, int to) {

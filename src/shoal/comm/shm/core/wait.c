@@ -80,6 +80,7 @@ static bool look(group *g, const want *w, uint32_t times) {
 
 /* Being woken takes longer than most calls. Who has nothing else to do looks on, and yields its core between looks. */
 static bool look_on(group *g, const want *w) {
+    look_for_room(g, w->rank);
     for (double until_s = now_s() + 1e-9 * LOOK_NS; now_s() < until_s;) {
         sched_yield();
         if (look(g, w, LOOKS_A_YIELD)) return true;
