@@ -23,15 +23,26 @@ from shoal.comm.c10d_forms import given_timeout_s, joined, listed
 from shoal.comm.shm.core import DTYPES, REDUCTIONS, Kind
 from shoal.comm.shm.transport import Transport
 
-_OPS: dict[Any, str] = {
-    dist.ReduceOp(dist.ReduceOp.SUM): "sum",
-    dist.ReduceOp(dist.ReduceOp.AVG): "avg",
-    dist.ReduceOp(dist.ReduceOp.MAX): "max",
-    dist.ReduceOp(dist.ReduceOp.MIN): "min",
-    dist.ReduceOp(dist.ReduceOp.PRODUCT): "product",
-}
-_NUMBERS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 Finish = list[Callable[[], object]]
+
+
+def _numbers_of(reduction: str) -> dict[torch.dtype, tuple[int, int]]:
+    """The core's numbers of dtype and reduction, by dtype: of those that it reduces so."""
+    by, halves = REDUCTIONS.index(reduction), {torch.complex64: torch.float32, torch.complex128: torch.float64}
+    numbers = {dtype: (n, by) for dtype, n in DTYPES.items() if reduction != "avg" or dtype.is_floating_point}
+    if reduction in ("sum", "avg"):
+        numbers |= {dtype: numbers[half] for dtype, half in halves.items()}
+    return numbers
+
+
+_SUM = dist.ReduceOp.SUM
+_SUMS = _numbers_of("sum")
+_OTHERS: dict[Any, dict[torch.dtype, tuple[int, int]]] = {
+    dist.ReduceOp(dist.ReduceOp.AVG): _numbers_of("avg"),
+    dist.ReduceOp(dist.ReduceOp.MAX): _numbers_of("max"),
+    dist.ReduceOp(dist.ReduceOp.MIN): _numbers_of("min"),
+    dist.ReduceOp(dist.ReduceOp.PRODUCT): _numbers_of("product"),
+}
 
 
 class CoreGroup(dist.ProcessGroup):
@@ -281,13 +292,8 @@ def _shown(tensor: Tensor) -> str:
 
 def _reducible(tensor: Tensor, reduce_op: Any) -> tuple[int, int] | None:
     """The core's numbers of dtype and reduction; None where it has none."""
-    name = "sum" if reduce_op == dist.ReduceOp.SUM else _OPS.get(reduce_op)  # looking it up takes 1 us
-    dtype = _NUMBERS.get(tensor.dtype, tensor.dtype) if name in ("sum", "avg") else tensor.dtype
-    if name is None or dtype not in DTYPES or tensor.layout is not torch.strided or not tensor.is_cpu:
-        return None
-    if name == "avg" and not dtype.is_floating_point:
-        return None
-    return DTYPES[dtype], REDUCTIONS.index(name)
+    numbers = (_SUMS if reduce_op == _SUM else _OTHERS.get(reduce_op, {})).get(tensor.dtype)  # hashing takes 1 us
+    return numbers if tensor.layout is torch.strided and tensor.is_cpu else None
 
 
 def _all_reducible(tensors: Sequence[Tensor], reduce_op: Any) -> list[tuple[int, int]] | None:

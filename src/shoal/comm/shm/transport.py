@@ -128,12 +128,28 @@ class Transport:
         caller waits at once. `timeout_s`: of this call alone, which then gives a work."""
         self._check()
         sync = sync and timeout_s is None
-        if sync and self._call is not None:
-            return self._called(self._call, kind, dtype, reduction, root, send, receive, count, outputs, finish)
-        what = Signature(kind, dtype, reduction, root, count, self.mark)
-        handle = self._core.shoal_start(self._handle, byref(what), _pointer(send), _pointer(receive), sync)
-        kept = Kept(outputs, (send, receive), finish)
-        return self._ended(handle, kept) if sync and self._prompt else self._work(handle, kept, timeout_s=timeout_s)
+        if not sync or self._call is None:
+            what = Signature(kind, dtype, reduction, root, count, self.mark)
+            handle = self._core.shoal_start(self._handle, byref(what), _pointer(send), _pointer(receive), sync)
+            kept = Kept(outputs, (send, receive), finish)
+            return self._ended(handle, kept) if sync and self._prompt else self._work(handle, kept, timeout_s=timeout_s)
+        # As `_ended`, in one call of the interpreter. A small collective takes little longer than what stands here.
+        left: list[int | None] = []
+        into = _pointer(receive)
+        out_of = into if send is receive else _pointer(send)
+        try:
+            self._call(self._handle, kind, dtype, reduction, root, self.mark, out_of, into, count, left)
+        except BaseException:
+            if left:
+                self._leave(left[0], Kept(outputs, (send, receive), finish))
+            raise
+        if left:
+            return self._work(left[0], Kept(outputs, (send, receive), finish))
+        for each in finish:
+            each()
+        if self._under_way:
+            self._forget()
+        return None
 
     def collective_of_lists(
         self, kind: Kind, send: Sequence[Tensor], receive: Sequence[Tensor], *, count: int, dtype: int = BYTES,
@@ -168,26 +184,6 @@ class Transport:
         if len(tensors) == 1:
             tensors = [tensors[0]] * n
         return (c_void_p * n)(*map(_pointer, tensors)), (c_uint64 * n)(*(t.nbytes for t in tensors))
-
-    def _called(
-        self, call: Callable[..., None], kind: Kind, dtype: int, reduction: int, root: int, send: Tensor | None,
-        receive: Tensor | None, count: int, outputs: Sequence[Tensor], finish: Sequence[Callable[[], object]],
-    ) -> CoreWork | None:  # fmt: skip
-        """As `_ended`, in one call of the interpreter."""
-        left: list[int | None] = []
-        try:
-            call(self._handle, kind, dtype, reduction, root, self.mark, _pointer(send), _pointer(receive), count, left)
-        except BaseException:
-            if left:
-                self._leave(left[0], Kept(outputs, (send, receive), finish))
-            raise
-        if left:
-            return self._work(left[0], Kept(outputs, (send, receive), finish))
-        for each in finish:
-            each()
-        if self._under_way:
-            self._forget()
-        return None
 
     def _ended(self, handle: int | None, kept: Kept) -> CoreWork | None:
         """None when the call is over; a work of one that takes long, or whose fault has to be found out."""
