@@ -126,25 +126,34 @@ class Transport:
     ) -> CoreWork | None:  # fmt: skip
         """Of contiguous tensors. `count` is the bytes of a block, where there are blocks, else of all. `sync`: the
         caller waits at once. `timeout_s`: of this call alone, which then gives a work."""
+        if sync and timeout_s is None:
+            out_of, into = _pointer(send), _pointer(receive)
+            return self.at_once(kind, dtype, reduction, root, out_of, into, count, outputs, (send, receive), finish)
         self._check()
-        sync = sync and timeout_s is None
-        if not sync or self._call is None:
-            what = Signature(kind, dtype, reduction, root, count, self.mark)
-            handle = self._core.shoal_start(self._handle, byref(what), _pointer(send), _pointer(receive), sync)
-            kept = Kept(outputs, (send, receive), finish)
-            return self._ended(handle, kept) if sync and self._prompt else self._work(handle, kept, timeout_s=timeout_s)
-        # As `_ended`, in one call of the interpreter. A small collective takes little longer than what stands here.
+        what = Signature(kind, dtype, reduction, root, count, self.mark)
+        handle = self._core.shoal_start(self._handle, byref(what), _pointer(send), _pointer(receive), False)
+        return self._work(handle, Kept(outputs, (send, receive), finish), timeout_s=timeout_s)
+
+    def at_once(
+        self, kind: Kind, dtype: int, reduction: int, root: int, out_of: int, into: int, count: int,
+        outputs: Sequence[Tensor], held: object = None, finish: Sequence[Callable[[], object]] = (),
+    ) -> CoreWork | None:  # fmt: skip
+        """One that its caller waits for at once, by the addresses of its memory. See `collective`."""
+        if self._life.over:
+            self._check()
+        if self._call is None:
+            what, kept = Signature(kind, dtype, reduction, root, count, self.mark), Kept(outputs, held, finish)
+            handle = self._core.shoal_start(self._handle, byref(what), out_of, into, True)
+            return self._ended(handle, kept) if self._prompt else self._work(handle, kept)
         left: list[int | None] = []
-        into = _pointer(receive)
-        out_of = into if send is receive else _pointer(send)
         try:
             self._call(self._handle, kind, dtype, reduction, root, self.mark, out_of, into, count, left)
         except BaseException:
             if left:
-                self._leave(left[0], Kept(outputs, (send, receive), finish))
+                self._leave(left[0], Kept(outputs, held, finish))
             raise
         if left:
-            return self._work(left[0], Kept(outputs, (send, receive), finish))
+            return self._work(left[0], Kept(outputs, held, finish))
         for each in finish:
             each()
         if self._under_way:
