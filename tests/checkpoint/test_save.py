@@ -267,11 +267,13 @@ def test_ranks_share_the_work_and_hear_the_same(tmp_path):
 
 
 def test_no_rank_writes_while_rank_0_may_still_clear_up(tmp_path):
-    """Rank 0 comes late, with leftovers to delete: what rank 1 saves in the meantime is not taken for one of them."""
+    """Rank 0 comes late, and deletes what was left: rank 1 waits with what would be taken for that."""
     exchange, heard, reports = LocalExchange(), [], {}
 
     def saved_by(rank: int, on_point: OnPoint) -> Saver:
         saver = saver_for(tmp_path, rank=rank, world_size=2, exchange=exchange, timeout_s=30, on_point=on_point)
+        with pytest.raises(UsageError):  # on all ranks alike: the round after it is the first that writes
+            saver.save(1, state_of(1), {"not JSON": torch.ones(1)}, layout=LAYOUT)
         saver.save(1, state_of(1), {"step": 1}, layout=LAYOUT)
         return saver
 

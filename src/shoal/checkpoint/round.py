@@ -1,13 +1,14 @@
 """One save after the copy, as one rank lives it: write and verify its share, tell, and hear whether it counts.
 
-    every rank   objects -> disk, read back -> Share   (in the first round after a word from rank 0)
+    rank 0       says that the round has begun
+    every rank   objects -> disk, read back -> Share
     rank 0       all Shares -> manifest -> commit -> retention -> Verdict
     the others   wait for the Verdict
 
 A fault never leaves this file as an exception: it becomes a sentence in a Share or in the Verdict, so that training
 goes on and no rank waits for one that has failed. Rank 0 deletes before it gives the Verdict, so that no other rank
-can be at the next save by then and count on an object that is about to go. Its start deletes too, what an interrupted
-save left: so the others write nothing before its word in the first round, which says that this is over.
+can be at the next save by then and count on an object that is about to go. It also deletes at its start, what an
+interrupted save left, and when a round has failed: so the others write nothing before its word.
 """
 
 from __future__ import annotations
@@ -70,13 +71,17 @@ class Round:
 
     def run(self, staging: Staging) -> Verdict:
         """Bring the content of `staging` to the disk and to a verdict; raises nothing."""
-        share = self._write(staging)
-        return self._lead(share) if self.seat.rank == 0 else self._follow(share)
+        if self.seat.rank == 0:
+            return self._lead(staging)
+        try:
+            self.seat.exchange.collect([self._begun_key], self.seat.timeout_s)
+        except Exception as error:
+            return self._unled(self._sentence(error))
+        return self._follow(self._write(staging))
 
     def _write(self, staging: Staging) -> Share:
         seat = self.seat
         try:
-            self._begin()
             owner = f"rank-{seat.rank:05d}"
             stored = [store(data, seat.places, disk=seat.disk, owner=owner) for data in staging.objects()]
             settle(stored, seat.places, disk=seat.disk)
@@ -84,29 +89,31 @@ class Round:
         except Exception as error:
             return Share(self.plan.fingerprint, [], self._sentence(error))
 
-    def _begin(self) -> None:
-        seat = self.seat
-        if self.sequence > 0 or seat.world_size == 1:
-            return
-        if seat.rank == 0:
-            seat.exchange.publish(self._swept_key, b"")
-        else:
-            seat.exchange.collect([self._swept_key], seat.timeout_s)
+    def _unled(self, error: str) -> Verdict:
+        """Rank 0 has not come. Should it come later, it need not wait."""
+        with suppress(Exception):
+            self._tell(Share(self.plan.fingerprint, [], error))
+        return Verdict(False, error)
+
+    def _tell(self, share: Share) -> None:
+        self.seat.exchange.publish(self._key(f"share-{self.seat.rank}"), encode(share))
 
     def _follow(self, share: Share) -> Verdict:
         seat = self.seat
         try:
-            seat.exchange.publish(self._key(f"share-{seat.rank}"), encode(share))
+            self._tell(share)
             # Rank 0 may itself wait that long for a rank that never answers.
             (verdict,) = seat.exchange.collect([self.verdict_key], 2 * seat.timeout_s)
             return decode_verdict(verdict)
         except Exception as error:
             return Verdict(False, self._sentence(error))
 
-    def _lead(self, own: Share) -> Verdict:
+    def _lead(self, staging: Staging) -> Verdict:
         seat = self.seat
         try:
-            verdict = self._decide([own, *self._others()])
+            if seat.world_size > 1:
+                seat.exchange.publish(self._begun_key, b"")
+            verdict = self._decide([self._write(staging), *self._others()])
         except Exception as error:
             verdict = Verdict(False, self._sentence(error))
             with suppress(OSError):
@@ -129,7 +136,7 @@ class Round:
             return []
         keys = [self._key(f"share-{rank}") for rank in range(1, seat.world_size)]
         shares = [decode_share(value) for value in seat.exchange.collect(keys, seat.timeout_s)]
-        seat.exchange.forget([*keys, self._swept_key if self.stale is None else self.stale])
+        seat.exchange.forget([self._begun_key, *keys, *([self.stale] if self.stale is not None else [])])
         return shares
 
     def _decide(self, shares: Sequence[Share]) -> Verdict:
@@ -183,8 +190,8 @@ class Round:
         return sentence(error, step=self.step, root=self.seat.places.root)
 
     @property
-    def _swept_key(self) -> str:
-        return self._key("swept")
+    def _begun_key(self) -> str:
+        return self._key("begun")
 
     def _key(self, name: str) -> str:
         return f"checkpoint/{self.generation}/{self.step}/{self.sequence}/{name}"

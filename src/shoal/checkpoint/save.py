@@ -54,7 +54,7 @@ class Saver:
     """Saves named tensors and a JSON-able state into the checkpoints of the run directory `directory`.
 
     Every rank has one; all call `prepare` and `save` for the same steps in the same order. Rank 0's start deletes what
-    an interrupted save left; the others' first save waits for it, off the training thread. `directory` lies on a file
+    an interrupted save left; the others write nothing before rank 0 saves, too. `directory` lies on a file
     system that all ranks share. Raises `EnvironmentFault` at once where nothing can be saved.
 
     `split` says that ranks may hold different tensors or parts of them: then a save begins with a word between all

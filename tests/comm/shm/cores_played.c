@@ -49,6 +49,10 @@ EXPORT group *played_open(int size, unsigned allowed) {
     return g;
 }
 
+EXPORT void played_allow(unsigned allowed) { allowed_bits = allowed, stands_on = 0; }
+
+EXPORT int played_askings(void) { return askings; }
+
 EXPORT void played_close(group *g) {
     for (int rank = 0; rank < g->size; rank++) free(g->peers[rank]);
     free(g->peers), free(g);

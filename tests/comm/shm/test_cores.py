@@ -7,13 +7,16 @@ import itertools
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from torch._C import _distributed_c10d as c10d
 
+from shoal.comm.shm import core as shm_core
 from tests.comm.shm.test_core_group import options, shared
 
 HERE = Path(__file__).parent
@@ -43,14 +46,24 @@ class Played:
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The core, with the played file instead of its own."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler")
     built = tmp_path_factory.mktemp("cores") / "played.so"
-    flags = ["-std=gnu11", "-O1", "-shared", "-fPIC", "-Wall", "-Werror", f"-I{CORE}"]
-    subprocess.run([compiler, *flags, str(HERE / "cores_played.c"), "-o", str(built)], check=True)
-    played = ctypes.CDLL(str(built))
+    flags = ["-std=gnu11", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-Wall", "-Werror", "-DSHOAL_ONE_TARGET"]
+    sources = [
+        HERE / "cores_played.c",
+        *(path for path in CORE.glob("*.c") if path.name not in ("cores.c", "python.c")),
+    ]
+    subprocess.run([compiler, *flags, f"-I{CORE}", *map(str, sources), "-o", str(built), "-pthread"], check=True)
+    return built
+
+
+@pytest.fixture(scope="module")
+def library(whole: Path) -> ctypes.CDLL:
+    played = ctypes.CDLL(str(whole))
     played.played_open.restype = ctypes.c_void_p
     played.played_wait.restype = ctypes.c_uint
     return played
@@ -113,6 +126,31 @@ def test_a_rank_that_has_not_called_is_on_no_core(library: ctypes.CDLL) -> None:
     played = Played(library, 2, ALL)
     assert not any(played.wait(on=0) for _ in range(100))
     played.close()
+
+
+def times_asked(place, built: str, sync: bool) -> int:
+    """By a rank whose core plays `cores.c`: all ranks are on core 0 until they ask for another; rank 1 comes late."""
+    shm_core.load_core.cache_clear()
+    try:
+        with mock.patch.object(shm_core, "_library", return_value=Path(built)):
+            group = shared(place)
+        played = ctypes.CDLL(built)
+        played.played_allow(ALL)
+        before = played.played_askings()
+        for _ in range(4 * BORNE):
+            tensor = torch.ones(16)
+            time.sleep(0.002 * place.rank)
+            group.allreduce([tensor], options(c10d.AllreduceOptions, sync=sync)).wait()
+            assert tensor[0] == place.size
+        return played.played_askings() - before
+    finally:
+        shm_core.load_core.cache_clear()
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_callers_say_where_they_are_and_look_when_they_wait(ranks, whole: Path, sync: bool) -> None:
+    """Once: asked for and given, as one call to the kernel and one back."""
+    assert ranks(2, times_asked, str(whole), sync)[0] == 2
 
 
 def cores_after_calls(place) -> tuple[set[int], set[int]]:

@@ -1,9 +1,11 @@
 """`Transport`: a rank's side of a group in the C core. Tensors go in, works under way come out.
 
-segment   4 MB in 16 places for collectives, 1 MB for messages to each rank; taken page by page when first written
+segment   4 MB in 16 places for collectives, 1 MB for messages to each rank; taken page by page when first written, but
+          for what small calls use of their places: all of it at the first of them
 windows   what `allocate` gives: every rank's memory, mapped by all
 waiting   a rank looks a hundred times (5 us), then sleeps. A collective's caller, who has nothing else to do, looks for
-          100 us more and lets go of its core between looks. Ranks that outnumber the cores sleep at once
+          100 us more and lets go of its core between looks; ranks that share one meanwhile move apart. Ranks that
+          outnumber the cores sleep at once
 thread    goes on with calls behind the caller's back; not with those in windows where all cores compute
 """
 

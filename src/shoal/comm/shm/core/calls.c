@@ -34,7 +34,7 @@ static void set_off(group *g, const op *call, uint64_t bytes, bool wait_at_once)
 
 static op *submit(op *call, bool wait_at_once, uint64_t bytes) {
     group *g = call->group;
-    if (wait_at_once) tell_core(g);
+    tell_core(g);
     pthread_mutex_lock(&g->queue_lock);
     *g->calls.end = call;
     g->calls.end = &call->next;

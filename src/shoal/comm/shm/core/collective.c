@@ -129,7 +129,7 @@ static void bring(op *call, uint64_t index) {
     }
     uint64_t at, bytes = bytes_in_turn(call, call->what.bytes, index, &at), skip_from = bytes, skip_to = bytes;
     if (bytes == 0) return;
-    ready_places(g, bytes);
+    if (call->turns == 1) ready_places(g, bytes);
     char *place = place_of(g, g->rank, call->base + index), *from = call->send[0] + at;
     if (is_reduction(call) && !call->one_shot) {
         skip_from = part_at(call, bytes / unit(call), g->rank) * unit(call);

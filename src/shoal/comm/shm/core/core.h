@@ -31,7 +31,7 @@
 #define LINE 64
 #define SLICE_NS 100000000L  /* how often one who sleeps looks whether its peer still lives */
 #define LOOK_NS 100000L      /* how long a caller that has nothing else to do looks before it sleeps */
-#define FEWEST_SHARED_WAITS 3
+#define FEWEST_SHARED_WAITS 3 /* in a row for ranks of the own core, before a rank asks for another */
 #define PATIENCE_NS 2000000L /* how long before it rings the thread of a peer whose calls or receives rest */
 
 enum dtype { F32, F64, BF16, F16, I8, U8, I16, I32, I64, BOOL, BYTES };
@@ -77,7 +77,7 @@ typedef struct {
 typedef struct {
     word life; /* enum life; of a rank that FAILED, `culprit` says because of whom */
     _Atomic int32_t culprit;
-    _Atomic int32_t core; /* on which its caller last waited for a collective, and 1; 0: not known */
+    _Atomic int32_t core; /* from which it last called a collective, and 1; 0: not known */
     counter fields[FIELDS];
     word bell;    /* of collectives */
     counter want; /* 0: awake; else packed by `packed_want` */
@@ -227,7 +227,7 @@ void ring(word *bell);
 void ring_messages(group *g, int rank);
 
 /* cores.c */
-void tell_core(group *g);               /* by a caller who is going to wait */
+void tell_core(group *g);               /* by a caller */
 void look_for_room(group *g, int rank); /* before a caller waits for `rank`; under `turn_lock` */
 
 /* collective.c */

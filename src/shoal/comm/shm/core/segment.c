@@ -7,6 +7,9 @@
 #include <sys/stat.h>
 
 #define PAGE 4096
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23 /* Linux 5.14, glibc 2.35 */
+#endif
 
 EXPORT void *shoal_map(int descriptor, uint64_t bytes) {
     struct stat found;
@@ -48,18 +51,13 @@ char *place_of(const group *g, int rank, uint64_t turn) {
     return (char *)g->peers[rank] + places_at(g->size, &g->settings) + index * g->settings.place_bytes;
 }
 
-/* Small calls take one place after the other. Theirs get memory at the first of them: page by page, when their turn
-   comes, it would make each of the first calls several times as long. */
+/* Small calls take one place after the other. All of those get memory at the first of them: page by page, when their
+   turn comes, it would make each of the first calls several times as long. A kernel that cannot does nothing. */
 void ready_places(group *g, uint64_t bytes) {
-    uint64_t ready = PAGE;
     if (bytes <= g->ready_bytes || bytes > g->settings.one_shot_bytes) return;
-    while (ready < bytes) ready *= 2;
-    if (ready > g->settings.place_bytes) ready = g->settings.place_bytes;
-#ifdef MADV_POPULATE_WRITE
+    g->ready_bytes = rounded(bytes, PAGE);
     for (uint64_t turn = 0; turn < g->settings.places; turn++)
-        madvise(place_of(g, g->rank, turn), ready, MADV_POPULATE_WRITE); /* else the pages come one by one */
-#endif
-    g->ready_bytes = ready;
+        madvise(place_of(g, g->rank, turn), g->ready_bytes, MADV_POPULATE_WRITE);
 }
 
 channel *channel_of(const group *g, int from, int to) {
