@@ -246,8 +246,19 @@ def test_a_message_is_late_from_when_somebody_waits_for_it(ranks) -> None:
     assert ranks(2, posted) == [5.0] * 2
 
 
-def unanswered(place: Any) -> tuple[str, float]:
-    """Who waits for a message that does not come is told after the timeout."""
+def unanswered() -> None:
+    dist.recv(torch.zeros(1), 1)
+
+
+def untaken() -> None:
+    """A message that is waited for, behind one that is not."""
+    first = dist.isend(torch.zeros(MEGABYTE), 1)
+    dist.send(torch.zeros(1), 1)
+    first.wait()
+
+
+def told(place: Any, messages: Callable[[], None]) -> tuple[str, float]:
+    """What rank 0 hears, and when, of messages that rank 1 neither sends nor takes."""
 
     def program(rank: int) -> tuple[str, float]:
         begin_s = time.monotonic()
@@ -255,45 +266,19 @@ def unanswered(place: Any) -> tuple[str, float]:
             place.store.wait(["told"])
             return "", 1.0
         try:
-            dist.recv(torch.zeros(1), 1)
+            messages()
         except RuntimeError as error:
             return str(error), time.monotonic() - begin_s
         finally:
             place.store.set("told", "")
-        return "came", 0.0
+        return "nothing", 0.0
 
     return on_shoal(place, program, timeout_s=1.0)
 
 
-def test_a_message_that_does_not_come_is_named_after_the_timeout(ranks) -> None:
-    (said, spent_s), _ = ranks(2, unanswered)
-    assert "Timed out after 1 s waiting for rank 1" in said
-    assert 0.9 < spent_s < 1.9
-
-
-def untaken(place: Any) -> tuple[str, float]:
-    """A message that is waited for, behind one that is not, and nobody takes either."""
-
-    def program(rank: int) -> tuple[str, float]:
-        begin_s = time.monotonic()
-        if rank == 1:
-            place.store.wait(["told"])
-            return "", 1.0
-        first = dist.isend(torch.zeros(MEGABYTE), 1)
-        try:
-            dist.send(torch.zeros(1), 1)
-        except RuntimeError as error:
-            return str(error), time.monotonic() - begin_s
-        finally:
-            place.store.set("told", "")
-            del first
-        return "went", 0.0
-
-    return on_shoal(place, program, timeout_s=1.0)
-
-
-def test_a_message_behind_one_that_nobody_takes_is_late(ranks) -> None:
-    (said, spent_s), _ = ranks(2, untaken, timeout_s=20.0)
+@pytest.mark.parametrize("messages", [unanswered, untaken])
+def test_a_message_that_does_not_come_or_go_is_named_after_the_timeout(ranks, messages: Callable[[], None]) -> None:
+    (said, spent_s), _ = ranks(2, told, messages, timeout_s=20.0)
     assert "Timed out after 1 s waiting for rank 1" in said
     assert 0.9 < spent_s < 1.9
 

@@ -7,8 +7,7 @@ import os
 import resource
 import subprocess
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -266,9 +265,21 @@ def test_ranks_share_the_work_and_hear_the_same(tmp_path):
     assert same(loaded(tmp_path / "many")[1], state_of(1))
 
 
+class Asked(LocalExchange):
+    """Knows when the first rank waits for a word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = threading.Event()
+
+    def collect(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
+        self.asked.set()
+        return super().collect(keys, timeout_s)
+
+
 def test_no_rank_writes_while_rank_0_may_still_clear_up(tmp_path):
     """Rank 0 comes late, and deletes what was left: rank 1 waits with what would be taken for that."""
-    exchange, heard, reports = LocalExchange(), [], {}
+    exchange, heard, reports = Asked(), [], {}
 
     def saved_by(rank: int, on_point: OnPoint) -> Saver:
         saver = saver_for(tmp_path, rank=rank, world_size=2, exchange=exchange, timeout_s=30, on_point=on_point)
@@ -278,7 +289,7 @@ def test_no_rank_writes_while_rank_0_may_still_clear_up(tmp_path):
         return saver
 
     savers = [saved_by(1, heard.append)]
-    time.sleep(0.1)
+    assert exchange.asked.wait(30)
     assert heard == []
     savers.append(saved_by(0, unheard))
     for saver in savers:
@@ -332,6 +343,15 @@ def test_a_rank_that_never_answers_is_an_error_in_time(tmp_path):
         report = save(saver, 10 + rank)
         assert not report.committed
         assert "a rank did not answer" in str(report.error)
+
+
+def test_a_late_rank_0_hears_at_once_who_gave_up(tmp_path):
+    """It does not wait for the share of a rank that has waited for it in vain."""
+    exchange = LocalExchange()
+    assert not save(saver_for(tmp_path, rank=1, world_size=2, exchange=exchange, timeout_s=0.05), 1).committed
+    report = save(saver_for(tmp_path, rank=0, world_size=2, exchange=exchange, timeout_s=20), 1)
+    assert "rank 1: " in str(report.error)
+    assert report.seconds < 10
 
 
 def test_closing_does_not_wait_for_the_dead(tmp_path):

@@ -141,7 +141,7 @@ class Transport:
         outputs: Sequence[Tensor], held: object = None, finish: Sequence[Callable[[], object]] = (),
     ) -> CoreWork | None:  # fmt: skip
         """One that its caller waits for at once, by the addresses of its memory. See `collective`."""
-        if self._life.over:
+        if self._life.over:  # before any function is called: this is the shortest way
             self._check()
         if self._call is None:
             what, kept = Signature(kind, dtype, reduction, root, count, self.mark), Kept(outputs, held, finish)
