@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT_S = 60.0
-_PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "shoal.comm.mesh", "shoal.recipes.proof.verifying"]
+_PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "shoal.comm.mesh", "shoal.recipes.verification.verify"]
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config.check import checked
-from shoal.config.load import read
-from shoal.config.overrides import apply
+from shoal.config.load import apply, read
 from shoal.errors import ShoalError, UsageError
 from shoal.launch.environment import place_from
 from shoal.observe.facts import facts_path
 from shoal.recipes.objects import Given
-from shoal.recipes.reading import check_across
-from shoal.recipes.run_file import RunFile, run_directory
 from shoal.recipes.start import run
 from shoal.recipes.user_code import GIVEN
+from shoal.runfile.load import check_across
+from shoal.runfile.run_file import RunFile, run_directory
 
 ONLY_RUN = "SHOAL_ONLY_RUN"
 """Which run the ranks of a script were started for: they pass over its other calls of `train`."""

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from shoal.comm.diagnosis import introduce
-from shoal.comm.hierarchical.build import share_hosts
+from shoal.comm.hierarchical.group import share_hosts
 from shoal.comm.shm.core import CoreMissing
 from shoal.comm.shm.group import share_core
 from shoal.comm.shm.host import Apart, host_identity

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from shoal.checkpoint import manifest as manifests
-from shoal.checkpoint.places import MANIFEST, Places
+from shoal.checkpoint.objects import MANIFEST, Places
 
 
 def nothing(path: Path) -> bool:

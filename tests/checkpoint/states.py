@@ -11,9 +11,9 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
-from shoal.checkpoint.exchange import LocalExchange
+from shoal.checkpoint.agreement import LocalExchange
 from shoal.checkpoint.load import checkpoints, read_manifest
-from shoal.checkpoint.places import TEMPORARY, Places
+from shoal.checkpoint.objects import TEMPORARY, Places
 from shoal.checkpoint.save import Saver, SaveReport
 
 light = settings(deadline=None, max_examples=50)

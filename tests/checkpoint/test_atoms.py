@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.checkpoint.atoms import atoms_of, minus
+from shoal.checkpoint.plan import atoms_of, minus
 from shoal.errors import UsageError
 from shoal.topology.box import Box, whole
 from tests.checkpoint.cuts import held, shapes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.checkpoint.compare import compare
+from shoal.checkpoint.inspect import compare
 from shoal.errors import UsageError
 from shoal.topology.box import boxes_of_run
 from tests.checkpoint.cuts import targets

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from shoal.checkpoint.inspect import listing, verify
-from shoal.checkpoint.places import Places
+from shoal.checkpoint.objects import Places
 from shoal.errors import UsageError
 from tests.checkpoint.states import save, saver_for, state_of
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shoal.checkpoint.load import newest_verified, read_all
-from shoal.checkpoint.places import TEMPORARY, Places
+from shoal.checkpoint.objects import TEMPORARY, Places
 from tests.checkpoint.killed_saver import HALVES, deaths, folder_of
 from tests.checkpoint.states import leftovers, same, save, saver_for, state_of
 

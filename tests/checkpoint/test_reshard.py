@@ -13,9 +13,9 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.checkpoint.exchange import LocalExchange
+from shoal.checkpoint.agreement import LocalExchange
+from shoal.checkpoint.inventory import Target
 from shoal.checkpoint.load import checkpoints, read_all, read_into, read_manifest
-from shoal.checkpoint.part import Target
 from shoal.checkpoint.save import Saver
 from shoal.errors import UsageError
 from shoal.topology.box import Box

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal.checkpoint.load import checkpoints, newest_verified
-from shoal.checkpoint.places import Places
+from shoal.checkpoint.objects import Places
 from tests.checkpoint.states import leftovers, save, saver_for, state_of
 
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from shoal.checkpoint import round as rounds
+from shoal.checkpoint.agreement import LocalExchange
 from shoal.checkpoint.durable import OnPoint, unheard
-from shoal.checkpoint.exchange import LocalExchange
 from shoal.checkpoint.load import checkpoints, newest_verified, read_all, read_manifest
-from shoal.checkpoint.places import Places
+from shoal.checkpoint.objects import Places
 from shoal.checkpoint.save import Saver, SaveReport
 from shoal.errors import EnvironmentFault, UsageError
 from tests.checkpoint.states import LAYOUT, OBJECT_BYTES, leftovers, on_ranks, same, save, saver_for, state_of

@@ -12,7 +12,7 @@ from safetensors.torch import load
 
 from shoal.checkpoint.dtypes import DTYPES
 from shoal.checkpoint.grid import TensorSpec, parcels
-from shoal.checkpoint.part import parts_of
+from shoal.checkpoint.inventory import parts_of
 from shoal.checkpoint.staging import Staging
 from shoal.checkpoint.tensorfile import read
 from shoal.errors import CorruptCheckpoint

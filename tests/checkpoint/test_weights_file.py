@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from shoal.checkpoint.inspect import export, import_weights
 from shoal.checkpoint.load import read_all, read_manifest
-from shoal.checkpoint.weights_file import export, import_weights
 from shoal.errors import UsageError
 from tests.checkpoint.states import leftovers, same, save, saver_for, state_of
 

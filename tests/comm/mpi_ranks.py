@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.backends import Transport
-from shoal.comm.checking.recurrence import CONTEXT
+from shoal.comm.checking.pending import CONTEXT
 from shoal.comm.collective import GroupCollective
 from shoal.comm.mesh import Mesh, build_mesh
-from shoal.comm.mpi.build import share_mpi
+from shoal.comm.mpi.group import share_mpi
 from shoal.comm.seam import Seam
 from shoal.errors import CollectiveError, EnvironmentFault
 from shoal.launch.environment import Place, place_from

@@ -14,8 +14,8 @@ from shoal.collectives.catalogue import tables
 from shoal.collectives.table import Kind, Table, relabelled
 from shoal.comm.algorithms import execute
 from shoal.comm.algorithms.choose import choose, ranking
-from shoal.comm.algorithms.chosen import ChosenCollective
 from shoal.comm.algorithms.probe import probe
+from shoal.comm.algorithms.tables import ChosenCollective
 from shoal.comm.collective import Collective, Handle, Reduction
 from shoal.comm.local import local_group
 from shoal.errors import CollectiveError, LayoutError

@@ -16,14 +16,11 @@ from torch.distributed._functional_collectives import all_gather_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import shoal.c10d  # noqa: F401  (the backend's name)
-from shoal.comm.alone import Alone
-from shoal.comm.collective import Collective, Handle
+from shoal.comm.collective import Alone, Collective, Handle
 from shoal.comm.conditions import Conditions, Fault
-from shoal.comm.hierarchical.build import share_hosts
-from shoal.comm.hierarchical.division import division_of
-from shoal.comm.hierarchical.group import Hierarchical
+from shoal.comm.hierarchical.division import TWO_LEVELS, between_hosts, division_of, ring_between_hosts
+from shoal.comm.hierarchical.group import Hierarchical, share_hosts
 from shoal.comm.hierarchical.two_levels import PIECE_BYTES, TwoLevels
-from shoal.comm.hierarchical.volume import TWO_LEVELS, between_hosts, ring_between_hosts
 from shoal.comm.local import local_group
 from shoal.comm.volume import Sent, Volume
 from shoal.errors import CollectiveError

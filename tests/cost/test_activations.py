@@ -7,13 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cost.activations import Kept, layer_activation_bytes, logit_bytes
-from shoal.cost.flops import Recompute
-from shoal.cost.footprint import Overheads, footprint
-from shoal.cost.in_flight import in_flight
+from shoal.cost.activations import Kept, in_flight, layer_activation_bytes, logit_bytes
+from shoal.cost.footprint import MEGATRON_FP16, Overheads, footprint
 from shoal.cost.plan import Plan, Schedule
-from shoal.cost.state_bytes import MEGATRON_FP16
-from shoal.cost.transformer import gpt, llama
+from shoal.cost.transformer import Recompute, gpt, llama
 from shoal.topology.layout import Layout
 
 PUBLISHED = Path(__file__).parent.parent / "planner" / "published"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.cost.flops import attention_flops, hardware_flops, layer_flops, model_flops
-from shoal.cost.transformer import gpt
+from shoal.cost.transformer import attention_flops, gpt, hardware_flops, layer_flops, model_flops
 
 SEQUENCE, VOCABULARY, PEAK = 2048, 51200, 312e12
 POINTS = 0.25

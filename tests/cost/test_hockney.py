@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from shoal.cost.hockney import fit
+from shoal.cost.alpha_beta import fit
 
 SIZES = [2.0**power for power in range(2, 27, 2)]
 EXACT = 1e-9

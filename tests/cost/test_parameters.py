@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cost.parameters import active_parameters, total_parameters
-from shoal.cost.transformer import Transformer, gpt, llama
+from shoal.cost.transformer import Transformer, active_parameters, gpt, llama, total_parameters
 
 PUBLISHED = Path(__file__).parent.parent / "planner" / "published"
 ROUNDED = 0.006

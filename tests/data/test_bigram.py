@@ -6,8 +6,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from shoal.data import bigram
-from shoal.data.bigram import bigram_counts, bigram_nats_per_byte
+from shoal.data import corpora as bigram
+from shoal.data.corpora import bigram_counts, bigram_nats_per_byte
 
 
 def naive_loss(train: bytes, held_out: bytes) -> float:

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.data.cursor import Cursor
-from shoal.data.interval import Interval, IntervalSet
+from shoal.data.cursor import Cursor, Interval, IntervalSet
 from shoal.errors import DataError
 
 intervals = st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda t: Interval(t[0], t[0] + t[1]))

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.data.documents import Documents
+from shoal.data.tokens import Documents
 from shoal.errors import DataError
 
 

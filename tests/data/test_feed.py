@@ -11,9 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.data.cursor import Cursor
+from shoal.data.cursor import Cursor, Interval
 from shoal.data.feed import Feed, evaluation_batches
-from shoal.data.interval import Interval
 from shoal.data.order import Order
 from shoal.data.sample import Batch
 from shoal.errors import ConfigError, DataError, UserCodeError

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.data.interval import Interval
-from shoal.data.share import microbatches, share
+from shoal.data.cursor import Interval
+from shoal.data.order import microbatches, share
 from shoal.errors import ConfigError
 
 

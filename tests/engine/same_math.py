@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.alone import Alone
+from shoal.comm.collective import Alone
 from shoal.comm.conditions import Conditions
 from shoal.comm.mesh import Mesh
 from shoal.data.config import Denominator

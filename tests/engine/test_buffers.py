@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.engine.buffers import BufferGuard
+from shoal.engine.batch_statistics import BufferGuard
 from shoal.errors import UserCodeError
 from tests.comm.groups import replicas
 from tests.engine.same_math import Case, Pictures, alone, trajectory

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from shoal.data.sample import Batch
 from shoal.engine.compute import Compute
 from shoal.engine.loss import cross_entropy
-from shoal.engine.nonfinite import first_nonfinite
 from shoal.engine.precision import Precision
 from shoal.engine.randomness import Randomness
+from shoal.engine.recovery import first_nonfinite
 
 
 class Net(nn.Module):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.alone import Alone
+from shoal.comm.collective import Alone
 from shoal.comm.ledger import Ledger
 from shoal.data.sample import Batch
 from shoal.engine.compute import Compute

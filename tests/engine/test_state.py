@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from shoal.checkpoint.exchange import LocalExchange
-from shoal.checkpoint.part import Target, targets_of
-from shoal.checkpoint.weights_file import export, import_weights
+from shoal.checkpoint.agreement import LocalExchange
+from shoal.checkpoint.inspect import export, import_weights
+from shoal.checkpoint.inventory import Target, targets_of
 from shoal.data.cursor import Cursor
 from shoal.engine.precision import LossScaler
 from shoal.engine.resume import load_weights, resume

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shoal.launch import doctor, loopback
-from shoal.launch.memory_limit import MemoryLimit
+from shoal.launch.devices import MemoryLimit
 
 GIB = doctor.GIB
 WELL = [

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from shoal.launch.failure import Failure
-from shoal.launch.failure_report import failure_report
-from shoal.launch.root_cause import Exit, root_cause
+from shoal.launch.root_cause import Exit, failure_report, root_cause
 
 
 def record(rank: int, message: str, *, secondary: bool = False) -> Failure:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.launch import gpu_names as module
-from shoal.launch.gpu_names import gpu_names
+from shoal.launch import devices as module
+from shoal.launch.devices import gpu_names
 
 
 def test_a_name_for_each_gpu_that_may_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import pytest
 from shoal.errors import EnvironmentFault
 from shoal.launch import doctor
 from shoal.launch.lab import iproute, owner
-from shoal.launch.lab.counters import counted
+from shoal.launch.lab.iproute import counted
 from shoal.launch.lab.network import address, network
 from shoal.launch.lab.start import throttled
 from tests.launch.labs import can_lab, lab_of

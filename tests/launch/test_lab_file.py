@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import shoal
+from shoal.config.check import keys_of
 from shoal.config.reference import markdown
-from shoal.config.shape import keys_of
 from shoal.config.table import Table
 from shoal.errors import ConfigError
 from shoal.launch.lab.lab_file import LabTable, LinkTable, lab_from, load_lab

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.launch.memory_limit import memory_limit
+from shoal.launch.devices import memory_limit
 
 MEMINFO = "MemTotal:       1000 kB\nMemAvailable:    600 kB\nHugePages_Total:       0\n"
 GROUP_FILES = {

@@ -8,12 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from shoal.launch.orphans import LAUNCHER_PID, LAUNCHER_PIPE
+from shoal.launch.rank_process import LAUNCHER_PID, LAUNCHER_PIPE
 
 SOURCE = Path(__file__).parents[2] / "src"
 RANK = """
 import os, time
-from shoal.launch.orphans import die_with_parent
+from shoal.launch.rank_process import die_with_parent
 die_with_parent(os.environ)
 print("armed", flush=True)
 time.sleep(60)

@@ -13,7 +13,7 @@ from shoal.models.build import build, parameter_count
 from shoal.models.config import GPTConfig
 from shoal.models.dropout import KeyedDropout, set_sample_keys
 from shoal.models.initialise import initialise
-from shoal.models.rotary import rotated, rotations
+from shoal.models.layers import rotated, rotations
 
 VOCABULARY = 40
 # Two orders of the same float64 sums.

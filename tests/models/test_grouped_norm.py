@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shoal.models.grouped_norm import GroupedBatchNorm2d
-from shoal.models.statistics import StepStatistics
+from shoal.models.grouped_norm import GroupedBatchNorm2d, StepStatistics
 
 GROUP = 4
 # The same sums in float64; only the last bits may differ with their order.

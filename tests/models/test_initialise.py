@@ -12,8 +12,7 @@ from shoal.errors import UserCodeError
 from shoal.models.build import build, parameter_count
 from shoal.models.config import BuiltInModel, ConvNetConfig, GPTConfig, MLPConfig
 from shoal.models.initialise import BLOCK_NUMEL, draw, initialise
-from shoal.models.law import ONES, Normal
-from shoal.models.roles import Role, roles_of
+from shoal.models.roles import ONES, Normal, Role, roles_of
 
 SMALL: list[BuiltInModel] = [
     GPTConfig(vocabulary=32, layers=2, width=16, heads=2),

@@ -13,15 +13,14 @@ import torch.nn.functional as F
 
 from shoal.models.build import build
 from shoal.models.config import ModelConfig, MoEConfig
-from shoal.models.feed_forward import GELU, SwiGLU
+from shoal.models.grouped_norm import StepStatistics
 from shoal.models.initialise import initialise
-from shoal.models.mixture import Mixture, MixtureOptions
+from shoal.models.layers import GELU, SwiGLU
+from shoal.models.mixture import Mixture, MixtureOptions, grouped_linear
 from shoal.models.mixture_auxiliary import auxiliary_total, counted_tokens, set_auxiliary, use_auxiliary
-from shoal.models.mixture_experts import grouped_linear
 from shoal.models.mixture_loads import expert_loads, load_figures, loads
 from shoal.models.roles import roles_of
 from shoal.models.router import top_k
-from shoal.models.statistics import StepStatistics
 
 # Two orders of the same float64 sums.
 F64 = {"rtol": 1e-12, "atol": 1e-13}

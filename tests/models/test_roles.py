@@ -9,8 +9,7 @@ from torch import nn
 from shoal.errors import UserCodeError
 from shoal.models.build import build
 from shoal.models.config import BuiltInModel, ConvNetConfig, GPTConfig, MLPConfig
-from shoal.models.law import ONES, ZEROS, Normal
-from shoal.models.roles import Role, role_of, roles_of
+from shoal.models.roles import ONES, ZEROS, Normal, Role, role_of, roles_of
 
 CONFIGS: list[BuiltInModel] = [
     GPTConfig(),

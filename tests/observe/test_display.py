@@ -13,8 +13,7 @@ import time
 
 import pytest
 
-from shoal.observe.display import Display, PlainDisplay, SilentDisplay, display_for
-from shoal.observe.live import LiveDisplay
+from shoal.observe.display import Display, LiveDisplay, PlainDisplay, SilentDisplay, display_for
 from shoal.observe.progress import Progress
 
 VALUES = {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shoal.observe.events import Event, EventWriter
 from shoal.observe.expert_loads import layer_loads
-from shoal.observe.heat import MAX_COLUMNS, heat_map
+from shoal.observe.expert_section import MAX_COLUMNS, heat_map
 from shoal.observe.report import write_report
 from tests.observe.synthetic import write_run
 

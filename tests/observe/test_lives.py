@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 
 from shoal.observe.events import Event
-from shoal.observe.lives import lives, training_time_s
+from shoal.observe.facts import lives, training_time_s
 
 
 def steps(numbers: Iterable[int], *, start_s: float, generation: int = 0) -> list[Event]:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from shoal.cost.plan import Plan
 from shoal.cost.transformer import Transformer, llama
-from shoal.planner.predict.constants import Constants
+from shoal.planner.predict.bill import Constants
 from shoal.planner.predict.predictor import Predictor, Workload
 from shoal.planner.predict.stack import MODERN, Stack
 from shoal.topology.cluster import Cluster

@@ -12,9 +12,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.part import parts_of
+from shoal.checkpoint.inventory import parts_of
 from shoal.checkpoint.save import Saver
-from shoal.comm.named import gather_named
+from shoal.comm.gather import gather_named
 from shoal.data.cursor import Cursor
 from shoal.engine.resume import resume
 from shoal.launch.environment import Place

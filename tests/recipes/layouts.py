@@ -10,10 +10,10 @@ import numpy as np
 
 from shoal.launch.environment import Place
 from shoal.recipes.objects import Given
-from shoal.recipes.proof.verdict import Verdict
-from shoal.recipes.proof.verifying import verify_rank
-from shoal.recipes.reading import check_across
-from shoal.recipes.run_file import RunFile
+from shoal.recipes.verification.verdict import Verdict
+from shoal.recipes.verification.verify import verify_rank
+from shoal.runfile.load import check_across
+from shoal.runfile.run_file import RunFile
 from tests.ranks import TestPlace
 
 GPT: dict[str, Any] = {

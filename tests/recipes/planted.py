@@ -62,7 +62,7 @@ def wrong_group(rank: int) -> Iterator[None]:
 @contextmanager
 def microbatch_dropped(rank: int) -> Iterator[None]:
     """The last microbatch is left out of a pipeline."""
-    from shoal.engine.uniform import Uniform, padding_like
+    from shoal.engine.microbatches import Uniform, padding_like
 
     original = Uniform.__call__
 
@@ -77,7 +77,7 @@ def microbatch_dropped(rank: int) -> Iterator[None]:
 @contextmanager
 def wrong_rotary_offset(rank: int) -> Iterator[None]:
     """Every context rank counts its tokens from 0."""
-    from shoal.engine import sequence
+    from shoal.engine import microbatches as sequence
 
     original = sequence._placed
     with patch.object(sequence, "_placed", lambda inputs, places: original(inputs, torch.arange(len(places)))):
@@ -154,7 +154,7 @@ def stash_forgotten(rank: int) -> Iterator[None]:
     """An asynchronous pipeline's backwards run with the newest weights, not with those of their forwards."""
     from contextlib import nullcontext
 
-    from shoal.parallel.pipeline.stash import Stash
+    from shoal.parallel.pipeline.pipedream import Stash
 
     with patch.object(Stash, "restored", lambda self, microbatch: nullcontext()):
         yield

@@ -13,7 +13,7 @@ from shoal.errors import ConfigError, UsageError
 from shoal.launch.environment import Place
 from shoal.launch.lab.start import RATES, throttled
 from shoal.recipes.lab import conditions_from, processes_in
-from shoal.recipes.reading import load_run
+from shoal.runfile.load import load_run
 from tests.cli.project import Project, project
 from tests.comm.groups import replicas
 from tests.comm.hosts import on_host

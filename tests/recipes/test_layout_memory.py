@@ -11,10 +11,10 @@ import torch
 
 from shoal.launch.environment import Place
 from shoal.memory.allocations import allocated
+from shoal.planning.answer import cluster_of, predictor_on, tensor_bytes
+from shoal.planning.plan_file import written_plan
 from shoal.recipes.benchmarks.layouts import peak_bytes
-from shoal.recipes.planning.answer import cluster_of, predictor_on, tensor_bytes
-from shoal.recipes.planning.plan_file import written_plan
-from shoal.recipes.reading import load_run
+from shoal.runfile.load import load_run
 from tests.ranks import TestPlace
 
 WITHIN = 0.05

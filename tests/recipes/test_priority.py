@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.checkpoint.exchange import LocalExchange
+from shoal.checkpoint.agreement import LocalExchange
 from shoal.checkpoint.load import read_all, read_manifest
-from shoal.checkpoint.places import Places
+from shoal.checkpoint.objects import Places
 from shoal.data.cursor import Cursor
 from shoal.engine import loop
 from shoal.engine.resume import resume
@@ -25,8 +25,8 @@ from shoal.launch.environment import Place
 from shoal.recipes.assembly import new_feed, new_state, new_step, new_sync
 from shoal.recipes.benchmarks.gpt_job import gpt_job
 from shoal.recipes.objects import Given
-from shoal.recipes.reading import check_across
 from shoal.recipes.setting import set_up
+from shoal.runfile.load import check_across
 from shoal.sync.priority import PrioritySync
 from tests.ranks import TestPlace
 from tests.recipes.journey import LR, save, whole_state

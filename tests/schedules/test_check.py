@@ -7,13 +7,10 @@ from dataclasses import replace
 import pytest
 
 from shoal.errors import LayoutError
-from shoal.schedules.action import Action
 from shoal.schedules.build import NAMES, build
-from shoal.schedules.check import check
-from shoal.schedules.draw import drawn
-from shoal.schedules.order import completing
-from shoal.schedules.table import Table
-from shoal.schedules.timeline import timeline
+from shoal.schedules.check import check, completing
+from shoal.schedules.table import Action, Table
+from shoal.schedules.timeline import drawn, timeline
 
 GOOD = build("ZB-H1", ranks=2, microbatches=3)
 

@@ -8,9 +8,9 @@ import pytest
 from torch.distributed.pipelining import schedules as pytorch
 
 from shoal.errors import LayoutError
-from shoal.schedules.action import KINDS
 from shoal.schedules.build import build
 from shoal.schedules.limits import round_size
+from shoal.schedules.table import KINDS
 
 CLASSES: dict[str, Any] = {
     "GPipe": pytorch.ScheduleGPipe,

@@ -10,8 +10,7 @@ from shoal.errors import LayoutError
 from shoal.schedules.build import build
 from shoal.schedules.check import check
 from shoal.schedules.table import Table
-from shoal.schedules.timed import Times, zero_bubble
-from shoal.schedules.timeline import timeline
+from shoal.schedules.timeline import Times, timeline, zero_bubble
 
 ROUNDING = 1e-9
 """Relative: the same float64 sums in another order."""

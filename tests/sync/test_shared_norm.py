@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.comm.alone import Alone
 from shoal.comm.buckets.summed import Summand, share_of
-from shoal.comm.collective import Collective
+from shoal.comm.collective import Alone, Collective
 from shoal.sync.allreduce import AllReduceSync
 from shoal.sync.config import AllReduce
 from tests.comm.groups import replicas

@@ -11,8 +11,18 @@ from shoal.collectives import ring
 from shoal.collectives.table import relabelled
 from shoal.cost.walk import walk_s
 from shoal.errors import LayoutError
-from shoal.topology.links import Links, Matrix, clustered, hosts, measured, slow_links, uniform
-from shoal.topology.ring_order import EXACT_RANKS, best_order, pace
+from shoal.topology.links import (
+    EXACT_RANKS,
+    Links,
+    Matrix,
+    best_order,
+    clustered,
+    hosts,
+    measured,
+    pace,
+    slow_links,
+    uniform,
+)
 
 NOISE = 0.3
 """Two measurements of one link differ by this much on a busy machine."""

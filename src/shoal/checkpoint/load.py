@@ -1,4 +1,8 @@
-"""Loading: the newest checkpoint that is whole, read into tensors of any layout by the intersection of boxes.
+"""Do the tensors of a model and those of a checkpoint fit? If not, the first few differences say which model it is.
+
+Is a checkpoint whole? Every object that its manifest names is read and hashed.
+
+Loading: the newest checkpoint that is whole, read into tensors of any layout by the intersection of boxes.
 
 Nothing in a file is trusted before it is checked, and nothing is unpickled. Objects are mapped, so that a rank that
 needs a part of a tensor reads that part, and none that it needs nothing of.
@@ -7,10 +11,11 @@ needs a part of a tensor reads that part, and none that it needs nothing of.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -18,13 +23,103 @@ from shoal.checkpoint import manifest as manifests
 from shoal.checkpoint import tensorfile
 from shoal.checkpoint.dtypes import BY_NAME, dtype_name
 from shoal.checkpoint.grid import family
+from shoal.checkpoint.inventory import Held, Target, parts_of
 from shoal.checkpoint.manifest import BoxEntry, Manifest, TensorEntry
-from shoal.checkpoint.matching import Expected, require_match
-from shoal.checkpoint.part import Held, Target, parts_of
-from shoal.checkpoint.places import MANIFEST, Places, step_name
-from shoal.checkpoint.verify import findings
+from shoal.checkpoint.objects import MANIFEST, Places, damage, step_name
 from shoal.errors import CorruptCheckpoint, UsageError, VerificationFailed
 from shoal.topology.box import Box, intersection
+
+_NAMED = 3
+
+
+class Expected(NamedTuple):
+    """What the model has under a name: the global shape and the element type."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+Wanted = Sequence[tuple[str, Expected]]
+
+
+def require_match(
+    saved: Mapping[str, TensorEntry], wanted: Wanted, asked: Collection[str] | None, *, cast: bool
+) -> None:
+    """Raise `UsageError` unless `saved` can fill `wanted`, where a name may occur several times.
+
+    `asked` are the names that all ranks together want: others in `saved`, and those missing there, are refused too;
+    None does not compare names. `cast` allows other element types.
+    """
+    both = [(name, expected) for name, expected in wanted if name in saved]
+    shapes = [_shapes(name, saved[name], want) for name, want in both if tuple(saved[name].shape) != want.shape]
+    differences = [_listed("other shapes", shapes)]
+    if asked is not None:
+        differences.append(_listed("missing in it", sorted(_absent(asked, saved))))
+        differences.append(_listed("only in it", sorted(_absent(saved, asked))))
+    if any(differences):
+        raise UsageError(
+            f"this run directory holds another model: {'; '.join(filter(None, differences))}. "
+            "Set run.directory to a new folder, or go back to the model that wrote it"
+        )
+    types = [
+        f"{name} is {saved[name].dtype}, not {want.dtype}" for name, want in both if saved[name].dtype != want.dtype
+    ]
+    if types and not cast:
+        raise UsageError(
+            f"{_listed('the checkpoint has other element types', types)}: train in these, or ask for a cast"
+        )
+
+
+def _shapes(name: str, saved: TensorEntry, wanted: Expected) -> str:
+    return f"{name} {list(saved.shape)} there, {list(wanted.shape)} here"
+
+
+def _absent(names: Iterable[str], other: Collection[str]) -> list[str]:
+    return [name for name in names if name not in other]
+
+
+def _listed(what: str, items: Sequence[str]) -> str:
+    items = list(dict.fromkeys(items))
+    if not items:
+        return ""
+    more = f" and {len(items) - _NAMED} more" if len(items) > _NAMED else ""
+    return f"{what}: {', '.join(items[:_NAMED])}{more}"
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """Something wrong with the checkpoint of `step`: the file, the tensors that it holds, and a sentence with both."""
+
+    step: int
+    path: str
+    tensors: list[str]
+    sentence: str
+
+
+def findings(manifest: Manifest, directory: Path) -> Iterator[Finding]:
+    """What is wrong with the objects of `manifest`, in the run directory `directory`; nothing when it is whole."""
+    places = Places(directory)
+    holds = tensors_by_object(manifest)
+    for digest, nbytes in manifest.objects.items():
+        path = places.object(digest)
+        problem = damage(path, digest, nbytes=nbytes)
+        if problem:
+            names = holds[digest]
+            yield Finding(manifest.step, str(path), names, _sentence(manifest.step, path, problem, names))
+
+
+def tensors_by_object(manifest: Manifest) -> dict[str, list[str]]:
+    """The names of the tensors that have a box in each object."""
+    holds: dict[str, list[str]] = defaultdict(list)
+    for tensor in manifest.tensors:
+        for digest in {box.object for box in tensor.boxes}:
+            holds[digest].append(tensor.name)
+    return holds
+
+
+def _sentence(step: int, path: Path, problem: str, names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    held = f"{', '.join(names[:_NAMED])}{more}" if names else "no tensor"
+    return f"checkpoint of step {step}: {path} {problem}; it holds {held}. Use another checkpoint, and check the disk"
 
 
 def checkpoints(directory: Path) -> list[Path]:

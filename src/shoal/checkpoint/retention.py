@@ -13,7 +13,7 @@ from pathlib import Path
 
 from shoal.checkpoint import manifest as manifests
 from shoal.checkpoint.durable import Disk
-from shoal.checkpoint.places import TEMPORARY, Places, temporary
+from shoal.checkpoint.objects import TEMPORARY, Places, temporary
 from shoal.errors import VerificationFailed
 
 

@@ -16,18 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.checkpoint.agreement import Agreement, Ranks
-from shoal.checkpoint.durable import Disk, OnPoint, unheard
-from shoal.checkpoint.exchange import Exchange
-from shoal.checkpoint.faults import sentence
-from shoal.checkpoint.inventory import Inventory, inventory_of
-from shoal.checkpoint.part import Held, Target, parts_of
-from shoal.checkpoint.places import Places
-from shoal.checkpoint.plain import plain
+from shoal.checkpoint.agreement import Agreement, Exchange, Ranks
+from shoal.checkpoint.durable import Disk, OnPoint, sentence, unheard
+from shoal.checkpoint.inventory import Held, Inventory, Target, inventory_of, parts_of
+from shoal.checkpoint.objects import Places
 from shoal.checkpoint.plan import Plan, plan_for
 from shoal.checkpoint.retention import sweep
 from shoal.checkpoint.round import Round, Seat
 from shoal.checkpoint.staging import Staging
+from shoal.checkpoint.tensorfile import plain
 from shoal.errors import EnvironmentFault
 from shoal.topology.box import Box
 

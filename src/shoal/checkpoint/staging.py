@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shoal.checkpoint.dtypes import BY_NAME
 from shoal.checkpoint.grid import Parcel, Piece
-from shoal.checkpoint.part import Target
+from shoal.checkpoint.inventory import Target
 from shoal.checkpoint.tensorfile import header_of
 from shoal.topology.box import Box, intersection
 

@@ -1,4 +1,6 @@
-"""The bytes of one object: a safetensors file, written and read within bounds.
+"""State as plain JSON: a frozen copy in which nothing was changed, or a refusal that names the value.
+
+The bytes of one object: a safetensors file, written and read within bounds.
 
     8 bytes   length of the header, little-endian
     header    JSON {key: {"dtype", "shape", "data_offsets": [begin, end]}}, padded with spaces to a multiple of 8
@@ -10,10 +12,12 @@ reader opens these files; Shoal's own reader trusts no number in them before it 
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -21,7 +25,33 @@ from torch import Tensor
 
 from shoal.checkpoint.dtypes import BY_NAME, DTYPES
 from shoal.checkpoint.grid import Parcel
-from shoal.errors import CorruptCheckpoint
+from shoal.errors import CorruptCheckpoint, UsageError
+
+
+def plain(value: Any, where: str) -> Any:
+    """A deep copy of `value` made of JSON's own types; `where` is its name in the message of a `UsageError`.
+
+    JSON would turn NaN into null and the key 1 into "1" without a word, so both are refused; a tuple becomes a list.
+    """
+    if isinstance(value, Mapping):
+        return {_key(key, where): plain(item, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UsageError(f"{where} is {value}, which JSON cannot hold: save None or a string in its place")
+    if value is None or type(value) in (str, bool, int, float):
+        return value
+    raise UsageError(
+        f"{where} is of type {type(value).__name__}; the state of a checkpoint is JSON: pass tensors as tensors, "
+        "and the rest as numbers, strings, lists and mappings"
+    )
+
+
+def _key(key: object, where: str) -> str:
+    if not isinstance(key, str):
+        raise UsageError(f"{where} has the key {key!r}; the keys of a checkpoint's state are strings: use {str(key)!r}")
+    return key
+
 
 MAX_HEADER_BYTES = 1 << 20
 _LENGTH_BYTES = 8

@@ -11,7 +11,7 @@ import msgspec
 import typer
 
 if TYPE_CHECKING:
-    from shoal.checkpoint.compare import Difference
+    from shoal.checkpoint.inspect import Difference
 
 app = typer.Typer(help="Reads checkpoints without a job.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -68,7 +68,7 @@ def diff(first: Source, second: Source, as_json: AsJson = False) -> None:
 
     Example: shoal checkpoint diff runs/a runs/b/checkpoints/step-00000100
     """
-    from shoal.checkpoint.compare import compare
+    from shoal.checkpoint.inspect import compare
 
     found = compare(first, second)
     if as_json:
@@ -99,7 +99,7 @@ def export(
 
     Example: shoal checkpoint export runs/stdlib-gpt weights.safetensors
     """
-    from shoal.checkpoint.weights_file import export as write
+    from shoal.checkpoint.inspect import export as write
 
     step = write(source, file)
     print(json.dumps({"step": step, "file": str(file)}) if as_json else f"{file}: the weights of step {step}")
@@ -115,7 +115,7 @@ def import_(
 
     Example: shoal checkpoint import weights.safetensors imported
     """
-    from shoal.checkpoint.weights_file import import_weights
+    from shoal.checkpoint.inspect import import_weights
 
     folder = import_weights(file, directory)
     print(json.dumps({"checkpoint": str(folder)}) if as_json else f"{folder}: start from it with run.warm_start")

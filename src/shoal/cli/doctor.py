@@ -50,10 +50,9 @@ def doctor(
 
 def _write_cluster(path: Path) -> tuple[str, ...]:
     """What was assumed."""
-    from shoal.launch.gpu_names import gpu_names
-    from shoal.launch.memory_limit import memory_limit
-    from shoal.recipes.planning.cluster_here import Facts, describe
-    from shoal.recipes.planning.here import calibration_here, cores
+    from shoal.launch.devices import gpu_names, memory_limit
+    from shoal.planning.cluster_here import Facts, describe
+    from shoal.planning.operators import calibration_here, cores
 
     limit = memory_limit()
     memory_bytes = limit.total_bytes if limit is not None else 4 * cores() << 30

@@ -24,9 +24,9 @@ def evaluate(
     Example: shoal evaluate runs/digits run.processes=1
     """
     from shoal.launch.environment import Place
-    from shoal.recipes.reading import load_run
-    from shoal.recipes.run_file import RunFile
     from shoal.recipes.start import run
+    from shoal.runfile.load import load_run
+    from shoal.runfile.run_file import RunFile
 
     folder = source.parent.parent if (source / "manifest.json").exists() else source
     loaded = load_run(folder / "run.toml", overrides or ())

@@ -15,11 +15,11 @@ from shoal.cli.output import output_file
 
 if TYPE_CHECKING:
     from shoal.planner.search.scaling import Scaled
-    from shoal.recipes.planning.answer import Planned
-    from shoal.recipes.planning.confidence import Confidence
-    from shoal.recipes.planning.operators import OperatorSplits
-    from shoal.recipes.planning.trial import Trial
-    from shoal.recipes.run_file import RunFile
+    from shoal.planning.answer import Planned
+    from shoal.planning.history import Confidence
+    from shoal.planning.operators import OperatorSplits
+    from shoal.planning.trial import Trial
+    from shoal.runfile.run_file import RunFile
 
 
 def plan(
@@ -65,11 +65,11 @@ def plan(
     Example: shoal plan recipes/stdlib-gpt.toml --why-not tensor=2
     """
     from shoal.planner.search.scaling import scaling_of
-    from shoal.recipes.planning.answer import cluster_file, planned
-    from shoal.recipes.planning.confidence import confidence_in
-    from shoal.recipes.planning.pictures import draw_plan
-    from shoal.recipes.planning.plan_file import run_file_of
-    from shoal.recipes.reading import load_run
+    from shoal.planning.answer import cluster_file, planned
+    from shoal.planning.history import confidence_in
+    from shoal.planning.pictures import draw_plan
+    from shoal.planning.plan_file import run_file_of
+    from shoal.runfile.load import load_run
 
     loaded = load_run(run_file, overrides or ())
     result = planned(loaded, cluster_file(loaded, cluster), keep=max(top, measure), why_not=why_not)
@@ -98,7 +98,7 @@ def plan(
 
 
 def _trials(path: Path, result: Planned, overrides: Sequence[str], number: int) -> list[Trial]:
-    from shoal.recipes.planning.trial import check_here, tried
+    from shoal.planning.trial import check_here, tried
 
     check_here(result.predictor.cluster, os.environ)
 
@@ -122,7 +122,7 @@ def _trials_text(trials: Sequence[Trial]) -> str:
 
 
 def _splits(run_file: RunFile, result: Planned, ranks: int) -> OperatorSplits:
-    from shoal.recipes.planning.operators import operator_splits
+    from shoal.planning.operators import operator_splits
 
     return operator_splits(run_file, result.predictor, result.found.best[0].plan, ranks=ranks)
 
@@ -156,7 +156,7 @@ def _as_text(result: Planned, confidence: Confidence, scaled: Scaled | None) -> 
 
 
 def _as_json(result: Planned, confidence: Confidence, scaled: Scaled | None) -> dict[str, Any]:
-    from shoal.planner.explain.record import choice_record, confidence_record, constants_record, prediction_record
+    from shoal.planner.explain.residuals import choice_record, confidence_record, constants_record, prediction_record
     from shoal.planner.explain.text import help_sentence
 
     found, cluster, best = result.found, result.predictor.cluster, result.found.best[0]

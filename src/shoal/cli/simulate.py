@@ -11,9 +11,9 @@ import typer
 from shoal.cli.output import output_file, picture_file
 
 if TYPE_CHECKING:
-    from shoal.planner.simulate.pace import Stragglers
-    from shoal.recipes.planning.simulating import Simulated
-    from shoal.recipes.run_file import RunFile
+    from shoal.planner.simulate.work import Stragglers
+    from shoal.planning.simulating import Simulated
+    from shoal.runfile.run_file import RunFile
 
 
 def simulate(
@@ -59,11 +59,11 @@ def simulate(
 
     Example: shoal simulate recipes/stdlib-gpt-3d.toml --schedule --picture schedule.png
     """
-    from shoal.planner.simulate.pace import Stragglers
-    from shoal.planner.simulate.trace import trace as traced
-    from shoal.recipes.planning.answer import cluster_file
-    from shoal.recipes.planning.simulating import Saving, simulated
-    from shoal.recipes.reading import load_run
+    from shoal.planner.simulate.outcome import trace as traced
+    from shoal.planner.simulate.work import Stragglers
+    from shoal.planning.answer import cluster_file
+    from shoal.planning.simulating import Saving, simulated
+    from shoal.runfile.load import load_run
 
     loaded = load_run(run_file, overrides or ())
     where = cluster_file(loaded, cluster)
@@ -94,7 +94,7 @@ def simulate(
 def _show_schedule(
     run_file: RunFile, cluster: Path | None, stragglers: Stragglers, *, picture: Path | None, as_json: bool
 ) -> None:
-    from shoal.recipes.planning.schedule_view import schedule_view
+    from shoal.planning.schedule_view import schedule_view
 
     view = schedule_view(run_file, cluster, stragglers=stragglers)
     if picture is not None:
@@ -106,7 +106,7 @@ def _show_schedule(
 
 def _as_text(result: Simulated) -> list[str]:
     from shoal.planner.explain.text import money
-    from shoal.planner.simulate import text
+    from shoal.planner.simulate import outcome as text
 
     cluster, weeks = result.predictor.cluster, result.weeks
     parts = [

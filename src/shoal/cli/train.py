@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:
     from shoal.launch.environment import Place
     from shoal.launch.lab.lab_file import Lab
-    from shoal.recipes.run_file import RunFile
+    from shoal.runfile.run_file import RunFile
 
 
 def train(
@@ -27,9 +27,9 @@ def train(
 
     Example: shoal train recipes/digits.toml run.processes=2 run.steps=200
     """
-    from shoal.recipes.reading import load_run
-    from shoal.recipes.run_file import run_directory
     from shoal.recipes.start import run
+    from shoal.runfile.load import load_run
+    from shoal.runfile.run_file import run_directory
 
     loaded = load_run(run_file, overrides or ())
     command = [sys.executable, "-m", "shoal", "train", str(run_file), *(overrides or ())]

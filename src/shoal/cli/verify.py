@@ -11,7 +11,7 @@ import typer
 
 if TYPE_CHECKING:
     from shoal.launch.environment import Place
-    from shoal.recipes.run_file import RunFile
+    from shoal.runfile.run_file import RunFile
 
 
 def verify(
@@ -27,16 +27,16 @@ def verify(
 
     Example: shoal verify recipes/stdlib-gpt.toml layout.tensor=2 layout.shard=2
     """
-    from shoal.recipes.reading import load_run
-    from shoal.recipes.run_file import run_directory
     from shoal.recipes.start import run
+    from shoal.runfile.load import load_run
+    from shoal.runfile.run_file import run_directory
 
     loaded = load_run(run_file, overrides or ())
 
     def rank(run_file: RunFile, place: Place) -> None:
         from shoal.errors import VerificationFailed
         from shoal.recipes.objects import Given
-        from shoal.recipes.proof.verifying import verify_rank
+        from shoal.recipes.verification.verify import verify_rank
 
         verdict = verify_rank(run_file, place, Given(), steps=steps, exact=exact)
         if verdict is None:

@@ -64,7 +64,7 @@ def choose_backend(asked: Transport, facts: Facts) -> Choice:
 
     On one host nothing is faster than its memory. Between hosts an MPI that started the ranks knows the network best,
     faster ones than Ethernet too; Gloo speaks TCP, and two levels send the least that any algorithm can between hosts
-    (`shoal.comm.hierarchical.volume`).
+    (`shoal.comm.hierarchical.division`).
 
     Sizes of messages are decided inside a backend: `shm` takes one shot up to 128 KB and two above (without the core
     in C, Gloo takes what is below 256 KB), `hierarchical` cuts what is above 2 MB into pieces.

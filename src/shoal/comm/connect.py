@@ -15,19 +15,16 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from shoal.comm.algorithms.config import Algorithm
 from shoal.comm.algorithms.group import AlgorithmGroup
 from shoal.comm.backends import Choice, Facts, Transport, choose_backend, facts_of, written
-from shoal.comm.checking.by_exchange import ByExchange
-from shoal.comm.checking.by_marks import ByMarks
-from shoal.comm.checking.checked import Checked, Way
+from shoal.comm.checking.checked import ByExchange, ByMarks, Checked, Way
 from shoal.comm.checking.flight_recorder import FlightRecorder
 from shoal.comm.checking.revocable import Revocable
 from shoal.comm.checking.waiting import Board
 from shoal.comm.collective import GroupCollective
 from shoal.comm.conditions import Conditions
 from shoal.comm.diagnosis import Diagnosis, introduce
-from shoal.comm.hierarchical.build import share_hosts
-from shoal.comm.hierarchical.group import on_two_levels
+from shoal.comm.hierarchical.group import on_two_levels, share_hosts
 from shoal.comm.ledger import Ledger
-from shoal.comm.mpi.build import share_mpi
+from shoal.comm.mpi.group import share_mpi
 from shoal.comm.mpi.world import started_by_mpiexec, why_no_mpi
 from shoal.comm.seam import Seam
 from shoal.comm.shm.core import CoreMissing, core_identity

@@ -13,10 +13,9 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from shoal.comm.algorithms.config import Algorithm
-from shoal.comm.alone import Alone
 from shoal.comm.backends import Transport
 from shoal.comm.checking.waiting import Board
-from shoal.comm.collective import Collective
+from shoal.comm.collective import Alone, Collective
 from shoal.comm.conditions import Conditions
 from shoal.comm.connect import connect
 from shoal.comm.ledger import Ledger

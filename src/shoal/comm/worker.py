@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.at_work import AT_WORK
-from shoal.comm.futures import FutureThreads, complete
+from shoal.comm.seam_work import FutureThreads, complete
 
 
 class QueuedWork(dist.Work):

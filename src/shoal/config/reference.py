@@ -6,7 +6,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-from shoal.config.shape import Key, choices_of, keys_of, variants_of
+from shoal.config.check import Key, choices_of, keys_of, variants_of
 from shoal.config.table import Table
 
 _SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}

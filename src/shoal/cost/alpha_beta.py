@@ -14,11 +14,33 @@ Collective Communication Operations in MPICH" (2005), except where noted:
     hierarchical all-reduce      reduce-scatter inside, all-reduce of S/g between, all-gather inside
 
 All are monotone: more bytes, more ranks, a larger latency or a lower rate never make them faster.
+
+The line through measured times of a collective: t = alpha + beta S (Hockney 1994), alpha and beta not negative.
+
+Times span four decades, and a microsecond counts as much at the short end as a millisecond at the long one. So what is
+least is the sum of the squared relative errors,
+
+    sum_i ((alpha + beta S_i - t_i) / t_i)^2,
+
+a weighted linear least-squares problem in two unknowns. A bound that is broken is kept by fitting the other alone.
+
+Groups whose collectives were measured on this machine: alpha + beta S, as `topology.calibration` counts S.
+
+Seconds of an operator at any size, from its measured times on a grid of sizes.
+
+Between sizes the logarithm of the seconds is interpolated linearly in the logarithms of m, n and k. Above the largest
+size the seconds of one unit of work stay what they are there; below the smallest, a launch costs what it costs.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shoal.errors import ConfigError
+from shoal.topology.calibration import CollectiveFit, OperatorTime
 
 
 def ring_all_reduce(ranks: int, size: float, *, latency_s: float, bytes_s: float) -> float:
@@ -81,3 +103,155 @@ def torus_all_reduce(rows: int, columns: int, size: float, *, latency_s: float, 
     """Rings along one dimension, then rings along the other with what is left of the vector."""
     first = ring_all_reduce(columns, size, latency_s=latency_s, bytes_s=bytes_s)
     return first + ring_all_reduce(rows, size / columns, latency_s=latency_s, bytes_s=bytes_s)
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds of the shortest message, seconds of each further byte, and how far the worst point lies off."""
+
+    alpha_s: float
+    beta_s: float
+    worst_off: float
+
+    @property
+    def bytes_s(self) -> float:
+        """The rate that long messages reach, in bytes per second; infinite where time does not depend on size."""
+        return 1 / self.beta_s if self.beta_s else float("inf")
+
+    def seconds(self, size_bytes: float) -> float:
+        """What the line says of a message."""
+        return self.alpha_s + self.beta_s * size_bytes
+
+
+def fit(sizes: Sequence[float], times_s: Sequence[float]) -> Line:
+    """The line through at least two different `sizes` in bytes and their times, all positive.
+
+    Raises:
+        ValueError: fewer than two sizes, or a time that is not positive.
+    """
+    if len(set(sizes)) < 2 or len(sizes) != len(times_s) or min(times_s) <= 0:
+        raise ValueError(
+            f"{len(set(sizes))} sizes with {len(times_s)} times; a line takes two sizes and positive times"
+        )
+    alpha, beta = _bounded(sizes, times_s)
+    worst = max(abs(alpha + beta * size - time) / time for size, time in zip(sizes, times_s, strict=True))
+    return Line(alpha, beta, worst)
+
+
+def _bounded(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, float]:
+    weights = [1 / time**2 for time in times]
+    one = sum(weights)
+    s = sum(w * size for w, size in zip(weights, sizes, strict=True))
+    ss = sum(w * size * size for w, size in zip(weights, sizes, strict=True))
+    t = sum(w * time for w, time in zip(weights, times, strict=True))
+    st = sum(w * size * time for w, size, time in zip(weights, sizes, times, strict=True))
+    alpha, beta = (ss * t - s * st) / (one * ss - s * s), (one * st - s * t) / (one * ss - s * s)
+    if alpha < 0:
+        return 0.0, st / ss
+    return (t / one, 0.0) if beta < 0 else (alpha, beta)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FittedGroup:
+    """The same questions as `cost.wire.Group` answers. `fits` by operation; `crowd` multiplies all of them."""
+
+    ranks: int
+    fits: Mapping[str, CollectiveFit]
+    crowd: float = 1.0
+
+    @property
+    def local(self) -> int:
+        """All are on one node."""
+        return self.ranks
+
+    @property
+    def spans_nodes(self) -> bool:
+        """All are on one node."""
+        return False
+
+    @property
+    def bytes_s(self) -> float:
+        """Of a long message from one rank to the next."""
+        return 1 / max(self.crowd * self.fits["send"].beta_s, 1e-15)
+
+    def all_reduce(self, size: float) -> float:
+        """Seconds to sum `size` bytes over the group."""
+        return self._seconds("all_reduce", size)
+
+    def all_gather(self, size: float) -> float:
+        """Seconds until every rank has all `size` bytes."""
+        return self._seconds("all_gather", size)
+
+    def reduce_scatter(self, size: float) -> float:
+        """Seconds until every rank has its part of the sum of `size` bytes."""
+        return self._seconds("reduce_scatter", size)
+
+    def all_to_all(self, size: float) -> float:
+        """Seconds to exchange `size` bytes of every rank with all others."""
+        return self._seconds("all_to_all", size)
+
+    def send(self, size: float) -> float:
+        """Seconds for `size` bytes from one rank to the next."""
+        return self._seconds("send", size)
+
+    def _seconds(self, operation: str, size: float) -> float:
+        if self.ranks == 1:
+            return 0.0
+        fit = self.fits[operation]
+        return self.crowd * (fit.alpha_s + fit.beta_s * size)
+
+
+Size = tuple[int, int, int]
+LEAST_S = 1e-15
+"""In the place of no backward at all, which has no logarithm."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One operator. `log_cost[size]` are the logarithms of its (forward, backward) seconds."""
+
+    axes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+    log_cost: Mapping[Size, tuple[float, float]]
+
+    def seconds(self, m: float, n: float = 1, k: float = 1) -> tuple[float, float]:
+        """(forward, backward) seconds at one size; 0 of nothing."""
+        if min(m, n, k) <= 0:
+            return 0.0, 0.0
+        corners = [_around(axis, value) for axis, value in zip(self.axes, (m, n, k), strict=True)]
+        forward = backward = 0.0
+        for corner in itertools.product(*corners):
+            weight = math.prod(share for _, share in corner)
+            logs = self.log_cost[corner[0][0], corner[1][0], corner[2][0]]
+            forward, backward = forward + weight * logs[0], backward + weight * logs[1]
+        beyond = math.prod(max(1.0, value / axis[-1]) for axis, value in zip(self.axes, (m, n, k), strict=True))
+        return beyond * math.exp(forward), beyond * math.exp(backward)
+
+
+def sweep_of(times: Iterable[OperatorTime]) -> Sweep:
+    """The sweep of one operator. Raises `ConfigError` where sizes are missing between others."""
+    known = {(t.m, t.n, t.k): t for t in times}
+    axes = tuple(tuple(sorted({size[axis] for size in known})) for axis in range(3))
+    missing = next((size for size in itertools.product(*axes) if size not in known), None)
+    if missing is not None:
+        name = next(iter(known.values())).operator
+        raise ConfigError(
+            f"the calibration's times of {name} lack the size {missing}, which lies between others; measure them anew "
+            "with 'shoal bench products'"
+        )
+    return Sweep((axes[0], axes[1], axes[2]), {size: _logs(time) for size, time in known.items()})
+
+
+def _logs(time: OperatorTime) -> tuple[float, float]:
+    return math.log(time.forward_s), math.log(max(time.backward_s, LEAST_S))
+
+
+def _around(axis: Sequence[int], value: float) -> list[tuple[int, float]]:
+    """The neighbours of `value` on an axis, and their weights."""
+    if value <= axis[0]:
+        return [(axis[0], 1.0)]
+    if value >= axis[-1]:
+        return [(axis[-1], 1.0)]
+    upper = next(i for i, one in enumerate(axis) if one >= value)
+    low, high = axis[upper - 1], axis[upper]
+    share = math.log(value / low) / math.log(high / low)
+    return [(low, 1 - share), (high, share)]

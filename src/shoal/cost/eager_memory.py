@@ -22,13 +22,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.cost.activations import Kept
-from shoal.cost.footprint import Footprint, Overheads, stage_parameters
-from shoal.cost.in_flight import in_flight
-from shoal.cost.parameters import dense_layer_parameters, embedding_parameters, head_parameters
+from shoal.cost.activations import Kept, in_flight
+from shoal.cost.footprint import Footprint, Overheads, StateBytes, stage_parameters
 from shoal.cost.plan import Plan
-from shoal.cost.state_bytes import StateBytes
-from shoal.cost.transformer import Transformer
+from shoal.cost.transformer import Transformer, dense_layer_parameters, embedding_parameters, head_parameters
 
 FLOAT_BYTES = 4
 BUCKETS_ON_THE_WAY = 3

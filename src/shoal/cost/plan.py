@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import Literal
 
-from shoal.cost.flops import Recompute
+from shoal.cost.transformer import Recompute
 from shoal.schedules.names import Schedule
 from shoal.topology.layout import Layout
 

@@ -11,11 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from shoal.cost.operators import LayerSeconds, Share, head_seconds, layer_seconds
-from shoal.cost.parameters import attention_parameters, expert_parameters
-from shoal.cost.roofline import Matmul, Rates, matmul_s, pass_s
-from shoal.cost.sweep import Sweep
-from shoal.cost.transformer import Transformer
+from shoal.cost.alpha_beta import Sweep
+from shoal.cost.operators import LayerSeconds, Matmul, Rates, Share, head_seconds, layer_seconds, matmul_s, pass_s
+from shoal.cost.transformer import Transformer, attention_parameters, expert_parameters
 
 FLOAT_BYTES = 4
 PASS_COLUMNS = 128

@@ -9,23 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, assert_never
 
-from shoal.data.arrays import Arrays
-from shoal.data.config import (
-    ArrayFiles,
-    BatchConfig,
-    BuiltInData,
-    Digits,
-    Packing,
-    StdlibText,
-    TextFiles,
-    Tokens,
-)
-from shoal.data.corpora.stdlib import stdlib_folder, stdlib_sources
-from shoal.data.corpora.text import SEPARATOR, VOCABULARY, TextCorpus, prepare_text
-from shoal.data.digits import digits
-from shoal.data.documents import Documents
+from shoal.data.arrays import Arrays, digits
+from shoal.data.config import ArrayFiles, BatchConfig, BuiltInData, Digits, Packing, StdlibText, TextFiles, Tokens
+from shoal.data.corpora import stdlib_folder, stdlib_sources
 from shoal.data.sample import Source, describe
-from shoal.data.tokens import TokenFile, Windows
+from shoal.data.text import SEPARATOR, VOCABULARY, TextCorpus, prepare_text
+from shoal.data.tokens import Documents, TokenFile, Windows
 from shoal.errors import DataError, UserCodeError
 
 Facts = dict[str, str | int | float]

@@ -19,14 +19,13 @@ from shoal.comm.collective import Collective
 from shoal.data.sample import Batch
 from shoal.engine.compute import Compute, Microbatch
 from shoal.engine.loss import call_model, weighted_sum
+from shoal.engine.microbatches import leaves
 from shoal.engine.passes import Arrange, Judged
-from shoal.engine.uniform import leaves
-from shoal.models.chain import DeclaresParts
+from shoal.models.roles import DeclaresParts
 from shoal.parallel.pipeline.execute import Hooks, run_pipeline
 from shoal.parallel.pipeline.pipedream import Update, run_pipedream
 from shoal.parallel.pipeline.stages import Stages
-from shoal.schedules.action import Action
-from shoal.schedules.table import Table, forward_only
+from shoal.schedules.table import Action, Table, forward_only
 from shoal.sync.strategy import Sync
 
 

@@ -24,8 +24,7 @@ from shoal.data.sample import Batch
 from shoal.engine.step_context import GlobalSum, StepContext
 from shoal.engine.step_result import StepResult
 from shoal.errors import Diverged
-from shoal.optim.build import set_rate
-from shoal.optim.parts import part_of
+from shoal.optim.build import part_of, set_rate
 from shoal.sync.priority import PrioritySync
 
 

@@ -2,21 +2,26 @@
 
 No buckets, no parts, no overlap: the whole model, the whole global batch, autograd and PyTorch's optimizer. It shares
 the model, the loss and the data with the layout that is judged, and none of the code that splits them.
+
+The sequential program that PipeDream computes, in one process: microbatch after microbatch, each with the weights
+that its stages had in the pipeline.
+
+Every version of every weight is kept until the step ends. The gradients are those of the plain reference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from shoal.comm.alone import Alone
+from shoal.comm.collective import Alone
 from shoal.data.sample import Batch
+from shoal.engine.batch_statistics import StatisticsSync
 from shoal.engine.compute import Compute
 from shoal.engine.loss import weighted_sum
-from shoal.engine.statistics import StatisticsSync
 from shoal.optim.build import set_rate
 
 
@@ -77,3 +82,44 @@ class Reference:
 def norm_of(gradients: dict[str, Tensor]) -> float:
     """The 2-norm over all tensors together."""
     return sum(float(gradient.double().square().sum()) for gradient in gradients.values()) ** 0.5
+
+
+@dataclass
+class StaleReference:
+    """`stage_of` has the stage of every trained parameter; `versions[stage, microbatch]` the updates that a forward has
+    seen. Made anew for each step, in which `gradient` and `update` take turns."""
+
+    whole: Reference
+    stage_of: Mapping[str, int]
+    versions: Mapping[tuple[int, int], int]
+    _history: dict[str, list[Tensor]] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._history = {name: [p.detach().clone()] for name, p in self.whole.weights.items()}
+
+    def gradient(self, step: int, microbatch: int, batches: Sequence[Batch]) -> ReferenceGradient:
+        """Of the mean loss over `batches`, which are a microbatch of all replicas, at its stale weights."""
+        for name, parameter in self.whole.weights.items():
+            parameter.data = self._history[name][self.versions[self.stage_of[name], microbatch]]
+        return self.whole.gradient(step, batches)
+
+    def update(self, gradients: dict[str, Tensor] | None, *, lr: float) -> None:
+        """An optimizer step of the latest weights with these gradients, each stage clipped by its own norm; None: a
+        microbatch that weighs nothing, whose update changes nothing."""
+        for name, parameter in self.whole.weights.items():
+            parameter.data = self._history[name][-1].clone()
+        if gradients is not None:
+            replace(self.whole, clip_norm=None).update(self._clipped(gradients), lr=lr)
+        for name, parameter in self.whole.weights.items():
+            self._history[name].append(parameter.data)
+
+    def _clipped(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        limit, clipped = self.whole.clip_norm, dict(gradients)
+        if limit is None:
+            return clipped
+        for stage in set(self.stage_of.values()):
+            own = {name: gradient for name, gradient in gradients.items() if self.stage_of[name] == stage}
+            norm = norm_of(own)
+            if norm > limit:
+                clipped |= {name: gradient * (limit / norm) for name, gradient in own.items()}
+        return clipped

@@ -9,7 +9,7 @@ import torch
 
 from shoal.checkpoint.load import checkpoint_in, newest_verified, read_into, read_manifest
 from shoal.checkpoint.manifest import Manifest
-from shoal.checkpoint.places import Places
+from shoal.checkpoint.objects import Places
 from shoal.engine.state import TrainState
 from shoal.errors import CorruptCheckpoint
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from shoal.checkpoint.part import Held, Target, targets_of, views
+from shoal.checkpoint.inventory import Held, Target, targets_of, views
 from shoal.data.cursor import Cursor
 from shoal.engine.precision import LossScaler
 from shoal.errors import UsageError, UserCodeError

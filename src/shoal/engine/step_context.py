@@ -16,12 +16,11 @@ from torch import Tensor
 from shoal.comm.collective import Collective
 from shoal.comm.ledger import Entry, Ledger
 from shoal.data.sample import Batch
-from shoal.engine.buffers import BufferGuard
+from shoal.engine.batch_statistics import BufferGuard, StatisticsSync
 from shoal.engine.noise import NoiseReading
 from shoal.engine.passes import Passes
 from shoal.engine.precision import LossScaler
 from shoal.engine.randomness import Randomness
-from shoal.engine.statistics import StatisticsSync
 from shoal.engine.step_result import StepResult, StepTimes
 from shoal.engine.tally import PendingTally, Tally
 

@@ -1,9 +1,15 @@
-"""How many GPUs a host has, found without importing torch."""
+"""How many GPUs a host has, found without importing torch.
+
+What the driver calls this host's GPUs, read without importing torch.
+
+How much host memory this process may use: the machine's, or its control group's where that allows less.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -14,3 +20,87 @@ def gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> int:
     if visible is None:
         return there
     return min(there, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
+
+
+DRIVER = Path("/proc/driver/nvidia/gpus")
+NAMELESS = "a GPU that the driver does not name"
+
+
+def gpu_names(environ: Mapping[str, str], driver: Path = DRIVER) -> tuple[str, ...]:
+    """A name for each GPU that this process may use, as "NVIDIA A100-SXM4-80GB"; `NAMELESS` where none is shown."""
+    lines = [line for path in sorted(driver.glob("*/information")) for line in path.read_text().splitlines()]
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("Model:")]
+    count = gpus(environ)
+    return (*names[:count], *[NAMELESS] * (count - len(names)))
+
+
+ROOT = Path("/")
+_MOST_DEPTH = 64
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """Bytes in all and bytes free, and what sets the limit."""
+
+    total_bytes: int
+    available_bytes: int
+    limited_by: str
+
+
+def memory_limit(root: Path = ROOT) -> MemoryLimit | None:
+    """The tightest limit, from `proc/meminfo` and `sys/fs/cgroup` below `root`; None where there are no such files."""
+    machine = _machine(root)
+    if machine is None:
+        return None
+    return min([machine, *_groups(root)], key=lambda limit: limit.available_bytes)
+
+
+def _machine(root: Path) -> MemoryLimit | None:
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    kibibytes = {
+        name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if rest.split()
+    }
+    return MemoryLimit(kibibytes["MemTotal"] << 10, kibibytes["MemAvailable"] << 10, "the machine")
+
+
+def _groups(root: Path) -> list[MemoryLimit]:
+    """The limits of this process's control group and of those around it (version 2, then version 1)."""
+    limits = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, inside = line.split(":", 2)
+        if controllers == "":
+            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            base, names = (
+                root / "sys/fs/cgroup/memory",
+                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+            )
+        else:
+            continue
+        folder = base / inside.lstrip("/")
+        for group in [folder, *folder.parents][:_MOST_DEPTH]:
+            limits += _group(group, *names)
+            if group == base:
+                break
+    return limits
+
+
+def _group(group: Path, limit_name: str, usage_name: str, cache_key: str) -> list[MemoryLimit]:
+    limit, usage = _read(group / limit_name).strip(), _read(group / usage_name).strip()
+    # "max", or no file: this group sets no limit.
+    if not limit.isdigit() or not usage.isdigit():
+        return []
+    # Usage counts cached file pages, which the kernel gives back when asked.
+    cached = re.search(rf"^{cache_key} (\d+)$", _read(group / "memory.stat"), re.MULTILINE)
+    used = int(usage) - (int(cached[1]) if cached else 0)
+    return [MemoryLimit(int(limit), max(0, int(limit) - used), "its control group")]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -21,9 +21,9 @@ from typing import Literal
 
 from shoal.errors import EnvironmentFault
 from shoal.launch import loopback, versions
+from shoal.launch.devices import MemoryLimit, memory_limit
 from shoal.launch.lab import iproute
 from shoal.launch.lab.owner import leftovers, namespaces
-from shoal.launch.memory_limit import MemoryLimit, memory_limit
 
 Status = Literal["ok", "warning", "problem"]
 GIB = 1 << 30

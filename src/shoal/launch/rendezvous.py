@@ -1,4 +1,8 @@
-"""Where the ranks of a run find each other: one key-value store, hosted by rank 0 (or by torchrun's agent).
+"""Ranks that mpiexec started hear over MPI where rank 0's store is: MPI knows all ranks before anything else does.
+
+MPI itself would carry the run, but the run needs a store beside it, for votes and for what threads say to each other.
+
+Where the ranks of a run find each other: one key-value store, hosted by rank 0 (or by torchrun's agent).
 
 PyTorch's `TCPStore` listens on every interface, even for 127.0.0.1. So the socket is bound here, or was by Shoal's
 launcher, and handed over: loopback only while all ranks share a host, else the one address that the ranks were given.
@@ -8,19 +12,48 @@ Ranks that mpiexec started and that have mpi4py need no address: rank 0 takes a 
 from __future__ import annotations
 
 import errno
+import importlib
+import importlib.util
 import ipaddress
 import os
 import socket
 from collections.abc import Mapping, MutableMapping
 from datetime import timedelta
+from typing import Any
 
-# torch.distributed documents these three, but does not list them in its `__all__`.
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from shoal.errors import EnvironmentFault, InUse
 from shoal.launch import loopback
 from shoal.launch.environment import LOOPBACK, STORE_FD, Place, master_from
-from shoal.launch.mpi_meeting import mpi_is_there, told_by_rank_0
+
+_TEXT_BYTES = 256
+
+
+def mpi_is_there() -> bool:
+    """Whether mpi4py is installed."""
+    return importlib.util.find_spec("mpi4py") is not None
+
+
+def told_by_rank_0(place: Place, text: str) -> str:
+    """Rank 0's `text`, up to 256 bytes, on every rank; the others pass anything. Blocks until all have called it.
+
+    Raises `EnvironmentFault` where mpi4py and mpiexec are of different MPIs.
+    """
+    mpi: Any = importlib.import_module("mpi4py.MPI")  # its import starts MPI
+    world = mpi.COMM_WORLD
+    if (found := (world.Get_rank(), world.Get_size())) != (place.rank, place.world_size):
+        raise EnvironmentFault(
+            f"mpiexec says rank {place.rank} of {place.world_size}, mpi4py rank {found[0]} of {found[1]}: both have to "
+            "be of one MPI; start them with the mpiexec of the MPI that mpi4py finds"
+        )
+    message = bytearray(text.encode().ljust(_TEXT_BYTES, b"\0"))
+    world.Bcast([message, mpi.BYTE], root=0)
+    return message.rstrip(b"\0").decode()
+
+
+# torch.distributed documents these three, but does not list them in its `__all__`.
+
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _EVERY_INTERFACE = ("", "::")

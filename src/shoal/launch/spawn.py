@@ -20,12 +20,9 @@ from shoal.errors import Stopped
 from shoal.launch import loopback
 from shoal.launch.environment import STORE_FD, Environ
 from shoal.launch.failure import FAILURE_FOLDER, read_failures
-from shoal.launch.failure_report import failure_report
-from shoal.launch.orphans import LAUNCHER_PID, LAUNCHER_PIPE
-from shoal.launch.rank_process import Placed, RankProcess, rank_environment, start
-from shoal.launch.root_cause import exit_code, root_cause
-from shoal.launch.supervision import Patience, Supervision
-from shoal.launch.watch import Watch, say
+from shoal.launch.rank_process import LAUNCHER_PID, LAUNCHER_PIPE, Placed, RankProcess, rank_environment, start
+from shoal.launch.root_cause import exit_code, failure_report, root_cause
+from shoal.launch.supervision import Patience, Supervision, Watch, say
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

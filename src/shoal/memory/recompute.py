@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from shoal.errors import UserCodeError
 from shoal.memory.blocks import chosen_blocks
 from shoal.memory.replay import Replay
-from shoal.models.attention import CausalAttention
+from shoal.models.layers import CausalAttention
 
 RecomputeKind = Literal["none", "selective", "full"]
 
@@ -45,7 +45,7 @@ def check_recompute(model: nn.Module, kind: RecomputeKind, *, layers: Collection
     """Raises `UserCodeError` for a model without such blocks, or without attention for "selective"."""
     if kind != "none" and not _attention_cores(chosen_blocks(model, layers)) and kind == "selective":
         raise UserCodeError(
-            f"no block of {type(model).__name__} has a module of type shoal.models.attention.CausalAttention, which "
+            f"no block of {type(model).__name__} has a module of type shoal.models.layers.CausalAttention, which "
             f"memory.recompute = 'selective' computes again: set it to 'full' or 'none'"
         )
 

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.models.grouped_norm import GroupedBatchNorm2d
-from shoal.models.law import ONES, ZEROS, Normal
-from shoal.models.roles import Role
+from shoal.models.roles import ONES, ZEROS, Normal, Role
 
 FEATURE_GROUPS = 8
 KERNEL = 3

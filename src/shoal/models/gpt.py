@@ -18,14 +18,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from shoal.models.attention import Attention
-from shoal.models.chain import Part, run_chain
 from shoal.models.dropout import KeyedDropout
-from shoal.models.feed_forward import GELU, SwiGLU
-from shoal.models.law import ONES, Normal
+from shoal.models.layers import GELU, Attention, SwiGLU, rotations
 from shoal.models.mixture import Mixture, MixtureOptions
-from shoal.models.roles import Role
-from shoal.models.rotary import rotations
+from shoal.models.roles import ONES, Normal, Part, Role, run_chain
 
 INIT_STD = 0.02
 
@@ -95,7 +91,7 @@ class GPT(nn.Module):
         return GPTContext(tokens, positions, documents, factors)
 
     def parts(self) -> list[Part]:
-        """See `shoal.models.chain`."""
+        """See `shoal.models.roles`."""
         blocks = [Part(f"blocks.{i}", (f"blocks.{i}",), partial(self._block, i)) for i in range(len(self.blocks))]
         first = Part("embedding", ("embedding", "dropout"), self._embed)
         return [first, *blocks, Part("head", ("norm", "head"), self._logits)]

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from shoal.errors import UserCodeError
 from shoal.maths.counter import indices, key_of
-from shoal.models.law import Law
-from shoal.models.roles import roles_of
+from shoal.models.roles import Law, roles_of
 
 # Draws of this many numbers at a time stay in the cache and bound the memory that int64 and float64 steps take.
 BLOCK_NUMEL = 1 << 16

@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.models.law import ZEROS, Normal
-from shoal.models.roles import Role
+from shoal.models.roles import ZEROS, Normal, Role
 
 ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "tanh": torch.tanh}
 GAINS = {"relu": 2.0, "gelu": 2.0, "tanh": 1.0}

@@ -1,4 +1,6 @@
-"""What each parameter is for, declared as data by the model that has it.
+"""The laws that first values of parameters follow: each maps counters to numbers, so that any part is drawn alone.
+
+What each parameter is for, declared as data by the model that has it.
 
 A model declares an ordered mapping of name patterns (`fnmatch`) to roles; the first pattern that fits decides. From
 roles follow the first values, the weight decay, and later how tensor parallelism splits a parameter:
@@ -12,19 +14,61 @@ roles follow the first values, the weight decay, and later how tensor parallelis
     expert              stacked experts; split over the experts, the first dimension
 
 A module that declares nothing, such as a user's own, is replicated and keeps the first values it was built with.
+
+Models that are a chain, declared as data: what a pipeline cuts into stages.
+
+    context = model.context(*inputs)
+    x = part_n(... part_1(part_0(None, context), context) ..., context)
+
+`context` is made of the inputs alone, so that every stage can make its own; only `x` travels between stages. A part
+names the submodules it uses, and no other part uses them: a stage drops those of the parts that it does not hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 from shoal.errors import UserCodeError
-from shoal.models.law import Law
+from shoal.maths.counter import normal
+
+
+class Law(Protocol):
+    """A distribution of first values."""
+
+    def draw(self, key: int, counters: Tensor, *, dtype: torch.dtype) -> Tensor:
+        """One value for each counter (int64, any shape and device), in `dtype`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Independent normal numbers of mean 0 and standard deviation `std`, computed in float64 and then rounded."""
+
+    std: float
+
+    def draw(self, key: int, counters: Tensor, *, dtype: torch.dtype) -> Tensor:
+        return (normal(key, counters, dtype=torch.float64) * self.std).to(dtype)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same number everywhere."""
+
+    value: float
+
+    def draw(self, key: int, counters: Tensor, *, dtype: torch.dtype) -> Tensor:
+        return torch.full_like(counters, self.value, dtype=dtype)
+
+
+ZEROS = Constant(0.0)
+ONES = Constant(1.0)
+
 
 Kind = Literal["embedding", "head", "column", "row", "norm", "bias", "replicated", "router", "expert"]
 
@@ -80,3 +124,34 @@ def _declared_role(model: nn.Module, declared: Mapping[str, Role], *, name: str)
         f"{type(model).__name__}.parameter_roles() says nothing of the parameter '{name}'; a model that declares roles "
         f"declares all: add a pattern that fits it"
     )
+
+
+@dataclass(frozen=True)
+class Part:
+    """One link: its name for people, the names of its submodules, and `run(x, context)`, `x` None for the first."""
+
+    name: str
+    modules: tuple[str, ...]
+    run: Callable[[Any, Any], Tensor]
+
+
+@runtime_checkable
+class DeclaresParts(Protocol):
+    """A module that says which chain it is."""
+
+    def context(self, *inputs: Any, **named: Any) -> Any:
+        """What every part gets beside the activations, from the inputs of `forward`."""
+        ...
+
+    def parts(self) -> Sequence[Part]:
+        """The links, first to last."""
+        ...
+
+
+def run_chain(model: DeclaresParts, *inputs: Any, **named: Any) -> Any:
+    """The whole chain: the `forward` of a model that declares one."""
+    context = model.context(*inputs, **named)
+    x = None
+    for part in model.parts():
+        x = part.run(x, context)
+    return x

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from shoal.observe.axis import drawable, wants_log
+from shoal.observe.charts import drawable, wants_log
 from shoal.observe.events import series
 from shoal.observe.record import Record
 from shoal.observe.series import thin

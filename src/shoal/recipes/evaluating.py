@@ -9,8 +9,8 @@ from shoal.errors import DataError
 from shoal.launch.environment import Place
 from shoal.recipes.assembly import new_state, new_sync
 from shoal.recipes.objects import Given
-from shoal.recipes.run_file import RunFile
 from shoal.recipes.setting import set_up
+from shoal.runfile.run_file import RunFile
 
 
 def evaluate_rank(run_file: RunFile, place: Place, given: Given, *, source: Path) -> dict[str, float]:

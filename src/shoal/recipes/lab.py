@@ -10,7 +10,7 @@ from shoal.errors import ConfigError, UsageError
 from shoal.launch.environment import Place
 from shoal.launch.lab.lab_file import Lab
 from shoal.launch.lab.start import RATES
-from shoal.recipes.run_file import RunFile
+from shoal.runfile.run_file import RunFile
 
 if TYPE_CHECKING:
     from shoal.comm.conditions import Conditions

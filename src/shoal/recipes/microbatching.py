@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.engine.uniform import Uniform
-from shoal.recipes.microbatch_sizes import microbatch_sizes
-from shoal.recipes.run_file import RunFile
+from shoal.engine.microbatches import Uniform
+from shoal.runfile.microbatches import microbatch_sizes
+from shoal.runfile.run_file import RunFile
 from shoal.topology.layout import Layout
 
 

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shoal.data import build as data_build
 from shoal.data.build import Dataset
 from shoal.data.config import PythonData
-from shoal.data.corpora.cache import cache_folder
+from shoal.data.corpora import cache_folder
 from shoal.engine.config import PythonLoss, SquaredError
 from shoal.engine.loss import Loss, cross_entropy, squared_error
 from shoal.errors import UserCodeError
@@ -24,8 +24,8 @@ from shoal.maths.counter import key_of
 from shoal.models.build import build as build_model
 from shoal.models.config import ModelConfig, PythonModel
 from shoal.models.initialise import initialise
-from shoal.recipes.run_file import RunFile
 from shoal.recipes.user_code import call_named
+from shoal.runfile.run_file import RunFile
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from shoal.engine.loss import call_model
 from shoal.errors import ConfigError
 from shoal.maths.counter import key_of, uniform
 from shoal.recipes.objects import Given, model_of
-from shoal.recipes.run_file import run_directory
 from shoal.recipes.setting import Setting
+from shoal.runfile.run_file import run_directory
 
 TEMPERATURE = 0.8
 

@@ -15,9 +15,9 @@ from shoal.data.build import Dataset
 from shoal.data.feed import evaluation_batches
 from shoal.data.sample import Batch
 from shoal.engine.evaluation import evaluate
+from shoal.engine.microbatches import topped_up
 from shoal.engine.passes import Passes
 from shoal.engine.precision import Precision, precision_of
-from shoal.engine.uniform import topped_up
 from shoal.errors import EnvironmentFault
 from shoal.launch.environment import Place
 from shoal.launch.rendezvous import interface_for, open_store
@@ -25,9 +25,9 @@ from shoal.observe.facts import read_facts
 from shoal.recipes.lab import conditions_from
 from shoal.recipes.microbatching import Microbatching, microbatching
 from shoal.recipes.objects import Given, check_layout_independent, data_of, loss_of, model_of, skeleton_of
-from shoal.recipes.run_file import RunFile, run_directory, statistics_group
 from shoal.recipes.sameness import require_same, samples_of, shapes_of
 from shoal.recipes.splitting import Divided, divided, draw_parts, passes_of
+from shoal.runfile.run_file import RunFile, run_directory, statistics_group
 from shoal.sync.owned import Trained
 
 START_TIMEOUT_S = 1800.0  # corpora are read and checkpoints verified before the first step

@@ -12,23 +12,21 @@ from torch import Tensor, nn
 from shoal.comm.mesh import Mesh
 from shoal.engine.compute import Compute, Cut, as_it_is, uncut
 from shoal.engine.loss import Loss, cross_entropy
+from shoal.engine.microbatches import cut_sequences
 from shoal.engine.passes import Passes, WholePasses, as_they_are
 from shoal.engine.pipelined import PipelinedPasses
 from shoal.engine.precision import Precision
 from shoal.engine.randomness import Randomness
-from shoal.engine.sequence import cut_sequences
 from shoal.memory.recompute import check_recompute, recompute
-from shoal.models.chain import DeclaresParts
 from shoal.models.initialise import PartOf, initialise_parts
+from shoal.models.roles import DeclaresParts
 from shoal.parallel.context.shard import positions
-from shoal.parallel.pipeline.costs import estimated_costs
-from shoal.parallel.pipeline.cut import balanced_cut, cut_at
+from shoal.parallel.pipeline.cut import balanced_cut, cut_at, estimated_costs
 from shoal.parallel.pipeline.stages import Stages, staged
 from shoal.parallel.split import Split, split_model
-from shoal.parallel.tensor.cross_entropy import vocabulary_cross_entropy
-from shoal.parallel.tensor.vocabulary import VocabularySplit, gather_logits
+from shoal.parallel.tensor.vocabulary import VocabularySplit, gather_logits, vocabulary_cross_entropy
 from shoal.recipes.microbatching import Microbatching
-from shoal.recipes.run_file import RunFile
+from shoal.runfile.run_file import RunFile
 from shoal.schedules.build import build
 from shoal.schedules.table import Table
 

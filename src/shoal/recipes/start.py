@@ -21,12 +21,12 @@ from shoal.launch.failure import FAILURE_FOLDER, TORCHRUN_FILE, reporting
 from shoal.launch.lab.lab_file import Lab
 from shoal.launch.lab.start import run_in_lab
 from shoal.launch.lock import RunLock
-from shoal.launch.orphans import die_with_parent
+from shoal.launch.rank_process import die_with_parent
 from shoal.launch.spawn import run_ranks
 from shoal.launch.versions import check_torch_version
 from shoal.recipes.lab import processes_in
-from shoal.recipes.reading import check_across
-from shoal.recipes.run_file import RunFile, statistics_group, with_processes
+from shoal.runfile.load import check_across
+from shoal.runfile.run_file import RunFile, statistics_group, with_processes
 
 DEFAULT_PROCESSES = 2
 
@@ -92,7 +92,7 @@ def _arranged(run_file: RunFile, place: Place | None) -> RunFile:
     """
     if not run_file.layout.auto:
         return run_file
-    from shoal.recipes.planning.auto_layout import with_layout
+    from shoal.planning.auto_layout import with_layout
 
     chosen = with_layout(run_file, place)
     if place is None or (place.rank == 0 and place.launcher != "shoal"):

@@ -22,20 +22,19 @@ from shoal.errors import ConfigError, Diverged, Stopped
 from shoal.launch.environment import Place
 from shoal.launch.signals import StopRequest
 from shoal.launch.store_exchange import StoreExchange
-from shoal.observe.display import Display, display_for
+from shoal.observe.display import Display, LoggedDisplay, display_for
 from shoal.observe.events import EventWriter
 from shoal.observe.facts import replace_file, write_facts
-from shoal.observe.logged import LoggedDisplay
 from shoal.observe.logs import close_log, open_log
 from shoal.observe.report import write_report
 from shoal.optim.schedule import peak_rate, rate
+from shoal.planning.prediction import prediction_facts, remember_run
 from shoal.recipes.assembly import new_feed, new_state, new_step, new_sync
 from shoal.recipes.facts import run_facts
 from shoal.recipes.objects import Given
-from shoal.recipes.planning.predicting import prediction_facts, remember_run
-from shoal.recipes.run_file import RunFile, run_directory
 from shoal.recipes.sampling import sample_text, unsplit_model
 from shoal.recipes.setting import Setting, set_up
+from shoal.runfile.run_file import RunFile, run_directory
 from shoal.sync.strategy import Sync
 
 

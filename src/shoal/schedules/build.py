@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from shoal.schedules import limits, script
-from shoal.schedules.action import Action
-from shoal.schedules.placement import looped, v_shaped
-from shoal.schedules.table import Table
-from shoal.schedules.woven import in_rounds, woven
+from shoal.schedules.script import in_rounds, woven
+from shoal.schedules.table import Action, Table, looped, v_shaped
 
 Row = tuple[Action, ...]
 

@@ -1,10 +1,45 @@
-"""`Table`: a whole schedule, one row of actions a rank."""
+"""`Action`: one computation of one stage on one microbatch, the atom of every schedule.
+
+    F  forward
+    B  backward: the gradients of the input and of the weights, in one go
+    I  the gradient of the input only, which the stage before waits for
+    W  the gradients of the weights only, which nobody waits for until the step ends (arXiv:2401.10241)
+
+B is I and W together: a stage does either B or both I and W on a microbatch.
+
+Which rank holds which stage.
+
+`Table`: a whole schedule, one row of actions a rank.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
-from shoal.schedules.action import Action
+Kind = Literal["F", "B", "I", "W"]
+KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
+
+
+class Action(NamedTuple):
+    """`kind` on `microbatch` by `stage`; stages and microbatches count from 0."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.microbatch} of stage {self.stage}"
+
+
+def looped(ranks: int, stages_per_rank: int) -> tuple[int, ...]:
+    """Stage s on rank s mod ranks: every hop goes to the next rank, and from the last one back to the first."""
+    return tuple(range(ranks)) * stages_per_rank
+
+
+def v_shaped(ranks: int) -> tuple[int, ...]:
+    """Down the ranks and up again, two stages each: the first rank holds the first stage and the last one."""
+    return tuple(range(ranks)) + tuple(reversed(range(ranks)))
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,40 @@
-"""When every action of a table would start and end, given how long each takes: the bubble, before anything runs."""
+"""When every action of a table would start and end, given how long each takes: the bubble, before anything runs.
+
+A zero-bubble schedule for stages whose F, I and W do not take equally long, under a limit on stored activations.
+
+ZB-H2 assumes F = I = W: rank r of P forwards 2 (P - 1 - r) microbatches before its first backward, and puts 2 r weight
+gradients off. In general a step has no bubble where every rank is busy from its first forward on, equally long. The
+first gradient comes back to rank r after the P - 1 - r stages behind it have done F and I, with a transfer c each way,
+and in that time the rank must forward; and rank r starts r (F + c) after the first and gets its last gradient
+r (I + c) before it, so that so much more work must be left for the end:
+
+    warm-up of rank r    (P - 1 - r) (F + I + 2c) / F     forwards
+    lag of rank r        r (F + I + 2c) / W               weight gradients
+
+With F = I = W and c = 0 these are ZB-H2's numbers. Neither may store more than `most_stored` activations; a gradient of
+weights that waits counts `weight_share` of one. Rounding is tried in a few ways, and the schedule with the shortest
+period is taken: what the heuristic of arXiv:2401.10241, section 3.1, searches for step by step.
+
+A schedule as text, as papers draw it: one line a rank, time to the right, a dot for each idle moment.
+
+    rank 0 | F0 F1 F2 .. .. .. I0 W0 ...
+
+A cell says what is done on which microbatch; where ranks hold several stages, a letter says on which of them: "F3b" is
+microbatch 3 through the rank's second stage.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
+from string import ascii_lowercase
 
-from shoal.schedules.action import Action
-from shoal.schedules.order import needs, walk
-from shoal.schedules.table import Table
+from shoal.errors import LayoutError
+from shoal.schedules.check import needs, walk
+from shoal.schedules.script import woven
+from shoal.schedules.table import Action, Table, looped
 
 Seconds = float | Sequence[float]
 """One duration, or one for each stage."""
@@ -87,3 +114,99 @@ def _by_stage(seconds: Seconds, table: Table) -> list[float]:
             raise ValueError(f"{len(seconds)} durations for {table.stages} stages: give one, or one for each stage")
         return list(seconds)
     return [seconds] * table.stages
+
+
+_STRETCHES = (0.8, 0.9, 1.0, 1.1)
+_ROUNDINGS: tuple[Callable[[float], int], ...] = (math.ceil, round)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Seconds of one microbatch on one stage, all stages alike, and of one transfer."""
+
+    forward_s: float
+    input_s: float
+    weight_s: float
+    send_s: float = 0.0
+
+    @property
+    def round_trip_s(self) -> float:
+        """From a forward's end to its gradient's return, for each stage behind."""
+        return self.forward_s + self.input_s + 2 * self.send_s
+
+
+def zero_bubble(ranks: int, microbatches: int, *, times: Times, most_stored: int, weight_share: float = 1.0) -> Table:
+    """One stage a rank. `most_stored` 2 P is the paper's ZB-2p, P its ZB-1p.
+
+    Raises `LayoutError` where a rank may not even store what 1F1B does.
+    """
+    if most_stored < ranks:
+        raise LayoutError(
+            f"{most_stored} stored activations on {ranks} ranks: the first rank of 1F1B stores {ranks}; allow as many"
+        )
+    tables = _candidates(ranks, microbatches, times, most_stored, weight_share)
+    return min(tables, key=lambda table: _period_s(table, times))
+
+
+def _candidates(ranks: int, microbatches: int, times: Times, most: int, share: float) -> Iterator[Table]:
+    for stretch, rounded in product(_STRETCHES, _ROUNDINGS):
+        rows = []
+        for rank in range(ranks):
+            ahead = min(rounded((ranks - 1 - rank) * times.round_trip_s / times.forward_s), most - 1 - rank)
+            lag = rounded(stretch * rank * times.round_trip_s / times.weight_s)
+            visits = [(rank, microbatch) for microbatch in range(microbatches)]
+            rows.append(woven(visits, visits, warmup=ahead, lag=min(lag, int((most - 1 - ahead) / share))))
+        yield Table("zero bubble", ranks, ranks, microbatches, looped(ranks, 1), tuple(rows))
+
+
+def _period_s(table: Table, times: Times) -> float:
+    """The longest time from a rank's first to its last action: what a step takes where no rank waits between steps."""
+    played = timeline(
+        table,
+        forward_s=times.forward_s,
+        backward_input_s=times.input_s,
+        backward_weight_s=times.weight_s,
+        send_s=times.send_s,
+    )
+    return max(row[-1][2] - row[0][1] for row in played.spans)
+
+
+_UNITS = {"F": 1, "B": 2, "I": 1, "W": 1}
+
+
+def drawn(table: Table) -> str:
+    """The picture for forward, input's and weights' gradients of equal length, then each rank's idle share and stored
+    activations."""
+    times = timeline(table, forward_s=1, backward_input_s=1, backward_weight_s=1)
+    width = max(len(label(table, action)) for row in table.rows for action in row)
+    ranks = range(table.ranks)
+    lines = [f"rank {rank:>{len(str(table.ranks - 1))}} | {_line(table, times, rank, width=width)}" for rank in ranks]
+    return "\n".join([_title(table), *lines, _figures(table, times)])
+
+
+def label(table: Table, action: Action) -> str:
+    """What a cell says: `F3`, or `F3b` for the second stage of a rank that holds several."""
+    stages = table.stages_of(table.placement[action.stage])
+    chunk = stages.index(action.stage)
+    if len(stages) == 1:
+        return f"{action.kind}{action.microbatch}"
+    return f"{action.kind}{action.microbatch}{ascii_lowercase[chunk] if len(stages) <= 26 else f'.{chunk}'}"
+
+
+def _line(table: Table, times: Timeline, rank: int, *, width: int) -> str:
+    cells = ["." * width] * round(times.makespan_s)
+    for action, start_s, _ in times.spans[rank]:
+        for unit in range(_UNITS[action.kind]):
+            cells[round(start_s) + unit] = label(table, action).ljust(width) if unit == 0 else "-" * width
+    return " ".join(cells)
+
+
+def _title(table: Table) -> str:
+    stages = f", {table.stages} stages" if table.stages != table.ranks else ""
+    return f"{table.name}: {table.ranks} ranks{stages}, {table.microbatches} microbatches"
+
+
+def _figures(table: Table, times: Timeline) -> str:
+    idle = " ".join(f"{share:.1%}" for share in times.idle_shares)
+    stored = " ".join(map(str, in_flight(table)))
+    return f"idle: {idle} (mean {times.bubble:.1%}); stored activations, at most: {stored}"

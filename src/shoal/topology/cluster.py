@@ -1,4 +1,6 @@
-"""The machine that a plan is made for: devices, nodes, and what joins them. Data, in the units of data sheets.
+"""Numbers that cannot be right in the unit they are given in, refused with the range that machines have.
+
+The machine that a plan is made for: devices, nodes, and what joins them. Data, in the units of data sheets.
 
 Two levels of links matter to the cost of a collective: `scale_up` inside a node (NVLink, NVSwitch, xGMI, PCIe) and
 `scale_out` between nodes (InfiniBand, Ethernet). A link's rate is what one device (one node, for `scale_out`) sends in
@@ -9,12 +11,23 @@ Numbers that no machine has are refused here: a slip of a thousand in a unit wou
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 import msgspec
 
 from shoal.config.table import Positive, PositiveFloat, Table, says
-from shoal.topology.plausible import check_between
+
+
+def check_between(name: str, found: float, low: float, high: float, what: str) -> None:
+    """Raises `ValueError`, one sentence, unless `low` <= `found` <= `high`."""
+    if math.isfinite(found) and low <= found <= high:
+        return
+    raise ValueError(
+        f"{name} = {found:g}; {what} lies between {low:g} and {high:g}: check the unit, and write it in the one that "
+        "the key names"
+    )
+
 
 GB, GIB, TERA, MICRO = 1e9, 2**30, 1e12, 1e-6
 Dtype = Literal["float64", "float32", "tfloat32", "float16", "bfloat16", "float8"]

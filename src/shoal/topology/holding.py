@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from shoal.topology.axes import Kind, Placement, placed
 from shoal.topology.box import Box, Dims, whole
 from shoal.topology.layout import Layout
-from shoal.topology.placement import Kind, Placement, placed
 
 Ranks = tuple[int, ...]
 

@@ -30,9 +30,18 @@ from math import prod
 from typing import ClassVar, Self
 
 from shoal.errors import LayoutError
-from shoal.topology.axes import DENSE, INSIDE_REPLICA, SHARED_WITH_EXPERTS, Axis, in_order, reading_of
+from shoal.topology.axes import (
+    BATCH_AXES,
+    DENSE,
+    INSIDE_REPLICA,
+    SHARED_WITH_EXPERTS,
+    Axis,
+    Kind,
+    in_order,
+    placed,
+    reading_of,
+)
 from shoal.topology.mixed_radix import strides, to_digits, to_number
-from shoal.topology.placement import BATCH_AXES, Kind, placed
 from shoal.topology.refusal import check_divides, check_expert, check_size, check_total, check_world
 
 Axes = Axis | tuple[Axis, ...]

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.comm.alone import Alone
 from shoal.comm.buckets.credit import CreditQueue
 from shoal.comm.buckets.leaving_order import Partition, leaving_order
+from shoal.comm.collective import Alone
 from shoal.comm.ledger import Ledger
 from shoal.errors import CollectiveError
 

@@ -9,11 +9,10 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from shoal.comm.alone import Alone
 from shoal.comm.buckets.cut import Member, cut
 from shoal.comm.buckets.reducer import Reducer
 from shoal.comm.buckets.summed import Summand, summed_buckets
-from shoal.comm.collective import Collective
+from shoal.comm.collective import Alone, Collective
 from shoal.comm.conditions import Conditions, Fault
 from shoal.errors import UserCodeError
 from tests.comm.groups import replicas

@@ -10,7 +10,7 @@ import torch
 
 from shoal.comm.backends import Transport
 from shoal.comm.checking.disagreement import disagreement
-from shoal.comm.checking.recurrence import CONTEXT
+from shoal.comm.checking.pending import CONTEXT
 from shoal.comm.collective import Collective
 from shoal.comm.mesh import Mesh, build_mesh
 from shoal.errors import CollectiveError

@@ -8,10 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.comm.checking.comparison import Comparison, digests
-from shoal.comm.checking.dissent import Dissent
-from shoal.comm.checking.fingerprint import fingerprint
-from shoal.comm.checking.recurrence import CONTEXT, Recurrence
+from shoal.comm.checking.disagreement import Dissent
+from shoal.comm.checking.fingerprint import Comparison, digests, fingerprint
+from shoal.comm.checking.pending import CONTEXT, Recurrence
 
 RANKS = 3
 
@@ -54,7 +53,7 @@ def test_ranks_that_called_alike_expect_alike() -> None:
 
 def test_all_is_forgotten_after_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is kept has a bound; the program is learnt anew."""
-    monkeypatch.setattr("shoal.comm.checking.recurrence.MOST", 40)
+    monkeypatch.setattr("shoal.comm.checking.pending.MOST", 40)
     guessed = right([1, 2, 3, 4, 5] * 16)
     assert not any(guessed[41 : 40 + CONTEXT])
     assert all(guessed[60:80])

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.comm.checking.comparison import Comparison
-from shoal.comm.checking.dissent import Dissent
+from shoal.comm.checking.disagreement import Dissent
+from shoal.comm.checking.fingerprint import Comparison
 from shoal.comm.checking.pending import Call, Pending
 from shoal.comm.checking.revocable import Revocable
 from shoal.errors import CollectiveError

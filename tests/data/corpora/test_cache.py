@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from shoal.data.corpora.cache import cache_folder
+from shoal.data.corpora import cache_folder
 
 
 def test_the_environment_decides():

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.data.corpora.held_out import split_by_path
+from shoal.data.corpora import split_by_path
 from shoal.errors import DataError
 
 NAMES = [f"folder/{i}.txt" for i in range(2000)]

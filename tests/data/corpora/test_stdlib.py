@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.data.corpora.stdlib import stdlib_folder, stdlib_sources
+from shoal.data.corpora import stdlib_folder, stdlib_sources
 from shoal.errors import DataError
 
 

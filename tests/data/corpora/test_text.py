@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal.data.corpora import text
-from shoal.data.corpora.held_out import split_by_path
-from shoal.data.corpora.text import prepare_text
+from shoal.data import text
+from shoal.data.corpora import split_by_path
+from shoal.data.text import prepare_text
 from shoal.errors import DataError
 
 

@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.alone import Alone
-from shoal.comm.collective import Collective
+from shoal.comm.collective import Alone, Collective
 from shoal.comm.local import local_group
 from shoal.errors import LayoutError, UserCodeError
-from shoal.models.attention import CausalAttention
-from shoal.parallel.context import rows as rows_of_tiles
+from shoal.models.layers import CausalAttention
 from shoal.parallel.context import tiles
+from shoal.parallel.context import tiles as rows_of_tiles
 from shoal.parallel.context.kernels import Plain
 from shoal.parallel.context.put import KINDS, put_context
 from shoal.parallel.context.shard import positions

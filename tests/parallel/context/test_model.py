@@ -17,9 +17,8 @@ from shoal.models.build import build
 from shoal.models.config import GPTConfig
 from shoal.models.dropout import set_sample_keys
 from shoal.models.initialise import initialise
-from shoal.parallel.context.put import KINDS, put_context
+from shoal.parallel.context.put import KINDS, AttentionSizes, attention_bytes_sent, put_context
 from shoal.parallel.context.shard import positions, slice_sequence
-from shoal.parallel.context.wire import AttentionSizes, attention_bytes_sent
 from shoal.topology.layout import Layout
 from tests.ranks import TestPlace
 

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.comm.alone import Alone
+from shoal.comm.collective import Alone
 from shoal.errors import LayoutError
 from shoal.models.mixture import Mixture, MixtureOptions
-from shoal.parallel.expert.exchange import ExpertGroups, GroupExchange, by_expert
-from shoal.parallel.expert.operators import bounds
+from shoal.parallel.expert.exchange import ExpertGroups, GroupExchange, bounds, by_expert
 from shoal.parallel.expert.plan import check_experts
 from tests.parallel.expert.split_layer import Case, alone, assembled, differences, on_rank
 

@@ -9,23 +9,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.comm.alone import Alone
-from shoal.comm.collective import Collective
+from shoal.comm.collective import Alone, Collective
 from shoal.comm.mesh import build_mesh
 from shoal.models.build import build
 from shoal.models.config import MoEConfig
 from shoal.models.dropout import set_sample_keys
+from shoal.models.grouped_norm import StepStatistics
 from shoal.models.initialise import initialise
 from shoal.models.mixture_auxiliary import auxiliary_total, counted_tokens, set_auxiliary
 from shoal.models.mixture_loads import loads, mixtures_of
 from shoal.models.mixture_routes import RecordRoutes, Routes, set_routes
-from shoal.models.statistics import StepStatistics
 from shoal.parallel.context.put import put_context
 from shoal.parallel.context.shard import positions
 from shoal.parallel.expert.exchange import ExpertGroups
 from shoal.parallel.expert.plan import ExpertPart, split_experts
-from shoal.parallel.tensor.cross_entropy import vocabulary_cross_entropy
 from shoal.parallel.tensor.plan import TensorPart, split_tensor
+from shoal.parallel.tensor.vocabulary import vocabulary_cross_entropy
 from shoal.topology.layout import Layout
 from tests.ranks import TestPlace
 

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shoal.models.chain import Part
 from shoal.models.dropout import set_sample_keys
 from shoal.models.gpt import GPT
+from shoal.models.roles import Part
 
 SEED, SAMPLES, SEQUENCE, VOCABULARY, WIDTH = 11, 2, 5, 13, 8
 

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shoal.errors import LayoutError, UserCodeError
-from shoal.models.chain import Part
-from shoal.parallel.pipeline.costs import estimated_costs, measured_costs
-from shoal.parallel.pipeline.cut import balanced_cut, cut_at, stage_costs
+from shoal.models.roles import Part
+from shoal.parallel.pipeline.cut import balanced_cut, cut_at, estimated_costs, measured_costs, stage_costs
 from shoal.parallel.pipeline.stages import staged
 from tests.parallel.pipeline import chains
 

@@ -13,13 +13,11 @@ from shoal.comm.collective import Collective
 from shoal.comm.mesh import build_mesh
 from shoal.errors import LayoutError
 from shoal.models.dropout import set_sample_keys
-from shoal.parallel.pipeline.costs import estimated_costs
-from shoal.parallel.pipeline.cut import balanced_cut
+from shoal.parallel.pipeline.cut import balanced_cut, estimated_costs
 from shoal.parallel.pipeline.execute import Hooks, PipelineRun, run_pipeline
 from shoal.parallel.pipeline.stages import Stages, staged
-from shoal.schedules.action import Action
 from shoal.schedules.build import NAMES, build
-from shoal.schedules.table import Table, forward_only
+from shoal.schedules.table import Action, Table, forward_only
 from shoal.topology.layout import Layout
 from tests.parallel.pipeline import chains
 from tests.parallel.pipeline.copies import sum_copies

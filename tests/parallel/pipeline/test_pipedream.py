@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.parallel.pipeline.pipedream import run_pipedream, staleness
-from shoal.parallel.pipeline.stash import Stash
+from shoal.parallel.pipeline.pipedream import Stash, run_pipedream, staleness
 from shoal.schedules.build import build
 from tests.parallel.pipeline import chains
 from tests.parallel.pipeline.test_execute import cut_model, pipeline_of

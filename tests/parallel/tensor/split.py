@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from shoal.comm.collective import Collective
 from shoal.comm.mesh import Mesh, build_mesh
 from shoal.memory.recompute import recompute
-from shoal.parallel.tensor.cross_entropy import vocabulary_cross_entropy
 from shoal.parallel.tensor.plan import TensorPart, split_tensor
 from shoal.parallel.tensor.summa import Grid, lines_of
-from shoal.parallel.tensor.vocabulary import gather_logits
+from shoal.parallel.tensor.vocabulary import gather_logits, vocabulary_cross_entropy
 from shoal.topology.layout import Layout
 from tests.ranks import TestPlace
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from shoal.errors import LayoutError
 from shoal.memory.recompute import RecomputeKind
-from shoal.parallel.tensor.cross_entropy import vocabulary_cross_entropy
 from shoal.parallel.tensor.plan import split_tensor
+from shoal.parallel.tensor.vocabulary import vocabulary_cross_entropy
 from tests.parallel.tensor.models import batch, keyed_gpt, two_pairs, user_gpt
 from tests.parallel.tensor.split import (
     F64,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.comm.alone import Alone
+from shoal.comm.collective import Alone
 from shoal.comm.local import local_group
 from shoal.errors import LayoutError, UserCodeError
 from shoal.models.build import build

@@ -13,19 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from shoal.cost.roofline import Rates
+from shoal.cost.operators import Rates
 from shoal.cost.wire import group_of
 from shoal.errors import UserCodeError
 from shoal.models.build import build
 from shoal.models.config import GPTConfig
 from shoal.models.roles import roles_of
-from shoal.planner.intra import eliminate
-from shoal.planner.intra.choose import Choice, Prices, Problem, placements_of
-from shoal.planner.intra.eliminate import cheapest
-from shoal.planner.intra.graph import Node, graph_of
-from shoal.planner.intra.placement import PARTIAL, SHARED, WHOLE, Placement, conversion_s, split
-from shoal.planner.intra.strategies import strategies_of
-from shoal.planner.intra.views import folded
+from shoal.planner.intra import choose as eliminate
+from shoal.planner.intra.choose import Choice, Prices, Problem, cheapest, placements_of
+from shoal.planner.intra.graph import PARTIAL, SHARED, WHOLE, Node, Placement, conversion_s, graph_of, split
+from shoal.planner.intra.strategies import folded, strategies_of
 from shoal.planner.trace.group import TracedGroup
 from shoal.topology.cluster_file import known_cluster
 from tests.planner.trace.models import subject

@@ -7,20 +7,18 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from shoal.cost.operators import Share
+from shoal.cost.footprint import FLOAT32
+from shoal.cost.operators import Matmul, Share
 from shoal.cost.plan import Plan
 from shoal.cost.prices import Heads
-from shoal.cost.roofline import Matmul
-from shoal.cost.state_bytes import FLOAT32
 from shoal.cost.transformer import Transformer
 from shoal.errors import ConfigError
-from shoal.planner.predict.calibrate import calibrate_factor
-from shoal.planner.predict.constants import Constants
-from shoal.planner.predict.context import ContextKind, exchange
+from shoal.planner.predict.bill import Constants
 from shoal.planner.predict.measured import Measured, measured_of
 from shoal.planner.predict.predictor import Predictor, Workload
 from shoal.planner.predict.stack import Stack
-from shoal.planner.predict.waiting import AT_THE_END, HEAD_SUMS, meetings, waits_of
+from shoal.planner.predict.waiting import AT_THE_END, HEAD_SUMS, ContextKind, exchange, meetings, waits_of
+from shoal.planner.predict.workload import calibrate_factor
 from shoal.topology.calibration import Calibration, Crowd, Wait
 from shoal.topology.cluster_file import cluster_from
 from shoal.topology.layout import Layout

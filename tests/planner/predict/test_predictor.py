@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from shoal.cost.operators import head_seconds, layer_seconds
 from shoal.cost.plan import Plan
 from shoal.cost.transformer import gpt
-from shoal.planner.predict.bill import ITEMS
-from shoal.planner.predict.constants import Constants
+from shoal.planner.predict.bill import ITEMS, Constants
 from shoal.planner.predict.layer import share_of
 from shoal.planner.predict.predictor import Predictor
 from shoal.topology.cluster import Cluster

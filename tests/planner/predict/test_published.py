@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.planner.predict.calibrate import calibrate_compute, calibrate_dispatch
-from shoal.planner.predict.constants import Constants
+from shoal.planner.predict.bill import Constants
+from shoal.planner.predict.workload import calibrate_compute, calibrate_dispatch
 from shoal.recipes.benchmarks.layer_times import layer_times
 from shoal.recipes.benchmarks.plan import machines, predicted_s, report, scored
 from shoal.recipes.benchmarks.scored import Machine

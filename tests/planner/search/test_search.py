@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import LayoutError, UsageError
-from shoal.planner.explain.change import Change
 from shoal.planner.explain.explain import condition, helps, why_not
-from shoal.planner.explain.text import help_sentence
+from shoal.planner.explain.text import Change, help_sentence
 from shoal.planner.search.candidates import Allowed, candidates, layouts
 from shoal.planner.search.search import search
 from shoal.recipes.benchmarks.plan import llama_405b_predictor

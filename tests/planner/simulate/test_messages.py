@@ -9,8 +9,7 @@ import pytest
 from shoal.cost import alpha_beta
 from shoal.planner.simulate import messages
 from shoal.planner.simulate.messages import Link, Step, seconds
-from shoal.planner.simulate.play import play
-from shoal.planner.simulate.tasks import Tasks
+from shoal.planner.simulate.play import Tasks, play
 
 LINK = Link(latency_s=5e-6, bytes_s=25e9)
 SIZE = 1e7

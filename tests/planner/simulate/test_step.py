@@ -8,14 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.cost.bubble import bubble_s
+from shoal.cost.activations import bubble_s
 from shoal.cost.plan import Plan
 from shoal.planner.simulate.outcome import outcome
-from shoal.planner.simulate.pace import Stragglers
-from shoal.planner.simulate.priced import work_of
 from shoal.planner.simulate.step import Fold, SimulatedStep, simulate_step
-from shoal.planner.simulate.work import Message, Stage, Work, uniform
-from shoal.recipes.planning.simulating import table_of
+from shoal.planner.simulate.work import Message, Stage, Stragglers, Work, uniform, work_of
+from shoal.planning.simulating import table_of
 from shoal.schedules.build import build
 from shoal.schedules.timeline import timeline
 from shoal.topology.cluster import Cluster

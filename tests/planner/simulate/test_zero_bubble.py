@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.planner.simulate.stored import stored_bytes
+from shoal.planner.simulate.memory import stored_bytes
 from shoal.recipes.benchmarks.simulate import BOUNDS
 from shoal.recipes.benchmarks.zero_bubble import MEASURED, PROFILES, bubble_rates, peak_memory, throughput
 from shoal.schedules.build import build

@@ -8,19 +8,18 @@ from typing import Any
 import pytest
 from torch import nn
 
+from shoal.cost.footprint import FLOAT32
 from shoal.cost.plan import Plan
-from shoal.cost.state_bytes import FLOAT32
 from shoal.models.config import GPTConfig
 from shoal.planner.explain.explain import why_not
-from shoal.planner.predict.constants import Constants
+from shoal.planner.predict.bill import Constants
 from shoal.planner.predict.measured import measured_of
 from shoal.planner.predict.predictor import Predictor, Workload
 from shoal.planner.predict.stack import MODERN
 from shoal.planner.search.candidates import Allowed, candidates
 from shoal.planner.search.search import search
-from shoal.planner.trace.job import TracedJob
 from shoal.planner.trace.predictor import TracedPredictor
-from shoal.planner.trace.subject import Subject
+from shoal.planner.trace.subject import Subject, TracedJob
 from shoal.schedules.names import Schedule
 from shoal.topology.cluster_file import cluster_from, known_cluster
 from shoal.topology.layout import Layout

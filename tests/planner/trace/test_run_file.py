@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 from shoal.cli.plan import plan
 from shoal.errors import ConfigError, UserCodeError
-from shoal.planner.simulate.pace import Stragglers
-from shoal.recipes.planning.answer import planned
-from shoal.recipes.planning.simulating import simulated
-from shoal.recipes.reading import load_run
+from shoal.planner.simulate.work import Stragglers
+from shoal.planning.answer import planned
+from shoal.planning.simulating import simulated
+from shoal.runfile.load import load_run
 
 RUN = """
 [run]

@@ -8,9 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from shoal.cost.flops import model_flops
-from shoal.cost.parameters import total_parameters
-from shoal.cost.transformer import Transformer
+from shoal.cost.transformer import Transformer, model_flops, total_parameters
 from shoal.errors import UserCodeError
 from shoal.memory.allocations import allocated
 from shoal.memory.closed_form import Activations, block_saved_bytes

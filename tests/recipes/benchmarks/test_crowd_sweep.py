@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from shoal.comm.mesh import build_mesh
+from shoal.planning.answer import cluster_of, predictor_on
+from shoal.planning.cluster_here import read_calibration
+from shoal.planning.operators import measured_here
+from shoal.planning.plan_file import written_plan
 from shoal.recipes.benchmarks.crowd_sweep import crowd_run, crowded_step_s
 from shoal.recipes.benchmarks.products import kept
 from shoal.recipes.benchmarks.step_factor import step_factor
-from shoal.recipes.planning.answer import cluster_of, predictor_on
-from shoal.recipes.planning.calibration_file import read_calibration
-from shoal.recipes.planning.here import measured_here
-from shoal.recipes.planning.plan_file import written_plan
 from shoal.topology.calibration import Crowd
 from shoal.topology.layout import Layout
 from tests.planner.calibrations import calibration

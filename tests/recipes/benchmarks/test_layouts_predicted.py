@@ -10,9 +10,9 @@ import pytest
 from shoal.cli.main import app
 from shoal.errors import ConfigError, UsageError
 from shoal.planner.predict.measured import OPERATIONS
+from shoal.planning.cluster_here import calibration_path
 from shoal.recipes.benchmarks import machine
 from shoal.recipes.benchmarks.layouts_predicted import check_predicted
-from shoal.recipes.planning.calibration_file import calibration_path
 from shoal.topology.calibration import Calibration, CollectiveFit, OperatorTime
 
 ROOT = Path(__file__).parents[3]

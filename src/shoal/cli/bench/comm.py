@@ -95,8 +95,8 @@ def _comm(place: Any, sweep: Any) -> dict[str, Any] | None:
 
 
 def _keep(results: list[dict[str, Any]]) -> Path:
+    from shoal.planning.cluster_here import add_calibration, calibration_path
     from shoal.recipes.benchmarks.comm import calibration_of
-    from shoal.recipes.planning.calibration_file import add_calibration, calibration_path
 
     path = calibration_path(os.environ)
     add_calibration(path, calibration_of(results))

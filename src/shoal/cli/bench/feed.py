@@ -37,6 +37,6 @@ def feed(
 
 def _feed(place: Place, file: Path, steps: int) -> dict[str, Any] | None:
     from shoal.recipes.benchmarks.feed import measure
-    from shoal.recipes.reading import load_run
+    from shoal.runfile.load import load_run
 
     return measure(load_run(file), place, steps=steps)

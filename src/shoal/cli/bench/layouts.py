@@ -35,9 +35,9 @@ def layouts(
     if machine.is_rank():
         as_rank(lambda place: _measure(place, run_file, keys, pairs))
         return
+    from shoal.planning.operators import calibration_here
     from shoal.recipes.benchmarks.layouts_beside import checks, rows
     from shoal.recipes.benchmarks.layouts_predicted import check_predicted, constants, predicted
-    from shoal.recipes.planning.here import calibration_here
 
     arguments = ["bench", "layouts", str(run_file), *keys, "--pairs", str(pairs)]
     calibration = calibration_here(os.environ)

@@ -22,9 +22,9 @@ def products(
 
     Example: shoal bench products --processes 1,2
     """
+    from shoal.planning.cluster_here import calibration_path
     from shoal.recipes.benchmarks import machine
     from shoal.recipes.benchmarks.products import kept, measure, rows
-    from shoal.recipes.planning.calibration_file import calibration_path
 
     if machine.is_rank():
         as_rank(measure)

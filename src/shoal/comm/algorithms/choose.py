@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 from shoal.collectives.catalogue import tables
 from shoal.collectives.table import Kind, Table, relabelled
-from shoal.comm.algorithms.tree_order import tree_order
+from shoal.comm.algorithms.probe import tree_order
 from shoal.cost.walk import walk_s
-from shoal.topology.links import Links
-from shoal.topology.ring_order import best_order
+from shoal.topology.links import Links, best_order
 
 MAX_BLOCKS = 64
 """Of a pipelined tree; more save less than 2 % of its time."""

@@ -16,10 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.collectives.table import Kind, Table
-from shoal.comm.algorithms.chosen import ChosenCollective
 from shoal.comm.algorithms.config import Algorithm
 from shoal.comm.algorithms.probe import probe
-from shoal.comm.algorithms.tables import Tables
+from shoal.comm.algorithms.tables import ChosenCollective, Tables
 from shoal.comm.collective import GroupCollective, Reduction
 from shoal.topology.links import clustered
 

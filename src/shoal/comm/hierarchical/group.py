@@ -6,14 +6,14 @@ reduction alone: the ranks always agree.
 
 Calls on two levels are carried out by a thread, in the order in which they were made. Sums of 16-bit floats are made in
 float32 and rounded once inside a host and once between hosts.
-"""
 
-# pyright: reportIncompatibleMethodOverride=false
-# The stubs of ProcessGroup list several overloads under one name; these are the forms that backends implement.
+Opening a `Hierarchical` group: a shared-memory group inside every host, a Gloo group of their leaders.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -21,14 +21,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
+from torch._C._distributed_c10d import PrefixStore, Store
 
-from shoal.comm.alone import Alone
 from shoal.comm.c10d_forms import given_timeout_s, listed
-from shoal.comm.collective import Collective, GroupCollective, Reduction
-from shoal.comm.hierarchical.division import Division
+from shoal.comm.collective import Alone, Collective, GroupCollective, Reduction
+from shoal.comm.diagnosis import introduce
+from shoal.comm.hierarchical.division import TWO_LEVELS, Division, division_of
 from shoal.comm.hierarchical.two_levels import TwoLevels
-from shoal.comm.hierarchical.volume import TWO_LEVELS
+from shoal.comm.shm.core import CoreMissing
+from shoal.comm.shm.group import share_core
+from shoal.comm.shm.host import Apart
 from shoal.comm.worker import Worker
+
+# pyright: reportIncompatibleMethodOverride=false
+# The stubs of ProcessGroup list several overloads under one name; these are the forms that backends implement.
+
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _NUMBERS = (*_FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -217,3 +224,33 @@ def _reduction(tensor: Tensor, reduce_op: Any) -> Reduction | None:
 
 def _is_plain(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.device.type == "cpu"
+
+
+_NO = "no: "
+
+
+def share_hosts(flat: Any, store: Store, *, hosts: Sequence[str], timeout_s: float) -> Hierarchical:
+    """`flat`, a Gloo group, on two levels. `hosts` are the identities of its ranks' hosts, in rank order.
+
+    Blocks until all ranks have called it. Raises `Apart` on all of them where those of one host cannot share memory.
+    """
+    division, rank = division_of(hosts), flat.rank()
+    host, _ = division.places[rank]
+    ranks = division.hosts[host]
+    mates, refusal = None, "yes"
+    if len(ranks) > 1:
+        named = PrefixStore(f"host-{host}", store)
+        try:
+            mates = share_core(_gloo(named, ranks, rank, timeout_s), named, timeout_s=timeout_s)
+        except (Apart, CoreMissing) as reason:
+            refusal = f"{_NO}{reason}"
+    answers = introduce(PrefixStore("hosts/mates", store), rank, division.size, myself=refusal, timeout_s=timeout_s)
+    if found := next((answer for answer in answers if answer.startswith(_NO)), None):
+        raise Apart(found.removeprefix(_NO))
+    first = tuple(ranks[0] for ranks in division.hosts)
+    leaders = _gloo(PrefixStore("leaders", store), first, rank, timeout_s) if rank in first else None
+    return Hierarchical(flat, division, mates=mates, leaders=leaders)
+
+
+def _gloo(store: Store, ranks: Sequence[int], rank: int, timeout_s: float) -> Any:
+    return dist.ProcessGroupGloo(store, ranks.index(rank), len(ranks), timedelta(seconds=timeout_s))

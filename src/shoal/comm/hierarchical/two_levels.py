@@ -15,8 +15,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from shoal.comm.collective import Collective, Handle, Reduction
-from shoal.comm.hierarchical.division import Division
-from shoal.comm.hierarchical.leaders import Sum, add_hosts, room, swap
+from shoal.comm.hierarchical.division import Division, Sum, add_hosts, room, swap
 
 PIECE_BYTES = 2 << 20
 """Some 2 ms at 10 Gbit/s: long beside the latency of a network, short beside a large message."""

@@ -2,10 +2,9 @@
 
 Every call is one of MPI's non-blocking ones, so that several may be under way; all ranks have to make them in the same
 order. Sums are MPI's: the same bits in every run on the same ranks (MPI-4.1, section 6.9.1, advises so).
-"""
 
-# pyright: reportIncompatibleMethodOverride=false
-# The stubs of ProcessGroup list several overloads under one name; these are the forms that backends implement.
+Opening an `MpiGroup`: the ranks tell each other their numbers in MPI's world, through the store.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +15,14 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
+from torch._C._distributed_c10d import PrefixStore, Store
 
-from shoal.comm.mpi.buffers import added, moved, numbers_of, operation
-from shoal.comm.mpi.request import MpiWork, UnderWay
+from shoal.comm.diagnosis import introduce
+from shoal.comm.mpi.request import MpiWork, UnderWay, added, moved, numbers_of, operation
+from shoal.comm.mpi.world import communicator, load_mpi
+
+# pyright: reportIncompatibleMethodOverride=false
+# The stubs of ProcessGroup list several overloads under one name; these are the forms that backends implement.
 
 
 class MpiGroup(dist.ProcessGroup):
@@ -189,3 +193,11 @@ def _runs(mpi: Any, tensor: Tensor, counts: list[int]) -> list[Any]:
 def _check_blocks(operation: str, whole: Tensor, block: Tensor, ranks: int) -> None:
     if whole.numel() != block.numel() * ranks or whole.dtype != block.dtype:
         raise ValueError(f"{operation} of blocks of {block.numel()} and {whole.numel()} in all among {ranks} ranks")
+
+
+def share_mpi(store: Store, rank: int, size: int, *, timeout_s: float) -> MpiGroup:
+    """Blocks until all ranks of the group have called it."""
+    mpi = load_mpi()
+    mine = str(mpi.COMM_WORLD.Get_rank())
+    answers = introduce(PrefixStore("mpi", store), rank, size, myself=mine, timeout_s=timeout_s)
+    return MpiGroup(mpi, communicator([int(answer) for answer in answers]), timeout_s=timeout_s)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.comm.futures import FutureThreads, complete
+from shoal.comm.seam_work import FutureThreads, complete
 from shoal.comm.shm.core import Core, Fault, Kind, Outcome, Signature
 
 PATIENCE_S = 0.1

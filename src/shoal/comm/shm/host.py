@@ -23,7 +23,7 @@ from typing import Generic
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from shoal.comm.diagnosis import introduce
-from shoal.comm.shm.handshake import Handshake, Segment
+from shoal.comm.shm.meeting import Handshake, Segment
 
 HOST_NAME = "SHOAL_HOST"
 """The variable that names the host of a process where one machine plays several."""

@@ -24,7 +24,7 @@ from ctypes import byref, c_int, c_uint8, c_uint64, c_void_p
 import torch
 from torch import Tensor
 
-from shoal.comm.futures import FutureThreads
+from shoal.comm.seam_work import FutureThreads
 from shoal.comm.shm.core import BYTES, Core, Fault, Kind, Outcome, Settings, Signature, load_call
 from shoal.comm.shm.core_work import PATIENCE_S, CoreWork, Kept, UnderWay
 from shoal.comm.shm.host import HostMates

@@ -1,4 +1,7 @@
-"""`ip` and `tc`: whether this process may use them, and running several of their commands at once."""
+"""`ip` and `tc`: whether this process may use them, and running several of their commands at once.
+
+What the kernel counted on the interfaces of this network namespace.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from shoal.errors import EnvironmentFault
 
@@ -74,3 +79,28 @@ def _refused(commands: Sequence[str], complaint: str) -> str:
 def _reason(complaint: str) -> str:
     lines = [line for line in complaint.splitlines() if line and not line.startswith("Command failed")]
     return lines[0].removeprefix("Error: ").rstrip(".") if lines else "without a reason"
+
+
+INTERFACES = Path("/sys/class/net")
+LOOPBACK = "lo"
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Sent to other hosts since the interfaces were made, headers included."""
+
+    bytes_sent: int
+    packets_sent: int
+
+    def __sub__(self, earlier: Counted) -> Counted:
+        return Counted(self.bytes_sent - earlier.bytes_sent, self.packets_sent - earlier.packets_sent)
+
+
+def counted(interfaces: Path = INTERFACES) -> Counted:
+    """The sum over all interfaces but the loopback."""
+    names = [path for path in interfaces.iterdir() if path.name != LOOPBACK]
+    return Counted(_sum(names, "tx_bytes"), _sum(names, "tx_packets"))
+
+
+def _sum(interfaces: list[Path], counter: str) -> int:
+    return sum(int((path / "statistics" / counter).read_text()) for path in interfaces)

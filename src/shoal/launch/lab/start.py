@@ -19,8 +19,7 @@ from shoal.launch.lab.lab_file import Lab
 from shoal.launch.lab.network import Network, network
 from shoal.launch.rank_process import Placed
 from shoal.launch.spawn import run_ranks
-from shoal.launch.supervision import Patience
-from shoal.launch.watch import say
+from shoal.launch.supervision import Patience, say
 
 RATES = "SHOAL_LAB_RATES"
 """The variable that tells throttled ranks their hosts and the rates between them."""

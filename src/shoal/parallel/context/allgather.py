@@ -13,11 +13,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shoal.comm.collective import Collective
-from shoal.parallel.context.core import ContextCore
 from shoal.parallel.context.exchange import gathered
-from shoal.parallel.context.rows import Rows, RowsBackward, wide_dtype
-from shoal.parallel.context.shard import by_rank, in_sequence
-from shoal.parallel.context.tiles import Documents, tiles_of_sequence
+from shoal.parallel.context.shard import ContextCore, by_rank, in_sequence
+from shoal.parallel.context.tiles import Documents, Rows, RowsBackward, tiles_of_sequence, wide_dtype
 
 SEQUENCE = -2
 """The dimension of `[..., seq, head_size]` that is split."""

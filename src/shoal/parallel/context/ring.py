@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shoal.comm.collective import Collective
-from shoal.parallel.context.core import ContextCore
 from shoal.parallel.context.exchange import gathered, shift
-from shoal.parallel.context.rows import Rows, RowsBackward, wide_dtype
-from shoal.parallel.context.tiles import Documents, tiles_of_source
+from shoal.parallel.context.shard import ContextCore
+from shoal.parallel.context.tiles import Documents, Rows, RowsBackward, tiles_of_source, wide_dtype
 
 BLOCKS, GRADIENTS = 0, 1
 """Tags of the two things that travel."""

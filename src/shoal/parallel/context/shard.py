@@ -3,16 +3,24 @@
 The causal mask gives late tokens more work than early ones. A sequence of n tokens is therefore cut into 2 C chunks,
 and rank i of C holds the chunks i and 2 C - 1 - i, in this order: the work of the two adds up to the same on every
 rank (arXiv:2407.21783, section 3.3.2). All kinds of context parallelism use this one order.
+
+The attention core of a context rank: as `CausalAttention`, over a part of each sequence.
+
+A core gets this rank's slices of query, key and value, in the order of `shard`, and returns its slice of the result.
+The ranks of `group` call it together, forward and backward.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from shoal.comm.collective import Collective
 from shoal.errors import LayoutError
+from shoal.models.layers import CausalAttention
 from shoal.topology.refusal import nearest_multiples
 
 
@@ -54,3 +62,32 @@ def by_rank(whole: Tensor, *, size: int, dim: int) -> Tensor:
     """The inverse of `in_sequence`: `[size, ...]`, the part of each rank."""
     chunks = whole.chunk(2 * size, dim)
     return torch.stack([torch.cat((chunks[rank], chunks[-1 - rank]), dim) for rank in range(size)])
+
+
+class ContextCore(CausalAttention, ABC):
+    """Base of the kinds."""
+
+    def __init__(self, group: Collective) -> None:
+        super().__init__()
+        self.group = group
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None = None) -> Tensor:
+        """`query` `[batch, heads, seq / size, head_size]`, `key` and `value` with `kv_heads`; as `query`.
+
+        `documents` `[batch, seq / size]` are integers. All ranks pass some, or none does.
+        Raises `LayoutError` where the sequence has no two equal chunks for each rank.
+        """
+        check_sequence(query.shape[2] * self.group.size, self.group.size)
+        device = query.device.type
+        if torch.is_autocast_enabled(device):  # as for scaled_dot_product_attention
+            half = torch.get_autocast_dtype(device)
+            query, key, value = query.to(half), key.to(half), value.to(half)
+        with torch.autocast(device, enabled=False):
+            return self.attend(query, key, value, documents)
+
+    @abstractmethod
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
+        """What each kind does in its own way; as `forward`, without autocast."""
+
+    def extra_repr(self) -> str:
+        return f"rank {self.group.rank} of {self.group.size}"

@@ -17,10 +17,9 @@ from torch.autograd.function import once_differentiable
 
 from shoal.comm.collective import Collective
 from shoal.errors import LayoutError
-from shoal.models.attention import CausalAttention
-from shoal.parallel.context.core import ContextCore
+from shoal.models.layers import CausalAttention
 from shoal.parallel.context.exchange import gathered
-from shoal.parallel.context.shard import by_rank, in_sequence
+from shoal.parallel.context.shard import ContextCore, by_rank, in_sequence
 from shoal.topology.refusal import nearest_divisors
 
 SEQUENCE = -2

@@ -1,4 +1,6 @@
-"""Cutting a chain of parts into stages: contiguous runs, one after the other, none empty.
+"""What each part of a chain costs: from its parameters, or by the clock.
+
+Cutting a chain of parts into stages: contiguous runs, one after the other, none empty.
 
 The slowest stage sets the pace of a pipeline, so the automatic cut minimises the largest stage,
 
@@ -11,10 +13,61 @@ that keep this limit takes the most even one, min sum_s cost(s)^2, by dynamic pr
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from shoal.errors import LayoutError
+from shoal.models.roles import DeclaresParts, Part, role_of
+
+LEAST_SHARE = 1e-3
+"""A part without matrix products is not free: this share of the dearest part's cost."""
+
+
+def estimated_costs(model: nn.Module, parts: Sequence[Part]) -> list[float]:
+    """Multiplications a token: the numbers of each part's matrices, those of an embedding, which is looked up, left
+    out. The same on every rank, with or without storage."""
+    costs = [float(sum(_products(model, name) for name in part.modules)) for part in parts]
+    return [max(cost, LEAST_SHARE * max(costs)) for cost in costs]
+
+
+def _products(model: nn.Module, module: str) -> int:
+    named = model.get_submodule(module).named_parameters(prefix=module)
+    return sum(p.numel() for name, p in named if p.ndim >= 2 and role_of(model, name).kind != "embedding")
+
+
+def measured_costs(
+    model: DeclaresParts, *inputs: Any, repeats: int = 3, clock: Callable[[], float] = time.perf_counter
+) -> list[float]:
+    """Median seconds of forward and backward of each part on `inputs`, on a device that is done when calls return.
+
+    Leaves gradients in the parameters. Ranks measure differently: let one measure and tell the others.
+    """
+    context = model.context(*inputs)
+    rounds = [_timed(model.parts(), context, clock) for _ in range(repeats + 1)]
+    return [median(seconds) for seconds in zip(*rounds[1:], strict=True)]  # the first round warms up
+
+
+def _timed(parts: Sequence[Part], context: Any, clock: Callable[[], float]) -> list[float]:
+    seconds, x = [], None
+    for part in parts:
+        start_s = clock()
+        output = part.run(x, context)
+        if output.requires_grad:
+            torch.autograd.backward(output, torch.ones_like(output))
+        seconds.append(clock() - start_s)
+        x = _leaf(output)
+    return seconds
+
+
+def _leaf(output: Tensor) -> Tensor:
+    return output.detach().requires_grad_()
+
 
 Cut = tuple[range, ...]
 """For each stage, the indices of its parts."""

@@ -20,9 +20,8 @@ from shoal.comm.collective import Collective
 from shoal.errors import LayoutError
 from shoal.parallel.pipeline.passes import Pass, Weights
 from shoal.parallel.pipeline.stopwatch import Stopwatch, stopwatch
-from shoal.parallel.pipeline.wire import Wire
-from shoal.schedules.action import Action
-from shoal.schedules.table import Table
+from shoal.parallel.pipeline.transfers import Wire
+from shoal.schedules.table import Action, Table
 
 LOOKAHEAD = 2
 """Actions whose receives are posted while one computes: one hides a transfer as long as a computation, two ride out a

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from shoal.errors import ConfigError
-from shoal.schedules.draw import label
 from shoal.schedules.table import Table
-from shoal.schedules.timeline import Timeline, in_flight
+from shoal.schedules.timeline import Timeline, in_flight, label
 
 _COLOURS = {"F": "#4c78a8", "B": "#59a14f", "I": "#76b7b2", "W": "#edc948"}
 _WORDS = {"F": "forward", "B": "backward", "I": "input's gradient", "W": "weights' gradients"}

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shoal.errors import UserCodeError
-from shoal.models.chain import DeclaresParts, Part
+from shoal.models.roles import DeclaresParts, Part
 from shoal.parallel.pipeline.cut import Cut
 
 
@@ -74,7 +74,7 @@ def staged(model: nn.Module, cut: Cut, placement: Sequence[int]) -> Stages:
     if not isinstance(model, DeclaresParts):
         raise UserCodeError(
             f"{type(model).__name__} does not say which chain it is, so it cannot be cut into stages: give it "
-            f"context() and parts() (see shoal.models.chain), or set layout.pipeline=1"
+            f"context() and parts() (see shoal.models.roles), or set layout.pipeline=1"
         )
     parts = tuple(model.parts())
     owners = {name: _owner(name, parts) for name, _ in model.named_parameters(remove_duplicate=False)}

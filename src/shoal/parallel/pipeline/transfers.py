@@ -1,13 +1,30 @@
-"""Which results travel between ranks: read off a table, once, and the same on every rank."""
+"""Which results travel between ranks: read off a table, once, and the same on every rank.
+
+Activations and gradients on their way between stages: posted ahead, never waited for before they are needed.
+
+Three rules make every table that `schedules.check` accepts run without a deadlock, and keep nothing longer than needed.
+
+- A rank never waits for a send while it has work. A message from a peer proves what the peer did before it: sends that
+  it had taken by then are complete, and are let go.
+- Receives from a peer are posted in the order in which the peer sends, which both know from the table: backends that
+  ignore tags agree with those that match them.
+- Receives are posted ahead of need where the form is known, and blocked for only when needed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from shoal.schedules.action import Action
-from shoal.schedules.order import needs
-from shoal.schedules.table import Table
+import torch
+from torch import Tensor
+
+from shoal.comm.collective import Collective, Handle
+from shoal.errors import UserCodeError
+from shoal.parallel.pipeline.joints import HEADER_NUMEL, Form
+from shoal.schedules.check import needs
+from shoal.schedules.table import Action, Table
 
 
 @dataclass(frozen=True)
@@ -60,3 +77,139 @@ def transfers(table: Table, likenesses: Sequence[int]) -> list[Transfer]:
 def header_tag(transfer: Transfer, table: Table) -> int:
     """A tag that no transfer has."""
     return (2 * table.stages + transfer.boundary) * table.microbatches + transfer.likeness
+
+
+class Wire:
+    """One rank's end, for one pass through a table.
+
+    `back` carries what goes to lower ranks; a second group of the same ranks where a backend keeps all transfers of a
+    pair in one sequence, as NCCL does: there, two ranks that send to each other first would block for ever.
+    `likenesses` has a number for each microbatch, the same for those of one form and below the number of microbatches.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        group: Collective,
+        *,
+        back: Collective,
+        device: torch.device,
+        likenesses: Sequence[int],
+    ) -> None:
+        self._table, self._rank, self._device = table, group.rank, device
+        self._group, self._back = group, back
+        self._forms: dict[tuple[int, int], Form] = {}
+        self._out: dict[Action, Transfer] = {}
+        self._in: dict[Action, Transfer] = {}
+        self._queues: defaultdict[int, deque[Transfer]] = defaultdict(deque)
+        for transfer in transfers(table, likenesses):
+            if transfer.sender == self._rank:
+                self._out[transfer.producer] = transfer
+            if transfer.receiver == self._rank:
+                self._in[transfer.consumer] = transfer
+                self._queues[transfer.sender].append(transfer)
+        self._headers: dict[tuple[int, int], tuple[Tensor, Handle]] = {}
+        self._posted: dict[Action, tuple[Tensor, Handle]] = {}
+        self._here: dict[Action, Tensor] = {}
+        self._sent: defaultdict[int, list[tuple[int, Handle, Tensor]]] = defaultdict(list)
+
+    def expect(self, actions: Iterable[Action]) -> None:
+        """Posts the receives of actions that come soon, as far as their forms are known."""
+        for action in actions:
+            transfer = self._in.get(action)
+            if transfer is not None and transfer.sender != self._rank:
+                self._post(transfer, needed=False)
+
+    def take(self, action: Action) -> Tensor | None:
+        """What `action` computes from: an activation or a gradient. None where none is sent to it."""
+        transfer = self._in.get(action)
+        if transfer is None:
+            return None
+        if transfer.sender == self._rank:
+            return self._here.pop(action)
+        self._post(transfer, needed=True)
+        tensor, handle = self._posted.pop(action)
+        handle.wait()
+        self._let_go(transfer)
+        return tensor.requires_grad_(transfer.is_activation and self._forms[_key(transfer)].differentiable)
+
+    def give_activation(self, action: Action, output: Tensor) -> None:
+        """Sends a stage's output on. Raises `UserCodeError` where its form is not that of the microbatches before."""
+        transfer = self._out[action]
+        form = Form.of(output, stage=action.stage)
+        known = self._forms.setdefault(_key(transfer), form)
+        if form != known:
+            raise UserCodeError(
+                f"stage {action.stage} gave {form} for microbatch {action.microbatch} and {known} for an earlier one "
+                f"with inputs of the same shapes; what a stage gives must have a form that follows from these shapes"
+            )
+        if transfer.announces and transfer.receiver != self._rank:
+            self._send(transfer, form.header(self._device), tag=header_tag(transfer, self._table))
+        self._hand_over(transfer, output.detach().requires_grad_(output.requires_grad))
+
+    def give_gradient(self, action: Action, gradient: Tensor) -> None:
+        """Sends the gradient of a stage's input back."""
+        self._hand_over(self._out[action], gradient)
+
+    def finish(self) -> None:
+        """Waits until everything has left. Raises `CollectiveError` where a rank is dead, stopped or late."""
+        for sends in self._sent.values():
+            for _, handle, _ in sends:
+                handle.wait()
+        self._sent.clear()
+
+    def _hand_over(self, transfer: Transfer, tensor: Tensor) -> None:
+        if transfer.receiver == self._rank:
+            self._here[transfer.consumer] = tensor
+        else:
+            self._send(transfer, tensor.detach().contiguous(), tag=transfer.tag)
+
+    def _send(self, transfer: Transfer, tensor: Tensor, *, tag: int) -> None:
+        handle = self._towards(transfer).send(tensor, to=transfer.receiver, tag=tag)
+        self._sent[transfer.receiver].append((transfer.taken_at, handle, tensor))
+
+    def _let_go(self, arrived: Transfer) -> None:
+        """Forgets sends that the peer took before it sent `arrived`; their handles are done, so waiting is short."""
+        kept = []
+        for sent in self._sent[arrived.sender]:
+            if sent[0] <= arrived.sent_at:
+                sent[1].wait()
+            else:
+                kept.append(sent)
+        self._sent[arrived.sender] = kept
+
+    def _post(self, wanted: Transfer, *, needed: bool) -> None:
+        queue = self._queues[wanted.sender]
+        while queue and queue[0].sent_at <= wanted.sent_at:
+            form = self._form(queue[0], needed=needed)
+            if form is None:
+                return
+            transfer = queue.popleft()
+            if transfer.is_activation or form.differentiable:
+                buffer = form.empty(self._device)
+                handle = self._towards(transfer).recv(buffer, source=transfer.sender, tag=transfer.tag)
+                self._posted[transfer.consumer] = buffer, handle
+
+    def _form(self, transfer: Transfer, *, needed: bool) -> Form | None:
+        """The form of what comes next from a peer; None where it is not known yet and nothing needs it now."""
+        key = _key(transfer)
+        if key in self._forms or not transfer.is_activation:
+            return self._forms.get(key)
+        if key not in self._headers:
+            header = torch.empty(HEADER_NUMEL, dtype=torch.int64, device=self._device)
+            tag = header_tag(transfer, self._table)
+            self._headers[key] = header, self._towards(transfer).recv(header, source=transfer.sender, tag=tag)
+        if not needed:
+            return None
+        header, handle = self._headers.pop(key)
+        handle.wait()
+        self._forms[key] = Form.read(header)
+        return self._forms[key]
+
+    def _towards(self, transfer: Transfer) -> Collective:
+        return self._group if transfer.sender < transfer.receiver else self._back
+
+
+def _key(transfer: Transfer) -> tuple[int, int]:
+    """Of what has one form."""
+    return transfer.boundary, transfer.likeness

@@ -10,9 +10,8 @@ from torch import Tensor
 from shoal.comm.collective import Collective
 from shoal.parallel.tensor import operators
 from shoal.parallel.tensor.blocks import enter_block, enter_block_sequence, leave_block, leave_block_sequence
-from shoal.parallel.tensor.layers import Crossing, Entrance
+from shoal.parallel.tensor.layers import Crossing, Entrance, change_input, change_output
 from shoal.parallel.tensor.region import CONTAINERS, Region
-from shoal.parallel.tensor.sequence import change_input, change_output
 from shoal.parallel.tensor.summa import Grid
 
 

@@ -1,14 +1,88 @@
-"""Layers of which each rank of a group has a part, by the names that the whole layers' parameters have."""
+"""One layer that is to be split: decided first, replaced later, so that a refusal leaves the model as it was.
+
+Layers of which each rank of a group has a part, by the names that the whole layers' parameters have.
+
+What sequence parallelism adds to a split model: outside its regions every rank has a slice of each sequence.
+
+Norms, dropout and the residual sum cost nothing twice, and their activations take 1 / size of the memory
+(arXiv:2205.05198). Attention and feed-forward see the whole sequence.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.comm.collective import Collective
+from shoal.errors import UserCodeError
+from shoal.models.dropout import KeyedDropout
 from shoal.parallel.tensor.cut import Cut
+from shoal.parallel.tensor.operators import slice_of
+
+Cuts = Mapping[int, Cut]
+"""By dim; the twins of the first are those of the parameter."""
+
+Replacement = Callable[[nn.Parameter, nn.Parameter | None], nn.Module]
+
+
+@dataclass(frozen=True)
+class SplitLayer:
+    """The layer's name, the cuts of its weight and bias, and what takes its place, made of the cut parameters."""
+
+    name: str
+    layer: nn.Linear | nn.Embedding
+    weight: Cuts
+    bias: Cuts
+    replacement: Replacement
+
+    def split_parameters(self) -> Iterator[tuple[str, Cuts]]:
+        """The full name of each parameter that is split, and how."""
+        yield f"{self.name}.weight", self.weight
+        if self.own_bias is not None and self.bias:
+            yield f"{self.name}.bias", self.bias
+
+    @property
+    def own_bias(self) -> nn.Parameter | None:
+        """The whole layer's bias, where it has one."""
+        return getattr(self.layer, "bias", None)
+
+
+def replace(model: nn.Module, layers: Iterable[SplitLayer]) -> None:
+    """Puts the parts in place of the whole layers; a parameter of several layers becomes one part for all of them."""
+    parts: dict[Tensor, nn.Parameter] = {}
+    for split in layers:
+        weight, bias = split.layer.weight, split.own_bias
+        if weight not in parts:
+            parts[weight] = _part(weight, split.weight)
+        if bias is not None and split.bias:
+            bias = _part(bias, split.bias)
+        parent, _, child = split.name.rpartition(".")
+        setattr(model.get_submodule(parent), child, split.replacement(parts[weight], bias))
+
+
+def check_ties(layers: Iterable[SplitLayer]) -> None:
+    """Raises `UserCodeError` where a parameter belongs to layers that would cut it differently."""
+    seen: dict[Tensor, SplitLayer] = {}
+    for split in layers:
+        other = seen.setdefault(split.layer.weight, split)
+        if other.weight != split.weight:
+            raise UserCodeError(
+                f"'{other.name}' and '{split.name}' share their weight, but have roles that split it differently; give "
+                f"them roles that cut alike, such as embedding and head, or weights of their own"
+            )
+
+
+def _part(parameter: Tensor, cuts: Cuts) -> nn.Parameter:
+    own = parameter.detach()
+    for dim, cut in cuts.items():
+        own = own.narrow(dim, cut.offset, cut.length)
+    return nn.Parameter(own.contiguous().clone(), requires_grad=parameter.requires_grad)
+
 
 Crossing = Callable[[Tensor], Tensor]
 """An operator of `shoal.parallel.tensor.operators`, its group given."""
@@ -91,3 +165,46 @@ class VocabularyEmbedding(nn.Module):
 
     def _holds(self, token: int) -> bool:
         return self.cut.offset <= token < self.cut.offset + self.cut.length
+
+
+def change_input(region: nn.Module, crossing: Callable[[Tensor], Tensor]) -> None:
+    """The first input of `region` is crossed, such as to the whole sequence, for all that the module does with it."""
+
+    def cross_first(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if args:
+            return (crossing(args[0]), *args[1:]), named
+        first = next(iter(named))
+        return args, {**named, first: crossing(named[first])}
+
+    region.register_forward_pre_hook(cross_first, with_kwargs=True)
+
+
+def change_output(region: nn.Module, crossing: Callable[[Tensor], Tensor]) -> None:
+    """What `region` gives is crossed on its way back to the stream."""
+
+    def cross(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        return crossing(output)
+
+    region.register_forward_hook(cross)
+
+
+def slice_positions(model: nn.Module, group: Collective, *, inside: Iterable[nn.Module]) -> None:
+    """Keyed dropout outside of the regions `inside` drops what it would drop in this rank's slice of whole samples."""
+    whole = {id(module) for region in inside for module in region.modules()}
+
+    def add_positions(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        x = args[0] if args else named["x"]
+        given = args[1] if len(args) > 1 else named.get("positions")
+        return (x, _own_positions(x, given, group)), {}
+
+    for module in model.modules():
+        if isinstance(module, KeyedDropout) and id(module) not in whole:
+            module.register_forward_pre_hook(add_positions, with_kwargs=True)
+
+
+def _own_positions(x: Tensor, given: Tensor | None, group: Collective) -> Tensor:
+    """The places in their samples of the slice `x` `[batch, seq / size, ...]`, from those of the whole sequences."""
+    if given is None:
+        first = group.rank * x.shape[1]
+        return torch.arange(first, first + x.shape[1], device=x.device)[None]
+    return slice_of(given, group)

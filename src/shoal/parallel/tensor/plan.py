@@ -3,7 +3,7 @@
     column       rows of the weight, and their biases      the first of a pair: its input is the whole stream
     row          columns of the weight                     the second: its outputs are summed, then the bias is added
     embedding    rows, unevenly where they do not divide   the ranks' vectors are summed
-    head         rows, the same way                        logits stay split: `shoal.parallel.tensor.cross_entropy`
+    head         rows, the same way                        logits stay split: `shoal.parallel.tensor.vocabulary`
     the others   whole on every rank
 
 Parameters stay plain tensors under the names of the unsplit model. Experts are left to expert parallelism; a router
@@ -21,13 +21,20 @@ from torch import nn
 from shoal.comm.collective import Collective
 from shoal.errors import UserCodeError
 from shoal.models.roles import DeclaresRoles, role_of, roles_of
-from shoal.parallel.tensor.block_layers import block_layers
+from shoal.parallel.tensor.blocks import block_layers
 from shoal.parallel.tensor.crossings import Crossings
 from shoal.parallel.tensor.cut import Cut, even_cut, grouped_cut, uneven_cut
-from shoal.parallel.tensor.layers import ColumnLinear, RowLinear, VocabularyEmbedding
+from shoal.parallel.tensor.layers import (
+    ColumnLinear,
+    Cuts,
+    RowLinear,
+    SplitLayer,
+    VocabularyEmbedding,
+    check_ties,
+    replace,
+    slice_positions,
+)
 from shoal.parallel.tensor.region import Region, linear, regions_of
-from shoal.parallel.tensor.sequence import slice_positions
-from shoal.parallel.tensor.split_layer import Cuts, SplitLayer, check_ties, replace
 from shoal.parallel.tensor.summa import Grid
 from shoal.parallel.tensor.vocabulary import VocabularySplit
 from shoal.topology.box import Box, Dims

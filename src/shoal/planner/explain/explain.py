@@ -15,8 +15,7 @@ import msgspec
 
 from shoal.cost.plan import Plan
 from shoal.errors import LayoutError, UsageError
-from shoal.planner.explain.change import Change
-from shoal.planner.explain.text import GIB, seconds
+from shoal.planner.explain.text import GIB, Change, seconds
 from shoal.planner.predict.bill import ITEMS
 from shoal.planner.predict.predictor import Prediction, Predictor
 from shoal.planner.search.candidates import Allowed, candidates

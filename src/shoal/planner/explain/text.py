@@ -1,15 +1,29 @@
-"""Plans, bills and memory as lines of text: what `shoal plan` prints."""
+"""One thing done differently, and what becomes of the step and of memory.
+
+Plans, bills and memory as lines of text: what `shoal plan` prints.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from shoal.cost.footprint import Footprint
-from shoal.planner.explain.change import Change
 from shoal.planner.explain.residuals import Residuals
 from shoal.planner.predict.bill import ITEMS, Bill
 from shoal.planner.predict.predictor import Prediction
 from shoal.planner.search.scaling import Choice
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """What was changed; seconds of the step and bytes of the fullest rank afterwards, and whether that fits."""
+
+    what: str
+    step_s: float
+    memory_bytes: float
+    fits: bool
+
 
 GIB = 2**30
 RULE = "-"

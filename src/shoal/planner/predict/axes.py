@@ -1,6 +1,11 @@
-"""The groups of a plan's axes, and their links: which ranks lie next to each other, and which lie far apart."""
+"""The groups of a plan's axes, and their links: which ranks lie next to each other, and which lie far apart.
+
+Communication beside computation: what is seen of it, and what hiding the rest costs.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from shoal.cost.plan import Plan
 from shoal.cost.wire import Links
@@ -51,3 +56,22 @@ def ends_group(plan: Plan, machine: Machine) -> Links:
 def world_group(plan: Plan, machine: Machine) -> Links:
     """All ranks."""
     return machine.group(plan.world_size, stride=1, world=plan.world_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exposed:
+    """Communication that is seen, and computation that hidden communication slows down, seconds."""
+
+    seen_s: float
+    slowed_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Both."""
+        return self.seen_s + self.slowed_s
+
+
+def exposed(communication_s: float, beside_s: float, *, slowdown: float) -> Exposed:
+    """What `beside_s` seconds of computation cannot hide, and what hiding costs them."""
+    hidden = min(communication_s, beside_s)
+    return Exposed(seen_s=communication_s - hidden, slowed_s=hidden * slowdown)

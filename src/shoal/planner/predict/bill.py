@@ -1,9 +1,25 @@
-"""The seconds of a step, itemised: what is not in the bill is not in the prediction."""
+"""The seconds of a step, itemised: what is not in the bill is not in the prediction.
+
+What a run costs on a cluster: time with failures and saves, money, energy.
+
+A run of n steps of T seconds takes n T / (effective share) seconds; the share is that of the availability-optimal
+interval between checkpoints (cost.interval), with the cluster's failure rate and time to recover.
+
+Every number that a prediction uses and that neither the cluster, the model nor the plan gives, with its origin.
+
+None is fitted to a row that is predicted. Two may be calibrated, each on one measured row of a machine type
+(`planner.predict.calibrate`): `compute`, a factor on the matrix-multiply rate, and `dispatch_s`, the seconds that the
+host takes for one operator.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from shoal.cost.interval import availability_optimal_s, effective_share
+from shoal.topology.cluster import Cluster
 
 ITEMS: Mapping[str, str] = {
     "matrix products": "linear layers, forward and backward",
@@ -44,3 +60,77 @@ class Bill:
         """(item, seconds, share) of every item that is not 0, in the order of `ITEMS`."""
         total = self.total
         return [(name, self.seconds[name], self.seconds[name] / total) for name in ITEMS if self.seconds.get(name)]
+
+
+SAVE_STALL_S = 2.0
+"""Seconds that a save holds a step up where it writes in the background; blocking saves take longer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunCost:
+    """A whole run. `money` and `energy_kwh` are None where the cluster states no price and no power."""
+
+    training_s: float
+    wall_s: float
+    effective_share: float
+    save_every_s: float
+    money: float | None
+    energy_kwh: float | None
+
+
+def run_cost(cluster: Cluster, *, step_s: float, steps: int, save_s: float = SAVE_STALL_S) -> RunCost:
+    """The cost of `steps` steps of `step_s` seconds on all of the cluster."""
+    training_s = step_s * steps
+    rate = cluster.failures_per_s(cluster.nodes)
+    recovery = cluster.reliability.recovery_s
+    between = 1 / rate if rate > 0 else float("inf")
+    every = min(availability_optimal_s(save_s, between, recovery_s=recovery), max(training_s, 2 * save_s))
+    share = effective_share(every, save_s, between, recovery_s=recovery) if rate > 0 else 1 - save_s / every
+    wall_s = training_s / share
+    hours = wall_s / 3600 * cluster.devices
+    price, watts = cluster.price.device_hour, cluster.price.device_watts
+    return RunCost(
+        training_s=training_s,
+        wall_s=wall_s,
+        effective_share=share,
+        save_every_s=every,
+        money=None if price is None else price * hours,
+        energy_kwh=None if watts is None else watts * hours / 1e3,
+    )
+
+
+def _constant(value: float, origin: str) -> Any:
+    return field(default=value, metadata={"origin": origin})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """Numbers with origins; `listed` gives both."""
+
+    compute: float = _constant(1.0, "factor on the device's matmul_efficiency; 1, or calibrated on one row")
+    dispatch_s: float = _constant(29e-6, "host seconds of one operator; PyTorch eager, or calibrated on one row")
+    memory_efficiency: float = _constant(
+        0.8, "share of the memory's rate that element-wise kernels reach; assumed, STREAM reaches 0.8 to 0.9"
+    )
+    kernel_s: float = _constant(4e-6, "shortest kernel with its launch gap on the device; assumed")
+    flash_share: float = _constant(
+        0.75, "flash attention's rate over that of matrix products: 190 of 255 TFLOP/s, arXiv:2307.08691 figure 5"
+    )
+    overlap_slowdown: float = _constant(
+        0.126, "seconds of computation lost for a hidden second of communication: Galvatron's measured 1.126"
+    )
+    forward_operators: float = _constant(
+        30, "aten operators that are no views in the forward of an eager GPT layer with dropout: counted"
+    )
+    backward_operators: float = _constant(42, "the same in its backward, sums of gradients included: counted")
+    head_operators: float = _constant(
+        66, "operators of embedding, head, loss and schedule for a microbatch: two thirds of a layer's, assumed"
+    )
+    optimizer_start_s: float = _constant(
+        3e-4, "host seconds of an optimizer step: ten launches for many tensors each; assumed"
+    )
+
+    def listed(self) -> Iterator[tuple[str, float, str]]:
+        """(name, value, origin) of each."""
+        for constant in fields(self):
+            yield constant.name, getattr(self, constant.name), constant.metadata["origin"]

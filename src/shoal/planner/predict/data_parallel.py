@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from shoal.cost.plan import Plan
-from shoal.planner.predict.axes import ends_group, replica_group, shard_group, world_group
-from shoal.planner.predict.exposed import Exposed, exposed
+from shoal.planner.predict.axes import Exposed, ends_group, exposed, replica_group, shard_group, world_group
 from shoal.planner.predict.machine import Machine
 from shoal.planner.predict.workload import Stage
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.cost.flops import Recompute
 from shoal.cost.operators import LayerSeconds, Share
 from shoal.cost.plan import Plan
 from shoal.cost.prices import Prices
-from shoal.cost.transformer import Transformer
+from shoal.cost.transformer import Recompute, Transformer
 from shoal.cost.wire import Links
-from shoal.planner.predict.axes import context_group, expert_group, tensor_group
-from shoal.planner.predict.context import ContextKind, exchange
-from shoal.planner.predict.exposed import Exposed, exposed
+from shoal.planner.predict.axes import Exposed, context_group, expert_group, exposed, tensor_group
 from shoal.planner.predict.machine import Machine
 from shoal.planner.predict.stack import Stack
+from shoal.planner.predict.waiting import ContextKind, exchange
 
 
 @dataclass(frozen=True)

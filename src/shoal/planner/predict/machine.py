@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from shoal.cost.operators import Rates
 from shoal.cost.prices import Prices, RooflinePrices
-from shoal.cost.roofline import Rates
 from shoal.cost.wire import Links, group_of
-from shoal.planner.predict.constants import Constants
+from shoal.planner.predict.bill import Constants
 from shoal.planner.predict.measured import Measured
 from shoal.planner.predict.stack import Stack
 from shoal.topology.cluster import Cluster

@@ -17,16 +17,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from shoal.cost.fitted import FittedGroup
+from shoal.cost.alpha_beta import FittedGroup, Sweep, sweep_of
 from shoal.cost.host import Host, host_of
 from shoal.cost.operators import Share
 from shoal.cost.plan import Plan
 from shoal.cost.prices import MeasuredPrices
-from shoal.cost.sweep import Sweep, sweep_of
 from shoal.cost.transformer import Transformer
 from shoal.errors import ConfigError
-from shoal.planner.predict.context import ContextKind
-from shoal.planner.predict.waiting import meetings, waits_of
+from shoal.planner.predict.waiting import ContextKind, meetings, waits_of
 from shoal.topology.calibration import Calibration, CollectiveFit, Crowd, OperatorTime, Wait
 
 OPERATORS = ("linear", "norm", "gate", "gelu", "rotary", "attention", "embedding", "copy", "loss", "adam")

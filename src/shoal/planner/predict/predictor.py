@@ -17,12 +17,10 @@ from dataclasses import dataclass
 
 from shoal.cost.activations import boundary_bytes, layer_activation_bytes
 from shoal.cost.eager_memory import eager_block_bytes, eager_footprint
-from shoal.cost.flops import model_flops
 from shoal.cost.footprint import Footprint, Overheads, footprint, stage_parameters
-from shoal.cost.parameters import embedding_parameters, total_parameters
 from shoal.cost.plan import Plan
-from shoal.planner.predict.bill import Bill
-from shoal.planner.predict.constants import Constants
+from shoal.cost.transformer import embedding_parameters, model_flops, total_parameters
+from shoal.planner.predict.bill import Bill, Constants
 from shoal.planner.predict.layer import LayerBill, LayerKey, layer_bill, share_of
 from shoal.planner.predict.machine import Machine
 from shoal.planner.predict.measured import Measured

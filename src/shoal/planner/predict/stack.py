@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shoal.cost.activations import Kept
-from shoal.cost.state_bytes import MEGATRON_BF16, MEGATRON_FP16, StateBytes
-from shoal.planner.predict.context import ContextKind
+from shoal.cost.footprint import MEGATRON_BF16, MEGATRON_FP16, StateBytes
+from shoal.planner.predict.waiting import ContextKind
 
 
 @dataclass(frozen=True, kw_only=True)

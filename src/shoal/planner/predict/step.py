@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shoal.cost.bubble import bubble_s
+from shoal.cost.activations import bubble_s
 from shoal.cost.plan import Plan
-from shoal.planner.predict.axes import stage_group
+from shoal.planner.predict.axes import Exposed, exposed, stage_group
 from shoal.planner.predict.bill import COMPUTED, Bill
 from shoal.planner.predict.data_parallel import gathers, gradients, optimizer_s
-from shoal.planner.predict.exposed import Exposed, exposed
 from shoal.planner.predict.layer import LayerBill
 from shoal.planner.predict.machine import Machine
 from shoal.planner.predict.workload import Stage

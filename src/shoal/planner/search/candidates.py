@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import Protocol
 
-from shoal.cost.flops import Recompute
 from shoal.cost.plan import Plan, Zero
+from shoal.cost.transformer import Recompute
 from shoal.planner.predict.workload import Abilities
 from shoal.schedules.build import fixed_stages_of
 from shoal.schedules.names import Schedule

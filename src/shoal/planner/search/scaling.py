@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from shoal.errors import LayoutError
-from shoal.planner.predict.money import RunCost, run_cost
+from shoal.planner.predict.bill import RunCost, run_cost
 from shoal.planner.predict.predictor import Prediction, Predictor
 from shoal.planner.search.candidates import Allowed
 from shoal.planner.search.search import search

@@ -1,4 +1,10 @@
-"""Peak memory of each pipeline rank as its row of the table fills and empties it.
+"""The most bytes of activations that each pipeline rank holds, counted along its row of the table.
+
+A forward stores M bytes for its stage and microbatch. A whole backward frees all of it; a split one keeps, from I to W,
+the part that only the weights' gradient needs: M_W of it, with M_W = 32sbh of M = sbh(34 + 5as/h) for a GPT of 16 bits
+(arXiv:2401.10241, section 2.3): inputs of the matrix products and the gradients of their outputs.
+
+Peak memory of each pipeline rank as its row of the table fills and empties it.
 
 Everything but the activations is the planner's own footprint; activations are counted along the row, so that a split
 backward, uneven stages and interleaving are what they are, and no closed form stands for them.
@@ -10,9 +16,22 @@ from collections.abc import Sequence
 
 from shoal.cost.plan import Plan
 from shoal.planner.predict.predictor import Predictor
-from shoal.planner.simulate.priced import stage_layers
-from shoal.planner.simulate.stored import stored_bytes
+from shoal.planner.simulate.work import stage_layers
 from shoal.schedules.table import Table
+
+
+def stored_bytes(table: Table, *, stage_bytes: Sequence[float], weight_bytes: Sequence[float]) -> tuple[float, ...]:
+    """Peak of each rank. `stage_bytes` is what a stage keeps of one microbatch, `weight_bytes` its part until W."""
+    peaks = []
+    for row in table.rows:
+        held = peak = 0.0
+        for kind, stage, _ in row:
+            whole, late = stage_bytes[stage], weight_bytes[stage]
+            held += {"F": whole, "B": -whole, "I": late - whole, "W": -late}[kind]
+            peak = max(peak, held)
+        peaks.append(peak)
+    return tuple(peaks)
+
 
 WEIGHT_NUMBERS = 16
 """Numbers of the hidden width that a token's weight gradients need in a layer: inputs of its products h + h + h + 4h

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shoal.planner.simulate.play import play
-from shoal.planner.simulate.tasks import Tasks
+from shoal.planner.simulate.play import Tasks, play
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,17 +6,31 @@ period       the longest time from a rank's first to its last action: what a ste
              others between steps (arXiv:2401.10241, section 4: the optimizer without a barrier)
 exposed      step minus the same step on a network without latency and with unbounded rate, plus the collectives
              inside stages that nothing hides
+
+A played step as the timeline of its schedule: when each pipeline rank computed what.
+
+A simulated step and simulated weeks as lines of text: what `shoal simulate` prints.
+
+A played step in the Trace Event Format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+One process a simulated device, three threads: what it computes, what it sends, its collectives. Complete events ("X")
+with times in microseconds.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
-from shoal.planner.simulate.pace import Stragglers
+from shoal.planner.explain.text import GIB, seconds, table
+from shoal.planner.simulate.goodput import WEEK_S, Goodput
 from shoal.planner.simulate.step import Fold, SimulatedStep, simulate_step
-from shoal.planner.simulate.work import Work
-from shoal.schedules.table import Table
+from shoal.planner.simulate.work import Stragglers, Work
+from shoal.schedules.table import Action, Table
+from shoal.schedules.timeline import Timeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,3 +131,107 @@ def _inside_s(table: Table, work: Work) -> float:
     """Of the rank that has most of it."""
     by_rank = [sum(work.stages[stage].inside_s for stage in table.stages_of(rank)) for rank in range(table.ranks)]
     return table.microbatches * max(by_rank)
+
+
+def timeline_of(step: SimulatedStep) -> Timeline:
+    """Of the first simulated replica and peer. An action that was played in parts lasts from its first to its last."""
+    first = {place.rank: place.number for place in reversed(step.places)}
+    return Timeline(tuple(tuple(_spans(step, rank, first[rank])) for rank in range(step.table.ranks)))
+
+
+def _spans(step: SimulatedStep, rank: int, place: int) -> Iterator[tuple[Action, float, float]]:
+    played, numbers = step.played, list(step.actions[place])
+    for action in step.table.rows[rank]:
+        name = f"{action.kind}{action.microbatch} s{action.stage}"
+        parts = next((i for i, number in enumerate(numbers) if played.tasks[number].name != name), len(numbers))
+        mine, numbers = numbers[:parts], numbers[parts:]
+        yield action, played.starts_s[mine[0]], played.ends_s[mine[-1]]
+
+
+MOST_RANKS = 32
+"""Lines of the table of ranks; longer pipelines show their idlest ranks."""
+
+
+def step(one: Outcome, *, predicted_s: float) -> str:
+    """The step and its parts beside the prediction of the closed forms."""
+    rows = [
+        ("step", seconds(one.step_s), f"{seconds(predicted_s)} by closed forms"),
+        (
+            "bubble",
+            seconds(one.bubble * one.phase_s),
+            f"{100 * one.bubble:.1f} % of the pipeline's {seconds(one.phase_s)}",
+        ),
+        ("communication outside stages", seconds(one.exposed_s), "step minus the step on a perfect network"),
+        ("communication inside stages", seconds(one.inside_s), "tensor, context, expert, ZeRO: what nothing hides"),
+        ("without a barrier between steps", seconds(one.period_s), "longest time from a rank's first to last action"),
+    ]
+    return table(("simulated", "seconds", ""), rows)
+
+
+def ranks(one: Outcome, memory_bytes: Sequence[float], *, limit_bytes: float) -> str:
+    """Every simulated pipeline rank of the first replica: computing, waiting, its port, its memory."""
+    shown = [share for share in one.ranks if share.replica == 0]
+    if len(shown) > MOST_RANKS:
+        kept = sorted(sorted(shown, key=lambda share: -share.idle_share)[:MOST_RANKS], key=lambda share: share.rank)
+        shown = kept
+    rows = [
+        (
+            f"{share.rank}",
+            seconds(share.computing_s),
+            f"{100 * share.idle_share:.1f}",
+            f"{100 * share.port_share:.1f}",
+            f"{memory_bytes[share.rank] / GIB:.1f}",
+        )
+        for share in shown
+    ]
+    return table(("pipeline rank", "computes", "idle %", "port in use %", f"peak GiB of {limit_bytes / GIB:.0f}"), rows)
+
+
+def weeks(one: Goodput, *, every_s: float, steps: float) -> str:
+    """Where the time of the weeks went."""
+    parts = (
+        ("training that lasted", one.trained_s),
+        ("saving", one.saving_s),
+        ("lost and done again", one.lost_s),
+        ("recovering", one.recovering_s),
+    )
+    rows = [(name, seconds(value), f"{100 * value / one.wall_s:.2f}") for name, value in parts]
+    title = (
+        f"{one.wall_s / WEEK_S:g} weeks: {one.failures} failures, a save every {seconds(every_s)}, {steps:,.0f} steps"
+    )
+    return title + "\n" + table(("time", "", "%"), rows)
+
+
+_THREADS = MappingProxyType({"compute": 0, "optimizer": 0, "transfer": 1, "collective": 2})
+_NAMES = ("compute", "send", "collectives")
+_MICRO = 1e6
+
+
+def trace(step: SimulatedStep) -> dict[str, Any]:
+    """The whole file as plain values."""
+    return {"displayTimeUnit": "ms", "traceEvents": [*_headings(step), *_events(step)]}
+
+
+def _headings(step: SimulatedStep) -> Iterator[dict[str, Any]]:
+    for place in step.places:
+        name = f"replica {place.replica}, pipeline rank {place.rank}" + (f", peer {place.peer}" if place.peer else "")
+        yield {"ph": "M", "name": "process_name", "pid": place.number, "args": {"name": name}}
+        for thread, what in enumerate(_NAMES):
+            yield {"ph": "M", "name": "thread_name", "pid": place.number, "tid": thread, "args": {"name": what}}
+
+
+def _events(step: SimulatedStep) -> Iterator[dict[str, Any]]:
+    played = step.played
+    for task, start_s, end_s in zip(played.tasks, played.starts_s, played.ends_s, strict=True):
+        thread = _THREADS.get(task.kind)
+        if thread is None or not end_s + task.latency_s > start_s:
+            continue
+        yield {
+            "ph": "X",
+            "name": task.name,
+            "cat": task.kind,
+            "pid": task.rank,
+            "tid": thread,
+            "ts": round(start_s * _MICRO, 3),
+            "dur": round((end_s - start_s + task.latency_s) * _MICRO, 3),
+        }

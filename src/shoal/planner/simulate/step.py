@@ -15,13 +15,10 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from shoal.planner.simulate.pace import Stragglers
-from shoal.planner.simulate.play import play
-from shoal.planner.simulate.tasks import Played, Tasks
-from shoal.planner.simulate.work import Stage, Work
-from shoal.schedules.action import Action
-from shoal.schedules.order import Needs, completing, needs, walk
-from shoal.schedules.table import Table
+from shoal.planner.simulate.play import Played, Tasks, play
+from shoal.planner.simulate.work import Stage, Stragglers, Work
+from shoal.schedules.check import Needs, completing, needs, walk
+from shoal.schedules.table import Action, Table
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,70 @@
-"""What a simulated step is made of, as plain numbers: seconds of every stage and action, and the cost of messages."""
+"""How long devices take compared with what they should: stragglers as distributions, deterministic by seed.
+
+A device is slow for the whole run with probability `slow_share`, then everything takes `slow_factor` times as long;
+beside that every action of every device takes exp(sigma Z) times as long, Z standard normal (lognormal noise with
+median 1). Peers that wait for each other in every layer (tensor and context ranks) move as the slowest of them: their
+factors fold into one by a maximum, exactly.
+
+What a simulated step is made of, as plain numbers: seconds of every stage and action, and the cost of messages.
+
+A plan's `Work` in the seconds of `planner.Predictor`, so that prediction and simulation share every constant.
+
+A stage's seconds are its layers', with the collectives inside them (tensor, context, expert, ZeRO's gathers); head and
+loss lie on the last stage. Transfers, sums of gradients, gathered weights and the optimizer are those of the bill.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from shoal.cost.footprint import stage_parameters
+from shoal.cost.plan import Plan
+from shoal.cost.transformer import (
+    dense_layer_parameters,
+    embedding_parameters,
+    expert_parameters,
+    head_parameters,
+    matmul_parameters,
+)
+from shoal.parallel.pipeline.cut import balanced_cut
+from shoal.planner.predict.axes import ends_group, shard_group, stage_group
+from shoal.planner.predict.bill import COMPUTED
+from shoal.planner.predict.data_parallel import gathers, optimizer_s, summed_s
+from shoal.planner.predict.predictor import Predictor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stragglers:
+    """A distribution of factors; all defaults: every device takes what it should. `slow` names devices of which it is
+    known, as {(replica, pipeline rank, peer): factor}."""
+
+    slow_share: float = 0.0
+    slow_factor: float = 1.0
+    sigma: float = 0.0
+    seed: int = 0
+    slow: Mapping[tuple[int, int, int], float] = field(default_factory=dict)
+
+    @property
+    def even(self) -> bool:
+        """Whether all devices always do the same, so that replicas can be folded."""
+        return not self.sigma and not self.slow and (not self.slow_share or self.slow_factor == 1)
+
+    def factors(self, replica: int, rank: int, peer: int, *, actions: int) -> list[float]:
+        """One device's factors of its first `actions` actions."""
+        own = random.Random(f"{self.seed}/{replica}/{rank}/{peer}")
+        whole = self.slow_factor if own.random() < self.slow_share else 1.0
+        whole *= self.slow.get((replica, rank, peer), 1.0)
+        if not self.sigma:
+            return [whole] * actions
+        return [whole * math.exp(self.sigma * own.gauss(0, 1)) for _ in range(actions)]
+
+    def slowest(self, replica: int, rank: int, peers: range, *, actions: int) -> list[float]:
+        """The factors of peers in lock-step: in each action, the largest."""
+        rows = [self.factors(replica, rank, peer, actions=actions) for peer in peers]
+        return [max(column) for column in zip(*rows, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,3 +120,102 @@ def rank_seconds(work: Work, stages: Sequence[int], microbatches: int) -> float:
     """Seconds that a rank with these stages computes in a step, the optimizer left out."""
     each = (work.stages[stage] for stage in stages)
     return microbatches * sum(stage.forward_s + stage.input_s + stage.weight_s for stage in each)
+
+
+HEAD_FORWARD, HEAD_INPUT = 1 / 3, 1 / 3
+"""Head and loss are matrix products: as long forward as for the input's and for the weights' gradient."""
+EMBEDDING_SHARE = 1e-3
+"""What the pipeline's cut counts for a part without matrix products, of the dearest part."""
+
+
+def work_of(plan: Plan, predictor: Predictor) -> Work:
+    """The step of `plan`, in the predictor's seconds. Raises `LayoutError` for more stages than layers."""
+    stack = predictor.stack
+    layers = stage_layers(plan, predictor)
+    ends = range(len(layers))
+    return Work(
+        stages=tuple(
+            _stage(plan, predictor, count, first=stage == ends[0], last=stage == ends[-1])
+            for stage, count in enumerate(layers)
+        ),
+        transfer=_transfer(plan, predictor),
+        blocks_sender=not stack.overlap_pipeline,
+        behind=not stack.overlap_data,
+        slowdown=predictor.constants.overlap_slowdown,
+        after=Message(busy_s=_after_s(plan, predictor)),
+        optimizer_s=optimizer_s(plan, predictor.stage(plan), predictor.machine),
+    )
+
+
+def stage_layers(plan: Plan, predictor: Predictor) -> tuple[int, ...]:
+    """Layers of each stage as the pipeline itself cuts a model: embedding, layers and head, weighed by the numbers that
+    a token is multiplied with, so that the network has no part in it.
+
+    Raises `LayoutError` for more stages than parts.
+    """
+    model = predictor.workload.model
+    layer, head = float(matmul_parameters(model)), float(model.vocabulary * model.hidden)
+    costs = [EMBEDDING_SHARE * max(layer, head), *[layer] * model.layers, head]
+    cut = balanced_cut(costs, plan.layout.pipeline * plan.virtual_stages)
+    return tuple(sum(0 < part <= model.layers for part in parts) for parts in cut)
+
+
+def _stage(plan: Plan, predictor: Predictor, layers: int, *, first: bool, last: bool) -> Stage:
+    layer = predictor.layer(plan)
+    head = sum(layer.head.values()) if last else 0.0
+    gather_forward, gather_back = _gathered(plan, predictor, layers)
+    wires = layers * sum(layer.items[name] for name in ("tensor", "context", "expert"))
+    return Stage(
+        forward_s=layers * layer.forward_s + HEAD_FORWARD * head + gather_forward,
+        input_s=layers * layer.input_s + HEAD_INPUT * head + gather_back,
+        weight_s=layers * layer.weight_s + (1 - HEAD_FORWARD - HEAD_INPUT) * head,
+        sums=_sums(plan, predictor, layers, first=first, last=last),
+        inside_s=wires + gather_forward + gather_back + (layer.head["tensor"] if last else 0.0),
+    )
+
+
+def _gathered(plan: Plan, predictor: Predictor, layers: int) -> tuple[float, float]:
+    """(forward, backward) seconds of ZeRO's collectives that this stage's computation does not hide."""
+    layer, whole = predictor.layer(plan), plan.stage_layers(predictor.workload.model.layers)
+    computed = whole * sum(layer.items.get(name, 0.0) for name in (*COMPUTED, "launches"))
+    cost = gathers(plan, predictor.stage(plan), predictor.machine, beside_s=computed)
+    seconds = cost.total_s * layers / whole
+    forward = 1 / 3 if plan.zero == 3 else 0.0
+    return seconds * forward, seconds * (1 - forward)
+
+
+def _sums(plan: Plan, predictor: Predictor, layers: int, *, first: bool, last: bool) -> tuple[Message, ...]:
+    """One message a layer, the last layer's first, then what the first or last stage has beside its layers."""
+    model, layout = predictor.workload.model, plan.layout
+    dense, experts = dense_layer_parameters(model) / layout.tensor, model.experts * expert_parameters(model)
+    units = [dense + experts / layout.expert] * layers
+    beside = (embedding_parameters(model) if first else 0) + (head_parameters(model) if last else 0)
+    units += [beside / layout.tensor] if beside else []
+    sums = [summed_s(plan, predictor.machine, numbers=numbers) for numbers in units]
+    return tuple(Message(busy_s=seconds) for seconds in sums if seconds > 0)
+
+
+def _after_s(plan: Plan, predictor: Predictor) -> float:
+    """What no computation can hide: ZeRO's gather of new weights, the sum of a tied embedding's gradient."""
+    model, layout, state = predictor.workload.model, plan.layout, predictor.stack.state
+    seconds = 0.0
+    if plan.zero in (1, 2):
+        numbers = sum(stage_parameters(model, plan, 0))
+        seconds += shard_group(plan, predictor.machine).all_gather(numbers * state.activation)
+    if model.tied and layout.pipeline > 1:
+        seconds += ends_group(plan, predictor.machine).all_reduce(
+            embedding_parameters(model) / layout.tensor * state.wire
+        )
+    return seconds
+
+
+def _transfer(plan: Plan, predictor: Predictor) -> Message:
+    """One activation, or its gradient, from a stage to the next."""
+    layout, stack = plan.layout, predictor.stack
+    if layout.pipeline == 1:
+        return Message(busy_s=0.0)
+    size = predictor.stage(plan).boundary_bytes
+    hop = stage_group(plan, predictor.machine)
+    split = plan.sequence_parallel or (stack.scatter_pipeline and hop.spans_nodes)
+    share = size / (layout.tensor if split else 1)
+    return Message(busy_s=share / hop.bytes_s, latency_s=hop.send(share) - share / hop.bytes_s)

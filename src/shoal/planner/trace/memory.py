@@ -11,11 +11,10 @@ unit stands beside all that is in flight, which is never too low.
 
 from __future__ import annotations
 
-from shoal.cost.footprint import Footprint, Overheads
-from shoal.cost.in_flight import in_flight
+from shoal.cost.activations import in_flight
+from shoal.cost.footprint import Footprint, Overheads, StateBytes
 from shoal.cost.plan import Plan
-from shoal.cost.state_bytes import StateBytes
-from shoal.planner.trace.stages import Held, Stages
+from shoal.planner.trace.subject import Held, Stages
 from shoal.planner.trace.trace import Trace
 
 BUCKETS_ON_THE_WAY = 3

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from typing import cast
 
-from shoal.cost.bubble import bubble_s
-from shoal.cost.flops import Recompute
+from shoal.cost.activations import bubble_s
 from shoal.cost.footprint import Footprint, Overheads
 from shoal.cost.plan import Plan
+from shoal.cost.transformer import Recompute
 from shoal.errors import ConfigError, LayoutError
 from shoal.planner.predict.axes import tensor_group
-from shoal.planner.predict.bill import COMPUTED, Bill
-from shoal.planner.predict.constants import Constants
+from shoal.planner.predict.bill import COMPUTED, Bill, Constants
 from shoal.planner.predict.data_parallel import gathers, gradients, optimizer_s
 from shoal.planner.predict.layer import LayerBill
 from shoal.planner.predict.measured import Measured
@@ -25,11 +24,9 @@ from shoal.planner.predict.predictor import Predictor
 from shoal.planner.predict.stack import Stack
 from shoal.planner.predict.step import hosted, on_shared_cores, transfer_s, transfers
 from shoal.planner.predict.workload import Abilities, Stage, Workload
-from shoal.planner.trace.job import TracedJob
 from shoal.planner.trace.memory import traced_footprint
 from shoal.planner.trace.seconds import UnitSeconds, unit_seconds
-from shoal.planner.trace.stages import Stages
-from shoal.planner.trace.subject import Split
+from shoal.planner.trace.subject import Split, Stages, TracedJob
 from shoal.planner.trace.trace import Trace
 from shoal.topology.cluster import Cluster
 

@@ -1,4 +1,10 @@
-"""Writes down every operator of a forward and a backward, with the module that it belongs to.
+"""Bytes that are alive at each moment of a trace: what an eager program would hold, storage by storage.
+
+Fake tensors die when real ones would, so that the timeline of their storages is that of an allocator without
+fragmentation. It holds what autograd keeps, what a recomputed block keeps of its inputs, and temporaries between
+operators; scratch memory inside of an operator it does not see.
+
+Writes down every operator of a forward and a backward, with the module that it belongs to.
 
 Modules are known by hooks in the forward. In the backward, autograd's node says which operator it is the gradient of:
 nodes are numbered in the order of the forward, and the hooks know at which number each module began and ended.
@@ -6,10 +12,11 @@ nodes are numbered in the order of the forward, and the hooks know at which numb
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,11 +25,55 @@ from torch.autograd import _get_sequence_nr  # pyright: ignore[reportPrivateImpo
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shoal.planner.trace.formulas import attention_flops, products_of
-from shoal.planner.trace.live import Alive
-from shoal.planner.trace.operator import Message, Operator, Phase, Shape
+from shoal.planner.trace.operator import Message, Operator, Phase, Shape, WeightGradients, attention_flops, products_of
 from shoal.planner.trace.units import Units
-from shoal.planner.trace.weight_gradients import WeightGradients
+
+
+@dataclass
+class Alive:
+    """Counts storages from their first sight to their end; those of `apart` never."""
+
+    bytes: int = 0
+    peak_bytes: int = 0
+    peak_by_unit: dict[int | None, int] = field(default_factory=dict)
+    _living: dict[int, tuple[int, int | None]] = field(default_factory=dict)
+    _apart: set[int] = field(default_factory=set)
+    _kept_bytes: int = 0
+    _kept: set[int] = field(default_factory=set)
+
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """These are no activations: parameters, gradients, inputs. They must outlive the trace."""
+        self._apart |= {tensor.untyped_storage()._cdata for tensor in tensors}
+
+    def see(self, tensor: Tensor, unit: int | None) -> None:
+        """A tensor that came out of an operator of `unit`."""
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._apart or key in self._living or not size:
+            return
+        self._living[key] = (size, unit)
+        weakref.finalize(storage, self._end, key, size)
+        self.bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
+        new = self.bytes - self._kept_bytes
+        self.peak_by_unit[unit] = max(self.peak_by_unit.get(unit, 0), new)
+
+    def keep(self) -> dict[int | None, int]:
+        """Bytes by unit that are alive now, at the end of a forward: from here on, what is new is counted apart."""
+        held: dict[int | None, int] = {}
+        for size, unit in self._living.values():
+            held[unit] = held.get(unit, 0) + size
+        self._kept, self._kept_bytes = set(self._living), self.bytes
+        self.peak_by_unit = {}
+        return held
+
+    def _end(self, key: int, size: int) -> None:
+        del self._living[key]
+        self.bytes -= size
+        if key in self._kept:
+            self._kept.discard(key)
+            self._kept_bytes -= size
+
 
 LOOKED_UP = frozenset(
     {"aten.embedding", "aten.index", "aten.index_select", "aten.gather", "aten.nll_loss_forward", "aten._unsafe_index"}

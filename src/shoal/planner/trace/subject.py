@@ -1,13 +1,20 @@
-"""A model of a run, ready to be traced in any size of microbatch and under any split over tensor ranks.
+"""Which units a pipeline rank holds: the chain is cut as a run cuts it, by the numbers of its matrices.
+
+What lies outside of units (the loss, masks) is the last stage's. Loops lay stage s on rank s mod p, V-shaped schedules
+turn round at the last rank.
+
+A model of a run, ready to be traced in any size of microbatch and under any split over tensor ranks.
 
 Traces are made when they are asked for, and kept. The model is built on the meta device, without storage; a builder
 that does not work there, since it looks at numbers, is run with storage that is given back at once.
+
+A traced model and the step that trains it: what a search of layouts asks of them.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -16,18 +23,47 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shoal.cost.flops import Recompute
+from shoal.cost.plan import Plan
+from shoal.cost.transformer import Recompute
 from shoal.errors import LayoutError, UserCodeError
 from shoal.memory.blocks import blocks_of
 from shoal.memory.recompute import recompute
-from shoal.models.chain import DeclaresParts
-from shoal.models.roles import DeclaresRoles, roles_of
-from shoal.parallel.pipeline.costs import estimated_costs
+from shoal.models.roles import DeclaresParts, DeclaresRoles, roles_of
+from shoal.parallel.pipeline.cut import balanced_cut, estimated_costs
 from shoal.parallel.tensor.plan import split_tensor
 from shoal.parallel.tensor.vocabulary import VocabularySplit
 from shoal.planner.trace.group import TracedGroup
 from shoal.planner.trace.trace import Trace, traced
 from shoal.planner.trace.units import Units, units_of
+from shoal.schedules.build import fixed_stages_of
+from shoal.schedules.table import looped, v_shaped
+
+Held = frozenset[int | None]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The units of every pipeline rank."""
+
+    held: tuple[Held, ...]
+
+    @classmethod
+    def of(cls, plan: Plan, costs: Sequence[float]) -> Stages:
+        """`costs` of the chain's parts. Raises `LayoutError` for more stages than parts."""
+        ranks = plan.layout.pipeline
+        if ranks == 1:
+            return cls((frozenset({None, *range(len(costs))}),))
+        placement = _placement(plan)
+        held: list[set[int | None]] = [set() for _ in range(ranks)]
+        for rank, parts in zip(placement, balanced_cut(costs, len(placement)), strict=True):
+            held[rank].update(parts)
+        held[placement[-1]].add(None)
+        return cls(tuple(frozenset(units) for units in held))
+
+
+def _placement(plan: Plan) -> tuple[int, ...]:
+    ranks = plan.layout.pipeline
+    return v_shaped(ranks) if fixed_stages_of(plan.schedule) == 2 else looped(ranks, plan.virtual_stages)
 
 
 @dataclass(frozen=True)
@@ -163,3 +199,43 @@ def _copied(model: nn.Module) -> nn.Module:
         plain = (*module._buffers.values(), *vars(module).values())
         memo |= {id(tensor): torch.empty_like(tensor) for tensor in plain if isinstance(tensor, Tensor)}
     return copy.deepcopy(model, memo)
+
+
+@dataclass(frozen=True)
+class TracedSizes:
+    """What of a traced model limits its layouts."""
+
+    subject: Subject
+
+    @property
+    def layers(self) -> int:
+        """Blocks, or 1 where the model shows none."""
+        return max(1, len(self.subject.units.blocks))
+
+    @property
+    def experts(self) -> int:
+        """A user's experts are not told apart from other layers."""
+        return 0
+
+    def tensor_fits(self, ranks: int) -> bool:
+        """Can the model be split over so many tensor ranks? It is tried."""
+        return ranks == 1 or self.subject.refusal(ranks) is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedJob:
+    """`sequence` are the positions of a sample that are weighed: tokens, or 1."""
+
+    subject: Subject
+    global_samples: int
+    sequence: int
+
+    @property
+    def model(self) -> TracedSizes:
+        """What limits layouts."""
+        return TracedSizes(self.subject)
+
+    @property
+    def tokens(self) -> int:
+        """Positions of one step."""
+        return self.global_samples * self.sequence

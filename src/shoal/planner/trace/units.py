@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from shoal.memory.blocks import blocks_of
-from shoal.models.chain import DeclaresParts
+from shoal.models.roles import DeclaresParts
 
 
 @dataclass(frozen=True)

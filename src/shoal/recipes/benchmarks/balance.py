@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from shoal.models.build import build
-from shoal.models.chain import DeclaresParts, Part
 from shoal.models.config import GPTConfig
-from shoal.models.feed_forward import GELU
 from shoal.models.gpt import GPT
 from shoal.models.initialise import initialise
-from shoal.parallel.pipeline.costs import estimated_costs, measured_costs
-from shoal.parallel.pipeline.cut import Cut, balanced_cut
+from shoal.models.layers import GELU
+from shoal.models.roles import DeclaresParts, Part
+from shoal.parallel.pipeline.cut import Cut, balanced_cut, estimated_costs, measured_costs
 from shoal.recipes.benchmarks.paired import check
 
 MODEL = GPTConfig(vocabulary=4096, layers=24, width=128, heads=4, feed_forward="gelu")

@@ -18,7 +18,7 @@ import msgspec
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from shoal.checkpoint.exchange import LocalExchange
+from shoal.checkpoint.agreement import LocalExchange
 from shoal.comm.backends import Transport
 from shoal.comm.collective import Collective
 from shoal.comm.connect import connect
@@ -33,8 +33,8 @@ from shoal.recipes.benchmarks.machine import Result
 from shoal.recipes.benchmarks.paired import check, milliseconds, spread
 from shoal.recipes.benchmarks.turns import Turns, interleaved, ratios
 from shoal.recipes.objects import Given
-from shoal.recipes.run_file import RunFile
 from shoal.recipes.setting import set_up
+from shoal.runfile.run_file import RunFile
 from shoal.sync.config import AllReduce
 from shoal.topology.config import LayoutConfig
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.part import targets_of
+from shoal.checkpoint.inventory import targets_of
 from shoal.engine.loop import Job, take_step
 from shoal.launch.environment import Place
 from shoal.launch.store_exchange import StoreExchange

@@ -25,7 +25,7 @@ from shoal.comm.collective import Collective, GroupCollective
 from shoal.comm.connect import connect
 from shoal.comm.ledger import Ledger
 from shoal.comm.seam import Seam
-from shoal.cost.hockney import fit
+from shoal.cost.alpha_beta import fit
 from shoal.launch.environment import Place
 from shoal.launch.rendezvous import interface_for, open_store
 from shoal.recipes.benchmarks import machine

@@ -21,7 +21,7 @@ from shoal.data.config import BatchConfig, Tokens
 from shoal.models.config import GPTConfig
 from shoal.recipes.benchmarks.gpt_job import corpus_file
 from shoal.recipes.benchmarks.host_sweep import solo_step
-from shoal.recipes.run_file import RunConfig, RunFile
+from shoal.runfile.run_file import RunConfig, RunFile
 
 SAMPLES, SEQUENCE = 4, 128
 MODEL = GPTConfig(

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from shoal.checkpoint.exchange import LocalExchange
+from shoal.checkpoint.agreement import LocalExchange
 from shoal.data.build import Dataset
 from shoal.data.sample import Source
 from shoal.engine.loop import take_step
@@ -23,8 +23,8 @@ from shoal.observe.events import read_events
 from shoal.recipes.benchmarks.gpt_job import gpt_job
 from shoal.recipes.benchmarks.paired import check
 from shoal.recipes.objects import Given
-from shoal.recipes.run_file import RunFile
 from shoal.recipes.setting import Setting, set_up
+from shoal.runfile.run_file import RunFile
 
 WAITING = 0.02
 NEED = 0.95

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from shoal.checkpoint.agreement import Exchange
 from shoal.checkpoint.config import CheckpointConfig
-from shoal.checkpoint.exchange import Exchange
 from shoal.checkpoint.save import Saver
 from shoal.data.config import BatchConfig, Tokens
 from shoal.engine.loop import Job
@@ -17,8 +17,8 @@ from shoal.models.config import GPTConfig
 from shoal.observe.display import SilentDisplay
 from shoal.observe.events import EventWriter
 from shoal.recipes.assembly import new_feed, new_state, new_step, new_sync
-from shoal.recipes.run_file import RunConfig, RunFile
 from shoal.recipes.setting import Setting
+from shoal.runfile.run_file import RunConfig, RunFile
 
 SEQUENCE = 128
 MODEL = GPTConfig(layers=6, width=256, heads=8, feed_forward="gelu", feed_forward_width=1024)

@@ -22,8 +22,8 @@ from shoal.models.config import GPTConfig
 from shoal.recipes.assembly import new_feed, new_state, new_step, new_sync
 from shoal.recipes.benchmarks.gpt_job import LR, corpus_file
 from shoal.recipes.objects import Given
-from shoal.recipes.run_file import RunConfig, RunFile
 from shoal.recipes.setting import set_up
+from shoal.runfile.run_file import RunConfig, RunFile
 
 SEQUENCE, WIDTH, VOCABULARY = 64, 32, 64
 SIZES = ((1, 1), (5, 1), (1, 5))

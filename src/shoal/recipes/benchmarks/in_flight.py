@@ -26,8 +26,8 @@ from shoal.recipes.assembly import new_feed, new_state, new_step, new_sync
 from shoal.recipes.benchmarks.gpt_job import corpus_file
 from shoal.recipes.benchmarks.paired import check
 from shoal.recipes.objects import Given
-from shoal.recipes.run_file import RunConfig, RunFile
 from shoal.recipes.setting import Setting, set_up
+from shoal.runfile.run_file import RunConfig, RunFile
 from shoal.schedules.build import build
 from shoal.schedules.names import Schedule
 from shoal.schedules.timeline import in_flight

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.cost.flops import Recompute
 from shoal.cost.plan import Plan
-from shoal.cost.transformer import gpt
-from shoal.planner.predict.constants import Constants
+from shoal.cost.transformer import Recompute, gpt
+from shoal.planner.predict.bill import Constants
 from shoal.planner.predict.predictor import Predictor, Workload
 from shoal.planner.predict.stack import MEGATRON_2022
 from shoal.topology.cluster_file import known_cluster

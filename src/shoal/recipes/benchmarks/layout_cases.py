@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.recipes.reading import load_run
-from shoal.recipes.run_file import RunFile
+from shoal.runfile.load import load_run
+from shoal.runfile.run_file import RunFile
 
 TIMEOUT_S = 600.0
 

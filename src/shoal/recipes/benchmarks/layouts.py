@@ -28,8 +28,8 @@ from shoal.recipes.assembly import new_feed, new_state, new_step, new_sync
 from shoal.recipes.benchmarks.layout_cases import CASES, TIMEOUT_S, run_file_of
 from shoal.recipes.benchmarks.quiet import in_turn, quiet_median_s
 from shoal.recipes.objects import Given
-from shoal.recipes.run_file import RunFile
 from shoal.recipes.setting import set_up
+from shoal.runfile.run_file import RunFile
 from shoal.topology.layout import Layout
 
 LR = 1e-4

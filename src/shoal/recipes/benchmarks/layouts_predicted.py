@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ConfigError, UsageError
-from shoal.planner.predict.calibrate import calibrate_factor
 from shoal.planner.predict.predictor import Prediction, Predictor
+from shoal.planner.predict.workload import calibrate_factor
+from shoal.planning.answer import cluster_of, predictor_on, tensor_bytes
+from shoal.planning.operators import measured_here, unpredicted
+from shoal.planning.plan_file import written_plan
 from shoal.recipes.benchmarks.layout_cases import CASES, Case, run_file_of
 from shoal.recipes.benchmarks.layouts_beside import Beside
-from shoal.recipes.planning.answer import cluster_of, predictor_on, tensor_bytes
-from shoal.recipes.planning.here import measured_here, unpredicted
-from shoal.recipes.planning.plan_file import written_plan
-from shoal.recipes.reading import load_run
+from shoal.runfile.load import load_run
 from shoal.topology.calibration import Calibration
 
 CALIBRATED_ON = CASES[0].name

@@ -15,7 +15,7 @@ from shoal.comm.conditions import Conditions
 from shoal.comm.connect import connect
 from shoal.comm.ledger import Ledger
 from shoal.launch.environment import Place
-from shoal.launch.lab.counters import Counted, counted
+from shoal.launch.lab.iproute import Counted, counted
 from shoal.launch.rendezvous import open_store
 from shoal.recipes.lab import conditions_from
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from torch._C._distributed_c10d import PrefixStore
 
-from shoal.checkpoint.exchange import LocalExchange
+from shoal.checkpoint.agreement import LocalExchange
 from shoal.comm.volume import HEADER_BYTES
 from shoal.engine.loop import take_step
 from shoal.launch.environment import Place
@@ -27,8 +27,8 @@ from shoal.recipes.benchmarks.link_group import gathered, meet, while_counting
 from shoal.recipes.benchmarks.machine import Result
 from shoal.recipes.benchmarks.paired import check
 from shoal.recipes.objects import Given
-from shoal.recipes.run_file import RunFile
 from shoal.recipes.setting import set_up
+from shoal.runfile.run_file import RunFile
 from shoal.topology.config import LayoutConfig
 
 STEPS, WARM_UP, TOKENS = 3, 2, 1024

@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from shoal.checkpoint.exchange import LocalExchange
+from shoal.checkpoint.agreement import LocalExchange
 from shoal.comm.ledger import Entry
 from shoal.engine.loop import Job, take_step
 from shoal.launch.environment import Place
@@ -37,8 +37,8 @@ from shoal.recipes.benchmarks.link_group import gathered, meet
 from shoal.recipes.benchmarks.machine import Result
 from shoal.recipes.benchmarks.turns import interleaved, ratios
 from shoal.recipes.objects import Given
-from shoal.recipes.run_file import RunFile, run_directory
 from shoal.recipes.setting import set_up
+from shoal.runfile.run_file import RunFile, run_directory
 from shoal.sync.config import FAR_BUCKET_BYTES, NEAR_BUCKET_BYTES, AllReduce
 
 STEPS, PAIRS, TOKENS = 8, 10, 512

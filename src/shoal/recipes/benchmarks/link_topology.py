@@ -28,8 +28,7 @@ from shoal.recipes.benchmarks.link_group import CPU, gathered, meet, while_count
 from shoal.recipes.benchmarks.machine import Result
 from shoal.recipes.benchmarks.paired import check
 from shoal.recipes.benchmarks.turns import interleaved
-from shoal.topology.links import SLOW, Links, slow_links
-from shoal.topology.ring_order import best_order, pace
+from shoal.topology.links import SLOW, Links, best_order, pace, slow_links
 
 PROBE_BYTES, REPEATS = 256 << 10, 7
 RING_BYTES, TURNS = 2 << 20, 3

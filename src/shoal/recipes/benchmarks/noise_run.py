@@ -18,8 +18,8 @@ from shoal.observe.config import ObserveConfig
 from shoal.optim.config import AdamW
 from shoal.recipes.assembly import new_feed, new_state, new_step, new_sync
 from shoal.recipes.objects import Given
-from shoal.recipes.run_file import RunConfig, RunFile
 from shoal.recipes.setting import Setting, set_up
+from shoal.runfile.run_file import RunConfig, RunFile
 
 MODEL = GPTConfig(layers=2, width=64, heads=4, feed_forward="gelu", feed_forward_width=256, tied=True)
 SEQUENCE, WARM_UP_STEPS, EVALUATE_EVERY, EVALUATED_SAMPLES, MOST_STEPS = 64, 20, 10, 256, 4000

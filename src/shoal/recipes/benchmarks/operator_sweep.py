@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.models.rotary import rotated, rotations
+from shoal.models.layers import rotated, rotations
 
 DEPTH = 4
 REPEATS = 3

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from shoal.cost.transformer import llama
-from shoal.planner.predict.calibrate import calibrate_compute, calibrate_dispatch
-from shoal.planner.predict.constants import Constants
+from shoal.planner.predict.bill import Constants
 from shoal.planner.predict.predictor import Predictor, Workload
 from shoal.planner.predict.stack import MODERN
+from shoal.planner.predict.workload import calibrate_compute, calibrate_dispatch
 from shoal.planner.search.search import Found, search
 from shoal.recipes.benchmarks import published
 from shoal.recipes.benchmarks.by_term import Terms, by_term

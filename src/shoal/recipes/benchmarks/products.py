@@ -25,6 +25,8 @@ from shoal.comm.collective import Collective
 from shoal.comm.mesh import build_mesh
 from shoal.launch.environment import Place
 from shoal.launch.rendezvous import open_store
+from shoal.planning.cluster_here import add_calibration
+from shoal.planning.operators import cores
 from shoal.recipes.benchmarks import machine
 from shoal.recipes.benchmarks.comm import fits_of, swept
 from shoal.recipes.benchmarks.comm_options import Sweep
@@ -33,8 +35,6 @@ from shoal.recipes.benchmarks.host_sweep import host_times
 from shoal.recipes.benchmarks.operator_sweep import points
 from shoal.recipes.benchmarks.step_factor import step_factor
 from shoal.recipes.benchmarks.wait_sweep import waits
-from shoal.recipes.planning.calibration_file import add_calibration
-from shoal.recipes.planning.here import cores
 from shoal.topology.calibration import Calibration, CollectiveFit, Crowd, MatrixProduct, OperatorTime, Wait
 from shoal.topology.layout import Layout
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.planner.predict.constants import Constants
+from shoal.planner.predict.bill import Constants
 from shoal.recipes.benchmarks.published import Row
 
 

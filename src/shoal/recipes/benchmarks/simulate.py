@@ -16,11 +16,11 @@ from shoal.cost.interval import availability_optimal_s
 from shoal.cost.plan import Plan
 from shoal.planner.simulate.goodput import Faults, best_interval, goodput
 from shoal.planner.simulate.outcome import outcome
-from shoal.planner.simulate.priced import work_of
+from shoal.planner.simulate.work import work_of
+from shoal.planning.simulating import table_of
 from shoal.recipes.benchmarks.paired import check
 from shoal.recipes.benchmarks.plan import llama_405b_predictor
 from shoal.recipes.benchmarks.zero_bubble import Compared, bubble_rates, peak_memory, throughput
-from shoal.recipes.planning.simulating import table_of
 from shoal.topology.layout import Layout
 
 BOUNDS = MappingProxyType({"1F1B": 0.001, "1F1B-I": 0.01, "ZB-H1": 0.01, "ZB-H2": 0.01, "ZB-1p": 0.01, "ZB-2p": 0.01})

@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 
 from shoal.comm.collective import Collective, Handle
 from shoal.comm.mesh import Mesh
+from shoal.cost.footprint import FLOAT32
 from shoal.cost.plan import Zero
-from shoal.cost.state_bytes import FLOAT32
 from shoal.memory.tracker import ModelState, model_state, storage_bytes
 from shoal.models.build import build, parameter_count
 from shoal.models.config import GPTConfig

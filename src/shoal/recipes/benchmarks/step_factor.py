@@ -9,10 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from shoal.planner.predict.measured import measured_of
+from shoal.planning.answer import cluster_of, predictor_on
+from shoal.planning.operators import SWEPT, cores
+from shoal.planning.plan_file import written_plan
 from shoal.recipes.benchmarks.crowd_sweep import crowd_run
-from shoal.recipes.planning.answer import cluster_of, predictor_on
-from shoal.recipes.planning.here import SWEPT, cores
-from shoal.recipes.planning.plan_file import written_plan
 from shoal.topology.calibration import Calibration
 
 

@@ -27,7 +27,7 @@ from shoal.planner.simulate.step import simulate_step
 from shoal.planner.simulate.work import Message, Work, uniform
 from shoal.schedules.build import build
 from shoal.schedules.table import Table
-from shoal.schedules.timed import Times, zero_bubble
+from shoal.schedules.timeline import Times, zero_bubble
 from shoal.topology.cluster_file import known_cluster
 from shoal.topology.layout import Layout
 

@@ -1,0 +1,231 @@
+"""A run file and a cluster -> what is planned, with which stack, and the whole answer of `shoal plan`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from shoal.cost.footprint import AUTOCAST, FLOAT32, FLOAT64, Footprint, Overheads, StateBytes
+from shoal.cost.transformer import Transformer
+from shoal.engine.config import BFloat16, Float16, Float32, Float64
+from shoal.errors import ConfigError, LayoutError
+from shoal.models.config import GPTConfig, MoEConfig
+from shoal.planner.explain.explain import helps
+from shoal.planner.explain.explain import why_not as explain_why_not
+from shoal.planner.explain.text import Change
+from shoal.planner.predict.bill import Constants, run_cost
+from shoal.planner.predict.measured import Measured
+from shoal.planner.predict.predictor import Prediction, Predictor, Workload
+from shoal.planner.predict.stack import Stack
+from shoal.planner.search.candidates import Allowed
+from shoal.planner.search.search import Found, search
+from shoal.planning.history import remembered, track_record
+from shoal.planning.operators import calibration_here, measured_for_traces, measured_here
+from shoal.planning.plan_file import runnable, written_plan
+from shoal.runfile.run_file import RunFile
+from shoal.topology.cluster import Cluster
+from shoal.topology.cluster_file import cluster_from, load_cluster
+
+_STATES: Mapping[type, tuple[StateBytes, str]] = {
+    Float32: (FLOAT32, "float32"),
+    Float64: (FLOAT64, "float64"),
+    BFloat16: (AUTOCAST, "bfloat16"),
+    Float16: (AUTOCAST, "float16"),
+}
+
+MEASURED = Constants(dispatch_s=0.0, kernel_s=0.0, optimizer_start_s=0.0)
+"""Measured operators hold what the host and the shortest kernel take."""
+
+
+def workload_of(run_file: RunFile) -> Workload:
+    """The model and the step. Raises `ConfigError` for a model whose sizes the run file does not tell."""
+    return Workload(
+        model=transformer_of(run_file),
+        global_samples=run_file.batch.global_samples,
+        sequence=run_file.batch.sequence,
+    )
+
+
+def transformer_of(run_file: RunFile) -> Transformer:
+    """The sizes of the run file's GPT or mixture."""
+    model = run_file.model
+    if not isinstance(model, GPTConfig):
+        kind = type(model).__struct_config__.tag
+        raise ConfigError(f'model.kind = "{kind}": only "gpt" and "moe", whose sizes the run file tells, are simulated')
+    sizes = Transformer(
+        layers=model.layers,
+        hidden=model.width,
+        heads=model.heads,
+        kv_heads=model.key_value_heads,
+        head_size=model.width // model.heads,
+        feed_forward=model.hidden_width,
+        vocabulary=model.vocabulary,
+        gated=model.feed_forward == "swiglu",
+        tied=model.tied,
+    )
+    return _mixture(sizes, model) if isinstance(model, MoEConfig) else sizes
+
+
+def _mixture(sizes: Transformer, model: MoEConfig) -> Transformer:
+    if model.moe_every != 1 or model.first_dense:
+        raise ConfigError(
+            f"model.moe_every = {model.moe_every}, model.first_dense = {model.first_dense}: shoal plan prices mixtures "
+            "in every block; set them to 1 and 0 for an upper bound"
+        )
+    return replace(
+        sizes,
+        feed_forward=model.width_of_expert,
+        experts=model.experts,
+        experts_per_token=model.top_k,
+        shared_feed_forward=model.shared_experts * model.width_of_expert,
+    )
+
+
+def stack_of(run_file: RunFile, cluster: Cluster) -> Stack:
+    """What Shoal does: PyTorch's fused attention, gradients summed while the backward runs, eager operators.
+
+    The optimizer's step reads the gradient for its norm, scales it, updates weight and moments from it: ten numbers.
+    Ranks on CPU cores move bytes with the cores that compute, so that nothing hides behind anything.
+    """
+    on_cpu = cluster.machine.scale_up.kind == "memory"
+    state, dtype = _STATES[type(run_file.precision)]
+    return Stack(
+        name="Shoal",
+        state=state,
+        dtype=dtype,
+        update_bytes=10 * state.weight,
+        eager=not run_file.run.compile,
+        flash_attention=True,
+        dropout=getattr(run_file.model, "dropout", 0.0) > 0,
+        fused_weight_gradient=False,
+        overlap_tensor=False,
+        overlap_data=not on_cpu,
+        overlap_pipeline=not on_cpu,
+        scatter_pipeline=False,
+        agreements=3,
+        crossing_copies=1,
+        context=run_file.context.kind if on_cpu else None,
+    )
+
+
+def cluster_file(run_file: RunFile, given: Path | None) -> Path | None:
+    """The file of the machine that a question is about: the one given with it, else `layout.cluster`, else none."""
+    named = run_file.layout.cluster
+    return given or (None if named is None else Path(named))
+
+
+def cluster_of(run_file: RunFile, path: Path | None) -> Cluster:
+    """The cluster of a file; without one, CPU cores of one machine, as many as the run has processes."""
+    if path is not None:
+        return load_cluster(path)
+    if run_file.run.device == "cuda":
+        raise ConfigError('run.device = "cuda": say which machine with --cluster C.toml, such as machine = "dgx-h100"')
+    processes = run_file.run.processes or run_file.layout.default_processes or 2
+    table = {"nodes": 1, "machine": "cpu-2", "name": "this machine's cores", "devices_per_node": processes}
+    return cluster_from({"cluster": table}, file="this machine")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """All that `shoal plan` shows. `written` is the run file's own plan, None where the cluster cannot hold it."""
+
+    predictor: Predictor
+    found: Found
+    written: Prediction | None
+    changes: list[Change]
+    why_not: str | None
+    money: dict[str, float | None]
+    basis: str
+    track_record: str | None
+
+
+def planned(run_file: RunFile, cluster: Path | None, *, keep: int, why_not: str | None = None) -> Planned:
+    """The search and its explanation. Raises `ConfigError`, `LayoutError` (nothing fits), `UsageError`."""
+    predictor = predictor_of(run_file, cluster)
+    allowed = Allowed()
+    found = search(predictor, allowed, keep=keep, legal=runnable(run_file, predictor.cluster))
+    best = found.best[0]
+    return Planned(
+        predictor=predictor,
+        found=found,
+        written=_written(run_file, predictor),
+        changes=helps(predictor, best),
+        why_not=explain_why_not(predictor, why_not, best, allowed=allowed) if why_not else None,
+        money=asdict(run_cost(predictor.cluster, step_s=best.step_s, steps=run_file.run.steps)),
+        basis=basis_of(predictor, stated=cluster is not None),
+        track_record=_track_record(predictor),
+    )
+
+
+def _track_record(predictor: Predictor) -> str | None:
+    """How far predictions were off here so far; runs of traced models are not predicted."""
+    known = predictor.measured is not None and predictor.simulates
+    return track_record(remembered(os.environ)) if known else None
+
+
+def predictor_of(run_file: RunFile, cluster: Path | None) -> Predictor:
+    """What prices plans of this run file on the cluster of a file. Raises `ConfigError`."""
+    where = cluster_of(run_file, cluster)
+    here = cluster is None and where.machine.scale_up.kind == "memory"
+    calibration = calibration_here(os.environ) if here else None
+    traced = not isinstance(run_file.model, GPTConfig)
+    measured = (measured_for_traces if traced else measured_here)(run_file, calibration)
+    return predictor_on(run_file, where, measured=measured)
+
+
+def basis_of(predictor: Predictor, *, stated: bool) -> str:
+    """What the predictions stand on; `stated`: a cluster file says what the machine is."""
+    if predictor.measured is not None:
+        traced = "" if predictor.simulates else "; the model's own by the nearest of them"
+        return f"operators and collectives as measured on this machine{traced}"
+    if stated:
+        return "the rates of the cluster file"
+    if predictor.cluster.machine.scale_up.kind == "memory":
+        return (
+            "assumed rates of CPU cores; 'shoal bench products' measures this machine's, for dense GPTs in float32 "
+            "over shared memory or Gloo"
+        )
+    return "data sheets and published measurements"
+
+
+def predictor_on(run_file: RunFile, where: Cluster, *, measured: Measured | None = None) -> Predictor:
+    """What prices plans of this run file on a cluster; `measured` where it is of this machine. Raises `ConfigError`."""
+    stack = stack_of(run_file, where)
+    constants = None if measured is None else MEASURED
+    try:
+        if not isinstance(run_file.model, GPTConfig):
+            from shoal.planning.tracing import traced_predictor  # imports torch, and the user's own code
+
+            return traced_predictor(
+                run_file, where, stack=stack, overheads=_overheads(where), constants=constants, measured=measured
+            )
+        return Predictor(
+            workload_of(run_file),
+            where,
+            stack=stack,
+            constants=constants,
+            overheads=_overheads(where),
+            measured=measured,
+        )
+    except ValueError as error:
+        raise ConfigError(f"precision: {error}; choose another precision.kind, or add the rate to the device") from None
+
+
+def tensor_bytes(one: Footprint) -> float:
+    """What PyTorch's allocator gives out: all but libraries and slack."""
+    return one.total - one.workspace - one.slack
+
+
+def _overheads(cluster: Cluster) -> Overheads:
+    """A CPU rank has no device context; PyTorch itself takes about 0.3 GiB."""
+    on_cpu = cluster.machine.scale_up.kind == "memory"
+    return Overheads(workspace_bytes=0.3 * 2**30) if on_cpu else Overheads()
+
+
+def _written(run_file: RunFile, predictor: Predictor) -> Prediction | None:
+    try:
+        return predictor.predict(written_plan(run_file, predictor.cluster))
+    except LayoutError:
+        return None

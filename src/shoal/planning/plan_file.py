@@ -1,0 +1,128 @@
+"""The plan that a run file asks for, and the run file of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import tomli_w
+
+from shoal.config.check import checked
+from shoal.config.load import apply, read
+from shoal.cost.plan import Plan, Zero
+from shoal.errors import LayoutError, ShoalError
+from shoal.runfile.load import check_across, refusal
+from shoal.runfile.microbatches import microbatch_sizes
+from shoal.runfile.run_file import RunFile
+from shoal.schedules.names import Schedule
+from shoal.topology.cluster import Cluster
+
+
+def written_plan(run_file: RunFile, cluster: Cluster) -> Plan:
+    """The plan that the run file itself asks for: that of the fullest rank, made-up samples included.
+
+    Raises `LayoutError` where the devices cannot be so arranged.
+    """
+    _check_priced(run_file)
+    layout = run_file.layout.layout(cluster.devices)
+    pipelined = layout.pipeline > 1
+    sizes = microbatch_sizes(run_file, shares=layout.replicate * layout.shard)
+    zero = run_file.memory.zero or (3 if layout.shard > 1 else 0)
+    return Plan(
+        layout=layout,
+        microbatch=sizes.samples,
+        microbatches=sizes.rounds * sizes.in_flight,
+        schedule=cast(Schedule, run_file.pipeline.schedule) if pipelined else "1F1B",
+        virtual_stages=run_file.pipeline.stages_each if pipelined else 1,
+        zero=cast(Zero, zero),
+        recompute=run_file.memory.recompute,
+        sequence_parallel=run_file.layout.sequence_parallel,
+    )
+
+
+def _check_priced(run_file: RunFile) -> None:
+    """Raises `LayoutError` for what runs, and has no closed form."""
+    if run_file.layout.auto:
+        raise LayoutError(
+            "layout.auto = true: the run file asks for no plan; name the axes, or write what the planner picks with "
+            "shoal plan RUN.toml --emit OUT.toml"
+        )
+    if run_file.pipeline.asynchronous:
+        raise LayoutError(
+            f"pipeline.schedule = {run_file.pipeline.schedule!r}: plans are priced with one update a step; set it to "
+            '"1F1B", whose order is the same, for the time of a step without its updates'
+        )
+    if run_file.layout.tensor_grid is not None:
+        raise LayoutError(
+            "layout.tensor_grid: plans are priced with matrices that are split along one side; leave it out for the "
+            "time of that"
+        )
+
+
+def with_plan(run_file: RunFile, plan: Plan) -> RunFile:
+    """The same run by another plan, which need not be one that it can be run by."""
+    replaced = msgspec.structs.replace
+    sizes = plan.layout.to_dict()
+    layout = replaced(
+        run_file.layout, **sizes, sequence_parallel=plan.sequence_parallel, auto=False, replan=False, cluster=None
+    )
+    pipeline = run_file.pipeline
+    if plan.layout.pipeline > 1:
+        each = plan.virtual_stages if plan.virtual_stages > 1 else None
+        pipeline = replaced(pipeline, schedule=plan.schedule, microbatches=plan.microbatches, stages_per_rank=each)
+    zero = plan.zero if plan.zero and plan.layout.shard > 1 else None
+    return replaced(
+        run_file,
+        run=replaced(run_file.run, processes=plan.world_size),
+        batch=replaced(run_file.batch, micro_samples=plan.microbatch),
+        layout=layout,
+        pipeline=pipeline,
+        memory=replaced(run_file.memory, zero=zero, recompute=plan.recompute),
+    )
+
+
+def runnable(run_file: RunFile, cluster: Cluster) -> Callable[[Plan], bool]:
+    """Says of a plan whether this version runs the run file by it, and by nothing else."""
+
+    def legal(plan: Plan) -> bool:
+        try:
+            planned = with_plan(run_file, plan)
+            return refusal(planned) is None and written_plan(planned, cluster) == plan
+        except (ShoalError, ValueError):
+            return False
+
+    return legal
+
+
+def run_file_of(path: Path, plan: Plan, overrides: Iterable[str] = ()) -> str:
+    """The run file at `path`, overrides included, with `plan` in it, as TOML.
+
+    Raises:
+        ConfigError: this version cannot run it.
+    """
+    tables = _with_plan(apply(read(path), overrides, RunFile), plan)
+    result = checked(tables, RunFile, file="the planned run file")
+    check_across(result, file="the planned run file")
+    return tomli_w.dumps(tables)
+
+
+def _with_plan(tables: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    """The same tables with the keys that a plan decides; keys at their defaults are left out."""
+    layout = {axis: size for axis, size in plan.layout.to_dict().items() if size > 1}
+    if plan.sequence_parallel:
+        layout["sequence_parallel"] = True
+    memory = {**tables.get("memory", {}), "recompute": plan.recompute}
+    memory.pop("zero", None)
+    if plan.zero and plan.layout.shard > 1:
+        memory["zero"] = plan.zero
+    result = {**tables, "layout": layout, "memory": memory}
+    result["run"] = {**tables.get("run", {}), "processes": plan.layout.world_size}
+    result["batch"] = {**tables.get("batch", {}), "micro_samples": plan.microbatch}
+    result.pop("pipeline", None)
+    if plan.layout.pipeline > 1:
+        result["pipeline"] = {"schedule": plan.schedule, "microbatches": plan.microbatches}
+        if plan.virtual_stages > 1:
+            result["pipeline"]["stages_per_rank"] = plan.virtual_stages
+    return result

@@ -1,0 +1,115 @@
+"""From a run file to a model that can be traced: its own data, loss and precision, on tensors without storage."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shoal.cost.footprint import Overheads
+from shoal.data.collate import collate
+from shoal.data.sample import Batch, Tree, map_tree
+from shoal.engine.compute import Compute
+from shoal.engine.loss import Loss, cross_entropy, weighted_sum
+from shoal.engine.precision import precision_of
+from shoal.engine.randomness import Randomness
+from shoal.models.build import build as build_model
+from shoal.models.config import PythonModel
+from shoal.parallel.tensor.vocabulary import VocabularySplit, gather_logits, vocabulary_cross_entropy
+from shoal.planner.predict.bill import Constants
+from shoal.planner.predict.measured import Measured
+from shoal.planner.predict.stack import Stack
+from shoal.planner.trace.group import TracedGroup
+from shoal.planner.trace.predictor import TracedPredictor
+from shoal.planner.trace.subject import Step, Subject, TracedJob
+from shoal.recipes.objects import Given, data_of, loss_of, users_model
+from shoal.runfile.run_file import RunFile
+from shoal.topology.cluster import Cluster
+
+CPU = torch.device("cpu")
+LOOKED_AT = 8
+"""Samples whose longest stands for all, where they are of several lengths."""
+
+
+def subject_of(run_file: RunFile, environ: Mapping[str, str] = os.environ) -> tuple[Subject, Batch]:
+    """The run file's model, and samples in whose shapes it is traced. Raises `UserCodeError`, `DataError`."""
+    data = data_of(run_file, Given(), environ).train
+    few = [data[index] for index in range(min(LOOKED_AT, len(data)))]
+    sample = collate(few, np.arange(len(few)), denominator=run_file.batch.denominator)
+    steps = _Steps(run_file, sample, loss_of(run_file, Given()))
+    subject = Subject.built(partial(_model, run_file), steps, dtype=precision_of(run_file.precision).parameters)
+    return subject, sample
+
+
+def traced_predictor(
+    run_file: RunFile,
+    where: Cluster,
+    *,
+    stack: Stack,
+    overheads: Overheads,
+    constants: Constants | None = None,
+    measured: Measured | None = None,
+) -> TracedPredictor:
+    """What prices plans of the run file's model on a cluster; `measured` where it is of this machine.
+
+    Raises `UserCodeError`, `DataError`.
+    """
+    subject, batch = subject_of(run_file)
+    job = TracedJob(subject=subject, global_samples=run_file.batch.global_samples, sequence=batch.weights[0].numel())
+    return TracedPredictor(job, where, stack=stack, constants=constants, overheads=overheads, measured=measured)
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Microbatches in the shapes of a sample."""
+
+    run_file: RunFile
+    sample: Batch
+    loss: Loss
+
+    def __call__(
+        self, model: nn.Module, samples: int, *, vocabulary: VocabularySplit | None, group: TracedGroup
+    ) -> Step:
+        precision, randomness = precision_of(self.run_file.precision), Randomness(model, seed=0, replica=0)
+        loss = self.loss if vocabulary is None else partial(self._of_parts, vocabulary, group)
+        compute = Compute(model, loss, precision, CPU, randomness)
+        microbatch = compute.prepared(_of_size(self.sample, samples))
+        batch = microbatch.batch
+
+        def value() -> Tensor:
+            compute.announce(microbatch, lambda: 1.0)
+            return weighted_sum(compute.losses(batch)[1], microbatch.weights)
+
+        return Step(value, (*_leaves(batch.inputs), *_leaves(batch.targets), microbatch.weights))
+
+    def _of_parts(self, split: VocabularySplit, group: TracedGroup, outputs: Tensor, targets: Tensor) -> Tensor:
+        if self.loss is cross_entropy:
+            return vocabulary_cross_entropy(outputs, targets, split=split, group=group)
+        return self.loss(gather_logits(outputs, split, group), targets)
+
+
+def _model(run_file: RunFile) -> nn.Module:
+    if isinstance(run_file.model, PythonModel):
+        return users_model(run_file, Given())
+    return build_model(run_file.model)
+
+
+def _of_size(batch: Batch, samples: int) -> Batch:
+    """Shapes and dtypes of `batch`, with `samples` samples and no numbers."""
+
+    def alike(leaf: Tensor) -> Tensor:
+        return torch.empty((samples, *leaf.shape[1:]), dtype=leaf.dtype)
+
+    inputs, targets = map_tree(alike, batch.inputs), map_tree(alike, batch.targets)
+    return Batch(inputs, targets, weights=alike(batch.weights), positions=alike(batch.positions))
+
+
+def _leaves(tree: Tree) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_tree(lambda leaf: found.append(leaf) or leaf, tree)
+    return found

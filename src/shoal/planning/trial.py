@@ -1,0 +1,123 @@
+"""The plans that are predicted to be fastest, each tried for some steps: which of them is, on this machine.
+
+Plans that are predicted within some percent of each other can only be told apart by running them. A trial is a short
+`shoal train` by the plan, alone on the machine, in a folder that is thrown away. The plans take turns, there and back,
+so that a machine that slows down slows all of them.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from shoal.errors import EnvironmentFault, UsageError
+from shoal.launch.devices import gpus
+from shoal.observe.events import read_events
+from shoal.planner.explain.residuals import prediction_record
+from shoal.planner.predict.predictor import Prediction
+from shoal.planning.plan_file import run_file_of
+from shoal.topology.cluster import Cluster
+
+WARM_UP, STEPS, TURNS = 3, 10, 2
+PATIENCE_S = 60.0
+"""For a trial that was interrupted to end its ranks."""
+MOST_TEXT = 4000
+"""Characters of what a failed run said that are kept: the end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A plan, and the median second of its steps; None where it did not run, for the reason in `failure`."""
+
+    prediction: Prediction
+    measured_s: float | None = None
+    failure: str = ""
+
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        predicted = prediction_record(self.prediction)
+        return {"measured_s": self.measured_s, "failure": self.failure or None, "predicted": predicted}
+
+
+def check_here(cluster: Cluster, environ: Mapping[str, str]) -> None:
+    """Raises `UsageError` where the cluster cannot be the machine that this process stands on."""
+    on_cpu = cluster.machine.scale_up.kind == "memory"
+    if cluster.nodes > 1 or (not on_cpu and gpus(environ) < cluster.devices):
+        raise UsageError(
+            f"--measure runs plans on this machine, which is not {cluster.name} ({cluster.nodes} x "
+            f"{cluster.machine.devices} {cluster.device.name}): leave out --measure, or --cluster"
+        )
+
+
+def tried(
+    path: Path,
+    predictions: Sequence[Prediction],
+    *,
+    overrides: Sequence[str],
+    environ: Mapping[str, str],
+    say: Callable[[str], None],
+    turns: int = TURNS,
+) -> list[Trial]:
+    """The trials, fastest first and those that failed last. `say` is told what is being tried.
+
+    Raises `EnvironmentFault` where none of the plans ran.
+    """
+    times: dict[int, list[float]] = {number: [] for number in range(len(predictions))}
+    failures: dict[int, str] = {}
+    with TemporaryDirectory(prefix="shoal-trial-") as folder:
+        for turn, number in _there_and_back(len(predictions), turns):
+            if number in failures:
+                continue
+            plan = predictions[number].plan
+            say(f"trying {plan.describe()} (turn {turn + 1} of {turns})")
+            run = Path(folder) / f"plan-{number}-{turn}"
+            run.with_suffix(".toml").write_text(run_file_of(path, plan, overrides), encoding="utf-8")
+            try:
+                times[number] += _steps_s(run, environ)
+            except _Failed as failed:
+                failures[number] = str(failed)
+    if len(failures) == len(predictions):
+        raise EnvironmentFault(f"none of the {len(failures)} plans ran; the first: {failures[0]}")
+    trials = [_trial(one, times[number], failures.get(number)) for number, one in enumerate(predictions)]
+    return sorted(trials, key=lambda trial: trial.measured_s or math.inf)
+
+
+def _there_and_back(plans: int, turns: int) -> Iterator[tuple[int, int]]:
+    """(turn, plan)"""
+    for turn in range(turns):
+        yield from ((turn, plan) for plan in (range(plans) if turn % 2 == 0 else reversed(range(plans))))
+
+
+def _trial(prediction: Prediction, seconds: Sequence[float], failure: str | None) -> Trial:
+    if failure is not None:
+        return Trial(prediction=prediction, failure=failure)
+    return Trial(prediction=prediction, measured_s=statistics.median(seconds))
+
+
+class _Failed(Exception):
+    """A run that did not end well; what it said."""
+
+
+def _steps_s(run: Path, environ: Mapping[str, str]) -> list[float]:
+    """Seconds of each step of a short run of `run`.toml in the folder `run`. Raises `_Failed`."""
+    command = [
+        sys.executable, "-m", "shoal", "train", str(run.with_suffix(".toml")), f"run.directory={run}",
+        f"run.steps={WARM_UP + STEPS}", "checkpoint.every_steps=0", "observe.evaluate_every_steps=0",
+        "observe.report=false", "observe.evaluate_samples=1",
+    ]  # fmt: skip
+    with subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as train:
+        try:
+            _, said = train.communicate()
+        except KeyboardInterrupt:  # the terminal has told the run, too
+            train.wait(PATIENCE_S)
+            raise
+    if train.returncode != 0:
+        raise _Failed(f"exit code {train.returncode}\n{said.strip()[-MOST_TEXT:]}")
+    return [step_s for event in read_events(run)[WARM_UP:] if (step_s := event.get("time/step")) is not None]

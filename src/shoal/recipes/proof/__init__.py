@@ -1,1 +1,0 @@
-"""`shoal verify`: a layout beside one process, number by number."""

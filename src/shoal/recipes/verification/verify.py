@@ -1,0 +1,160 @@
+"""One rank of `shoal verify`: the same steps under the layout and in one process, compared number by number.
+
+Every step starts from the reference's weights. First the layout computes its gradients; then rank 0, which alone holds
+the reference, computes them plainly and compares. The reference's optimizer then takes the gradient that the layout
+found: so what the optimizer and the agreement on parameters do is judged by itself, and not by how Adam amplifies the
+last bit of a gradient.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+
+import msgspec
+import torch
+from torch._C._distributed_c10d import Store
+
+from shoal.comm.gather import gather_named
+from shoal.data.cursor import Cursor
+from shoal.data.feed import Feed
+from shoal.data.sample import Batch
+from shoal.engine.config import Float32, Float64
+from shoal.engine.proof import (
+    EXACT,
+    SINGLE,
+    Finding,
+    Part,
+    Tolerances,
+    assembled,
+    compare_gradients,
+    compare_number,
+    compare_weights,
+)
+from shoal.engine.reference import Reference, ReferenceGradient
+from shoal.engine.step_protocol import Step
+from shoal.engine.step_result import StepResult
+from shoal.launch.environment import Place
+from shoal.models.mixture_routes import RecordRoutes, ReplayRoutes, RouteDifference, Routes, set_routes
+from shoal.optim.schedule import peak_rate
+from shoal.recipes.assembly import new_feed, new_state, new_step, new_sync
+from shoal.recipes.objects import Given
+from shoal.recipes.setting import Setting, set_up
+from shoal.recipes.verification.pipedream import verify_updates
+from shoal.recipes.verification.reference import (
+    axes_of,
+    collected,
+    give_weights,
+    owned_gradients,
+    reference_of,
+    share_routes,
+)
+from shoal.recipes.verification.verdict import Verdict
+from shoal.runfile.run_file import RunFile
+from shoal.sync.strategy import Sync
+
+
+def verify_rank(
+    run_file: RunFile, place: Place, given: Given, *, steps: int, exact: bool, store: Store | None = None
+) -> Verdict | None:
+    """The verdict at rank 0, None at the others. Stops at the first step that differs. `store`: as for `set_up`."""
+    run_file = msgspec.structs.replace(run_file, precision=Float64() if exact else Float32())
+    setting = set_up(run_file, place, given, store=store)
+    if run_file.pipeline.asynchronous:
+        return verify_updates(setting, given, steps=steps, tolerances=EXACT if exact else SINGLE, exact=exact)
+    sync = new_sync(setting)
+    state = new_state(setting, sync)
+    step = new_step(setting, state, sync)
+    reference = reference_of(setting, given) if place.rank == 0 else None
+    peak, _ = peak_rate(run_file.optimizer, global_samples=run_file.batch.global_samples)
+    tolerances, replayed = EXACT if exact else SINGLE, 0
+    findings: list[Finding] = []
+    with closing(new_feed(setting, Cursor())) as feed, closing(_whole_feed(setting)) as whole:
+        for number in range(1, steps + 1):
+            wanted, routes = _expect(reference, whole, number)
+            setting.announce(f"verify/{number}/expected", str)  # a long wait, which no collective would allow
+            give_weights(setting, sync, reference)
+            tap = ReplayRoutes(share_routes(setting, routes, key=f"verify/{number}/routes"), tolerances.loss)
+            took = _take(setting, step, sync, number, feed.next().microbatches, peak, tap)
+            replayed += took.replayed
+            if reference is not None and wanted is not None:
+                findings += _judge(reference, wanted, took, number, peak, tolerances)
+            holds = all(finding.holds for finding in findings)
+            if setting.announce(f"verify/{number}/holds", lambda holds=holds: str(holds)) == "False":
+                break
+    axes = axes_of(setting)
+    if reference is None:
+        return None
+    notes = (f"{replayed} routes of near-ties were taken from the reference",) if replayed else ()
+    return Verdict(setting.mesh.layout.describe(), exact, findings, axes, notes)
+
+
+@dataclass(frozen=True)
+class _Took:
+    """What a step of the layout came to; the parts are those of all ranks, at rank 0 only."""
+
+    result: StepResult
+    norm: float
+    gradients: list[Part]
+    weights: list[Part]
+    routes: list[RouteDifference]
+    replayed: int
+
+
+def _expect(reference: Reference | None, whole: Feed, number: int) -> tuple[ReferenceGradient | None, Routes | None]:
+    """The reference's gradient of step `number`, and its routes; None where it is not."""
+    if reference is None:
+        return None, None
+    routes = Routes()
+    set_routes(reference.compute.model, RecordRoutes(routes))
+    return reference.gradient(number, whole.next().microbatches), routes
+
+
+def _take(
+    setting: Setting, step: Step, sync: Sync, number: int, batches: list[Batch], lr: float, tap: ReplayRoutes
+) -> _Took:
+    """A step under the layout on the reference's routes, with what every rank holds of gradients and new weights."""
+    set_routes(setting.model, tap)
+    seen: list[tuple[float, list[Part]]] = []
+
+    def look(norm: float) -> None:
+        seen.append((norm, collected(setting, list(owned_gradients(sync)))))
+
+    result = step(number, batches, lr=lr, look=look)
+    with sync.whole():
+        weights = collected(setting, [(t.holding.name, t.holding.box, t.parameter) for t in setting.trained])
+    differences, replayed = _gather_routes(setting, tap)
+    return _Took(result, *seen[0], weights, differences, replayed)
+
+
+def _judge(
+    reference: Reference, wanted: ReferenceGradient, took: _Took, number: int, lr: float, tolerances: Tolerances
+) -> Iterator[Finding]:
+    """Loss, norm, every gradient, routes, and every weight after the step."""
+    for difference in took.routes:
+        where = f"{difference.layer}, token {difference.place} of sample {difference.sample}"
+        yield Finding(number, "route", where, -1, difference.gap, tolerances.loss)
+    yield compare_number(number, "loss", took.result.loss, wanted.loss, tolerance=tolerances.loss)
+    yield compare_number(number, "norm", took.norm, wanted.norm, tolerance=tolerances.norm)
+    yield from compare_gradients(number, took.gradients, wanted.gradients, tolerance=tolerances.gradient)
+    reference.update(assembled(took.gradients, wanted.gradients), lr=lr)
+    after = {name: parameter.detach() for name, parameter in reference.weights.items()}
+    yield from compare_weights(number, took.weights, after, tolerance=tolerances.weight)
+
+
+def _whole_feed(setting: Setting) -> Feed:
+    """The global batches, undivided."""
+    return new_feed(setting, Cursor(), share=(0, 1))
+
+
+def _gather_routes(setting: Setting, tap: ReplayRoutes) -> tuple[list[RouteDifference], int]:
+    """What all ranks would have routed otherwise, at rank 0."""
+    own = [(json.dumps([[*difference] for difference in tap.differences]), torch.tensor(tap.replayed))]
+    differences: list[RouteDifference] = []
+    replayed = 0
+    for ((said, count),) in gather_named(own, setting.mesh.world, device=setting.device):
+        differences += [RouteDifference(*found) for found in json.loads(said)]
+        replayed += int(count)
+    return differences, replayed

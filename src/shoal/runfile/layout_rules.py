@@ -1,0 +1,288 @@
+"""Sentences on numbers that do not divide: what was found, and the nearest that do; None where all is well.
+
+What `layout.tensor_grid` asks of the model and of the batch: every column of the grid has whole heads of each kind,
+every row as many tokens as another, and every panel of a matrix is as wide as another (`shoal.parallel.tensor.summa`).
+
+What does not go together with updates after each microbatch (`pipeline.schedule = "PipeDream"`).
+
+Refused is what needs one version of the weights, or a moment at which all stages have the gradient of one microbatch.
+
+What a layout asks of the model and of the batch, checked before any process starts.
+
+Each rule gives one sentence, which names the number that does not divide and the nearest ones that do, or None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import lcm
+
+from shoal.engine.config import Float16
+from shoal.errors import ShoalError
+from shoal.models.config import GPTConfig, MoEConfig, PythonModel
+from shoal.runfile.microbatches import microbatch_sizes, most_samples
+from shoal.runfile.run_file import RunFile, statistics_group
+from shoal.schedules.build import build
+from shoal.topology.refusal import nearest_divisors, nearest_multiples
+
+
+def divides(axis: str, size: int, name: str, number: int) -> str | None:
+    """`size` of `axis` must divide `number`, which is called `name`."""
+    if number % size == 0:
+        return None
+    divisors = " or ".join(map(str, nearest_divisors(number, size)))
+    multiples = " or ".join(map(str, nearest_multiples(size, number)))
+    return f"{axis} = {size} does not divide {name} = {number}; nearest: {axis} = {divisors}, or {name} = {multiples}"
+
+
+def divides_or_divided(axis: str, size: int, name: str, number: int) -> str | None:
+    """Fewer heads than ranks are held by several ranks each, so the larger must be a multiple of the smaller."""
+    return None if size % number == 0 else divides(axis, size, name, number)
+
+
+def not_multiple(name: str, number: int, unit: int, what: str) -> str:
+    """`number` is no multiple of `unit`, which is that of `what`."""
+    nearest = " or ".join(map(str, nearest_multiples(unit, number)))
+    return f"{name} = {number} is not a multiple of {what}; nearest: {nearest}"
+
+
+def grid_refusal(run_file: RunFile) -> str | None:
+    """Why this grid cannot be, as a sentence; None where it can, and without one."""
+    layout, model, grid = run_file.layout, run_file.model, run_file.layout.tensor_grid
+    if grid is None:
+        return None
+    rows, columns = grid
+    written, panels = f"layout.tensor_grid = [{rows}, {columns}]", lcm(rows, columns)
+    if rows * columns != layout.tensor:
+        return f"{written} has {rows * columns} places for layout.tensor = {layout.tensor}: make them as many"
+    if not isinstance(model, GPTConfig):
+        return None
+    heads = model.key_value_heads
+    if heads % layout.tensor and (heads % columns or rows % (heads // columns)):
+        return (
+            f"{written} with model.kv_heads = {heads}: they are a multiple of {layout.tensor}, or {columns} (columns) "
+            f"times a divisor of {rows} (rows); nearest: {_either(_kv_heads_on(rows, columns, model.heads), heads)}"
+        )
+    # The width divides already: it is that of heads, of which every rank has as many.
+    features = heads * model.width // model.heads
+    sides = {"model.feed_forward_width": model.hidden_width, "keys' features": features}
+    for name, side in sides.items():
+        if side % panels:
+            return not_multiple(name, side, panels, f"the {panels} panels of {written}")
+    own = run_file.batch.sequence // layout.context
+    if own % rows:
+        unit = layout.context * rows
+        return not_multiple("batch.sequence", run_file.batch.sequence, unit, f"layout.context x rows = {unit}")
+    return None
+
+
+def _kv_heads_on(rows: int, columns: int, heads: int) -> list[int]:
+    """The numbers of key and value heads that lie evenly on a grid."""
+    size = rows * columns
+    fitting = (n for n in range(1, heads + 1) if heads % n == 0)
+    return [n for n in fitting if n % size == 0 or (n % columns == 0 and rows % (n // columns) == 0)]
+
+
+def _either(numbers: list[int], wanted: int) -> str:
+    return " or ".join(map(str, sorted(sorted(numbers, key=lambda n: abs(n - wanted))[:2])))
+
+
+def pipedream_refusal(run_file: RunFile) -> str | None:
+    """The first thing that cannot be, as a sentence; None where all can, and for other schedules."""
+    if not run_file.pipeline.asynchronous:
+        return None
+    found = next(_refused(run_file), None)
+    return None if found is None else f'pipeline.schedule = "PipeDream" with {found[0]}: {found[1]}'
+
+
+def _refused(run_file: RunFile) -> Iterator[tuple[str, str]]:
+    """The key, and why it cannot be and what to do."""
+    layout, model, optimizer = run_file.layout, run_file.model, run_file.optimizer
+    if layout.pipeline == 1:
+        yield "layout.pipeline = 1", "it is another computation than training without a pipeline; set it to 2 or more"
+    if layout.shard > 1:
+        yield f"layout.shard = {layout.shard}", "each stage keeps older weights, whole; use layout.replicate"
+    if isinstance(model, MoEConfig):
+        yield 'model.kind = "moe"', "experts are balanced once a step; choose another schedule"
+    if getattr(model, "tied", False):
+        yield "model.tied = true", "the two ends of the pipeline are at different updates; set it to false"
+    if isinstance(run_file.precision, Float16):
+        yield 'precision.kind = "float16"', "its loss scale needs a vote of all stages; use bfloat16"
+    if run_file.pipeline.microbatches is not None and run_file.batch.micro_samples is not None:
+        yield "pipeline.microbatches and batch.micro_samples", "each says how many updates a step makes; leave one out"
+    elif (other := _other_number(run_file)) is not None:
+        yield f"pipeline.microbatches = {run_file.pipeline.microbatches}", other
+    if optimizer.lr_for_samples is not None:
+        yield "optimizer.lr_for_samples", "an update is a microbatch there; set optimizer.lr alone"
+
+
+def _other_number(run_file: RunFile) -> str | None:
+    """Why the written number of updates is not that which a step would make; None where it is, or none is written.
+
+    Microbatches are of one size, of `s` groups of samples: the numbers that come out are ceil(groups / s).
+    """
+    layout, wanted = run_file.layout, run_file.pipeline.microbatches
+    processes = run_file.run.processes or layout.default_processes or 1
+    shares = max(1, processes // (layout.pipeline * layout.context * layout.tensor))
+    sizes, most = microbatch_sizes(run_file, shares=shares), most_samples(run_file, shares=shares)
+    if wanted is None or sizes.in_flight == wanted:
+        return None
+    smaller = sizes.samples - statistics_group(run_file)
+    nearest = [sizes.in_flight] if smaller == 0 else [sizes.in_flight, -(-most // smaller)]
+    return (
+        f"{most} samples in microbatches of {sizes.samples} make {sizes.in_flight} updates a step; "
+        f"nearest: {' or '.join(map(str, nearest))}"
+    )
+
+
+Rule = Callable[[RunFile], str | None]
+
+
+def layout_refusal(run_file: RunFile) -> str | None:
+    """The first rule that is broken, as a sentence."""
+    return next((sentence for rule in _RULES if (sentence := rule(run_file)) is not None), None)
+
+
+def _only_chains(run_file: RunFile) -> str | None:
+    """Models that cannot be split along an axis: those that are neither a GPT nor the user's own."""
+    layout, model = run_file.layout, run_file.model
+    if isinstance(model, GPTConfig | PythonModel):
+        return None
+    kind = type(model).__struct_config__.tag
+    for axis in ("pipeline", "context", "tensor"):
+        size = getattr(layout, axis)
+        if size > 1:
+            return f'layout.{axis} = {size}: a model of kind "{kind}" cannot be split so; use layout.shard or replicate'
+    return None
+
+
+def _heads(run_file: RunFile) -> str | None:
+    model, tensor = run_file.model, run_file.layout.tensor
+    if not isinstance(model, GPTConfig):
+        return None
+    return divides("layout.tensor", tensor, "model.heads", model.heads) or divides_or_divided(
+        "layout.tensor", tensor, "model.kv_heads", model.key_value_heads
+    )
+
+
+def _feed_forward(run_file: RunFile) -> str | None:
+    """On a grid its panels have to come out, which is less: see `grid_rule`."""
+    layout, model = run_file.layout, run_file.model
+    if not isinstance(model, GPTConfig) or layout.tensor_grid is not None:
+        return None
+    return divides("layout.tensor", layout.tensor, "model.feed_forward_width", model.hidden_width)
+
+
+def _experts(run_file: RunFile) -> str | None:
+    model, layout = run_file.model, run_file.layout
+    if not isinstance(model, MoEConfig):
+        if layout.expert == 1 or isinstance(model, PythonModel):
+            return None
+        return f'layout.expert = {layout.expert} splits experts, and the model has none: set model.kind = "moe"'
+    shared = model.shared_experts * model.width_of_expert
+    return divides("layout.expert", layout.expert, "model.experts", model.experts) or divides(
+        "layout.tensor", layout.tensor, "shared_experts x expert_width", shared
+    )
+
+
+def _sequence(run_file: RunFile) -> str | None:
+    layout, sequence = run_file.layout, run_file.batch.sequence
+    if not isinstance(run_file.model, GPTConfig):
+        return None
+    if layout.context > 1 and sequence % (2 * layout.context):
+        return not_multiple(
+            "batch.sequence", sequence, 2 * layout.context, f"2 x layout.context = {2 * layout.context}"
+        )
+    own = sequence // layout.context
+    if layout.sequence_parallel and own % layout.tensor:
+        unit = layout.context * layout.tensor
+        return not_multiple("batch.sequence", sequence, unit, f"layout.context x layout.tensor = {unit}")
+    return None
+
+
+def _ulysses(run_file: RunFile) -> str | None:
+    layout, model = run_file.layout, run_file.model
+    if not isinstance(model, GPTConfig) or run_file.context.kind != "ulysses":
+        return None
+    return divides("layout.context", layout.context, "heads per tensor rank", model.heads // layout.tensor)
+
+
+def _stages(run_file: RunFile) -> str | None:
+    layout, model, pipeline = run_file.layout, run_file.model, run_file.pipeline
+    stages = layout.pipeline * pipeline.stages_each
+    if layout.pipeline == 1 or not isinstance(model, GPTConfig) or stages <= model.layers + 2:
+        return None
+    return (
+        f"layout.pipeline = {layout.pipeline} x {pipeline.stages_each} stages each makes {stages} stages, "
+        f"and the model has {model.layers + 2} parts (embedding, {model.layers} layers, head): use fewer stages, or "
+        "more model.layers"
+    )
+
+
+def _schedule(run_file: RunFile) -> str | None:
+    ranks, pipeline = run_file.layout.pipeline, run_file.pipeline
+    if ranks == 1 or pipeline.asynchronous:
+        return None
+    microbatches = pipeline.microbatches or 2 * ranks
+    try:
+        build(pipeline.schedule, ranks=ranks, microbatches=microbatches, stages_per_rank=pipeline.stages_per_rank)
+    except ShoalError as error:
+        return str(error)
+    return None
+
+
+def _compiled(run_file: RunFile) -> str | None:
+    """`torch.compile` cannot trace through collectives, nor a model whose parts are called one by one."""
+    layout = run_file.layout
+    if not run_file.run.compile:
+        return None
+    inside = [axis for axis in ("tensor", "context", "expert", "pipeline") if getattr(layout, axis) > 1]
+    if layout.shard > 1 and run_file.memory.zero in (None, 3):
+        inside.append("shard (with memory.zero = 3)")
+    if not inside:
+        return None
+    return f"run.compile = true with layout.{inside[0]}: a split model cannot be compiled; leave run.compile out"
+
+
+def _zero(run_file: RunFile) -> str | None:
+    """Among copies nothing is split; a run of one copy on one rank may say what more of them would do."""
+    layout, zero = run_file.layout, run_file.memory.zero
+    processes = run_file.run.processes or layout.default_processes or 1
+    if zero is None or layout.auto or layout.shard > 1 or processes == layout.pipeline * layout.context * layout.tensor:
+        return None
+    return (
+        f"memory.zero = {zero} splits the model's state over layout.shard, which is 1: set layout.shard to the "
+        "number of ranks that share one copy (layout.replicate to the number of copies), or leave memory.zero out"
+    )
+
+
+def _auto(run_file: RunFile) -> str | None:
+    """The planner picks among plans that have a price."""
+    layout, pipeline = run_file.layout, run_file.pipeline
+    if not layout.auto:
+        return None
+    if layout.tensor_grid is not None:
+        return "layout.auto = true with layout.tensor_grid: a grid has no price; leave one of the two out"
+    if pipeline.asynchronous:
+        return (
+            f"layout.auto = true with pipeline.schedule = {pipeline.schedule!r}: it has no price, because it updates "
+            "within a step; leave one of the two out"
+        )
+    return None
+
+
+_RULES: tuple[Rule, ...] = (
+    _auto,
+    _only_chains,
+    _heads,
+    _feed_forward,
+    _experts,
+    _sequence,
+    grid_refusal,
+    _ulysses,
+    _schedule,
+    pipedream_refusal,
+    _stages,
+    _compiled,
+    _zero,
+)
