@@ -18,7 +18,7 @@ from shoal.runfile.load import load_run
 from shoal.runfile.run_file import RunFile
 from shoal.topology.calibration import Calibration, CollectiveFit, OperatorTime
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
 
 

@@ -15,7 +15,7 @@ from shoal.cli.simulate import simulate
 from shoal.recipes.microbatching import microbatching
 from shoal.runfile.load import load_run
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 GPT = str(ROOT / "recipes" / "stdlib-gpt.toml")
 FOUR = ("layout.pipeline=4", "pipeline.microbatches=8")
 OWN = """
