@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.config.check import checked
 from shoal.config.load import apply, read
 from shoal.errors import ShoalError, UsageError
 from shoal.launch.environment import place_from
@@ -21,7 +20,7 @@ from shoal.observe.facts import facts_path
 from shoal.recipes.objects import Given
 from shoal.recipes.start import run
 from shoal.recipes.user_code import GIVEN
-from shoal.runfile.load import check_across
+from shoal.runfile.load import run_file_of
 from shoal.runfile.run_file import RunFile, run_directory
 
 ONLY_RUN = "SHOAL_ONLY_RUN"
@@ -88,9 +87,7 @@ def _resolved(
     for name, value in given.items():
         if value is not None:
             tables[name] = {"kind": "python", "build": GIVEN}
-    run_file = checked(apply(tables, overrides, RunFile), RunFile, file=file)
-    check_across(run_file, file=file)
-    return run_file, file
+    return run_file_of(apply(tables, overrides, RunFile), file=file), file
 
 
 def _own_command() -> list[str]:

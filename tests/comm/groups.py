@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from shoal.comm.conditions import Conditions
+from shoal.comm.config import WireConfig
 from shoal.comm.mesh import Mesh, build_mesh
 from shoal.topology.layout import Layout
 from tests.ranks import TestPlace
@@ -13,6 +14,10 @@ from tests.ranks import TestPlace
 def replicas(place: TestPlace, *, timeout_s: float = 20.0, conditions: Conditions | None = None) -> Mesh:
     """One replica a rank."""
     return build_mesh(
-        Layout(replicate=place.size), place.rank, store=place.store, device=torch.device("cpu"), timeout_s=timeout_s,
+        Layout(replicate=place.size),
+        place.rank,
+        store=place.store,
+        device=torch.device("cpu"),
         conditions=conditions,
-    )  # fmt: skip
+        wire=WireConfig(timeout_s=timeout_s),
+    )

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from shoal.comm.backends import Transport
 from shoal.comm.checking.pending import CONTEXT
 from shoal.comm.collective import GroupCollective
+from shoal.comm.config import WireConfig
 from shoal.comm.mesh import Mesh, build_mesh
 from shoal.comm.mpi.group import share_mpi
 from shoal.comm.seam import Seam
@@ -36,9 +37,12 @@ CALLS, NUMBERS = 20, 1 << 18
 def mesh_over(place: Place, store: dist.Store, transport: Transport, *, check: bool = False) -> Mesh:
     """One replica a rank."""
     return build_mesh(
-        Layout(replicate=place.world_size), place.rank, store=dist.PrefixStore(f"{transport}/{check}", store),
-        device=torch.device("cpu"), timeout_s=20, transport=transport, check_collectives=check,
-    )  # fmt: skip
+        Layout(replicate=place.world_size),
+        place.rank,
+        store=dist.PrefixStore(f"{transport}/{check}", store),
+        device=torch.device("cpu"),
+        wire=WireConfig(timeout_s=20, transport=transport, check_collectives=check),
+    )
 
 
 def seam_of(group: Any) -> Seam:

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.comm.algorithms.config import Algorithm
 from shoal.comm.collective import GroupCollective
+from shoal.comm.config import Algorithm, WireConfig
 from shoal.comm.mesh import Mesh, build_mesh
 from shoal.comm.volume import bytes_sent
 from shoal.topology.layout import Layout
@@ -23,9 +23,12 @@ NAMED = [name for name in get_args(Algorithm) if name not in ("backend", "auto")
 
 def mesh_by(place, algorithm: Algorithm, check: bool) -> Mesh:
     return build_mesh(
-        Layout(replicate=place.size), place.rank, store=torch.distributed.PrefixStore(algorithm, place.store),
-        device=torch.device("cpu"), timeout_s=20, transport="gloo", algorithm=algorithm, check_collectives=check,
-    )  # fmt: skip
+        Layout(replicate=place.size),
+        place.rank,
+        store=torch.distributed.PrefixStore(algorithm, place.store),
+        device=torch.device("cpu"),
+        wire=WireConfig(timeout_s=20, transport="gloo", algorithm=algorithm, check_collectives=check),
+    )
 
 
 def made(place, algorithm: Algorithm, check: bool) -> tuple[dict[str, torch.Tensor], str, int]:

@@ -52,7 +52,7 @@ def test_a_run_over_mpi_has_the_losses_of_gloo(tmp_path: Path) -> None:
     assert MPIEXEC is not None
     losses = []
     for transport, launcher in (("mpi", [MPIEXEC, "-n", "2"]), ("gloo", [])):
-        keys = [f'run.directory="{tmp_path / transport}"', f'sync.transport="{transport}"', "run.processes=2"]
+        keys = [f'run.directory="{tmp_path / transport}"', f'wire.transport="{transport}"', "run.processes=2"]
         done = called(*launcher, sys.executable, "-m", "shoal", "train", "recipes/stdlib-gpt.toml", *SMALL, *keys)
         assert done.returncode == 0, done.stderr
         rows = read_events(tmp_path / transport)

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.comm.backends import Transport
 from shoal.comm.checking.waiting import Board
+from shoal.comm.config import WireConfig
 from shoal.comm.connect import connect
 from shoal.comm.ledger import Entry, Ledger
 from shoal.comm.seam import Seam
@@ -62,10 +63,20 @@ class Over:
             board.enter("program", range(size))
         assert self.transport is not None
         return connect(
-            store, rank, size, device=torch.device("cpu"), label="program", ledger=self.ledger,
-            timeout_s=timeout.total_seconds(), transport=self.transport, check_collectives=self.check, board=board,
-            algorithm=self.algorithm,
-        ).group  # fmt: skip
+            store,
+            rank,
+            size,
+            device=torch.device("cpu"),
+            label="program",
+            ledger=self.ledger,
+            board=board,
+            wire=WireConfig(
+                timeout_s=timeout.total_seconds(),
+                transport=self.transport,
+                check_collectives=self.check,
+                algorithm=self.algorithm,
+            ),
+        ).group
 
 
 def network() -> nn.Sequential:

@@ -22,13 +22,13 @@ from shoal.engine.precision import precision_of, scaler_of
 from shoal.engine.randomness import Randomness
 from shoal.engine.step import TrainStep
 from shoal.engine.step_context import StepContext
+from shoal.gradients.config import GradientsConfig
 from shoal.models.build import build
 from shoal.models.config import ConvNetConfig, GPTConfig
 from shoal.models.initialise import initialise
 from shoal.optim.build import build_optimizer
 from shoal.optim.config import SGD, AdamW, OptimizerConfig
 from shoal.sync.allreduce import AllReduceSync, replicated
-from shoal.sync.config import AllReduce
 from tests.comm.groups import replicas
 from tests.ranks import TestPlace
 
@@ -160,7 +160,7 @@ def train_step(case: Case, mesh: Mesh) -> TrainStep:
         context,
         optimizer=build_optimizer(case.optimizer, [(n, p, p.ndim > 1) for n, p in parameters], lr=case.optimizer.lr),
         sync=AllReduceSync(
-            AllReduce(bucket_bytes=2000, first_bucket_bytes=500),
+            GradientsConfig(bucket_bytes=2000, first_bucket_bytes=500),
             replicated(parameters, mesh.axis("replicate")),
             Alone(),
         ),

@@ -17,7 +17,7 @@ from shoal.launch.environment import Place
 from shoal.recipes.assembly import new_feed, new_state, new_step, new_sync
 from shoal.recipes.objects import Given
 from shoal.recipes.setting import Setting, set_up
-from shoal.runfile.load import check_across
+from shoal.runfile.rules import check_across
 from shoal.runfile.run_file import RunFile
 from tests.ranks import TestPlace
 from tests.recipes.layouts import GPT, corpus, run_file_of

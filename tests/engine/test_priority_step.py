@@ -20,10 +20,10 @@ from shoal.engine.priority_step import PriorityStep
 from shoal.engine.randomness import Randomness
 from shoal.engine.step_context import StepContext
 from shoal.errors import Diverged, UserCodeError
+from shoal.gradients.config import GradientsConfig
 from shoal.optim.build import build_optimizer
 from shoal.optim.config import SGD
 from shoal.sync.allreduce import replicated
-from shoal.sync.config import AllReduce
 from shoal.sync.priority import PrioritySync
 
 CPU, LR = torch.device("cpu"), 0.1
@@ -58,7 +58,7 @@ class Net(nn.Module):
 
 def training() -> tuple[Net, PriorityStep]:
     """One process, past the first steps."""
-    net, config = Net(), AllReduce(schedule="priority", partition_bytes=40, credit_bytes=80)
+    net, config = Net(), GradientsConfig(schedule="priority", partition_bytes=40, credit_bytes=80)
     sync = PrioritySync(config, replicated(net.named_parameters(), Alone()), Alone(), model=net, ledger=Ledger())
     randomness = Randomness(net, seed=0, replica=0)
     context = StepContext(

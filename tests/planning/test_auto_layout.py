@@ -14,7 +14,8 @@ from shoal.launch.environment import Place
 from shoal.planning.answer import cluster_of
 from shoal.planning.auto_layout import with_layout
 from shoal.planning.plan_file import written_plan
-from shoal.runfile.load import load_run, refusal
+from shoal.runfile.load import load_run
+from shoal.runfile.rules import refusal
 from shoal.runfile.run_file import RunFile, with_processes
 from tests.cli.project import project
 from tests.recipes.layouts import MOE, corpus, run_file_of

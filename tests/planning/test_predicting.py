@@ -74,10 +74,10 @@ def test_no_transport_is_priced_as_another(
     transport: str, calibration: Calibration | None, verbs: list[str] | None
 ) -> None:
     """One that was not measured has no prediction, and every verb that it takes is named."""
-    why = unpredicted(_run(f'sync.transport="{transport}"'), calibration)
+    why = unpredicted(_run(f'wire.transport="{transport}"'), calibration)
     assert (why is None) == (verbs is None)
     assert all(verb in (why or "") for verb in verbs or ())
-    assert why is None or measured_here(_run(f'sync.transport="{transport}"'), calibration) is None
+    assert why is None or measured_here(_run(f'wire.transport="{transport}"'), calibration) is None
 
 
 def test_what_the_sweep_does_not_cover_is_not_predicted(tmp_path: Path) -> None:

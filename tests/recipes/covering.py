@@ -15,7 +15,7 @@ import msgspec
 
 from shoal.errors import ShoalError
 from shoal.recipes.splitting import table_of
-from shoal.runfile.load import check_across
+from shoal.runfile.rules import check_across
 from shoal.runfile.run_file import RunFile
 from shoal.topology.layout import Layout
 from tests.recipes.layouts import GPT, MOE, run_file_of

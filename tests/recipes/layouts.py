@@ -12,7 +12,7 @@ from shoal.launch.environment import Place
 from shoal.recipes.objects import Given
 from shoal.recipes.verification.verdict import Verdict
 from shoal.recipes.verification.verify import verify_rank
-from shoal.runfile.load import check_across
+from shoal.runfile.rules import check_across
 from shoal.runfile.run_file import RunFile
 from tests.ranks import TestPlace
 
@@ -35,12 +35,12 @@ def corpus(folder: Path) -> Path:
 def run_file_of(folder: Path, **tables: dict[str, Any]) -> RunFile:
     """A small run on random tokens; `tables` replace keys of its own."""
     base: dict[str, dict[str, Any]] = {
-        "run": {"name": "layouts", "steps": 10, "directory": str(folder / "run"), "timeout_s": 30.0},
+        "run": {"name": "layouts", "steps": 10, "directory": str(folder / "run")},
         "model": GPT,
         "data": {"kind": "tokens", "path": str(folder / "tokens.bin"), "dtype": "uint8"},
         "batch": {"global_samples": 8, "sequence": 16},
         "optimizer": {"kind": "adamw", "lr": 2e-3},
-        "observe": {"check_collectives": True},
+        "wire": {"check_collectives": True, "timeout_s": 30.0},
     }
     for name, table in tables.items():
         base[name] = (

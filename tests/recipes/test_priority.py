@@ -1,4 +1,4 @@
-"""`sync.schedule = "priority"` and `sync.bucket = "auto"` as choices of a run file: the same training."""
+"""`gradients.schedule = "priority"` and `gradients.bucket = "auto"` as choices of a run file: the same training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shoal.recipes.assembly import new_feed, new_state, new_step, new_sync
 from shoal.recipes.benchmarks.gpt_job import gpt_job
 from shoal.recipes.objects import Given
 from shoal.recipes.setting import set_up
-from shoal.runfile.load import check_across
+from shoal.runfile.rules import check_across
 from shoal.sync.priority import PrioritySync
 from tests.ranks import TestPlace
 from tests.recipes.journey import LR, save, whole_state
@@ -38,10 +38,10 @@ STEPS = 8
 Tables = dict[str, dict[str, Any]]
 ADAM: Tables = {
     "optimizer": {"kind": "adamw", "lr": 2e-3, "clip_norm": float("inf")},
-    "observe": {"check_collectives": False},  # refused beside the second thread of a schedule by priority
+    "wire": {"check_collectives": False},  # refused beside the second thread of a schedule by priority
 }
-PRIORITY: Tables = ADAM | {"sync": {"schedule": "priority", "partition_bytes": 3000, "credit_bytes": 7000}}
-ORDER: Tables = ADAM | {"sync": {"bucket_bytes": 3000, "first_bucket_bytes": 3000}}
+PRIORITY: Tables = ADAM | {"gradients": {"schedule": "priority", "partition_bytes": 3000, "credit_bytes": 7000}}
+ORDER: Tables = ADAM | {"gradients": {"bucket_bytes": 3000, "first_bucket_bytes": 3000}}
 
 
 @dataclass
@@ -187,7 +187,7 @@ def searched(place: TestPlace, folder: str, run: str, steps: int, state: dict[st
     with pytest.MonkeyPatch.context() as patch:
         make = lambda sync, world: _loaded(given)  # noqa: E731
         patch.setattr("shoal.sync.allreduce.AllReduceSync._search", make)
-        return train(place, ADAM | {"sync": {"bucket": "auto"}}, folder, run, steps)
+        return train(place, ADAM | {"gradients": {"bucket": "auto"}}, folder, run, steps)
 
 
 def _loaded(state: dict[str, Any]) -> Any:
@@ -227,9 +227,12 @@ def test_a_run_goes_on_with_the_size_that_it_found(ranks, folder: Path) -> None:
         ({"layout": {"shard": 2}}, "layout.shard = 2: it is for replicas of one rank"),
         ({"layout": {"pipeline": 2}}, "layout.pipeline = 2"),
         ({"run": {"compile": True}}, "run.compile = true"),
-        ({"observe": {"check_collectives": True}}, "observe.check_collectives = true"),
-        ({"sync": {"schedule": "priority", "bucket": "auto"}}, 'sync.bucket = "auto" with sync.schedule'),
-        ({"sync": {"schedule": "order", "bucket": "auto"}, "layout": {"shard": 2}}, "with layout.shard = 2"),
+        ({"wire": {"check_collectives": True}}, "wire.check_collectives = true"),
+        (
+            {"gradients": {"schedule": "priority", "bucket": "auto"}},
+            'gradients.bucket = "auto" with gradients.schedule',
+        ),
+        ({"gradients": {"schedule": "order", "bucket": "auto"}, "layout": {"shard": 2}}, "with layout.shard = 2"),
     ],
     ids=str,
 )

@@ -11,7 +11,7 @@ import pytest
 from shoal.errors import ShoalError
 from shoal.recipes.microbatching import microbatching
 from shoal.recipes.splitting import table_of
-from shoal.runfile.load import check_across
+from shoal.runfile.rules import check_across
 from tests.recipes.layouts import GPT, MOE, run_file_of
 
 PIPEDREAM = {"layout": {"pipeline": 2}, "pipeline": {"schedule": "PipeDream"}}

@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.config import WireConfig
 from shoal.comm.mesh import build_mesh
+from shoal.gradients.config import GradientsConfig
 from shoal.sync.build import build_sync
-from shoal.sync.config import AllReduce
 from shoal.sync.owned import Trained
 from shoal.topology.box import Box
 from shoal.topology.holding import Holding, held
@@ -76,7 +77,7 @@ def whole_norm(layout: Layout, rank: int) -> float:
 
 def reduced(place, layout: Layout, zero: int | None) -> tuple[float, list[tuple[str, Box, tuple[int, ...]]]]:
     """The largest difference, in owned gradients and the norm, over two steps; and what this rank owns."""
-    mesh = build_mesh(layout, place.rank, store=place.store, device=torch.device("cpu"), timeout_s=20)
+    mesh = build_mesh(layout, place.rank, store=place.store, device=torch.device("cpu"), wire=WireConfig(timeout_s=20))
     model = nn.Module()
     trained = []
     for holding in holdings(layout, place.rank):
@@ -84,7 +85,7 @@ def reduced(place, layout: Layout, zero: int | None) -> tuple[float, list[tuple[
         model.register_parameter(holding.name.replace(".", "_"), parameter)
         trained.append(Trained(holding, parameter))
     sync = build_sync(
-        AllReduce(bucket_bytes=400, first_bucket_bytes=100),
+        GradientsConfig(bucket_bytes=400, first_bucket_bytes=100),
         zero,
         trained,
         model=model,

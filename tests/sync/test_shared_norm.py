@@ -9,8 +9,8 @@ from torch import nn
 
 from shoal.comm.buckets.summed import Summand, share_of
 from shoal.comm.collective import Alone, Collective
+from shoal.gradients.config import GradientsConfig
 from shoal.sync.allreduce import AllReduceSync
-from shoal.sync.config import AllReduce
 from tests.comm.groups import replicas
 
 NOISE = 1e-7  # rows of 512 squares are added in float32, and otherwise in each bucket
@@ -22,7 +22,7 @@ def norms(place: Any, counted: bool) -> tuple[float, float]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 301), nn.Linear(301, 3))
     found = [Summand(name, p, group, counted or not name.startswith("0")) for name, p in model.named_parameters()]
-    sync = AllReduceSync(AllReduce(bucket_bytes=1 << 12, first_bucket_bytes=64), found, Alone())
+    sync = AllReduceSync(GradientsConfig(bucket_bytes=1 << 12, first_bucket_bytes=64), found, Alone())
     sync.start()
     torch.manual_seed(place.rank)
     with sync.backward(last=True):

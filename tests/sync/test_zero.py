@@ -8,12 +8,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shoal.comm.conditions import Conditions, Fault
+from shoal.comm.config import WireConfig
 from shoal.comm.mesh import build_mesh
+from shoal.gradients.config import GradientsConfig
 from shoal.models.build import build
 from shoal.models.config import GPTConfig
 from shoal.models.initialise import initialise
 from shoal.sync.build import build_sync
-from shoal.sync.config import AllReduce
 from shoal.sync.owned import Trained
 from shoal.topology.holding import held
 from shoal.topology.layout import Layout
@@ -75,11 +76,11 @@ def test_what_a_wire_leaves_out_shows(ranks, zero: int, fault: Fault) -> None:
 def state_of(place: TestPlace, zero: int) -> tuple[int, int, int]:
     """Numbers of optimizer state, of gradients that stay, and of parameters that are there between two steps."""
     layout = Layout(shard=4)
-    mesh = build_mesh(layout, place.rank, store=place.store, device=torch.device("cpu"), timeout_s=20)
+    mesh = build_mesh(layout, place.rank, store=place.store, device=torch.device("cpu"), wire=WireConfig(timeout_s=20))
     net = nn.Sequential(*(nn.Linear(60, 60) for _ in range(LAYERS)))
     trained = [Trained(held(layout, mesh.rank, n, tuple(p.shape)), p) for n, p in net.named_parameters()]
     sync = build_sync(
-        AllReduce(bucket_bytes=40_000), zero, trained, model=net, groups=mesh.ranks, replica=mesh.world,
+        GradientsConfig(bucket_bytes=40_000), zero, trained, model=net, groups=mesh.ranks, replica=mesh.world,
         blocks=list(net),
     )  # fmt: skip
     optimizer = optimizer_of(Case(), sync)
@@ -115,7 +116,9 @@ def test_each_rank_holds_its_share(ranks, zero: int) -> None:
 
 def in_a_schedule(place: TestPlace, case: Case) -> float:
     """Microbatches as a pipeline computes them: all forwards, then all backwards, against the engine's way."""
-    mesh = build_mesh(case.layout, place.rank, store=place.store, device=torch.device("cpu"), timeout_s=20)
+    mesh = build_mesh(
+        case.layout, place.rank, store=place.store, device=torch.device("cpu"), wire=WireConfig(timeout_s=20)
+    )
     gradients = []
     for piped in (False, True):
         net, sync = synced(case, mesh)
@@ -172,13 +175,13 @@ class Inner(nn.Module):
 def recomputed(place: TestPlace, *, outside: bool) -> float:
     """Gradients of ZeRO-3 beside those of the same model alone."""
     layout = Layout(shard=2)
-    mesh = build_mesh(layout, place.rank, store=place.store, device=torch.device("cpu"), timeout_s=20)
+    mesh = build_mesh(layout, place.rank, store=place.store, device=torch.device("cpu"), wire=WireConfig(timeout_s=20))
     alone, net = Recomputed(outside=outside).double(), Recomputed(outside=outside).double()
     x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6)
     alone(x).square().sum().backward()
     trained = [Trained(held(layout, mesh.rank, n, tuple(p.shape)), p) for n, p in net.named_parameters()]
     sync = build_sync(
-        AllReduce(), 3, trained, model=net, groups=mesh.ranks, replica=mesh.world, blocks=list(net.blocks)
+        GradientsConfig(), 3, trained, model=net, groups=mesh.ranks, replica=mesh.world, blocks=list(net.blocks)
     )  # fmt: skip
     sync.start()
     loss = net(x.chunk(2)[mesh.rank]).square().sum()
@@ -206,11 +209,11 @@ def _recomputed(place: TestPlace, outside: bool) -> float:
 def short_sum(place: TestPlace, zero: int) -> tuple[list[torch.dtype], list[float]]:
     """Gradients 1, e, e, e of a bfloat16 parameter, where 1 + e is 1."""
     layout = Layout(shard=place.size)
-    mesh = build_mesh(layout, place.rank, store=place.store, device=torch.device("cpu"), timeout_s=20)
+    mesh = build_mesh(layout, place.rank, store=place.store, device=torch.device("cpu"), wire=WireConfig(timeout_s=20))
     net = nn.Module()
     net.weight = nn.Parameter(torch.zeros(64, dtype=torch.bfloat16))
     trained = [Trained(held(layout, mesh.rank, "weight", (64,)), net.weight)]
-    sync = build_sync(AllReduce(), zero, trained, model=net, groups=mesh.ranks, replica=mesh.world)
+    sync = build_sync(GradientsConfig(), zero, trained, model=net, groups=mesh.ranks, replica=mesh.world)
     sync.start()
     with sync.whole(), sync.backward(last=True):
         (net.weight * (1.0 if mesh.rank == 0 else 2**-9)).sum().backward()
@@ -230,13 +233,13 @@ def test_short_gradients_are_added_in_float32(ranks, zero: int) -> None:
 def gpt_losses(place: TestPlace, zero: int | None) -> tuple[float, float]:
     """A GPT's loss in evaluation and the norm of its gradient, with its blocks as units."""
     layout = Layout(shard=place.size)
-    mesh = build_mesh(layout, place.rank, store=place.store, device=torch.device("cpu"), timeout_s=20)
+    mesh = build_mesh(layout, place.rank, store=place.store, device=torch.device("cpu"), wire=WireConfig(timeout_s=20))
     with torch.device("meta"):
         model = build(GPTConfig(vocabulary=17, layers=2, width=16, heads=4, kv_heads=2, tied=True))
     initialise(model, seed=3, device=torch.device("cpu"), dtype=torch.float64)
     trained = [Trained(held(layout, mesh.rank, n, tuple(p.shape)), p) for n, p in model.named_parameters()]
     sync = build_sync(
-        AllReduce(), zero, trained, model=model, groups=mesh.ranks, replica=mesh.world,
+        GradientsConfig(), zero, trained, model=model, groups=mesh.ranks, replica=mesh.world,
         blocks=list(model.get_submodule("blocks").children()),
     )  # fmt: skip
     tokens = torch.arange(4 * 9).view(4, 9) % 17

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.conditions import Conditions
+from shoal.comm.config import WireConfig
 from shoal.comm.mesh import Mesh, build_mesh
+from shoal.gradients.config import GradientsConfig
 from shoal.optim.build import build_optimizer
 from shoal.optim.config import SGD, AdamW, OptimizerConfig
 from shoal.sync.build import build_sync
-from shoal.sync.config import AllReduce
 from shoal.sync.owned import Trained
 from shoal.sync.strategy import Sync
 from shoal.topology.holding import held
@@ -21,7 +22,7 @@ from shoal.topology.layout import Layout
 from tests.ranks import TestPlace
 
 WORDS, WIDTH, SAMPLES, LENGTH = 13, 6, 24, 4
-BUCKETS = AllReduce(bucket_bytes=900, first_bucket_bytes=300)
+BUCKETS = GradientsConfig(bucket_bytes=900, first_bucket_bytes=300)
 MOMENTUM = SGD(lr=0.1, momentum=0.9)
 
 
@@ -121,7 +122,12 @@ def trajectory(
 ) -> tuple[list[float], dict[str, Tensor]]:
     """The norms of all steps, and the parameters after them."""
     mesh = build_mesh(
-        case.layout, place.rank, store=place.store, device=torch.device("cpu"), timeout_s=20, conditions=conditions
+        case.layout,
+        place.rank,
+        store=place.store,
+        device=torch.device("cpu"),
+        conditions=conditions,
+        wire=WireConfig(timeout_s=20),
     )
     net, sync = synced(case, mesh)
     optimizer, norms = optimizer_of(case, sync), []

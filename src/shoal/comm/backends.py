@@ -75,7 +75,7 @@ def choose_backend(asked: Transport, facts: Facts) -> Choice:
         return Choice("nccl", "nccl: GPUs")
     if refusal := _refusal(asked, facts):
         raise EnvironmentFault(
-            f'sync.transport = "{asked}" cannot be between {len(facts.hosts)} ranks: {refusal}; or set it to "auto", '
+            f'wire.transport = "{asked}" cannot be between {len(facts.hosts)} ranks: {refusal}; or set it to "auto", '
             "which takes what there is"
         )
     if asked in ("gloo", "shm", "mpi"):

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from shoal.comm.algorithms.config import Algorithm
 from shoal.comm.algorithms.group import AlgorithmGroup
 from shoal.comm.backends import Choice, Facts, Transport, choose_backend, facts_of, written
 from shoal.comm.checking.checked import ByExchange, ByMarks, Checked, Way
@@ -21,6 +20,7 @@ from shoal.comm.checking.revocable import Revocable
 from shoal.comm.checking.waiting import Board
 from shoal.comm.collective import GroupCollective
 from shoal.comm.conditions import Conditions
+from shoal.comm.config import Algorithm, WireConfig
 from shoal.comm.diagnosis import Diagnosis, introduce
 from shoal.comm.hierarchical.group import on_two_levels, share_hosts
 from shoal.comm.ledger import Ledger
@@ -43,21 +43,19 @@ def connect(
     device: torch.device,
     label: str,
     ledger: Ledger,
-    timeout_s: float,
+    wire: WireConfig = WireConfig(),
     world_rank: int | None = None,
     conditions: Conditions | None = None,
-    transport: Transport = "auto",
-    algorithm: Algorithm = "backend",
-    check_collectives: bool = False,
     board: Board | None = None,
 ) -> GroupCollective:
-    """One group, over the backend that `choose_backend` names. Blocks until all its ranks have called it.
+    """One group, over the backend that `choose_backend` picks. Blocks until all its ranks have called it.
 
-    `algorithm` makes the collectives of groups over Gloo. `check_collectives`: the ranks compare every collective
-    before it is made; `board` is where those that wait for each other in different groups are seen.
+    `world_rank` is this rank's name in messages (default: `rank`). With `wire.check_collectives`, ranks that wait for
+    each other in different groups meet on `board`.
 
-    Raises `EnvironmentFault` on all of them where the transport that was asked for cannot be.
+    Raises `EnvironmentFault` on every rank if the requested transport is not available.
     """
+    timeout_s, transport = wire.timeout_s, wire.transport
     named = rank if world_rank is None else world_rank
     myself = f"rank {named} (host {socket.gethostname()}, pid {os.getpid()})"
     members = introduce(store, rank, size, myself=myself, timeout_s=timeout_s)
@@ -65,11 +63,11 @@ def connect(
     choice = choose_backend(transport, facts)
     inner, choice = _opened(choice, facts, store, rank, size, transport=transport, timeout_s=timeout_s)
     memory = inner.allocate if isinstance(inner, CoreGroup) else None
-    if algorithm != "backend" and size > 1:
-        inner, choice = _by_algorithm(inner, choice, algorithm, facts.hosts)
+    if wire.algorithm != "backend" and size > 1:
+        inner, choice = _by_algorithm(inner, choice, wire.algorithm, facts.hosts)
     tables = inner.tables if isinstance(inner, AlgorithmGroup) else None
     own_way = tables.takes if tables else on_two_levels if choice.backend == "hierarchical" else None
-    if check_collectives:
+    if wire.check_collectives:
         held = Revocable(inner)
         recorder = FlightRecorder(store, rank, members, label)
         way = _way(held, choice, store, rank, size, recorder=recorder, board=board, timeout_s=timeout_s)
@@ -120,7 +118,7 @@ def _opened(
         group, found = _on_two_levels(gloo, choice, facts, store, timeout_s)
     if found.backend == "gloo" and transport != "auto" and size > 1:
         raise EnvironmentFault(
-            f'sync.transport = "{transport}" cannot be between {size} ranks ({found.why}); set it to "auto", '
+            f'wire.transport = "{transport}" cannot be between {size} ranks ({found.why}); set it to "auto", '
             "which takes what there is"
         )
     return group, found
@@ -130,7 +128,7 @@ def _by_algorithm(inner: Any, choice: Choice, algorithm: Algorithm, hosts: Seque
     """Groups that are not over Gloo stay as they are, and say so."""
     if choice.backend == "gloo":
         return AlgorithmGroup(inner, algorithm, hosts), Choice("gloo", f"{choice.why}; algorithm: {algorithm}")
-    return inner, Choice(choice.backend, f'{choice.why}; sync.algorithm = "{algorithm}" is for groups over Gloo')
+    return inner, Choice(choice.backend, f'{choice.why}; wire.algorithm = "{algorithm}" is for groups over Gloo')
 
 
 def _way(

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from shoal.comm.algorithms.config import Algorithm
-from shoal.comm.backends import Transport
 from shoal.comm.checking.waiting import Board
 from shoal.comm.collective import Alone, Collective
 from shoal.comm.conditions import Conditions
+from shoal.comm.config import WireConfig
 from shoal.comm.connect import connect
 from shoal.comm.ledger import Ledger
 from shoal.topology.axes import Axis
@@ -76,20 +75,15 @@ def build_mesh(
     store: Store,
     device: torch.device,
     generation: int = 0,
-    timeout_s: float = 60.0,
+    wire: WireConfig = WireConfig(),
     conditions: Conditions | None = None,
-    transport: Transport = "auto",
-    algorithm: Algorithm = "backend",
-    check_collectives: bool = False,
 ) -> Mesh:
     """Connects this rank to the others. Blocks until all ranks of the layout have called it.
 
-    `transport` is what is asked for between ranks without GPUs (`shoal.comm.backends`), `algorithm` how groups over
-    Gloo make collectives (`shoal.comm.algorithms.group`). `check_collectives`: every collective is compared between its
-    ranks before it is made (`shoal.comm.checking.checked`).
+    `wire` says what the groups talk over; `conditions` are the faults and rates that tests and labs impose.
     """
     ledger = Ledger()
-    board = Board(PrefixStore(f"generation-{generation}", store), rank) if check_collectives else None
+    board = Board(PrefixStore(f"generation-{generation}", store), rank) if wire.check_collectives else None
 
     def connected(ranks: Ranks, lane: str) -> Collective:
         name = "world" if len(ranks) == layout.world_size else "ranks-" + "-".join(map(str, ranks))
@@ -99,9 +93,8 @@ def build_mesh(
         here = conditions and conditions.among(ranks, rank)
         named = PrefixStore(f"generation-{generation}/{name}", store)
         return connect(
-            named, ranks.index(rank), len(ranks), device=device, label=name, ledger=ledger, timeout_s=timeout_s,
-            world_rank=rank, conditions=here, transport=transport, algorithm=algorithm,
-            check_collectives=check_collectives, board=board,
+            named, ranks.index(rank), len(ranks), device=device, label=name, ledger=ledger, wire=wire,
+            world_rank=rank, conditions=here, board=board,
         )  # fmt: skip
 
     mesh = Mesh(layout, rank, device, generation, ledger, connected)

@@ -74,8 +74,8 @@ class PriorityStep:
         if not math.isfinite(norm):
             raise Diverged(
                 f"step {self._number} had a finite loss and a gradient that is not finite, of which a part has been "
-                'applied by now, as sync.schedule = "priority" does: go on from the newest checkpoint with a smaller '
-                'optimizer.lr, or with sync.schedule = "order", which skips such steps'
+                'applied already, because gradients.schedule = "priority": go on from the newest checkpoint with a '
+                'smaller optimizer.lr, or with gradients.schedule = "order", which skips such steps'
             )
         begin_s = time.perf_counter()
         set_rate(self._parts[part], self._lr)

@@ -26,11 +26,4 @@ class ObserveConfig(Table, frozen=True):
         int,
         says("Steps between two measurements of the gradient noise scale (arXiv:1812.06162); 0: none.", ge=0),
     ] = 0
-    check_collectives: Annotated[
-        bool,
-        says(
-            "Compare every collective between its ranks before it is made; ranks that call different ones are named, "
-            "with the line of code, instead of a hang."
-        ),
-    ] = False
     report: Annotated[bool, says("Write `report.html` and `loss.png` at the end.")] = True

@@ -26,7 +26,7 @@ from shoal.planner.search.candidates import Allowed
 from shoal.planner.search.search import Found, search
 from shoal.planning.answer import predictor_of, predictor_on
 from shoal.planning.plan_file import runnable, with_plan
-from shoal.runfile.load import refusal
+from shoal.runfile.rules import refusal
 from shoal.runfile.run_file import RunFile, run_directory
 from shoal.topology.axes import DENSE
 from shoal.topology.cluster import Cluster

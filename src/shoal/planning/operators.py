@@ -97,7 +97,7 @@ def _is_measured(calibration: Calibration, backend: str) -> bool:
 
 def _backend(run_file: RunFile) -> str:
     """Over which the run's ranks talk on one host."""
-    return choose_backend(run_file.sync.transport, Facts("cpu", hosts=("here", "here"))).backend
+    return choose_backend(run_file.wire.transport, Facts("cpu", hosts=("here", "here"))).backend
 
 
 def covered(run_file: RunFile) -> bool:

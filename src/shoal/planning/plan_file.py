@@ -13,8 +13,8 @@ from shoal.config.check import checked
 from shoal.config.load import apply, read
 from shoal.cost.plan import Plan, Zero
 from shoal.errors import LayoutError, ShoalError
-from shoal.runfile.load import check_across, refusal
 from shoal.runfile.microbatches import microbatch_sizes
+from shoal.runfile.rules import check_across, refusal
 from shoal.runfile.run_file import RunFile
 from shoal.schedules.names import Schedule
 from shoal.topology.cluster import Cluster

@@ -47,7 +47,7 @@ def zero_of(setting: Setting) -> int | None:
 
 def new_sync(setting: Setting) -> Sync:
     """How gradients are agreed on, and what this rank's optimizer runs on. The parameters' memory may be moved."""
-    mesh, parts, config = setting.mesh, setting.parts, setting.run_file.sync
+    mesh, parts, config = setting.mesh, setting.parts, setting.run_file.gradients
     if setting.device.type == "cpu" and not setting.place.one_host:
         config = config.between_hosts()
     if config.schedule == "priority":

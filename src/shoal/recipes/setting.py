@@ -102,7 +102,7 @@ def set_up(
     device = device_of(run_file, place)
     _share_host(place, environ)
     if store is None:
-        store = open_store(place, environ, timeout_s=max(START_TIMEOUT_S, run_file.run.timeout_s))
+        store = open_store(place, environ, timeout_s=max(START_TIMEOUT_S, run_file.wire.timeout_s))
     announce = _announcer(store, place.rank)
     layout = run_file.layout.layout(place.world_size)
     precision = precision_of(run_file.precision)
@@ -114,17 +114,9 @@ def set_up(
     require_same(place.rank, announce, {"model": shapes_of(model), "data": samples_of(data)})
     generation = int(announce("generation", lambda: str(read_facts(run_directory(run_file)).get("generation", -1) + 1)))
     mesh = build_mesh(
-        layout,
-        place.rank,
-        store=store,
-        device=device,
-        generation=generation,
-        timeout_s=run_file.run.timeout_s,
-        transport=run_file.sync.transport,
-        algorithm=run_file.sync.algorithm,
-        check_collectives=run_file.observe.check_collectives,
+        layout, place.rank, store=store, device=device, generation=generation, wire=run_file.wire,
         conditions=conditions_from(environ),
-    )
+    )  # fmt: skip
     if skeleton is None:
         _start_equal(model, mesh)
     parts = divided(run_file, model, mesh, in_flight=plan.in_flight)

@@ -25,7 +25,7 @@ from shoal.launch.rank_process import die_with_parent
 from shoal.launch.spawn import run_ranks
 from shoal.launch.versions import check_torch_version
 from shoal.recipes.lab import processes_in
-from shoal.runfile.load import check_across
+from shoal.runfile.rules import check_across
 from shoal.runfile.run_file import RunFile, statistics_group, with_processes
 
 DEFAULT_PROCESSES = 2
@@ -64,8 +64,8 @@ def run(
     run_file = _arranged(with_processes(run_file, processes), place)
     check_across(run_file, file=file)
     check_torch_version()
-    if place is None and run_file.sync.transport == "mpi":
-        raise EnvironmentFault(f'sync.transport = "mpi", but {why_no_mpi(environ)}; or set it to "auto"')
+    if place is None and run_file.wire.transport == "mpi":
+        raise EnvironmentFault(f'wire.transport = "mpi", but {why_no_mpi(environ)}; or set it to "auto"')
     if place is None:
         with ExitStack() as stack:
             keep_fds = [stack.enter_context(RunLock(directory)).fd] if writes else []

@@ -1,188 +1,69 @@
-"""What measuring the gradient noise scale asks of a layout: whole gradients of a part of the batch, before any sum.
+"""Reading a run file: its tables, the command line's overrides, keys of earlier versions, and the rules between tables.
 
-Imports no torch: such a run is refused before any process starts.
-
-What does not go together with a choice of `[sync]`.
-
-Under `sync.schedule = "priority"` parameters are updated one after the other, while other gradients are on the wire:
-refused is what needs the whole gradient before any update, and what has more than one group of ranks. Imports no torch.
-
-Reading a run file, and the rules between its tables: what each table by itself cannot know.
-
-Imports no torch, so that a run that cannot be is refused before any process starts.
-
-The reference of the run file: `python -m shoal.runfile.load docs/reference/run-file.md` writes it anew.
+Imports no torch, so that an impossible run is refused before any process starts. `python -m shoal.runfile.load
+docs/reference/run-file.md` writes the reference anew.
 """
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
-from shoal.config.load import load
+from shoal.config.check import checked
+from shoal.config.load import apply, read
 from shoal.config.reference import markdown
-from shoal.data.config import StdlibText, TextFiles
-from shoal.engine.config import Float16
-from shoal.errors import ConfigError
-from shoal.models.config import GPTConfig
-from shoal.runfile.layout_rules import layout_refusal
-from shoal.runfile.run_file import RunFile, statistics_group
+from shoal.runfile.rules import check_across
+from shoal.runfile.run_file import RunFile
 
-
-def noise_refusal(run_file: RunFile) -> str | None:
-    """One sentence where `observe.noise_every_steps` asks for what cannot be measured."""
-    if not run_file.observe.noise_every_steps:
-        return None
-    split = _split_gradient(run_file)
-    if split is not None:
-        return (
-            f"observe.noise_every_steps with {split}: there a rank's gradient is no gradient of samples of its own "
-            "before it is summed; measure the noise under replicate, shard, tensor or an untied pipeline"
-        )
-    return _no_parts(run_file)
-
-
-def _split_gradient(run_file: RunFile) -> str | None:
-    """The choice by which ranks of one replica add parts of one sample's gradient, or others' samples."""
-    layout = run_file.layout
-    if layout.pipeline > 1 and run_file.pipeline.asynchronous:
-        return f"pipeline.schedule = {run_file.pipeline.schedule!r}"
-    if layout.context > 1:
-        return f"layout.context = {layout.context}"
-    if layout.expert > 1:
-        return f"layout.expert = {layout.expert}"
-    if layout.sequence_parallel and layout.tensor > 1:
-        return "layout.sequence_parallel = true"
-    if layout.pipeline > 1 and getattr(run_file.model, "tied", False):
-        return f"layout.pipeline = {layout.pipeline} and model.tied = true"
-    return None
-
-
-def _no_parts(run_file: RunFile) -> str | None:
-    """One share of the samples in one microbatch is the whole batch. Unknown before the number of processes is."""
-    layout, batch = run_file.layout, run_file.batch
-    processes = run_file.run.processes or layout.default_processes
-    if processes is None or processes > layout.pipeline * layout.context * layout.tensor:
-        return None
-    if layout.pipeline == 1 and batch.micro_samples is not None and batch.micro_samples < batch.global_samples:
-        return None
-    repair = (
-        "use two shares (layout.replicate or layout.shard)"
-        if layout.pipeline > 1
-        else f"set batch.micro_samples to {max(1, batch.global_samples // 2)} or less"
-    )
-    return f"observe.noise_every_steps compares a part of the batch with all of it, and here is one part: {repair}"
-
-
-def sync_refusal(run_file: RunFile) -> str | None:
-    """The first thing that cannot be, as a sentence; None where all can."""
-    algorithm, transport = run_file.sync.algorithm, run_file.sync.transport
-    if algorithm != "backend" and transport not in ("auto", "gloo"):
-        return (
-            f'sync.algorithm = "{algorithm}" with sync.transport = "{transport}": algorithms are for groups over Gloo; '
-            'set sync.transport = "gloo", or leave one of them out'
-        )
-    if run_file.sync.bucket == "auto" and (found := next(_against_search(run_file), None)):
-        return f'sync.bucket = "auto" with {found[0]}: {found[1]}; leave sync.bucket out'
-    if run_file.sync.schedule == "priority" and (found := next(_against_priority(run_file), None)):
-        return f'sync.schedule = "priority" with {found[0]}: {found[1]}'
-    return None
-
-
-def _against_search(run_file: RunFile) -> Iterator[tuple[str, str]]:
-    """The key, and why it cannot be."""
-    if run_file.layout.shard > 1:
-        yield f"layout.shard = {run_file.layout.shard}", "there optimizer state lies as its buckets do, and stays"
-    if run_file.layout.pipeline > 1 and run_file.pipeline.asynchronous:
-        yield f"pipeline.schedule = {run_file.pipeline.schedule!r}", "its stages have no step in common to be timed"
-    if run_file.sync.schedule == "priority":
-        yield 'sync.schedule = "priority"', "it has partitions (sync.partition_bytes) and no buckets"
-
-
-def _against_priority(run_file: RunFile) -> Iterator[tuple[str, str]]:
-    """The key, and why it cannot be and what to do."""
-    layout, clip_norm = run_file.layout, run_file.optimizer.clip_norm
-    for axis in ("pipeline", "shard", "context", "tensor", "expert"):
-        if getattr(layout, axis) > 1:
-            yield f"layout.{axis} = {getattr(layout, axis)}", "it is for replicas of one rank; use layout.replicate"
-    if clip_norm is not None and math.isfinite(clip_norm):
-        why = "the norm of the whole gradient is known only when updates are made; set optimizer.clip_norm = inf"
-        yield f"optimizer.clip_norm = {clip_norm:g}", why
-    if isinstance(run_file.precision, Float16):
-        yield 'precision.kind = "float16"', "an overflow shows only when updates are made; use bfloat16"
-    if run_file.observe.noise_every_steps:
-        yield (
-            f"observe.noise_every_steps = {run_file.observe.noise_every_steps}",
-            ("the noise needs the norm of the step that it was measured in; measure it under the schedule by order"),
-        )
-    if run_file.observe.check_collectives:
-        why = "it looks at one wait of a rank at a time, and here a second thread waits; leave it out"
-        yield "observe.check_collectives = true", why
-    if run_file.run.compile:
-        yield "run.compile = true", "a compiled model does not say which module it comes to; leave run.compile out"
-    if run_file.run.device == "cuda":
-        yield 'run.device = "cuda"', "a credit of bytes on the wire is kept between processors only so far"
+_RENAMED = {
+    "sync.transport": "wire.transport",
+    "sync.algorithm": "wire.algorithm",
+    "observe.check_collectives": "wire.check_collectives",
+    "run.timeout_s": "wire.timeout_s",
+    "sync.bucket_bytes": "gradients.bucket_bytes",
+    "sync.first_bucket_bytes": "gradients.first_bucket_bytes",
+    "sync.bucket": "gradients.bucket",
+    "sync.schedule": "gradients.schedule",
+    "sync.partition_bytes": "gradients.partition_bytes",
+    "sync.credit_bytes": "gradients.credit_bytes",
+}
+"""Keys of earlier versions and where they are now. They still work; `renamed_keys` names them."""
 
 
 def load_run(path: Path, overrides: Iterable[str] = ()) -> RunFile:
-    """The run file with its overrides, checked table by table and across tables. Raises `ConfigError`."""
-    run_file = load(RunFile, path, overrides)
-    check_across(run_file, file=str(path))
+    """The run file with its overrides, checked table by table and across tables. Raises `ConfigError`.
+
+    Keys of earlier versions are read, and named on standard error.
+    """
+    overrides = tuple(overrides)
+    file = f"{path} with {' '.join(overrides)}" if overrides else str(path)
+    return run_file_of(apply(read(path), overrides, RunFile), file=file)
+
+
+def run_file_of(tables: Mapping[str, Any], *, file: str) -> RunFile:
+    """The run file that these tables make; `file` is its name in messages. Raises `ConfigError`."""
+    tables, old_keys = renamed_keys(tables)
+    if old_keys:
+        keys = ", ".join(f"{old} is now {new}" for old, new in old_keys.items())
+        print(f"shoal: {file}: {keys}; the old name still works", file=sys.stderr, flush=True)
+    run_file = checked(tables, RunFile, file=file)
+    check_across(run_file, file=file)
     return run_file
 
 
-def check_across(run_file: RunFile, *, file: str) -> None:
-    """The rules between tables. Raises `ConfigError` for the first that is broken."""
-    sentence = refusal(run_file)
-    if sentence is not None:
-        raise ConfigError(f"{file}: {sentence}")
-
-
-def refusal(run_file: RunFile) -> str | None:
-    """The first rule between the tables that is broken, as a sentence; None where all hold."""
-    for rule in (_batch_rule, _groups_rule, _vocabulary_rule, layout_refusal, noise_refusal, sync_refusal):
-        sentence = rule(run_file)
-        if sentence is not None:
-            return sentence
-    return None
-
-
-def _batch_rule(run_file: RunFile) -> str | None:
-    layout, samples = run_file.layout, run_file.batch.global_samples
-    processes = run_file.run.processes or layout.default_processes or 1
-    shares = processes // (layout.pipeline * layout.context * layout.tensor)
-    fewest = shares * statistics_group(run_file)
-    if samples < fewest:
-        what = f"{shares} replicas" if layout.shard == 1 else f"{shares} shares (replicate x shard)"
-        return (
-            f"batch.global_samples = {samples} for {what}: each needs at least "
-            f"{statistics_group(run_file)} of a step; raise it to {fewest} or more, or use fewer processes"
-        )
-    return None
-
-
-def _groups_rule(run_file: RunFile) -> str | None:
-    group = statistics_group(run_file)
-    for name, value in (
-        ("global_samples", run_file.batch.global_samples),
-        ("micro_samples", run_file.batch.micro_samples),
-    ):
-        if value is not None and value % group:
-            down = max(group, value - value % group)
-            return (
-                f'batch.{name} = {value}: model.norm = "batch" takes statistics over groups of {group} samples, so it '
-                f"must be a multiple of {group}; nearest: {down} or {value - value % group + group}"
-            )
-    return None
-
-
-def _vocabulary_rule(run_file: RunFile) -> str | None:
-    model, reads_bytes = run_file.model, isinstance(run_file.data, StdlibText | TextFiles)
-    if reads_bytes and isinstance(model, GPTConfig) and model.vocabulary < 256:
-        return f"model.vocabulary = {model.vocabulary}: text is read as bytes, so it must be at least 256"
-    return None
+def renamed_keys(tables: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The tables with every key under its current name, and the old names that were found. A new name wins."""
+    result = {name: dict(table) if isinstance(table, dict) else table for name, table in tables.items()}
+    found: dict[str, str] = {}
+    for old, new in _RENAMED.items():
+        (old_table, old_key), (new_table, new_key) = old.split("."), new.split(".")
+        table, target = result.get(old_table), result.get(new_table, {})
+        if isinstance(table, dict) and old_key in table and isinstance(target, dict):
+            result[new_table] = {new_key: table.pop(old_key), **target}
+            found[old] = new
+    return result, found
 
 
 TITLE = "The run file"

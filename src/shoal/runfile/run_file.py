@@ -11,9 +11,11 @@ from typing import Annotated, Literal
 import msgspec
 
 from shoal.checkpoint.config import CheckpointConfig
+from shoal.comm.config import WireConfig
 from shoal.config.table import Table, says
 from shoal.data.config import BatchConfig, DataConfig
 from shoal.engine.config import CrossEntropy, Float32, LossConfig, PrecisionConfig
+from shoal.gradients.config import GradientsConfig
 from shoal.memory.config import MemoryConfig
 from shoal.models.config import ModelConfig
 from shoal.observe.config import ObserveConfig
@@ -45,7 +47,6 @@ class RunConfig(Table, frozen=True):
     nonfinite_limit: Annotated[
         int, says("Non-finite steps in a row, each skipped, after which the run stops with exit 4.", ge=1)
     ] = 5
-    timeout_s: Annotated[float, says("Longest wait for the other ranks in one collective.", gt=0, le=86400)] = 60.0
 
 
 class RunFile(Table, frozen=True):
@@ -62,6 +63,8 @@ class RunFile(Table, frozen=True):
     layout: LayoutConfig = LayoutConfig()
     pipeline: PipelineConfig = PipelineConfig()
     context: ContextConfig = ContextConfig()
+    wire: WireConfig = WireConfig()
+    gradients: GradientsConfig = GradientsConfig()
     sync: SyncConfig = AllReduce()
     memory: MemoryConfig = MemoryConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

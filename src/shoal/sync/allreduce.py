@@ -18,8 +18,8 @@ from shoal.comm.buckets.own_gradient import OwnGradient
 from shoal.comm.buckets.reducer import Reducer
 from shoal.comm.buckets.summed import Summand, summed_buckets
 from shoal.comm.collective import Collective
+from shoal.gradients.config import GradientsConfig
 from shoal.sync.bucket_search import BucketSearch, candidates
-from shoal.sync.config import AllReduce
 from shoal.sync.norm import global_norm
 from shoal.sync.owned import Owned, Trained
 from shoal.topology.holding import Ranks
@@ -43,7 +43,7 @@ class AllReduceSync:
 
     def __init__(
         self,
-        config: AllReduce,
+        config: GradientsConfig,
         summands: Sequence[Summand],
         replica: Collective,
         *,

@@ -8,8 +8,8 @@ from torch import nn
 
 from shoal.comm.collective import Collective
 from shoal.comm.ledger import Ledger
+from shoal.gradients.config import GradientsConfig
 from shoal.sync.allreduce import AllReduceSync, summands
-from shoal.sync.config import AllReduce
 from shoal.sync.owned import Trained, owned_whole
 from shoal.sync.priority import PrioritySync
 from shoal.sync.strategy import Sync
@@ -20,7 +20,7 @@ from shoal.topology.holding import Ranks
 
 
 def build_sync(
-    config: AllReduce,
+    config: GradientsConfig,
     zero: int | None,
     trained: Sequence[Trained],
     *,
@@ -52,7 +52,7 @@ def build_sync(
 
 
 def build_priority_sync(
-    config: AllReduce, trained: Sequence[Trained], *, model: nn.Module, lane: Collective, ledger: Ledger
+    config: GradientsConfig, trained: Sequence[Trained], *, model: nn.Module, lane: Collective, ledger: Ledger
 ) -> PrioritySync:
     """For replicas of one rank under `config.schedule` = "priority". `lane` are all of them, for its traffic alone."""
     owned = [owned_whole(t) for t in trained]

@@ -65,8 +65,8 @@ class FirstUse:
             if not self.learning:
                 raise UserCodeError(
                     f"the parameter {name} was used without calling the module that has it, and was not in the first "
-                    'steps: under sync.schedule = "priority" it may be older than the others. Call the module, or set '
-                    'sync.schedule to "order"'
+                    'steps: under gradients.schedule = "priority" it may be older than the others. Call the module, '
+                    'or set gradients.schedule to "order"'
                 )
             self._loose.add(index)
 

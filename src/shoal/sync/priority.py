@@ -28,8 +28,8 @@ from shoal.comm.buckets.summed import Summand
 from shoal.comm.collective import Collective
 from shoal.comm.ledger import Ledger
 from shoal.errors import ConfigError
+from shoal.gradients.config import GradientsConfig
 from shoal.maths.norm import two_norm
-from shoal.sync.config import AllReduce
 from shoal.sync.first_use import FirstUse
 from shoal.sync.owned import Owned
 from shoal.sync.rehearsal import Rehearsal
@@ -48,7 +48,7 @@ class PrioritySync:
 
     def __init__(
         self,
-        config: AllReduce,
+        config: GradientsConfig,
         summands: Sequence[Summand],
         lane: Collective,
         *,
@@ -107,7 +107,9 @@ class PrioritySync:
             self._pending = dict.fromkeys(self._home.values())
 
     def schedule(self) -> AbstractContextManager[None]:
-        raise ConfigError('sync.schedule = "priority" with layout.pipeline: a stage has no next forward to hurry for')
+        raise ConfigError(
+            'gradients.schedule = "priority" with layout.pipeline: a stage has no next forward to prepare'
+        )
 
     def release(self, *, commit: bool) -> None:
         """Updates may follow; not `commit`: none does, and the gradient of this step is dropped."""
@@ -184,6 +186,6 @@ def _require_cpu(summands: Sequence[Summand]) -> None:
     devices = {summand.parameter.device.type for summand in summands} - {"cpu"}
     if devices:
         raise ConfigError(
-            f'sync.schedule = "priority" with parameters on {devices.pop()}: a credit of bytes on the wire is kept '
-            'between processors only so far; set sync.schedule to "order"'
+            f'gradients.schedule = "priority" with parameters on {devices.pop()}: a credit of bytes on the wire is '
+            'kept between processors only so far; set gradients.schedule to "order"'
         )

@@ -12,6 +12,7 @@ from shoal.comm.backends import Transport
 from shoal.comm.checking.disagreement import disagreement
 from shoal.comm.checking.pending import CONTEXT
 from shoal.comm.collective import Collective
+from shoal.comm.config import WireConfig
 from shoal.comm.mesh import Mesh, build_mesh
 from shoal.errors import CollectiveError
 from shoal.topology.layout import Layout
@@ -27,9 +28,12 @@ def checked(place, transport: Transport, *, timeout_s: float = 30.0) -> Mesh:
     """One replica a rank; for "hierarchical", on two hosts."""
     with on_host(HOSTS[place.rank] if transport == "hierarchical" else "a"):
         return build_mesh(
-            Layout(replicate=place.size), place.rank, store=place.store, device=torch.device("cpu"),
-            timeout_s=timeout_s, transport=transport, check_collectives=True,
-        )  # fmt: skip
+            Layout(replicate=place.size),
+            place.rank,
+            store=place.store,
+            device=torch.device("cpu"),
+            wire=WireConfig(timeout_s=timeout_s, transport=transport, check_collectives=True),
+        )
 
 
 def shape(world: Collective, odd: bool) -> None:

@@ -19,6 +19,7 @@ from torch._C import _distributed_c10d as c10d
 
 from shoal.comm.collective import GroupCollective
 from shoal.comm.conditions import Conditions, Fault
+from shoal.comm.config import WireConfig
 from shoal.comm.ledger import Ledger
 from shoal.comm.mesh import connect
 from shoal.comm.seam import Seam
@@ -126,9 +127,14 @@ def overlapping(place) -> list[float]:
         if place.rank in members:
             named = dist.PrefixStore(str(members), place.store)
             groups[members] = connect(
-                named, members.index(place.rank), len(members), device=torch.device("cpu"), label=str(members),
-                ledger=Ledger(), timeout_s=20.0,
-            )  # fmt: skip
+                named,
+                members.index(place.rank),
+                len(members),
+                device=torch.device("cpu"),
+                label=str(members),
+                ledger=Ledger(),
+                wire=WireConfig(timeout_s=20.0),
+            )
     tensors = {members: torch.full((100_000,), 10.0**place.rank) for members in groups}
     handles = [group.all_reduce(tensors[members]) for members, group in groups.items()]
     for handle in reversed(handles):
@@ -348,9 +354,14 @@ def test_ranks_that_cannot_share_memory_agree_on_gloo_and_say_why(ranks, break_i
 
 def asked_for_gloo(place) -> tuple[str, str]:
     group = connect(
-        place.store, place.rank, place.size, device=torch.device("cpu"), label="t", ledger=Ledger(), timeout_s=20.0,
-        transport="gloo",
-    ).group  # fmt: skip
+        place.store,
+        place.rank,
+        place.size,
+        device=torch.device("cpu"),
+        label="t",
+        ledger=Ledger(),
+        wire=WireConfig(timeout_s=20.0, transport="gloo"),
+    ).group
     return group.backend, group.why  # type: ignore[attr-defined]
 
 

@@ -17,6 +17,7 @@ from torch._C import _distributed_c10d as c10d
 from shoal.comm.buckets.reducer import Reducer
 from shoal.comm.buckets.summed import Summand, summed_buckets
 from shoal.comm.collective import GroupCollective
+from shoal.comm.config import WireConfig
 from shoal.comm.connect import connect
 from shoal.comm.ledger import Ledger
 from shoal.errors import CollectiveError
@@ -276,8 +277,15 @@ def test_a_rank_that_has_left_is_named_by_the_call_and_not_by_the_allocation(ran
 
 def over_gloo(place: Any) -> tuple[bool, int]:
     """A group that has no memory of its own, asked for some."""
-    group = connect(place.store, place.rank, place.size, device=CPU, label="t", ledger=Ledger(), timeout_s=20.0,
-                    transport="gloo")  # fmt: skip
+    group = connect(
+        place.store,
+        place.rank,
+        place.size,
+        device=CPU,
+        label="t",
+        ledger=Ledger(),
+        wire=WireConfig(timeout_s=20.0, transport="gloo"),
+    )
     before = held()[1]
     memory = group.allocate(LARGE, dtype=torch.bfloat16, device=CPU)
     group.all_reduce(memory).wait()

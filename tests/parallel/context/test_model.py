@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.comm.config import WireConfig
 from shoal.comm.mesh import Mesh, build_mesh
 from shoal.memory.recompute import recompute
 from shoal.memory.tracker import measured_activation_bytes
@@ -86,7 +87,9 @@ def on_a_rank(place: TestPlace, kind: Any, *, packed: bool, variant: Any) -> tup
 
 def mesh_of(place: TestPlace) -> Mesh:
     layout = Layout(context=place.size)
-    return build_mesh(layout, place.rank, store=place.store, device=torch.device("cpu"), timeout_s=SLOW_S)
+    return build_mesh(
+        layout, place.rank, store=place.store, device=torch.device("cpu"), wire=WireConfig(timeout_s=SLOW_S)
+    )
 
 
 def cases(place: TestPlace, kinds: list[tuple[str, bool, str]]) -> list[tuple[Tensor, dict[str, Tensor], int]]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.comm.config import WireConfig
 from shoal.comm.mesh import build_mesh
 from shoal.models.mixture import Mixture, MixtureOptions
 from shoal.models.mixture_auxiliary import auxiliary_total, set_auxiliary
@@ -76,7 +77,7 @@ def alone(case: Case) -> Outcome:
 def on_rank(place: TestPlace, case: Case) -> Outcome:
     """The same on one rank of the layout."""
     layout, rank = case.of_layout, place.rank
-    mesh = build_mesh(layout, rank, store=place.store, device=torch.device("cpu"), timeout_s=20)
+    mesh = build_mesh(layout, rank, store=place.store, device=torch.device("cpu"), wire=WireConfig(timeout_s=20))
     groups = ExpertGroups(
         mesh.axis("expert"), mesh.axis("tensor"), mesh.axis("context", "tensor"), case.sequence_parallel
     )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.collective import Collective
+from shoal.comm.config import WireConfig
 from shoal.comm.mesh import build_mesh
 from shoal.errors import LayoutError
 from shoal.models.dropout import set_sample_keys
@@ -32,7 +33,11 @@ SYNCHRONOUS = [name for name in NAMES if name != "PipeDream"]
 def pipeline_of(place: TestPlace, timeout_s: float = 60.0) -> Collective:
     layout = Layout(pipeline=place.size)
     mesh = build_mesh(
-        layout, place.rank, store=place.store, device=torch.device("cpu"), timeout_s=timeout_s, transport="gloo"
+        layout,
+        place.rank,
+        store=place.store,
+        device=torch.device("cpu"),
+        wire=WireConfig(timeout_s=timeout_s, transport="gloo"),
     )
     return mesh.axis("pipeline")
 

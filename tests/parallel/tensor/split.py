@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.collective import Collective
+from shoal.comm.config import WireConfig
 from shoal.comm.mesh import Mesh, build_mesh
 from shoal.memory.recompute import recompute
 from shoal.parallel.tensor.plan import TensorPart, split_tensor
@@ -38,7 +39,7 @@ def tensor_group(place: TestPlace) -> Collective:
 def tensor_mesh(place: TestPlace) -> Mesh:
     """The mesh of those ranks."""
     layout, device = Layout(tensor=place.size), torch.device("cpu")
-    return build_mesh(layout, place.rank, store=place.store, device=device, timeout_s=20)
+    return build_mesh(layout, place.rank, store=place.store, device=device, wire=WireConfig(timeout_s=20))
 
 
 def grid_of(mesh: Mesh, rows: int) -> Grid:

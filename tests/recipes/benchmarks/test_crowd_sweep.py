@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 
+from shoal.comm.config import WireConfig
 from shoal.comm.mesh import build_mesh
 from shoal.planning.answer import cluster_of, predictor_on
 from shoal.planning.cluster_here import read_calibration
@@ -28,7 +29,7 @@ NOTHING = {"products": [], "operators": [], "waits": [], "collectives": [], "cop
 
 def _measured(place: TestPlace) -> float:
     layout, threads = Layout(replicate=place.size), torch.get_num_threads()
-    mesh = build_mesh(layout, place.rank, store=place.store, device=torch.device("cpu"), timeout_s=60)
+    mesh = build_mesh(layout, place.rank, store=place.store, device=torch.device("cpu"), wire=WireConfig(timeout_s=60))
     try:
         return crowded_step_s(mesh.world)
     finally:

@@ -20,7 +20,7 @@ def check(
     processes: Processes = 2,
     as_json: AsJson = False,
 ) -> None:
-    """Steps with observe.check_collectives on, off, and off again: over Gloo and shared memory, in three layouts.
+    """Steps with wire.check_collectives on, off, and off again: over Gloo and shared memory, in three layouts.
 
     Example: shoal bench check --pairs 10
     """

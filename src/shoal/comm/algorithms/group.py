@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.collectives.table import Kind, Table
-from shoal.comm.algorithms.config import Algorithm
 from shoal.comm.algorithms.probe import probe
 from shoal.comm.algorithms.tables import ChosenCollective, Tables
 from shoal.comm.collective import GroupCollective, Reduction
+from shoal.comm.config import Algorithm
 from shoal.topology.links import clustered
 
 # Where nothing was measured, (seconds, bytes a second): memory, and Ethernet of 10 Gbit/s. They decide the number of

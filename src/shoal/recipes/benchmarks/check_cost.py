@@ -21,13 +21,13 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from shoal.checkpoint.agreement import LocalExchange
 from shoal.comm.backends import Transport
 from shoal.comm.collective import Collective
+from shoal.comm.config import WireConfig
 from shoal.comm.connect import connect
 from shoal.comm.ledger import Ledger
 from shoal.engine.loop import take_step
 from shoal.launch.environment import Place
 from shoal.launch.rendezvous import open_store
 from shoal.memory.config import MemoryConfig
-from shoal.observe.config import ObserveConfig
 from shoal.recipes.benchmarks.gpt_job import corpus_file, gpt_job, gpt_run_file
 from shoal.recipes.benchmarks.machine import Result
 from shoal.recipes.benchmarks.paired import check, milliseconds, spread
@@ -35,7 +35,6 @@ from shoal.recipes.benchmarks.turns import Turns, interleaved, ratios
 from shoal.recipes.objects import Given
 from shoal.recipes.setting import set_up
 from shoal.runfile.run_file import RunFile
-from shoal.sync.config import AllReduce
 from shoal.topology.config import LayoutConfig
 
 SIDES = {"on": True, "off": False, "off_again": False}
@@ -63,9 +62,14 @@ def measure(place: Place, *, tokens: int, pairs: int) -> Result | None:
     """A row and a check for each case, for `tokens` a rank and step; None on all ranks but the first."""
     store = open_store(place, os.environ, timeout_s=TIMEOUT_S)
     clock = connect(
-        PrefixStore("clock", store), place.rank, place.world_size, device=torch.device("cpu"), label="clock",
-        ledger=Ledger(), timeout_s=TIMEOUT_S,
-    )  # fmt: skip
+        PrefixStore("clock", store),
+        place.rank,
+        place.world_size,
+        device=torch.device("cpu"),
+        label="clock",
+        ledger=Ledger(),
+        wire=WireConfig(timeout_s=TIMEOUT_S),
+    )
     rows, checks = [], []
     for transport in TRANSPORTS:
         for name in SPLITS:
@@ -96,8 +100,7 @@ def _altered(run_file: RunFile, transport: Transport, split: Split, place: Place
         run_file,
         layout=split.make(place.world_size),
         memory=MemoryConfig(zero=split.zero),
-        sync=AllReduce(transport=transport),
-        observe=ObserveConfig(check_collectives=on),
+        wire=WireConfig(transport=transport, check_collectives=on),
     )
 
 

@@ -17,11 +17,13 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from shoal.comm.collective import Collective, GroupCollective
+from shoal.comm.config import WireConfig
 from shoal.comm.connect import connect
 from shoal.comm.ledger import Ledger
 from shoal.comm.seam import Seam
@@ -61,9 +63,14 @@ def swept(place: Place, store: Store, sweep: Sweep) -> list[dict[str, Any]]:
     names = (PEER, *(name for name in sweep.backends if name != PEER))
     groups = [_group(name, place, PrefixStore(f"comm/{name}", store)) for name in names]
     clock = connect(
-        PrefixStore("comm/clock", store), place.rank, place.world_size, device=torch.device("cpu"), label="clock",
-        ledger=Ledger(), timeout_s=TIMEOUT_S, transport=PEER,
-    )  # fmt: skip
+        PrefixStore("comm/clock", store),
+        place.rank,
+        place.world_size,
+        device=torch.device("cpu"),
+        label="clock",
+        ledger=Ledger(),
+        wire=WireConfig(timeout_s=TIMEOUT_S, transport=PEER),
+    )
     hosts = _hosts(place, clock)
     by_backend = {_backend(group): group for group in groups}
     return [
@@ -97,10 +104,15 @@ def _group(backend: str, place: Place, store: Store) -> GroupCollective:
     """Over `backend`; in a lab whose ranks throttle themselves, at its rates."""
     conditions = conditions_from(os.environ)
     return connect(
-        store, place.rank, place.world_size, device=torch.device("cpu"), label=backend, ledger=Ledger(),
-        timeout_s=TIMEOUT_S, transport=backend,  # pyright: ignore[reportArgumentType]  # Sweep has checked it
+        store,
+        place.rank,
+        place.world_size,
+        device=torch.device("cpu"),
+        label=backend,
+        ledger=Ledger(),
         conditions=None if conditions is None else conditions.among(range(place.world_size), place.rank),
-    )  # fmt: skip
+        wire=msgspec.convert({"timeout_s": TIMEOUT_S, "transport": backend}, WireConfig),
+    )
 
 
 def _backend(group: GroupCollective) -> str:

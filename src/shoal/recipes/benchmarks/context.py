@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 
+from shoal.comm.config import WireConfig
 from shoal.comm.mesh import build_mesh
 from shoal.engine.proof import SINGLE
 from shoal.launch.environment import Place
@@ -38,7 +39,7 @@ Side = tuple[float, float, float]
 def by_kind(place: Place, store: Store, *, tokens: int) -> dict[str, Side]:
     """Each kind of context parallelism over all ranks; the same on each."""
     layout = Layout(context=place.world_size)
-    mesh = build_mesh(layout, place.rank, store=store, device=torch.device("cpu"), timeout_s=TIMEOUT_S)
+    mesh = build_mesh(layout, place.rank, store=store, device=torch.device("cpu"), wire=WireConfig(timeout_s=TIMEOUT_S))
     here, found = positions(tokens, size=place.world_size, rank=place.rank), {}
     for kind in sorted(KINDS):
         model = _model()

@@ -10,6 +10,7 @@ import numpy as np
 from shoal.checkpoint.agreement import Exchange
 from shoal.checkpoint.config import CheckpointConfig
 from shoal.checkpoint.save import Saver
+from shoal.comm.config import WireConfig
 from shoal.data.config import BatchConfig, Tokens
 from shoal.engine.loop import Job
 from shoal.engine.recovery import NonfiniteGuard
@@ -36,10 +37,11 @@ def corpus_file(folder: Path) -> Path:
 def gpt_run_file(folder: Path, corpus: Path, tokens: int) -> RunFile:
     """`tokens` of all ranks together in each step."""
     return RunFile(
-        run=RunConfig(name="bench", steps=10**6, directory=str(folder), timeout_s=600.0),
+        run=RunConfig(name="bench", steps=10**6, directory=str(folder)),
         model=MODEL,
         data=Tokens(path=str(corpus), dtype="uint8"),
         batch=BatchConfig(global_samples=tokens // SEQUENCE, sequence=SEQUENCE),
+        wire=WireConfig(timeout_s=600.0),
         checkpoint=CheckpointConfig(every_steps=0),
     )
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from shoal.comm.config import WireConfig
 from shoal.data.config import BatchConfig, Tokens
 from shoal.data.cursor import Cursor
 from shoal.launch.environment import Place
@@ -66,9 +67,10 @@ def by_schedule(place: Place, store: Store) -> dict[str, Any]:
 def _most_kept(place: Place, store: Store, corpus: Path, schedule: Schedule, microbatches: int) -> list[int]:
     """Bytes, by rank."""
     run_file = RunFile(
-        run=RunConfig(name="bench", steps=1, directory=str(corpus.parent), timeout_s=600.0),
+        run=RunConfig(name="bench", steps=1, directory=str(corpus.parent)),
         model=MODEL,
         data=Tokens(path=str(corpus), dtype="uint8"),
+        wire=WireConfig(timeout_s=600.0),
         batch=BatchConfig(global_samples=microbatches, sequence=SEQUENCE),
         layout=LayoutConfig(pipeline=place.world_size),
         pipeline=PipelineConfig(schedule=schedule, microbatches=microbatches),

@@ -30,7 +30,7 @@ def _case(name: str, ranks: int, *keys: str) -> Case:
 
 def run_file_of(path: Path, case: Case, overrides: Sequence[str] = ()) -> RunFile:
     """The run file in the layout of a case. Raises `ConfigError` where it cannot be."""
-    keys = (f"run.processes={case.ranks}", 'run.device="cpu"', f"run.timeout_s={TIMEOUT_S}")
+    keys = (f"run.processes={case.ranks}", 'run.device="cpu"', f"wire.timeout_s={TIMEOUT_S}")
     return load_run(path, (*overrides, *case.keys, *keys))
 
 

@@ -20,6 +20,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from shoal.comm.collective import Collective
+from shoal.comm.config import WireConfig
 from shoal.comm.mesh import Mesh, build_mesh
 from shoal.launch.environment import Place
 from shoal.launch.rendezvous import open_store
@@ -72,7 +73,7 @@ def _clock(place: Place, store: Store) -> Mesh:
         place.rank,
         store=PrefixStore("clock", store),
         device=torch.device("cpu"),
-        timeout_s=TIMEOUT_S,
+        wire=WireConfig(timeout_s=TIMEOUT_S),
     )
 
 

@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from shoal.comm.backends import Transport
 from shoal.comm.collective import Collective
 from shoal.comm.conditions import Conditions
+from shoal.comm.config import WireConfig
 from shoal.comm.connect import connect
 from shoal.comm.ledger import Ledger
 from shoal.launch.environment import Place
@@ -45,9 +46,8 @@ class Meeting:
             device=CPU,
             label=name,
             ledger=Ledger() if ledger is None else ledger,
-            timeout_s=TIMEOUT_S,
-            transport=transport,
             conditions=None if conditions is None else conditions.among(range(place.world_size), place.rank),
+            wire=WireConfig(timeout_s=TIMEOUT_S, transport=transport),
         )
 
 

@@ -29,6 +29,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from shoal.checkpoint.agreement import LocalExchange
 from shoal.comm.ledger import Entry
 from shoal.engine.loop import Job, take_step
+from shoal.gradients.config import FAR_BUCKET_BYTES, NEAR_BUCKET_BYTES, GradientsConfig
 from shoal.launch.environment import Place
 from shoal.launch.lab.lab_file import Lab
 from shoal.optim.config import AdamW
@@ -39,15 +40,14 @@ from shoal.recipes.benchmarks.turns import interleaved, ratios
 from shoal.recipes.objects import Given
 from shoal.recipes.setting import set_up
 from shoal.runfile.run_file import RunFile, run_directory
-from shoal.sync.config import FAR_BUCKET_BYTES, NEAR_BUCKET_BYTES, AllReduce
 
 STEPS, PAIRS, TOKENS = 8, 10, 512
 PARTITION_BYTES = 1 << 20
 SYNCS = {
-    "order": AllReduce(bucket_bytes=FAR_BUCKET_BYTES),
-    "order, large buckets": AllReduce(bucket_bytes=NEAR_BUCKET_BYTES),
-    "order, small buckets": AllReduce(bucket_bytes=PARTITION_BYTES),
-    "priority": AllReduce(schedule="priority", partition_bytes=PARTITION_BYTES),
+    "order": GradientsConfig(bucket_bytes=FAR_BUCKET_BYTES),
+    "order, large buckets": GradientsConfig(bucket_bytes=NEAR_BUCKET_BYTES),
+    "order, small buckets": GradientsConfig(bucket_bytes=PARTITION_BYTES),
+    "priority": GradientsConfig(schedule="priority", partition_bytes=PARTITION_BYTES),
 }
 
 
@@ -60,7 +60,8 @@ def measure(lab: Lab, place: Place, *, name: str, environ: Mapping[str, str]) ->
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-bench-")))
         run_file = gpt_run_file(folder, corpus_file(folder), TOKENS)
         jobs = {
-            kind: _job(run_file, sync, place, PrefixStore(kind, meeting.store), stack) for kind, sync in SYNCS.items()
+            kind: _job(run_file, gradients, place, PrefixStore(kind, meeting.store), stack)
+            for kind, gradients in SYNCS.items()
         }
         sides: dict[str, Callable[[], Any]] = {
             kind: lambda kind=kind, job=job: _steps(job, exposed[kind]) for kind, job in jobs.items()
@@ -92,7 +93,7 @@ def _steps(job: Job, exposed: list[float]) -> None:
     job.step.sync.settle()
 
 
-def _job(run_file: RunFile, sync: AllReduce, place: Place, store: Store, stack: ExitStack) -> Job:
-    run_file = msgspec.structs.replace(run_file, sync=sync, optimizer=AdamW(clip_norm=float("inf")))
+def _job(run_file: RunFile, gradients: GradientsConfig, place: Place, store: Store, stack: ExitStack) -> Job:
+    run_file = msgspec.structs.replace(run_file, gradients=gradients, optimizer=AdamW(clip_norm=float("inf")))
     setting = set_up(run_file, place, Given(), store=store)
     return gpt_job(setting, run_directory(run_file), stack, exchange=LocalExchange(), ranks=1)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from shoal.comm.config import WireConfig
 from shoal.comm.mesh import build_mesh
 from shoal.launch.environment import Place
 from shoal.launch.rendezvous import open_store
@@ -47,5 +48,7 @@ def _state(place: Place, store: Any, corpus: Path) -> dict[str, Any]:
         dist.init_process_group("gloo", store=peers, rank=place.rank, world_size=place.world_size)
         stack.callback(dist.destroy_process_group)
         layout = Layout(shard=place.world_size)
-        mesh = build_mesh(layout, place.rank, store=store, device=torch.device("cpu"), timeout_s=TIMEOUT_S)
+        mesh = build_mesh(
+            layout, place.rank, store=store, device=torch.device("cpu"), wire=WireConfig(timeout_s=TIMEOUT_S)
+        )
         return state_memory.by_stage(mesh, corpus)

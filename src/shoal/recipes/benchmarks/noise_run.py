@@ -9,6 +9,7 @@ from pathlib import Path
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from shoal.checkpoint.config import CheckpointConfig
+from shoal.comm.config import WireConfig
 from shoal.cost.noise_scale import Moments
 from shoal.data.config import BatchConfig, StdlibText
 from shoal.errors import Diverged
@@ -49,11 +50,12 @@ class Trained:
 def run_file_of(folder: Path, *, batch: int, seed: int) -> RunFile:
     """A cut of recipes/stdlib-gpt.toml that reaches its loss within some hundred steps."""
     return RunFile(
-        run=RunConfig(name="noise", steps=MOST_STEPS, seed=seed, directory=str(folder), timeout_s=600.0),
+        run=RunConfig(name="noise", steps=MOST_STEPS, seed=seed, directory=str(folder)),
         model=MODEL,
         data=StdlibText(),
         batch=BatchConfig(global_samples=batch, sequence=SEQUENCE),
         optimizer=AdamW(beta2=0.98, weight_decay=0.0),
+        wire=WireConfig(timeout_s=600.0),
         checkpoint=CheckpointConfig(every_steps=0),
         observe=ObserveConfig(noise_every_steps=1, evaluate_samples=EVALUATED_SAMPLES),
     )

@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 import shoal.c10d
 from shoal.comm.collective import GroupCollective
+from shoal.comm.config import WireConfig
 from shoal.comm.ledger import Ledger
 from shoal.comm.mesh import connect
 from shoal.launch.environment import Place
@@ -78,6 +79,11 @@ def _group(backend: str, place: Place, size: int) -> Any:
 
 def _clock(place: Place, store: Any) -> GroupCollective:
     return connect(
-        store, place.rank, place.world_size,
-        device=torch.device("cpu"), label="clock", ledger=Ledger(), timeout_s=TIMEOUT_S,
-    )  # fmt: skip
+        store,
+        place.rank,
+        place.world_size,
+        device=torch.device("cpu"),
+        label="clock",
+        ledger=Ledger(),
+        wire=WireConfig(timeout_s=TIMEOUT_S),
+    )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from shoal.comm.config import WireConfig
 from shoal.comm.mesh import build_mesh
 from shoal.launch.environment import Place
 from shoal.launch.rendezvous import open_store
@@ -33,6 +34,10 @@ def measure(place: Place, *, repeats: int) -> dict[str, Any] | None:
 def _bubbles(place: Place, store: Store, repeats: int) -> dict[str, Any]:
     layout = Layout(pipeline=place.world_size)
     mesh = build_mesh(
-        layout, place.rank, store=PrefixStore("bubble", store), device=torch.device("cpu"), timeout_s=TIMEOUT_S
+        layout,
+        place.rank,
+        store=PrefixStore("bubble", store),
+        device=torch.device("cpu"),
+        wire=WireConfig(timeout_s=TIMEOUT_S),
     )
     return bubble.by_schedule(mesh.axis("pipeline"), repeats=repeats)

@@ -22,6 +22,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore
 
 from shoal.comm.collective import Collective
+from shoal.comm.config import WireConfig
 from shoal.comm.mesh import build_mesh
 from shoal.launch.environment import Place
 from shoal.launch.rendezvous import open_store
@@ -55,7 +56,7 @@ def measure(place: Place) -> dict[str, Any] | None:
     torch.set_num_threads(1)
     store = open_store(place, os.environ, timeout_s=TIMEOUT_S)
     layout = Layout(replicate=place.world_size)
-    mesh = build_mesh(layout, place.rank, store=store, device=torch.device("cpu"), timeout_s=TIMEOUT_S)
+    mesh = build_mesh(layout, place.rank, store=store, device=torch.device("cpu"), wire=WireConfig(timeout_s=TIMEOUT_S))
     world, ranks = mesh.world, place.world_size
     own_cores = ranks <= cores()
     result = {

@@ -27,6 +27,7 @@ from shoal.comm.collective import Collective, Handle
 from shoal.comm.mesh import Mesh
 from shoal.cost.footprint import FLOAT32
 from shoal.cost.plan import Zero
+from shoal.gradients.config import GradientsConfig
 from shoal.memory.tracker import ModelState, model_state, storage_bytes
 from shoal.models.build import build, parameter_count
 from shoal.models.config import GPTConfig
@@ -35,7 +36,6 @@ from shoal.models.initialise import initialise
 from shoal.recipes.benchmarks.fsdp_script import ShardedScript
 from shoal.recipes.benchmarks.paired import check
 from shoal.recipes.benchmarks.zero_script import ZeroScript
-from shoal.sync.config import AllReduce
 from shoal.sync.zero.scattered_bucket import IN_FLIGHT
 from shoal.topology.holding import Ranks
 
@@ -169,7 +169,7 @@ def _transient_form(zero: Zero, model: GPT) -> int:
     if zero == 1:
         return 0
     if zero == 2:
-        return (IN_FLIGHT + 1) * AllReduce().bucket_size
+        return (IN_FLIGHT + 1) * GradientsConfig().bucket_size
     block_bytes = storage_bytes(model.blocks[0].parameters())
     rest_bytes = storage_bytes(model.parameters()) - len(model.blocks) * block_bytes
     return rest_bytes + 2 * block_bytes + (IN_FLIGHT + 1) * block_bytes

@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from shoal.checkpoint.agreement import LocalExchange
 from shoal.comm.collective import GroupCollective
+from shoal.comm.config import WireConfig
 from shoal.comm.ledger import Ledger
 from shoal.comm.mesh import connect
 from shoal.engine.loop import Job, take_step
@@ -71,7 +72,7 @@ def measure(place: Place, *, tokens: int, pairs: int, alone: int) -> dict[str, A
             device=torch.device("cpu"),
             label="clock",
             ledger=Ledger(),
-            timeout_s=600.0,
+            wire=WireConfig(timeout_s=600.0),
         )
         turns = interleaved(sides, clock, pairs=pairs, always=("ddp", *SHOAL))
         alone_s = _alone(sides["no_communication"], clock, steps=alone)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from shoal.comm.config import WireConfig
 from shoal.comm.ledger import Ledger
 from shoal.comm.mesh import build_mesh, connect
 from shoal.launch.environment import Place
@@ -43,9 +44,14 @@ def measure(place: Place, *, tokens: int, pairs: int) -> dict[str, Any] | None:
         dist.init_process_group("gloo", store=PrefixStore("peers", store), rank=place.rank, world_size=place.world_size)
         stack.callback(dist.destroy_process_group)
         clock = connect(
-            PrefixStore("clock", store), place.rank, place.world_size, device=torch.device("cpu"), label="clock",
-            ledger=Ledger(), timeout_s=TIMEOUT_S,
-        )  # fmt: skip
+            PrefixStore("clock", store),
+            place.rank,
+            place.world_size,
+            device=torch.device("cpu"),
+            label="clock",
+            ledger=Ledger(),
+            wire=WireConfig(timeout_s=TIMEOUT_S),
+        )
         sides = _sides(place, store, corpus_file(folder), tokens)
         turns = interleaved(sides, clock, pairs=pairs, always=[name for name in sides if "twin" not in name])
     return _result(turns, tokens=tokens, world=place.world_size) if place.rank == 0 else None
@@ -53,7 +59,7 @@ def measure(place: Place, *, tokens: int, pairs: int) -> dict[str, Any] | None:
 
 def _sides(place: Place, store: Any, corpus: Path, tokens: int) -> Sides:
     layout = Layout(shard=place.world_size)
-    mesh = build_mesh(layout, place.rank, store=store, device=torch.device("cpu"), timeout_s=TIMEOUT_S)
+    mesh = build_mesh(layout, place.rank, store=store, device=torch.device("cpu"), wire=WireConfig(timeout_s=TIMEOUT_S))
     sizes = {"samples": tokens // SEQUENCE, "sequence": SEQUENCE}
     scripts: dict[str, Script | ShardedScript | ZeroScript] = {
         name: Script(_model(), corpus, rank=place.rank, distributed=True, **sizes) for name in ("ddp", "ddp_twin")

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 
 from shoal.comm.collective import Collective
 from shoal.comm.mesh import Mesh
+from shoal.gradients.config import GradientsConfig
 from shoal.models.gpt import GPT
 from shoal.optim.build import build_optimizer
 from shoal.optim.config import AdamW
 from shoal.recipes.benchmarks.ddp_script import ByteSamples
 from shoal.sync.build import build_sync
-from shoal.sync.config import AllReduce
 from shoal.sync.owned import Trained
 from shoal.topology.holding import Ranks, held
 
@@ -39,7 +39,7 @@ class ZeroScript:
         ]  # fmt: skip
         self.model, self.world = model, mesh.layout.world_size
         self.sync = build_sync(
-            AllReduce(),
+            GradientsConfig(),
             zero,
             trained,
             model=model,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from shoal.comm.buckets.cut import Member, cut
-from shoal.sync.config import AllReduce
+from shoal.gradients.config import GradientsConfig
 from shoal.sync.owned import Trained, same_piece
 from shoal.topology.holding import Ranks
 
@@ -28,7 +28,7 @@ class Chunk:
     unit: int = -1
 
 
-def chunks_by_size(trained: Sequence[Trained], config: AllReduce) -> list[Chunk]:
+def chunks_by_size(trained: Sequence[Trained], config: GradientsConfig) -> list[Chunk]:
     """For stages 1 and 2, in the order in which they are sent."""
     members = [_member(index, t, -1) for index, t in enumerate(trained)]
     plan = cut(members, first_bytes=config.first_bucket_bytes, bytes_limit=config.bucket_size)

@@ -1,0 +1,236 @@
+"""The rules between tables of a run file: what no table can know by itself. Imports no torch.
+
+A rule returns one sentence, with what was found, the rule and the repair, or None.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from shoal.data.config import StdlibText, TextFiles
+from shoal.engine.config import Float16
+from shoal.errors import ConfigError
+from shoal.models.config import GPTConfig, MoEConfig
+from shoal.runfile.layout_rules import layout_refusal
+from shoal.runfile.microbatches import microbatch_sizes, most_samples
+from shoal.runfile.run_file import RunFile, statistics_group
+
+
+def check_across(run_file: RunFile, *, file: str) -> None:
+    """The rules between tables. Raises `ConfigError` for the first that is broken."""
+    sentence = refusal(run_file)
+    if sentence is not None:
+        raise ConfigError(f"{file}: {sentence}")
+
+
+def refusal(run_file: RunFile) -> str | None:
+    """The first rule between the tables that is broken, as a sentence; None where all hold."""
+    for rule in (
+        _batch_rule,
+        _groups_rule,
+        _vocabulary_rule,
+        layout_refusal,
+        pipedream_refusal,
+        noise_refusal,
+        gradients_refusal,
+        wire_refusal,
+    ):
+        sentence = rule(run_file)
+        if sentence is not None:
+            return sentence
+    return None
+
+
+def _batch_rule(run_file: RunFile) -> str | None:
+    layout, samples = run_file.layout, run_file.batch.global_samples
+    processes = run_file.run.processes or layout.default_processes or 1
+    shares = processes // (layout.pipeline * layout.context * layout.tensor)
+    fewest = shares * statistics_group(run_file)
+    if samples < fewest:
+        what = f"{shares} replicas" if layout.shard == 1 else f"{shares} shares (replicate x shard)"
+        return (
+            f"batch.global_samples = {samples} for {what}: each needs at least "
+            f"{statistics_group(run_file)} of a step; raise it to {fewest} or more, or use fewer processes"
+        )
+    return None
+
+
+def _groups_rule(run_file: RunFile) -> str | None:
+    group = statistics_group(run_file)
+    for name, value in (
+        ("global_samples", run_file.batch.global_samples),
+        ("micro_samples", run_file.batch.micro_samples),
+    ):
+        if value is not None and value % group:
+            down = max(group, value - value % group)
+            return (
+                f'batch.{name} = {value}: model.norm = "batch" takes statistics over groups of {group} samples, so it '
+                f"must be a multiple of {group}; nearest: {down} or {value - value % group + group}"
+            )
+    return None
+
+
+def _vocabulary_rule(run_file: RunFile) -> str | None:
+    model, reads_bytes = run_file.model, isinstance(run_file.data, StdlibText | TextFiles)
+    if reads_bytes and isinstance(model, GPTConfig) and model.vocabulary < 256:
+        return f"model.vocabulary = {model.vocabulary}: text is read as bytes, so it must be at least 256"
+    return None
+
+
+def pipedream_refusal(run_file: RunFile) -> str | None:
+    """One sentence if PipeDream, which updates after each microbatch, cannot run; None for other schedules.
+
+    Refused is what needs one version of the weights, or a moment when all stages hold the gradient of one microbatch.
+    """
+    if not run_file.pipeline.asynchronous:
+        return None
+    found = next(_against_pipedream(run_file), None)
+    return None if found is None else f'pipeline.schedule = "PipeDream" with {found[0]}: {found[1]}'
+
+
+def _against_pipedream(run_file: RunFile) -> Iterator[tuple[str, str]]:
+    """(key and value, why not and what to do)"""
+    layout, model, optimizer = run_file.layout, run_file.model, run_file.optimizer
+    if layout.pipeline == 1:
+        yield "layout.pipeline = 1", "it is another computation than training without a pipeline; set it to 2 or more"
+    if layout.shard > 1:
+        yield f"layout.shard = {layout.shard}", "each stage keeps older weights, whole; use layout.replicate"
+    if isinstance(model, MoEConfig):
+        yield 'model.kind = "moe"', "experts are balanced once a step; choose another schedule"
+    if getattr(model, "tied", False):
+        yield "model.tied = true", "the two ends of the pipeline are at different updates; set it to false"
+    if isinstance(run_file.precision, Float16):
+        yield 'precision.kind = "float16"', "its loss scale needs a vote of all stages; use bfloat16"
+    if run_file.pipeline.microbatches is not None and run_file.batch.micro_samples is not None:
+        yield "pipeline.microbatches and batch.micro_samples", "each says how many updates a step makes; leave one out"
+    elif (other := _other_number(run_file)) is not None:
+        yield f"pipeline.microbatches = {run_file.pipeline.microbatches}", other
+    if optimizer.lr_for_samples is not None:
+        yield "optimizer.lr_for_samples", "an update is a microbatch there; set optimizer.lr alone"
+
+
+def _other_number(run_file: RunFile) -> str | None:
+    """Why the written number of updates is not that which a step would make; None where it is, or none is written.
+
+    Microbatches are of one size, of `s` groups of samples: the numbers that come out are ceil(groups / s).
+    """
+    layout, wanted = run_file.layout, run_file.pipeline.microbatches
+    processes = run_file.run.processes or layout.default_processes or 1
+    shares = max(1, processes // (layout.pipeline * layout.context * layout.tensor))
+    sizes, most = microbatch_sizes(run_file, shares=shares), most_samples(run_file, shares=shares)
+    if wanted is None or sizes.in_flight == wanted:
+        return None
+    smaller = sizes.samples - statistics_group(run_file)
+    nearest = [sizes.in_flight] if smaller == 0 else [sizes.in_flight, -(-most // smaller)]
+    return (
+        f"{most} samples in microbatches of {sizes.samples} make {sizes.in_flight} updates a step; "
+        f"nearest: {' or '.join(map(str, nearest))}"
+    )
+
+
+def noise_refusal(run_file: RunFile) -> str | None:
+    """One sentence if the gradient noise scale cannot be measured under this layout.
+
+    It compares the gradient of a part of the batch, before any sum, with that of the whole batch.
+    """
+    if not run_file.observe.noise_every_steps:
+        return None
+    split = _split_gradient(run_file)
+    if split is not None:
+        return (
+            f"observe.noise_every_steps with {split}: there a rank's gradient is no gradient of samples of its own "
+            "before it is summed; measure the noise under replicate, shard, tensor or an untied pipeline"
+        )
+    return _no_parts(run_file)
+
+
+def _split_gradient(run_file: RunFile) -> str | None:
+    """The choice by which ranks of one replica add parts of one sample's gradient, or others' samples."""
+    layout = run_file.layout
+    if layout.pipeline > 1 and run_file.pipeline.asynchronous:
+        return f"pipeline.schedule = {run_file.pipeline.schedule!r}"
+    if layout.context > 1:
+        return f"layout.context = {layout.context}"
+    if layout.expert > 1:
+        return f"layout.expert = {layout.expert}"
+    if layout.sequence_parallel and layout.tensor > 1:
+        return "layout.sequence_parallel = true"
+    if layout.pipeline > 1 and getattr(run_file.model, "tied", False):
+        return f"layout.pipeline = {layout.pipeline} and model.tied = true"
+    return None
+
+
+def _no_parts(run_file: RunFile) -> str | None:
+    """One share of the samples in one microbatch is the whole batch. Unknown before the number of processes is."""
+    layout, batch = run_file.layout, run_file.batch
+    processes = run_file.run.processes or layout.default_processes
+    if processes is None or processes > layout.pipeline * layout.context * layout.tensor:
+        return None
+    if layout.pipeline == 1 and batch.micro_samples is not None and batch.micro_samples < batch.global_samples:
+        return None
+    repair = (
+        "use two shares (layout.replicate or layout.shard)"
+        if layout.pipeline > 1
+        else f"set batch.micro_samples to {max(1, batch.global_samples // 2)} or less"
+    )
+    return f"observe.noise_every_steps compares a part of the batch with all of it, and here is one part: {repair}"
+
+
+def gradients_refusal(run_file: RunFile) -> str | None:
+    """One sentence if `[gradients]` asks for what this run cannot do.
+
+    With `schedule = "priority"` parameters are updated one after the other while other gradients are on the wire, so
+    whatever needs the whole gradient before any update is refused, and whatever has more than one group of ranks.
+    """
+    if run_file.gradients.bucket == "auto" and (found := next(_against_search(run_file), None)):
+        return f'gradients.bucket = "auto" with {found[0]}: {found[1]}; leave gradients.bucket out'
+    if run_file.gradients.schedule == "priority" and (found := next(_against_priority(run_file), None)):
+        return f'gradients.schedule = "priority" with {found[0]}: {found[1]}'
+    return None
+
+
+def _against_search(run_file: RunFile) -> Iterator[tuple[str, str]]:
+    """(key and value, why not)"""
+    if run_file.layout.shard > 1:
+        yield f"layout.shard = {run_file.layout.shard}", "there optimizer state lies as its buckets do, and stays"
+    if run_file.layout.pipeline > 1 and run_file.pipeline.asynchronous:
+        yield f"pipeline.schedule = {run_file.pipeline.schedule!r}", "its stages have no step in common to be timed"
+    if run_file.gradients.schedule == "priority":
+        yield 'gradients.schedule = "priority"', "it has partitions (gradients.partition_bytes) and no buckets"
+
+
+def _against_priority(run_file: RunFile) -> Iterator[tuple[str, str]]:
+    """(key and value, why not and what to do)"""
+    layout, clip_norm = run_file.layout, run_file.optimizer.clip_norm
+    for axis in ("pipeline", "shard", "context", "tensor", "expert"):
+        if getattr(layout, axis) > 1:
+            yield f"layout.{axis} = {getattr(layout, axis)}", "it is for replicas of one rank; use layout.replicate"
+    if clip_norm is not None and math.isfinite(clip_norm):
+        why = "the norm of the whole gradient is known only when updates are made; set optimizer.clip_norm = inf"
+        yield f"optimizer.clip_norm = {clip_norm:g}", why
+    if isinstance(run_file.precision, Float16):
+        yield 'precision.kind = "float16"', "an overflow shows only when updates are made; use bfloat16"
+    if run_file.observe.noise_every_steps:
+        yield (
+            f"observe.noise_every_steps = {run_file.observe.noise_every_steps}",
+            ("the noise needs the norm of the step that it was measured in; measure it under the schedule by order"),
+        )
+    if run_file.wire.check_collectives:
+        why = "it looks at one wait of a rank at a time, and here a second thread waits; leave it out"
+        yield "wire.check_collectives = true", why
+    if run_file.run.compile:
+        yield "run.compile = true", "a compiled model does not say which module it comes to; leave run.compile out"
+    if run_file.run.device == "cuda":
+        yield 'run.device = "cuda"', "a credit of bytes on the wire is kept between processors only so far"
+
+
+def wire_refusal(run_file: RunFile) -> str | None:
+    """One sentence if the algorithm cannot run on the transport."""
+    algorithm, transport = run_file.wire.algorithm, run_file.wire.transport
+    if algorithm != "backend" and transport not in ("auto", "gloo"):
+        return (
+            f'wire.algorithm = "{algorithm}" with wire.transport = "{transport}": algorithms are for groups over Gloo; '
+            'set wire.transport = "gloo", or leave one of them out'
+        )
+    return None
