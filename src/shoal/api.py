@@ -17,7 +17,8 @@ from shoal.config.load import apply, read
 from shoal.errors import ShoalError, UsageError
 from shoal.launch.environment import place_from
 from shoal.observe.facts import facts_path
-from shoal.recipes.objects import Given
+from shoal.planning.arrange import arranged
+from shoal.recipes.objects import UserObjects
 from shoal.recipes.start import run
 from shoal.recipes.user_code import GIVEN
 from shoal.runfile.load import run_file_of
@@ -47,15 +48,16 @@ def train(
     directory = run_directory(run_file)
 
     def be_rank(run_file: RunFile, place: Any) -> None:
+        from shoal.planning.prediction import FORECAST
         from shoal.recipes.training import train_rank
 
-        train_rank(run_file, place, Given(model=model, data=data, loss=loss))
+        train_rank(run_file, place, UserObjects(model=model, data=data, loss=loss), forecast=FORECAST)
 
     place, wanted = place_from(os.environ), str(directory.resolve())
     if place is not None and os.environ.get(ONLY_RUN, wanted) != wanted:
         return directory  # this rank was started for another call of the script
     environ = os.environ if place is not None else {**os.environ, ONLY_RUN: wanted}
-    code = run(run_file, _own_command(), be_rank, directory=directory, file=file, environ=environ)
+    code = run(run_file, _own_command(), be_rank, directory=directory, file=file, environ=environ, arrange=arranged)
     if place is not None and place.launcher == "shoal":
         sys.exit(code)  # this process was made for the call above; what follows in the script runs once, in its parent
     if code != 0:

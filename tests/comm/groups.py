@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from shoal.comm.conditions import Conditions
 from shoal.comm.config import WireConfig
@@ -21,3 +22,8 @@ def replicas(place: TestPlace, *, timeout_s: float = 20.0, conditions: Condition
         conditions=conditions,
         wire=WireConfig(timeout_s=timeout_s),
     )
+
+
+def alone() -> Mesh:
+    """A mesh of one rank, in this process."""
+    return replicas(TestPlace(0, 1, dist.HashStore()))

@@ -16,20 +16,25 @@ from shoal.data.feed import Feed
 from shoal.data.order import Order
 from shoal.engine.compute import Compute
 from shoal.engine.config import Float32, Float64, PrecisionConfig
+from shoal.engine.forward_backward import SequentialForwardBackward
 from shoal.engine.loss import cross_entropy
-from shoal.engine.passes import WholePasses
 from shoal.engine.precision import precision_of, scaler_of
 from shoal.engine.randomness import Randomness
+from shoal.engine.rank_context import RankContext
 from shoal.engine.step import TrainStep
-from shoal.engine.step_context import StepContext
+from shoal.engine.transforms import clip_by_global_norm
+from shoal.engine.updates import AtOnce
 from shoal.gradients.config import GradientsConfig
+from shoal.gradients.replicated import ReplicatedGradients
 from shoal.models.build import build
 from shoal.models.config import ConvNetConfig, GPTConfig
 from shoal.models.initialise import initialise
 from shoal.optim.build import build_optimizer
 from shoal.optim.config import SGD, AdamW, OptimizerConfig
-from shoal.sync.allreduce import AllReduceSync, replicated
+from shoal.sync.allreduce import AllReduceSync
+from shoal.sync.config import AllReduceConfig
 from tests.comm.groups import replicas
+from tests.gradients.buckets import replicated
 from tests.ranks import TestPlace
 
 VOCABULARY = 17
@@ -147,24 +152,24 @@ def train_step(case: Case, mesh: Mesh) -> TrainStep:
     model = case.model().to(precision.parameters)
     parameters = list(model.named_parameters())
     randomness, device = Randomness(model, seed=7, replica=mesh.batch_share[0]), torch.device("cpu")
-    context = StepContext(
-        WholePasses(Compute(model, cross_entropy, precision, device, randomness)),
-        group=mesh.world,
-        twins=mesh.axis("replicate"),
+    context = RankContext(
+        SequentialForwardBackward(Compute(model, cross_entropy, precision, device, randomness)),
+        lockstep=mesh.world,
+        data_parallel_group=mesh.axis("replicate"),
         ledger=mesh.ledger,
         scaler=scaler_of(case.precision),
-        randomness=randomness,
-        device=device,
     )
+    gradients = ReplicatedGradients(
+        GradientsConfig(bucket_bytes=2000, first_bucket_bytes=500),
+        replicated(parameters, rank=mesh.rank, size=mesh.world.size),
+        ranks=lambda holding: holding.sums,
+        groups=mesh.ranks,
+        replica=Alone(),
+    )
+    optimizer = build_optimizer(case.optimizer, [(n, p, p.ndim > 1) for n, p in parameters], lr=case.optimizer.lr)
+    transforms = [] if case.clip_norm is None else [clip_by_global_norm(case.clip_norm)]
     return TrainStep(
-        context,
-        optimizer=build_optimizer(case.optimizer, [(n, p, p.ndim > 1) for n, p in parameters], lr=case.optimizer.lr),
-        sync=AllReduceSync(
-            GradientsConfig(bucket_bytes=2000, first_bucket_bytes=500),
-            replicated(parameters, mesh.axis("replicate")),
-            Alone(),
-        ),
-        clip_norm=case.clip_norm,
+        context, AtOnce(gradients, optimizer, transforms=transforms), AllReduceSync(AllReduceConfig(), mesh)
     )
 
 

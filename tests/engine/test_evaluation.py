@@ -9,8 +9,8 @@ from torch import nn
 from shoal.data.feed import evaluation_batches
 from shoal.engine.compute import Compute
 from shoal.engine.evaluation import evaluate
+from shoal.engine.forward_backward import SequentialForwardBackward
 from shoal.engine.loss import cross_entropy
-from shoal.engine.passes import WholePasses
 from shoal.engine.precision import Precision
 from shoal.engine.randomness import Randomness
 from tests.comm.groups import replicas
@@ -41,8 +41,8 @@ def evaluated(place, sentences: bool, micro: int | None, limit: int | None) -> d
     model.train()
     device = torch.device("cpu")
     randomness = Randomness(model, seed=0, replica=0)
-    passes = WholePasses(Compute(model, cross_entropy, Precision(torch.float32, None), device, randomness))
-    values = evaluate(passes, batches, group=mesh.world, device=device)
+    compute = Compute(model, cross_entropy, Precision(torch.float32, None), device, randomness)
+    values = evaluate(SequentialForwardBackward(compute), batches, group=mesh.world, device=device)
     assert model.training, "evaluation must leave the mode as it was"
     return values
 

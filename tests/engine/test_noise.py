@@ -10,13 +10,10 @@ import pytest
 import torch
 
 from shoal.cost.noise_scale import moments
-from shoal.data.cursor import Cursor
 from shoal.data.sample import Batch
 from shoal.errors import ConfigError
 from shoal.launch.environment import Place
-from shoal.recipes.assembly import new_feed, new_state, new_step, new_sync
-from shoal.recipes.objects import Given
-from shoal.recipes.setting import Setting, set_up
+from shoal.recipes.run import Run, open_run
 from shoal.runfile.rules import check_across
 from shoal.runfile.run_file import RunFile
 from tests.ranks import TestPlace
@@ -45,22 +42,20 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def _setting(place: TestPlace, folder: str, tables: dict[str, Any]) -> Setting:
+def _opened(place: TestPlace, folder: str, tables: dict[str, Any]) -> Run:
     with_noise = {"observe": EVERY_STEP, "precision": {"kind": "float64"}, **tables}
     run_file = run_file_of(Path(folder), **with_noise)
     run_file = msgspec.structs.replace(run_file, run=msgspec.structs.replace(run_file.run, processes=place.size))
     check_across(run_file, file="noise.toml")
     here = Place(place.rank, place.size, place.rank, place.size, 0, "shoal")
-    return set_up(run_file, here, Given(), store=place.store)
+    return open_run(run_file, here, store=place.store)
 
 
 def measured(place: TestPlace, folder: str, tables: dict[str, Any]) -> tuple[float, float]:
     """(signal, trace) of the first step."""
-    setting = _setting(place, folder, tables)
-    sync = new_sync(setting)
-    step = new_step(setting, new_state(setting, sync), sync)
-    with new_feed(setting, Cursor()) as feed:
-        result = step(1, feed.next().microbatches, lr=0.0)
+    run = _opened(place, folder, tables)
+    with run.feed() as feed:
+        result = run.step(1, feed.next().microbatches, lr=0.0)
     assert result.noise is not None
     assert set(result.noise.values()) == {"noise/scale", "noise/signal", "noise/trace"}
     return result.noise.step.signal, result.noise.step.trace
@@ -69,22 +64,22 @@ def measured(place: TestPlace, folder: str, tables: dict[str, Any]) -> tuple[flo
 def expected(place: TestPlace, folder: str, tables: dict[str, Any], shares: int, whole: bool) -> tuple[float, float]:
     """The same from gradients of each share's part by itself, in one process that holds the unsplit model."""
     model = {"model": tables["model"]} if "model" in tables else {}
-    setting = _setting(place, folder, {**model, "batch": {"micro_samples": 2, **tables.get("batch", {})}})
+    run = _opened(place, folder, {**model, "batch": {"micro_samples": 2, **tables.get("batch", {})}})
     parts, batches = [], []
     for share in range(shares):
         micro = tables.get("batch", {}).get("micro_samples")
-        own = _samples(setting, share, shares)
+        own = _samples(run, share, shares)
         batches += own
         parts.append(own if whole or micro is None else own[:micro])
-    small = [_square(setting, part) for part in parts]
+    small = [_square(run, part) for part in parts]
     inverse = sum(1 / len(part) for part in parts) / shares
-    found = moments(sum(small) / shares, _square(setting, batches), small_inverse=inverse, big_inverse=1 / len(batches))
+    found = moments(sum(small) / shares, _square(run, batches), small_inverse=inverse, big_inverse=1 / len(batches))
     return found.signal, found.trace
 
 
-def _samples(setting: Setting, share: int, shares: int) -> list[Batch]:
+def _samples(run: Run, share: int, shares: int) -> list[Batch]:
     """One batch a sample."""
-    with new_feed(setting, Cursor(), share=(share, shares)) as feed:
+    with run.feed(share=(share, shares)) as feed:
         fed = feed.next().microbatches
     return [_sample(batch, row) for batch in fed for row in range(len(batch))]
 
@@ -96,14 +91,14 @@ def _sample(batch: Batch, row: int) -> Batch:
     return Batch(batch.inputs[keep], batch.targets[keep], weights=batch.weights[keep], positions=batch.positions[keep])
 
 
-def _square(setting: Setting, samples: list[Batch]) -> float:
+def _square(run: Run, samples: list[Batch]) -> float:
     """|G|^2 of the mean loss over `samples`."""
-    setting.model.zero_grad(set_to_none=True)
+    run.model.zero_grad(set_to_none=True)
     weight = sum(sample.weight for sample in samples)
     for sample in samples:
-        _, losses = setting.passes.compute.losses(sample)
+        _, losses = run.generation.forward_backward.compute.losses(sample)
         ((losses * sample.weights).sum() / weight).backward()
-    return sum(float(p.grad.double().square().sum()) for p in setting.model.parameters() if p.grad is not None)
+    return sum(float(p.grad.double().square().sum()) for p in run.model.parameters() if p.grad is not None)
 
 
 @pytest.mark.parametrize(("world", "tables"), CASES, ids=lambda case: str(case) if isinstance(case, int) else None)

@@ -13,18 +13,22 @@ from shoal.comm.ledger import Ledger
 from shoal.data.sample import Batch
 from shoal.engine.compute import Compute
 from shoal.engine.config import Float32
+from shoal.engine.forward_backward import SequentialForwardBackward
 from shoal.engine.loss import squared_error
-from shoal.engine.passes import WholePasses
 from shoal.engine.precision import Precision, scaler_of
-from shoal.engine.priority_step import PriorityStep
 from shoal.engine.randomness import Randomness
-from shoal.engine.step_context import StepContext
+from shoal.engine.rank_context import RankContext
+from shoal.engine.step import TrainStep
+from shoal.engine.updates import ByBucket
 from shoal.errors import Diverged, UserCodeError
 from shoal.gradients.config import GradientsConfig
+from shoal.gradients.priority import PriorityGradients
 from shoal.optim.build import build_optimizer
 from shoal.optim.config import SGD
-from shoal.sync.allreduce import replicated
-from shoal.sync.priority import PrioritySync
+from shoal.sync.allreduce import AllReduceSync
+from shoal.sync.config import AllReduceConfig
+from tests.comm.groups import alone
+from tests.gradients.buckets import replicated
 
 CPU, LR = torch.device("cpu"), 0.1
 
@@ -56,25 +60,23 @@ class Net(nn.Module):
         return nn.functional.linear(x, self.second.weight) if self.astray else self.second(x)
 
 
-def training() -> tuple[Net, PriorityStep]:
+def training() -> tuple[Net, TrainStep]:
     """One process, past the first steps."""
     net, config = Net(), GradientsConfig(schedule="priority", partition_bytes=40, credit_bytes=80)
-    sync = PrioritySync(config, replicated(net.named_parameters(), Alone()), Alone(), model=net, ledger=Ledger())
+    gradients = PriorityGradients(config, replicated(net.named_parameters()), model=net, lane=Alone(), ledger=Ledger())
     randomness = Randomness(net, seed=0, replica=0)
-    context = StepContext(
-        WholePasses(Compute(net, squared_error, Precision(torch.float32, None), CPU, randomness)),
-        group=Alone(),
-        twins=Alone(),
+    context = RankContext(
+        SequentialForwardBackward(Compute(net, squared_error, Precision(torch.float32, None), CPU, randomness)),
+        lockstep=Alone(),
+        data_parallel_group=Alone(),
         ledger=Ledger(),
         scaler=scaler_of(Float32()),
-        randomness=randomness,
-        device=CPU,
     )
     optimizer = build_optimizer(SGD(lr=LR), [(n, p, True) for n, p in net.named_parameters()], lr=LR)
-    step = PriorityStep(context, optimizer=optimizer, sync=sync)
+    step = TrainStep(context, ByBucket(gradients, optimizer), AllReduceSync(AllReduceConfig(), alone()))
     for number in range(1, 5):
         step(number, [batch()], lr=LR)
-    assert not sync.rehearses
+    assert not gradients.rehearses
     return net, step
 
 
@@ -89,26 +91,26 @@ def weights(net: Net) -> list[Tensor]:
 def test_the_update_comes_with_the_next_forward() -> None:
     """After a step the weights are those before it; when it is settled, or the model has run, they are new."""
     net, step = training()
-    step.sync.settle()
+    step.settle()
     before = weights(net)
     step(5, [batch()], lr=LR)
     assert all(torch.equal(a, b) for a, b in zip(weights(net), before, strict=True))
     net(torch.ones(1, 3))
     after = weights(net)
     assert not any(torch.equal(a, b) for a, b in zip(after, before, strict=True))
-    step.sync.settle()
+    step.settle()
     assert all(torch.equal(a, b) for a, b in zip(weights(net), after, strict=True))
 
 
 def test_a_loss_that_is_not_finite_is_skipped() -> None:
     """It is known before any update."""
     net, step = training()
-    step.sync.settle()
+    step.settle()
     before = weights(net)
     result = step(5, [batch(math.nan)], lr=LR)
-    step.sync.settle()
+    step.settle()
     assert not result.committed
-    assert not math.isfinite(float(step.sync.norm))
+    assert not math.isfinite(float(step.gradients.norm))
     assert all(torch.equal(a, b) for a, b in zip(weights(net), before, strict=True))
     assert step(6, [batch()], lr=LR).committed
 
@@ -116,7 +118,7 @@ def test_a_loss_that_is_not_finite_is_skipped() -> None:
 def test_a_gradient_that_is_not_finite_ends_the_run() -> None:
     """Where its loss was finite; by the number of its step, and before it is applied to what it is of."""
     net, step = training()
-    step.sync.settle()
+    step.settle()
     first = net.first.weight.detach().clone()
     net.gradient = True
     assert step(5, [batch()], lr=LR).committed

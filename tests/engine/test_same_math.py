@@ -108,7 +108,7 @@ class OwnCount(PendingTally):
 
 def with_own_count(place, case: Case) -> list[float]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shoal.engine.step_context.PendingTally", OwnCount)
+        patch.setattr("shoal.engine.rank_context.PendingTally", OwnCount)
         return trajectory(place, case, None)[0]
 
 

@@ -12,12 +12,20 @@ from torch.nn import Parameter
 from shoal.checkpoint.agreement import LocalExchange
 from shoal.checkpoint.inspect import export, import_weights
 from shoal.checkpoint.inventory import Target, targets_of
-from shoal.data.cursor import Cursor
 from shoal.engine.precision import LossScaler
 from shoal.engine.resume import load_weights, resume
-from shoal.engine.state import HeldWeight, TrainState, held_pieces
+from shoal.engine.state import (
+    FactsSection,
+    HeldWeight,
+    ModelSection,
+    OptimizerSection,
+    Progress,
+    TrainState,
+    held_pieces,
+)
 from shoal.errors import UsageError
-from shoal.sync.owned import Owned, owned_run
+from shoal.gradients.ownership import Owned, owned_run
+from shoal.optim.config import AdamW
 from shoal.topology.box import Box, whole
 from shoal.topology.holding import held
 from shoal.topology.layout import Layout
@@ -40,20 +48,24 @@ class Net(nn.Module):
         return self.norm(self.down(torch.tanh(self.up(self.embed(tokens)))))
 
 
-def state_of(model: nn.Module, stepped=None, **options) -> TrainState:
+def state_of(model: nn.Module, stepped=None, owned=None, held=None, names=()) -> TrainState:
     """A state whose optimizer steps `stepped`, or the model's own parameters."""
     optimizer = torch.optim.AdamW(model.parameters() if stepped is None else stepped, lr=0.01)
-    return TrainState(model, optimizer, LossScaler(1.0, dynamic=False, growth_steps=1), Cursor(), IDENTITY, **options)
+    scaler = FactsSection("scaler", LossScaler(1.0, dynamic=False, growth_steps=1))
+    return TrainState(
+        ModelSection(model, held, owned or (), names), OptimizerSection(optimizer, AdamW().slots, model, owned),
+        Progress(IDENTITY), [scaler],
+    )  # fmt: skip
 
 
 def train(state: TrainState, steps: int) -> None:
     """Steps on batches that follow from the number of the step."""
     for _ in range(steps):
-        draw = torch.Generator().manual_seed(state.step)
-        state.optimizer.zero_grad()
-        state.model(torch.randint(0, 11, (8,), generator=draw)).square().sin().sum().backward()
-        state.optimizer.step()
-        state.step += 1
+        draw = torch.Generator().manual_seed(state.progress.step)
+        state.optimizer.optimizer.zero_grad()
+        state.model.model(torch.randint(0, 11, (8,), generator=draw)).square().sin().sum().backward()
+        state.optimizer.optimizer.step()
+        state.progress.step += 1
 
 
 def reference(steps: int) -> TrainState:
@@ -137,7 +149,7 @@ def save(directory: Path, states: list[TrainState]) -> None:
     ]
 
     def work(rank: int) -> None:
-        savers[rank].save(states[rank].step, states[rank].tensors(), states[rank].to_json(), layout={})
+        savers[rank].save(states[rank].progress.step, states[rank].tensors(), states[rank].to_json(), layout={})
         (report,) = savers[rank].wait(60)
         assert report.committed, report.error
 
@@ -177,7 +189,7 @@ def test_a_checkpoint_passes_through_any_layout(tmp_path, origin, name):
     load(end, directory)
     expect_equal(end, want)
     assert set(end.tensors()) == set(want)
-    assert end.step == 3
+    assert end.progress.step == 3
     train(end, 2)
     expect_equal(end, {name: targets_of(part)[0].tensor for name, part in reference(5).tensors().items()})
 
@@ -185,9 +197,9 @@ def test_a_checkpoint_passes_through_any_layout(tmp_path, origin, name):
 def test_a_step_counter_is_one_number_in_every_layout():
     """`step` is not cut, the moments are."""
     state = rank_state(Layout(shard=2), 1, zero=1)
-    for own in state.owned or ():
+    for own in state.model.owned:
         own.parameter.grad = torch.ones_like(own.parameter)
-    state.optimizer.step()
+    state.optimizer.optimizer.step()
     tensors = state.tensors()
     assert isinstance(tensors["optimizer/step/up.weight"], torch.Tensor)
     (part,) = targets_of(tensors["optimizer/exp_avg/norm.bias"])
@@ -204,7 +216,7 @@ def test_weights_alone_start_another_layout(tmp_path, origin):
         state = rank_state(layout, rank, zero=zero)
         assert load_weights(state, tmp_path / "imported", announce=lambda _, find: find()) == 0
         expect_equal(state, want)
-        assert state.step == 0
+        assert state.progress.step == 0
 
 
 def test_imported_weights_are_no_run_to_go_on_with(tmp_path, origin):
@@ -222,7 +234,7 @@ def test_a_parameter_that_no_stage_has_is_missed_on_all(origin):
         (lambda names: names - {"embed.weight"}, "only in it: model/embed.weight"),
     ):
         state = rank_state(Layout(pipeline=2), 1, zero=0)
-        state.names = change(state.names)
+        state.model.names = change(state.model.names)
         with pytest.raises(UsageError, match=said):
             load(state, origin[0])
 
@@ -231,7 +243,7 @@ def test_a_parameter_that_no_rank_holds_is_refused_before_anything_is_written(tm
     """What a rank holds may lack what others have; what all lack would be lost in silence, and is named."""
     states = [rank_state(Layout(tensor=2), rank, zero=0) for rank in range(2)]
     for state in states:
-        assert state.held is not None
-        state.held = [weight for weight in state.held if weight.name != "up.bias"]
+        assert state.model.held is not None
+        state.model.held = [weight for weight in state.model.held if weight.name != "up.bias"]
     with pytest.raises(UsageError, match=r"no rank holds any of model/up\.bias"):
         save(tmp_path, states)

@@ -108,7 +108,7 @@ def test_a_contradiction_names_its_variable(change, named):
 
 
 def test_the_masters_port_is_the_jobs():
-    """Given values win; Slurm ranks derive one port from the job, below the ports that kernels hand out."""
+    """UserObjects values win; Slurm ranks derive one port from the job, below the ports that kernels hand out."""
     environ = slurm_step([1, 1], 0, 0)
     assert master_from(environ) == master_from(slurm_step([1, 1], 1, 0))
     assert 1024 < master_from(environ)[1] < 32768

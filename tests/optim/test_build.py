@@ -61,7 +61,9 @@ def test_a_state_that_was_saved_and_loaded_goes_on_bitwise(config) -> None:
     second = build_optimizer(config, [(n, p, True) for n, p in resumed.named_parameters()], lr=0.5)
     set_rate(second, 0.01)
     saved = {name: tensor.clone() for name, tensor in named_slots(first, going_on.named_parameters()).items()}
-    made = make_slots(second, resumed.named_parameters(), {name: tensor.dtype for name, tensor in saved.items()})
+    made = make_slots(
+        second, resumed.named_parameters(), {name: t.dtype for name, t in saved.items()}, slots=config.slots
+    )
     assert made.keys() == saved.keys()
     for name, tensor in made.items():
         tensor.copy_(saved[name])

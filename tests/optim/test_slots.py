@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.nn import Parameter
 
+from shoal.errors import UsageError
+from shoal.optim.config import SGD, AdamW, Slot
 from shoal.optim.slots import make_slots, named_slots, slot_and_parameter
+
+ADAMW, MOMENTUM = AdamW().slots, SGD(momentum=0.9).slots
 
 
 def stepped() -> tuple[torch.optim.Optimizer, list[tuple[str, Parameter]]]:
@@ -28,7 +33,7 @@ def test_slots_are_made_as_the_optimizer_makes_them():
     optimizer, parameters = stepped()
     slots = named_slots(optimizer, parameters)
     fresh = torch.optim.AdamW([p for _, p in parameters])
-    made = make_slots(fresh, parameters, {name: slot.dtype for name, slot in slots.items()})
+    made = make_slots(fresh, parameters, {name: slot.dtype for name, slot in slots.items()}, slots=ADAMW)
     assert {name: (t.shape, t.dtype) for name, t in made.items()} == {n: (t.shape, t.dtype) for n, t in slots.items()}
     made["exp_avg/a.weight"].fill_(5)
     assert torch.equal(fresh.state[parameters[0][1]]["exp_avg"], torch.full((2, 3), 5.0))
@@ -37,14 +42,31 @@ def test_slots_are_made_as_the_optimizer_makes_them():
 def test_slots_of_parameters_that_are_elsewhere_are_not_made():
     """A stage takes what belongs to its own parameters."""
     optimizer, parameters = stepped()
-    assert make_slots(optimizer, parameters[1:], {"exp_avg/a.weight": torch.float32}) == {}
+    assert make_slots(optimizer, parameters[1:], {"exp_avg/a.weight": torch.float32}, slots=ADAMW) == {}
 
 
 def test_memory_that_is_not_contiguous_gets_a_slot_that_is():
     """Parts of a slot are views of its elements in order."""
     parameter = Parameter(torch.zeros(3, 2).t())
-    made = make_slots(torch.optim.SGD([parameter]), [("w", parameter)], {"momentum_buffer/w": torch.float64})
+    made = make_slots(
+        torch.optim.SGD([parameter]), [("w", parameter)], {"momentum_buffer/w": torch.float64}, slots=MOMENTUM
+    )
     assert made["momentum_buffer/w"].is_contiguous()
+
+
+def test_a_slot_has_the_shape_that_the_optimizer_declares():
+    """A factor of a matrix, as Shampoo keeps, is square."""
+    parameter = Parameter(torch.zeros(3, 2))
+    left = Slot("left", lambda shape: (shape[0], shape[0]))
+    made = make_slots(torch.optim.SGD([parameter]), [("w", parameter)], {"left/w": torch.float64}, slots=[left])
+    assert made["left/w"].shape == (3, 3)
+
+
+def test_a_slot_that_the_optimizer_does_not_have_is_refused():
+    """State that nobody would use is not dropped in silence."""
+    parameter = Parameter(torch.zeros(3))
+    with pytest.raises(UsageError, match="'velocity', and this run's optimizer keeps momentum_buffer"):
+        make_slots(torch.optim.SGD([parameter]), [("w", parameter)], {"velocity/w": torch.float32}, slots=MOMENTUM)
 
 
 def test_a_name_is_cut_at_its_slot():

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from shoal.launch.environment import Place
-from shoal.recipes.objects import Given
+from shoal.recipes.objects import UserObjects
 from shoal.recipes.verification.verdict import Verdict
 from shoal.recipes.verification.verify import verify_rank
 from shoal.runfile.rules import check_across
@@ -55,5 +55,5 @@ def verified(place: TestPlace, tables: dict[str, Any], folder: str, exact: bool,
     run_file = msgspec.structs.replace(run_file, run=msgspec.structs.replace(run_file.run, processes=place.size))
     check_across(run_file, file="layouts.toml")
     here = Place(place.rank, place.size, place.rank, place.size, 0, "shoal")
-    verdict: Verdict | None = verify_rank(run_file, here, Given(), steps=steps, exact=exact, store=place.store)
+    verdict: Verdict | None = verify_rank(run_file, here, UserObjects(), steps=steps, exact=exact, store=place.store)
     return None if verdict is None else verdict.to_json() | {"sentence": verdict.sentence()}

@@ -24,22 +24,22 @@ def all_reduce_left_out(rank: int) -> Iterator[None]:
 @contextmanager
 def mean_for_sum(rank: int) -> Iterator[None]:
     """Gradients are averaged over two replicas, whose losses were already divided by the global denominator."""
-    from shoal.comm.buckets.summed import SummedBucket
+    from shoal.comm.exchanges.exchange import AllReduce
 
-    original = SummedBucket.wait
+    original = AllReduce.wait
 
     def averaged(self: Any) -> None:
         original(self)
-        self.flat.mul_(0.5)
+        self.result.mul_(0.5)
 
-    with patch.object(SummedBucket, "wait", averaged):
+    with patch.object(AllReduce, "wait", averaged):
         yield
 
 
 @contextmanager
 def bias_per_tensor_rank(rank: int) -> Iterator[None]:
     """The bias behind a row-wise layer, whose gradient every tensor rank has whole, is summed over them."""
-    with _holding_of("feed_forward.2.bias", lambda h: replace(h, sums=h.holders)):
+    with _holding_of("feed_forward.2.bias", lambda h: replace(h, inside=h.holders, across=(h.rank,))):
         yield
 
 
@@ -55,7 +55,7 @@ def norm_per_stage(rank: int) -> Iterator[None]:
 @contextmanager
 def wrong_group(rank: int) -> Iterator[None]:
     """One matrix's gradient is summed over no one, where context ranks hold terms of it."""
-    with _holding_of("blocks.0.attention.query.weight", lambda h: replace(h, sums=(h.rank,))):
+    with _holding_of("blocks.0.attention.query.weight", lambda h: replace(h, inside=(h.rank,), across=(h.rank,))):
         yield
 
 
@@ -102,9 +102,9 @@ def auxiliary_unscaled(rank: int) -> Iterator[None]:
 @contextmanager
 def stale_shard(rank: int) -> Iterator[None]:
     """One rank keeps a parameter of the step before."""
-    from shoal.sync.zero.sharded_sync import ZeroSync
+    from shoal.gradients.sharded import ShardedGradients
 
-    build, original = ZeroSync.__init__, ZeroSync.parameters
+    build, original = ShardedGradients.__init__, ShardedGradients.gather
 
     def first(self: Any, *inputs: Any, **named: Any) -> None:
         build(self, *inputs, **named)
@@ -116,7 +116,7 @@ def stale_shard(rank: int) -> Iterator[None]:
         if rank:
             self.victim.data.copy_(before - 1e-3)
 
-    with patch.object(ZeroSync, "__init__", first), patch.object(ZeroSync, "parameters", stepped):
+    with patch.object(ShardedGradients, "__init__", first), patch.object(ShardedGradients, "gather", stepped):
         yield
 
 

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from shoal.gradients.build import build_gradients
 from shoal.gradients.config import GradientsConfig
+from shoal.gradients.gradients import Gradients
 from shoal.launch.environment import Place
-from shoal.recipes.assembly import new_sync
-from shoal.recipes.objects import Given
-from shoal.recipes.setting import set_up
+from shoal.recipes.run import open_run
 from tests.recipes.layouts import corpus, run_file_of
 
 MIB = 1 << 20
 
 
 def bucket_size(place, folder: str, ranks_of_a_host: int, asked: dict[str, int]) -> int:
-    """Of the sync that a rank of two builds, in bytes."""
+    """Of the gradients of a rank of two, in bytes."""
     run_file = run_file_of(Path(folder), run={"processes": 2}, layout={"replicate": 2}, gradients=asked)
     host, local = divmod(place.rank, ranks_of_a_host)
     here = Place(place.rank, place.size, local, ranks_of_a_host, host, "shoal")
-    setting = set_up(run_file, here, Given(), store=place.store)
     found: list[GradientsConfig] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shoal.recipes.assembly.build_sync", lambda config, *_, **__: found.append(config))
-        new_sync(setting)
+
+        def build(config: GradientsConfig, *rest: Any, **named: Any) -> Gradients:
+            found.append(config)
+            return build_gradients(config, *rest, **named)
+
+        patch.setattr("shoal.recipes.assembly.build_gradients", build)
+        open_run(run_file, here, store=place.store)
     return found[0].bucket_size
 
 

@@ -19,15 +19,13 @@ from shoal.checkpoint.load import read_all, read_manifest
 from shoal.checkpoint.objects import Places
 from shoal.data.cursor import Cursor
 from shoal.engine import loop
+from shoal.engine.loop import Cadence
 from shoal.engine.resume import resume
 from shoal.errors import ConfigError, Stopped
+from shoal.gradients.priority import PriorityGradients
 from shoal.launch.environment import Place
-from shoal.recipes.assembly import new_feed, new_state, new_step, new_sync
-from shoal.recipes.benchmarks.gpt_job import gpt_job
-from shoal.recipes.objects import Given
-from shoal.recipes.setting import set_up
+from shoal.recipes.run import open_run
 from shoal.runfile.rules import check_across
-from shoal.sync.priority import PrioritySync
 from tests.ranks import TestPlace
 from tests.recipes.journey import LR, save, whole_state
 from tests.recipes.layouts import corpus, run_file_of, verified
@@ -54,33 +52,31 @@ class Trained:
     remembered: dict[str, Any] | None = None
 
 
-def train(place: TestPlace, tables: Tables, folder: str, run: str = "", steps: int = STEPS) -> Trained:
-    """`steps` steps without a look between them; a `run` goes on from its newest checkpoint, and is saved."""
+def train(place: TestPlace, tables: Tables, folder: str, name: str = "", steps: int = STEPS) -> Trained:
+    """`steps` steps; a run with a `name` goes on from its newest checkpoint, and is saved."""
     run_file = run_file_of(Path(folder), **tables)
-    directory = Path(folder) / run
+    directory = Path(folder) / name
     own = msgspec.structs.replace(run_file.run, processes=place.size, directory=str(directory))
     run_file = msgspec.structs.replace(run_file, run=own)
     check_across(run_file, file="priority.toml")
     here = Place(place.rank, place.size, place.rank, place.size, 0, "shoal")
-    setting = set_up(run_file, here, Given(), store=place.store)
-    sync = new_sync(setting)
-    state = new_state(setting, sync)
-    step, losses, norms = new_step(setting, state, sync), [], []
-    if run:
-        resume(state, directory, announce=setting.announce, warn=print)
-    with closing(new_feed(setting, state.cursor)) as feed, closing(sync):
+    run = open_run(run_file, here, store=place.store)
+    losses, norms, progress, gradients = [], [], run.state.progress, run.generation.gradients
+    if name:
+        resume(run.state, directory, announce=run.process.announce, warn=print)
+    with closing(run.feed()) as feed, closing(gradients):
         for _ in range(steps):
             fed = feed.next()
-            state.step += 1
-            state.cursor = Cursor.at(fed.interval.stop)
-            result = step(state.step, fed.microbatches, lr=LR)
+            progress.step += 1
+            progress.cursor = Cursor.at(fed.interval.stop)
+            result = run.step(progress.step, fed.microbatches, lr=LR)
             losses.append(result.loss)
             norms.append(result.norm)
-        sync.settle()
-    if run:
-        save(setting, state, directory, place)
-    remembered = sync.remembered.to_state() if sync.remembered is not None else None
-    return Trained(losses, norms, whole_state(setting, state), remembered)
+        gradients.settle()
+    if name:
+        save(run, directory, place)
+    remembered = gradients.tuned.to_state() if gradients.tuned is not None else None
+    return Trained(losses, norms, whole_state(run), remembered)
 
 
 @pytest.fixture(scope="module")
@@ -151,9 +147,10 @@ def saved_by_the_loop(tables: Tables, folder: Path, run: str) -> dict[str, Tenso
     own = msgspec.structs.replace(run_file.run, processes=1, directory=str(directory))
     with ExitStack() as stack:
         here = Place(0, 1, 0, 1, 0, "shoal")
-        setting = set_up(msgspec.structs.replace(run_file, run=own), here, Given(), store=dist.HashStore())
-        job = gpt_job(setting, directory, stack, exchange=LocalExchange(), ranks=1)
-        job = dataclasses.replace(job, steps=STEPS, stop_requested=lambda: job.state.step == STEPS - 2)
+        opened = open_run(msgspec.structs.replace(run_file, run=own), here, store=dist.HashStore())
+        job = training_job(opened, directory, stack, exchange=LocalExchange(), ranks=1)
+        stop = lambda: job.progress.step == STEPS - 2  # noqa: E731
+        job = dataclasses.replace(job, cadence=Cadence(STEPS), stop_requested=stop)
         with pytest.raises(Stopped):
             loop.train(job)
     return read_all(read_manifest(Places(directory).step(STEPS - 1)), directory)
@@ -169,7 +166,7 @@ def test_a_checkpoint_holds_the_update_of_its_step(folder: Path) -> None:
 def deaf(place: TestPlace, tables: Tables, folder: str) -> Trained:
     """The forward asks for nothing."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PrioritySync, "_ask", lambda self, parameters: None)
+        patch.setattr(PriorityGradients, "_ask", lambda self, parameters: None)
         return train(place, tables, folder)
 
 
@@ -185,13 +182,13 @@ def searched(place: TestPlace, folder: str, run: str, steps: int, state: dict[st
     """With a search among sizes that suit a small model, or that stands where `state` says."""
     given = state or {"sizes": [1000, 20_000], "seconds": [], "chosen": None}
     with pytest.MonkeyPatch.context() as patch:
-        make = lambda sync, world: _loaded(given)  # noqa: E731
-        patch.setattr("shoal.sync.allreduce.AllReduceSync._search", make)
+        make = lambda gradients, lockstep: _loaded(given)  # noqa: E731
+        patch.setattr("shoal.gradients.replicated.ReplicatedGradients._search", make)
         return train(place, ADAM | {"gradients": {"bucket": "auto"}}, folder, run, steps)
 
 
 def _loaded(state: dict[str, Any]) -> Any:
-    from shoal.sync.bucket_search import BucketSearch
+    from shoal.gradients.bucket_search import BucketSearch
 
     search = BucketSearch(state["sizes"])
     search.load(state)

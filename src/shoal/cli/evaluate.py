@@ -24,6 +24,7 @@ def evaluate(
     Example: shoal evaluate runs/digits run.processes=1
     """
     from shoal.launch.environment import Place
+    from shoal.planning.arrange import arranged
     from shoal.recipes.start import run
     from shoal.runfile.load import load_run
     from shoal.runfile.run_file import RunFile
@@ -32,10 +33,10 @@ def evaluate(
     loaded = load_run(folder / "run.toml", overrides or ())
 
     def rank(run_file: RunFile, place: Place) -> None:
-        from shoal.recipes.evaluating import evaluate_rank
-        from shoal.recipes.objects import Given
+        from shoal.recipes.evaluation import evaluate_rank
+        from shoal.recipes.objects import UserObjects
 
-        values = evaluate_rank(run_file, place, Given(), source=source)
+        values = evaluate_rank(run_file, place, UserObjects(), source=source)
         if place.rank == 0:
             print(json.dumps(values) if as_json else "  ".join(f"{name} {value:.6g}" for name, value in values.items()))
 
@@ -48,4 +49,6 @@ def evaluate(
         *(overrides or ()),
         *(["--json"] if as_json else []),
     ]
-    raise typer.Exit(run(loaded, command, rank, directory=folder, file=str(folder / "run.toml"), writes=False))
+    raise typer.Exit(
+        run(loaded, command, rank, directory=folder, file=str(folder / "run.toml"), writes=False, arrange=arranged)
+    )

@@ -27,6 +27,7 @@ def train(
 
     Example: shoal train recipes/digits.toml run.processes=2 run.steps=200
     """
+    from shoal.planning.arrange import arranged
     from shoal.recipes.start import run
     from shoal.runfile.load import load_run
     from shoal.runfile.run_file import run_directory
@@ -34,7 +35,8 @@ def train(
     loaded = load_run(run_file, overrides or ())
     command = [sys.executable, "-m", "shoal", "train", str(run_file), *(overrides or ())]
     directory, hosts = run_directory(loaded), _lab(lab)
-    raise typer.Exit(run(loaded, command, _rank, directory=directory, file=str(run_file), lab=hosts))
+    code = run(loaded, command, _rank, directory=directory, file=str(run_file), lab=hosts, arrange=arranged)
+    raise typer.Exit(code)
 
 
 def _lab(path: Path | None) -> Lab | None:
@@ -44,7 +46,8 @@ def _lab(path: Path | None) -> Lab | None:
 
 
 def _rank(run_file: RunFile, place: Place) -> None:
-    from shoal.recipes.objects import Given
+    from shoal.planning.prediction import FORECAST
+    from shoal.recipes.objects import UserObjects
     from shoal.recipes.training import train_rank
 
-    train_rank(run_file, place, Given())
+    train_rank(run_file, place, UserObjects(), forecast=FORECAST)

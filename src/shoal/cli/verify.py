@@ -27,6 +27,7 @@ def verify(
 
     Example: shoal verify recipes/stdlib-gpt.toml layout.tensor=2 layout.shard=2
     """
+    from shoal.planning.arrange import arranged
     from shoal.recipes.start import run
     from shoal.runfile.load import load_run
     from shoal.runfile.run_file import run_directory
@@ -35,10 +36,10 @@ def verify(
 
     def rank(run_file: RunFile, place: Place) -> None:
         from shoal.errors import VerificationFailed
-        from shoal.recipes.objects import Given
+        from shoal.recipes.objects import UserObjects
         from shoal.recipes.verification.verify import verify_rank
 
-        verdict = verify_rank(run_file, place, Given(), steps=steps, exact=exact)
+        verdict = verify_rank(run_file, place, UserObjects(), steps=steps, exact=exact)
         if verdict is None:
             return
         print(json.dumps(verdict.to_json()) if as_json else "\n".join(verdict.lines()), flush=True)
@@ -47,4 +48,6 @@ def verify(
 
     flags = ["--steps", str(steps), *(["--exact"] if exact else []), *(["--json"] if as_json else [])]
     command = [sys.executable, "-m", "shoal", "verify", str(run_file), *(overrides or ()), *flags]
-    raise typer.Exit(run(loaded, command, rank, directory=run_directory(loaded), file=str(run_file), writes=False))
+    raise typer.Exit(
+        run(loaded, command, rank, directory=run_directory(loaded), file=str(run_file), writes=False, arrange=arranged)
+    )

@@ -11,13 +11,28 @@ one table go to its `__post_init__`, as a `ValueError` whose message says what w
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import importlib
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A table of the run file. Immutable; equality is by value."""
+    """A table of the run file. Immutable; equality is by value.
+
+    `implemented_by`: "package.module:name" of what a variant stands for, imported only when it is used, so that tables
+    can be read without torch. A new variant is a table that says it, and its module.
+    """
+
+    implemented_by: ClassVar[str] = ""
+
+
+def implementation_of(table: Table) -> Any:
+    """What `table` stands for. Raises `ValueError` for a table that names nothing."""
+    module, _, name = type(table).implemented_by.partition(":")
+    if not name:
+        raise ValueError(f"{type(table).__name__} names no implementation: set implemented_by")
+    return getattr(importlib.import_module(module), name)
 
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]

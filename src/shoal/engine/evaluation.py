@@ -9,27 +9,29 @@ from torch import Tensor
 
 from shoal.comm.collective import Collective
 from shoal.data.sample import Batch
+from shoal.engine.forward_backward import ForwardBackward
 from shoal.engine.loss import weighted_sum
-from shoal.engine.passes import Passes
 
 
 @torch.no_grad()
-def evaluate(passes: Passes, batches: Iterable[Batch], *, group: Collective, device: torch.device) -> dict[str, float]:
+def evaluate(
+    forward_backward: ForwardBackward, batches: Iterable[Batch], *, group: Collective, device: torch.device
+) -> dict[str, float]:
     """`loss/eval`, and `accuracy/eval` where the targets are classes, over all ranks' `batches` together.
 
     Sums are added in float64 and divided once at the end, so that uneven batches and ranks change nothing.
     """
-    model = passes.compute.model
+    model = forward_backward.compute.model
     was_training = model.training
     model.eval()
-    sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, weight, right, judged
+    sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, weight, right, counted
     try:
         for batch in batches:
-            judged = passes.judge(batch)
-            if judged is not None:
-                sums[0] += weighted_sum(judged.losses, judged.batch.weights)
-                sums[1] += judged.batch.weights.sum(dtype=torch.float64)
-                sums[2:] += _right_and_judged(judged.outputs, judged.batch)
+            evaluated = forward_backward.evaluate(batch)
+            if evaluated is not None:
+                sums[0] += weighted_sum(evaluated.losses, evaluated.batch.weights)
+                sums[1] += evaluated.batch.weights.sum(dtype=torch.float64)
+                sums[2:] += _right_and_counted(evaluated.outputs, evaluated.batch)
     finally:
         model.train(was_training)
     if group.size > 1:
@@ -40,7 +42,7 @@ def evaluate(passes: Passes, batches: Iterable[Batch], *, group: Collective, dev
     return {"loss/eval": total / weight} | ({"accuracy/eval": right / counted} if counted else {})
 
 
-def _right_and_judged(outputs: object, batch: Batch) -> Tensor:
+def _right_and_counted(outputs: object, batch: Batch) -> Tensor:
     """How many samples that count were classified rightly, and how many count; 0, 0 where targets are no classes."""
     targets = batch.targets
     none = batch.weights.new_zeros(2, dtype=torch.float64)
@@ -48,6 +50,6 @@ def _right_and_judged(outputs: object, batch: Batch) -> Tensor:
         return none
     if targets.ndim != 1 or targets.is_floating_point() or outputs.ndim != 2:
         return none
-    judged = batch.weights > 0
-    right = torch.eq(outputs.argmax(-1), targets) & judged
-    return torch.stack([right.sum(dtype=torch.float64), judged.sum(dtype=torch.float64)])
+    counted = batch.weights > 0
+    right = torch.eq(outputs.argmax(-1), targets) & counted
+    return torch.stack([right.sum(dtype=torch.float64), counted.sum(dtype=torch.float64)])

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from shoal.comm.ledger import Entry
-from shoal.engine.state import TrainState
+from shoal.engine.state import Progress
 from shoal.engine.step_result import StepResult
+from shoal.models.mixture import Mixture
 from shoal.models.mixture_loads import expert_loads, load_figures
 
 
 def measurements(
     result: StepResult,
-    state: TrainState,
+    progress: Progress,
+    mixtures: Sequence[Mixture],
     *,
     lr: float,
     data_s: float,
@@ -33,7 +35,7 @@ def measurements(
         "loss/train": result.loss,
         "lr": lr,
         "grad/norm": result.norm,
-        "samples/consumed": state.samples,
+        "samples/consumed": progress.samples,
         "time/step": step_s,
         "time/data": data_s,
         "time/forward_backward": times.forward_backward_s,
@@ -44,12 +46,12 @@ def measurements(
         **wire_figures(result.wire),
         "memory/peak_bytes": peak_bytes(device),
         "throughput/samples_per_second": tally.samples / step_s,
-        "steps/skipped": state.skipped,
+        "steps/skipped": progress.skipped,
     }
-    values |= load_figures(state.mixtures) | (expert_loads(state.mixtures) if with_loads else {})
+    values |= load_figures(mixtures) | (expert_loads(mixtures) if with_loads else {})
     values |= result.noise.values() if result.noise is not None else {}
     if tally.tokens:
-        values |= {"tokens/consumed": state.tokens, "throughput/tokens_per_second": tally.tokens / step_s}
+        values |= {"tokens/consumed": progress.tokens, "throughput/tokens_per_second": tally.tokens / step_s}
     return values
 
 

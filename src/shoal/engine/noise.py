@@ -1,8 +1,8 @@
 """Measures the gradient noise scale while training: the gradient of a part of the batch beside that of all of it.
 
-Each rank takes the norm of what it computed alone (`comm.buckets.own_gradient`); their mean over the ranks, and that of
-the sum, which every step computes anyway, are the two batch sizes of `cost.noise_scale`. It costs one pass over the
-gradients and an all-reduce of three numbers, in the steps in which it is due.
+Each rank takes the norm of what it computed alone (`gradients.reducer.OwnGradient`); their mean over the ranks, and
+that of the sum, which every step computes anyway, are the two batch sizes of `cost.noise_scale`. It costs one pass over
+the gradients and an all-reduce of three numbers, in the steps in which it is due.
 
 A gradient is a sum divided by the global denominator D, so that a part of weight D_r holds D_r / D of a mean.
 """
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import torch
 
-from shoal.comm.buckets.own_gradient import OwnGradient
 from shoal.comm.collective import Collective
 from shoal.cost.noise_scale import Moments, MovingMoments, moments
 from shoal.data.sample import Batch
 from shoal.engine.tally import Tally
+from shoal.gradients.reducer import OwnGradient
 
 DECAY = 0.95
 """Of the moving averages, for each measurement: about twenty of them."""
@@ -39,8 +39,8 @@ class NoiseReading:
 class NoiseMeter:
     """Measures every `every` steps. `group`: all ranks; `counts`: is this rank the one that counts its samples?
 
-    `told_apart`: is a rank's first microbatch its part (else all that it has)? The averages are not in checkpoints:
-    they start anew where a run goes on.
+    `separates_microbatches`: is a rank's first microbatch its part (else all that it has)? The averages are not in
+    checkpoints: they start anew where a run goes on.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class NoiseMeter:
         *,
         every: int,
         counts: bool,
-        told_apart: bool,
+        separates_microbatches: bool,
         device: torch.device,
     ) -> None:
         self._own, self._group, self._device = own, group, device
-        self._every, self._counts, self._told_apart = every, counts, told_apart
+        self._every, self._counts, self._separates_microbatches = every, counts, separates_microbatches
         self._mean = MovingMoments(decay=DECAY)
 
     def start(self, step: int) -> None:
@@ -68,7 +68,9 @@ class NoiseMeter:
         """
         if not self._own.wanted:
             return None
-        square, inverse, parts = self._over_ranks(batches[:1] if self._told_apart else batches, tally, scale)
+        square, inverse, parts = self._over_ranks(
+            batches[:1] if self._separates_microbatches else batches, tally, scale
+        )
         one = moments(square / parts, norm**2, small_inverse=inverse / parts, big_inverse=1 / tally.samples)
         self._mean = self._mean.after(one)
         return NoiseReading(step=one, mean=self._mean.mean)

@@ -1,6 +1,6 @@
-"""Where a value first was not finite: looked for once, when a run is about to stop for it.
+"""Steps that are not finite: skipped and counted; after too many in a row the run stops and names the culprit.
 
-What to do when a step was not finite: skip it, count it, and give up after too many in a row, naming the culprit.
+Where a value first was not finite is looked for once, when the run is about to stop for it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.collective import Collective
 from shoal.comm.gather import gather_texts
 from shoal.data.sample import Batch, Tree
 from shoal.engine.compute import Compute
 from shoal.engine.precision import SMALLEST_SCALE, LossScaler
-from shoal.engine.step_protocol import Step
+from shoal.engine.rank_context import RankContext
 from shoal.engine.step_result import StepResult
 from shoal.errors import Diverged
 
@@ -96,8 +95,7 @@ class NonfiniteGuard:
     """
 
     limit: int
-    step: Step
-    group: Collective
+    context: RankContext
     forward: bool = True
     in_a_row: int = 0
 
@@ -108,8 +106,8 @@ class NonfiniteGuard:
         if result.committed:
             self.in_a_row = 0
             return
-        if _scale_was_too_large(result, self.step.context.scaler):
-            warn(f"step {number} overflowed and was skipped; the loss scale is now {self.step.context.scaler.scale:g}")
+        if _scale_was_too_large(result, self.context.scaler):
+            warn(f"step {number} overflowed and was skipped; the loss scale is now {self.context.scaler.scale:g}")
             return
         self.in_a_row += 1
         if self.in_a_row >= self.limit:
@@ -122,7 +120,7 @@ class NonfiniteGuard:
 
     def _culprit(self, microbatches: Sequence[Batch]) -> str:
         for rank, text in enumerate(
-            gather_texts(self._own_culprit(microbatches), self.group, device=self.step.context.device)
+            gather_texts(self._own_culprit(microbatches), self.context.lockstep, device=self.context.device)
         ):
             if text:
                 return f"The first value that was not finite: {text} (rank {rank})"
@@ -130,7 +128,7 @@ class NonfiniteGuard:
 
     def _own_culprit(self, microbatches: Sequence[Batch]) -> str:
         try:
-            return first_nonfinite(self.step.context.passes.compute, microbatches, forward=self.forward) or ""
+            return first_nonfinite(self.context.forward_backward.compute, microbatches, forward=self.forward) or ""
         except Exception as error:  # the others wait for a text from this rank, whatever happens here
             return f"unknown, as looking for it raised {type(error).__name__}: {error}"
 

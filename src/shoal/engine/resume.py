@@ -51,7 +51,7 @@ def load_weights(state: TrainState, source: Path, *, announce: Announce) -> int:
     """
     folder = Path(announce("weights", lambda: str(checkpoint_in(source))))
     manifest = read_manifest(folder)
-    read_into(manifest, folder.parent.parent, state.weight_targets(), cast=True)
+    read_into(manifest, folder.parent.parent, state.model.targets(), cast=True)
     return manifest.step
 
 

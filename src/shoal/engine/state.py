@@ -1,17 +1,22 @@
-"""What a run is, between two steps: everything that a checkpoint holds, and nothing else.
+"""What a run is between two steps: everything that a checkpoint holds, in sections.
 
-Every tensor goes by its name in the unsplit model. Where ranks split the model, a name stands for the parts of that
-tensor that this rank has: of the weights what it computes with (`held`), of the optimizer's slots what it updates
-(`owned`). Ranks together then hold the same tensors in every layout, and a checkpoint of one is a checkpoint of all.
+    section      tensors                                    facts
+    model        parameters, persistent buffers             -
+    optimizer    its slots, by parameter                    -
+    progress     -                                          steps, samples, the cursor, what may not change
+    others       the strategy's, such as outer momentum     the loss scale, the bucket size that was found
+
+Every tensor goes by its name in the unsplit model. If ranks split the model, a name stands for the parts of that tensor
+that this rank has: of the weights what it computes with, of the optimizer's slots what it updates. All ranks together
+then hold the same tensors in every layout, and a checkpoint of one is a checkpoint of all.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,16 +24,38 @@ from torch.nn import Parameter
 
 from shoal.checkpoint.inventory import Held, Target, targets_of, views
 from shoal.data.cursor import Cursor
-from shoal.engine.precision import LossScaler
 from shoal.errors import UsageError, UserCodeError
-from shoal.models.mixture import Mixture
-from shoal.models.mixture_loads import mixtures_of
+from shoal.gradients.ownership import Owned
+from shoal.optim.config import Slot
 from shoal.optim.slots import local, make_slots, named_slots, slot_and_parameter
-from shoal.sync.owned import Owned
-from shoal.sync.strategy import Remembered
 from shoal.topology.box import Box, Dims
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
+
+
+class Section(Protocol):
+    """A part of the state. Tensor names begin with the section's own prefix."""
+
+    @property
+    def name(self) -> str:
+        """Where its facts stand in a checkpoint's state."""
+        ...
+
+    def tensors(self) -> Mapping[str, Held]:
+        """What is saved."""
+        ...
+
+    def targets(self, saved: Mapping[str, torch.dtype]) -> Mapping[str, Held]:
+        """What a checkpoint that holds `saved` (name and dtype) is read into."""
+        ...
+
+    def facts(self) -> dict[str, Any]:
+        """What is not a tensor, for JSON."""
+        ...
+
+    def load(self, facts: Mapping[str, Any]) -> None:
+        """Goes on from what `facts` gave."""
+        ...
 
 
 class HeldWeight(NamedTuple):
@@ -41,118 +68,42 @@ class HeldWeight(NamedTuple):
 
 
 @dataclass
-class TrainState:
-    """Model, optimizer, loss scale, and how far the run has come. `step` is the number of steps taken.
+class ModelSection:
+    """The model's parameters and persistent buffers.
 
-    `identity` is what may not change between two lives of a run, by the key that says it: the order of the samples and
-    the optimizer. With another one, "exactly once" or the moments would be lost in silence.
-
-    The rest is for split models. `owned` are the tensors that the optimizer steps (None: the parameters as they are),
-    `held` the parts of parameters that are saved from this rank (None: all of them, whole), and `names` all parameters
-    and persistent buffers of the unsplit model (None: those of `model`), tied ones once.
-
-    `sync` is what the sync has found out in the run.
+    For split models: `held` are the parts of parameters that are saved from this rank (None: all of them, whole),
+    `owned` the tensors that the optimizer steps, and `names` all parameters and persistent buffers of the unsplit model
+    (tied ones once).
     """
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
-    scaler: LossScaler
-    cursor: Cursor
-    identity: Mapping[str, Any]
-    step: int = 0
-    samples: int = 0
-    tokens: int = 0
-    skipped: int = 0
-    owned: Sequence[Owned] | None = None
     held: Sequence[HeldWeight] | None = None
-    names: Collection[str] | None = None
-    sync: Remembered | None = None
-
-    @property
-    def parameters(self) -> list[tuple[str, Parameter]]:
-        """Name and parameter, tied ones once, under the names of the unsplit model."""
-        return list(self.model.named_parameters())
-
-    @cached_property
-    def mixtures(self) -> list[Mixture]:
-        """The mixtures of experts that are on this rank."""
-        return mixtures_of(self.model)
+    owned: Sequence[Owned] = ()
+    names: Collection[str] = ()
+    name: str = field(default="model", init=False)
 
     def tensors(self) -> dict[str, Held]:
-        """Every tensor of the state: `model/<name>` and `optimizer/<slot>/<name>`."""
-        return self.weights() | self._located(named_slots(self.optimizer, self._stepped))
-
-    def weights(self) -> dict[str, Held]:
-        """The model's parameters and persistent buffers, tied ones once; no parts of what others have."""
-        all_names: dict[str, Held] = {f"{MODEL}{name}": () for name in self.names or ()}
-        whole = {f"{MODEL}{name}": tensor for name, tensor in self._state().items()}
+        """`model/<name>`; nothing for parts that other ranks have."""
+        all_names: dict[str, Held] = {f"{MODEL}{name}": () for name in self.names}
+        whole = {f"{MODEL}{name}": tensor for name, tensor in self._whole().items()}
         return all_names | whole | _parts(self.held or ())
 
-    def weight_targets(self) -> dict[str, Held]:
-        """What a checkpoint's weights are read into: `weights`, and what the optimizer steps in memory of its own."""
-        targets = {name: list(targets_of(held)) for name, held in self.weights().items()}
+    def targets(self, saved: Mapping[str, torch.dtype] | None = None) -> dict[str, Held]:
+        """What is saved, and what the optimizer steps in memory of its own."""
+        targets = {name: list(targets_of(held)) for name, held in self.tensors().items()}
         filled = {_memory(target.tensor) for parts in targets.values() for target in parts}
-        for owned in self.owned or ():
+        for owned in self.owned:
             if _memory(owned.parameter) not in filled:
                 targets.setdefault(f"{MODEL}{owned.name}", []).extend(_views(local(owned.parameter), owned))
         return dict(targets)
 
-    def to_json(self) -> dict[str, Any]:
-        """What is not a tensor. Random numbers follow from `seed` and `step`, so there is no generator to save."""
-        return {
-            "step": self.step,
-            "samples": self.samples,
-            "tokens": self.tokens,
-            "skipped": self.skipped,
-            "identity": dict(self.identity),
-            "cursor": self.cursor.to_state(),
-            "scaler": self.scaler.to_state(),
-            "sync": None if self.sync is None else self.sync.to_state(),
-        }
+    def facts(self) -> dict[str, Any]:
+        return {}
 
-    def load_json(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `to_json` gave. Raises `UsageError` where the saved run was another one."""
-        if "identity" not in state:
-            raise UsageError(
-                "this run directory holds imported weights and no run to go on with: give another run.directory, and "
-                "this one as run.warm_start"
-            )
-        for key, value in state["identity"].items():
-            if self.identity.get(key) != value:
-                raise UsageError(
-                    f"this run directory was trained with {key} = {value!r}, and now it is {self.identity.get(key)!r}; "
-                    "keep it, or give another run.directory (and run.warm_start to begin with these weights)"
-                )
-        self.step, self.samples, self.tokens = int(state["step"]), int(state["samples"]), int(state["tokens"])
-        self.skipped = int(state["skipped"])
-        self.cursor = Cursor.from_state(state["cursor"])
-        self.scaler.load(state["scaler"])
-        if self.sync is not None and state.get("sync") is not None:
-            self.sync.load(state["sync"])
+    def load(self, facts: Mapping[str, Any]) -> None:
+        """There are no facts."""
 
-    def targets(self, saved: Mapping[str, torch.dtype]) -> dict[str, Held]:
-        """The tensors that a checkpoint holding `saved` (name and dtype) is read into, the optimizer's made anew."""
-        slots = {name.removeprefix(OPTIMIZER): dtype for name, dtype in saved.items() if name.startswith(OPTIMIZER)}
-        return self.weight_targets() | self._located(make_slots(self.optimizer, self._stepped, slots))
-
-    def elsewhere(self, saved: Iterable[str]) -> set[str]:
-        """Those of the slots in `saved` that other ranks may fill: the model has their parameter."""
-        slots = (name for name in saved if name.startswith(OPTIMIZER))
-        known = self.names or ()
-        return {name for name in slots if slot_and_parameter(name.removeprefix(OPTIMIZER))[1] in known}
-
-    @property
-    def _stepped(self) -> list[tuple[str, Parameter]]:
-        return self.parameters if self.owned is None else [(owned.name, owned.parameter) for owned in self.owned]
-
-    def _located(self, slots: Mapping[str, Tensor]) -> dict[str, Held]:
-        """Slots under the names that they are saved by, and where in the unsplit parameter they lie."""
-        owned = {own.name: own for own in self.owned or ()}
-        return {
-            f"{OPTIMIZER}{key}": _slot(tensor, owned.get(slot_and_parameter(key)[1])) for key, tensor in slots.items()
-        }
-
-    def _state(self) -> dict[str, Tensor]:
+    def _whole(self) -> dict[str, Tensor]:
         """What of the module's state is whole here: buffers, and the parameters unless `held` lists their parts."""
         found: dict[str, Tensor] = {}
         seen: set[int] = set()
@@ -165,6 +116,168 @@ class TrainState:
                 seen.add(id(tensor))
                 found[name] = tensor.detach()
         return found
+
+
+@dataclass
+class OptimizerSection:
+    """The optimizer's state. `slots` is what it declares for each parameter; `owned` are the tensors that it steps
+    (None: the parameters of `model`, as they are).
+    """
+
+    optimizer: torch.optim.Optimizer
+    slots: Sequence[Slot]
+    model: nn.Module
+    owned: Sequence[Owned] | None = None
+    name: str = field(default="optimizer", init=False)
+
+    def tensors(self) -> dict[str, Held]:
+        """`optimizer/<slot>/<parameter>`."""
+        return self._located(named_slots(self.optimizer, self._stepped))
+
+    def targets(self, saved: Mapping[str, torch.dtype]) -> dict[str, Held]:
+        """The saved slots, made anew in the optimizer."""
+        slots = {name.removeprefix(OPTIMIZER): dtype for name, dtype in saved.items() if name.startswith(OPTIMIZER)}
+        return self._located(make_slots(self.optimizer, self._stepped, slots, slots=self.slots))
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+    def load(self, facts: Mapping[str, Any]) -> None:
+        """There are no facts."""
+
+    @property
+    def _stepped(self) -> list[tuple[str, Parameter]]:
+        if self.owned is None:
+            return list(self.model.named_parameters())
+        return [(owned.name, owned.parameter) for owned in self.owned]
+
+    def _located(self, slots: Mapping[str, Tensor]) -> dict[str, Held]:
+        """Slots under the names that they are saved by, and where in the unsplit parameter they lie."""
+        owned = {own.name: own for own in self.owned or ()}
+        return {
+            f"{OPTIMIZER}{key}": _slot(tensor, owned.get(slot_and_parameter(key)[1])) for key, tensor in slots.items()
+        }
+
+
+@dataclass
+class Progress:
+    """How far the run has come. `step` is the number of steps taken.
+
+    `identity` is what may not change between two starts of a run, by the key that says it: the order of the samples and
+    the optimizer. With another one, "exactly once" or the moments would be lost in silence.
+    """
+
+    identity: Mapping[str, Any]
+    cursor: Cursor = field(default_factory=Cursor)
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    skipped: int = 0
+
+    def facts(self) -> dict[str, Any]:
+        """Random numbers follow from the seed and `step`, so there is no generator to save."""
+        return {
+            "step": self.step,
+            "samples": self.samples,
+            "tokens": self.tokens,
+            "skipped": self.skipped,
+            "identity": dict(self.identity),
+            "cursor": self.cursor.to_state(),
+        }
+
+    def load(self, facts: Mapping[str, Any]) -> None:
+        """Goes on from there. Raises `UsageError` if the saved run was another one."""
+        if "identity" not in facts:
+            raise UsageError(
+                "this run directory holds imported weights and no run to go on with: give another run.directory, and "
+                "this one as run.warm_start"
+            )
+        for key, value in facts["identity"].items():
+            if self.identity.get(key) != value:
+                raise UsageError(
+                    f"this run directory was trained with {key} = {value!r}, and now it is {self.identity.get(key)!r}; "
+                    "keep it, or give another run.directory (and run.warm_start to begin with these weights)"
+                )
+        self.step, self.samples, self.tokens = int(facts["step"]), int(facts["samples"]), int(facts["tokens"])
+        self.skipped, self.cursor = int(facts["skipped"]), Cursor.from_state(facts["cursor"])
+
+
+class HasFacts(Protocol):
+    """Something with a state that is no tensor."""
+
+    def to_state(self) -> dict[str, Any]: ...
+
+    def load(self, state: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class FactsSection:
+    """The section of something without tensors."""
+
+    name: str
+    holder: HasFacts
+
+    def tensors(self) -> dict[str, Held]:
+        return {}
+
+    def targets(self, saved: Mapping[str, torch.dtype]) -> dict[str, Held]:
+        return {}
+
+    def facts(self) -> dict[str, Any]:
+        return self.holder.to_state()
+
+    def load(self, facts: Mapping[str, Any]) -> None:
+        self.holder.load(facts)
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """All of it. Progress stands at the top of a checkpoint's state, every other section under its name."""
+
+    model: ModelSection
+    optimizer: OptimizerSection
+    progress: Progress
+    others: Sequence[Section] = ()
+
+    def tensors(self) -> dict[str, Held]:
+        """Every tensor of the state."""
+        return {name: held for section in self._sections for name, held in section.tensors().items()}
+
+    def targets(self, saved: Mapping[str, torch.dtype]) -> dict[str, Held]:
+        """The tensors that a checkpoint holding `saved` (name and dtype) is read into."""
+        return {name: held for section in self._sections for name, held in section.targets(saved).items()}
+
+    def elsewhere(self, saved: Iterable[str]) -> set[str]:
+        """Those of the optimizer's slots in `saved` that other ranks may fill: the model has their parameter."""
+        slots = (name for name in saved if name.startswith(OPTIMIZER))
+        known = self.model.names
+        return {name for name in slots if slot_and_parameter(name.removeprefix(OPTIMIZER))[1] in known}
+
+    def to_json(self) -> dict[str, Any]:
+        """What is not a tensor."""
+        facts = {section.name: section.facts() for section in self._sections}
+        return self.progress.facts() | {name: found for name, found in facts.items() if found}
+
+    def load_json(self, state: Mapping[str, Any]) -> None:
+        """Takes over what `to_json` gave. Raises `UsageError` if the saved run was another one."""
+        self.progress.load(state)
+        state = _current(state)
+        for section in self._sections:
+            saved = state.get(section.name)
+            if saved is not None:
+                section.load(saved)
+
+    @property
+    def _sections(self) -> Sequence[Section]:
+        return (self.model, self.optimizer, *self.others)
+
+
+def _current(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A saved state with the names of today: the bucket size that was found once stood under "sync"."""
+    found = state.get("sync")
+    if isinstance(found, Mapping) and "sizes" in found and "gradients" not in state:
+        return {**state, "gradients": found, "sync": None}
+    return state
 
 
 def held_pieces(owned: Iterable[Owned]) -> list[HeldWeight]:
@@ -184,8 +297,12 @@ def _parts(held: Iterable[HeldWeight]) -> dict[str, list[Target]]:
 
 
 def _slot(tensor: Tensor, owned: Owned | None) -> Held:
-    """A slot of one number belongs to the whole parameter; any other lies as the tensor that the optimizer steps."""
-    return tensor if owned is None or tensor.dim() == 0 else _views(tensor, owned)
+    """A slot of one number belongs to the whole parameter; one of the tensor's size lies as the tensor does; any other
+    shape belongs to a parameter that is whole on this rank.
+    """
+    if owned is None or tensor.dim() == 0 or tensor.numel() != owned.parameter.numel():
+        return tensor
+    return _views(tensor, owned)
 
 
 def _views(tensor: Tensor, owned: Owned) -> list[Target]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -15,6 +15,8 @@ MOST_FEATURES = 1 << 24
 
 class GPTConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag="gpt"):
     """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU or GELU."""
+
+    implemented_by: ClassVar[str] = "shoal.models.gpt:gpt_from"
 
     vocabulary: Annotated[int, says("Different tokens; 256 for bytes.", ge=2, le=1 << 24)] = 256
     layers: Annotated[int, says("Blocks of attention and feed-forward.", ge=1, le=4096)] = 4
@@ -142,6 +144,8 @@ class MoEConfig(GPTConfig, frozen=True, kw_only=True, tag_field="kind", tag="moe
 class ConvNetConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag="convnet"):
     """A small convolutional net for small images."""
 
+    implemented_by: ClassVar[str] = "shoal.models.convnet:convnet_from"
+
     channels: Annotated[int, says("Channels of the images: 1 for grey, 3 for colour.", ge=1, le=1024)] = 1
     classes: Annotated[int, says("Classes to tell apart.", ge=2, le=1 << 20)] = 10
     width: Annotated[
@@ -165,6 +169,8 @@ class ConvNetConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag="con
 
 class MLPConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag="mlp"):
     """A multi-layer perceptron over flat inputs."""
+
+    implemented_by: ClassVar[str] = "shoal.models.mlp:mlp_from"
 
     inputs: Annotated[int, says("Numbers in one sample; samples of more dimensions are flattened.", ge=1, le=1 << 24)]
     hidden: Annotated[

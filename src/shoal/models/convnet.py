@@ -14,6 +14,7 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.models.config import ConvNetConfig
 from shoal.models.grouped_norm import GroupedBatchNorm2d
 from shoal.models.roles import ONES, ZEROS, Normal, Role
 
@@ -83,3 +84,14 @@ def _norm(kind: Literal["group", "batch"], features: int, group_samples: int) ->
     if kind == "batch":
         return GroupedBatchNorm2d(features, group_samples)
     return nn.GroupNorm(FEATURE_GROUPS, features)
+
+
+def convnet_from(config: ConvNetConfig) -> ConvNet:
+    """The model of a table `[model]` of kind "convnet"."""
+    return ConvNet(
+        channels=config.channels,
+        classes=config.classes,
+        width=config.width,
+        norm=config.norm,
+        group_samples=config.group_samples,
+    )

@@ -18,6 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from shoal.models.config import GPTConfig, MoEConfig
 from shoal.models.dropout import KeyedDropout
 from shoal.models.layers import GELU, Attention, SwiGLU, rotations
 from shoal.models.mixture import Mixture, MixtureOptions
@@ -152,3 +153,39 @@ class MixtureBlock(Block):
 
     def _fed_forward(self, x: Tensor, positions: Tensor | None) -> Tensor:
         return self.feed_forward(x, positions)
+
+
+def gpt_from(config: GPTConfig) -> GPT:
+    """The model of a table `[model]` of kind "gpt" or "moe"."""
+    return GPT(
+        vocabulary=config.vocabulary,
+        layers=config.layers,
+        width=config.width,
+        heads=config.heads,
+        kv_heads=config.key_value_heads,
+        feed_forward=config.feed_forward,
+        feed_forward_width=config.hidden_width,
+        tied=config.tied,
+        dropout=config.dropout,
+        rope_base=config.rope_base,
+        norm_eps=config.norm_eps,
+        mixture=_mixture_options(config) if isinstance(config, MoEConfig) else None,
+    )
+
+
+def _mixture_options(config: MoEConfig) -> MixtureOptions:
+    return MixtureOptions(
+        experts=config.experts,
+        top_k=config.top_k,
+        expert_width=config.width_of_expert,
+        shared_experts=config.shared_experts,
+        gate=config.gate,
+        normalise_gates=config.gates_normalised,
+        capacity_factor=config.capacity_factor,
+        balance=config.balance,
+        balance_coefficient=config.balance_coefficient,
+        bias_rate=config.bias_rate,
+        router_z_loss=config.router_z_loss,
+        every=config.moe_every,
+        first_dense=config.first_dense,
+    )

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.models.config import MLPConfig
 from shoal.models.roles import ZEROS, Normal, Role
 
 ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "tanh": torch.tanh}
@@ -50,3 +51,8 @@ class MLP(nn.Module):
             roles[f"layers.{index}.weight"] = Role("row" if is_row else whole, law, decay=True)
             roles[f"layers.{index}.bias"] = Role("bias" if is_row else whole, ZEROS, decay=False)
         return roles
+
+
+def mlp_from(config: MLPConfig) -> MLP:
+    """The model of a table `[model]` of kind "mlp"."""
+    return MLP(config.inputs, config.hidden, outputs=config.outputs, activation=config.activation)

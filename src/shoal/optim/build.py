@@ -1,16 +1,15 @@
-"""From the table `[optimizer]` to one of PyTorch's fused optimizers, with weight decay where it belongs.
-
-An optimizer over some of the parameters of another: the same options and the same state, to step them alone.
-"""
+"""From the table `[optimizer]` to the optimizer, with weight decay where it belongs."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable
+from typing import Any
 
 import torch
 from torch.nn import Parameter
 
+from shoal.config.table import implementation_of
 from shoal.optim.config import SGD, AdamW, OptimizerConfig
 
 
@@ -27,12 +26,16 @@ def build_optimizer(
         {"params": [p for _, p, decays in parameters if not decays], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]] or groups[:1]
-    if isinstance(config, AdamW):
-        return torch.optim.AdamW(groups, lr=lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
-    return _sgd(config, groups, lr)
+    return implementation_of(config)(config, groups, lr)
 
 
-def _sgd(config: SGD, groups: list[dict], lr: float) -> torch.optim.Optimizer:
+def adamw(config: AdamW, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
+    """PyTorch's fused AdamW."""
+    return torch.optim.AdamW(groups, lr=lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+
+
+def sgd(config: SGD, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
+    """PyTorch's fused SGD."""
     return torch.optim.SGD(groups, lr=lr, momentum=config.momentum, nesterov=config.nesterov, fused=True)
 
 
@@ -43,7 +46,10 @@ def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def part_of(optimizer: torch.optim.Optimizer, parameters: Collection[Parameter]) -> torch.optim.Optimizer:
-    """What it writes into its state stands in that of `optimizer`, too. The learning rate is its own."""
+    """An optimizer over some of the parameters of another, to step them alone: the same options and the same state.
+
+    What it writes into its state stands in that of `optimizer`, too. The learning rate is its own.
+    """
     wanted = {id(parameter) for parameter in parameters}
     part = copy.copy(optimizer)
     groups = [{**g, "params": [p for p in g["params"] if id(p) in wanted]} for g in optimizer.param_groups]

@@ -1,14 +1,61 @@
-"""Tables `[optimizer]` and `[schedule]`."""
+"""Tables `[optimizer]` and `[schedule]`, and what each optimizer keeps. Imports no torch.
+
+An optimizer declares its state here, once: checkpoints make slots from the declaration, ZeRO divides parameters as it
+asks, and the planner counts its bytes.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
 
 from shoal.config.table import Positive, PositiveFloat, Table, says
+
+Dims = tuple[int, ...]
+Granularity = Literal["elements", "matrices"]
+"""What an optimizer needs of a parameter on one rank: any elements of it, or the whole of it."""
+
+
+def _like_parameter(shape: Dims) -> Dims:
+    return shape
+
+
+def _one_number(shape: Dims) -> Dims:
+    return ()
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One tensor of an optimizer's state for each parameter: its name in PyTorch's state, and its shape from the
+    parameter's.
+
+    A slot of the parameter's shape is divided with it.
+    """
+
+    name: str
+    shape: Callable[[Dims], Dims] = _like_parameter
+
+    @property
+    def like_parameter(self) -> bool:
+        """Whether it is as large as the parameter, and divided with it."""
+        return self.shape is _like_parameter
+
+
+def counter(name: str) -> Slot:
+    """A slot of one number, such as the number of steps."""
+    return Slot(name, _one_number)
 
 
 class _Common(Table, frozen=True):
     """Keys that every optimizer has."""
+
+    works_on: ClassVar[Granularity] = "elements"
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Its state for each parameter."""
+        return ()
 
     weight_decay: Annotated[float, says("Weight decay, on parameters of two dimensions or more only.", ge=0, le=1)] = (
         0.0
@@ -28,6 +75,8 @@ class _Common(Table, frozen=True):
 class AdamW(_Common, frozen=True, tag_field="kind", tag="adamw"):
     """AdamW (arXiv:1711.05101), PyTorch's fused kernel."""
 
+    implemented_by: ClassVar[str] = "shoal.optim.build:adamw"
+
     lr: Annotated[float, says("Peak learning rate.", ge=0, le=1e3)] = 3e-4
     beta1: Annotated[float, says("Decay of the first moment.", ge=0, lt=1)] = 0.9
     beta2: Annotated[float, says("Decay of the second moment.", ge=0, lt=1)] = 0.95
@@ -39,9 +88,16 @@ class AdamW(_Common, frozen=True, tag_field="kind", tag="adamw"):
         PositiveFloat | None, says("Largest global gradient norm; larger gradients are scaled down.")
     ] = 1.0
 
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Both moments, and the number of steps."""
+        return (Slot("exp_avg"), Slot("exp_avg_sq"), counter("step"))
+
 
 class SGD(_Common, frozen=True, tag_field="kind", tag="sgd"):
     """Stochastic gradient descent, PyTorch's fused kernel."""
+
+    implemented_by: ClassVar[str] = "shoal.optim.build:sgd"
 
     lr: Annotated[float, says("Peak learning rate.", ge=0, le=1e3)] = 0.1
     momentum: Annotated[float, says("Momentum.", ge=0, lt=1)] = 0.0
@@ -50,6 +106,11 @@ class SGD(_Common, frozen=True, tag_field="kind", tag="sgd"):
     def __post_init__(self) -> None:
         if self.nesterov and self.momentum == 0:
             raise ValueError("nesterov = true with momentum = 0; Nesterov's form needs a momentum above 0, such as 0.9")
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The velocity, if there is momentum."""
+        return (Slot("momentum_buffer"),) if self.momentum else ()
 
 
 class Schedule(Table, frozen=True):

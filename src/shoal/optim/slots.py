@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from shoal.errors import UsageError
+from shoal.optim.config import Slot
+
 
 def named_slots(optimizer: torch.optim.Optimizer, parameters: Iterable[tuple[str, Parameter]]) -> dict[str, Tensor]:
     """Every tensor of the state, by slot and parameter name. Empty before the first step."""
@@ -24,19 +27,29 @@ def named_slots(optimizer: torch.optim.Optimizer, parameters: Iterable[tuple[str
 
 
 def make_slots(
-    optimizer: torch.optim.Optimizer, parameters: Iterable[tuple[str, Parameter]], saved: Mapping[str, torch.dtype]
+    optimizer: torch.optim.Optimizer,
+    parameters: Iterable[tuple[str, Parameter]],
+    saved: Mapping[str, torch.dtype],
+    *,
+    slots: Iterable[Slot],
 ) -> dict[str, Tensor]:
     """Empty tensors for the slots that were `saved` (name and dtype), put in the optimizer's state, to be filled.
 
-    A slot has the shape of its parameter, but for `step`, which is one number.
+    `slots` is what the optimizer declares. Raises `UsageError` for a saved slot that it does not have.
     """
-    owners, made = dict(parameters), {}
+    owners, declared, made = dict(parameters), {slot.name: slot for slot in slots}, {}
     for key, dtype in saved.items():
         slot, name = slot_and_parameter(key)
-        if name in owners:
-            parameter = owners[name]
-            value = optimizer.state[parameter][slot] = _empty_slot(slot, parameter, dtype)
-            made[key] = local(value)
+        if name not in owners:
+            continue
+        if slot not in declared:
+            raise UsageError(
+                f"the checkpoint holds optimizer state '{slot}', and this run's optimizer keeps "
+                f"{', '.join(declared) or 'none'}: go on with the optimizer and the keys that wrote it"
+            )
+        parameter = owners[name]
+        value = optimizer.state[parameter][slot] = _empty_slot(declared[slot], parameter, dtype)
+        made[key] = local(value)
     return made
 
 
@@ -52,7 +65,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _empty_slot(slot: str, parameter: Parameter, dtype: torch.dtype) -> Tensor:
-    if slot == "step":
-        return torch.zeros((), dtype=dtype, device=parameter.device)
-    return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
+def _empty_slot(slot: Slot, parameter: Parameter, dtype: torch.dtype) -> Tensor:
+    if slot.like_parameter:
+        return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
+    return torch.zeros(slot.shape(tuple(parameter.shape)), dtype=dtype, device=parameter.device)

@@ -21,6 +21,7 @@ from shoal.planning.answer import cluster_of, predictor_on, tensor_bytes
 from shoal.planning.history import Past, remember
 from shoal.planning.operators import UNCOVERED, calibration_here, measured_here, unpredicted
 from shoal.planning.plan_file import written_plan
+from shoal.recipes.forecast import Forecast
 from shoal.runfile.run_file import RunFile
 from shoal.topology.calibration import Calibration
 
@@ -85,3 +86,7 @@ def _axes(layout: Any) -> str:
 def _resident_bytes() -> int:
     """Of this process, at most so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+FORECAST = Forecast(prediction_facts, remember_run)
+"""What a run states before it starts, and keeps when it has ended."""

@@ -27,7 +27,7 @@ from shoal.planner.predict.stack import Stack
 from shoal.planner.trace.group import TracedGroup
 from shoal.planner.trace.predictor import TracedPredictor
 from shoal.planner.trace.subject import Step, Subject, TracedJob
-from shoal.recipes.objects import Given, data_of, loss_of, users_model
+from shoal.recipes.objects import UserObjects, data_of, loss_of, users_model
 from shoal.runfile.run_file import RunFile
 from shoal.topology.cluster import Cluster
 
@@ -38,10 +38,10 @@ LOOKED_AT = 8
 
 def subject_of(run_file: RunFile, environ: Mapping[str, str] = os.environ) -> tuple[Subject, Batch]:
     """The run file's model, and samples in whose shapes it is traced. Raises `UserCodeError`, `DataError`."""
-    data = data_of(run_file, Given(), environ).train
+    data = data_of(run_file, UserObjects(), environ).train
     few = [data[index] for index in range(min(LOOKED_AT, len(data)))]
     sample = collate(few, np.arange(len(few)), denominator=run_file.batch.denominator)
-    steps = _Steps(run_file, sample, loss_of(run_file, Given()))
+    steps = _Steps(run_file, sample, loss_of(run_file, UserObjects()))
     subject = Subject.built(partial(_model, run_file), steps, dtype=precision_of(run_file.precision).parameters)
     return subject, sample
 
@@ -95,7 +95,7 @@ class _Steps:
 
 def _model(run_file: RunFile) -> nn.Module:
     if isinstance(run_file.model, PythonModel):
-        return users_model(run_file, Given())
+        return users_model(run_file, UserObjects())
     return build_model(run_file.model)
 
 

@@ -9,37 +9,37 @@ from typing import Any
 
 import torch
 
-from shoal.recipes.setting import Setting
+from shoal.recipes.run import Run
 
 
-def run_facts(setting: Setting, *, generation: int) -> dict[str, Any]:
+def run_facts(run: Run) -> dict[str, Any]:
     """Data, model, layout and machine, as JSON-able values under the names that the report reads."""
-    layout, data = setting.mesh.layout, dict(setting.data.facts)
+    layout, data = run.mesh.layout, dict(run.workload.data.facts)
     return {
-        "name": setting.run_file.run.name,
+        "name": run.run_file.run.name,
         "state": "",
-        "steps": setting.run_file.run.steps,
-        "generation": generation,
+        "steps": run.run_file.run.steps,
+        "generation": run.mesh.generation,
         "data": data,
-        "parameters": sum(prod(shape) for shape in setting.parts.split.shapes.values()),
+        "parameters": sum(prod(shape) for shape in run.generation.parts.split.shapes.values()),
         "world": layout.world_size,
         "layout": layout.to_dict(),
-        "device": setting.device.type,
-        "wire": setting.mesh.world.wire,
+        "device": run.device.type,
+        "wire": run.mesh.world.wire,
         "host": socket.gethostname(),
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
-        **_text_facts(setting, data),
+        **_text_facts(run, data),
     }
 
 
-def _text_facts(setting: Setting, data: dict[str, Any]) -> dict[str, Any]:
+def _text_facts(run: Run, data: dict[str, Any]) -> dict[str, Any]:
     """The corpus and the loss's unit, where the data is text read as bytes."""
     if "hash" not in data:
         return {}
     corpus = {
-        "name": type(setting.run_file.data).__struct_config__.tag,
+        "name": type(run.run_file.data).__struct_config__.tag,
         "hash": data["hash"],
         "bytes": data["train/bytes"] + data["held_out/bytes"],
     }

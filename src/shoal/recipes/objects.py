@@ -29,7 +29,7 @@ from shoal.runfile.run_file import RunFile
 
 
 @dataclass(frozen=True)
-class Given:
+class UserObjects:
     """What a script passes instead of naming it in a run file; None: the run file says."""
 
     model: Any = None
@@ -37,7 +37,7 @@ class Given:
     loss: Any = None
 
 
-def model_of(run_file: RunFile, given: Given, *, device: torch.device, dtype: torch.dtype) -> nn.Module:
+def model_of(run_file: RunFile, given: UserObjects, *, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """The model on `device`, its floating parameters in `dtype`.
 
     Shoal's own are built without storage and drawn parameter by parameter; a user's is built by the user, from
@@ -50,7 +50,7 @@ def model_of(run_file: RunFile, given: Given, *, device: torch.device, dtype: to
     return _placed(users_model(run_file, given), device, dtype)
 
 
-def users_model(run_file: RunFile, given: Given) -> nn.Module:
+def users_model(run_file: RunFile, given: UserObjects) -> nn.Module:
     """What the user's function builds, wherever and in whichever dtype it does. Raises `UserCodeError`: see above."""
     _seed_everything(run_file.run.seed)
     model = _users_model(run_file.model, given)
@@ -62,7 +62,7 @@ def users_model(run_file: RunFile, given: Given) -> nn.Module:
     return model
 
 
-def skeleton_of(run_file: RunFile, given: Given) -> nn.Module | None:
+def skeleton_of(run_file: RunFile, given: UserObjects) -> nn.Module | None:
     """One of Shoal's own models without storage; None where the model is the user's."""
     if given.model is not None or isinstance(run_file.model, PythonModel):
         return None
@@ -97,7 +97,7 @@ def check_layout_independent(model: nn.Module, run_file: RunFile, *, shares: int
             )
 
 
-def data_of(run_file: RunFile, given: Given, environ: Mapping[str, str] = os.environ) -> Dataset:
+def data_of(run_file: RunFile, given: UserObjects, environ: Mapping[str, str] = os.environ) -> Dataset:
     """The data to train and evaluate on. A user's function returns a data set, or a pair (training, held out)."""
     config = run_file.data
     if given.data is None and not isinstance(config, PythonData):
@@ -113,7 +113,7 @@ def data_of(run_file: RunFile, given: Given, environ: Mapping[str, str] = os.env
     return data_build.from_objects(data)
 
 
-def loss_of(run_file: RunFile, given: Given) -> Loss:
+def loss_of(run_file: RunFile, given: UserObjects) -> Loss:
     """The loss: one value per sample or per position of the targets."""
     config, loss = run_file.loss, given.loss
     if loss is None and isinstance(config, PythonLoss):
@@ -131,7 +131,7 @@ def _is_pair(data: tuple[Any, ...]) -> bool:
     return len(data) == 2 and sets and not isinstance(data[0], tuple)
 
 
-def _users_model(config: ModelConfig, given: Given) -> Any:
+def _users_model(config: ModelConfig, given: UserObjects) -> Any:
     """What the user gave for a model: an object, or what a function of a script or of the run file returns."""
     if given.model is not None:
         ready = isinstance(given.model, nn.Module) or not callable(given.model)

@@ -9,25 +9,25 @@ from shoal.checkpoint.load import checkpoints, read_into, read_manifest
 from shoal.engine.loss import call_model
 from shoal.errors import ConfigError
 from shoal.maths.counter import key_of, uniform
-from shoal.recipes.objects import Given, model_of
-from shoal.recipes.setting import Setting
+from shoal.recipes.objects import model_of
+from shoal.recipes.run import Run
 from shoal.runfile.run_file import run_directory
 
 TEMPERATURE = 0.8
 
 
 @torch.no_grad()
-def sample_text(setting: Setting, model: nn.Module, prompt: str, count: int) -> str:
+def sample_text(run: Run, model: nn.Module, prompt: str, count: int) -> str:
     """`count` bytes that follow `prompt`, drawn from the softmax of the logits at `TEMPERATURE`, keyed on the seed.
 
     `model` is the unsplit model.
     Raises `ConfigError` where the model does not give logits over bytes for a sequence of bytes.
     """
-    model, device = model.eval(), setting.device
+    model, device = model.eval(), run.device
     tokens = torch.tensor([list(prompt.encode())], device=device)
-    draws = uniform(key_of(setting.run_file.run.seed, "sample text"), torch.arange(count), dtype=torch.float64)
+    draws = uniform(key_of(run.run_file.run.seed, "sample text"), torch.arange(count), dtype=torch.float64)
     for draw in draws.tolist():
-        logits = call_model(model, tokens[:, -setting.run_file.batch.sequence :])
+        logits = call_model(model, tokens[:, -run.run_file.batch.sequence :])
         if logits.ndim != 3 or logits.shape[-1] < 256:
             raise ConfigError(
                 f"observe.sample_bytes = {count} needs a model of bytes; this one returned {tuple(logits.shape)}, "
@@ -41,12 +41,12 @@ def sample_text(setting: Setting, model: nn.Module, prompt: str, count: int) -> 
     return bytes(tokens[0, len(prompt.encode()) :].tolist()).decode("utf-8", errors="replace")
 
 
-def unsplit_model(setting: Setting, given: Given) -> nn.Module:
+def unsplit_model(run: Run) -> nn.Module:
     """The whole model on this rank alone, with the trained weights: from the newest checkpoint where ranks split it."""
-    if setting.mesh.layout.replica_size == 1:
-        return setting.model
-    model = model_of(setting.run_file, given, device=setting.device, dtype=setting.precision.parameters)
-    directory = run_directory(setting.run_file)
+    if run.mesh.layout.replica_size == 1:
+        return run.model
+    model = model_of(run.run_file, run.workload.objects, device=run.device, dtype=run.workload.precision.parameters)
+    directory = run_directory(run.run_file)
     manifest = read_manifest(checkpoints(directory)[0])
     saved = set(model.state_dict(keep_vars=True))
     tensors = dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if name in saved}

@@ -11,12 +11,17 @@ from torch import Tensor, nn
 
 from shoal.comm.mesh import Mesh
 from shoal.engine.compute import Compute, Cut, as_it_is, uncut
+from shoal.engine.forward_backward import (
+    ForwardBackward,
+    PipelinedForwardBackward,
+    SequentialForwardBackward,
+    as_they_are,
+)
 from shoal.engine.loss import Loss, cross_entropy
 from shoal.engine.microbatches import cut_sequences
-from shoal.engine.passes import Passes, WholePasses, as_they_are
-from shoal.engine.pipelined import PipelinedPasses
 from shoal.engine.precision import Precision
 from shoal.engine.randomness import Randomness
+from shoal.gradients.ownership import Trained
 from shoal.memory.recompute import check_recompute, recompute
 from shoal.models.initialise import PartOf, initialise_parts
 from shoal.models.roles import DeclaresParts
@@ -69,6 +74,11 @@ def divided(run_file: RunFile, model: nn.Module, mesh: Mesh, *, in_flight: int) 
     return Divided(split, table, stages)
 
 
+def trained_in(parts: Divided) -> list[Trained]:
+    """The parameters that this rank trains, and where each stands in the unsplit model."""
+    return [Trained(holding, p) for holding, p in parts.split.held if p.requires_grad]
+
+
 def draw_parts(split: Split, *, seed: int, device: torch.device, dtype: torch.dtype) -> None:
     """Storage and first values for this rank's part of a model that was built without: those of the unsplit model."""
     laws = {name: law for name, role in split.roles.items() if (law := role.init) is not None}
@@ -79,9 +89,9 @@ def draw_parts(split: Split, *, seed: int, device: torch.device, dtype: torch.dt
     initialise_parts(split.model, parts, seed=seed, device=device, dtype=dtype)
 
 
-def passes_of(
+def build_forward_backward(
     run_file: RunFile, parts: Divided, mesh: Mesh, *, loss: Loss, precision: Precision, microbatching: Microbatching
-) -> Passes:
+) -> ForwardBackward:
     """Forward and backward of this rank's part."""
     model, arrange = parts.split.model, microbatching.uniform or as_they_are
     randomness = Randomness(model, seed=run_file.run.seed, replica=mesh.batch_share[0])
@@ -97,11 +107,11 @@ def passes_of(
     )
     first = mesh.layout.index("tensor", mesh.rank) == 0
     if parts.table is None or parts.stages is None:
-        return WholePasses(compute, arrange, counts=first)
+        return SequentialForwardBackward(compute, arrange, counts=first)
     last = parts.table.placement[parts.table.last_stage] == mesh.layout.index("pipeline", mesh.rank)
     pipeline = mesh.axis("pipeline")
     back = mesh.axis("pipeline", lane="back") if mesh.device.type == "cuda" else pipeline
-    return PipelinedPasses(
+    return PipelinedForwardBackward(
         compute,
         parts.table,
         parts.stages,

@@ -30,6 +30,9 @@ from shoal.runfile.run_file import RunFile, statistics_group, with_processes
 
 DEFAULT_PROCESSES = 2
 
+Arrange = Callable[[RunFile, Place | None], RunFile]
+"""Completes the layout of a run file on a known number of ranks (`layout.auto`)."""
+
 
 def processes_of(run_file: RunFile, environ: Mapping[str, str] = os.environ) -> int:
     """How many ranks to start: as the run file says, else the layout's product, else one per GPU, else two."""
@@ -51,6 +54,7 @@ def run(
     file: str,
     writes: bool = True,
     lab: Lab | None = None,
+    arrange: Arrange | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> int:
     """The exit code of the whole run; a rank never returns from a failure, it leaves with its code.
@@ -61,7 +65,9 @@ def run(
     place = place_from(environ)
     started_here = processes_of(run_file, environ) if lab is None else processes_in(lab, run_file, place)
     processes = place.world_size if place is not None else started_here
-    run_file = _arranged(with_processes(run_file, processes), place)
+    run_file = with_processes(run_file, processes)
+    if arrange is not None:
+        run_file = arrange(run_file, place)
     check_across(run_file, file=file)
     check_torch_version()
     if place is None and run_file.wire.transport == "mpi":
@@ -83,21 +89,6 @@ def run(
 
     as_rank(place, ranked, environ)
     return 0
-
-
-def _arranged(run_file: RunFile, place: Place | None) -> RunFile:
-    """The run file with a layout, where it leaves that to the planner; whoever started the run is told which and why.
-
-    The planner is imported for those alone who ask for it: a start takes no longer for the others.
-    """
-    if not run_file.layout.auto:
-        return run_file
-    from shoal.planning.auto_layout import with_layout
-
-    chosen = with_layout(run_file, place)
-    if place is None or (place.rank == 0 and place.launcher != "shoal"):
-        print(chosen.why, file=sys.stderr, flush=True)
-    return chosen.run_file
 
 
 def as_rank(place: Place, work: Callable[[], None], environ: Mapping[str, str]) -> None:

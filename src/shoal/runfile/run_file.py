@@ -21,7 +21,7 @@ from shoal.models.config import ModelConfig
 from shoal.observe.config import ObserveConfig
 from shoal.optim.config import AdamW, OptimizerConfig, Schedule
 from shoal.parallel.config import ContextConfig, PipelineConfig
-from shoal.sync.config import AllReduce, SyncConfig
+from shoal.sync.config import AllReduceConfig, SyncConfig
 from shoal.topology.config import LayoutConfig
 
 
@@ -65,7 +65,7 @@ class RunFile(Table, frozen=True):
     context: ContextConfig = ContextConfig()
     wire: WireConfig = WireConfig()
     gradients: GradientsConfig = GradientsConfig()
-    sync: SyncConfig = AllReduce()
+    sync: SyncConfig = AllReduceConfig()
     memory: MemoryConfig = MemoryConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()

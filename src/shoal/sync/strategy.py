@@ -1,78 +1,51 @@
-"""`Sync`: how replicas agree. The engine calls these and knows nothing else of other replicas' parameters."""
+"""`Sync`: how replicas agree. What ranks of one replica do among themselves is `gradients`'.
+
+A strategy answers four questions:
+
+    which gradients are summed in every step    `gradient_ranks`, by `exchange`
+    who takes every step together               `lockstep`: these ranks count samples, vote and stop together
+    what follows an update                      `after_update`
+    what a checkpoint has to hold               `sections`
+
+Under all-reduce the answers are: those of all replicas, all ranks, nothing, nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from typing import Any, Protocol
 
-from torch import Tensor
-
-from shoal.comm.buckets.own_gradient import OwnGradient
-from shoal.sync.owned import Owned
-
-
-class Remembered(Protocol):
-    """What a checkpoint holds of a sync, so that a run goes on bitwise."""
-
-    def to_state(self) -> dict[str, Any]: ...
-
-    def load(self, state: Mapping[str, Any]) -> None: ...
+from shoal.comm.collective import Collective
+from shoal.comm.exchanges.exchange import NewExchange
+from shoal.topology.holding import Holding, Ranks
 
 
 class Sync(Protocol):
-    """One strategy, for one model, on one generation of the membership."""
+    """One strategy, for one model, in one generation of the membership."""
 
     @property
-    def owned(self) -> Sequence[Owned]:
-        """What this rank's optimizer runs on, in the order of the model's parameters."""
-        ...
-
-    @property
-    def own(self) -> OwnGradient:
-        """The norm of what this rank alone computes, where it is wanted."""
+    def lockstep(self) -> Collective:
+        """The ranks that take every step together: all ranks, or those of one replica."""
         ...
 
     @property
-    def remembered(self) -> Remembered | None:
-        """None where it follows from the run file alone."""
+    def exchange(self) -> NewExchange:
+        """What the ranks that sum a gradient do with its buckets."""
         ...
 
-    def start(self) -> None:
-        """A step begins: the gradients of the last one are gone."""
+    @property
+    def sections(self) -> Sequence[Any]:
+        """What a checkpoint holds of the strategy (`engine.state.Section`)."""
         ...
 
-    def backward(self, *, last: bool) -> AbstractContextManager[None]:
-        """Around the backward of a microbatch; `last` where no other of this step follows."""
+    def gradient_ranks(self, holding: Holding) -> Ranks:
+        """The ranks over which the gradient of a part is summed in every step."""
         ...
 
-    def schedule(self) -> AbstractContextManager[None]:
-        """Instead of `backward`: around all of a pipeline's schedule, which computes one step."""
-        ...
-
-    def gradients(self) -> Tensor:
-        """After the last backward: returns when every owned `.grad` is the agreed one.
-
-        The 2-norm of the agreed gradient of the whole model, a scalar, the same bits on every rank that agrees.
-        """
-        ...
-
-    def scale(self, factor: float | Tensor) -> None:
-        """Multiplies the agreed gradient."""
-        ...
-
-    def parameters(self) -> None:
-        """After the optimizer step: returns when the model computes with the agreed parameters."""
+    def after_update(self, step: int) -> None:
+        """After the optimizer's step `step`, on every rank of `lockstep` alike."""
         ...
 
     def settle(self) -> None:
-        """Between two steps: returns when every update of the last one is made."""
-        ...
-
-    def whole(self) -> AbstractContextManager[None]:
-        """Inside, every parameter of the model can be read, and written where all ranks write the same."""
-        ...
-
-    def close(self) -> None:
-        """Lets go of the model."""
+        """Before an evaluation, a save and the end: returns when nothing is under way between replicas."""
         ...

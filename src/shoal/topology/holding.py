@@ -1,11 +1,14 @@
 """`Holding`: what one rank holds of one parameter of the unsplit model, and with whom it has to agree on it.
 
-Every question about a split parameter has its answer here: gradient sync asks `sums`, ZeRO asks `shard`, the norm and
-the parameter count ask `counts`, checkpoints ask `box`, messages ask `placement` for the axes.
+    inside   ranks of this replica whose gradients of this part are summed: each has seen other samples or other
+             tokens, or computes one term of the gradient
+    across   ranks of the other replicas that hold the same part, and this one: one in each replica. How they agree
+             is the choice of `[sync]`
+    shard    those of `inside` over which ZeRO divides this part and its optimizer state
+    holders  ranks of this replica that hold the same numbers; the first of them counts them in a norm
 
-    sums     ranks whose gradients of this part add up to the gradient of the global batch, this one included
-    shard    those of them, inside one replica, over which ZeRO cuts this part and its optimizer state
-    holders  ranks of one replica that hold the same numbers; the first of them counts them
+Gradient reduction asks `inside` and `across`, ZeRO `shard`, the norm and the parameter count `counts`, checkpoints
+`box`, and messages `placement` for the names of the axes.
 """
 
 from __future__ import annotations
@@ -22,21 +25,27 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Holding:
-    """One parameter on one rank, by the name it has in the unsplit model. Ranks are those of the world, ascending."""
+    """One parameter on one rank, by its name in the unsplit model. Ranks are those of the world, ascending."""
 
     name: str
     global_shape: Dims
     box: Box
     placement: Placement
     rank: int
-    sums: Ranks
+    inside: Ranks
+    across: Ranks
     shard: Ranks
     holders: Ranks
 
     @property
     def counts(self) -> bool:
-        """Is this the rank of its replica at which these numbers are counted?"""
+        """Whether this is the rank of its replica at which these numbers are counted."""
         return self.rank == self.holders[0]
+
+    @property
+    def sums(self) -> Ranks:
+        """The ranks of all replicas whose gradients of this part add up to the gradient of the global batch."""
+        return tuple(sorted(inside + other - self.rank for inside in self.inside for other in self.across))
 
 
 def held(
@@ -55,21 +64,20 @@ def held(
     """The holding of a parameter.
 
     `box` is the part of it that this rank holds (None: all). For a dense parameter, `twins` are the places along
-    `tensor` that hold the same part as this rank (default: itself alone where `tensor_split`, else all of them), and
-    `tensor_partial` says that each of them computes one term of the gradient and not the whole. `tied` are the places
-    along `pipeline` that hold this parameter, when several stages do: their gradients add up too.
+    `tensor` that hold the same part as this rank (default: itself alone if `tensor_split`, else all of them), and
+    `tensor_partial` says that each of them computes one term of the gradient, not the whole. `tied` are the places
+    along `pipeline` that hold this parameter if several stages do: their gradients add up too.
     """
+    box, across = box or whole(global_shape), layout.group("replicate", rank)
     if kind == "expert":
-        placement = placed("expert")
-        sums = layout.group(("replicate", "expert_shard"), rank)
         shard = layout.group("expert_shard", rank)
-        return Holding(name, global_shape, box or whole(global_shape), placement, rank, sums, shard, shard)
+        return Holding(name, global_shape, box, placed("expert"), rank, shard, across, shard, shard)
     tensor, stage = layout.index("tensor", rank), layout.index("pipeline", rank)
     default = [tensor] if tensor_split else range(layout.tensor)
     same = sorted(default if twins is None else twins)
     stages = sorted({stage, *tied})
     summing = same if tensor_partial else [tensor]
-    batch, inside = layout.group(("replicate", "shard", "context"), rank), layout.group(("shard", "context"), rank)
+    batch = layout.group(("shard", "context"), rank)
     placement = placed(
         "dense",
         sharded=("tensor",) if tensor_split else (),
@@ -78,12 +86,13 @@ def held(
     return Holding(
         name,
         global_shape,
-        box or whole(global_shape),
+        box,
         placement,
         rank,
-        sums=_at(layout, batch, stages, summing),
+        inside=_at(layout, batch, stages, summing),
+        across=across,
         shard=layout.group("shard", rank),
-        holders=_at(layout, inside, stages, same),
+        holders=_at(layout, batch, stages, same),
     )
 
 

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch._C import _distributed_c10d as c10d
 
-from shoal.comm.buckets.reducer import Reducer
-from shoal.comm.buckets.summed import Summand, summed_buckets
 from shoal.comm.collective import GroupCollective
 from shoal.comm.config import WireConfig
 from shoal.comm.connect import connect
 from shoal.comm.ledger import Ledger
 from shoal.errors import CollectiveError
+from shoal.gradients.reducer import Reducer
 from tests.comm.shm.test_core_group import DEATH_S, DTYPES, FLOATS, OPS, brought, by_definition, options, shared
+from tests.gradients.buckets import buckets_over
 
 CPU = torch.device("cpu")
 SMALL, LARGE = 1, 140_001  # elements: below the size that is carried out in windows for every dtype, and above it
@@ -116,9 +116,9 @@ def gradients_of(place: Any, with_memory: bool) -> list[Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(300, 300) for _ in range(4)))
     summed = GroupCollective(group, group.allocate if with_memory else None)
-    summands = [Summand(name, parameter, summed) for name, parameter in model.named_parameters()]
-    buckets = summed_buckets(summands, bucket_bytes=800_000, first_bucket_bytes=400_000)
-    reducer = Reducer(list(model.named_parameters()), buckets)
+    parameters = list(model.named_parameters())
+    buckets = buckets_over(parameters, summed, bucket_bytes=800_000, first_bucket_bytes=400_000)
+    reducer = Reducer(parameters, buckets)
     for _ in range(2):
         reducer.start()
         for last in (False, True):

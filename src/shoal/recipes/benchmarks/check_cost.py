@@ -32,7 +32,7 @@ from shoal.recipes.benchmarks.gpt_job import corpus_file, gpt_job, gpt_run_file
 from shoal.recipes.benchmarks.machine import Result
 from shoal.recipes.benchmarks.paired import check, milliseconds, spread
 from shoal.recipes.benchmarks.turns import Turns, interleaved, ratios
-from shoal.recipes.objects import Given
+from shoal.recipes.objects import UserObjects
 from shoal.recipes.setting import set_up
 from shoal.runfile.run_file import RunFile
 from shoal.topology.config import LayoutConfig
@@ -105,7 +105,7 @@ def _altered(run_file: RunFile, transport: Transport, split: Split, place: Place
 
 
 def _step(run_file: RunFile, place: Place, store: Store, stack: ExitStack) -> Callable[[], Any]:
-    setting = set_up(run_file, place, Given(), store=store)
+    setting = set_up(run_file, place, UserObjects(), store=store)
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-bench-")))
     job = gpt_job(setting, folder, stack, exchange=LocalExchange(), ranks=1)
     return lambda: take_step(job)

@@ -23,7 +23,7 @@ from shoal.launch.store_exchange import StoreExchange
 from shoal.recipes.benchmarks.gpt_job import corpus_file, gpt_job, gpt_run_file
 from shoal.recipes.benchmarks.machine import result_folder
 from shoal.recipes.benchmarks.paired import check, milliseconds
-from shoal.recipes.objects import Given
+from shoal.recipes.objects import UserObjects
 from shoal.recipes.setting import set_up
 
 STALL = 0.10
@@ -36,7 +36,7 @@ def measure(place: Place, *, saves: int) -> dict[str, Any] | None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-bench-")))
         shared = result_folder()
-        setting = set_up(gpt_run_file(shared, corpus_file(folder), TOKENS * place.world_size), place, Given())
+        setting = set_up(gpt_run_file(shared, corpus_file(folder), TOKENS * place.world_size), place, UserObjects())
         job = gpt_job(setting, shared, stack, exchange=StoreExchange(setting.store), ranks=place.world_size)
         times: dict[str, list[float]] = {
             name: [] for name in ("torch_save", "stall", "quiet_step", "step_while_writing")

@@ -22,7 +22,7 @@ from shoal.launch.environment import Place
 from shoal.observe.events import read_events
 from shoal.recipes.benchmarks.gpt_job import gpt_job
 from shoal.recipes.benchmarks.paired import check
-from shoal.recipes.objects import Given
+from shoal.recipes.objects import UserObjects
 from shoal.recipes.setting import Setting, set_up
 from shoal.runfile.run_file import RunFile
 
@@ -53,7 +53,7 @@ class Slowed:
 
 def measure(run_file: RunFile, place: Place, *, steps: int) -> dict[str, Any] | None:
     """The row of one recipe and its checks; None on all ranks but the first."""
-    setting = set_up(run_file, place, Given())
+    setting = set_up(run_file, place, UserObjects())
     samples = run_file.batch.global_samples // place.world_size
     as_it_is, step_s = _waiting(setting, steps)
     sample_s = float(setting.announce("sample_s", lambda: str(NEED * step_s / samples)))

@@ -21,7 +21,7 @@ from shoal.launch.environment import Place
 from shoal.models.config import GPTConfig
 from shoal.recipes.assembly import new_feed, new_state, new_step, new_sync
 from shoal.recipes.benchmarks.gpt_job import LR, corpus_file
-from shoal.recipes.objects import Given
+from shoal.recipes.objects import UserObjects
 from shoal.recipes.setting import set_up
 from shoal.runfile.run_file import RunConfig, RunFile
 
@@ -53,7 +53,7 @@ def host_times() -> Iterator[dict[str, Any]]:
 def solo_step(run_file: RunFile, stack: ExitStack) -> Callable[[], Any]:
     """A step of the run on this rank alone, who talks to nobody; `stack` closes what it opens."""
     place = Place(rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, launcher="shoal")
-    setting = set_up(run_file, place, Given(), store=HashStore())
+    setting = set_up(run_file, place, UserObjects(), store=HashStore())
     sync = new_sync(setting)
     stack.callback(sync.close)
     state = new_state(setting, sync)

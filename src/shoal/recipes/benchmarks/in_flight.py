@@ -26,7 +26,7 @@ from shoal.parallel.config import PipelineConfig
 from shoal.recipes.assembly import new_feed, new_state, new_step, new_sync
 from shoal.recipes.benchmarks.gpt_job import corpus_file
 from shoal.recipes.benchmarks.paired import check
-from shoal.recipes.objects import Given
+from shoal.recipes.objects import UserObjects
 from shoal.recipes.setting import Setting, set_up
 from shoal.runfile.run_file import RunConfig, RunFile
 from shoal.schedules.build import build
@@ -75,7 +75,7 @@ def _most_kept(place: Place, store: Store, corpus: Path, schedule: Schedule, mic
         layout=LayoutConfig(pipeline=place.world_size),
         pipeline=PipelineConfig(schedule=schedule, microbatches=microbatches),
     )
-    setting = set_up(run_file, place, Given(), store=store)
+    setting = set_up(run_file, place, UserObjects(), store=store)
     by_rank = torch.zeros(place.world_size, dtype=torch.int64)
     by_rank[place.rank] = _step_keeps(setting)
     setting.mesh.world.all_reduce(by_rank).wait()

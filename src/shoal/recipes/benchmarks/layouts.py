@@ -28,7 +28,7 @@ from shoal.memory.allocations import allocated
 from shoal.recipes.assembly import new_feed, new_state, new_step, new_sync
 from shoal.recipes.benchmarks.layout_cases import CASES, TIMEOUT_S, run_file_of
 from shoal.recipes.benchmarks.quiet import in_turn, quiet_median_s
-from shoal.recipes.objects import Given
+from shoal.recipes.objects import UserObjects
 from shoal.recipes.setting import set_up
 from shoal.runfile.run_file import RunFile
 from shoal.topology.layout import Layout
@@ -90,7 +90,7 @@ def _nothing() -> None:
 
 def _stepper(run_file: RunFile, place: Place, store: Store, stack: ExitStack) -> Callable[[], Any]:
     """A step of the run, its data included."""
-    setting = set_up(run_file, place, Given(), store=store)
+    setting = set_up(run_file, place, UserObjects(), store=store)
     sync = new_sync(setting)
     stack.callback(sync.close)
     state = new_state(setting, sync)

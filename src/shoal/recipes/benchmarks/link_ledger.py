@@ -26,7 +26,7 @@ from shoal.recipes.benchmarks.gpt_job import corpus_file, gpt_job, gpt_run_file
 from shoal.recipes.benchmarks.link_group import gathered, meet, while_counting
 from shoal.recipes.benchmarks.machine import Result
 from shoal.recipes.benchmarks.paired import check
-from shoal.recipes.objects import Given
+from shoal.recipes.objects import UserObjects
 from shoal.recipes.setting import set_up
 from shoal.runfile.run_file import RunFile
 from shoal.topology.config import LayoutConfig
@@ -64,7 +64,7 @@ def _counts(kind: str, place: Place, store: Any, clock: Any) -> tuple[float, flo
     """(bytes of the ledger to other hosts, bytes and packets of the interface) of this rank's steps."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-bench-")))
-        setting = set_up(_run_file(kind, folder), place, Given(), store=store)
+        setting = set_up(_run_file(kind, folder), place, UserObjects(), store=store)
         job = gpt_job(setting, folder, stack, exchange=LocalExchange(), ranks=1)
         for _ in range(WARM_UP):
             take_step(job)

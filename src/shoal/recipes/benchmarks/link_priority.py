@@ -37,7 +37,7 @@ from shoal.recipes.benchmarks.gpt_job import corpus_file, gpt_job, gpt_run_file
 from shoal.recipes.benchmarks.link_group import gathered, meet
 from shoal.recipes.benchmarks.machine import Result
 from shoal.recipes.benchmarks.turns import interleaved, ratios
-from shoal.recipes.objects import Given
+from shoal.recipes.objects import UserObjects
 from shoal.recipes.setting import set_up
 from shoal.runfile.run_file import RunFile, run_directory
 
@@ -95,5 +95,5 @@ def _steps(job: Job, exposed: list[float]) -> None:
 
 def _job(run_file: RunFile, gradients: GradientsConfig, place: Place, store: Store, stack: ExitStack) -> Job:
     run_file = msgspec.structs.replace(run_file, gradients=gradients, optimizer=AdamW(clip_norm=float("inf")))
-    setting = set_up(run_file, place, Given(), store=store)
+    setting = set_up(run_file, place, UserObjects(), store=store)
     return gpt_job(setting, run_directory(run_file), stack, exchange=LocalExchange(), ranks=1)

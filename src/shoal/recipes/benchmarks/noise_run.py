@@ -18,7 +18,7 @@ from shoal.models.config import GPTConfig
 from shoal.observe.config import ObserveConfig
 from shoal.optim.config import AdamW
 from shoal.recipes.assembly import new_feed, new_state, new_step, new_sync
-from shoal.recipes.objects import Given
+from shoal.recipes.objects import UserObjects
 from shoal.recipes.setting import Setting, set_up
 from shoal.runfile.run_file import RunConfig, RunFile
 
@@ -64,7 +64,7 @@ def run_file_of(folder: Path, *, batch: int, seed: int) -> RunFile:
 def train_to(loss: float, run_file: RunFile, place: Place, store: Store, *, lr: float) -> Trained:
     """Trains on all ranks; the same answer on each. Raises `Diverged` where `MOST_STEPS` do not reach the loss."""
     name = f"batch-{run_file.batch.global_samples}-seed-{run_file.run.seed}"
-    setting = set_up(run_file, place, Given(), store=PrefixStore(name, store))
+    setting = set_up(run_file, place, UserObjects(), store=PrefixStore(name, store))
     moments: list[Moments] = []
     before = (0, float("inf"))
     for number, found in _evaluations(setting, lr, moments):

@@ -40,7 +40,7 @@ from shoal.recipes.benchmarks.ddp_script import Script
 from shoal.recipes.benchmarks.gpt_job import MODEL, SEQUENCE, corpus_file, gpt_job, gpt_run_file
 from shoal.recipes.benchmarks.paired import check, lower_bound, milliseconds, spread
 from shoal.recipes.benchmarks.turns import WARM_UP_STEPS, interleaved, ratios
-from shoal.recipes.objects import Given
+from shoal.recipes.objects import UserObjects
 from shoal.recipes.setting import START_TIMEOUT_S, set_up
 
 BOUNDS = {(256, 2): 1.05, (256, 4): 1.15, (2048, 2): 1.0, (2048, 4): 1.0}
@@ -90,7 +90,7 @@ def _job(
         memory = msgspec.structs.replace(run_file.memory, zero=1)
         run_file = msgspec.structs.replace(run_file, layout=layout, memory=memory)
     (folder / name).mkdir()
-    setting = set_up(run_file, place, Given(), store=PrefixStore(name, store))
+    setting = set_up(run_file, place, UserObjects(), store=PrefixStore(name, store))
     return gpt_job(setting, folder / name, stack, exchange=LocalExchange(), ranks=1)
 
 

@@ -17,53 +17,43 @@ from torch import Tensor
 from shoal.data.cursor import Cursor
 from shoal.data.feed import Feed
 from shoal.data.sample import Batch
-from shoal.engine.pipedream_step import PipeDreamStep
 from shoal.engine.proof import Finding, Part, Tolerances, assembled, compare_gradients, compare_number, compare_weights
 from shoal.engine.reference import Reference, StaleReference
 from shoal.engine.step_result import StepResult
 from shoal.optim.schedule import peak_rate
 from shoal.parallel.pipeline.pipedream import staleness
-from shoal.recipes.assembly import new_feed, new_pipedream_step, new_state, new_sync
-from shoal.recipes.objects import Given
-from shoal.recipes.setting import Setting
+from shoal.recipes.run import Run
 from shoal.recipes.verification.reference import axes_of, collected, give_weights, owned_gradients, reference_of
 from shoal.recipes.verification.verdict import Verdict
-from shoal.sync.strategy import Sync
 from shoal.topology.box import Box
 
 NOTE = "PipeDream: the one process takes the microbatches in turn, each at weights as old as its stages' were"
 
-Gradients = list[tuple[str, Box, Tensor]]
 
-
-def verify_updates(
-    setting: Setting, given: Given, *, steps: int, tolerances: Tolerances, exact: bool
-) -> Verdict | None:
+def verify_pipedream(run: Run, *, steps: int, tolerances: Tolerances, exact: bool) -> Verdict | None:
     """The verdict at rank 0, None at the others. Stops at the first step that differs."""
-    sync = new_sync(setting)
-    step = new_pipedream_step(setting, new_state(setting, sync), sync)
-    reference = reference_of(setting, given) if setting.place.rank == 0 else None
-    peak, _ = peak_rate(setting.run_file.optimizer, global_samples=setting.run_file.batch.global_samples)
+    reference = reference_of(run) if run.process.place.rank == 0 else None
+    peak, _ = peak_rate(run.run_file.optimizer, global_samples=run.run_file.batch.global_samples)
     findings: list[Finding] = []
     with ExitStack() as stack:
-        feed = stack.enter_context(closing(new_feed(setting, Cursor())))
-        shares = setting.mesh.batch_share[1] if reference is not None else 0
-        others = [stack.enter_context(closing(new_feed(setting, Cursor(), share=(i, shares)))) for i in range(shares)]
+        feed = stack.enter_context(closing(run.feed(Cursor())))
+        shares = run.mesh.batch_share[1] if reference is not None else 0
+        others = [stack.enter_context(closing(run.feed(Cursor(), share=(i, shares)))) for i in range(shares)]
         for number in range(1, steps + 1):
-            setting.announce(f"verify/{number}/ready", str)  # a long wait, which no collective would allow
-            give_weights(setting, sync, reference)
-            took = _take(setting, step, sync, number, feed.next().microbatches, peak)
+            run.process.announce(f"verify/{number}/ready", str)  # a long wait, which no collective would allow
+            give_weights(run, reference)
+            found = _take_step(run, number, feed.next().microbatches, peak)
             if reference is not None:
-                findings += _judge(setting, reference, _microbatches(setting, others), took, number, peak, tolerances)
+                findings += _compare(run, reference, _microbatches(run, others), found, number, peak, tolerances)
             holds = all(finding.holds for finding in findings)
-            if setting.announce(f"verify/{number}/holds", lambda holds=holds: str(holds)) == "False":
+            if run.process.announce(f"verify/{number}/holds", lambda holds=holds: str(holds)) == "False":
                 break
-    axes = axes_of(setting)
-    return None if reference is None else Verdict(setting.mesh.layout.describe(), exact, findings, axes, (NOTE,))
+    axes = axes_of(run)
+    return None if reference is None else Verdict(run.mesh.layout.describe(), exact, findings, axes, (NOTE,))
 
 
 @dataclass(frozen=True)
-class _Took:
+class _LayoutStep:
     """A step of the layout; `gradients[microbatch]` are the parts of all ranks, at rank 0 only."""
 
     result: StepResult
@@ -71,31 +61,32 @@ class _Took:
     weights: list[Part]
 
 
-def _take(setting: Setting, step: PipeDreamStep, sync: Sync, number: int, batches: list[Batch], lr: float) -> _Took:
-    seen: dict[int, Gradients] = {}
+def _take_step(run: Run, number: int, batches: list[Batch], lr: float) -> _LayoutStep:
+    seen: dict[int, list[tuple[str, Box, Tensor]]] = {}
 
-    def watch(microbatch: int) -> None:
-        seen[microbatch] = [(name, box, values.clone()) for name, box, values in owned_gradients(sync)]
+    def record(microbatch: int) -> None:
+        owned = owned_gradients(run.generation.gradients)
+        seen[microbatch] = [(name, box, values.clone()) for name, box, values in owned]
 
-    result = step(number, batches, lr=lr, watch=watch)
-    gradients = {microbatch: collected(setting, seen[microbatch]) for microbatch in sorted(seen)}
-    weights = collected(setting, [(t.holding.name, t.holding.box, t.parameter) for t in setting.trained])
-    return _Took(result, gradients, weights)
+    result = run.step(number, batches, lr=lr, on_microbatch=record)
+    gradients = {microbatch: collected(run, seen[microbatch]) for microbatch in sorted(seen)}
+    weights = collected(run, [(t.holding.name, t.holding.box, t.parameter) for t in run.trained])
+    return _LayoutStep(result, gradients, weights)
 
 
-def _microbatches(setting: Setting, feeds: Sequence[Feed]) -> list[tuple[Batch, ...]]:
+def _microbatches(run: Run, feeds: Sequence[Feed]) -> list[tuple[Batch, ...]]:
     """The next step's, each of all replicas together."""
-    arrange = setting.microbatching.uniform
+    arrange = run.generation.microbatching.uniform
     assert arrange is not None, "the ranks of a pipeline have microbatches of one size"
     return list(zip(*(arrange(feed.next().microbatches) for feed in feeds), strict=True))
 
 
-def _judge(
-    setting: Setting, reference: Reference, microbatches: Sequence[tuple[Batch, ...]], took: _Took, number: int,
+def _compare(
+    run: Run, reference: Reference, microbatches: Sequence[tuple[Batch, ...]], found: _LayoutStep, number: int,
     lr: float, tolerances: Tolerances,
 ) -> Iterator[Finding]:  # fmt: skip
     """Every microbatch's gradient, then loss, norm and weights of the whole step."""
-    table, stages = setting.parts.table, setting.parts.stages
+    table, stages = run.generation.parts.table, run.generation.parts.stages
     assert table is not None
     assert stages is not None
     stage_of = {name: stage for stage, names in enumerate(stages.names) for name in names}
@@ -109,10 +100,10 @@ def _judge(
         wanted = stale.gradient(number, index, batches)
         loss_sum, weight = loss_sum + wanted.loss * own_weight, weight + own_weight
         squares.append(wanted.norm**2)
-        yield from compare_gradients(number, took.gradients[index], wanted.gradients, tolerance=tolerances.gradient)
-        stale.update(assembled(took.gradients[index], wanted.gradients), lr=lr)
-    yield compare_number(number, "loss", took.result.loss, loss_sum / weight, tolerance=tolerances.loss)
+        yield from compare_gradients(number, found.gradients[index], wanted.gradients, tolerance=tolerances.gradient)
+        stale.update(assembled(found.gradients[index], wanted.gradients), lr=lr)
+    yield compare_number(number, "loss", found.result.loss, loss_sum / weight, tolerance=tolerances.loss)
     norm = math.sqrt(sum(squares) / len(squares))
-    yield compare_number(number, "norm", took.result.norm, norm, tolerance=tolerances.norm)
+    yield compare_number(number, "norm", found.result.norm, norm, tolerance=tolerances.norm)
     after = {name: parameter.detach() for name, parameter in reference.weights.items()}
-    yield from compare_weights(number, took.weights, after, tolerance=tolerances.weight)
+    yield from compare_weights(number, found.weights, after, tolerance=tolerances.weight)

@@ -1,10 +1,9 @@
 """What every proof of a layout needs: the reference on rank 0, its weights on all ranks, all ranks' parts on rank 0.
 
-The reference's routes on every rank: which experts each token of a step went to in one process.
-
-Two orders of summation may rank two nearly equal scores differently, and a token that goes elsewhere changes everything
-behind it. So the layout takes the reference's routes, and is only judged for those that it would have chosen otherwise
-by more than a near-tie.
+A mixture of experts also needs the reference's routes, which say where each token went. Two orders of summation may
+rank two nearly equal scores differently, and a token that goes elsewhere changes everything after it. So the layout
+takes the reference's routes, and only those that it would have chosen otherwise by more than a near-tie count against
+it.
 """
 
 from __future__ import annotations
@@ -21,43 +20,43 @@ from shoal.engine.compute import Compute
 from shoal.engine.proof import Part
 from shoal.engine.randomness import Randomness
 from shoal.engine.reference import Reference
+from shoal.gradients.gradients import Gradients
 from shoal.models.mixture_routes import UNKNOWN, Routes
 from shoal.models.roles import roles_of
 from shoal.optim.build import build_optimizer
-from shoal.recipes.objects import Given, loss_of, model_of
-from shoal.recipes.setting import Setting
-from shoal.sync.strategy import Sync
+from shoal.recipes.objects import loss_of, model_of
+from shoal.recipes.run import Run
 from shoal.topology.box import Box
 
 
-def reference_of(setting: Setting, given: Given) -> Reference:
+def reference_of(run: Run) -> Reference:
     """The whole model in this process, drawn as the layout's was."""
-    run_file, device, precision = setting.run_file, setting.device, setting.precision
-    model = model_of(run_file, given, device=device, dtype=precision.parameters)
+    run_file, device, precision, objects = run.run_file, run.device, run.workload.precision, run.workload.objects
+    model = model_of(run_file, objects, device=device, dtype=precision.parameters)
     roles = roles_of(model)
     trained = [(name, p, roles[name].decay) for name, p in model.named_parameters() if p.requires_grad]
     randomness = Randomness(model, seed=run_file.run.seed, replica=0)
-    compute = Compute(model, loss_of(run_file, given), precision, device, randomness)
+    compute = Compute(model, loss_of(run_file, objects), precision, device, randomness)
     return Reference(compute, build_optimizer(run_file.optimizer, trained, lr=1.0), run_file.optimizer.clip_norm)
 
 
 @torch.no_grad()
-def give_weights(setting: Setting, sync: Sync, reference: Reference | None) -> None:
+def give_weights(run: Run, reference: Reference | None) -> None:
     """Every rank's parameters become its boxes of the reference's."""
-    world, weights = setting.mesh.world, reference.weights if reference is not None else {}
-    with sync.whole():
-        own = {trained.holding.name: trained for trained in setting.trained}
-        for name, shape in setting.trained_shapes.items():
-            dtype, device = setting.precision.parameters, setting.device
+    world, weights = run.mesh.world, reference.weights if reference is not None else {}
+    with run.generation.gradients.full_parameters():
+        own = {trained.holding.name: trained for trained in run.trained}
+        for name, shape in run.trained_shapes.items():
+            dtype, device = run.workload.precision.parameters, run.device
             whole = weights[name].detach().clone() if weights else torch.empty(shape, dtype=dtype, device=device)
             world.broadcast(whole, root=0).wait()
             if name in own:
                 own[name].parameter.copy_(whole[own[name].holding.box.slices])
 
 
-def owned_gradients(sync: Sync) -> Iterator[tuple[str, Box, Tensor]]:
+def owned_gradients(gradients: Gradients) -> Iterator[tuple[str, Box, Tensor]]:
     """The agreed gradients of this rank: name, box of the unsplit parameter, values."""
-    for owned in sync.owned:
+    for owned in gradients.owned:
         gradient = owned.parameter.grad
         flat = torch.zeros_like(owned.parameter).flatten() if gradient is None else gradient.flatten()
         for region in owned.regions:
@@ -65,38 +64,36 @@ def owned_gradients(sync: Sync) -> Iterator[tuple[str, Box, Tensor]]:
             yield owned.name, region.box, part.view(region.box.shape)
 
 
-def collected(setting: Setting, parts: list[tuple[str, Box, Tensor]]) -> list[Part]:
+def collected(run: Run, parts: list[tuple[str, Box, Tensor]]) -> list[Part]:
     """The parts of all ranks at rank 0, nothing at the others."""
     items = [(json.dumps([name, box.offset, box.shape]), values) for name, box, values in parts]
     found = []
-    for rank, named in enumerate(gather_named(items, setting.mesh.world, device=setting.device)):
+    for rank, named in enumerate(gather_named(items, run.mesh.world, device=run.device)):
         for key, values in named:
             name, offset, shape = json.loads(key)
             found.append(Part(name, rank, Box(tuple(offset), tuple(shape)), values))
     return found
 
 
-def axes_of(setting: Setting) -> dict[str, str]:
+def axes_of(run: Run) -> dict[str, str]:
     """For people, at rank 0: along which axes each parameter is summed, and split."""
-    layout, said = setting.mesh.layout, []
-    for trained in setting.trained:
+    layout, said = run.mesh.layout, []
+    for trained in run.trained:
         placement = trained.holding.placement
         summed = [axis for axis in placement.partial if layout.size(axis) > 1]
         split = [axis for axis in placement.sharded if layout.size(axis) > 1]
         clause = _clause("summed over", summed) + _clause("split over", split)
         said.append((json.dumps([trained.holding.name, clause]), torch.zeros(0)))
-    return dict(
-        json.loads(key) for named in gather_named(said, setting.mesh.world, device=setting.device) for key, _ in named
-    )
+    return dict(json.loads(key) for named in gather_named(said, run.mesh.world, device=run.device) for key, _ in named)
 
 
 def _clause(what: str, axes: list[Any]) -> str:
     return f", {what} {' x '.join(axes)}" if axes else ""
 
 
-def share_routes(setting: Setting, routes: Routes | None, *, key: str) -> Routes:
+def share_routes(run: Run, routes: Routes | None, *, key: str) -> Routes:
     """Rank 0's `routes` (None on the others), the same on all. `key` is one that was not used before."""
-    said = json.loads(setting.announce(key, lambda: json.dumps(_forms(routes or Routes()))))
+    said = json.loads(run.process.announce(key, lambda: json.dumps(_forms(routes or Routes()))))
     shared = Routes()
     for layer, samples, places, top_k in said:
         table = torch.full((len(samples), places, top_k), UNKNOWN)
@@ -104,8 +101,8 @@ def share_routes(setting: Setting, routes: Routes | None, *, key: str) -> Routes
             for row, sample in enumerate(samples):
                 own = routes.tables[layer][sample]
                 table[row, : len(own)] = own
-        table = table.to(setting.device)
-        setting.mesh.world.broadcast(table, root=0).wait()
+        table = table.to(run.device)
+        run.mesh.world.broadcast(table, root=0).wait()
         shared.tables[layer] = dict(zip(samples, table.unbind(), strict=True))
     return shared
 

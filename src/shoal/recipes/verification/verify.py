@@ -34,15 +34,13 @@ from shoal.engine.proof import (
     compare_weights,
 )
 from shoal.engine.reference import Reference, ReferenceGradient
-from shoal.engine.step_protocol import Step
 from shoal.engine.step_result import StepResult
 from shoal.launch.environment import Place
 from shoal.models.mixture_routes import RecordRoutes, ReplayRoutes, RouteDifference, Routes, set_routes
 from shoal.optim.schedule import peak_rate
-from shoal.recipes.assembly import new_feed, new_state, new_step, new_sync
-from shoal.recipes.objects import Given
-from shoal.recipes.setting import Setting, set_up
-from shoal.recipes.verification.pipedream import verify_updates
+from shoal.recipes.objects import UserObjects
+from shoal.recipes.run import Run, open_run
+from shoal.recipes.verification.pipedream import verify_pipedream
 from shoal.recipes.verification.reference import (
     axes_of,
     collected,
@@ -53,46 +51,42 @@ from shoal.recipes.verification.reference import (
 )
 from shoal.recipes.verification.verdict import Verdict
 from shoal.runfile.run_file import RunFile
-from shoal.sync.strategy import Sync
 
 
 def verify_rank(
-    run_file: RunFile, place: Place, given: Given, *, steps: int, exact: bool, store: Store | None = None
+    run_file: RunFile, place: Place, objects: UserObjects, *, steps: int, exact: bool, store: Store | None = None
 ) -> Verdict | None:
-    """The verdict at rank 0, None at the others. Stops at the first step that differs. `store`: as for `set_up`."""
+    """The verdict at rank 0, None at the others. Stops at the first step that differs. `store`: as for `open_run`."""
     run_file = msgspec.structs.replace(run_file, precision=Float64() if exact else Float32())
-    setting = set_up(run_file, place, given, store=store)
+    run = open_run(run_file, place, objects, store=store)
     if run_file.pipeline.asynchronous:
-        return verify_updates(setting, given, steps=steps, tolerances=EXACT if exact else SINGLE, exact=exact)
-    sync = new_sync(setting)
-    state = new_state(setting, sync)
-    step = new_step(setting, state, sync)
-    reference = reference_of(setting, given) if place.rank == 0 else None
+        return verify_pipedream(run, steps=steps, tolerances=EXACT if exact else SINGLE, exact=exact)
+    reference = reference_of(run) if place.rank == 0 else None
     peak, _ = peak_rate(run_file.optimizer, global_samples=run_file.batch.global_samples)
     tolerances, replayed = EXACT if exact else SINGLE, 0
     findings: list[Finding] = []
-    with closing(new_feed(setting, Cursor())) as feed, closing(_whole_feed(setting)) as whole:
+    with closing(run.feed(Cursor())) as feed, closing(_whole_feed(run)) as whole:
         for number in range(1, steps + 1):
             wanted, routes = _expect(reference, whole, number)
-            setting.announce(f"verify/{number}/expected", str)  # a long wait, which no collective would allow
-            give_weights(setting, sync, reference)
-            tap = ReplayRoutes(share_routes(setting, routes, key=f"verify/{number}/routes"), tolerances.loss)
-            took = _take(setting, step, sync, number, feed.next().microbatches, peak, tap)
-            replayed += took.replayed
+            run.process.announce(f"verify/{number}/expected", str)  # a long wait, which no collective would allow
+            give_weights(run, reference)
+            tap = ReplayRoutes(share_routes(run, routes, key=f"verify/{number}/routes"), tolerances.loss)
+            found = _take_step(run, number, feed.next().microbatches, peak, tap)
+            replayed += found.replayed
             if reference is not None and wanted is not None:
-                findings += _judge(reference, wanted, took, number, peak, tolerances)
+                findings += _compare(reference, wanted, found, number, peak, tolerances)
             holds = all(finding.holds for finding in findings)
-            if setting.announce(f"verify/{number}/holds", lambda holds=holds: str(holds)) == "False":
+            if run.process.announce(f"verify/{number}/holds", lambda holds=holds: str(holds)) == "False":
                 break
-    axes = axes_of(setting)
+    axes = axes_of(run)
     if reference is None:
         return None
     notes = (f"{replayed} routes of near-ties were taken from the reference",) if replayed else ()
-    return Verdict(setting.mesh.layout.describe(), exact, findings, axes, notes)
+    return Verdict(run.mesh.layout.describe(), exact, findings, axes, notes)
 
 
 @dataclass(frozen=True)
-class _Took:
+class _LayoutStep:
     """What a step of the layout came to; the parts are those of all ranks, at rank 0 only."""
 
     result: StepResult
@@ -112,49 +106,48 @@ def _expect(reference: Reference | None, whole: Feed, number: int) -> tuple[Refe
     return reference.gradient(number, whole.next().microbatches), routes
 
 
-def _take(
-    setting: Setting, step: Step, sync: Sync, number: int, batches: list[Batch], lr: float, tap: ReplayRoutes
-) -> _Took:
+def _take_step(run: Run, number: int, batches: list[Batch], lr: float, tap: ReplayRoutes) -> _LayoutStep:
     """A step under the layout on the reference's routes, with what every rank holds of gradients and new weights."""
-    set_routes(setting.model, tap)
+    set_routes(run.model, tap)
+    gradients = run.generation.gradients
     seen: list[tuple[float, list[Part]]] = []
 
-    def look(norm: float) -> None:
-        seen.append((norm, collected(setting, list(owned_gradients(sync)))))
+    def record(norm: float) -> None:
+        seen.append((norm, collected(run, list(owned_gradients(gradients)))))
 
-    result = step(number, batches, lr=lr, look=look)
-    with sync.whole():
-        weights = collected(setting, [(t.holding.name, t.holding.box, t.parameter) for t in setting.trained])
-    differences, replayed = _gather_routes(setting, tap)
-    return _Took(result, *seen[0], weights, differences, replayed)
+    result = run.step(number, batches, lr=lr, on_gradients=record)
+    with gradients.full_parameters():
+        weights = collected(run, [(t.holding.name, t.holding.box, t.parameter) for t in run.trained])
+    differences, replayed = _gather_routes(run, tap)
+    return _LayoutStep(result, *seen[0], weights, differences, replayed)
 
 
-def _judge(
-    reference: Reference, wanted: ReferenceGradient, took: _Took, number: int, lr: float, tolerances: Tolerances
+def _compare(
+    reference: Reference, wanted: ReferenceGradient, found: _LayoutStep, number: int, lr: float, tolerances: Tolerances
 ) -> Iterator[Finding]:
     """Loss, norm, every gradient, routes, and every weight after the step."""
-    for difference in took.routes:
+    for difference in found.routes:
         where = f"{difference.layer}, token {difference.place} of sample {difference.sample}"
         yield Finding(number, "route", where, -1, difference.gap, tolerances.loss)
-    yield compare_number(number, "loss", took.result.loss, wanted.loss, tolerance=tolerances.loss)
-    yield compare_number(number, "norm", took.norm, wanted.norm, tolerance=tolerances.norm)
-    yield from compare_gradients(number, took.gradients, wanted.gradients, tolerance=tolerances.gradient)
-    reference.update(assembled(took.gradients, wanted.gradients), lr=lr)
+    yield compare_number(number, "loss", found.result.loss, wanted.loss, tolerance=tolerances.loss)
+    yield compare_number(number, "norm", found.norm, wanted.norm, tolerance=tolerances.norm)
+    yield from compare_gradients(number, found.gradients, wanted.gradients, tolerance=tolerances.gradient)
+    reference.update(assembled(found.gradients, wanted.gradients), lr=lr)
     after = {name: parameter.detach() for name, parameter in reference.weights.items()}
-    yield from compare_weights(number, took.weights, after, tolerance=tolerances.weight)
+    yield from compare_weights(number, found.weights, after, tolerance=tolerances.weight)
 
 
-def _whole_feed(setting: Setting) -> Feed:
+def _whole_feed(run: Run) -> Feed:
     """The global batches, undivided."""
-    return new_feed(setting, Cursor(), share=(0, 1))
+    return run.feed(Cursor(), share=(0, 1))
 
 
-def _gather_routes(setting: Setting, tap: ReplayRoutes) -> tuple[list[RouteDifference], int]:
+def _gather_routes(run: Run, tap: ReplayRoutes) -> tuple[list[RouteDifference], int]:
     """What all ranks would have routed otherwise, at rank 0."""
     own = [(json.dumps([[*difference] for difference in tap.differences]), torch.tensor(tap.replayed))]
     differences: list[RouteDifference] = []
     replayed = 0
-    for ((said, count),) in gather_named(own, setting.mesh.world, device=setting.device):
+    for ((said, count),) in gather_named(own, run.mesh.world, device=run.device):
         differences += [RouteDifference(*found) for found in json.loads(said)]
         replayed += int(count)
     return differences, replayed

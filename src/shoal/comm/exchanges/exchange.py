@@ -1,0 +1,118 @@
+"""`Exchange`: what ranks do with one flat buffer. Where numbers lie in the buffer is another question (`gradients`).
+
+    all-reduce       every rank ends with the sum of the whole buffer
+    reduce-scatter   each rank ends with its piece of the sum, which another exchange may then take further
+    credited         an all-reduce in parts, which leave in a given order, a credit of bytes at a time
+
+A step is `start`, `send` (once, or once a microbatch), `settle` and `wait`; then `result` holds the agreed numbers. All
+ranks of a group call these in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shoal.comm.collective import Collective, Handle
+
+
+class Exchange(Protocol):
+    """The exchange of one buffer, again and again."""
+
+    @property
+    def result(self) -> Tensor:
+        """Flat, the same memory in every step: the whole buffer, or this rank's piece. Agreed after `wait`."""
+        ...
+
+    def start(self) -> None:
+        """A step begins: forgets the one before."""
+        ...
+
+    def send(self, buffer: Tensor) -> None:
+        """`buffer` `[numel]` holds this rank's terms. Does not block, and may overwrite it."""
+        ...
+
+    def land(self) -> None:
+        """Returns when the buffer that was sent last may be used again."""
+        ...
+
+    def settle(self) -> None:
+        """Nothing more is sent in this step: starts what follows. All buffers settle before the first one waits."""
+        ...
+
+    def wait(self) -> None:
+        """Returns when `result` is agreed."""
+        ...
+
+
+NewExchange = Callable[[Collective, Tensor], Exchange]
+"""From a group and the flat buffer that its ranks agree on in place to their exchange."""
+
+
+class AllReduce:
+    """The sum over `group`, in place."""
+
+    def __init__(self, group: Collective, buffer: Tensor) -> None:
+        self.group, self.result = group, buffer
+        self._handle: Handle | None = None
+
+    def start(self) -> None:
+        self._handle = None
+
+    def send(self, buffer: Tensor) -> None:
+        self._handle = self.group.all_reduce(buffer) if self.group.size > 1 else None
+
+    def land(self) -> None:
+        self.wait()
+
+    def settle(self) -> None:
+        """Nothing follows the sum."""
+
+    def wait(self) -> None:
+        if self._handle is not None:
+            self._handle.wait()
+            self._handle = None
+
+
+class ReduceScatter:
+    """This rank's piece of the sum over `shard`, in `piece`; then `follow` agrees on it with the ranks beyond `shard`.
+
+        piece_r = follow( reduce_scatter over shard (buffer)[r] )
+
+    A second `send` of a step adds to the piece: a microbatch at a time, without room for the sum of whole buffers.
+    """
+
+    def __init__(self, shard: Collective, piece: Tensor, follow: Exchange) -> None:
+        self.shard, self.result, self.follow = shard, piece, follow
+        self._handle: Handle | None = None
+        self._later: Tensor | None = None
+        self._sent = False
+
+    def start(self) -> None:
+        self._sent, self._handle = False, None
+        self.follow.start()
+
+    def send(self, buffer: Tensor) -> None:
+        self._later = torch.empty_like(self.result) if self._sent else None
+        self._handle = self.shard.reduce_scatter(self.result if self._later is None else self._later, buffer)
+        self._sent = True
+
+    def land(self) -> None:
+        if self._handle is None:
+            return
+        self._handle.wait()
+        self._handle = None
+        if self._later is not None:
+            self.result.add_(self._later)
+            self._later = None
+
+    def settle(self) -> None:
+        self.land()
+        self.follow.send(self.result)
+        self.follow.settle()
+
+    def wait(self) -> None:
+        self.follow.wait()

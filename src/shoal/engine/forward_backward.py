@@ -1,0 +1,229 @@
+"""Forward and backward of the microbatches of one step on one rank.
+
+A rank that holds the whole chain of the model computes one microbatch after the other. A rank that holds some stages of
+it follows the table of a pipeline schedule: all ranks of a pipeline have the same samples, a stage computes the context
+of its microbatches itself, and only activations and their gradients travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from shoal.comm.collective import Collective
+from shoal.data.sample import Batch
+from shoal.engine.compute import Compute, Microbatch
+from shoal.engine.loss import call_model, weighted_sum
+from shoal.engine.microbatches import leaves
+from shoal.gradients.gradients import Gradients
+from shoal.models.roles import DeclaresParts
+from shoal.parallel.pipeline.execute import Hooks, run_pipeline
+from shoal.parallel.pipeline.pipedream import Update, run_pipedream
+from shoal.parallel.pipeline.stages import Stages
+from shoal.schedules.table import Action, Table, forward_only
+
+Arrange = Callable[[Sequence[Batch]], Sequence[Batch]]
+"""From this rank's samples of a step to the microbatches that it computes."""
+
+
+def as_they_are(batches: Sequence[Batch]) -> Sequence[Batch]:
+    """The microbatches of the feed."""
+    return batches
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A batch, the model's outputs for it, and the loss of each sample or position."""
+
+    batch: Batch
+    outputs: Any
+    losses: Tensor
+
+
+class ForwardBackward(Protocol):
+    """Everything between the samples and the gradients on one rank."""
+
+    @property
+    def compute(self) -> Compute:
+        """What this rank computes with: its part of the model, the loss, the device."""
+        ...
+
+    def __call__(
+        self,
+        batches: Sequence[Batch],
+        *,
+        gradients: Gradients,
+        factor: Callable[[], float],
+        on_loss: Callable[[Tensor], None],
+    ) -> None:
+        """Accumulates the gradient of `factor()` x the sum of the losses.
+
+        `on_loss` is called once, as soon as the sum of this rank's losses is there (float64, 0 where others count it).
+        """
+        ...
+
+    def evaluate(self, batch: Batch) -> Evaluated | None:
+        """Forward without gradients; None on a rank that other ranks count for."""
+        ...
+
+
+@dataclass(frozen=True)
+class SequentialForwardBackward:
+    """One microbatch after the other, forward and backward. `counts`: are this rank's losses those that count?"""
+
+    compute: Compute
+    arrange: Arrange = as_they_are
+    counts: bool = True
+
+    def __call__(
+        self,
+        batches: Sequence[Batch],
+        *,
+        gradients: Gradients,
+        factor: Callable[[], float],
+        on_loss: Callable[[Tensor], None],
+    ) -> None:
+        microbatches = self.arrange(batches)
+        total = torch.zeros((), dtype=torch.float64, device=self.compute.device)
+        for index, batch in enumerate(microbatches):
+            last = index == len(microbatches) - 1
+            loss_sum = self._forward(self.compute.prepared(batch), factor)
+            total += loss_sum.detach()
+            scale = factor()
+            if last:
+                on_loss(total if self.counts else torch.zeros_like(total))
+            with gradients.backward(last=last):
+                (loss_sum * scale).backward()
+
+    def evaluate(self, batch: Batch) -> Evaluated | None:
+        own = self.compute.prepared(batch).batch
+        outputs, losses = self.compute.losses(own)
+        outputs = self.compute.gathered(outputs)
+        return Evaluated(own, outputs, losses) if self.counts else None
+
+    def _forward(self, microbatch: Microbatch, factor: Callable[[], float]) -> Tensor:
+        self.compute.announce(microbatch, factor)
+        _, losses = self.compute.losses(microbatch.batch)
+        return weighted_sum(losses, microbatch.batch.weights)
+
+
+@dataclass(frozen=True)
+class PipelinedForwardBackward:
+    """`ForwardBackward` by `table` over the ranks of `group`, the pipeline; `back` is a second group of them.
+
+    The number of microbatches that `arrange` gives is a multiple of the table's. `counts`: does this rank hold the last
+    stage, and no other holds the same numbers? `splits`: see `run_pipeline`.
+    """
+
+    compute: Compute
+    table: Table
+    stages: Stages
+    arrange: Arrange
+    group: Collective
+    back: Collective
+    counts: bool
+    splits: bool = True
+
+    def __call__(
+        self,
+        batches: Sequence[Batch],
+        *,
+        gradients: Gradients,
+        factor: Callable[[], float],
+        on_loss: Callable[[Tensor], None],
+    ) -> None:
+        scale = factor()
+        total = torch.zeros((), dtype=torch.float64, device=self.compute.device)
+        with gradients.schedule():
+            for microbatches in self._rounds(batches):
+
+                def loss(output: Tensor, index: int, own: Sequence[Microbatch] = microbatches) -> Tensor:
+                    loss_sum = self._loss_sum(output, own[index].batch)
+                    total.add_(loss_sum.detach())
+                    return loss_sum * scale
+
+                self._run(self.table, microbatches, loss, announced=lambda _: scale)
+        on_loss(total if self.counts else torch.zeros_like(total))
+
+    def asynchronous(self, microbatches: Sequence[Batch], *, factors: Sequence[float], update: Update) -> Tensor:
+        """All of a step's `microbatches`, arranged already, with an `update` after the backward of each.
+
+        The loss of each is multiplied by its factor. The sum of the losses that this rank counts, float64.
+        """
+        own = [self.compute.prepared(batch) for batch in microbatches]
+        total = torch.zeros((), dtype=torch.float64, device=self.compute.device)
+
+        def loss(output: Tensor, index: int) -> Tensor:
+            loss_sum = self._loss_sum(output, own[index].batch)
+            total.add_(loss_sum.detach())
+            return loss_sum * factors[index]
+
+        self._run(self.table, own, loss, announced=lambda index: factors[index], update=update)
+        return total if self.counts else torch.zeros_like(total)
+
+    def evaluate(self, batch: Batch) -> Evaluated | None:
+        microbatch, found = self.compute.prepared(batch), []
+
+        def loss(output: Tensor, index: int) -> Tensor:
+            losses = self.compute.loss(output, microbatch.batch.targets)
+            found.append(Evaluated(microbatch.batch, self.compute.gathered(output), losses))
+            return losses.sum()
+
+        self._run(forward_only(self.table, 1), [microbatch], loss)
+        return found[0] if found and self.counts else None
+
+    def _rounds(self, batches: Sequence[Batch]) -> Iterator[list[Microbatch]]:
+        """As many microbatches at a time as the table takes."""
+        arranged, size = self.arrange(batches), self.table.microbatches
+        for first in range(0, len(arranged), size):
+            yield [self.compute.prepared(batch) for batch in arranged[first : first + size]]
+
+    def _run(
+        self,
+        table: Table,
+        microbatches: Sequence[Microbatch],
+        loss: Callable[[Tensor, int], Tensor],
+        *,
+        announced: Callable[[int], float] | None = None,
+        update: Update | None = None,
+    ) -> None:
+        model = cast(DeclaresParts, self.compute.model)
+
+        @contextmanager
+        def around(action: Action) -> Iterator[None]:
+            if action.kind != "F":  # a backward runs in the types of its forward
+                yield
+                return
+            if announced is not None:
+                self.compute.announce(microbatches[action.microbatch], partial(announced, action.microbatch))
+            with self.compute.precision.autocast(self.compute.device):
+                yield
+
+        run = partial(run_pipeline, splits=self.splits) if update is None else partial(run_pipedream, update=update)
+        run(
+            table,
+            self.group,
+            stage=self.stages.forward,
+            contexts=[call_model(model.context, microbatch.batch.inputs) for microbatch in microbatches],
+            loss=loss,
+            weights=self.stages.weights,
+            device=self.compute.device,
+            back=self.back,
+            hooks=Hooks(around=around),
+            likenesses=_likenesses(microbatches),
+        )
+
+    def _loss_sum(self, output: Any, batch: Batch) -> Tensor:
+        return weighted_sum(self.compute.loss(output, batch.targets), batch.weights)
+
+
+def _likenesses(microbatches: Sequence[Microbatch]) -> list[int]:
+    """For each microbatch, the first one whose inputs have the same shapes: all ranks of the pipeline see the same."""
+    shapes = [tuple(tuple(leaf.shape) for leaf in leaves(microbatch.batch.inputs)) for microbatch in microbatches]
+    return [shapes.index(own) for own in shapes]

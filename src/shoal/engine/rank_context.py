@@ -1,0 +1,103 @@
+"""What a rank's steps stand on, and what every step begins and ends with, however it updates.
+
+It begins with a model in training mode, with buffers, batch statistics and random numbers of its own, and with counting
+what is trained on. It ends with those kept or taken back, and with an account of its seconds and bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.comm.collective import Collective
+from shoal.comm.ledger import Entry, Ledger
+from shoal.data.sample import Batch
+from shoal.engine.batch_statistics import BufferGuard, StatisticsSync
+from shoal.engine.forward_backward import ForwardBackward
+from shoal.engine.noise import NoiseReading
+from shoal.engine.precision import LossScaler
+from shoal.engine.step_result import StepResult, StepTimes
+from shoal.engine.tally import PendingTally, Tally
+from shoal.models.mixture_loads import mixtures_of
+
+
+@dataclass
+class RankContext:
+    """One rank in one generation of the membership.
+
+    `lockstep` are the ranks that take every step together: they count, vote and stop together, as the strategy of
+    `[sync]` says. `data_parallel_group` are those of them that hold the same layers and see other samples, or other
+    tokens. `counts`: this rank's samples are counted, and not those of another rank that sees the same.
+    """
+
+    forward_backward: ForwardBackward
+    lockstep: Collective
+    data_parallel_group: Collective
+    ledger: Ledger
+    scaler: LossScaler
+    counts: bool = True
+
+    def __post_init__(self) -> None:
+        self.model, self.device = self.forward_backward.compute.model, self.forward_backward.compute.device
+        self.model.train()
+        self._statistics = StatisticsSync(self.model, self.data_parallel_group)
+        self._buffers = BufferGuard(self.model, self.data_parallel_group)
+        self.mixtures = mixtures_of(self.model)
+        self._begin_s = 0.0
+
+    def begin(self, step: int) -> None:
+        """Prepares the model for a step."""
+        self._begin_s = time.perf_counter()
+        if not self.model.training:  # after an evaluation
+            self.model.train()
+        self._buffers.start()
+        self.forward_backward.compute.randomness.step(step)
+
+    def tally(self, batches: Sequence[Batch], *, stop: bool) -> PendingTally:
+        """Starts counting what all ranks train on, and who asks to stop."""
+        return PendingTally(batches if self.counts else (), self.lockstep, stop=stop, device=self.device)
+
+    def finish(self, *, committed: bool) -> None:
+        """Keeps what the forward changed beside the parameters, or takes it back."""
+        self._statistics.finish(committed=committed)
+        self._buffers.finish(committed=committed)
+
+    def result(
+        self,
+        *,
+        loss: float,
+        norm: float,
+        scale: float,
+        committed: bool,
+        tally: Tally,
+        update_s: float,
+        noise: NoiseReading | None = None,
+    ) -> StepResult:
+        """The step is over. `update_s`: seconds from the end of the backward on, waits for the wire left out."""
+        wire = self.ledger.take()
+        total = sum(wire.values(), start=Entry())
+        all_s = time.perf_counter() - self._begin_s
+        times = StepTimes(all_s - total.exposed_s - update_s, total.exposed_s, update_s)
+        return StepResult(loss, norm, scale, committed, tally, times, total.bytes_sent, noise, wire)
+
+
+class GlobalSum:
+    """A sum over the ranks of `group`, under way behind the backward."""
+
+    def __init__(self, group: Collective) -> None:
+        self._group, self._total, self._handle = group, torch.zeros(()), None
+
+    def start(self, own: Tensor) -> None:
+        """This rank's part, which must not change any more."""
+        self._total = own
+        self._handle = self._group.all_reduce(own) if self._group.size > 1 else None
+
+    def wait(self) -> float:
+        """The sum."""
+        if self._handle is not None:
+            self._handle.wait()
+        return float(self._total)

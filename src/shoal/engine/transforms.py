@@ -1,0 +1,47 @@
+"""Gradient transforms: what happens to the agreed gradient before the optimizer sees it.
+
+A transform is a function of the gradient, and transforms compose by standing in a list, as in optax. Those that only
+multiply share one pass over memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shoal.gradients.gradients import Gradients
+
+
+@dataclass
+class AgreedGradient:
+    """The gradient of the global batch. `norm` is its 2-norm; `factor` is what `gradients` have yet to be multiplied by
+    (one over the loss scale, to begin with).
+    """
+
+    gradients: Gradients
+    norm: float
+    factor: float = 1.0
+
+    def scale(self, factor: float) -> None:
+        """Multiplies the gradient."""
+        self.factor *= factor
+        self.norm *= factor
+
+    def apply(self) -> None:
+        """Makes the gradient what it stands for, before the optimizer or a transform reads its numbers."""
+        if self.factor != 1.0:
+            self.gradients.scale(self.factor)
+            self.factor = 1.0
+
+
+Transform = Callable[[AgreedGradient], None]
+
+
+def clip_by_global_norm(limit: float) -> Transform:
+    """Scales a gradient whose 2-norm is above `limit` down to it (Pascanu et al., arXiv:1211.5063, algorithm 1)."""
+
+    def clip(gradient: AgreedGradient) -> None:
+        if gradient.norm > limit:
+            gradient.scale(limit / gradient.norm)
+
+    return clip

@@ -1,0 +1,289 @@
+"""When a gradient becomes an update.
+
+    AtOnce         all gradients agree, one vote, one update
+    ByBucket       each bucket's parameters are updated when their sums are there, in the next forward
+    ByMicrobatch   PipeDream: every stage updates after each microbatch, from weights some updates old
+
+A policy runs the forward and backward of a step, because what it needs from them differs, and makes the update.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shoal.comm.collective import Collective
+from shoal.data.sample import Batch
+from shoal.engine.forward_backward import PipelinedForwardBackward
+from shoal.engine.noise import NoiseMeter, NoiseReading
+from shoal.engine.rank_context import GlobalSum, RankContext
+from shoal.engine.tally import PendingTally, Tally
+from shoal.engine.transforms import AgreedGradient, Transform
+from shoal.errors import Diverged
+from shoal.gradients.gradients import Gradients
+from shoal.gradients.priority import PriorityGradients
+from shoal.optim.build import part_of, set_rate
+
+OnGradients = Callable[[float], None]
+"""Called with the 2-norm of the agreed gradient of the whole model."""
+
+OnMicrobatch = Callable[[int], None]
+"""Called with the number of a microbatch when its gradient is agreed, before its update."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step gives its policy."""
+
+    step: int
+    batches: Sequence[Batch]
+    lr: float
+    tally: PendingTally
+    loss: GlobalSum
+    on_gradients: OnGradients | None = None
+    on_microbatch: OnMicrobatch | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a step. `loss` and `norm` are those of the global batch, `scale` the loss scale that was used.
+
+    `committed`: it was finite. `keeps_buffers`: what the forward changed beside the parameters stays.
+    """
+
+    loss: float
+    norm: float
+    committed: bool
+    update_s: float
+    scale: float = 1.0
+    keeps_buffers: bool = True
+    noise: NoiseReading | None = None
+
+
+class UpdatePolicy(Protocol):
+    """Takes a step's samples to new weights. `overlaps_steps`: what is sent between two steps belongs to the second."""
+
+    overlaps_steps: bool
+
+    @property
+    def gradients(self) -> Gradients: ...
+
+    def __call__(self, context: RankContext, work: Work) -> Outcome: ...
+
+
+class AtOnce:
+    """One update, from the whole gradient. `transforms` are applied to it in order; `noise` measures it.
+
+    The vote: norm and loss are sums over all ranks in lock-step, so what is not finite anywhere shows on every rank.
+    """
+
+    overlaps_steps = False
+
+    def __init__(
+        self,
+        gradients: Gradients,
+        optimizer: torch.optim.Optimizer,
+        *,
+        transforms: Sequence[Transform] = (),
+        noise: NoiseMeter | None = None,
+    ) -> None:
+        self.gradients = gradients
+        self._optimizer, self._transforms, self._noise = optimizer, transforms, noise
+
+    def __call__(self, context: RankContext, work: Work) -> Outcome:
+        scale = context.scaler.scale
+        if self._noise is not None:
+            self._noise.start(work.step)
+        self.gradients.start()
+        context.forward_backward(
+            work.batches,
+            gradients=self.gradients,
+            factor=lambda: scale / work.tally.wait().denominator,
+            on_loss=work.loss.start,
+        )
+        tally, clock = work.tally.wait(), _UpdateClock(context)
+        norm = float(self.gradients.reduce()) / scale
+        if work.on_gradients is not None:
+            work.on_gradients(norm)
+        loss = work.loss.wait() / tally.denominator
+        finite = math.isfinite(norm) and math.isfinite(loss)
+        noise = self._measure(work.batches, tally, norm, scale) if finite else None
+        if finite:
+            self._update(norm, work.lr, scale)
+        context.scaler.update(finite=finite)
+        return Outcome(loss, norm, finite, clock.seconds(), scale=scale, keeps_buffers=finite, noise=noise)
+
+    def _update(self, norm: float, lr: float, scale: float) -> None:
+        gradient = AgreedGradient(self.gradients, norm, factor=1.0 / scale)
+        for transform in self._transforms:
+            transform(gradient)
+        gradient.apply()
+        set_rate(self._optimizer, lr)
+        self._optimizer.step()
+        self.gradients.gather()
+
+    def _measure(self, batches: Sequence[Batch], tally: Tally, norm: float, scale: float) -> NoiseReading | None:
+        """Norm and loss are the same on every rank, so all of them measure or none."""
+        if self._noise is None:
+            return None
+        return self._noise.reading(batches, tally, norm=norm, scale=scale)
+
+
+class ByBucket:
+    """Updates of the parameters of each bucket when their sums are there, in the next forward.
+
+        step n      forward (updates of n - 1, each before its module) | backward | loss
+        step n + 1  forward (updates of n, ...)                        | ...
+
+    It computes what `AtOnce` does, without clipping and loss scale. What is known only when all sums are there comes
+    late: the norm is that of the step before, but for the first steps and where somebody asks for it. A loss that is
+    not finite is known before any update, and such a step is skipped; a gradient that is not finite, of a loss that is,
+    shows when a part of the update is made already, and ends the run.
+    """
+
+    overlaps_steps = True
+
+    def __init__(self, gradients: PriorityGradients, optimizer: torch.optim.Optimizer) -> None:
+        self.gradients = gradients
+        self._parts = [part_of(optimizer, parameters) for parameters in gradients.parts]
+        self._step, self._lr, self._update_s = 0, 0.0, 0.0
+        gradients.on_arrival(self._update)
+
+    def __call__(self, context: RankContext, work: Work) -> Outcome:
+        """Raises `Diverged` if the gradient of the step before was not finite, though its loss was."""
+        self._update_s = 0.0
+        self.gradients.start()
+        context.forward_backward(
+            work.batches,
+            gradients=self.gradients,
+            factor=lambda: 1.0 / work.tally.wait().denominator,
+            on_loss=work.loss.start,
+        )
+        loss = work.loss.wait() / work.tally.wait().denominator
+        finite = math.isfinite(loss)
+        self._step, self._lr = work.step, work.lr
+        self.gradients.release(commit=finite)
+        waits = self.gradients.rehearses or work.on_gradients is not None
+        norm = float(self.gradients.reduce() if waits else self.gradients.norm)
+        if work.on_gradients is not None:
+            work.on_gradients(norm)
+        return Outcome(loss, norm, finite, self._update_s, keeps_buffers=finite)
+
+    def _update(self, part: int, norm: Tensor) -> None:
+        """The sums of some parameters are there."""
+        if not math.isfinite(norm):
+            raise Diverged(
+                f"step {self._step} had a finite loss and a gradient that is not finite, of which a part has been "
+                'applied already, because gradients.schedule = "priority": go on from the newest checkpoint with a '
+                'smaller optimizer.lr, or with gradients.schedule = "order", which skips such steps'
+            )
+        begin_s = time.perf_counter()
+        set_rate(self._parts[part], self._lr)
+        self._parts[part].step()
+        self._update_s += time.perf_counter() - begin_s
+
+
+class ByMicrobatch:
+    """PipeDream (SOSP 2019, section 3.3): an update after each microbatch, from gradients of weights some updates old.
+
+    With S stages, M microbatches and updates u of stage s's optimizer:
+
+        w_s(j + 1) = w_s(j) - u(g_s(j)),    g(j) = gradient of microbatch j at w_0(j - S + 1), ..., w_{S-1}(j)
+
+    where versions before the step's first are the first. A step is one global batch: the pipeline fills at its start
+    and drains at its end, so that checkpoints, evaluations and the learning rate see one version of the weights.
+
+    - The loss of a microbatch is divided by its own weight, summed over all ranks that see parts of it; one that weighs
+      nothing (padding) updates nothing.
+    - Stages are never at the same microbatch, so there is no norm of the whole gradient to clip by: each stage is
+      clipped by the norm of its own.
+    - For the same reason nobody can vote: a stage leaves out an update whose gradient is not finite. The step then
+      counts as skipped, though its other updates were made.
+
+    `gradients` sum and measure those of this rank's stage alone. `forward_backward` is that of the rank's context.
+    """
+
+    overlaps_steps = False
+
+    def __init__(
+        self,
+        gradients: Gradients,
+        optimizer: torch.optim.Optimizer,
+        *,
+        forward_backward: PipelinedForwardBackward,
+        clip_norm: float | None,
+    ) -> None:
+        self.gradients, self.forward_backward = gradients, forward_backward
+        self._optimizer, self._clip_norm = optimizer, clip_norm
+        self._squares: list[float] = []
+        self._update_s = 0.0
+
+    def __call__(self, context: RankContext, work: Work) -> Outcome:
+        """`work.on_gradients` is called after the last update, with the root mean square of the updates' norms."""
+        self.gradients.start()
+        self._squares, self._update_s = [], 0.0
+        set_rate(self._optimizer, work.lr)
+        microbatches = self.forward_backward.arrange(work.batches)
+        weights = _weights(microbatches, context)
+        with self.gradients.schedule():
+            own_loss = self.forward_backward.asynchronous(
+                microbatches,
+                factors=[1 / weight if weight else 0.0 for weight in weights],
+                update=lambda stage, number: self._after_microbatch(number, weights[number], context, work),
+            )
+        tally, norm = work.tally.wait(), self._norm(self.forward_backward.group, context.device)
+        work.loss.start(own_loss)
+        loss = work.loss.wait() / tally.denominator
+        if work.on_gradients is not None:
+            work.on_gradients(norm)
+        finite = math.isfinite(norm) and math.isfinite(loss)
+        return Outcome(loss, norm, finite, self._update_s)
+
+    def _after_microbatch(self, number: int, weight: float, context: RankContext, work: Work) -> None:
+        clock = _UpdateClock(context)
+        norm = float(self.gradients.reduce())
+        if weight:
+            self._squares.append(norm**2)
+            if work.on_microbatch is not None:
+                work.on_microbatch(number)
+            if math.isfinite(norm):
+                self._update(norm)
+        self.gradients.start()
+        self._update_s += clock.seconds()
+
+    def _update(self, norm: float) -> None:
+        if self._clip_norm is not None and norm > self._clip_norm:
+            self.gradients.scale(self._clip_norm / norm)
+        self._optimizer.step()
+        self.gradients.gather()
+
+    def _norm(self, pipeline: Collective, device: torch.device) -> float:
+        """sqrt(mean over the updates of the squared norm of all stages together)."""
+        total: Tensor = torch.tensor(sum(self._squares), dtype=torch.float64, device=device)
+        pipeline.all_reduce(total).wait()
+        return math.sqrt(float(total) / max(1, len(self._squares)))
+
+
+def _weights(microbatches: Sequence[Batch], context: RankContext) -> list[float]:
+    """What each microbatch weighs on all ranks together."""
+    own = [batch.weight if context.counts else 0.0 for batch in microbatches]
+    weights = torch.tensor(own, dtype=torch.float64, device=context.device)
+    context.lockstep.all_reduce(weights).wait()
+    return weights.tolist()
+
+
+class _UpdateClock:
+    """Seconds since it was made, without those exposed to the wire."""
+
+    def __init__(self, context: RankContext) -> None:
+        self._ledger = context.ledger
+        self._begin_s, self._exposed_s = time.perf_counter(), self._ledger.total().exposed_s
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self._begin_s - (self._ledger.total().exposed_s - self._exposed_s)

@@ -1,0 +1,111 @@
+"""ZeRO-3 (arXiv:1910.02054; FSDP): parameters, too, are whole only where and while they are used.
+
+Each rank keeps its piece of every unit, a block of the model or everything outside of blocks. `gather` brings all
+pieces into one buffer and makes the parameters views of it; `release` gives the buffer's memory back. Gradients are
+those of ZeRO-2: one reduce-scatter of a unit's buffer as soon as its backward has filled it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import nn
+
+from shoal.comm.collective import Collective
+from shoal.comm.exchanges.exchange import AllReduce, NewExchange
+from shoal.gradients.gradients import Groups
+from shoal.gradients.ownership import Trained
+from shoal.gradients.partition import Part
+from shoal.gradients.sharded import ShardedBase, flat
+from shoal.gradients.units import ShardedParameters, Unit, chained
+
+
+class FullyShardedGradients(ShardedBase):
+    """`Gradients` under ZeRO-3. `blocks` are modules that are called one after the other; what is in none of them is
+    one more unit.
+    """
+
+    def __init__(
+        self,
+        trained: Sequence[Trained],
+        parts: Sequence[Part],
+        *,
+        model: nn.Module,
+        blocks: Sequence[nn.Module],
+        groups: Groups,
+        replica: Collective,
+        exchange: NewExchange = AllReduce,
+        whole: bool = False,
+    ) -> None:
+        rest_modules = _direct_owners(model, [trained[i] for c in parts if c.unit < 0 for i in c.indices])
+        stores = [ShardedParameters(*flat(trained, part, groups, whole=whole), groups(part.shard)) for part in parts]
+        super().__init__(
+            trained, parts, stores, stage=3, groups=groups, replica=replica, exchange=exchange, whole=whole
+        )
+        self._rest = Unit(_of_unit(parts, stores, -1), passes=False)
+        passing = [Unit(_of_unit(parts, stores, number), passes=True) for number in range(len(blocks))]
+        chained(passing)
+        self._units = [self._rest, *passing]
+        self._watches = [handle for module in rest_modules for handle in self._rest.watch(module)]
+        for unit, block in zip(passing, blocks, strict=True):
+            self._watches += unit.watch(block)
+        for part in parts:
+            if part.unit >= 0:
+                members = (trained[index] for index in part.indices)
+                self._watches += [passing[part.unit].guard(t.holding.name, t.parameter) for t in members]
+
+    @contextmanager
+    def backward(self, *, last: bool) -> Iterator[None]:
+        with super().backward(last=last):
+            yield
+        self._release()
+
+    @contextmanager
+    def schedule(self) -> Iterator[None]:
+        self._stay(True)
+        try:
+            with super().schedule():
+                yield
+        finally:
+            self._stay(False)
+        self._release()
+
+    def gather(self) -> None:
+        """What was gathered before the optimizer's step is old."""
+        self._release()
+
+    @contextmanager
+    def full_parameters(self) -> Iterator[None]:
+        for unit in self._units:
+            unit.gather()
+        try:
+            yield
+            for unit in self._units:
+                unit.keep()
+        finally:
+            self._release()
+
+    def close(self) -> None:
+        super().close()
+        for handle in self._watches:
+            handle.remove()
+
+    def _stay(self, stays: bool) -> None:
+        for unit in self._units:
+            unit.stays = stays
+
+    def _release(self) -> None:
+        for unit in self._units:
+            unit.release()
+
+
+def _of_unit(parts: Sequence[Part], stores: Sequence[ShardedParameters], unit: int) -> list[ShardedParameters]:
+    return [store for part, store in zip(parts, stores, strict=True) if part.unit == unit]
+
+
+def _direct_owners(model: nn.Module, trained: Sequence[Trained]) -> list[nn.Module]:
+    """The model itself, and every module that has one of these parameters for its own."""
+    wanted = {id(t.parameter) for t in trained}
+    owners = [m for m in model.modules() if any(id(p) in wanted for p in m.parameters(recurse=False))]
+    return [model, *(owner for owner in owners if owner is not model)]

@@ -1,0 +1,111 @@
+"""`Gradients`: from the backward of one replica's rank to the agreed gradient of what this rank's optimizer updates.
+
+    kind              whole on every rank            pieces                       a step sends
+    replicated        parameters, gradients, state   -                            an all-reduce
+    sharded, ZeRO-1   parameters, gradients          state                        a reduce-scatter, an all-gather
+    sharded, ZeRO-2   parameters                     gradients, state             one reduce-scatter a microbatch, ...
+    fully sharded     one unit at a time             parameters, gradients, state ... and two all-gathers for one
+    priority          parameters, gradients, state   -                            an all-reduce, most urgent first
+
+Which ranks sum a gradient is the choice of `[sync]`: the ranks of all replicas, or of this one alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shoal.comm.collective import Collective
+from shoal.gradients.ownership import Owned
+from shoal.gradients.reducer import OwnGradient
+from shoal.topology.holding import Ranks
+
+Groups = Callable[[Ranks], Collective]
+"""From ranks of the world, ascending, to their group."""
+
+
+class Tuned(Protocol):
+    """What was found out in the first steps, and decides how the run goes on: saved in checkpoints."""
+
+    def to_state(self) -> dict[str, Any]: ...
+
+    def load(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Gradients(Protocol):
+    """One step calls `start`, then `backward` around each backward (or `schedule` around all of them), then `reduce`;
+    after the optimizer's step `gather`.
+    """
+
+    @property
+    def owned(self) -> Sequence[Owned]:
+        """What this rank's optimizer runs on, in the order of the model's parameters."""
+        ...
+
+    @property
+    def own(self) -> OwnGradient:
+        """The norm of what this rank alone computes, if it is wanted."""
+        ...
+
+    @property
+    def tuned(self) -> Tuned | None:
+        """None if everything follows from the run file."""
+        ...
+
+    def start(self) -> None:
+        """A step begins: the gradients of the last one are gone."""
+        ...
+
+    def backward(self, *, last: bool) -> AbstractContextManager[None]:
+        """Around the backward of a microbatch; `last` if no other of this step follows."""
+        ...
+
+    def schedule(self) -> AbstractContextManager[None]:
+        """Instead of `backward`: around all of a pipeline's schedule, which computes one step."""
+        ...
+
+    def reduce(self) -> Tensor:
+        """After the last backward: returns when every owned `.grad` is the agreed one.
+
+        The 2-norm of the agreed gradient of the whole model, a scalar, the same bits on every rank that agrees.
+        """
+        ...
+
+    def scale(self, factor: float | Tensor) -> None:
+        """Multiplies the agreed gradient."""
+        ...
+
+    def gather(self) -> None:
+        """After the optimizer's step: returns when the model computes with the updated parameters."""
+        ...
+
+    def settle(self) -> None:
+        """Between two steps: returns when every update of the last one is made."""
+        ...
+
+    def full_parameters(self) -> AbstractContextManager[None]:
+        """Inside, every parameter of the model can be read, and written if all ranks write the same."""
+        ...
+
+    def close(self) -> None:
+        """Takes its hooks off the model."""
+        ...
+
+
+def global_norm(own: Tensor | None, group: Collective, *, device: torch.device) -> Tensor:
+    """The norm of the whole model's gradient, each number counted once: the same bits on every rank of `group`.
+
+        |g| = sqrt(sum over the ranks of |g_r|^2),   g_r the numbers that rank r counts
+
+    `own` is |g_r|; None if this rank counts nothing. Squares are added in float64: that of a float32 number may not fit
+    into a float32.
+    """
+    if group.size == 1:
+        return torch.zeros((), device=device) if own is None else own
+    square = torch.zeros((), dtype=torch.float64, device=device) if own is None else own.double().square()
+    group.all_reduce(square).wait()
+    return square.sqrt()

@@ -1,0 +1,70 @@
+"""What a rank trains, and what of it is its own to update and to save.
+
+The ranks' holdings say what each trains (`Trained`); how gradients are reduced decides which tensors the optimizer runs
+on (`Owned`). If optimizer state is sharded these are pieces of parameters: a whole parameter in its own shape, or a
+one-dimensional run of its elements. Their `regions` say which boxes of the unsplit parameter they are, so that every
+slot of the optimizer can be saved and resharded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.nn import Parameter
+
+from shoal.topology.box import Box, boxes_of_run
+from shoal.topology.holding import Holding, Ranks
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A parameter of this rank, `holding.box.shape` large, and where it stands in the unsplit model."""
+
+    holding: Holding
+    parameter: Parameter
+
+
+@dataclass(frozen=True)
+class Region:
+    """A part of an owned tensor: the elements from `start` on, row by row, are `box` of the unsplit parameter."""
+
+    box: Box
+    start: int
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A tensor that this rank's optimizer updates; its `.grad` is the agreed gradient after `Gradients.reduce`."""
+
+    name: str
+    parameter: Parameter
+    holding: Holding
+    regions: tuple[Region, ...]
+
+
+def owned_whole(trained: Trained, piece: Parameter | None = None) -> Owned:
+    """All that this rank holds of a parameter, as it stands in the model or in `piece`, which has its shape."""
+    holding = trained.holding
+    return Owned(holding.name, trained.parameter if piece is None else piece, holding, (Region(holding.box, 0),))
+
+
+def owned_run(holding: Holding, piece: Parameter, start: int, stop: int) -> Owned:
+    """The elements `start` .. `stop` of what this rank holds of a parameter; `piece` is one-dimensional."""
+    regions, at = [], 0
+    for box in boxes_of_run(holding.box.shape, start, stop):
+        regions.append(Region(box.within(holding.box.offset), at))
+        at += box.numel
+    return Owned(holding.name, piece, holding, tuple(regions))
+
+
+def same_piece(holding: Holding, ranks: Ranks) -> Ranks:
+    """Those of `ranks` (`holding.sums` or `holding.holders`) whose piece of this part is the piece of this rank.
+
+    `replicate` and `pipeline` lie outside of the sharding axis in a layout, and the other axes within it; so the place
+    of a rank along that axis is its number, without what is within, modulo the size of the axis.
+    """
+    size = len(holding.shard)
+    if size == 1:
+        return ranks
+    within = holding.shard[1] - holding.shard[0]
+    return tuple(rank for rank in ranks if rank // within % size == holding.rank // within % size)

@@ -1,0 +1,227 @@
+"""The reducer: fills buckets with gradients and sends them while the backward still runs.
+
+One scheduler for replicated gradients and for every stage of ZeRO. It takes gradients as they become ready; where the
+numbers lie is the bucket's business, and what ranks do with them the exchange's.
+
+Note: how a gradient gets into its bucket
+-----------------------------------------
+Before a step every `.grad` is None, so that autograd hands over a fresh tensor instead of adding to zeros. The hook
+that runs after accumulation copies it into the parameter's slice of the bucket and makes `.grad` that slice; later
+microbatches then accumulate straight into the bucket. That is one pass over memory less than zeroing and adding. A
+bucket that does not keep its buffer (`keeps`) takes the gradient away instead: `.grad` is None again.
+
+Note: order
+-----------
+Buckets leave in one fixed order on every rank: a full bucket waits for those before it. Otherwise ranks that use
+different parameters would pair different buckets. What the backward did not fill is zero, and leaves at the end.
+
+Note: gradients without hooks
+-----------------------------
+In a pipeline's schedule hooks fire once a microbatch, or not at all where the gradients of weights are computed apart
+from those of activations. Inside `schedule()` hooks are therefore ignored, and `finish` takes what lies in `.grad`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from shoal.errors import UserCodeError
+from shoal.gradients.bucket import Bucket
+from shoal.maths.norm import two_norm
+
+
+class OwnGradient:
+    """The squared norm of what this rank alone computed, taken from its buckets before they are sent.
+
+    The gradient noise scale is how much parts of a batch disagree. A rank's first microbatch is such a part; behind a
+    pipeline's schedule, which does not separate microbatches, all of the rank's samples are. Norms are added up while
+    it is open: in a step in which it is wanted, until the first part is over.
+    """
+
+    def __init__(self) -> None:
+        self.wanted = False
+        self._open = False
+        self._squares: list[Tensor] = []
+
+    @property
+    def open(self) -> bool:
+        """Whether norms are still being taken."""
+        return self._open
+
+    def start(self) -> None:
+        """A step begins."""
+        self._open = self.wanted
+        self._squares = []
+
+    def add(self, norms: Iterable[Tensor]) -> None:
+        """2-norms, scalars, of gradients that this rank counts."""
+        if self._open:
+            self._squares += [norm.double().square() for norm in norms]
+
+    def close(self) -> None:
+        """The first part is over: what comes is not added."""
+        self._open = False
+
+    def square(self, device: torch.device) -> Tensor:
+        """The sum, a float64 scalar; 0 where this rank counts nothing or nothing was wanted."""
+        if not self._squares:
+            return torch.zeros((), dtype=torch.float64, device=device)
+        return torch.stack([square.to(device) for square in self._squares]).sum()
+
+
+@dataclass
+class Reducer:
+    """Fills and sends `buckets` with the gradients of `parameters`, which are floating point and dense.
+
+    `eager`: the gradient of every microbatch is sent, not that of the last one alone.
+    """
+
+    parameters: Sequence[tuple[str, Parameter]]
+    buckets: Sequence[Bucket]
+    eager: bool = False
+    own: OwnGradient = field(default_factory=OwnGradient)
+    _filled: set[int] = field(default_factory=set, init=False)
+    _fired: set[int] = field(default_factory=set, init=False)
+
+    def __post_init__(self) -> None:
+        self._home = {index: bucket for bucket in self.buckets for index in bucket.indices}
+        self._sending = self._ignoring_hooks = False
+        self._next = 0
+        self._hooks = [p.register_post_accumulate_grad_hook(self._hook(i)) for i, (_, p) in enumerate(self.parameters)]
+
+    def start(self) -> None:
+        """Forgets the gradients of the step before."""
+        for _, parameter in self.parameters:
+            parameter.grad = None
+        for bucket in self.buckets:
+            bucket.start()
+        self._filled.clear()
+        self.own.start()
+        self._begin()
+
+    @contextmanager
+    def backward(self, *, last: bool) -> Iterator[None]:
+        """Around the backward of one microbatch. Unless `eager`, only the last of a step sends."""
+        self._begin()
+        self._sending = last or self.eager
+        try:
+            yield
+        finally:
+            self._sending = False
+        if self.eager and not last:
+            self._send_rest()
+        if not last:
+            self._look_at(self._filled)
+            self.own.close()
+
+    @contextmanager
+    def schedule(self) -> Iterator[None]:
+        """Around all microbatches of a pipeline's schedule. See the note on gradients without hooks."""
+        self._begin()
+        self._ignoring_hooks = True
+        try:
+            yield
+        finally:
+            self._ignoring_hooks = False
+
+    def flush(self) -> None:
+        """Sends what the backward did not fill. Does not block."""
+        self._send_rest()
+        self.own.close()
+
+    def finish(self) -> Tensor | None:
+        """Sends what the backward did not fill, and waits for all.
+
+        Returns the 2-norm of the numbers that this rank counts, in float32 at least, on the device; None where it has
+        no bucket. Each bucket's part is computed while those behind it are still on the wire.
+        """
+        self.flush()
+        for bucket in self.buckets:
+            bucket.settle()
+        norms: list[Tensor] = []
+        for bucket in self.buckets:
+            bucket.wait()
+            norms.append(bucket.norm())
+        return two_norm(torch.stack([norm.to(norms[0].device) for norm in norms])) if norms else None
+
+    def close(self) -> None:
+        """Takes the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _begin(self) -> None:
+        self._next = 0
+        self._fired.clear()
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.indices)
+
+    def _hook(self, index: int):
+        def filled(parameter: Parameter) -> None:
+            if self._ignoring_hooks:
+                return
+            bucket = self._home[index]
+            self._take(index, parameter, bucket)
+            if index in self._fired:
+                raise UserCodeError(
+                    f"the gradient of {self.parameters[index][0]} was ready twice in one backward, as it is when a "
+                    "parameter is used in several reentrant checkpoints; checkpoint with use_reentrant=False"
+                )
+            self._fired.add(index)
+            if self._sending:
+                bucket.missing -= 1
+                if bucket.missing == 0:
+                    self._send_full()
+
+        return filled
+
+    def _take(self, index: int, parameter: Parameter, bucket: Bucket) -> None:
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        if gradient.is_sparse:
+            name = self.parameters[index][0]
+            raise UserCodeError(
+                f"the gradient of {name} is sparse; gradients must be dense: build the module with sparse=False"
+            )
+        place = bucket.slice(index)
+        if gradient.data_ptr() == place.data_ptr():
+            return
+        place.copy_(gradient) if index not in self._filled else place.add_(gradient)
+        parameter.grad = place if bucket.keeps else None
+        self._filled.add(index)
+
+    def _send_full(self) -> None:
+        while self._next < len(self.buckets) and self.buckets[self._next].missing <= 0:
+            self._send(self.buckets[self._next])
+
+    def _send_rest(self) -> None:
+        for bucket in self.buckets[self._next :]:
+            for index in bucket.indices:
+                self._fill(index, bucket)
+            self._send(bucket)
+
+    def _fill(self, index: int, bucket: Bucket) -> None:
+        parameter = self.parameters[index][1]
+        self._take(index, parameter, bucket)
+        if index not in self._filled:
+            bucket.slice(index).zero_()
+            parameter.grad = bucket.slice(index) if bucket.keeps else None
+
+    def _look_at(self, indices: Collection[int]) -> None:
+        """Takes the norms of gradients that nothing was added to yet, if they are wanted."""
+        if self.own.open:
+            counted = (index for index in indices if index in self._home[index].counted)
+            self.own.add(two_norm(self._home[index].slice(index)) for index in counted)
+
+    def _send(self, bucket: Bucket) -> None:
+        self._look_at(bucket.indices)
+        bucket.send()
+        self._next += 1
+        if self.eager:
+            self._filled.difference_update(bucket.indices)

@@ -1,0 +1,147 @@
+"""Gradients that stay whole on every rank: each bucket is summed over the ranks that share its parameters.
+
+The losses were divided by the global denominator before the backward, so the sum is the gradient of the global loss;
+nothing is averaged. Parameters then stay equal because equal gradients meet equal optimizer states.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from shoal.comm.collective import Collective
+from shoal.comm.exchanges.exchange import AllReduce, NewExchange
+from shoal.gradients.bucket import Bucket
+from shoal.gradients.bucket_search import BucketSearch, candidates
+from shoal.gradients.config import GradientsConfig
+from shoal.gradients.flat import flat_layout, share_of
+from shoal.gradients.gradients import Groups, global_norm
+from shoal.gradients.ownership import Owned, Trained, owned_whole
+from shoal.gradients.partition import GradientRanks, Part, parts_by_size
+from shoal.gradients.reducer import OwnGradient, Reducer
+
+
+class ReplicatedGradients:
+    """`Gradients` of the `trained` parameters. `ranks` says which ranks sum a gradient, `groups` gives their group.
+
+    The norm adds up over `replica`. If `config.bucket` is "auto", the ranks of `lockstep` search the bucket size
+    together. `exchange` makes what a group does with a bucket.
+    """
+
+    def __init__(
+        self,
+        config: GradientsConfig,
+        trained: Sequence[Trained],
+        *,
+        ranks: GradientRanks,
+        groups: Groups,
+        replica: Collective,
+        lockstep: Collective | None = None,
+        exchange: NewExchange = AllReduce,
+    ) -> None:
+        self.owned: Sequence[Owned] = [owned_whole(t) for t in trained]
+        self.own = OwnGradient()
+        self._trained, self._config, self._ranks, self._groups = trained, config, ranks, groups
+        self._replica, self._lockstep, self._exchange = replica, lockstep, exchange
+        self._device = trained[0].parameter.device if trained else torch.device("cpu")
+        self._sharing = self._sharing_norm() if replica.size == 1 else None
+        searches = config.bucket == "auto" and lockstep is not None
+        self.tuned = self._search(lockstep) if searches and lockstep is not None else None
+        self._fill_buckets(config.bucket_size if self.tuned is None else self.tuned.size)
+        self._begin_s = 0.0
+
+    def start(self) -> None:
+        if self.tuned is not None and self.tuned.size != self._bucket_bytes:
+            self._reducer.close()
+            self._fill_buckets(self.tuned.size)
+        self._begin_s = time.perf_counter()
+        self._reducer.start()
+
+    def backward(self, *, last: bool) -> AbstractContextManager[None]:
+        return self._reducer.backward(last=last)
+
+    def schedule(self) -> AbstractContextManager[None]:
+        return self._reducer.schedule()
+
+    def reduce(self) -> Tensor:
+        norm = global_norm(self._reducer.finish(), self._sharing or self._replica, device=self._device)
+        if self.tuned is not None and self.tuned.chosen is None:
+            self.tuned.note(self._slowest(time.perf_counter() - self._begin_s))
+        return norm
+
+    def scale(self, factor: float | Tensor) -> None:
+        for bucket in self._buckets:
+            bucket.scale(factor)
+
+    def gather(self) -> None:
+        """Nothing to do: equal gradients have met equal states."""
+
+    def settle(self) -> None:
+        """Nothing is under way between two steps."""
+
+    def full_parameters(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def close(self) -> None:
+        self._reducer.close()
+
+    def _fill_buckets(self, bucket_bytes: int) -> None:
+        """Makes buckets of this size, which is then that of the first one too if it is smaller."""
+        self._bucket_bytes = bucket_bytes
+        parts = parts_by_size(
+            self._trained, self._ranks, bytes_limit=bucket_bytes, first_bytes=self._config.first_bucket_bytes,
+            divided=False,
+        )  # fmt: skip
+        self._buckets = [
+            replicated_bucket(
+                self._trained, part, self._groups(part.sums), self._exchange, share_norm=self._sharing is not None
+            )
+            for part in parts
+        ]
+        self._reducer = Reducer([(t.holding.name, t.parameter) for t in self._trained], self._buckets, own=self.own)
+
+    def _sharing_norm(self) -> Collective | None:
+        """The ranks that share the work of the norm: all have the same sums, and count everything in them."""
+        sums = {self._ranks(t.holding) for t in self._trained}
+        if len(sums) != 1 or not all(t.holding.counts for t in self._trained):
+            return None
+        group = self._groups(next(iter(sums)))
+        return group if group.size > 1 else None
+
+    def _search(self, lockstep: Collective) -> BucketSearch:
+        """Among the same sizes on all ranks, whatever part of the model each has."""
+        own = sum(t.parameter.nbytes for t in self._trained)
+        return BucketSearch(candidates(int(_largest(own, lockstep, self._device))))
+
+    def _slowest(self, own_s: float) -> float:
+        assert self._lockstep is not None, "without it there is no search"
+        return _largest(own_s, self._lockstep, self._device)
+
+
+def replicated_bucket(
+    trained: Sequence[Trained], part: Part, group: Collective, exchange: NewExchange, *, share_norm: bool = False
+) -> Bucket:
+    """A kept bucket of these parameters. `share_norm`: the ranks of `group` share the work of its norm."""
+    parameters = {index: trained[index].parameter for index in part.indices}
+    first = trained[part.indices[0]].parameter
+    layout = flat_layout([p.numel() for p in parameters.values()], 1)
+    buffer = group.allocate(layout.numel, dtype=first.dtype, device=first.device)
+    return Bucket(
+        parameters,
+        layout,
+        exchange(group, buffer),
+        buffer=buffer,
+        counted=[index for index in part.indices if trained[index].holding.counts],
+        norm_share=share_of(layout.numel, group.rank, group.size) if share_norm else None,
+    )
+
+
+def _largest(own: float, group: Collective, device: torch.device) -> float:
+    """The largest of all ranks' numbers."""
+    found = torch.tensor(own, dtype=torch.float64, device=device)
+    group.all_reduce(found, "max").wait()
+    return float(found)

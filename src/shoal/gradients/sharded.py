@@ -1,0 +1,218 @@
+"""ZeRO-1 and -2 (arXiv:1910.02054): optimizer state, and gradients, divided over the ranks of `shard`.
+
+Gradients are summed by one reduce-scatter a bucket, and the optimizer runs on this rank's pieces, which are views of
+the parameters' flat buffers; after its step one all-gather a bucket brings the others' pieces. ZeRO-1 keeps whole
+gradients and reduces them once a step; ZeRO-2 lends buffers, and adds up pieces microbatch by microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from shoal.comm.collective import Allocate, Collective, Handle, ordinary
+from shoal.comm.exchanges.exchange import AllReduce, NewExchange, ReduceScatter
+from shoal.gradients.bucket import Bucket, Flight
+from shoal.gradients.flat import FlatLayout, flat_layout
+from shoal.gradients.gradients import Groups, global_norm
+from shoal.gradients.ownership import Owned, Trained, owned_run, owned_whole, same_piece
+from shoal.gradients.partition import Part
+from shoal.gradients.reducer import OwnGradient, Reducer
+
+
+class HasPiece(Protocol):
+    """The parameters of one bucket, wherever they are: this rank's piece of them, flat."""
+
+    piece: Tensor
+
+
+class ShardedBase:
+    """What the stages have in common: buckets, pieces and their gradients. The norm adds up over `replica`.
+
+    `stores` hold the parameters of `parts`. `whole`: no parameter is divided between two ranks.
+    """
+
+    tuned = None
+
+    def __init__(
+        self,
+        trained: Sequence[Trained],
+        parts: Sequence[Part],
+        stores: Sequence[HasPiece],
+        *,
+        stage: int,
+        groups: Groups,
+        replica: Collective,
+        exchange: NewExchange = AllReduce,
+        whole: bool = False,
+    ) -> None:
+        flight = Flight()
+        self._buckets = [
+            _bucket(trained, part, groups, exchange, flight=None if stage == 1 else flight, whole=whole)
+            for part in parts
+        ]
+        self._reducer = Reducer([(t.holding.name, t.parameter) for t in trained], self._buckets, eager=stage > 1)
+        self._trained, self._replica = trained, replica
+        self._device = trained[0].parameter.device if trained else torch.device("cpu")
+        found = [
+            (index, bucket, owned)
+            for part, store, bucket in zip(parts, stores, self._buckets, strict=True)
+            for index, owned in _owned(trained, part, store, bucket.layout, groups(part.shard).rank)
+        ]
+        found.sort(key=lambda entry: entry[0])
+        self.owned: Sequence[Owned] = [owned for _, _, owned in found]
+        self._gradients = [(owned.parameter, bucket, index) for index, bucket, owned in found]
+
+    @property
+    def own(self) -> OwnGradient:
+        return self._reducer.own
+
+    def start(self) -> None:
+        self._reducer.start()
+
+    def backward(self, *, last: bool) -> AbstractContextManager[None]:
+        return self._reducer.backward(last=last)
+
+    def schedule(self) -> AbstractContextManager[None]:
+        return self._reducer.schedule()
+
+    def reduce(self) -> Tensor:
+        own = self._reducer.finish()
+        for trained in self._trained:
+            trained.parameter.grad = None  # a part of it is this rank's own term, not the sum
+        self._show()
+        return global_norm(own, self._replica, device=self._device)
+
+    def scale(self, factor: float | Tensor) -> None:
+        for bucket in self._buckets:
+            bucket.scale(factor)
+        self._show()
+
+    def settle(self) -> None:
+        """Nothing is under way between two steps but what the next use waits for."""
+
+    def close(self) -> None:
+        self._reducer.close()
+
+    def _show(self) -> None:
+        """Makes the pieces of the sum the gradients that the optimizer sees."""
+        for parameter, bucket, index in self._gradients:
+            parameter.grad = bucket.pieces[index].to(parameter.dtype)
+
+
+class ShardedGradients(ShardedBase):
+    """`Gradients` under ZeRO-1 and -2: every rank holds all parameters."""
+
+    def __init__(
+        self,
+        trained: Sequence[Trained],
+        parts: Sequence[Part],
+        *,
+        stage: int,
+        groups: Groups,
+        replica: Collective,
+        exchange: NewExchange = AllReduce,
+        whole: bool = False,
+    ) -> None:
+        self._stores = [FlatParameters(*flat(trained, part, groups, whole=whole), groups(part.shard)) for part in parts]
+        super().__init__(
+            trained, parts, self._stores, stage=stage, groups=groups, replica=replica, exchange=exchange, whole=whole
+        )
+
+    def gather(self) -> None:
+        handles: list[Handle] = [store.start_gather() for store in reversed(self._stores)]
+        for handle in handles:
+            handle.wait()
+
+    def full_parameters(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class FlatParameters:
+    """Parameters as views of one flat buffer that every rank holds; `piece` is a view of what this rank updates."""
+
+    def __init__(self, parameters: Sequence[Parameter], layout: FlatLayout, shard: Collective) -> None:
+        self._shard = shard
+        self._whole = flattened(parameters, layout, shard.allocate)
+        self.piece = self._whole[layout.mine(shard.rank)]
+        for number, parameter in enumerate(parameters):
+            parameter.data = self._whole[layout.slice(number)].view(parameter.shape)
+
+    def start_gather(self) -> Handle:
+        """Begins to bring the pieces of the other ranks, in place."""
+        return self._shard.all_gather(self._whole, self.piece)
+
+
+@torch.no_grad()
+def flattened(parameters: Sequence[Parameter], layout: FlatLayout, allocate: Allocate = ordinary) -> Tensor:
+    """A buffer that holds the parameters; what belongs to none of them is zero."""
+    whole = allocate(layout.numel, dtype=parameters[0].dtype, device=parameters[0].device)
+    for number, parameter in enumerate(parameters):
+        whole[layout.slice(number)].view(parameter.shape).copy_(parameter)
+    return whole
+
+
+def flat(
+    trained: Sequence[Trained], part: Part, groups: Groups, *, whole: bool = False
+) -> tuple[list[Parameter], FlatLayout]:
+    """The parameters of a bucket, and how they lie."""
+    parameters = [trained[index].parameter for index in part.indices]
+    return parameters, flat_layout([p.numel() for p in parameters], groups(part.shard).size, whole=whole)
+
+
+def _bucket(
+    trained: Sequence[Trained],
+    part: Part,
+    groups: Groups,
+    exchange: NewExchange,
+    *,
+    flight: Flight | None,
+    whole: bool,
+) -> Bucket:
+    """A bucket whose pieces are agreed on by `exchange`. With a `flight` its buffer is lent."""
+    parameters, layout = flat(trained, part, groups, whole=whole)
+    shard, beyond = groups(part.shard), groups(beyond_shard(trained, part))
+    dtype = torch.float32 if parameters[0].dtype.itemsize == 2 else parameters[0].dtype
+    device, buffer = parameters[0].device, None
+    if flight is None:
+        buffer = shard.allocate(layout.numel, dtype=dtype, device=device)
+        piece = buffer[layout.mine(shard.rank)]
+    else:
+        piece = torch.zeros(layout.piece, dtype=dtype, device=device)
+    holdings = {index: trained[index].holding for index in part.indices}
+    return Bucket(
+        dict(zip(part.indices, parameters, strict=True)),
+        layout,
+        ReduceScatter(shard, piece, exchange(beyond, piece)),
+        rank=shard.rank,
+        buffer=buffer,
+        counted=[i for i, h in holdings.items() if h.rank == min(same_piece(h, h.holders))],
+        flight=flight,
+    )
+
+
+def beyond_shard(trained: Sequence[Trained], part: Part) -> tuple[int, ...]:
+    """The ranks that sum the same piece of a bucket: those of its `sums` at this rank's place in their `shard`."""
+    return same_piece(trained[part.indices[0]].holding, part.sums)
+
+
+def _owned(
+    trained: Sequence[Trained], part: Part, store: HasPiece, layout: FlatLayout, rank: int
+) -> list[tuple[int, Owned]]:
+    """What the optimizer of this rank runs on, by the index of the parameter."""
+    found = []
+    for number, index in enumerate(part.indices):
+        run, t = layout.run(number, rank), trained[index]
+        if run is None:
+            continue
+        piece = store.piece[run.at : run.at + run.numel]
+        if run.numel == t.parameter.numel():
+            found.append((index, owned_whole(t, Parameter(piece.view(t.parameter.shape)))))
+        else:
+            found.append((index, owned_run(t.holding, Parameter(piece), run.start, run.stop)))
+    return found

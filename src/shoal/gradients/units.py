@@ -1,0 +1,207 @@
+"""Units of ZeRO-3: parameters that come and go together, and the hooks that make them do so.
+
+    before the forward of a block    gather it, and begin to gather the next
+    after it                         release it
+    before its backward              gather it, and begin to gather the one before     (hook: gradient of its output)
+    after it                         release it                                        (hook: gradients of its inputs)
+
+What belongs to no block, or to several, is gathered before the first module that uses it and stays until the backward
+is over. The order of gathers follows from the model's control flow, which has to be the same on all ranks of `shard`.
+
+Note: recompute
+---------------
+A block that recomputes its forward in the backward runs through its hooks again. It is gathered already, and must not
+be released before its own backward: a forward within a backward releases nothing.
+
+Note: schedules
+---------------
+In a pipeline's schedule a unit stays from its first use to the end: it would otherwise travel twice a microbatch, and a
+schedule that computes the gradients of weights apart from those of activations comes back to it after its hooks.
+
+Note: what autograd has saved
+-----------------------------
+The backward of a product reads the weight that the forward saved, often as a view. The buffer is therefore one storage
+that is emptied and filled again, not a new tensor: a saved view sees the numbers of the next `gather`, which are the
+same ones, as nothing updates a piece between forward and backward.
+
+Note: a parameter that is read while it is released
+---------------------------------------------------
+It is NaN in its own shape, and not memory that is gone: the loss shows it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+
+from shoal.comm.collective import Collective, Handle
+from shoal.errors import UserCodeError
+from shoal.gradients.flat import FlatLayout
+from shoal.gradients.sharded import flattened
+
+
+class ShardedParameters:
+    """The `parameters` of one unit and kind. They begin released."""
+
+    def __init__(self, parameters: Sequence[Parameter], layout: FlatLayout, shard: Collective) -> None:
+        self._parameters, self._layout, self._shard = parameters, layout, shard
+        self._whole = flattened(parameters, layout)
+        self.piece = self._whole[layout.mine(shard.rank)].clone()
+        self._views = [self._whole[layout.slice(n)].view(p.shape) for n, p in enumerate(parameters)]
+        nothing = torch.full((), math.nan, dtype=self._whole.dtype, device=self._whole.device)
+        self._released = [nothing.expand(p.shape) for p in parameters]
+        self._bytes = self._whole.untyped_storage().nbytes()
+        self._handle: Handle | None = None
+        self.here = True
+        self.release()
+
+    def start_gather(self) -> None:
+        """Begins to bring the pieces of all ranks."""
+        if self.here or self._handle is not None:
+            return
+        self._whole.untyped_storage().resize_(self._bytes)
+        self._handle = self._shard.all_gather(self._whole, self.piece)
+
+    def gather(self) -> None:
+        """Returns when the parameters are whole."""
+        if self.here:
+            return
+        self.start_gather()
+        assert self._handle is not None
+        self._handle.wait()
+        self._handle, self.here = None, True
+        self._show(self._views)
+
+    def release(self) -> None:
+        """The parameters are gone, but for this rank's piece."""
+        if self._handle is not None:
+            self._handle.wait()
+            self._handle = None
+        elif not self.here:
+            return
+        self.here = False
+        self._show(self._released)
+        self._whole.untyped_storage().resize_(0)
+
+    def keep(self) -> None:
+        """Takes over into the piece what was written into the whole parameters."""
+        self.piece.copy_(self._whole[self._layout.mine(self._shard.rank)])
+
+    def _show(self, tensors: Sequence[Tensor]) -> None:
+        for parameter, tensor in zip(self._parameters, tensors, strict=True):
+            parameter.data = tensor
+
+
+@dataclass
+class Unit:
+    """`parts`: its parameters, by kind. `passes`: is it released after each forward and backward? `stays`: not now."""
+
+    parts: Sequence[ShardedParameters]
+    passes: bool
+    stays: bool = False
+    called: bool = False
+    following: Unit | None = None
+    preceding: Unit | None = None
+
+    def start_gather(self) -> None:
+        """Begins to bring its parameters."""
+        for part in self.parts:
+            part.start_gather()
+
+    def gather(self) -> None:
+        """Returns when its parameters are whole."""
+        self.start_gather()
+        for part in self.parts:
+            part.gather()
+
+    def release(self) -> None:
+        """Its parameters are gone."""
+        for part in self.parts:
+            part.release()
+
+    def keep(self) -> None:
+        """Takes over what was written into its whole parameters."""
+        for part in self.parts:
+            part.keep()
+
+    def watch(self, module: nn.Module) -> list[RemovableHandle]:
+        """Gathers it before `module` computes; where it passes, also releases it behind that, and in the backward."""
+        handles = [module.register_forward_pre_hook(self._before_forward, with_kwargs=True)]
+        if self.passes:
+            handles.append(module.register_forward_hook(self._after_forward))
+        return handles
+
+    def guard(self, name: str, parameter: Parameter) -> RemovableHandle:
+        """Refuses a gradient of `parameter` where no module has been called that would have gathered it.
+
+        Raises `UserCodeError` in the backward.
+        """
+
+        def arrived(gradient: Tensor) -> None:
+            if not self.called:
+                raise UserCodeError(
+                    f"the parameter {name} was used without calling the block that holds it, so ZeRO-3 had not "
+                    "gathered it: call the block as a module, or set memory.zero = 2"
+                )
+
+        return parameter.register_hook(arrived)
+
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.called = True
+        self.gather()
+        if not self.passes or _in_backward():
+            return
+        if self.following is not None:
+            self.following.start_gather()
+        inputs = list(_differentiable((args, kwargs))) if torch.is_grad_enabled() and not self.stays else []
+        if inputs:
+            register_multi_grad_hook(inputs, lambda gradients: self._pass_on())
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if _in_backward():
+            return
+        if torch.is_grad_enabled() and not self.stays:
+            for tensor in _differentiable(output):
+                tensor.register_hook(self._before_backward)
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        if not self.stays:
+            self.release()
+
+    def _before_backward(self, gradient: Tensor) -> None:
+        self.gather()
+        if self.preceding is not None:
+            self.preceding.start_gather()
+
+
+def chained(units: Sequence[Unit]) -> None:
+    """Tells each unit its neighbours in the order of the forward."""
+    for first, second in pairwise(units):
+        first.following, second.preceding = second, first
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _differentiable(tree: Any) -> Iterator[Tensor]:
+    """The tensors of a tree of tuples, lists and dictionaries that autograd follows."""
+    if isinstance(tree, Tensor):
+        if tree.requires_grad:
+            yield tree
+    elif isinstance(tree, dict):
+        for branch in tree.values():
+            yield from _differentiable(branch)
+    elif isinstance(tree, tuple | list):
+        for branch in tree:
+            yield from _differentiable(branch)

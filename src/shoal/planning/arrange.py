@@ -1,0 +1,23 @@
+"""`layout.auto`: the planner completes the layout of a run. It is imported only by runs that ask for it."""
+
+from __future__ import annotations
+
+import sys
+
+from shoal.launch.environment import Place
+from shoal.runfile.run_file import RunFile
+
+
+def arranged(run_file: RunFile, place: Place | None) -> RunFile:
+    """The run file with a layout, if it leaves that to the planner; whoever started the run is told which and why.
+
+    `place` is None in the process that starts the ranks.
+    """
+    if not run_file.layout.auto:
+        return run_file
+    from shoal.planning.auto_layout import with_layout
+
+    chosen = with_layout(run_file, place)
+    if place is None or (place.rank == 0 and place.launcher != "shoal"):
+        print(chosen.why, file=sys.stderr, flush=True)
+    return chosen.run_file

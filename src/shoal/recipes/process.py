@@ -1,0 +1,69 @@
+"""`Process`: what a rank has for as long as its process lives, whatever becomes of the membership."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from shoal.errors import EnvironmentFault
+from shoal.launch.environment import Place
+from shoal.launch.rendezvous import interface_for, open_store
+from shoal.runfile.run_file import RunFile
+
+START_TIMEOUT_S = 1800.0  # corpora are read and checkpoints verified before the first step
+
+
+@dataclass(frozen=True)
+class Process:
+    """One rank: its place among the others, its device, and the store where ranks meet."""
+
+    place: Place
+    device: torch.device
+    store: Store
+    environ: Mapping[str, str]
+
+    def announce(self, key: str, find: Callable[[], str]) -> str:
+        """What rank 0 finds, on every rank."""
+        if self.place.rank == 0:
+            self.store.set(f"announce/{key}", find())
+        return self.store.get(f"announce/{key}").decode()
+
+
+def open_process(
+    run_file: RunFile, place: Place, *, environ: Mapping[str, str] = os.environ, store: Store | None = None
+) -> Process:
+    """Picks the device and opens the store, at the address that the launcher named if none is passed.
+
+    Blocks until rank 0's process is there. Raises `EnvironmentFault` if GPUs were asked for and there are too few.
+    """
+    device = device_of(run_file.run.device, place)
+    _share_host(place, environ)
+    if store is None:
+        store = open_store(place, environ, timeout_s=max(START_TIMEOUT_S, run_file.wire.timeout_s))
+    return Process(place, device, store, environ)
+
+
+def device_of(asked: str, place: Place) -> torch.device:
+    """The device of this rank; `asked` is `run.device`. Raises `EnvironmentFault` if there are too few GPUs."""
+    if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    there = torch.cuda.device_count()
+    if there == 1 and place.launcher == "slurm":  # it shows each task its own GPU alone
+        return torch.device("cuda", 0)
+    if place.local_rank >= there:
+        raise EnvironmentFault(
+            f"{place.local_world_size} ranks on this host, but {there} GPUs; start one a GPU, or set run.device=cpu"
+        )
+    torch.cuda.set_device(place.local_rank)
+    return torch.device("cuda", place.local_rank)
+
+
+def _share_host(place: Place, environ: Mapping[str, str]) -> None:
+    """Ranks of one host talk over loopback and share its cores: more threads than cores make every rank slower."""
+    interface_for(place, os.environ)
+    if "OMP_NUM_THREADS" not in environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.local_world_size))

@@ -1,0 +1,181 @@
+"""`Run`: the running parts of one rank, assembled. Every verb, benchmark and test that trains stands on `open_run`.
+
+Parts have three lifetimes. A change of membership makes a new `Generation`, and leaves the others:
+
+    Process      device, store                                                   as long as the process
+    Workload     model, data, loss                                               as long as the run
+    Generation   mesh, this rank's part of the model, gradients, strategy        as long as the membership
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch._C._distributed_c10d import Store
+
+from shoal.comm.mesh import Mesh, build_mesh
+from shoal.data.cursor import Cursor
+from shoal.data.feed import Feed, evaluation_batches
+from shoal.data.order import Order
+from shoal.data.sample import Batch
+from shoal.engine.evaluation import evaluate
+from shoal.engine.microbatches import topped_up
+from shoal.engine.precision import scaler_of
+from shoal.engine.state import TrainState
+from shoal.engine.step import TrainStep
+from shoal.gradients.ownership import Trained
+from shoal.launch.environment import Place
+from shoal.observe.facts import read_facts
+from shoal.recipes.assembly import Generation, build_run_gradients, build_state, build_step
+from shoal.recipes.lab import conditions_from
+from shoal.recipes.microbatching import Microbatching, microbatching
+from shoal.recipes.objects import UserObjects
+from shoal.recipes.process import Process, open_process
+from shoal.recipes.splitting import build_forward_backward, divided, draw_parts, trained_in
+from shoal.recipes.workload import Workload, build_workload
+from shoal.runfile.run_file import RunFile, run_directory, statistics_group
+from shoal.sync.build import build_sync
+
+
+@dataclass(frozen=True)
+class Run:
+    """One rank of a run, ready to train. `state` is what a checkpoint holds, `step` takes samples to new weights."""
+
+    run_file: RunFile
+    process: Process
+    workload: Workload
+    generation: Generation
+    state: TrainState
+    step: TrainStep
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks and their groups."""
+        return self.generation.mesh
+
+    @property
+    def model(self) -> nn.Module:
+        """This rank's part of the model."""
+        return self.workload.model
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self.process.device
+
+    @property
+    def trained(self) -> list[Trained]:
+        """The parameters that this rank trains, and where each stands in the unsplit model."""
+        return trained_in(self.generation.parts)
+
+    @property
+    def trained_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the unsplit model's trained parameters, tied ones once."""
+        split = self.generation.parts.split
+        return {name: shape for name, shape in split.shapes.items() if name not in split.frozen}
+
+    def feed(self, cursor: Cursor | None = None, *, share: tuple[int, int] | None = None) -> Feed:
+        """The samples of this rank's `share` of every step, (index, number), from `cursor` on. Close it.
+
+        Default: where the run stands, and this rank's own share.
+        """
+        run_file, data = self.run_file, self.workload.data.train
+        replica, replicas = self.mesh.batch_share if share is None else share
+        return Feed(
+            data,
+            Order(len(data), run_file.run.seed, shuffle=run_file.data.shuffle),
+            replicas=replicas,
+            replica=replica,
+            global_samples=run_file.batch.global_samples,
+            micro_samples=self.generation.microbatching.samples,
+            group=statistics_group(run_file),
+            denominator=run_file.batch.denominator,
+            start=self.state.progress.cursor if cursor is None else cursor,
+            prefetch_steps=run_file.data.prefetch_steps,
+            readers=run_file.data.readers,
+        )
+
+    def held_out(self) -> Iterator[Batch]:
+        """This rank's part of the held-out samples."""
+        source, uniform = self.workload.data.held_out, self.generation.microbatching.uniform
+        if source is None:
+            return iter(())
+        batch, (share, shares) = self.run_file.batch, self.mesh.batch_share
+        limit = self.run_file.observe.evaluate_samples
+        micro = self.generation.microbatching.samples or max(1, batch.global_samples // shares)
+        own = evaluation_batches(
+            source, replicas=shares, replica=share, micro_samples=micro, denominator=batch.denominator, limit=limit
+        )
+        if uniform is None:
+            return own
+        samples = len(source) if limit is None else min(limit, len(source))
+        first = evaluation_batches(source, replicas=1, replica=0, micro_samples=1, denominator=batch.denominator)
+        return topped_up(own, -(-samples // (shares * micro)), spare=lambda: next(first))
+
+    def evaluate(self) -> dict[str, float]:
+        """The measurements on the held-out data, over all ranks; none if there is no such data."""
+        return evaluate(self.generation.forward_backward, self.held_out(), group=self.mesh.world, device=self.device)
+
+
+def open_run(
+    run_file: RunFile,
+    place: Place,
+    objects: UserObjects | None = None,
+    *,
+    environ: Mapping[str, str] = os.environ,
+    store: Store | None = None,
+) -> Run:
+    """Connects this rank to the others and builds what it trains with. Blocks until all ranks are here.
+
+    `objects` replace what the run file names. `store` is where ranks meet; None: the one that the launcher told of.
+    """
+    process = open_process(run_file, place, environ=environ, store=store)
+    layout = run_file.layout.layout(place.world_size)
+    plan = microbatching(run_file, layout)
+    workload = build_workload(run_file, process, objects or UserObjects(), layout=layout, micro_samples=plan.samples)
+    number = int(process.announce("generation", lambda: str(_next_generation(run_file))))
+    mesh = build_mesh(
+        layout, place.rank, store=process.store, device=process.device, generation=number, wire=run_file.wire,
+        conditions=conditions_from(environ),
+    )  # fmt: skip
+    generation = _generation(run_file, process, workload, mesh, plan)
+    scaler = scaler_of(run_file.precision)
+    state = build_state(run_file, generation, workload.data, scaler)
+    step = build_step(run_file, generation, state.optimizer.optimizer, scaler)
+    return Run(run_file, process, workload, generation, state, step)
+
+
+def _generation(run_file: RunFile, process: Process, workload: Workload, mesh: Mesh, plan: Microbatching) -> Generation:
+    model = workload.model
+    if not workload.drawn_later:
+        _start_equal(model, mesh)
+    parts = divided(run_file, model, mesh, in_flight=plan.in_flight)
+    if workload.drawn_later:
+        draw_parts(parts.split, seed=run_file.run.seed, device=process.device, dtype=workload.dtype)
+    if run_file.run.compile:
+        model.compile()
+    forward_backward = build_forward_backward(
+        run_file, parts, mesh, loss=workload.loss, precision=workload.precision, microbatching=plan
+    )
+    sync = build_sync(run_file.sync, mesh)
+    gradients = build_run_gradients(run_file, parts, mesh, sync, one_host=process.place.one_host)
+    return Generation(mesh, parts, plan, forward_backward, sync, gradients)
+
+
+def _next_generation(run_file: RunFile) -> int:
+    return read_facts(run_directory(run_file)).get("generation", -1) + 1
+
+
+def _start_equal(model: nn.Module, mesh: Mesh) -> None:
+    """Every rank takes rank 0's parameters and buffers: a user's module may have been drawn from anything."""
+    if mesh.world.size == 1:
+        return
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            whole = tensor.data.contiguous()
+            mesh.world.broadcast(torch.view_as_real(whole) if whole.is_complex() else whole, root=0).wait()
+            tensor.data.copy_(whole)

@@ -1,0 +1,55 @@
+"""`Workload`: what a run trains, on which data, towards which loss. It outlives every change of the membership."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shoal.data.build import Dataset
+from shoal.engine.loss import Loss
+from shoal.engine.precision import Precision, precision_of
+from shoal.recipes.objects import UserObjects, check_layout_independent, data_of, loss_of, model_of, skeleton_of
+from shoal.recipes.process import Process
+from shoal.recipes.sameness import require_same, samples_of, shapes_of
+from shoal.runfile.run_file import RunFile
+from shoal.topology.layout import Layout
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The unsplit model, without storage if it is one of Shoal's own (`drawn_later`); data, loss and precision.
+
+    `objects` are what a script passed.
+    """
+
+    model: nn.Module
+    drawn_later: bool
+    data: Dataset
+    loss: Loss
+    precision: Precision
+    objects: UserObjects
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters."""
+        return self.precision.parameters
+
+
+def build_workload(
+    run_file: RunFile, process: Process, objects: UserObjects, *, layout: Layout, micro_samples: int | None
+) -> Workload:
+    """Builds it on this rank, and compares it with rank 0's.
+
+    Raises `UserCodeError` if the ranks built different models or data, or if the model takes statistics over whatever
+    samples a rank happens to hold.
+    """
+    precision = precision_of(run_file.precision)
+    skeleton = skeleton_of(run_file, objects)
+    model = skeleton or model_of(run_file, objects, device=process.device, dtype=precision.parameters)
+    shares = layout.replicate * layout.shard
+    check_layout_independent(model, run_file, shares=shares, micro_samples=micro_samples)
+    loss, data = loss_of(run_file, objects), data_of(run_file, objects, process.environ)
+    require_same(process.place.rank, process.announce, {"model": shapes_of(model), "data": samples_of(data)})
+    return Workload(model, skeleton is not None, data, loss, precision, objects)
