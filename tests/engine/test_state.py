@@ -27,7 +27,7 @@ from shoal.errors import UsageError
 from shoal.gradients.ownership import Owned, owned_run
 from shoal.optim.config import AdamW
 from shoal.topology.box import Box, whole
-from shoal.topology.holding import held
+from shoal.topology.holding import AlongTensor, held
 from shoal.topology.layout import Layout
 from tests.checkpoint.states import on_ranks, saver_for
 
@@ -106,7 +106,8 @@ def rank_state(layout: Layout, rank: int, *, zero: int) -> TrainState:
         local = Parameter(torch.full(box.shape, -7.0))
         module, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(module), leaf, local)
-        holding = held(layout, rank, name, shapes[name], box=box, tensor_split=name in SPLIT_DIM and layout.tensor > 1)
+        along = AlongTensor(split=name in SPLIT_DIM and layout.tensor > 1)
+        holding = held(layout, rank, name, shapes[name], box=box, tensor=along)
         if zero == 0:
             owned.append(Owned(name, local, holding, owned_run(holding, local, 0, local.numel()).regions))
         else:

@@ -20,7 +20,7 @@ from shoal.gradients.build import build_gradients
 from shoal.gradients.config import GradientsConfig
 from shoal.gradients.ownership import Trained
 from shoal.topology.box import Box
-from shoal.topology.holding import Holding, held
+from shoal.topology.holding import AlongTensor, Holding, held, held_expert
 from shoal.topology.layout import Layout
 
 SUM_ORDER = 1e-13  # float64, sums of at most 8 terms
@@ -42,15 +42,14 @@ def holdings(layout: Layout, rank: int) -> list[Holding]:
     tied = held(layout, rank, "tied", (5, 4), tied=range(layout.pipeline))
     own = [
         held(layout, rank, f"stage{stage}.wide", (7, 5)),
-        held(layout, rank, f"stage{stage}.norm", (6,), tensor_partial=True),
+        held(layout, rank, f"stage{stage}.norm", (6,), tensor=AlongTensor(partial=True)),
         held(layout, rank, f"stage{stage}.number", ()),
         held(
-            layout, rank, f"stage{stage}.split", (4 * layout.tensor, 3), tensor_split=True,
+            layout, rank, f"stage{stage}.split", (4 * layout.tensor, 3), tensor=AlongTensor(split=True),
             box=Box((4 * tensor, 0), (4, 3)),
         ),
-        held(
-            layout, rank, f"stage{stage}.experts", (2 * layout.expert, 3, 3), kind="expert",
-            box=Box((2 * expert, 0, 0), (2, 3, 3)),
+        held_expert(
+            layout, rank, f"stage{stage}.experts", (2 * layout.expert, 3, 3), box=Box((2 * expert, 0, 0), (2, 3, 3))
         ),
     ]  # fmt: skip
     return [tied, *own] if stage == 0 else [*own, tied]

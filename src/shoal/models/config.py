@@ -16,7 +16,7 @@ MOST_FEATURES = 1 << 24
 class GPTConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag="gpt"):
     """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU or GELU."""
 
-    implemented_by: ClassVar[str] = "shoal.models.gpt:gpt_from"
+    implemented_by: ClassVar[str] = "shoal.models.gpt:GPT"
 
     vocabulary: Annotated[int, says("Different tokens; 256 for bytes.", ge=2, le=1 << 24)] = 256
     layers: Annotated[int, says("Blocks of attention and feed-forward.", ge=1, le=4096)] = 4

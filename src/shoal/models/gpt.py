@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -38,42 +37,29 @@ class GPTContext:
 
 
 class GPT(nn.Module):
-    """Tokens to the logits of the tokens that follow. The sizes are those of `GPTConfig`, defaults resolved."""
+    """Tokens to the logits of the tokens that follow; of kind "moe", with mixtures of experts."""
 
-    def __init__(
-        self,
-        *,
-        vocabulary: int,
-        layers: int,
-        width: int,
-        heads: int,
-        kv_heads: int,
-        feed_forward: Literal["swiglu", "gelu"],
-        feed_forward_width: int,
-        tied: bool = False,
-        dropout: float = 0.0,
-        rope_base: float = 10_000.0,
-        norm_eps: float = 1e-5,
-        mixture: MixtureOptions | None = None,
-    ) -> None:
+    def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.head_size, self.rope_base = width // heads, rope_base
+        width, mixture = config.width, _mixture_options(config) if isinstance(config, MoEConfig) else None
+        self.head_size, self.rope_base = width // config.heads, config.rope_base
         # `initialise` draws the first values; nn.Embedding's own, normal ones on the meta device, cost 2 s of imports.
-        self.embedding = nn.Embedding.from_pretrained(torch.zeros(vocabulary, width), freeze=False)
-        self.dropout = KeyedDropout(dropout, "embedding")
-        dense = SwiGLU if feed_forward == "swiglu" else GELU
+        self.embedding = nn.Embedding.from_pretrained(torch.zeros(config.vocabulary, width), freeze=False)
+        self.dropout = KeyedDropout(config.dropout, "embedding")
+        dense = SwiGLU if config.feed_forward == "swiglu" else GELU
 
         def block(index: int) -> Block:
-            name, attention = f"blocks.{index}", Attention(width, heads=heads, kv_heads=kv_heads)
-            kind, layer = Block, dense(width, feed_forward_width)
+            name = f"blocks.{index}"
+            attention = Attention(width, heads=config.heads, kv_heads=config.key_value_heads)
+            kind, layer = Block, dense(width, config.hidden_width)
             if mixture is not None and mixture.holds(index):
-                kind, layer = MixtureBlock, Mixture(width, mixture, feed_forward=feed_forward, name=name)
-            return kind(attention, layer, width=width, dropout=dropout, norm_eps=norm_eps, name=name)
+                kind, layer = MixtureBlock, Mixture(width, mixture, feed_forward=config.feed_forward, name=name)
+            return kind(attention, layer, width=width, dropout=config.dropout, norm_eps=config.norm_eps, name=name)
 
-        self.blocks = nn.ModuleList(block(index) for index in range(layers))
-        self.norm = nn.RMSNorm(width, eps=norm_eps)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-        if tied:
+        self.blocks = nn.ModuleList(block(index) for index in range(config.layers))
+        self.norm = nn.RMSNorm(width, eps=config.norm_eps)
+        self.head = nn.Linear(width, config.vocabulary, bias=False)
+        if config.tied:
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
@@ -153,24 +139,6 @@ class MixtureBlock(Block):
 
     def _fed_forward(self, x: Tensor, positions: Tensor | None) -> Tensor:
         return self.feed_forward(x, positions)
-
-
-def gpt_from(config: GPTConfig) -> GPT:
-    """The model of a table `[model]` of kind "gpt" or "moe"."""
-    return GPT(
-        vocabulary=config.vocabulary,
-        layers=config.layers,
-        width=config.width,
-        heads=config.heads,
-        kv_heads=config.key_value_heads,
-        feed_forward=config.feed_forward,
-        feed_forward_width=config.hidden_width,
-        tied=config.tied,
-        dropout=config.dropout,
-        rope_base=config.rope_base,
-        norm_eps=config.norm_eps,
-        mixture=_mixture_options(config) if isinstance(config, MoEConfig) else None,
-    )
 
 
 def _mixture_options(config: MoEConfig) -> MixtureOptions:

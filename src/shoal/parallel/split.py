@@ -26,7 +26,7 @@ from shoal.parallel.tensor.plan import TensorPart, split_tensor
 from shoal.parallel.tensor.summa import Grid, lines_of
 from shoal.parallel.tensor.vocabulary import VocabularySplit
 from shoal.topology.box import Box, Dims, whole
-from shoal.topology.holding import Holding, held
+from shoal.topology.holding import AlongTensor, Holding, held, held_expert
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def _holding(
     shape = unsplit.shapes[first]
     if unsplit.roles[first].kind == "expert":
         box = whole(shape) if expert is None else _slab(shape, expert.dim, expert.offset, expert.length)
-        return held(mesh.layout, mesh.rank, first, shape, kind="expert", box=box)
+        return held_expert(mesh.layout, mesh.rank, first, shape, box=box)
     assert tensor is not None, f"the tensor plan says nothing of {name}"
     return held(
         mesh.layout,
@@ -147,9 +147,7 @@ def _holding(
         first,
         shape,
         box=tensor.box(shape),
-        twins=tensor.twins,
-        tensor_split=tensor.dim is not None,
-        tensor_partial=tensor.partial,
+        tensor=AlongTensor(split=tensor.dim is not None, partial=tensor.partial, same=tensor.twins),
         tied=places,
     )
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shoal.topology.axes import Kind, Placement, placed
+from shoal.topology.axes import Placement, placed
 from shoal.topology.box import Box, Dims, whole
 from shoal.topology.layout import Layout
 
@@ -48,51 +48,70 @@ class Holding:
         return tuple(sorted(inside + other - self.rank for inside in self.inside for other in self.across))
 
 
+@dataclass(frozen=True)
+class AlongTensor:
+    """How a dense parameter lies along `tensor`. `split`: each place has another part of it; `partial`: each place
+    computes one term of its gradient, not the whole. `same` are the places that hold the same part as this rank
+    (default: itself alone if split, else all).
+    """
+
+    split: bool = False
+    partial: bool = False
+    same: tuple[int, ...] | None = None
+
+
 def held(
     layout: Layout,
     rank: int,
     name: str,
     global_shape: Dims,
     *,
-    kind: Kind = "dense",
     box: Box | None = None,
-    twins: Iterable[int] | None = None,
-    tensor_split: bool = False,
-    tensor_partial: bool = False,
+    tensor: AlongTensor = AlongTensor(),
     tied: Iterable[int] = (),
 ) -> Holding:
-    """The holding of a parameter.
+    """The holding of a dense parameter.
 
-    `box` is the part of it that this rank holds (None: all). For a dense parameter, `twins` are the places along
-    `tensor` that hold the same part as this rank (default: itself alone if `tensor_split`, else all of them), and
-    `tensor_partial` says that each of them computes one term of the gradient, not the whole. `tied` are the places
-    along `pipeline` that hold this parameter if several stages do: their gradients add up too.
+    `box` is the part of it that this rank holds (None: all). `tied` are the places along `pipeline` that hold this
+    parameter if several stages do: their gradients add up too.
     """
-    box, across = box or whole(global_shape), layout.group("replicate", rank)
-    if kind == "expert":
-        shard = layout.group("expert_shard", rank)
-        return Holding(name, global_shape, box, placed("expert"), rank, shard, across, shard, shard)
-    tensor, stage = layout.index("tensor", rank), layout.index("pipeline", rank)
-    default = [tensor] if tensor_split else range(layout.tensor)
-    same = sorted(default if twins is None else twins)
+    place, stage = layout.index("tensor", rank), layout.index("pipeline", rank)
+    same = tensor.same or ((place,) if tensor.split else tuple(range(layout.tensor)))
     stages = sorted({stage, *tied})
-    summing = same if tensor_partial else [tensor]
     batch = layout.group(("shard", "context"), rank)
     placement = placed(
         "dense",
-        sharded=("tensor",) if tensor_split else (),
-        partial=(*(("tensor",) if tensor_partial else ()), *(("pipeline",) if len(stages) > 1 else ())),
+        sharded=("tensor",) if tensor.split else (),
+        partial=(*(("tensor",) if tensor.partial else ()), *(("pipeline",) if len(stages) > 1 else ())),
     )
     return Holding(
         name,
         global_shape,
-        box,
+        box or whole(global_shape),
         placement,
         rank,
-        inside=_at(layout, batch, stages, summing),
-        across=across,
+        inside=_at(layout, batch, stages, same if tensor.partial else (place,)),
+        across=layout.group("replicate", rank),
         shard=layout.group("shard", rank),
         holders=_at(layout, batch, stages, same),
+    )
+
+
+def held_expert(layout: Layout, rank: int, name: str, global_shape: Dims, *, box: Box | None = None) -> Holding:
+    """The holding of an expert's parameter: each token is sent to it once, so its gradient has one term on each rank
+    of `expert_shard`.
+    """
+    shard = layout.group("expert_shard", rank)
+    return Holding(
+        name,
+        global_shape,
+        box or whole(global_shape),
+        placed("expert"),
+        rank,
+        inside=shard,
+        across=layout.group("replicate", rank),
+        shard=shard,
+        holders=shard,
     )
 
 

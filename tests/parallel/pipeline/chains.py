@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from shoal.models.config import GPTConfig
 from shoal.models.dropout import set_sample_keys
 from shoal.models.gpt import GPT
 from shoal.models.roles import Part
@@ -54,8 +55,10 @@ class Perceptron(nn.Module):
 
 def gpt(*, tied: bool = False, dropout: float = 0.0, layers: int = 6) -> GPT:
     return GPT(
-        vocabulary=VOCABULARY, layers=layers, width=WIDTH, heads=2, kv_heads=1, feed_forward="swiglu",
-        feed_forward_width=12, tied=tied, dropout=dropout,
+        GPTConfig(
+            vocabulary=VOCABULARY, layers=layers, width=WIDTH, heads=2, kv_heads=1, feed_forward="swiglu",
+            feed_forward_width=12, tied=tied, dropout=dropout,
+        )
     )  # fmt: skip
 
 

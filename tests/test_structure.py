@@ -1,0 +1,84 @@
+"""What import-linter cannot say: how much a module may know, how much a function may ask for, and that nothing is
+circular.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import shoal
+
+SOURCE = Path(shoal.__file__).parent
+MOST_IMPORTS, MOST_ARGUMENTS = 25, 9
+
+
+def modules() -> dict[str, ast.Module]:
+    """Every module of the package, by its dotted name."""
+    found = {}
+    for path in SOURCE.rglob("*.py"):
+        name = ".".join(("shoal", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
+        found[name] = ast.parse(path.read_text(encoding="utf-8"))
+    return found
+
+
+def imports_of(nodes: list[ast.AST], known: dict[str, ast.Module]) -> set[str]:
+    """The modules of the package that these nodes import."""
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "shoal":
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                found.add(full if full in known else node.module)
+    return found
+
+
+def test_no_module_knows_too_many_others() -> None:
+    """A module that imports more than 25 others is becoming the central object."""
+    known = modules()
+    crowded = {
+        name: len(found)
+        for name, tree in known.items()
+        if len(found := imports_of([*ast.walk(tree)], known)) > MOST_IMPORTS
+    }
+    assert not crowded
+
+
+def test_no_function_asks_for_too_much() -> None:
+    """At most nine arguments; the functions of `cli` are a command's options and stand apart."""
+    asking = []
+    for name, tree in modules().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not name.startswith("shoal.cli"):
+                arguments = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+                count = len([argument for argument in arguments if argument not in ("self", "cls")])
+                if count > MOST_ARGUMENTS:
+                    asking.append(f"{name}:{node.name} takes {count}")
+    assert not asking
+
+
+def test_modules_import_each_other_in_no_circle() -> None:
+    """At import time; what a function imports when it runs, and what types alone need, is left out."""
+    known = modules()
+    edges = {name: imports_of(list(tree.body), known) - {name} for name, tree in known.items()}
+    done: set[str] = set()
+    for start in edges:
+        path: list[str] = []
+
+        def visit(name: str, path: list[str] = path) -> None:
+            assert name not in path, f"circle: {' -> '.join([*path[path.index(name) :], name])}"
+            if name in done:
+                return
+            path.append(name)
+            for other in sorted(edges.get(name, ())):
+                visit(other)
+            path.pop()
+            done.add(name)
+
+        visit(start)
+
+
+def test_a_circle_would_be_found() -> None:
+    """The check sees an import that is there."""
+    known = modules()
+    assert "shoal.gradients.bucket" in imports_of(list(known["shoal.gradients.replicated"].body), known)
