@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.checkpoint.inventory import Target
+from shoal.state.target import Target
 from shoal.topology.box import Box, Dims, boxes_of_run, whole
 
 Held = dict[int, list[Box]]

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.checkpoint.inventory import Target
 from shoal.checkpoint.load import checkpoints, newest_verified, read_all, read_into, read_manifest
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.objects import Places
 from shoal.errors import CorruptCheckpoint, UsageError
+from shoal.state.target import Target
 from tests.checkpoint.states import light, same, save, saver_for, state_of
 
 

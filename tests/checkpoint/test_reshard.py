@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.checkpoint.agreement import LocalExchange
-from shoal.checkpoint.inventory import Target
 from shoal.checkpoint.load import checkpoints, read_all, read_into, read_manifest
 from shoal.checkpoint.save import Saver
 from shoal.errors import UsageError
+from shoal.state.target import Target
 from shoal.topology.box import Box
 from tests.checkpoint.cuts import held, of_rank, shapes, targets
 from tests.checkpoint.states import OBJECT_BYTES, on_ranks, same, saver_for, state_of

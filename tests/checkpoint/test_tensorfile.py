@@ -12,10 +12,10 @@ from safetensors.torch import load
 
 from shoal.checkpoint.dtypes import DTYPES
 from shoal.checkpoint.grid import TensorSpec, parcels
-from shoal.checkpoint.inventory import parts_of
 from shoal.checkpoint.staging import Staging
 from shoal.checkpoint.tensorfile import read
 from shoal.errors import CorruptCheckpoint
+from shoal.state.target import parts_of
 from shoal.topology.box import whole
 from tests.checkpoint.states import light
 

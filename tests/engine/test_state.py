@@ -11,7 +11,6 @@ from torch.nn import Parameter
 
 from shoal.checkpoint.agreement import LocalExchange
 from shoal.checkpoint.inspect import export, import_weights
-from shoal.checkpoint.inventory import Target, targets_of
 from shoal.engine.precision import LossScaler
 from shoal.engine.resume import load_weights, resume
 from shoal.engine.state import (
@@ -24,8 +23,9 @@ from shoal.engine.state import (
     held_pieces,
 )
 from shoal.errors import UsageError
-from shoal.gradients.ownership import Owned, owned_run
 from shoal.optim.config import AdamW
+from shoal.state.ownership import Owned, owned_run
+from shoal.state.target import Target, targets_of
 from shoal.topology.box import Box, whole
 from shoal.topology.holding import AlongTensor, held
 from shoal.topology.layout import Layout
@@ -53,7 +53,7 @@ def state_of(model: nn.Module, stepped=None, owned=None, held=None, names=()) ->
     optimizer = torch.optim.AdamW(model.parameters() if stepped is None else stepped, lr=0.01)
     scaler = FactsSection("scaler", LossScaler(1.0, dynamic=False, growth_steps=1))
     return TrainState(
-        ModelSection(model, held, owned or (), names), OptimizerSection(optimizer, AdamW().slots, model, owned),
+        ModelSection(model, held, owned or (), names), OptimizerSection(optimizer, AdamW().slots, model, owned, names),
         Progress(IDENTITY), [scaler],
     )  # fmt: skip
 
@@ -235,7 +235,7 @@ def test_a_parameter_that_no_stage_has_is_missed_on_all(origin):
         (lambda names: names - {"embed.weight"}, "only in it: model/embed.weight"),
     ):
         state = rank_state(Layout(pipeline=2), 1, zero=0)
-        state.model.names = change(state.model.names)
+        state.model.names = state.optimizer.names = change(state.model.names)
         with pytest.raises(UsageError, match=said):
             load(state, origin[0])
 

@@ -18,7 +18,7 @@ from shoal.comm.config import WireConfig
 from shoal.comm.mesh import build_mesh
 from shoal.gradients.build import build_gradients
 from shoal.gradients.config import GradientsConfig
-from shoal.gradients.ownership import Trained
+from shoal.state.ownership import Trained
 from shoal.topology.box import Box
 from shoal.topology.holding import AlongTensor, Holding, held, held_expert
 from shoal.topology.layout import Layout

@@ -11,8 +11,8 @@ from torch import nn
 from shoal.comm.collective import Alone
 from shoal.gradients.config import GradientsConfig
 from shoal.gradients.flat import share_of
-from shoal.gradients.ownership import Trained
 from shoal.gradients.replicated import ReplicatedGradients
+from shoal.state.ownership import Trained
 from shoal.topology.holding import held
 from shoal.topology.layout import Layout
 from tests.comm.groups import replicas

@@ -12,10 +12,10 @@ from shoal.comm.config import WireConfig
 from shoal.comm.mesh import build_mesh
 from shoal.gradients.build import build_gradients
 from shoal.gradients.config import GradientsConfig
-from shoal.gradients.ownership import Trained
 from shoal.models.build import build
 from shoal.models.config import GPTConfig
 from shoal.models.initialise import initialise
+from shoal.state.ownership import Trained
 from shoal.topology.holding import held
 from shoal.topology.layout import Layout
 from tests.gradients.training import MOMENTUM, Case, loss_of, microbatches, optimizer_of, plain, synced, trajectory

@@ -14,9 +14,9 @@ from shoal.comm.mesh import Mesh, build_mesh
 from shoal.gradients.build import build_gradients
 from shoal.gradients.config import GradientsConfig
 from shoal.gradients.gradients import Gradients
-from shoal.gradients.ownership import Trained
 from shoal.optim.build import build_optimizer
 from shoal.optim.config import SGD, AdamW, OptimizerConfig
+from shoal.state.ownership import Trained
 from shoal.topology.holding import held
 from shoal.topology.layout import Layout
 from tests.ranks import TestPlace

@@ -12,7 +12,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.inventory import parts_of
 from shoal.checkpoint.save import Saver
 from shoal.comm.gather import gather_named
 from shoal.data.cursor import Cursor
@@ -20,6 +19,7 @@ from shoal.engine.resume import resume
 from shoal.launch.environment import Place
 from shoal.launch.store_exchange import StoreExchange
 from shoal.recipes.run import Run, open_run
+from shoal.state.target import parts_of
 from tests.ranks import TestPlace
 from tests.recipes.layouts import run_file_of
 

@@ -23,10 +23,10 @@ from shoal.checkpoint import manifest as manifests
 from shoal.checkpoint import tensorfile
 from shoal.checkpoint.dtypes import BY_NAME, dtype_name
 from shoal.checkpoint.grid import family
-from shoal.checkpoint.inventory import Held, Target, parts_of
 from shoal.checkpoint.manifest import BoxEntry, Manifest, TensorEntry
 from shoal.checkpoint.objects import MANIFEST, Places, damage, step_name
 from shoal.errors import CorruptCheckpoint, UsageError, VerificationFailed
+from shoal.state.target import Held, Target, parts_of
 from shoal.topology.box import Box, intersection
 
 _NAMED = 3

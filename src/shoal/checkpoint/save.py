@@ -18,7 +18,7 @@ from typing import Any
 
 from shoal.checkpoint.agreement import Agreement, Exchange, Ranks
 from shoal.checkpoint.durable import Disk, OnPoint, sentence, unheard
-from shoal.checkpoint.inventory import Held, Inventory, Target, inventory_of, parts_of
+from shoal.checkpoint.inventory import Inventory, inventory_of
 from shoal.checkpoint.objects import Places
 from shoal.checkpoint.plan import Plan, plan_for
 from shoal.checkpoint.retention import sweep
@@ -26,6 +26,7 @@ from shoal.checkpoint.round import Round, Seat
 from shoal.checkpoint.staging import Staging
 from shoal.checkpoint.tensorfile import plain
 from shoal.errors import EnvironmentFault
+from shoal.state.target import Held, Target, parts_of
 from shoal.topology.box import Box
 
 OBJECT_BYTES = 8 << 20

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from shoal.checkpoint.dtypes import BY_NAME
 from shoal.checkpoint.grid import Parcel, Piece
-from shoal.checkpoint.inventory import Target
 from shoal.checkpoint.tensorfile import header_of
+from shoal.state.target import Target
 from shoal.topology.box import Box, intersection
 
 _ALIGNMENT_BYTES = 64

@@ -22,40 +22,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from shoal.checkpoint.inventory import Held, Target, targets_of, views
 from shoal.data.cursor import Cursor
 from shoal.errors import UsageError, UserCodeError
-from shoal.gradients.ownership import Owned
 from shoal.optim.config import Slot
 from shoal.optim.slots import local, make_slots, named_slots, slot_and_parameter
+from shoal.state.ownership import Owned
+from shoal.state.section import Section
+from shoal.state.target import Held, Target, targets_of, views
 from shoal.topology.box import Box, Dims
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
-
-
-class Section(Protocol):
-    """A part of the state. Tensor names begin with the section's own prefix."""
-
-    @property
-    def name(self) -> str:
-        """Where its facts stand in a checkpoint's state."""
-        ...
-
-    def tensors(self) -> Mapping[str, Held]:
-        """What is saved."""
-        ...
-
-    def targets(self, saved: Mapping[str, torch.dtype]) -> Mapping[str, Held]:
-        """What a checkpoint that holds `saved` (name and dtype) is read into."""
-        ...
-
-    def facts(self) -> dict[str, Any]:
-        """What is not a tensor, for JSON."""
-        ...
-
-    def load(self, facts: Mapping[str, Any]) -> None:
-        """Goes on from what `facts` gave."""
-        ...
 
 
 class HeldWeight(NamedTuple):
@@ -97,6 +73,10 @@ class ModelSection:
                 targets.setdefault(f"{MODEL}{owned.name}", []).extend(_views(local(owned.parameter), owned))
         return dict(targets)
 
+    def elsewhere(self, saved: Mapping[str, torch.dtype]) -> set[str]:
+        """What other ranks have is listed in `names` already."""
+        return set()
+
     def facts(self) -> dict[str, Any]:
         return {}
 
@@ -128,6 +108,7 @@ class OptimizerSection:
     slots: Sequence[Slot]
     model: nn.Module
     owned: Sequence[Owned] | None = None
+    names: Collection[str] = ()
     name: str = field(default="optimizer", init=False)
 
     def tensors(self) -> dict[str, Held]:
@@ -138,6 +119,11 @@ class OptimizerSection:
         """The saved slots, made anew in the optimizer."""
         slots = {name.removeprefix(OPTIMIZER): dtype for name, dtype in saved.items() if name.startswith(OPTIMIZER)}
         return self._located(make_slots(self.optimizer, self._stepped, slots, slots=self.slots))
+
+    def elsewhere(self, saved: Mapping[str, torch.dtype]) -> set[str]:
+        """The slots of parameters that the model has, on whichever rank."""
+        slots = (name for name in saved if name.startswith(OPTIMIZER))
+        return {name for name in slots if slot_and_parameter(name.removeprefix(OPTIMIZER))[1] in self.names}
 
     def facts(self) -> dict[str, Any]:
         return {}
@@ -223,6 +209,9 @@ class FactsSection:
     def targets(self, saved: Mapping[str, torch.dtype]) -> dict[str, Held]:
         return {}
 
+    def elsewhere(self, saved: Mapping[str, torch.dtype]) -> set[str]:
+        return set()
+
     def facts(self) -> dict[str, Any]:
         return self.holder.to_state()
 
@@ -247,11 +236,9 @@ class TrainState:
         """The tensors that a checkpoint holding `saved` (name and dtype) is read into."""
         return {name: held for section in self._sections for name, held in section.targets(saved).items()}
 
-    def elsewhere(self, saved: Iterable[str]) -> set[str]:
-        """Those of the optimizer's slots in `saved` that other ranks may fill: the model has their parameter."""
-        slots = (name for name in saved if name.startswith(OPTIMIZER))
-        known = self.model.names
-        return {name for name in slots if slot_and_parameter(name.removeprefix(OPTIMIZER))[1] in known}
+    def elsewhere(self, saved: Mapping[str, torch.dtype]) -> set[str]:
+        """Those of `saved` that other ranks may fill."""
+        return {name for section in self._sections for name in section.elsewhere(saved)}
 
     def to_json(self) -> dict[str, Any]:
         """What is not a tensor."""

@@ -12,10 +12,10 @@ from shoal.comm.exchanges.exchange import AllReduce, NewExchange
 from shoal.gradients.config import GradientsConfig
 from shoal.gradients.fully_sharded import FullyShardedGradients
 from shoal.gradients.gradients import Gradients, Groups
-from shoal.gradients.ownership import Trained
 from shoal.gradients.partition import GradientRanks, parts_by_size, parts_by_unit, units_of
 from shoal.gradients.replicated import ReplicatedGradients
 from shoal.gradients.sharded import ShardedGradients, beyond_shard
+from shoal.state.ownership import Trained
 from shoal.topology.holding import Holding, Ranks
 
 

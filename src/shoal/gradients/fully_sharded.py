@@ -15,10 +15,10 @@ from torch import nn
 from shoal.comm.collective import Collective
 from shoal.comm.exchanges.exchange import AllReduce, NewExchange
 from shoal.gradients.gradients import Groups
-from shoal.gradients.ownership import Trained
 from shoal.gradients.partition import Part
 from shoal.gradients.sharded import ShardedBase, flat
 from shoal.gradients.units import ShardedParameters, Unit, chained
+from shoal.state.ownership import Trained
 
 
 class FullyShardedGradients(ShardedBase):

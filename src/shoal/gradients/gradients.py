@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from shoal.comm.collective import Collective
-from shoal.gradients.ownership import Owned
 from shoal.gradients.reducer import OwnGradient
+from shoal.state.ownership import Owned
 from shoal.topology.holding import Ranks
 
 Groups = Callable[[Ranks], Collective]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from shoal.gradients.ownership import Trained
+from shoal.state.ownership import Trained
 from shoal.topology.holding import Holding, Ranks
 
 GradientRanks = Callable[[Holding], Ranks]

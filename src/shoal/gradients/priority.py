@@ -27,12 +27,12 @@ from shoal.errors import ConfigError
 from shoal.gradients.bucket import Bucket
 from shoal.gradients.config import GradientsConfig
 from shoal.gradients.first_use import FirstUse
-from shoal.gradients.ownership import Owned, Trained, owned_whole
 from shoal.gradients.partition import Part, parts_by_size
 from shoal.gradients.reducer import OwnGradient, Reducer
 from shoal.gradients.rehearsal import Rehearsal
 from shoal.gradients.replicated import replicated_bucket
 from shoal.maths.norm import two_norm
+from shoal.state.ownership import Owned, Trained, owned_whole
 
 Update = Callable[[int, Tensor], None]
 """Called with the number of a part of `PriorityGradients.parts` whose sums are there, and their norm."""

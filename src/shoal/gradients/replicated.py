@@ -20,9 +20,9 @@ from shoal.gradients.bucket_search import BucketSearch, candidates
 from shoal.gradients.config import GradientsConfig
 from shoal.gradients.flat import flat_layout, share_of
 from shoal.gradients.gradients import Groups, global_norm
-from shoal.gradients.ownership import Owned, Trained, owned_whole
 from shoal.gradients.partition import GradientRanks, Part, parts_by_size
 from shoal.gradients.reducer import OwnGradient, Reducer
+from shoal.state.ownership import Owned, Trained, owned_whole
 
 
 class ReplicatedGradients:

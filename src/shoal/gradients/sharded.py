@@ -20,9 +20,9 @@ from shoal.comm.exchanges.exchange import AllReduce, NewExchange, ReduceScatter
 from shoal.gradients.bucket import Bucket, Flight
 from shoal.gradients.flat import FlatLayout, flat_layout
 from shoal.gradients.gradients import Groups, global_norm
-from shoal.gradients.ownership import Owned, Trained, owned_run, owned_whole, same_piece
 from shoal.gradients.partition import Part
 from shoal.gradients.reducer import OwnGradient, Reducer
+from shoal.state.ownership import Owned, Trained, owned_run, owned_whole, same_piece
 
 
 class HasPiece(Protocol):

@@ -106,14 +106,14 @@ def build_state(run_file: RunFile, generation: Generation, data: Dataset, scaler
         "the number of training samples": len(data.train),
         "optimizer.kind": type(optimizer).__struct_config__.tag,
     }
-    model, owned = ModelSection(split.model), None
+    model, owned, names = ModelSection(split.model), None, ()
     if generation.mesh.layout.replica_size > 1:
         owned, names = gradients.owned, {*split.shapes, *split.buffers}
         model = ModelSection(split.model, _held(run_file, generation), owned, names)
     tuned = [] if gradients.tuned is None else [FactsSection("gradients", gradients.tuned)]
     return TrainState(
         model,
-        OptimizerSection(build_optimizer(optimizer, parameters, lr=peak), optimizer.slots, split.model, owned),
+        OptimizerSection(build_optimizer(optimizer, parameters, lr=peak), optimizer.slots, split.model, owned, names),
         Progress(identity),
         [FactsSection("scaler", scaler), *tuned, *generation.sync.sections],
     )

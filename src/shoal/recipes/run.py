@@ -27,7 +27,6 @@ from shoal.engine.microbatches import topped_up
 from shoal.engine.precision import scaler_of
 from shoal.engine.state import TrainState
 from shoal.engine.step import TrainStep
-from shoal.gradients.ownership import Trained
 from shoal.launch.environment import Place
 from shoal.observe.facts import read_facts
 from shoal.recipes.assembly import Generation, build_run_gradients, build_state, build_step
@@ -38,6 +37,7 @@ from shoal.recipes.process import Process, open_process
 from shoal.recipes.splitting import build_forward_backward, divided, draw_parts, trained_in
 from shoal.recipes.workload import Workload, build_workload
 from shoal.runfile.run_file import RunFile, run_directory, statistics_group
+from shoal.state.ownership import Trained
 from shoal.sync.build import build_sync
 
 

@@ -21,7 +21,6 @@ from shoal.engine.loss import Loss, cross_entropy
 from shoal.engine.microbatches import cut_sequences
 from shoal.engine.precision import Precision
 from shoal.engine.randomness import Randomness
-from shoal.gradients.ownership import Trained
 from shoal.memory.recompute import check_recompute, recompute
 from shoal.models.initialise import PartOf, initialise_parts
 from shoal.models.roles import DeclaresParts
@@ -34,6 +33,7 @@ from shoal.recipes.microbatching import Microbatching
 from shoal.runfile.run_file import RunFile
 from shoal.schedules.build import build
 from shoal.schedules.table import Table
+from shoal.state.ownership import Trained
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 """Modules that are never called themselves."""

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.inventory import targets_of
 from shoal.engine.loop import Job, take_step
 from shoal.launch.environment import Place
 from shoal.launch.store_exchange import StoreExchange
@@ -25,6 +24,7 @@ from shoal.recipes.benchmarks.machine import result_folder
 from shoal.recipes.benchmarks.paired import check, milliseconds
 from shoal.recipes.objects import UserObjects
 from shoal.recipes.setting import set_up
+from shoal.state.target import targets_of
 
 STALL = 0.10
 TOKENS = 256
