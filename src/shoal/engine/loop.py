@@ -68,14 +68,21 @@ class Job:
 def train(job: Job) -> None:
     """Runs to the last step. Raises `Stopped` after a signal and a good checkpoint, `Diverged` if it is hopeless."""
     stall_s, cadence, first = 0.0, job.cadence, job.progress.step
+    evaluating = saving = False
     while job.progress.step < cadence.steps:
         result = take_step(job, stall_s)
-        step = job.progress.step
-        stopping = result.tally.stop and step < cadence.steps
-        if cadence.due(cadence.evaluate_every, step) and not stopping:
-            _evaluate(job)
+        step, stall_s = job.progress.step, 0.0
+        evaluating |= cadence.due(cadence.evaluate_every, step)
+        saving |= cadence.due(cadence.save_every, step)
         _warn_of_saves(job, job.saver.poll())
-        stall_s = _save(job) if stopping or cadence.due(cadence.save_every, step) else 0.0
+        if result.agreed is None:
+            continue  # replicas differ: what needs the one model waits
+        stopping = result.agreed.stop and step < cadence.steps
+        if evaluating and not stopping:
+            _evaluate(job)
+        if saving or stopping:
+            stall_s = _save(job)
+        evaluating = saving = False
         if stopping:
             break
     _end(job, first)
@@ -102,8 +109,8 @@ def _advance(progress: Progress, fed: FedStep, result: StepResult) -> None:
         raise AssertionError(f"the feed gave positions {fed.interval}, the run's cursor stands at {interval}")
     progress.cursor = cursor.commit(interval)
     progress.step += 1
-    progress.samples += result.tally.samples
-    progress.tokens += result.tally.tokens
+    progress.samples += len(fed.interval)
+    progress.tokens += result.agreed.tokens if result.agreed is not None else 0
     progress.skipped += not result.committed
 
 

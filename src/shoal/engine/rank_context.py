@@ -23,6 +23,7 @@ from shoal.engine.precision import LossScaler
 from shoal.engine.step_result import StepResult, StepTimes
 from shoal.engine.tally import PendingTally, Tally
 from shoal.models.mixture_loads import mixtures_of
+from shoal.sync.strategy import Agreed
 
 
 @dataclass
@@ -75,6 +76,7 @@ class RankContext:
         committed: bool,
         tally: Tally,
         update_s: float,
+        agreed: Agreed | None,
         noise: NoiseReading | None = None,
     ) -> StepResult:
         """The step is over. `update_s`: seconds from the end of the backward on, waits for the wire left out."""
@@ -82,7 +84,7 @@ class RankContext:
         total = sum(wire.values(), start=Entry())
         all_s = time.perf_counter() - self._begin_s
         times = StepTimes(all_s - total.exposed_s - update_s, total.exposed_s, update_s)
-        return StepResult(loss, norm, scale, committed, tally, times, total.bytes_sent, noise, wire)
+        return StepResult(loss, norm, scale, committed, tally, times, total.bytes_sent, agreed, noise, wire)
 
 
 class GlobalSum:

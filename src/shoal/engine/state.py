@@ -13,6 +13,7 @@ then hold the same tensors in every layout, and a checkpoint of one is a checkpo
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ from shoal.state.target import Held, Target, targets_of, views
 from shoal.topology.box import Box, Dims
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
+_OF_REPLICA = re.compile(rf"replica-(\d+)/{OPTIMIZER}")
 
 
 class HeldWeight(NamedTuple):
@@ -101,7 +103,10 @@ class ModelSection:
 @dataclass
 class OptimizerSection:
     """The optimizer's state. `slots` is what it declares for each parameter; `owned` are the tensors that it steps
-    (None: the parameters of `model`, as they are).
+    (None: the parameters of `model`, as they are), `names` all parameters of the unsplit model.
+
+    `replica` is this rank's number among replicas that have optimizer state of their own (None: all have the same).
+    Loaded by more replicas than saved it, a state is given to several.
     """
 
     optimizer: torch.optim.Optimizer
@@ -109,21 +114,24 @@ class OptimizerSection:
     model: nn.Module
     owned: Sequence[Owned] | None = None
     names: Collection[str] = ()
+    replica: int | None = None
     name: str = field(default="optimizer", init=False)
 
     def tensors(self) -> dict[str, Held]:
-        """`optimizer/<slot>/<parameter>`."""
-        return self._located(named_slots(self.optimizer, self._stepped))
+        """`optimizer/<slot>/<parameter>`, or `replica-<number>/optimizer/...`."""
+        return self._located(named_slots(self.optimizer, self._stepped), _prefix(self.replica))
 
     def targets(self, saved: Mapping[str, torch.dtype]) -> dict[str, Held]:
         """The saved slots, made anew in the optimizer."""
-        slots = {name.removeprefix(OPTIMIZER): dtype for name, dtype in saved.items() if name.startswith(OPTIMIZER)}
-        return self._located(make_slots(self.optimizer, self._stepped, slots, slots=self.slots))
+        prefix = self._source(saved)
+        slots = {name.removeprefix(prefix): dtype for name, dtype in saved.items() if name.startswith(prefix)}
+        return self._located(make_slots(self.optimizer, self._stepped, slots, slots=self.slots), prefix)
 
     def elsewhere(self, saved: Mapping[str, torch.dtype]) -> set[str]:
         """The slots of parameters that the model has, on whichever rank."""
-        slots = (name for name in saved if name.startswith(OPTIMIZER))
-        return {name for name in slots if slot_and_parameter(name.removeprefix(OPTIMIZER))[1] in self.names}
+        prefix = self._source(saved)
+        slots = (name for name in saved if name.startswith(prefix))
+        return {name for name in slots if slot_and_parameter(name.removeprefix(prefix))[1] in self.names}
 
     def facts(self) -> dict[str, Any]:
         return {}
@@ -131,18 +139,21 @@ class OptimizerSection:
     def load(self, facts: Mapping[str, Any]) -> None:
         """There are no facts."""
 
+    def _source(self, saved: Iterable[str]) -> str:
+        """The prefix of the saved slots that are this rank's: those of its own replica, if replicas had their own."""
+        numbers = {int(found[1]) for name in saved if (found := _OF_REPLICA.match(name))}
+        return _prefix((self.replica or 0) % (max(numbers) + 1) if numbers else None)
+
     @property
     def _stepped(self) -> list[tuple[str, Parameter]]:
         if self.owned is None:
             return list(self.model.named_parameters())
         return [(owned.name, owned.parameter) for owned in self.owned]
 
-    def _located(self, slots: Mapping[str, Tensor]) -> dict[str, Held]:
+    def _located(self, slots: Mapping[str, Tensor], prefix: str) -> dict[str, Held]:
         """Slots under the names that they are saved by, and where in the unsplit parameter they lie."""
         owned = {own.name: own for own in self.owned or ()}
-        return {
-            f"{OPTIMIZER}{key}": _slot(tensor, owned.get(slot_and_parameter(key)[1])) for key, tensor in slots.items()
-        }
+        return {f"{prefix}{key}": _slot(tensor, owned.get(slot_and_parameter(key)[1])) for key, tensor in slots.items()}
 
 
 @dataclass
@@ -265,6 +276,10 @@ def _current(state: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(found, Mapping) and "sizes" in found and "gradients" not in state:
         return {**state, "gradients": found, "sync": None}
     return state
+
+
+def _prefix(replica: int | None) -> str:
+    return OPTIMIZER if replica is None else f"replica-{replica}/{OPTIMIZER}"
 
 
 def held_pieces(owned: Iterable[Owned]) -> list[HeldWeight]:

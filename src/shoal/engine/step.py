@@ -9,16 +9,16 @@ from shoal.engine.rank_context import GlobalSum, RankContext
 from shoal.engine.step_result import StepResult
 from shoal.engine.updates import OnGradients, OnMicrobatch, UpdatePolicy, Work
 from shoal.gradients.gradients import Gradients
-from shoal.sync.strategy import Sync
+from shoal.sync.strategy import Agreement
 
 
 class TrainStep:
-    """Computes one update from this rank's samples of a step. When and how it is made is `policy`'s; `sync` is what
-    follows between replicas.
+    """Computes one update from this rank's samples of a step. When and how it is made is `policy`'s; `agreement` is
+    what follows between replicas.
     """
 
-    def __init__(self, context: RankContext, policy: UpdatePolicy, sync: Sync) -> None:
-        self.context, self.policy, self.sync = context, policy, sync
+    def __init__(self, context: RankContext, policy: UpdatePolicy, agreement: Agreement) -> None:
+        self.context, self.policy, self.agreement = context, policy, agreement
 
     def __call__(
         self,
@@ -39,18 +39,21 @@ class TrainStep:
         context = self.context
         if not self.policy.overlaps_steps:
             context.ledger.take()  # what an evaluation has sent belongs to no step
+        self.agreement.before_step()
         context.begin(step)
         tally = context.tally(batches, stop=stop)
         work = Work(step, batches, lr, tally, GlobalSum(context.lockstep), on_gradients, on_microbatch)
         outcome = self.policy(context, work)
         context.finish(committed=outcome.keeps_buffers)
-        self.sync.after_update(step)
+        counted = tally.wait()
+        agreed = self.agreement.after_update(step, stop=counted.stop, tokens=counted.tokens)
         return context.result(
             loss=outcome.loss,
             norm=outcome.norm,
             scale=outcome.scale,
             committed=outcome.committed,
-            tally=tally.wait(),
+            tally=counted,
+            agreed=agreed,
             update_s=outcome.update_s,
             noise=outcome.noise,
         )
@@ -61,6 +64,5 @@ class TrainStep:
         return self.policy.gradients
 
     def settle(self) -> None:
-        """Between two steps: returns when every update is made, here and between replicas."""
+        """Between two steps: returns when every update is made."""
         self.policy.gradients.settle()
-        self.sync.settle()

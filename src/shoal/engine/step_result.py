@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from shoal.comm.ledger import Entry
 from shoal.engine.noise import NoiseReading
 from shoal.engine.tally import Tally
+from shoal.sync.strategy import Agreed
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class StepTimes:
 class StepResult:
     """What a step did. `norm` and `loss` are those of the whole global batch; `scale` is the loss scale it used.
 
-    `noise` is None where it was not due, or the step not finite. `wire` is what this rank sent, by operation.
+    `agreed` is what all replicas know since; None if they did not agree in this step. `noise` is None where it was not
+    due, or the step not finite. `wire` is what this rank sent, by operation.
     """
 
     loss: float
@@ -36,5 +38,6 @@ class StepResult:
     tally: Tally
     times: StepTimes
     bytes_sent: int
+    agreed: Agreed | None = None
     noise: NoiseReading | None = None
     wire: Mapping[str, Entry] = field(default_factory=dict)

@@ -36,12 +36,15 @@ from shoal.parallel.pipeline.stages import Stages
 from shoal.recipes.microbatching import Microbatching
 from shoal.recipes.splitting import Divided, blocks_in, trained_in
 from shoal.runfile.run_file import RunFile
-from shoal.sync.strategy import Sync
+from shoal.sync.strategy import Agreement, Replica, Sync
 from shoal.topology.axes import Axis
 
 ZERO_OF_SHARD = 3
 """The stage of ZeRO over `layout.shard` if `memory.zero` is left out: everything is divided, as users of FSDP expect.
 """
+
+_SAME_LAYERS: tuple[Axis, ...] = ("replicate", "shard", "context", "tensor")
+"""The axes of the ranks that hold the same layers."""
 
 _NORM_AXES: Mapping[bool, tuple[Axis, ...]] = {
     False: ("pipeline", "shard", "context", "tensor"),
@@ -60,6 +63,7 @@ class Generation:
     forward_backward: ForwardBackward
     sync: Sync
     gradients: Gradients
+    agreement: Agreement
 
 
 def zero_of(run_file: RunFile, mesh: Mesh) -> int | None:
@@ -89,10 +93,18 @@ def build_run_gradients(run_file: RunFile, parts: Divided, mesh: Mesh, sync: Syn
         summing=Summing(
             sync.gradient_ranks,
             sync.exchange,
-            lockstep=sync.lockstep,
+            lockstep=mesh.axis(*sync.lockstep_axes),
             whole=run_file.optimizer.works_on == "matrices",
         ),
     )
+
+
+def build_agreement(run_file: RunFile, parts: Divided, gradients: Gradients, sync: Sync) -> Agreement:
+    """The running side of the strategy, on the parameters that this rank's optimizer updates."""
+    model = parts.split.model
+    saved = model.state_dict(keep_vars=True)
+    buffers = [b for name, b in model.named_buffers() if name in saved and b.is_floating_point()]
+    return sync.agreement(Replica(gradients.owned, gradients.gather, buffers, run_file.run.steps))
 
 
 def build_state(run_file: RunFile, generation: Generation, data: Dataset, scaler: LossScaler) -> TrainState:
@@ -107,15 +119,23 @@ def build_state(run_file: RunFile, generation: Generation, data: Dataset, scaler
         "optimizer.kind": type(optimizer).__struct_config__.tag,
     }
     model, owned, names = ModelSection(split.model), None, ()
-    if generation.mesh.layout.replica_size > 1:
+    layout = generation.mesh.layout
+    if layout.replica_size > 1:
         owned, names = gradients.owned, {*split.shapes, *split.buffers}
         model = ModelSection(split.model, _held(run_file, generation), owned, names)
     tuned = [] if gradients.tuned is None else [FactsSection("gradients", gradients.tuned)]
     return TrainState(
         model,
-        OptimizerSection(build_optimizer(optimizer, parameters, lr=peak), optimizer.slots, split.model, owned, names),
+        OptimizerSection(
+            build_optimizer(optimizer, parameters, lr=peak),
+            optimizer.slots,
+            split.model,
+            owned,
+            names,
+            replica=None if generation.sync.keeps_replicas_equal else layout.index("replicate", generation.mesh.rank),
+        ),
         Progress(identity),
-        [FactsSection("scaler", scaler), *tuned, *generation.sync.sections],
+        [FactsSection("scaler", scaler), *tuned, *generation.agreement.sections],
     )
 
 
@@ -128,18 +148,18 @@ def build_step(
     """The step that `optimizer` takes. Raises `ConfigError` if the gradient's noise cannot be measured, and
     `UserCodeError` for parameters that several stages of PipeDream use.
     """
-    mesh = generation.mesh
+    mesh, axes = generation.mesh, generation.sync.lockstep_axes
     place = mesh.layout.coordinate(mesh.rank)
     context = RankContext(
         generation.forward_backward,
-        lockstep=generation.sync.lockstep,
-        data_parallel_group=mesh.axis("replicate", "shard", "context", "tensor"),
+        lockstep=mesh.axis(*axes),
+        data_parallel_group=mesh.axis(*(axis for axis in _SAME_LAYERS if axis in axes)),
         ledger=mesh.ledger,
         scaler=scaler,
         counts=place.pipeline == place.context == place.tensor == 0,
     )
     policy = _update_policy(run_file, generation, optimizer)
-    return TrainStep(context, policy, generation.sync)
+    return TrainStep(context, policy, generation.agreement)
 
 
 def _update_policy(

@@ -29,7 +29,7 @@ from shoal.engine.state import TrainState
 from shoal.engine.step import TrainStep
 from shoal.launch.environment import Place
 from shoal.observe.facts import read_facts
-from shoal.recipes.assembly import Generation, build_run_gradients, build_state, build_step
+from shoal.recipes.assembly import Generation, build_agreement, build_run_gradients, build_state, build_step
 from shoal.recipes.lab import conditions_from
 from shoal.recipes.microbatching import Microbatching, microbatching
 from shoal.recipes.objects import UserObjects
@@ -163,7 +163,8 @@ def _generation(run_file: RunFile, process: Process, workload: Workload, mesh: M
     )
     sync = build_sync(run_file.sync, mesh)
     gradients = build_run_gradients(run_file, parts, mesh, sync, one_host=process.place.one_host)
-    return Generation(mesh, parts, plan, forward_backward, sync, gradients)
+    agreement = build_agreement(run_file, parts, gradients, sync)
+    return Generation(mesh, parts, plan, forward_backward, sync, gradients, agreement)
 
 
 def _next_generation(run_file: RunFile) -> int:

@@ -15,6 +15,7 @@ from shoal.models.config import GPTConfig, MoEConfig
 from shoal.runfile.layout_rules import layout_refusal
 from shoal.runfile.microbatches import microbatch_sizes, most_samples
 from shoal.runfile.run_file import RunFile, statistics_group
+from shoal.sync.config import LocalConfig
 
 
 def check_across(run_file: RunFile, *, file: str) -> None:
@@ -35,6 +36,7 @@ def refusal(run_file: RunFile) -> str | None:
         noise_refusal,
         gradients_refusal,
         wire_refusal,
+        sync_refusal,
     ):
         sentence = rule(run_file)
         if sentence is not None:
@@ -234,3 +236,28 @@ def wire_refusal(run_file: RunFile) -> str | None:
             'set wire.transport = "gloo", or leave one of them out'
         )
     return None
+
+
+def sync_refusal(run_file: RunFile) -> str | None:
+    """One sentence if the strategy cannot work with this layout or these keys."""
+    if not isinstance(run_file.sync, LocalConfig):
+        return None
+    found = next(_against_local(run_file), None)
+    return None if found is None else f'sync.kind = "local" with {found[0]}: {found[1]}'
+
+
+def _against_local(run_file: RunFile) -> Iterator[tuple[str, str]]:
+    """(key and value, why not and what to do)"""
+    layout = run_file.layout
+    processes = run_file.run.processes or layout.default_processes
+    inside = layout.pipeline * layout.shard * layout.context * layout.tensor
+    if processes is not None and processes == inside:
+        yield "one replica", "there is no other to agree with; raise layout.replicate or run.processes"
+    if run_file.gradients.schedule == "priority":
+        yield 'gradients.schedule = "priority"', "replicas send no gradients; leave it out"
+    if run_file.pipeline.asynchronous:
+        yield f"pipeline.schedule = {run_file.pipeline.schedule!r}", "choose a schedule that updates once a step"
+    if isinstance(run_file.precision, Float16):
+        yield 'precision.kind = "float16"', "each replica would have a loss scale of its own; use bfloat16"
+    if run_file.observe.noise_every_steps:
+        yield "observe.noise_every_steps", "the noise is measured on gradients of the global batch; leave it out"

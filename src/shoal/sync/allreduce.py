@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from shoal.comm.exchanges.exchange import AllReduce, NewExchange
 from shoal.comm.mesh import Mesh
+from shoal.state.section import Section
 from shoal.sync.config import AllReduceConfig
+from shoal.sync.strategy import Agreed, Replica
+from shoal.topology.axes import DENSE, Axis
 from shoal.topology.holding import Holding, Ranks
 
 
 class AllReduceSync:
     """`Sync` of kind "allreduce": sums inside and across replicas are one all-reduce."""
 
+    lockstep_axes: tuple[Axis, ...] = DENSE
     exchange: NewExchange = AllReduce
-    sections: Sequence[Any] = ()
+    keeps_replicas_equal = True
 
     def __init__(self, config: AllReduceConfig, mesh: Mesh) -> None:
-        self.lockstep = mesh.world
+        """Nothing to open: the groups of the gradients are all it needs."""
 
     def gradient_ranks(self, holding: Holding) -> Ranks:
         return holding.sums
 
-    def after_update(self, step: int) -> None:
-        """Equal gradients have met equal states: the replicas are equal."""
+    def agreement(self, replica: Replica) -> AlwaysEqual:
+        return AlwaysEqual()
 
-    def settle(self) -> None:
-        """Nothing is under way between two steps."""
+
+class AlwaysEqual:
+    """`Agreement` of replicas that make the same update: equal gradients have met equal states."""
+
+    equal = True
+    sections: Sequence[Section] = ()
+
+    def before_step(self) -> None:
+        """Nothing to prepare."""
+
+    def after_update(self, step: int, *, stop: bool, tokens: int) -> Agreed:
+        return Agreed(stop, tokens)

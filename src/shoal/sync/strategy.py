@@ -1,31 +1,82 @@
-"""`Sync`: how replicas agree. What ranks of one replica do among themselves is `gradients`'.
+"""How replicas agree. What ranks of one replica do among themselves is `gradients`'.
 
-A strategy answers four questions:
+A strategy has two sides. `Sync` answers, before anything runs,
 
+    who takes every step together               `lockstep_axes`: these ranks count samples, vote and stop together
     which gradients are summed in every step    `gradient_ranks`, by `exchange`
-    who takes every step together               `lockstep`: these ranks count samples, vote and stop together
-    what follows an update                      `after_update`
-    what a checkpoint has to hold               `sections`
+    whether replicas differ between agreements  `keeps_replicas_equal`
 
-Under all-reduce the answers are: those of all replicas, all ranks, nothing, nothing.
+and `Agreement` is what runs: what follows an update, and when replicas are equal. An evaluation, a save and the end
+wait until they are. Under all-reduce the ranks of all replicas take every step together, and agreement costs nothing
+more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
-from shoal.comm.collective import Collective
+from torch import Tensor
+
 from shoal.comm.exchanges.exchange import NewExchange
+from shoal.state.ownership import Owned
+from shoal.state.section import Section
+from shoal.topology.axes import Axis
 from shoal.topology.holding import Holding, Ranks
 
 
-class Sync(Protocol):
-    """One strategy, for one model, in one generation of the membership."""
+@dataclass(frozen=True)
+class Replica:
+    """What a rank updates, as strategies see it. `owned` are the tensors that its optimizer steps; after they have been
+    written, `gather` makes the model compute with them. `buffers` are the model's persistent buffers of floating point.
+    `steps` is the length of the run.
+    """
+
+    owned: Sequence[Owned]
+    gather: Callable[[], None]
+    buffers: Sequence[Tensor]
+    steps: int
+
+
+class Agreed(NamedTuple):
+    """What all replicas know after an agreement: whether any was told to stop, and the tokens used since the last one."""
+
+    stop: bool
+    tokens: int
+
+
+class Agreement(Protocol):
+    """The running side of a strategy, on one rank."""
 
     @property
-    def lockstep(self) -> Collective:
-        """The ranks that take every step together: all ranks, or those of one replica."""
+    def equal(self) -> bool:
+        """Whether all replicas have the same parameters now."""
+        ...
+
+    @property
+    def sections(self) -> Sequence[Section]:
+        """What a checkpoint holds of it."""
+        ...
+
+    def before_step(self) -> None:
+        """Before the first change that step makes."""
+        ...
+
+    def after_update(self, step: int, *, stop: bool, tokens: int) -> Agreed | None:
+        """After the optimizer's step `step`; None if replicas did not agree in it.
+
+        `stop`: the ranks in lock-step were told to stop; `tokens` are those that they used in it.
+        """
+        ...
+
+
+class Sync(Protocol):
+    """One strategy, in one generation of the membership."""
+
+    @property
+    def lockstep_axes(self) -> tuple[Axis, ...]:
+        """The axes of the ranks that take every step together: all, or those inside a replica."""
         ...
 
     @property
@@ -34,18 +85,14 @@ class Sync(Protocol):
         ...
 
     @property
-    def sections(self) -> Sequence[Any]:
-        """What a checkpoint holds of the strategy (`engine.state.Section`)."""
+    def keeps_replicas_equal(self) -> bool:
+        """Whether replicas have the same parameters and optimizer state after every step."""
         ...
 
     def gradient_ranks(self, holding: Holding) -> Ranks:
         """The ranks over which the gradient of a part is summed in every step."""
         ...
 
-    def after_update(self, step: int) -> None:
-        """After the optimizer's step `step`, on every rank of `lockstep` alike."""
-        ...
-
-    def settle(self) -> None:
-        """Before an evaluation, a save and the end: returns when nothing is under way between replicas."""
+    def agreement(self, replica: Replica) -> Agreement:
+        """The running side, for this rank's part of its replica. Its parameters may be read, and are not yet trained."""
         ...

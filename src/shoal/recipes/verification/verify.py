@@ -35,6 +35,7 @@ from shoal.engine.proof import (
 )
 from shoal.engine.reference import Reference, ReferenceGradient
 from shoal.engine.step_result import StepResult
+from shoal.errors import ConfigError
 from shoal.launch.environment import Place
 from shoal.models.mixture_routes import RecordRoutes, ReplayRoutes, RouteDifference, Routes, set_routes
 from shoal.optim.schedule import peak_rate
@@ -59,6 +60,12 @@ def verify_rank(
     """The verdict at rank 0, None at the others. Stops at the first step that differs. `store`: as for `open_run`."""
     run_file = msgspec.structs.replace(run_file, precision=Float64() if exact else Float32())
     run = open_run(run_file, place, objects, store=store)
+    if not run.generation.sync.keeps_replicas_equal:
+        kind = type(run_file.sync).__struct_config__.tag
+        raise ConfigError(
+            f'sync.kind = "{kind}" makes other steps than one process does, so there is nothing to compare them with: '
+            'verify the layout with sync.kind="allreduce"'
+        )
     if run_file.pipeline.asynchronous:
         return verify_pipedream(run, steps=steps, tolerances=EXACT if exact else SINGLE, exact=exact)
     reference = reference_of(run) if place.rank == 0 else None
