@@ -46,10 +46,10 @@ bench: $(READY)
 
 bench-wire: $(READY)
 	@mkdir -p out
-	$(BIN)/shoal bench wire --plot out/bench-wire.part.png --json > out/bench-wire.json.part
+	$(BIN)/python -m benchmarks.wire --plot out/bench-wire.part.png --json > out/bench-wire.json.part
 	@mv out/bench-wire.part.png out/bench-wire.png
 	@mv out/bench-wire.json.part out/bench-wire.json
-	$(BIN)/shoal bench programs --json > out/bench-programs.json.part
+	$(BIN)/python -m benchmarks.programs --json > out/bench-programs.json.part
 	@mv out/bench-programs.json.part out/bench-programs.json
 	$(BIN)/shoal bench step --processes 2 --json > out/bench-step.json.part
 	@mv out/bench-step.json.part out/bench-step.json
@@ -58,17 +58,24 @@ bench-wire: $(READY)
 	@for name in wire programs step step-4; do $(BIN)/python -m json.tool out/bench-$$name.json || exit; done
 	@echo "Written to out/bench-wire.json and .png, out/bench-programs.json, out/bench-step.json and out/bench-step-4.json"
 
-bench-link bench-zero bench-memory bench-pipeline bench-noise bench-check: bench-%: $(READY)
+bench-link: $(READY)
 	@mkdir -p out
-	$(BIN)/shoal bench $* --json > out/bench-$*.json.part
+	$(BIN)/shoal bench link --json > out/bench-link.json.part
+	@mv out/bench-link.json.part out/bench-link.json
+	@$(BIN)/python -m json.tool out/bench-link.json
+	@echo "Written to out/bench-link.json"
+
+bench-zero bench-memory bench-pipeline bench-noise bench-check: bench-%: $(READY)
+	@mkdir -p out
+	$(BIN)/python -m benchmarks.$* --json > out/bench-$*.json.part
 	@mv out/bench-$*.json.part out/bench-$*.json
 	@$(BIN)/python -m json.tool out/bench-$*.json
 	@echo "Written to out/bench-$*.json"
 
 bench-plan: $(READY)
 	@mkdir -p out
-	$(BIN)/shoal bench plan tests/planner/published --markdown out/bench-plan.md --json > out/bench-plan.json
-	$(BIN)/shoal bench simulate tests/planner/published --json > out/bench-simulate.json
+	$(BIN)/python -m benchmarks.plan tests/planner/published --markdown out/bench-plan.md --json > out/bench-plan.json
+	$(BIN)/python -m benchmarks.simulate tests/planner/published --json > out/bench-simulate.json
 	@echo "Written to out/bench-plan.json, out/bench-plan.md and out/bench-simulate.json"
 
 verify-matrix: $(READY)
@@ -83,7 +90,7 @@ sanitize: $(READY)
 
 clean:
 	rm -rf out build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
-	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is touched last, so that an install that was cut short is done again.
 $(READY): pyproject.toml setup.py $(wildcard src/shoal/comm/shm/core/*.[ch]) | $(BIN)/activate

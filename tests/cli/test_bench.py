@@ -1,107 +1,54 @@
-"""What the benchmarks refuse before they start ranks, and where they start them."""
+"""`shoal bench` is a table of modules: what a line of it needs, and what it costs those who call another verb."""
 
 from __future__ import annotations
 
-import os
+import importlib
+import inspect
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer
+from typer.testing import CliRunner
 
-from shoal.cli.bench.comm import comm
-from shoal.cli.bench.link import link
-from shoal.errors import EnvironmentFault, UsageError
-from shoal.recipes.benchmarks import machine
-from shoal.recipes.benchmarks.link import KERNEL_ONLY, PARTS, labs
+from shoal.cli import bench
+from shoal.cli.main import app
 
-LAB = "[lab]\nhosts = 2\nranks_per_host = 2\nrate_mbit = 100\n"
-FIT = {
-    "backend": "gloo", "operation": "all_reduce", "ranks": 4, "hosts": 2, "dtype": "float32", "alpha_s": 1e-3,
-    "beta_s": 1e-8,
-}  # fmt: skip
+RUNNER = CliRunner()
 
 
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]:
-    """What would have been started, which does not happen; calibrations go to a folder of the test."""
-    calls: list[dict[str, Any]] = []
-
-    def on_ranks(arguments: list[str], **how: Any) -> dict[str, Any]:
-        calls.append({"arguments": arguments, **how})
-        return {"rows": [], "checks": [], "fits": [FIT]}
-
-    monkeypatch.setattr(machine, "on_ranks", on_ranks)
-    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "cache"))
-    return calls
+@pytest.mark.parametrize("verb", bench.MODULES)
+def test_a_verb_is_the_function_of_its_name_with_an_example(verb: str) -> None:
+    """Its help says how to call it."""
+    command = getattr(importlib.import_module(bench.MODULES[verb]), verb)
+    assert f"Example: shoal bench {verb}" in inspect.getdoc(command)
+    shown = RUNNER.invoke(app, ["bench", verb, "--help"], catch_exceptions=False)
+    assert f"Example: shoal bench {verb}" in shown.stdout
 
 
-def play(**options: Any) -> None:
-    link(**{"parts": "", "mbit": "100,400", "lab": "", "network": "kernel", "as_json": True} | options)
+def test_the_list_of_verbs_imports_no_torch() -> None:
+    """Neither does a verb's help, nor the help of `shoal`, which imports no benchmark at all."""
+    code = (
+        "import sys\nfrom shoal.cli.main import app\ntry: app(sys.argv[1:])\n"
+        "finally: print('torch' in sys.modules, sum(name.startswith('shoal.bench.') for name in sys.modules))"
+    )
+    for arguments in ([], ["bench"], *(["bench", verb] for verb in bench.MODULES)):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments, "--help"], capture_output=True, text=True, check=True
+        )
+        torch_loaded, benchmarks = done.stdout.split()[-2:]
+        assert torch_loaded == "False", arguments
+        assert (benchmarks == "0") == (arguments == []), arguments
 
 
-def sweep(**options: Any) -> None:
-    given: dict[str, Any] = {
-        "operations": "all_reduce", "backends": "", "first": 1024, "last": 4096, "factor": 4, "turns": 3,
-        "dtype": "float32", "processes": "", "lab": None, "plot": None, "keep": True, "as_json": True,
-    }  # fmt: skip
-    comm(**given | options)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"lab": "nowhere"}, "'nowhere'.*100-mbit.*gigabit-throttled"),
-        ({"parts": "levels", "lab": "100-mbit"}, "'100-mbit'.*levels are two-by-two"),
-        ({"network": "wifi"}, "'wifi'.*kernel or throttle"),
-        *(({"network": "throttle", "parts": part}, f"'{part}'.*--network kernel") for part in KERNEL_ONLY),
-    ],
-)
-def test_a_link_that_is_not_there_is_refused_by_name(started: list, options: dict[str, Any], said: str) -> None:
-    with pytest.raises(typer.BadParameter, match=said):
-        play(**options)
-    assert not started
-
-
-def test_without_root_real_links_are_refused_and_throttled_ones_played(
-    started: list, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The refusal names the option that helps; a lab that is throttled in any case needs nothing either."""
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(EnvironmentFault, match=r"root.*--network throttle"):
-        play(parts="rate")
-    assert not started
-    play(network="throttle")
-    play(parts="priority", lab="gigabit-throttled")
-    assert {call["lab"].network for call in started} == {"throttle"}
-    assert {call["arguments"][3] for call in started} == set(PARTS) - set(KERNEL_ONLY)
-
-
-def test_every_lab_can_be_throttled_and_none_is_played_twice() -> None:
-    for part in PARTS:
-        made = list(labs(part, [100, 400], "throttle").values())
-        assert {lab.network for lab in made} == {"throttle"}
-        assert all(lab not in made[:number] for number, lab in enumerate(made))
-
-
-def test_collectives_are_measured_in_a_lab_and_its_fits_are_not_kept(started: list, tmp_path: Path) -> None:
-    """All its ranks, over two levels; another number of ranks is refused. On this machine fits are kept."""
-    path = tmp_path / "lab.toml"
-    path.write_text(LAB)
-    sweep(lab=path)
-    (call,) = started
-    assert (call["processes"], call["lab"].ranks, call["mpi"]) == (4, 4, False)
-    assert "hierarchical" in call["arguments"]
-    assert not (tmp_path / "cache").exists()
-    with pytest.raises(typer.BadParameter, match=r"'2'.*4 ranks"):
-        sweep(lab=path, processes="2")
-    sweep(processes="2")
-    assert (tmp_path / "cache" / "calibration.toml").exists()
-
-
-def test_two_levels_on_one_host_are_refused_and_mpi_is_started_by_mpiexec(started: list) -> None:
-    with pytest.raises(UsageError, match=r"--backends hierarchical.*--lab"):
-        sweep(backends="hierarchical")
-    assert not started
-    sweep(backends="shm,mpi", processes="2")
-    assert started[0]["mpi"]
+def test_a_verb_is_one_module_and_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is listed with its first sentence, parses its options, and refuses what it does not have."""
+    (tmp_path / "shoal_bench_extra.py").write_text(
+        'def extra(pairs: int = 3) -> None:\n    """Counts pairs."""\n    print("pairs", pairs)\n'
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(bench.MODULES, "extra", "shoal_bench_extra")
+    assert "Counts pairs." in RUNNER.invoke(app, ["bench", "--help"]).stdout
+    assert RUNNER.invoke(app, ["bench", "extra", "--pairs", "7"]).stdout == "pairs 7\n"
+    assert RUNNER.invoke(app, ["bench", "extra", "--turns", "7"]).exit_code == 2
+    assert RUNNER.invoke(app, ["bench", "another"]).exit_code == 2

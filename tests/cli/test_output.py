@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from shoal.cli.bench.options import numbers, sizes
+from shoal.bench.options import numbers, token_counts
 from shoal.cli.output import output_file, picture_file
 
 
@@ -33,4 +33,4 @@ def test_numbers_are_read_whole_or_refused() -> None:
         with pytest.raises(typer.BadParameter, match="give multiples of 4 from 4"):
             numbers(text, "--batches", least=4, multiple_of=4)
     with pytest.raises(typer.BadParameter, match="multiples of 128"):
-        sizes("256,100")
+        token_counts("256,100")

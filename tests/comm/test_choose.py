@@ -9,11 +9,11 @@ from itertools import permutations
 
 import pytest
 
+from shoal.bench.link import labs
+from shoal.bench.link_topology import planted_links, shuffled
 from shoal.collectives.table import Kind, relabelled
 from shoal.comm.algorithms.choose import MOST_SEARCHED, TREES, Choice, choose, ranking
 from shoal.cost.walk import walk_s
-from shoal.recipes.benchmarks.link import labs
-from shoal.recipes.benchmarks.link_topology import planted_links, shuffled
 from shoal.topology.links import Links
 
 WITHIN = 1.05

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.checkpoint.agreement import LocalExchange
+from shoal.bench.training_job import start_training, training_job
 from shoal.checkpoint.load import read_all, read_manifest
 from shoal.checkpoint.objects import Places
 from shoal.data.cursor import Cursor
@@ -147,8 +147,8 @@ def saved_by_the_loop(tables: Tables, folder: Path, run: str) -> dict[str, Tenso
     own = msgspec.structs.replace(run_file.run, processes=1, directory=str(directory))
     with ExitStack() as stack:
         here = Place(0, 1, 0, 1, 0, "shoal")
-        opened = open_run(msgspec.structs.replace(run_file, run=own), here, store=dist.HashStore())
-        job = training_job(opened, directory, stack, exchange=LocalExchange(), ranks=1)
+        run_file = msgspec.structs.replace(run_file, run=own)
+        job = training_job(start_training(run_file, here, stack, store=dist.HashStore()), directory, stack)
         stop = lambda: job.progress.step == STEPS - 2  # noqa: E731
         job = dataclasses.replace(job, cadence=Cadence(STEPS), stop_requested=stop)
         with pytest.raises(Stopped):

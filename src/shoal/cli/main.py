@@ -6,8 +6,7 @@ import sys
 
 import typer
 
-from shoal.cli import checkpoint, doctor, evaluate, plan, report, simulate, train, verify
-from shoal.cli.bench import app as bench
+from shoal.cli import bench, checkpoint, doctor, evaluate, plan, report, simulate, train, verify
 from shoal.errors import ShoalError
 
 app = typer.Typer(

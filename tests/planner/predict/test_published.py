@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.plan import machines, predicted_s, report, scored
+from benchmarks.plan_errors import Machine
+from benchmarks.published import layer_times
 from shoal.planner.predict.bill import Constants
 from shoal.planner.predict.workload import calibrate_compute, calibrate_dispatch
-from shoal.recipes.benchmarks.layer_times import layer_times
-from shoal.recipes.benchmarks.plan import machines, predicted_s, report, scored
-from shoal.recipes.benchmarks.scored import Machine
 
 PUBLISHED = Path(__file__).parent.parent / "published"
 REGRET_ABOVE = "share of groups"

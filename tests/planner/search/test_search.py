@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.plan import llama_405b_predictor
 from shoal.errors import LayoutError, UsageError
 from shoal.planner.explain.explain import condition, helps, why_not
 from shoal.planner.explain.text import Change, help_sentence
 from shoal.planner.search.candidates import Allowed, candidates, layouts
 from shoal.planner.search.search import search
-from shoal.recipes.benchmarks.plan import llama_405b_predictor
 from shoal.topology.cluster import Cluster
 from shoal.topology.cluster_file import known_cluster
 from tests.planner.jobs import CLUSTER, LARGE, MIXTURE, MODEL, predictor
@@ -86,7 +86,7 @@ def test_a_size_that_is_asked_for_is_kept() -> None:
 
 
 def test_405b_on_16384_devices_is_planned_in_seconds() -> None:
-    """With two schedules; `shoal bench plan` times all of them. The best plan is one that the field would recognise."""
+    """With two schedules; `benchmarks.plan` times all of them. The best plan is one that the field would recognise."""
     begin_s = time.process_time()
     found = search(llama_405b_predictor(), Allowed(schedules=("1F1B", "Interleaved1F1B")))
     assert time.process_time() - begin_s < SECONDS_OF_ONE_CORE

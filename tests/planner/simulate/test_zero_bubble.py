@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.simulate import BOUNDS
+from benchmarks.zero_bubble import MEASURED, PROFILES, bubble_rates, peak_memory, throughput
 from shoal.planner.simulate.memory import stored_bytes
-from shoal.recipes.benchmarks.simulate import BOUNDS
-from shoal.recipes.benchmarks.zero_bubble import MEASURED, PROFILES, bubble_rates, peak_memory, throughput
 from shoal.schedules.build import build
 from shoal.schedules.timeline import in_flight
 
@@ -16,7 +16,7 @@ PUBLISHED = Path(__file__).parent.parent / "published"
 THROUGHPUT, MEMORY = 0.08, 0.10
 """The promises."""
 ROWS = "1.5B"
-"""Of the measured tables; `shoal bench simulate` takes all."""
+"""Of the measured tables; `benchmarks.simulate` takes all."""
 
 
 @pytest.fixture(scope="module")

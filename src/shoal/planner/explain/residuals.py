@@ -63,7 +63,7 @@ def quantiles(ratios: Sequence[float], steps: int = 20) -> tuple[float, ...]:
 
 
 PUBLISHED_TIME = Residuals(
-    source="538 published steps on A100 clusters, each machine type calibrated on one row (shoal bench plan)",
+    source="538 published steps on A100 clusters, each machine type calibrated on one row (benchmarks.plan)",
     ratios=(
         0.742,
         0.843,

@@ -1,0 +1,112 @@
+"""The ranks of a benchmark. A command starts itself again on every rank, and rank 0 hands its result back.
+
+The process that the user started calls `on_ranks`, which starts `python -m MODULE ARGUMENTS` once a rank. There the
+same command finds that it `is_rank`, and calls `run_as_rank` with its measurement. What the measurement returns on
+rank 0 goes back through a JSON file in a temporary folder, whose path is in the environment.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.errors import EnvironmentFault
+from shoal.launch.environment import Place, place_from
+
+if TYPE_CHECKING:
+    from shoal.launch.lab.lab_file import Lab
+
+RESULT = "SHOAL_BENCH_RESULT"
+
+
+def is_rank() -> bool:
+    """Whether this process is a rank of a benchmark."""
+    return RESULT in os.environ and place_from(os.environ) is not None
+
+
+def on_ranks(command: Sequence[str], *, processes: int, lab: Lab | None = None, mpi: bool = False) -> Any:
+    """What rank 0 measured.
+
+    Args:
+        command: A module and its arguments, as they follow `python -m`.
+        processes: The number of ranks, each of one thread.
+        lab: The hosts and links on which the ranks run; None: this machine as it is.
+        mpi: Whether mpiexec starts the ranks.
+
+    Raises:
+        EnvironmentFault: The ranks failed or cannot be started.
+    """
+    from shoal.launch.lab.start import run_in_lab
+    from shoal.launch.spawn import run_ranks
+
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
+        result = Path(folder) / "result.json"
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", RESULT: str(result)}
+        whole = [sys.executable, "-m", *command]
+        if mpi:
+            code = _run_by_mpiexec(whole, processes=processes, environ=environ)
+        elif lab is not None:
+            code = run_in_lab(lab, whole, run_directory=Path(folder), environ=environ)
+        else:
+            code = run_ranks(whole, processes=processes, run_directory=Path(folder), environ=environ)
+        if code != 0:
+            raise EnvironmentFault(f"the benchmark's ranks ended with exit code {code}; their errors are above")
+        return json.loads(result.read_text())
+
+
+def run_as_rank(measure: Callable[[Place], Any]) -> None:
+    """Measures as this rank. The result of rank 0 goes to `on_ranks`; on other ranks `measure` returns None.
+
+    Raises `EnvironmentFault` where this process is not a rank.
+    """
+    from shoal.recipes.start import as_rank
+
+    place = place_from(os.environ)
+    if place is None:
+        raise EnvironmentFault("this process is no rank: RANK and WORLD_SIZE are not set; unset SHOAL_BENCH_RESULT")
+
+    def measure_and_save() -> None:
+        result = measure(place)
+        if result is not None:
+            Path(os.environ[RESULT]).write_text(json.dumps(result))
+
+    as_rank(place, measure_and_save, os.environ)
+
+
+def result_folder() -> Path:
+    """The folder that all ranks of a benchmark share. It is removed when the benchmark ends."""
+    return Path(os.environ[RESULT]).parent
+
+
+def mpiexec() -> str:
+    """The path of mpiexec: the one of this environment, else the first in PATH.
+
+    Raises `EnvironmentFault` without mpi4py or without mpiexec.
+    """
+    from shoal.comm.mpi.world import why_no_mpi
+
+    if importlib.util.find_spec("mpi4py") is None:
+        raise EnvironmentFault(f"no ranks over MPI: {why_no_mpi()}")
+    found = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
+    if found is None:
+        raise EnvironmentFault(
+            "no ranks over MPI: there is no mpiexec to start them; load the cluster's MPI, or pip install mpich"
+        )
+    return found
+
+
+def _run_by_mpiexec(command: Sequence[str], *, processes: int, environ: Mapping[str, str]) -> int:
+    """The exit code of mpiexec, which ends the other ranks when one fails."""
+    from shoal.launch.lab.start import unwinding
+
+    whole = [mpiexec(), "-n", str(processes), *command]
+    with unwinding():
+        return subprocess.run(whole, env=environ, stdin=subprocess.DEVNULL, check=False).returncode

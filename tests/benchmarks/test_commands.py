@@ -1,0 +1,55 @@
+"""Every benchmark of the folder is a program of its own."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if "    run(" in path.read_text())
+
+
+def test_the_folder_has_the_benchmarks_of_the_makefile() -> None:
+    """And nothing that users run."""
+    assert {"zero", "memory", "pipeline", "noise", "check", "wire", "programs", "plan", "simulate"} <= set(COMMANDS)
+    assert not {"comm", "step", "link", "products"} & set(COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_benchmark_shows_an_example(name: str) -> None:
+    """Its command is the function of the module's name."""
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command()(getattr(importlib.import_module(f"benchmarks.{name}"), name))
+    shown = CliRunner().invoke(app, ["--help"], catch_exceptions=False)
+    assert f"Example: python -m benchmarks.{name}" in shown.stdout
+
+
+def test_a_benchmark_starts_its_own_ranks() -> None:
+    """`python -m benchmarks.zero` from the repository: one JSON object, a row and a check for each stage."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.zero", "--tokens", "128", "--pairs", "6", "--json"],
+        cwd=ROOT, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert [row["stage"] for row in report["rows"]] == ["zero_1", "zero_2", "zero_3"]
+    assert {row["ranks"] for row in report["rows"]} == {2}
+    assert len(report["checks"]) == 3
+
+
+def test_a_wrong_option_is_refused_in_a_sentence() -> None:
+    """Shoal's own errors reach the terminal without a traceback, with their exit code."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.layouts", "nowhere.toml"], cwd=ROOT, capture_output=True, text=True,
+        timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "nowhere.toml" in done.stderr
+    assert "Traceback" not in done.stderr
