@@ -149,11 +149,12 @@ def build_step(
     `UserCodeError` for parameters that several stages of PipeDream use.
     """
     mesh, axes = generation.mesh, generation.sync.lockstep_axes
+    same_layers: list[Axis] = [axis for axis in _SAME_LAYERS if axis in axes]
     place = mesh.layout.coordinate(mesh.rank)
     context = RankContext(
         generation.forward_backward,
         lockstep=mesh.axis(*axes),
-        data_parallel_group=mesh.axis(*(axis for axis in _SAME_LAYERS if axis in axes)),
+        data_parallel_group=mesh.axis(*same_layers),
         ledger=mesh.ledger,
         scaler=scaler,
         counts=place.pipeline == place.context == place.tensor == 0,

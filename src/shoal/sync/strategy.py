@@ -40,7 +40,7 @@ class Replica:
 
 
 class Agreed(NamedTuple):
-    """What all replicas know after an agreement: whether any was told to stop, and the tokens used since the last one."""
+    """What all replicas know after an agreement: was any told to stop, and the tokens used since the last one."""
 
     stop: bool
     tokens: int
@@ -94,5 +94,5 @@ class Sync(Protocol):
         ...
 
     def agreement(self, replica: Replica) -> Agreement:
-        """The running side, for this rank's part of its replica. Its parameters may be read, and are not yet trained."""
+        """The running side, for this rank's part of its replica, whose training has not begun."""
         ...
