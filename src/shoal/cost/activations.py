@@ -76,6 +76,8 @@ def layer_activation_bytes(
     width_share = tensor if sequence_parallel else 1
     if recompute == "full":
         return kept.stream_bytes * tokens * model.hidden / width_share
+    if recompute == "operators":
+        return tokens * (kept.stream_bytes * model.hidden / width_share + _every_second(model, kept) / tensor)
     whole = _unsplit(model, kept) / width_share + _split(model, kept) / tensor
     square = 0.0 if recompute == "selective" or kept.flash_attention else _square(model, sequence, kept) / tensor
     return tokens * (whole + square)
@@ -93,6 +95,14 @@ def _split(model: Transformer, kept: Kept) -> float:
     copies = model.experts_per_token if model.experts else 1
     routed = 2 * model.hidden * copies if model.experts else 0
     return kept.element_bytes * (attention + inner * copies + routed)
+
+
+def _every_second(model: Transformer, kept: Kept) -> float:
+    """Per token, the outputs of every second product and of attention."""
+    copies = model.experts_per_token if model.experts else 1
+    inner = (model.feed_forward_matrices - 1) * model.feed_forward + model.hidden
+    products = model.attention_width + 2 * model.kv_width + model.hidden + copies * inner
+    return kept.element_bytes * (products / 2 + model.attention_width)
 
 
 def _square(model: Transformer, sequence: int, kept: Kept) -> float:

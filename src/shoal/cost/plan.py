@@ -18,6 +18,7 @@ class Plan:
     """A layout and what fills it. `microbatch` counts samples of one forward on one data-parallel rank.
 
     `virtual_stages` are the stages that one pipeline rank holds; `zero` shards over the layout's `shard` axis.
+    `recompute_share` is the share of the layers to which `recompute` applies.
     """
 
     layout: Layout
@@ -27,6 +28,7 @@ class Plan:
     virtual_stages: int = 1
     zero: Zero = 0
     recompute: Recompute = "none"
+    recompute_share: float = 1.0
     sequence_parallel: bool = False
 
     @functools.cached_property
@@ -63,6 +65,8 @@ class Plan:
         if self.layout.pipeline > 1:
             words.append(self.schedule + (f"(v={self.virtual_stages})" if self.virtual_stages > 1 else ""))
         words += [f"zero={self.zero}"] if self.zero else []
-        words += [f"recompute={self.recompute}"] if self.recompute != "none" else []
+        if self.recompute != "none":
+            part = f" of {self.recompute_share:.0%} of the layers" if self.recompute_share < 1 else ""
+            words.append(f"recompute={self.recompute}{part}")
         words += ["sequence-parallel"] if self.sequence_parallel else []
         return " ".join(words)

@@ -94,7 +94,8 @@ class RooflinePrices:
         return matmul_s(matmul, self.rates, element_bytes=element_bytes)
 
     def fused_attention(self, flops: float, shape: Heads, *, backward: bool) -> float:
-        return max(flops / (self.rates.matmul_flops_s * self.rates.flash_share), self.rates.kernel_s)
+        rate = self.rates.attention_flops_s(head_size=shape.size, tokens=shape.tokens, backward=backward)
+        return max(flops / rate, self.rates.kernel_s)
 
     def passed(self, size: float) -> float:
         return pass_s(size, self.rates)
@@ -125,6 +126,7 @@ class MeasuredPrices:
             attention_backward=x * attention[1],
             passes_forward=x * passes[0],
             passes_backward=x * passes[1],
+            last_product=x * self._linear(share.tokens, model.hidden, model.feed_forward / share.tensor)[0],
         )
 
     def head(self, model: Transformer, share: Share) -> tuple[float, float, float]:

@@ -87,7 +87,8 @@ class Predictor:
         """One layer and the head of one microbatch, with `at_work` ranks at once (default: all); plans that differ
         elsewhere share it."""
         ranks = at_work or plan.world_size
-        key = LayerKey(share_of(self.workload.sequence, plan, self.stack), plan.recompute, plan.world_size, ranks)
+        share = share_of(self.workload.sequence, plan, self.stack)
+        key = LayerKey(share, plan.recompute, plan.recompute_share, plan.world_size, ranks)
         if key not in self._layers:
             self._layers[key] = layer_bill(
                 self.workload.model, plan, share=key.share, machine=self.machine, at_work=ranks

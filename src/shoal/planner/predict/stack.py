@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shoal.cost.activations import Kept
+from shoal.cost.attention import Kernel
 from shoal.cost.footprint import MEGATRON_BF16, MEGATRON_FP16, StateBytes
 from shoal.planner.predict.waiting import ContextKind
 
@@ -19,11 +20,13 @@ class Stack:
     `overlap_tensor`: the all-reduce of an input's gradient runs beside the weight's product. `overlap_data`: gradients
     are summed, and ZeRO's weights gathered, while the device computes. `overlap_pipeline`: transfers between stages run
     beside computation. `scatter_pipeline`: tensor ranks send a share each (arXiv:2104.04473, section 4.1). `eager`:
-    gates and rotary positions are a kernel an operator. `agreements`: sums of a few numbers over all ranks in a step.
-    `crossing_copies`: copies of an activation that a collective between tensor ranks makes. `context`: how context
-    ranks exchange keys and values, all of it seen; None: gathers of keys, hidden behind attention. `update_bytes`: what
-    a step of the optimizer moves for a parameter, Megatron's by default: copy of the gradient 6, unscale and norm 12,
-    Adam in float32 28, cast to half 6.
+    gates and rotary positions are a kernel an operator. `attention`: the kernel of its fused attention. `stops_early`:
+    full recomputation ends before a block's last product, whose result the backward does not need (PyTorch's
+    non-reentrant checkpoint). `agreements`: sums of a few numbers over all ranks in a step. `crossing_copies`: copies
+    of an activation that a collective between tensor ranks makes. `context`: how context ranks exchange keys and
+    values, all of it seen; None: gathers of keys, hidden behind attention. `update_bytes`: what a step of the optimizer
+    moves for a parameter, Megatron's by default: copy of the gradient 6, unscale and norm 12, Adam in float32 28, cast
+    to half 6.
     """
 
     name: str
@@ -31,7 +34,9 @@ class Stack:
     dtype: str = "bfloat16"
     update_bytes: float = 52.0
     eager: bool = False
+    stops_early: bool = False
     flash_attention: bool = True
+    attention: Kernel = "best"
     dropout: bool = False
     fused_weight_gradient: bool = True
     overlap_tensor: bool = True

@@ -37,10 +37,18 @@ FILES: Mapping[str, str] = MappingProxyType(
 """Each file, and how the names of the rows begin that calibrate its tables."""
 
 _FSDP = StateBytes(weight=4, gradient=4, optimizer=8, activation=2, wire=4)
-_EAGER = Stack(name="FSDP2, eager", state=_FSDP, eager=True, fused_weight_gradient=False, overlap_tensor=False)
+_EAGER = Stack(
+    name="FSDP2, eager",
+    state=_FSDP,
+    eager=True,
+    fused_weight_gradient=False,
+    overlap_tensor=False,
+    attention="flash-2",
+    stops_early=True,
+)
 STACKS: Mapping[str, Stack] = MappingProxyType(
     {
-        "llm-foundry": replace(_EAGER, name="llm-foundry, FSDP", state=replace(_FSDP, wire=2)),
+        "llm-foundry": replace(_EAGER, name="llm-foundry, FSDP", state=replace(_FSDP, wire=2), attention="triton"),
         "fsdp2-eager": _EAGER,
         "fsdp2-compiled": replace(_EAGER, name="FSDP2, compiled", eager=False),
         "fms-fsdp": replace(_EAGER, name="fms-fsdp, compiled", eager=False, state=replace(_FSDP, wire=2)),
@@ -86,6 +94,7 @@ def _model(cells: Mapping[str, str]) -> Transformer:
 def _plan(cells: Mapping[str, str]) -> Plan:
     axes = {axis: int(cells[axis]) for axis in ("replicate", "shard", "pipeline", "context", "tensor", "expert")}
     data, micro = axes["replicate"] * axes["shard"], int(cells["micro"])
+    recompute, _, of = cells["recompute"].partition("/")
     return Plan(
         layout=Layout(**axes),
         microbatch=micro,
@@ -93,7 +102,8 @@ def _plan(cells: Mapping[str, str]) -> Plan:
         schedule=cast(Any, cells["schedule"]),
         virtual_stages=int(cells["virtual"]),
         zero=cast(Any, int(cells["zero"])),
-        recompute=cast(Any, cells["recompute"]),
+        recompute=cast(Any, "full" if of else recompute),
+        recompute_share=1 / int(of) if of else 1.0,
         sequence_parallel=cells["sequence_parallel"] == "1",
     )
 
