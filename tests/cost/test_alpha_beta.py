@@ -132,7 +132,7 @@ def test_an_all_to_all_shares_the_port_of_its_node(nodes: int, ranks: int) -> No
 
 
 def test_an_all_to_all_over_nodes_is_as_slow_as_the_walk_of_its_messages() -> None:
-    """`cost.walk` plays every message on links with one port a node; its pairs take turns, so that links idle a little."""
+    """`cost.walk` plays every message on links with one port a node; its pairs take turns, so that links idle."""
     cluster, size = known_cluster("dgx-a100-80gb", 4), 1e9
     up, out = cluster.machine.scale_up, cluster.machine.scale_out
     links = clustered([rank // 8 for rank in range(32)], inner=(0, up.bytes_s), outer=(0, out.bytes_s))

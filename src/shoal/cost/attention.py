@@ -1,14 +1,14 @@
 """FLOP/s of fused causal attention by kernel, architecture, direction, head size and length.
 
-FlashAttention never writes the square of scores to memory, so its time follows from its arithmetic alone: under a causal
-mask 4 b s^2 a d / 2 operations forward and 2.5 times as many backward (arXiv:2205.14135). The rate depends on the
-length, because short sequences leave blocks half empty, on the head size, and on the direction.
+FlashAttention never writes the square of scores to memory, so its time follows from its arithmetic alone: under a
+causal mask 4 b s^2 a d / 2 operations forward and 2.5 times as many backward (arXiv:2205.14135). The rate depends on
+the length, because short sequences leave blocks half empty, on the head size, and on the direction.
 
     hopper, flash-2 and flash-3     figures 5 and 6 of arXiv:2407.08608 (H100 SXM5)
-    ampere, flash-2                 figure 4 of arXiv:2307.08691 (A100 SXM4), which gives both directions together; they
-                                    are told apart in the proportion of flash-2 on hopper
-    blackwell, flash-4              github.com/Dao-AILab/flash-attention, pull requests 2605 (forward, 1,024 to 4,096) and
-                                    2280 (backward, 8,192); what they leave out is assumed in their proportions
+    ampere, flash-2                 figure 4 of arXiv:2307.08691 (A100 SXM4), which gives both directions together;
+                                    they are divided in the proportion of flash-2 on hopper
+    blackwell, flash-4              github.com/Dao-AILab/flash-attention, pull requests 2605 (forward, 1,024 to 4,096)
+                                    and 2280 (backward, 8,192); what they leave out is assumed in their proportions
     blackwell, flash-2              that of hopper, in FLOP/s: issue 1589 of the same repository
     triton                          flash-2 over 1.4 forward and over 2 backward: section 4.1 of arXiv:2307.08691
 

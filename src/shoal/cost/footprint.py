@@ -143,7 +143,7 @@ def stage_parameters(model: Transformer, plan: Plan, rank: int) -> tuple[float, 
     """(dense, expert) parameters of one rank of a pipeline stage before ZeRO; its tensor and expert share only."""
     pipeline, tensor = plan.layout.pipeline, plan.layout.tensor
     twice = plan.schedule == "DualPipeV" and pipeline > 1
-    layers = plan.stage_layers(model.layers) * (2 if twice else 1)
+    layers = plan.rank_layers(model.layers, rank) * (2 if twice else 1)
     dense, experts = _parameters(model, layers, rank == 0, rank == pipeline - 1)
     return dense / tensor, experts / plan.layout.expert
 
@@ -191,7 +191,9 @@ def _activations(model: Transformer, plan: Plan, rank: int, sequence: int, kept:
         virtual_stages=plan.virtual_stages,
         microbatches=plan.microbatches,
     )
-    kept_bytes = sizes[plan.recompute] * plan.stage_layers(model.layers) * held
+    share = plan.recompute_share if plan.recompute != "none" else 1.0
+    layer_bytes = share * sizes[plan.recompute] + (1 - share) * sizes["none"]
+    kept_bytes = layer_bytes * plan.rank_layers(model.layers, rank) * held
     again = sizes["none"] - sizes[plan.recompute] if plan.recompute != "none" else 0.0
     last = rank == layout.pipeline - 1
     logits = logit_bytes(model, tokens, tensor=layout.tensor, element_bytes=kept.element_bytes) if last else 0.0

@@ -98,6 +98,7 @@ def stack_of(run_file: RunFile, cluster: Cluster) -> Stack:
         update_bytes=10 * state.weight,
         eager=not run_file.run.compile,
         stops_early=True,
+        balances_stages=True,
         attention="flash-2",
         dropout=getattr(run_file.model, "dropout", 0.0) > 0,
         fused_weight_gradient=False,

@@ -16,6 +16,8 @@ from shoal.cost.transformer import gpt
 from shoal.planner.predict.bill import ITEMS, Constants
 from shoal.planner.predict.layer import share_of
 from shoal.planner.predict.predictor import Predictor
+from shoal.planner.predict.stack import MODERN
+from shoal.planner.simulate.work import rank_seconds, work_of
 from shoal.topology.cluster import Cluster
 from shoal.topology.layout import Layout
 from tests.planner.jobs import CLUSTER, LARGE, MIXTURE, MODEL, plans, predictor
@@ -148,3 +150,32 @@ def test_gpt_is_not_llama() -> None:
     plan = Plan(layout=Layout(replicate=32), microbatch=2, microbatches=1)
     small, large = (Predictor.bill(predictor(gpt(n, 1024, 16)), plan).total for n in (8, 16))
     assert large > 1.5 * small
+
+
+BALANCED = replace(MODERN, name="balanced", balances_stages=True)
+
+
+def test_a_balanced_cut_makes_room_for_the_head() -> None:
+    """A vocabulary worth several layers: the last of four stages gives layers away, and the step gets shorter."""
+    model = replace(MODEL, vocabulary=256_000, layers=16)
+    plan = Plan(layout=Layout(pipeline=4, tensor=8), microbatch=1, microbatches=64)
+    even, balanced = (predictor(model, stack=stack) for stack in (MODERN, BALANCED))
+    assert balanced.stage(plan).layers > even.stage(plan).layers
+    assert balanced.bill(plan).total < even.bill(plan).total
+    assert balanced.footprint(plan, 0).weights > even.footprint(plan, 0).weights
+
+
+@settings(max_examples=EXAMPLES)
+@given(vocabulary=st.sampled_from([1000, 32_000, 256_000]), layers=st.integers(6, 24), virtual=st.sampled_from([1, 2]))
+def test_the_fullest_rank_is_the_one_that_the_simulator_sees(vocabulary: int, layers: int, virtual: int) -> None:
+    """Seconds of layers, head and loss: those of the slowest simulated pipeline rank."""
+    model = replace(MODEL, vocabulary=vocabulary, layers=layers)
+    schedule = "Interleaved1F1B" if virtual > 1 else "1F1B"
+    layout = Layout(pipeline=2, tensor=8, shard=2)
+    plan = Plan(layout=layout, microbatch=1, microbatches=32, schedule=schedule, virtual_stages=virtual, zero=1)
+    maker = predictor(model, stack=BALANCED)
+    stage, layer = maker.stage(plan), maker.layer(plan)
+    closed = stage.layers * sum(layer.items.values()) + stage.head * sum(layer.head.values())
+    work = work_of(plan, maker)
+    ranks = [rank_seconds(work, range(rank, 2 * virtual, 2), 1) for rank in range(2)]
+    assert closed == pytest.approx(max(ranks), rel=ROUNDING)

@@ -22,7 +22,8 @@ class Stack:
     beside computation. `scatter_pipeline`: tensor ranks send a share each (arXiv:2104.04473, section 4.1). `eager`:
     gates and rotary positions are a kernel an operator. `attention`: the kernel of its fused attention. `stops_early`:
     full recomputation ends before a block's last product, whose result the backward does not need (PyTorch's
-    non-reentrant checkpoint). `agreements`: sums of a few numbers over all ranks in a step. `crossing_copies`: copies
+    non-reentrant checkpoint). `balances_stages`: the last stages have fewer layers to make room for the head; else all
+    have as many. `agreements`: sums of a few numbers over all ranks in a step. `crossing_copies`: copies
     of an activation that a collective between tensor ranks makes. `context`: how context ranks exchange keys and
     values, all of it seen; None: gathers of keys, hidden behind attention. `update_bytes`: what a step of the optimizer
     moves for a parameter, Megatron's by default: copy of the gradient 6, unscale and norm 12, Adam in float32 28, cast
@@ -35,6 +36,7 @@ class Stack:
     update_bytes: float = 52.0
     eager: bool = False
     stops_early: bool = False
+    balances_stages: bool = False
     flash_attention: bool = True
     attention: Kernel = "best"
     dropout: bool = False
