@@ -157,7 +157,7 @@ BALANCED = replace(MODERN, name="balanced", balances_stages=True)
 
 def test_a_balanced_cut_makes_room_for_the_head() -> None:
     """A vocabulary worth several layers: the last of four stages gives layers away, and the step gets shorter."""
-    model = replace(MODEL, vocabulary=256_000, layers=16)
+    model = replace(LARGE, vocabulary=512_000, layers=16)
     plan = Plan(layout=Layout(pipeline=4, tensor=8), microbatch=1, microbatches=64)
     even, balanced = (predictor(model, stack=stack) for stack in (MODERN, BALANCED))
     assert balanced.stage(plan).layers > even.stage(plan).layers
