@@ -160,7 +160,6 @@ def test_a_balanced_cut_makes_room_for_the_head() -> None:
     model = replace(LARGE, vocabulary=512_000, layers=16)
     plan = Plan(layout=Layout(pipeline=4, tensor=8), microbatch=1, microbatches=64)
     even, balanced = (predictor(model, stack=stack) for stack in (MODERN, BALANCED))
-    assert balanced.stage(plan).layers > even.stage(plan).layers
     assert balanced.bill(plan).total < even.bill(plan).total
     assert balanced.footprint(plan, 0).weights > even.footprint(plan, 0).weights
 
