@@ -1,11 +1,6 @@
-"""Bytes of state for one parameter, and how ZeRO divides them (Rajbhandari et al. arXiv:1910.02054).
+"""Bytes that one rank needs at its peak, by what needs them, for any pipeline rank.
 
-Mixed-precision Adam keeps 18 bytes: weight 2, gradient 4, float32 master 4, two moments 8 (Megatron-LM). With weight w,
-gradient r, optimizer o over D ranks: ZeRO-1 w + r + o/D; ZeRO-2 w + (r + o)/D; ZeRO-3 (w + r + o)/D.
-
-Bytes that one rank needs at its peak, by what needs them, for any pipeline rank.
-
-    weights, gradients, optimizer   parameters of the stage x StateBytes, divided by ZeRO (cost.state_bytes)
+    weights, gradients, optimizer   parameters of the stage x StateBytes, divided by ZeRO
     activations                     kept bytes of a layer x layers x microbatches in flight
     recomputed                      one layer without recomputation, while its backward runs
     logits                          float32 logits and their gradient, on the last stage
@@ -13,6 +8,10 @@ Bytes that one rank needs at its peak, by what needs them, for any pipeline rank
     buckets                         reduction buckets where gradients are summed outside of their own storage
     workspace                       what the device's libraries take: CUDA context, cuBLAS and NCCL buffers
     slack                           what the allocator holds beyond what it gave out
+
+Of a parameter, mixed-precision Adam keeps 18 bytes: weight 2, gradient 4, float32 master 4, two moments 8
+(Megatron-LM). ZeRO divides over D ranks (Rajbhandari et al. arXiv:1910.02054); with weight w, gradient r, optimizer o:
+ZeRO-1 w + r + o/D, ZeRO-2 w + (r + o)/D, ZeRO-3 (w + r + o)/D. What an optimizer keeps is what its slots declare.
 
 Experts divide by `expert` and use their own data axis, `expert_shard`. DualPipeV holds the parameters of two stages.
 """
@@ -64,7 +63,8 @@ MEGATRON_BF16 = StateBytes(weight=2, gradient=4, optimizer=12, activation=2, wir
 """The same with gradients that travel in float32."""
 
 AUTOCAST = StateBytes(weight=4, gradient=4, optimizer=8, activation=2, wire=4, stream=4)
-"""Float32 weights, gradients and moments, matrix products in bfloat16 or float16: `precision.kind = "bfloat16"`."""
+"""Float32 weights, gradients and Adam's moments, matrix products in bfloat16 or float16: `precision.kind =
+"bfloat16"`."""
 
 FLOAT32 = StateBytes(weight=4, gradient=4, optimizer=8, activation=4, wire=4, stream=4)
 FLOAT64 = StateBytes(weight=8, gradient=8, optimizer=16, activation=8, wire=8, stream=8)
