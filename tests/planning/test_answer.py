@@ -4,26 +4,27 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from shoal.optim.config import SGD, AdamW, OptimizerConfig
 from shoal.planning.answer import cluster_of, predictor_on, stack_of
 from shoal.planning.plan_file import written_plan
 from shoal.runfile.load import load_run
 from shoal.runfile.run_file import RunFile
 
 RECIPE = Path(__file__).parents[2] / "recipes/stdlib-gpt.toml"
-SGD = 'optimizer={kind="sgd"}'
-MOMENTUM = 'optimizer={kind="sgd", momentum=0.9, clip_norm=1.0}'
+OPTIMIZERS = ((AdamW(), 2), (SGD(), 0), (SGD(momentum=0.9, clip_norm=1.0), 1))
 
 
 def _run(*keys: str) -> RunFile:
     return load_run(RECIPE, keys)
 
 
-@pytest.mark.parametrize(("keys", "slots"), [((), 2), ((SGD,), 0), ((MOMENTUM,), 1)])
-def test_the_optimizers_slots_are_what_is_priced(keys: tuple[str, ...], slots: int) -> None:
+@pytest.mark.parametrize(("optimizer", "slots"), OPTIMIZERS)
+def test_the_optimizers_slots_are_what_is_priced(optimizer: OptimizerConfig, slots: int) -> None:
     """AdamW keeps two numbers for a parameter, SGD none, and one with momentum: in memory and in what a step moves."""
-    run = _run(*keys)
+    run = msgspec.structs.replace(_run(), optimizer=optimizer)
     cluster = cluster_of(run, None)
     predictor = predictor_on(run, cluster)
     one = predictor.predict(written_plan(run, cluster)).peak
