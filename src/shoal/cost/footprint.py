@@ -4,7 +4,8 @@
     activations                     kept bytes of a layer x layers x microbatches in flight
     recomputed                      one layer without recomputation, while its backward runs
     logits                          float32 logits and their gradient, on the last stage
-    gathered                        ZeRO-3: the layer in use and the one that is fetched ahead, weights and gradients
+    gathered                        ZeRO-3: weights of the layer in use and of the one that is fetched ahead, and a
+                                    gradient; or the head's weight and gradient, where it is larger
     buckets                         reduction buckets where gradients are summed outside of their own storage
     workspace                       what the device's libraries take: CUDA context, cuBLAS and NCCL buffers
     slack                           what the allocator holds beyond what it gave out
@@ -196,7 +197,7 @@ def _activations(model: Transformer, plan: Plan, rank: int, sequence: int, kept:
     kept_bytes = layer_bytes * plan.rank_layers(model.layers, rank) * held
     again = sizes["none"] - sizes[plan.recompute] if plan.recompute != "none" else 0.0
     last = rank == layout.pipeline - 1
-    logits = logit_bytes(model, tokens, tensor=layout.tensor, element_bytes=kept.element_bytes) if last else 0.0
+    logits = logit_bytes(model, tokens, tensor=layout.tensor, kept=kept) if last else 0.0
     return kept_bytes, max(0.0, again), 2 * logits
 
 
@@ -205,4 +206,6 @@ def _gathered(model: Transformer, plan: Plan, state: StateBytes) -> float:
         return 0.0
     experts = model.experts * expert_parameters(model) / plan.layout.expert
     layer = dense_layer_parameters(model) / plan.layout.tensor + experts
-    return layer * (FOLLOWING_UNITS * state.activation + state.gradient)
+    head = model.vocabulary * model.hidden / plan.layout.tensor
+    own = layer * (FOLLOWING_UNITS * state.activation + state.wire)
+    return max(own, head * (state.activation + state.wire) + layer * state.activation)

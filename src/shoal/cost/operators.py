@@ -144,6 +144,7 @@ class Share:
     dropout: bool = False
     flash_attention: bool = True
     fused_weight_gradient: bool = False
+    fused_loss: bool = False
     ring: bool = False
 
     @property
@@ -201,7 +202,8 @@ def head_seconds(model: Transformer, share: Share, rates: Rates) -> tuple[float,
     """(products, loss, embedding) seconds of one microbatch, forward and backward, on the rank that has them.
 
     The loss makes about nine float32 passes over the logits (cast, maximum, subtraction, exponential, sum, target,
-    division, gradient, cast) and two in the stack's dtype; the embedding reads and writes four times.
+    division, gradient, cast) and two in the stack's dtype; a fused one makes three of the latter and no others. The
+    embedding reads and writes four times.
     """
     tokens, columns = share.tokens, max(1, model.vocabulary // share.tensor)
     product = Matmul(tokens, columns, model.hidden)
@@ -209,7 +211,8 @@ def head_seconds(model: Transformer, share: Share, rates: Rates) -> tuple[float,
         matmul_s(p, rates, element_bytes=share.element_bytes)
         for p in (product, product.input_gradient(), product.weight_gradient())
     )
-    loss = pass_s(tokens * columns * (9 * 4.0 + share.element_bytes), rates)
+    passes = 3 * share.element_bytes if share.fused_loss else 9 * 4.0 + share.element_bytes
+    loss = pass_s(tokens * columns * passes, rates)
     return products, loss, pass_s(4 * share.element_bytes * tokens * model.hidden, rates)
 
 

@@ -100,6 +100,7 @@ def stack_of(run_file: RunFile, cluster: Cluster) -> Stack:
         dtype=dtype,
         update_bytes=moved * state.weight,
         eager=not run_file.run.compile,
+        own_blocks=not run_file.run.compile,
         stops_early=True,
         balances_stages=True,
         attention="flash-2",

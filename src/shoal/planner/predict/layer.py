@@ -42,6 +42,7 @@ def share_of(sequence: int, plan: Plan, stack: Stack) -> Share:
         dropout=stack.dropout,
         flash_attention=stack.flash_attention,
         fused_weight_gradient=stack.fused_weight_gradient,
+        fused_loss=stack.fused_loss,
         ring=stack.context == "ring" and layout.context > 1,
     )
 

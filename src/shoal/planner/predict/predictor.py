@@ -103,7 +103,7 @@ class Predictor:
     @property
     def _eager(self) -> bool:
         """Whether the closed forms are those of this project's own dense blocks."""
-        return self.stack.eager and not self.workload.model.experts
+        return self.stack.own_blocks and not self.workload.model.experts
 
     def block_bytes(self, plan: Plan) -> float:
         """What one layer keeps of one microbatch for its backward."""

@@ -20,7 +20,9 @@ class Stack:
     `overlap_tensor`: the all-reduce of an input's gradient runs beside the weight's product. `overlap_data`: gradients
     are summed, and ZeRO's weights gathered, while the device computes. `overlap_pipeline`: transfers between stages run
     beside computation. `scatter_pipeline`: tensor ranks send a share each (arXiv:2104.04473, section 4.1). `eager`:
-    gates and rotary positions are a kernel an operator. `attention`: the kernel of its fused attention. `stops_early`:
+    gates and rotary positions are a kernel an operator. `own_blocks`: its blocks are this project's eager ones, whose memory has
+    forms of its own. `fused_loss`: one kernel computes the cross-entropy from logits of the stack's dtype. `attention`:
+    the kernel of its fused attention. `stops_early`:
     full recomputation ends before a block's last product, whose result the backward does not need (PyTorch's
     non-reentrant checkpoint). `balances_stages`: the last stages have fewer layers to make room for the head; else all
     have as many. `agreements`: sums of a few numbers over all ranks in a step. `crossing_copies`: copies
@@ -35,12 +37,14 @@ class Stack:
     dtype: str = "bfloat16"
     update_bytes: float = 52.0
     eager: bool = False
+    own_blocks: bool = False
     stops_early: bool = False
     balances_stages: bool = False
     flash_attention: bool = True
     attention: Kernel = "best"
     dropout: bool = False
     fused_weight_gradient: bool = True
+    fused_loss: bool = False
     overlap_tensor: bool = True
     overlap_data: bool = True
     overlap_pipeline: bool = True
@@ -58,6 +62,7 @@ class Stack:
             eager=self.eager,
             dropout=self.dropout,
             flash_attention=self.flash_attention,
+            fused_loss=self.fused_loss,
         )
 
 

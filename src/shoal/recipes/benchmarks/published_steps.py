@@ -48,7 +48,9 @@ _EAGER = Stack(
 )
 STACKS: Mapping[str, Stack] = MappingProxyType(
     {
-        "llm-foundry": replace(_EAGER, name="llm-foundry, FSDP", state=replace(_FSDP, wire=2), attention="triton"),
+        "llm-foundry": replace(
+            _EAGER, name="llm-foundry, FSDP", state=replace(_FSDP, wire=2), attention="triton", fused_loss=True
+        ),
         "fsdp2-eager": _EAGER,
         "fsdp2-compiled": replace(_EAGER, name="FSDP2, compiled", eager=False),
         "fms-fsdp": replace(_EAGER, name="fms-fsdp, compiled", eager=False, state=replace(_FSDP, wire=2)),
