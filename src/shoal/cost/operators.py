@@ -14,6 +14,7 @@ what Megatron-LM fuses (bias and GELU; bias, dropout and residual; scale, mask a
 residual stream in a rank's microbatch, e bytes each:
 
     norm 2ne, backward 4ne              residual with dropout 3ne + mask            activation 2fe, backward 3fe
+    a mixture sorts k copies of each token by expert and adds them up again: 2kne each, either way
     softmax 2qe, backward 3qe, dropout 2qe + mask      (q = b a s^2 / t scores; none of it with flash attention)
     copies of q, k, v and of the heads' output          sums of weight gradients where no product does them
 
@@ -152,6 +153,11 @@ class Share:
         """Tokens of this rank, sequence parallelism aside."""
         return -(-self.samples * self.sequence // self.context)
 
+    @property
+    def routed_tokens(self) -> int:
+        """Tokens that this rank routes to experts: tensor ranks divide those that they have in common."""
+        return -(-self.tokens // self.tensor)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSeconds:
@@ -225,9 +231,10 @@ def _products(model: Transformer, share: Share) -> list[Matmul]:
     rows, copies, inner = tokens, 1, max(1, model.feed_forward // t)
     if model.experts:
         copies = max(1, model.experts // share.expert)
-        rows = max(1, tokens * model.experts_per_token * share.expert // model.experts)
+        routed = share.routed_tokens
+        rows = max(1, routed * model.experts_per_token * share.expert // model.experts)
         inner = model.feed_forward
-        products.append(Matmul(tokens, model.experts, model.hidden))
+        products.append(Matmul(routed, model.experts, model.hidden))
         if model.shared_feed_forward:
             products += _feed_forward(model, tokens, max(1, model.shared_feed_forward // t), 1)
     return products + _feed_forward(model, rows, inner, copies)
@@ -280,9 +287,19 @@ def _passes(model: Transformer, share: Share, rates: Rates) -> tuple[float, floa
     bias = 2 * pass_s(2 * stream, rates) if model.biases else 0.0
     rotary = pass_s(ROTARY_PASSES * heads / 2, rates) if share.eager and not model.positions else 0.0
     shared = 2 * pass_s(residual, rates) + pass_s(2 * heads, rates) + rotary
+    shared += _permutation_s(model, share, rates)
     forward = shared + 2 * pass_s(2 * stream, rates) + pass_s(gate[0] * inner, rates)
     backward = shared + 2 * pass_s(4 * stream, rates) + pass_s(gate[1] * inner, rates) + bias
     return forward, backward + _weight_sums(model, share, rates)
+
+
+def _permutation_s(model: Transformer, share: Share, rates: Rates) -> float:
+    """Of one direction: copies of a token sorted by expert, and their weighted sum in the old order; where experts lie
+    on several ranks, what arrives is sorted once more, and back."""
+    if not model.experts:
+        return 0.0
+    copies = share.routed_tokens * model.experts_per_token * model.hidden * share.element_bytes
+    return (2 if share.expert == 1 else 4) * pass_s(2 * copies, rates)
 
 
 def _weight_sums(model: Transformer, share: Share, rates: Rates) -> float:

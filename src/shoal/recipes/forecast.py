@@ -10,7 +10,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Forecast:
-    """`facts` gives the prediction as facts of the run; `remember` keeps prediction and measurement of a finished run."""
+    """`facts` gives the prediction as facts of the run; `remember` keeps prediction and measurement of a finished run.
+    """
 
     facts: Callable[..., dict[str, Any]]
     remember: Callable[[Path, Mapping[str, str]], None]

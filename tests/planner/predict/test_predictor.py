@@ -178,3 +178,29 @@ def test_the_fullest_rank_is_the_one_that_the_simulator_sees(vocabulary: int, la
     work = work_of(plan, maker)
     ranks = [rank_seconds(work, range(rank, 2 * virtual, 2), 1) for rank in range(2)]
     assert closed == pytest.approx(max(ranks), rel=ROUNDING)
+
+
+def test_tensor_ranks_divide_the_tokens_of_a_mixture() -> None:
+    """Routing, experts and exchanges: eight tensor ranks with experts over all of them do an eighth each of what one
+    rank does with the same tokens."""
+    wide = replace(MIXTURE, hidden=4096, heads=32, kv_heads=8, head_size=128, feed_forward=4096)
+    maker = predictor(wide)
+    split, whole = (
+        Plan(layout=Layout(shard=32 // tensor, tensor=tensor, expert=8), microbatch=4, microbatches=1, zero=1)
+        for tensor in (8, 1)
+    )
+    ratio = maker.layer(split).items["expert"] / maker.layer(whole).items["expert"]
+    assert 1 / 8 <= ratio < 0.3  # an eighth of the bytes, and as many starts of collectives
+    assert share_of(2048, split, maker.stack).routed_tokens == 4 * 2048 // 8
+
+
+def test_sorting_tokens_by_expert_costs_memory_passes() -> None:
+    """More experts for each token, more copies to sort; experts on other ranks, twice as many."""
+    plan = Plan(layout=Layout(shard=32), microbatch=2, microbatches=1, zero=1)
+    times = [
+        predictor(replace(MIXTURE, experts_per_token=count)).layer(plan).items["memory passes"] for count in (1, 2, 4)
+    ]
+    assert times == sorted(times)
+    spread = replace(plan, layout=Layout(shard=32, expert=8))
+    maker = predictor(MIXTURE)
+    assert maker.layer(spread).items["memory passes"] > maker.layer(plan).items["memory passes"]

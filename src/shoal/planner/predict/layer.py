@@ -129,7 +129,7 @@ def _wires(model: Transformer, plan: Plan, share: Share, machine: Machine, devic
         context = exposed(3 * axis.all_gather(keys), beside_s, slowdown=slowdown)
     else:
         context = _seen_context(machine.stack.context, axis, plan, share, model, machine)
-    routed = stream * model.experts_per_token
+    routed = share.routed_tokens * model.hidden * share.element_bytes * model.experts_per_token
     trip = expert_group(plan, machine).all_to_all(routed) if model.experts else 0.0
     return _Wires(
         tensor_forward=2 * once,
