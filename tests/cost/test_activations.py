@@ -74,7 +74,7 @@ def test_autocast_keeps_the_stream_wide_and_eager_gates_one_more() -> None:
 def test_logits_are_float32() -> None:
     """4 s b V / t, and the head's input."""
     model = gpt(LAYERS, HIDDEN, HEADS, vocabulary=51200)
-    assert logit_bytes(model, 100, tensor=4, element_bytes=2) == 100 * (4 * 51200 + 2 * HIDDEN) / 4
+    assert logit_bytes(model, 100, tensor=4, kept=Kept()) == 100 * (4 * 51200 + 2 * HIDDEN) / 4
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.collectives import direct
 from shoal.cost import alpha_beta
+from shoal.cost.walk import walk_s
 from shoal.cost.wire import group_of
 from shoal.topology.cluster_file import cluster_from, known_cluster
+from shoal.topology.links import clustered
 
 PUBLISHED = Path(__file__).parent.parent / "planner" / "published"
 MEASURED_ERROR = 0.45
@@ -114,3 +117,25 @@ def test_an_oversubscribed_spine_slows_a_group_that_crosses_it() -> None:
     spine, fat = cluster_from(table, file="c"), known_cluster("dgx-h100", 16)
     assert group_of(spine, 4, stride=8, world=128) == group_of(fat, 4, stride=8, world=128)
     assert group_of(spine, 16, stride=8, world=128).bytes_s < group_of(fat, 16, stride=8, world=128).bytes_s
+
+
+@pytest.mark.parametrize(("nodes", "ranks"), [(2, 16), (8, 64), (4, 4)])
+def test_an_all_to_all_shares_the_port_of_its_node(nodes: int, ranks: int) -> None:
+    """Long messages: the port of a node carries what all of its ranks send to other nodes, and nothing less."""
+    cluster = known_cluster("dgx-h100", nodes)
+    stride = 8 * nodes // ranks
+    local, size = 8 // stride, 1e9
+    leaving = 8 * size * (ranks - local) / ranks
+    expected = leaving / cluster.machine.scale_out.bytes_s
+    found = group_of(cluster, ranks, stride=stride, world=8 * nodes).all_to_all(size)
+    assert found == pytest.approx(expected, rel=LARGE_ERROR)
+
+
+def test_an_all_to_all_over_nodes_is_as_slow_as_the_walk_of_its_messages() -> None:
+    """`cost.walk` plays every message on links with one port a node; its pairs take turns, so that links idle."""
+    cluster, size = known_cluster("dgx-a100-80gb", 4), 1e9
+    up, out = cluster.machine.scale_up, cluster.machine.scale_out
+    links = clustered([rank // 8 for rank in range(32)], inner=(0, up.bytes_s), outer=(0, out.bytes_s))
+    walked = walk_s(direct.all_to_all(32), size, links)
+    found = group_of(cluster, 32, stride=1, world=32).all_to_all(size)
+    assert 0.8 * walked < found < 1.05 * walked

@@ -47,6 +47,8 @@ class Kept:
     """What a stack keeps: bytes of a number, dropout (a byte of mask for each number), flash attention.
 
     `stream_bytes` are those of a number of the residual stream; `eager` keeps what a fused gate computes again.
+    `fused_loss`: the cross-entropy reads logits of the stack's dtype and writes their gradient, and keeps nothing else;
+    otherwise float32 logits are kept, and their gradient is as large.
     """
 
     element_bytes: float = 2.0
@@ -54,6 +56,7 @@ class Kept:
     eager: bool = False
     dropout: bool = False
     flash_attention: bool = True
+    fused_loss: bool = False
 
     @property
     def mask_bytes(self) -> float:
@@ -76,6 +79,8 @@ def layer_activation_bytes(
     width_share = tensor if sequence_parallel else 1
     if recompute == "full":
         return kept.stream_bytes * tokens * model.hidden / width_share
+    if recompute == "operators":
+        return tokens * (kept.stream_bytes * model.hidden / width_share + _every_second(model, kept) / tensor)
     whole = _unsplit(model, kept) / width_share + _split(model, kept) / tensor
     square = 0.0 if recompute == "selective" or kept.flash_attention else _square(model, sequence, kept) / tensor
     return tokens * (whole + square)
@@ -95,6 +100,14 @@ def _split(model: Transformer, kept: Kept) -> float:
     return kept.element_bytes * (attention + inner * copies + routed)
 
 
+def _every_second(model: Transformer, kept: Kept) -> float:
+    """Per token, the outputs of every second product and of attention."""
+    copies = model.experts_per_token if model.experts else 1
+    inner = (model.feed_forward_matrices - 1) * model.feed_forward + model.hidden
+    products = model.attention_width + 2 * model.kv_width + model.hidden + copies * inner
+    return kept.element_bytes * (products / 2 + model.attention_width)
+
+
 def _square(model: Transformer, sequence: int, kept: Kept) -> float:
     """Per token, the attention square: scores after softmax, dropped scores, mask. 5as for 16 bits with dropout."""
     numbers = 2 if kept.dropout else 1
@@ -106,9 +119,10 @@ def boundary_bytes(model: Transformer, tokens: float, *, element_bytes: float) -
     return element_bytes * tokens * model.hidden
 
 
-def logit_bytes(model: Transformer, tokens: float, *, tensor: int, element_bytes: float) -> float:
-    """Head and loss of one microbatch: float32 logits 4sbV/t, and the head's input."""
-    return tokens * (4.0 * model.vocabulary + element_bytes * model.hidden) / tensor
+def logit_bytes(model: Transformer, tokens: float, *, tensor: int, kept: Kept) -> float:
+    """Head and loss of one microbatch: logits (4sbV/t in float32), and the head's input."""
+    each = kept.element_bytes if kept.fused_loss else 4.0
+    return tokens * (each * model.vocabulary + kept.element_bytes * model.hidden) / tensor
 
 
 def in_flight(schedule: Schedule, rank: int, *, pipeline: int, virtual_stages: int, microbatches: int) -> float:

@@ -129,8 +129,9 @@ def _activations(step: _Step, rank: int) -> tuple[float, float, float]:
         plan.schedule, rank, pipeline=pipeline, virtual_stages=plan.virtual_stages, microbatches=plan.microbatches
     )
     whole = step.block()
-    block = step.stream if plan.recompute == "full" else whole
-    kept = held * plan.stage_layers(step.model.layers) * block
+    share = plan.recompute_share if plan.recompute == "full" else 0.0
+    block = share * step.stream + (1 - share) * whole
+    kept = held * plan.rank_layers(step.model.layers, rank) * block
     again = (whole - step.stream if plan.recompute == "full" else 0.0) + step.on_the_way()
     if pipeline > 1:
         kept += (held * plan.virtual_stages + MOVING) * step.stream

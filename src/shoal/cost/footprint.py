@@ -1,18 +1,18 @@
-"""Bytes of state for one parameter, and how ZeRO divides them (Rajbhandari et al. arXiv:1910.02054).
+"""Bytes that one rank needs at its peak, by what needs them, for any pipeline rank.
 
-Mixed-precision Adam keeps 18 bytes: weight 2, gradient 4, float32 master 4, two moments 8 (Megatron-LM). With weight w,
-gradient r, optimizer o over D ranks: ZeRO-1 w + r + o/D; ZeRO-2 w + (r + o)/D; ZeRO-3 (w + r + o)/D.
-
-Bytes that one rank needs at its peak, by what needs them, for any pipeline rank.
-
-    weights, gradients, optimizer   parameters of the stage x StateBytes, divided by ZeRO (cost.state_bytes)
+    weights, gradients, optimizer   parameters of the stage x StateBytes, divided by ZeRO
     activations                     kept bytes of a layer x layers x microbatches in flight
     recomputed                      one layer without recomputation, while its backward runs
     logits                          float32 logits and their gradient, on the last stage
-    gathered                        ZeRO-3: the layer in use and the one that is fetched ahead, weights and gradients
+    gathered                        ZeRO-3: weights of the layer in use and of the one that is fetched ahead, and a
+                                    gradient; or the head's weight and gradient, where it is larger
     buckets                         reduction buckets where gradients are summed outside of their own storage
     workspace                       what the device's libraries take: CUDA context, cuBLAS and NCCL buffers
     slack                           what the allocator holds beyond what it gave out
+
+Of a parameter, mixed-precision Adam keeps 18 bytes: weight 2, gradient 4, float32 master 4, two moments 8
+(Megatron-LM). ZeRO divides over D ranks (Rajbhandari et al. arXiv:1910.02054); with weight w, gradient r, optimizer o:
+ZeRO-1 w + r + o/D, ZeRO-2 w + (r + o)/D, ZeRO-3 (w + r + o)/D. What an optimizer keeps is what its slots declare.
 
 Experts divide by `expert` and use their own data axis, `expert_shard`. DualPipeV holds the parameters of two stages.
 """
@@ -64,7 +64,8 @@ MEGATRON_BF16 = StateBytes(weight=2, gradient=4, optimizer=12, activation=2, wir
 """The same with gradients that travel in float32."""
 
 AUTOCAST = StateBytes(weight=4, gradient=4, optimizer=8, activation=2, wire=4, stream=4)
-"""Float32 weights, gradients and moments, matrix products in bfloat16 or float16: `precision.kind = "bfloat16"`."""
+"""Float32 weights, gradients and Adam's moments, matrix products in bfloat16 or float16: `precision.kind =
+"bfloat16"`."""
 
 FLOAT32 = StateBytes(weight=4, gradient=4, optimizer=8, activation=4, wire=4, stream=4)
 FLOAT64 = StateBytes(weight=8, gradient=8, optimizer=16, activation=8, wire=8, stream=8)
@@ -143,7 +144,7 @@ def stage_parameters(model: Transformer, plan: Plan, rank: int) -> tuple[float, 
     """(dense, expert) parameters of one rank of a pipeline stage before ZeRO; its tensor and expert share only."""
     pipeline, tensor = plan.layout.pipeline, plan.layout.tensor
     twice = plan.schedule == "DualPipeV" and pipeline > 1
-    layers = plan.stage_layers(model.layers) * (2 if twice else 1)
+    layers = plan.rank_layers(model.layers, rank) * (2 if twice else 1)
     dense, experts = _parameters(model, layers, rank == 0, rank == pipeline - 1)
     return dense / tensor, experts / plan.layout.expert
 
@@ -191,10 +192,12 @@ def _activations(model: Transformer, plan: Plan, rank: int, sequence: int, kept:
         virtual_stages=plan.virtual_stages,
         microbatches=plan.microbatches,
     )
-    kept_bytes = sizes[plan.recompute] * plan.stage_layers(model.layers) * held
+    share = plan.recompute_share if plan.recompute != "none" else 1.0
+    layer_bytes = share * sizes[plan.recompute] + (1 - share) * sizes["none"]
+    kept_bytes = layer_bytes * plan.rank_layers(model.layers, rank) * held
     again = sizes["none"] - sizes[plan.recompute] if plan.recompute != "none" else 0.0
     last = rank == layout.pipeline - 1
-    logits = logit_bytes(model, tokens, tensor=layout.tensor, element_bytes=kept.element_bytes) if last else 0.0
+    logits = logit_bytes(model, tokens, tensor=layout.tensor, kept=kept) if last else 0.0
     return kept_bytes, max(0.0, again), 2 * logits
 
 
@@ -203,4 +206,6 @@ def _gathered(model: Transformer, plan: Plan, state: StateBytes) -> float:
         return 0.0
     experts = model.experts * expert_parameters(model) / plan.layout.expert
     layer = dense_layer_parameters(model) / plan.layout.tensor + experts
-    return layer * (FOLLOWING_UNITS * state.activation + state.gradient)
+    head = model.vocabulary * model.hidden / plan.layout.tensor
+    own = layer * (FOLLOWING_UNITS * state.activation + state.wire)
+    return max(own, head * (state.activation + state.wire) + layer * state.activation)

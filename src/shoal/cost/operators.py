@@ -1,6 +1,7 @@
-"""Seconds of an operator on a device: the slower of its arithmetic and its memory traffic (Williams et al. 2009).
+"""Seconds of the operators of one transformer layer on one rank, as a training stack launches them.
 
-A matrix multiply [m, k] x [k, n] is cut into tiles, which run in waves on the device's units: T tiles on U units take
+An operator takes the slower of its arithmetic and its memory traffic (the roofline, Williams et al. 2009). A matrix
+multiply [m, k] x [k, n] is cut into tiles, which run in waves on the device's units: T tiles on U units take
 ceil(T/U) waves, so that a last wave that is half empty costs as much as a full one. One tile does 2 x rows x columns x
 (k + PROLOGUE) operations at its unit's share of the rate; smaller tiles re-use less of what they load and run at the
 stated share of it. The best of five tile shapes is taken. That is the one curve of matrix-multiply efficiency here: at
@@ -8,18 +9,16 @@ large shapes it tends to the device's `matmul_efficiency`.
 
 Source of the wave model: NVIDIA, "Matrix Multiplication Background User's Guide" (tile and wave quantisation).
 
-The operators of one transformer layer on one rank, as a training stack launches them.
-
 Matrix multiplies carry their shapes; everything else is a pass over memory with the bytes it moves. What is fused is
 what Megatron-LM fuses (bias and GELU; bias, dropout and residual; scale, mask and softmax). With n numbers of the
 residual stream in a rank's microbatch, e bytes each:
 
     norm 2ne, backward 4ne              residual with dropout 3ne + mask            activation 2fe, backward 3fe
+    a mixture sorts k copies of each token by expert and adds them up again: 2kne each, either way
     softmax 2qe, backward 3qe, dropout 2qe + mask      (q = b a s^2 / t scores; none of it with flash attention)
     copies of q, k, v and of the heads' output          sums of weight gradients where no product does them
 
-Flash attention (arXiv:2205.14135) runs 4 b s^2 d a / 2 operations forward under a causal mask, 2.5 times as many
-backward, at `flash_share` of the matrix-multiply rate (arXiv:2307.08691, figures 4 and 5: 50 to 73 % of peak).
+Fused attention runs at the published rates of its kernel: `cost.attention`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,9 @@ import math
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from shoal.cost.attention import BACKWARD_FLOPS, Kernel, attention_share
 from shoal.cost.transformer import Transformer, attention_parameters, expert_parameters
+from shoal.topology.cluster import Architecture
 
 TILES = ((2, 1, 1.0), (1, 2, 1.0), (1, 1, 0.92), (1, 0.5, 0.75), (0.5, 0.5, 0.5))
 """Rows and columns in edges of the device's tile (128 on a GPU), share of the best rate; assumed, from the bytes that
@@ -41,14 +42,26 @@ PROLOGUE = 1.6
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What one device reaches: matrix multiply FLOP/s, memory bytes/s, units, seconds that a kernel takes at least."""
+    """What one device reaches: matrix multiply FLOP/s, memory bytes/s, units, seconds that a kernel takes at least.
+
+    `peak_flops_s` is the rate of which published attention kernels are shares.
+    """
 
     matmul_flops_s: float
+    peak_flops_s: float
     memory_bytes_s: float
     units: int
     kernel_s: float
     tile: int = 128
-    flash_share: float = 0.75
+    architecture: Architecture = "ampere"
+    attention: Kernel = "best"
+
+    def attention_flops_s(self, *, head_size: float, tokens: float, backward: bool) -> float:
+        """FLOP/s of fused causal attention over `tokens` tokens."""
+        share = attention_share(
+            self.architecture, self.attention, head_size=head_size, tokens=tokens, backward=backward
+        )
+        return self.peak_flops_s * share
 
 
 @dataclass(frozen=True)
@@ -132,6 +145,7 @@ class Share:
     dropout: bool = False
     flash_attention: bool = True
     fused_weight_gradient: bool = False
+    fused_loss: bool = False
     ring: bool = False
 
     @property
@@ -139,10 +153,18 @@ class Share:
         """Tokens of this rank, sequence parallelism aside."""
         return -(-self.samples * self.sequence // self.context)
 
+    @property
+    def routed_tokens(self) -> int:
+        """Tokens that this rank routes to experts: tensor ranks divide those that they have in common."""
+        return -(-self.tokens // self.tensor)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSeconds:
-    """Device seconds of one layer: forward and backward of products, of attention, of passes over memory."""
+    """Device seconds of one layer: forward and backward of products, of attention, of passes over memory.
+
+    `last_product` is the forward of the product that ends the layer, a part of `matmul_forward`.
+    """
 
     matmul_forward: float
     matmul_input: float
@@ -151,6 +173,7 @@ class LayerSeconds:
     attention_backward: float
     passes_forward: float
     passes_backward: float
+    last_product: float = 0.0
 
     @property
     def forward(self) -> float:
@@ -177,6 +200,7 @@ def layer_seconds(model: Transformer, share: Share, rates: Rates) -> LayerSecond
         attention_backward=attention[1],
         passes_forward=passes[0],
         passes_backward=passes[1],
+        last_product=matmul_s(products[-1], rates, element_bytes=size),
     )
 
 
@@ -184,7 +208,8 @@ def head_seconds(model: Transformer, share: Share, rates: Rates) -> tuple[float,
     """(products, loss, embedding) seconds of one microbatch, forward and backward, on the rank that has them.
 
     The loss makes about nine float32 passes over the logits (cast, maximum, subtraction, exponential, sum, target,
-    division, gradient, cast) and two in the stack's dtype; the embedding reads and writes four times.
+    division, gradient, cast) and two in the stack's dtype; a fused one makes three of the latter and no others. The
+    embedding reads and writes four times.
     """
     tokens, columns = share.tokens, max(1, model.vocabulary // share.tensor)
     product = Matmul(tokens, columns, model.hidden)
@@ -192,7 +217,8 @@ def head_seconds(model: Transformer, share: Share, rates: Rates) -> tuple[float,
         matmul_s(p, rates, element_bytes=share.element_bytes)
         for p in (product, product.input_gradient(), product.weight_gradient())
     )
-    loss = pass_s(tokens * columns * (9 * 4.0 + share.element_bytes), rates)
+    passes = 3 * share.element_bytes if share.fused_loss else 9 * 4.0 + share.element_bytes
+    loss = pass_s(tokens * columns * passes, rates)
     return products, loss, pass_s(4 * share.element_bytes * tokens * model.hidden, rates)
 
 
@@ -205,9 +231,10 @@ def _products(model: Transformer, share: Share) -> list[Matmul]:
     rows, copies, inner = tokens, 1, max(1, model.feed_forward // t)
     if model.experts:
         copies = max(1, model.experts // share.expert)
-        rows = max(1, tokens * model.experts_per_token * share.expert // model.experts)
+        routed = share.routed_tokens
+        rows = max(1, routed * model.experts_per_token * share.expert // model.experts)
         inner = model.feed_forward
-        products.append(Matmul(tokens, model.experts, model.hidden))
+        products.append(Matmul(routed, model.experts, model.hidden))
         if model.shared_feed_forward:
             products += _feed_forward(model, tokens, max(1, model.shared_feed_forward // t), 1)
     return products + _feed_forward(model, rows, inner, copies)
@@ -237,10 +264,15 @@ def _plain_attention(model: Transformer, share: Share, rates: Rates) -> tuple[fl
 
 
 def _flash(model: Transformer, share: Share, rates: Rates) -> tuple[float, float]:
+    """(forward, backward) seconds of fused attention; a ring's blocks are as long as a rank's part of the sequence."""
     own = max(1, model.heads // share.tensor)
     work = 4.0 * share.samples * share.sequence**2 / share.context * own * model.head_size / 2
-    seconds = work / (rates.matmul_flops_s * rates.flash_share)
-    return max(seconds, rates.kernel_s), max(2.5 * seconds, rates.kernel_s)
+    tokens = share.sequence / share.context if share.ring else share.sequence
+    forward, backward = (
+        flops / rates.attention_flops_s(head_size=model.head_size, tokens=tokens, backward=way)
+        for way, flops in ((False, work), (True, BACKWARD_FLOPS * work))
+    )
+    return max(forward, rates.kernel_s), max(backward, rates.kernel_s)
 
 
 def _passes(model: Transformer, share: Share, rates: Rates) -> tuple[float, float]:
@@ -255,9 +287,19 @@ def _passes(model: Transformer, share: Share, rates: Rates) -> tuple[float, floa
     bias = 2 * pass_s(2 * stream, rates) if model.biases else 0.0
     rotary = pass_s(ROTARY_PASSES * heads / 2, rates) if share.eager and not model.positions else 0.0
     shared = 2 * pass_s(residual, rates) + pass_s(2 * heads, rates) + rotary
+    shared += _permutation_s(model, share, rates)
     forward = shared + 2 * pass_s(2 * stream, rates) + pass_s(gate[0] * inner, rates)
     backward = shared + 2 * pass_s(4 * stream, rates) + pass_s(gate[1] * inner, rates) + bias
     return forward, backward + _weight_sums(model, share, rates)
+
+
+def _permutation_s(model: Transformer, share: Share, rates: Rates) -> float:
+    """Of one direction: copies of a token sorted by expert, and their weighted sum in the old order; where experts lie
+    on several ranks, what arrives is sorted once more, and back."""
+    if not model.experts:
+        return 0.0
+    copies = share.routed_tokens * model.experts_per_token * model.hidden * share.element_bytes
+    return (2 if share.expert == 1 else 4) * pass_s(2 * copies, rates)
 
 
 def _weight_sums(model: Transformer, share: Share, rates: Rates) -> float:

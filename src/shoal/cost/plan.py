@@ -11,6 +11,8 @@ from shoal.schedules.names import Schedule
 from shoal.topology.layout import Layout
 
 Zero = Literal[0, 1, 2, 3]
+V_SHAPED = frozenset(("ZBVZeroBubble", "DualPipeV"))
+"""Schedules in which rank i holds the stages i and 2p - 1 - i."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +20,8 @@ class Plan:
     """A layout and what fills it. `microbatch` counts samples of one forward on one data-parallel rank.
 
     `virtual_stages` are the stages that one pipeline rank holds; `zero` shards over the layout's `shard` axis.
+    `recompute_share` is the share of the layers to which `recompute` applies. `cut` are the layers of each stage; left
+    empty, stages are as even as whole layers allow.
     """
 
     layout: Layout
@@ -27,7 +31,9 @@ class Plan:
     virtual_stages: int = 1
     zero: Zero = 0
     recompute: Recompute = "none"
+    recompute_share: float = 1.0
     sequence_parallel: bool = False
+    cut: tuple[int, ...] = ()
 
     @functools.cached_property
     def world_size(self) -> int:
@@ -51,9 +57,20 @@ class Plan:
         return self.microbatch * self.microbatches * self.data_parallel
 
     def stage_layers(self, layers: int) -> float:
-        """Layers of the fullest pipeline rank: stages are as even as whole layers allow."""
+        """Layers of the pipeline rank that has most."""
+        if self.cut:
+            return float(max(self.rank_layers(layers, rank) for rank in range(self.layout.pipeline)))
         stages = self.layout.pipeline * self.virtual_stages
         return float(-(-layers // stages) * self.virtual_stages) if stages > 1 else float(layers)
+
+    def rank_layers(self, layers: int, rank: int) -> float:
+        """Layers of one pipeline rank: of its stages in a loop, or in a V where the schedule folds."""
+        if not self.cut:
+            return self.stage_layers(layers)
+        ranks = self.layout.pipeline
+        if self.schedule in V_SHAPED:
+            return float(self.cut[rank] + self.cut[2 * ranks - 1 - rank])
+        return float(sum(self.cut[rank::ranks]))
 
     def describe(self) -> str:
         """One line for people."""
@@ -63,6 +80,8 @@ class Plan:
         if self.layout.pipeline > 1:
             words.append(self.schedule + (f"(v={self.virtual_stages})" if self.virtual_stages > 1 else ""))
         words += [f"zero={self.zero}"] if self.zero else []
-        words += [f"recompute={self.recompute}"] if self.recompute != "none" else []
+        if self.recompute != "none":
+            part = f" of {self.recompute_share:.0%} of the layers" if self.recompute_share < 1 else ""
+            words.append(f"recompute={self.recompute}{part}")
         words += ["sequence-parallel"] if self.sequence_parallel else []
         return " ".join(words)

@@ -16,6 +16,8 @@ from shoal.cost.operators import LayerSeconds, Matmul, Rates, Share, head_second
 from shoal.cost.transformer import Transformer, attention_parameters, expert_parameters
 
 FLOAT_BYTES = 4
+ADAM_BYTES = 7 * FLOAT_BYTES
+"""What the measured step of Adam moves for a parameter: its gradient once, the weight and two moments twice."""
 PASS_COLUMNS = 128
 """Of the matrix by whose copy a pass over memory is priced."""
 CAUSAL_FORWARD, CAUSAL_BACKWARD = 2.0, 5.0
@@ -94,7 +96,8 @@ class RooflinePrices:
         return matmul_s(matmul, self.rates, element_bytes=element_bytes)
 
     def fused_attention(self, flops: float, shape: Heads, *, backward: bool) -> float:
-        return max(flops / (self.rates.matmul_flops_s * self.rates.flash_share), self.rates.kernel_s)
+        rate = self.rates.attention_flops_s(head_size=shape.size, tokens=shape.tokens, backward=backward)
+        return max(flops / rate, self.rates.kernel_s)
 
     def passed(self, size: float) -> float:
         return pass_s(size, self.rates)
@@ -125,6 +128,7 @@ class MeasuredPrices:
             attention_backward=x * attention[1],
             passes_forward=x * passes[0],
             passes_backward=x * passes[1],
+            last_product=x * self._linear(share.tokens, model.hidden, model.feed_forward / share.tensor)[0],
         )
 
     def head(self, model: Transformer, share: Share) -> tuple[float, float, float]:
@@ -136,9 +140,10 @@ class MeasuredPrices:
         return self.factor * products, self.factor * loss, self.factor * (embedding + norm)
 
     def update(self, numbers: float, *, update_bytes: float) -> float:
-        """Norm (a read) and clip (a read and a write) of the gradient, then the measured step."""
-        clip = 3 * FLOAT_BYTES * numbers / self.copy_bytes_s
-        return self.factor * (clip + self.sweeps["adam"].seconds(numbers)[0])
+        """The measured step of Adam, or as much of it as an optimizer with fewer slots moves; what is moved beyond it,
+        for the norm and the clip of the gradient, at the rate of a copy."""
+        step = self.sweeps["adam"].seconds(numbers)[0] * min(1.0, update_bytes / ADAM_BYTES)
+        return self.factor * (step + max(0.0, update_bytes - ADAM_BYTES) * numbers / self.copy_bytes_s)
 
     def copy(self, rows: float, columns: float, *, element_bytes: float) -> float:
         return self.factor * self.sweeps["copy"].seconds(rows, columns)[0]

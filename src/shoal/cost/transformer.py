@@ -178,7 +178,9 @@ def _vectors(model: Transformer) -> int:
     return 2 * _norm(model) + biases
 
 
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "operators", "full"]
+"""What the backward computes again: nothing; the square of attention; all but attention and every second product (the
+per-operator policy of torchtitan); all."""
 Convention = Literal["causal", "full"]
 
 
@@ -212,6 +214,7 @@ def hardware_flops(
     repeated = {
         "none": 0.0,
         "selective": attention_flops(model, sequences, sequence, convention=convention),
+        "operators": float(sequences) * sequence * matmul_parameters(model),
         "full": layer_flops(model, sequences, sequence, convention=convention),
     }[recompute]
     return model_flops(model, sequences, sequence, convention=convention) + model.layers * repeated

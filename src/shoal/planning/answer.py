@@ -86,18 +86,24 @@ def _mixture(sizes: Transformer, model: MoEConfig) -> Transformer:
 def stack_of(run_file: RunFile, cluster: Cluster) -> Stack:
     """What Shoal does: PyTorch's fused attention, gradients summed while the backward runs, eager operators.
 
-    The optimizer's step reads the gradient for its norm, scales it, updates weight and moments from it: ten numbers.
+    The optimizer keeps what its slots declare. Its step reads the gradient for the norm, reads and writes it where it
+    is clipped, reads it again, and reads and writes the weight and every slot: ten numbers for a clipped AdamW.
     Ranks on CPU cores move bytes with the cores that compute, so that nothing hides behind anything.
     """
     on_cpu = cluster.machine.scale_up.kind == "memory"
     state, dtype = _STATES[type(run_file.precision)]
+    slots = sum(slot.like_parameter for slot in run_file.optimizer.slots)
+    moved = 4 + 2 * slots + (2 if run_file.optimizer.clip_norm else 0)
     return Stack(
         name="Shoal",
-        state=state,
+        state=replace(state, optimizer=slots * state.weight),
         dtype=dtype,
-        update_bytes=10 * state.weight,
+        update_bytes=moved * state.weight,
         eager=not run_file.run.compile,
-        flash_attention=True,
+        own_blocks=not run_file.run.compile,
+        stops_early=True,
+        balances_stages=True,
+        attention="flash-2",
         dropout=getattr(run_file.model, "dropout", 0.0) > 0,
         fused_weight_gradient=False,
         overlap_tensor=False,

@@ -38,8 +38,17 @@ def written_plan(run_file: RunFile, cluster: Cluster) -> Plan:
         virtual_stages=run_file.pipeline.stages_each if pipelined else 1,
         zero=cast(Zero, zero),
         recompute=run_file.memory.recompute,
+        recompute_share=_recomputed_share(run_file),
         sequence_parallel=run_file.layout.sequence_parallel,
     )
+
+
+def _recomputed_share(run_file: RunFile) -> float:
+    """Of the blocks, those to which `memory.recompute` applies; of a user's model all."""
+    chosen, blocks = run_file.memory.recompute_layers, getattr(run_file.model, "layers", None)
+    if run_file.memory.recompute == "none" or chosen is None or not blocks:
+        return 1.0
+    return len({layer for layer in chosen if layer < blocks}) / blocks
 
 
 def _check_priced(run_file: RunFile) -> None:

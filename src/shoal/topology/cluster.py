@@ -1,12 +1,11 @@
-"""Numbers that cannot be right in the unit they are given in, refused with the range that machines have.
-
-The machine that a plan is made for: devices, nodes, and what joins them. Data, in the units of data sheets.
+"""The machine that a plan is made for: devices, nodes, and what joins them. Data, in the units of data sheets.
 
 Two levels of links matter to the cost of a collective: `scale_up` inside a node (NVLink, NVSwitch, xGMI, PCIe) and
 `scale_out` between nodes (InfiniBand, Ethernet). A link's rate is what one device (one node, for `scale_out`) sends in
 one direction; `efficiency` is the share of it that a large ring all-reduce reaches, the "bus bandwidth" of nccl-tests.
 
-Numbers that no machine has are refused here: a slip of a thousand in a unit would otherwise become a confident plan.
+Numbers that no machine has are refused here, with the range that machines have: a slip of a thousand in a unit would
+otherwise become a confident plan.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ def check_between(name: str, found: float, low: float, high: float, what: str) -
 
 GB, GIB, TERA, MICRO = 1e9, 2**30, 1e12, 1e-6
 Dtype = Literal["float64", "float32", "tfloat32", "float16", "bfloat16", "float8"]
+Architecture = Literal["ampere", "hopper", "blackwell"]
 
 
 class Device(Table, frozen=True):
@@ -45,6 +45,9 @@ class Device(Table, frozen=True):
     units: Annotated[int, says("Multiprocessors (SMs, CUs, cores) that share a matrix multiply.", ge=1, le=1 << 16)] = 1
     tile: Annotated[int, says("Edge of the tile that one unit multiplies at its best rate.", ge=1, le=4096)] = 128
     matmul_efficiency: Annotated[float, says("Share of the peak that the best large matrix multiply reaches.")] = 0.8
+    architecture: Annotated[
+        Architecture, says("Whose published attention kernels its own run like, as a share of the peak.")
+    ] = "ampere"
     source: Annotated[str, says("Where the numbers come from.")] = ""
 
     def __post_init__(self) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from shoal.topology.cluster import Device, Link, Machine
+from shoal.topology.cluster import Architecture, Device, Link, Machine
 
 _MAMF = "matmul_efficiency: MAMF table of stas00/ml-engineering"
 
@@ -25,6 +25,8 @@ def _device(
     name: str, gib: float, gb_s: float, half: float, single: float, units: int, best: float, note: str
 ) -> Device:
     peak = {"float32": single, "tfloat32": half / 2, "float16": half, "bfloat16": half}
+    if name.startswith(("h", "gh", "b", "gb", "l4", "rtx-4")):
+        peak["float8"] = 2 * half
     return Device(
         name=name,
         memory_gib=gib,
@@ -32,8 +34,16 @@ def _device(
         peak_tflops=peak,  # type: ignore[arg-type]
         units=units,
         matmul_efficiency=best,
+        architecture=_ARCHITECTURES.get(name[: name.find("00")], "ampere"),
         source=note,
     )
+
+
+_ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
+    {"h1": "hopper", "h2": "hopper", "h8": "hopper", "gh2": "hopper", "b2": "blackwell", "b3": "blackwell",
+     "gb2": "blackwell", "gb3": "blackwell"}
+)  # fmt: skip
+"""By the name of the device up to its zeros."""
 
 
 _DEVICES = (
@@ -46,14 +56,29 @@ _DEVICES = (
         matmul_efficiency=0.8,
         source="NVIDIA V100 data sheet; matmul_efficiency assumed",
     ),
+    Device(
+        name="t4",
+        memory_gib=16,
+        memory_gb_s=320,
+        peak_tflops={"float32": 8.1, "float16": 65},
+        units=40,
+        matmul_efficiency=0.64,
+        source="NVIDIA T4 data sheet; 41.6 TFLOP/s measured within its 70 W (arXiv:1903.07486, table 4.3)",
+    ),
+    _device("rtx-3090", 24, 936, 71, 35.6, 82, 0.9, "NVIDIA GA102 white paper; matmul_efficiency assumed"),
+    _device("rtx-4090", 24, 1008, 165.2, 82.6, 128, 0.9, "NVIDIA Ada white paper; matmul_efficiency assumed"),
     _device("a100-sxm-40gb", 40, 1555, 312, 19.5, 108, 0.869, f"NVIDIA A100 data sheet; {_MAMF}"),
     _device("a100-sxm-80gb", 80, 2039, 312, 19.5, 108, 0.869, f"NVIDIA A100 data sheet; {_MAMF}"),
     _device("a100-pcie-80gb", 80, 1935, 312, 19.5, 108, 0.811, f"NVIDIA A100 data sheet; {_MAMF}"),
     _device("h100-sxm", 80, 3350, 989, 66.9, 132, 0.803, f"NVIDIA H100 data sheet; {_MAMF}"),
+    _device("h100-sxm-96gb", 96, 2400, 989, 66.9, 132, 0.803, "torchtitan's H100 with HBM2e, 500 W; else as H100 SXM"),
+    _device("h800-sxm", 80, 3350, 989, 66.9, 132, 0.803, f"NVIDIA H800: an H100 with less NVLink; {_MAMF} of the H100"),
     _device("h200-sxm", 141, 4800, 989, 66.9, 132, 0.803, f"NVIDIA H200 data sheet; {_MAMF} of the H100"),
     _device("gh200", 96, 4000, 989, 66.9, 132, 0.838, f"NVIDIA GH200 data sheet; {_MAMF}"),
     _device("b200-sxm", 180, 7700, 2250, 75, 148, 0.776, f"NVIDIA B200 data sheet; {_MAMF}"),
     _device("b300-sxm", 270, 7700, 2250, 75, 148, 0.786, f"NVIDIA B300 data sheet; {_MAMF}"),
+    _device("gb200", 186, 8000, 2500, 80, 152, 0.776, f"NVIDIA GB200 NVL72 data sheet; {_MAMF} of the B200"),
+    _device("gb300", 288, 8000, 2500, 80, 160, 0.786, f"NVIDIA GB300 NVL72 data sheet; {_MAMF} of the B300"),
     _device("l4", 24, 300, 121, 30.3, 58, 0.8, "NVIDIA L4 data sheet; matmul_efficiency assumed"),
     _device("l40s", 48, 864, 362, 91.6, 142, 0.8, "NVIDIA L40S data sheet; matmul_efficiency assumed"),
     _device("mi300x", 192, 5300, 1307, 163.4, 304, 0.514, f"AMD MI300X data sheet; {_MAMF}"),
@@ -77,6 +102,8 @@ _NVLINK3 = Link(kind="nvswitch", gb_s=300, efficiency=0.783, latency_us=3.8)
 _NVLINK4 = Link(kind="nvswitch", gb_s=450, efficiency=0.804, latency_us=3.0)
 _NVLINK5 = Link(kind="nvswitch", gb_s=900, efficiency=0.8, latency_us=3.0)
 _XGMI3 = Link(kind="xgmi", gb_s=448, efficiency=0.7, latency_us=5.0)
+_NVLINK4_HALF = Link(kind="nvswitch", gb_s=200, efficiency=0.804, latency_us=3.0)
+_PCIE3_X8 = Link(kind="pcie", gb_s=8, efficiency=0.7, latency_us=10.0)
 _PCIE4 = Link(kind="pcie", gb_s=32, efficiency=0.7, latency_us=10.0)
 
 
@@ -105,6 +132,16 @@ _MACHINES = (
     _machine("h100-roce", 8, "h100-sxm", _NVLINK4, _ethernet(3200), "400 Gb/s RoCE a device, as in arXiv:2407.21783"),
     _machine("dgx-h200", 8, "h200-sxm", _NVLINK4, _infiniband(8, 400), "NVIDIA DGX H200 data sheet"),
     _machine("dgx-b200", 8, "b200-sxm", _NVLINK5, _infiniband(8, 400), "NVIDIA DGX B200; efficiency assumed"),
+    _machine("dgx-b300", 8, "b300-sxm", _NVLINK5, _infiniband(8, 800), "NVIDIA DGX B300; efficiency assumed"),
+    _machine("gb200-nvl72", 72, "gb200", _NVLINK5, _infiniband(72, 400), "NVIDIA GB200 NVL72; efficiency assumed"),
+    _machine("gb300-nvl72", 72, "gb300", _NVLINK5, _infiniband(72, 800), "NVIDIA GB300 NVL72; efficiency assumed"),
+    _machine("h800-8", 8, "h800-sxm", _NVLINK4_HALF, _infiniband(8, 400), "H800 nodes, as in arXiv:2412.19437"),
+    _machine(
+        "grand-teton-h100-96gb", 8, "h100-sxm-96gb", _NVLINK4, _ethernet(3200), "torchtitan's H100 nodes; assumed 0.8"
+    ),
+    _machine("aws-g4dn-12xlarge", 4, "t4", _PCIE3_X8, _ethernet(50), "AWS g4dn.12xlarge: PCIe 3 x8 a T4, 50 Gb/s"),
+    _machine("pcie-rtx-4090-8", 8, "rtx-4090", _PCIE4, _ethernet(100), "PCIe 4 x16; efficiencies assumed"),
+    _machine("pcie-rtx-3090-8", 8, "rtx-3090", _PCIE4, _ethernet(100), "PCIe 4 x16; efficiencies assumed"),
     _machine("mi300x-8", 8, "mi300x", _XGMI3, _infiniband(8, 400), "AMD MI300X platform; efficiencies assumed"),
     _machine("pcie-l40s-8", 8, "l40s", _PCIE4, _ethernet(100), "PCIe 4 x16; efficiencies assumed"),
     _machine("pcie-l4-4", 4, "l4", _PCIE4, _ethernet(50), "PCIe 4 x16; efficiencies assumed"),

@@ -32,7 +32,7 @@ RANKS, SAMPLES = 4, 4
 EXACT = 1e-9
 """Sums of the same costs in another order."""
 LINKS = group_of(known_cluster("dgx-h100", 1), RANKS, stride=1, world=8)
-RATES = Rates(matmul_flops_s=4e14, memory_bytes_s=2.7e12, units=132, kernel_s=4e-6)
+RATES = Rates(matmul_flops_s=4e14, peak_flops_s=5e14, memory_bytes_s=2.7e12, units=132, kernel_s=4e-6)
 PRICES = Prices(RATES, LINKS, 40.0)
 
 

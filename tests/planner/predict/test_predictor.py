@@ -16,6 +16,8 @@ from shoal.cost.transformer import gpt
 from shoal.planner.predict.bill import ITEMS, Constants
 from shoal.planner.predict.layer import share_of
 from shoal.planner.predict.predictor import Predictor
+from shoal.planner.predict.stack import MODERN
+from shoal.planner.simulate.work import rank_seconds, work_of
 from shoal.topology.cluster import Cluster
 from shoal.topology.layout import Layout
 from tests.planner.jobs import CLUSTER, LARGE, MIXTURE, MODEL, plans, predictor
@@ -148,3 +150,57 @@ def test_gpt_is_not_llama() -> None:
     plan = Plan(layout=Layout(replicate=32), microbatch=2, microbatches=1)
     small, large = (Predictor.bill(predictor(gpt(n, 1024, 16)), plan).total for n in (8, 16))
     assert large > 1.5 * small
+
+
+BALANCED = replace(MODERN, name="balanced", balances_stages=True)
+
+
+def test_a_balanced_cut_makes_room_for_the_head() -> None:
+    """A vocabulary worth several layers: the last of four stages gives layers away, and the step gets shorter."""
+    model = replace(LARGE, vocabulary=512_000, layers=16)
+    plan = Plan(layout=Layout(pipeline=4, tensor=8), microbatch=1, microbatches=64)
+    even, balanced = (predictor(model, stack=stack) for stack in (MODERN, BALANCED))
+    assert balanced.bill(plan).total < even.bill(plan).total
+    assert balanced.footprint(plan, 0).weights > even.footprint(plan, 0).weights
+
+
+@settings(max_examples=EXAMPLES)
+@given(vocabulary=st.sampled_from([1000, 32_000, 256_000]), layers=st.integers(6, 24), virtual=st.sampled_from([1, 2]))
+def test_the_fullest_rank_is_the_one_that_the_simulator_sees(vocabulary: int, layers: int, virtual: int) -> None:
+    """Seconds of layers, head and loss: those of the slowest simulated pipeline rank."""
+    model = replace(MODEL, vocabulary=vocabulary, layers=layers)
+    schedule = "Interleaved1F1B" if virtual > 1 else "1F1B"
+    layout = Layout(pipeline=2, tensor=8, shard=2)
+    plan = Plan(layout=layout, microbatch=1, microbatches=32, schedule=schedule, virtual_stages=virtual, zero=1)
+    maker = predictor(model, stack=BALANCED)
+    stage, layer = maker.stage(plan), maker.layer(plan)
+    closed = stage.layers * sum(layer.items.values()) + stage.head * sum(layer.head.values())
+    work = work_of(plan, maker)
+    ranks = [rank_seconds(work, range(rank, 2 * virtual, 2), 1) for rank in range(2)]
+    assert closed == pytest.approx(max(ranks), rel=ROUNDING)
+
+
+def test_tensor_ranks_divide_the_tokens_of_a_mixture() -> None:
+    """Routing, experts and exchanges: eight tensor ranks with experts over all of them do an eighth each of what one
+    rank does with the same tokens."""
+    wide = replace(MIXTURE, hidden=4096, heads=32, kv_heads=8, head_size=128, feed_forward=4096)
+    maker = predictor(wide)
+    split, whole = (
+        Plan(layout=Layout(shard=32 // tensor, tensor=tensor, expert=8), microbatch=4, microbatches=1, zero=1)
+        for tensor in (8, 1)
+    )
+    ratio = maker.layer(split).items["expert"] / maker.layer(whole).items["expert"]
+    assert 1 / 8 <= ratio < 0.3  # an eighth of the bytes, and as many starts of collectives
+    assert share_of(2048, split, maker.stack).routed_tokens == 4 * 2048 // 8
+
+
+def test_sorting_tokens_by_expert_costs_memory_passes() -> None:
+    """More experts for each token, more copies to sort; experts on other ranks, twice as many."""
+    plan = Plan(layout=Layout(shard=32), microbatch=2, microbatches=1, zero=1)
+    times = [
+        predictor(replace(MIXTURE, experts_per_token=count)).layer(plan).items["memory passes"] for count in (1, 2, 4)
+    ]
+    assert times == sorted(times)
+    spread = replace(plan, layout=Layout(shard=32, expert=8))
+    maker = predictor(MIXTURE)
+    assert maker.layer(spread).items["memory passes"] > maker.layer(plan).items["memory passes"]

@@ -225,8 +225,10 @@ def work_s(node: Node, strategy: Strategy, prices: Prices) -> float:
     if node.products:
         return _product_s(node, strategy, prices)
     if node.attention_flops:
-        flops = (1 + BACKWARD_ATTENTION) * node.attention_flops / share
-        return max(flops / (rates.matmul_flops_s * rates.flash_share), 2 * rates.kernel_s)
+        size, tokens = node.shape[-1], node.shape[-2]
+        forward, backward = (rates.attention_flops_s(head_size=size, tokens=tokens, backward=b) for b in (False, True))
+        seconds = (1 / forward + BACKWARD_ATTENTION / backward) * node.attention_flops / share
+        return max(seconds, 2 * rates.kernel_s)
     return PASSES * pass_s(_moved(node) / share, rates)
 
 

@@ -113,9 +113,6 @@ class Constants:
         0.8, "share of the memory's rate that element-wise kernels reach; assumed, STREAM reaches 0.8 to 0.9"
     )
     kernel_s: float = _constant(4e-6, "shortest kernel with its launch gap on the device; assumed")
-    flash_share: float = _constant(
-        0.75, "flash attention's rate over that of matrix products: 190 of 255 TFLOP/s, arXiv:2307.08691 figure 5"
-    )
     overlap_slowdown: float = _constant(
         0.126, "seconds of computation lost for a hidden second of communication: Galvatron's measured 1.126"
     )

@@ -21,6 +21,7 @@ class LayerKey:
 
     share: Share
     recompute: Recompute
+    recompute_share: float
     world: int
     at_work: int
 
@@ -41,6 +42,7 @@ def share_of(sequence: int, plan: Plan, stack: Stack) -> Share:
         dropout=stack.dropout,
         flash_attention=stack.flash_attention,
         fused_weight_gradient=stack.fused_weight_gradient,
+        fused_loss=stack.fused_loss,
         ring=stack.context == "ring" and layout.context > 1,
     )
 
@@ -74,7 +76,7 @@ def layer_bill(model: Transformer, plan: Plan, *, share: Share, machine: Machine
     backward_host = (c.backward_operators + repeated_launches) * c.dispatch_s
     beside = wires.context * 2 / 3 + (wires.tensor_backward if machine.stack.overlap_tensor else 0.0)
     backward_launch = max(0.0, backward_host - device.backward - recompute_s - beside)
-    again = wires.tensor_forward + wires.expert / 2 if plan.recompute == "full" else 0.0
+    again = _sent_again(plan, wires, machine)
     items = {
         "matrix products": device.matmul_forward + device.matmul_input + device.matmul_weight,
         "attention": device.attention_forward + device.attention_backward,
@@ -127,7 +129,7 @@ def _wires(model: Transformer, plan: Plan, share: Share, machine: Machine, devic
         context = exposed(3 * axis.all_gather(keys), beside_s, slowdown=slowdown)
     else:
         context = _seen_context(machine.stack.context, axis, plan, share, model, machine)
-    routed = stream * model.experts_per_token
+    routed = share.routed_tokens * model.hidden * share.element_bytes * model.experts_per_token
     trip = expert_group(plan, machine).all_to_all(routed) if model.experts else 0.0
     return _Wires(
         tensor_forward=2 * once,
@@ -167,10 +169,26 @@ def _gathered_again(plan: Plan, machine: Machine, stream: float, device: LayerSe
     return exposed(seconds, device.matmul_input, slowdown=machine.constants.overlap_slowdown)
 
 
+def _sent_again(plan: Plan, wires: _Wires, machine: Machine) -> float:
+    """Seconds of the forward's collectives that recomputation repeats; what follows the last product is left out where
+    it stops early."""
+    if plan.recompute != "full":
+        return 0.0
+    whole = wires.tensor_forward + wires.expert / 2
+    return plan.recompute_share * whole / (2 if machine.stack.stops_early else 1)
+
+
 def _recomputed(plan: Plan, device: LayerSeconds, machine: Machine) -> tuple[float, float]:
-    """(device seconds, operators) of what the backward does again. Flash attention recomputes by itself."""
+    """(device seconds, operators) of what the backward does again, the mean over all layers.
+
+    Flash attention recomputes by itself.
+    """
+    share, operators = plan.recompute_share, machine.constants.forward_operators
     if plan.recompute == "full":
-        return device.forward, machine.constants.forward_operators
+        last = device.last_product if machine.stack.stops_early else 0.0
+        return share * (device.forward - last), share * operators
+    if plan.recompute == "operators":
+        return share * (device.matmul_forward / 2 + device.passes_forward), share * operators
     if plan.recompute == "selective" and not machine.stack.flash_attention:
         return device.attention_forward, 4.0
     return 0.0, 0.0

@@ -26,7 +26,9 @@ class Machine:
             units=device.units,
             tile=device.tile,
             kernel_s=c.kernel_s,
-            flash_share=c.flash_share,
+            peak_flops_s=device.peak_flops_s(stack.dtype),
+            architecture=device.architecture,
+            attention=stack.attention,
         )
         self._roofline = RooflinePrices(self.rates)
         self._groups: dict[tuple[int, int, int], Links] = {}

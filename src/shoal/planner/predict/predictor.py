@@ -13,12 +13,12 @@ A predictor keeps what it computed of a layer, which thousands of plans share; i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.cost.activations import boundary_bytes, layer_activation_bytes
 from shoal.cost.eager_memory import eager_block_bytes, eager_footprint
 from shoal.cost.footprint import Footprint, Overheads, footprint, stage_parameters
-from shoal.cost.plan import Plan
+from shoal.cost.plan import V_SHAPED, Plan
 from shoal.cost.transformer import embedding_parameters, model_flops, total_parameters
 from shoal.planner.predict.bill import Bill, Constants
 from shoal.planner.predict.layer import LayerBill, LayerKey, layer_bill, share_of
@@ -26,7 +26,7 @@ from shoal.planner.predict.machine import Machine
 from shoal.planner.predict.measured import Measured
 from shoal.planner.predict.stack import Stack
 from shoal.planner.predict.step import step_bill
-from shoal.planner.predict.workload import Abilities, Stage, Workload
+from shoal.planner.predict.workload import Abilities, Stage, Workload, balanced_layers
 from shoal.topology.cluster import Cluster
 
 
@@ -70,7 +70,7 @@ class Predictor:
 
     def bill(self, plan: Plan) -> Bill:
         """The seconds of a step."""
-        return step_bill(plan, self.stage(plan), self.layer(plan), machine=self.machine)
+        return step_bill(plan, self.stage(plan), self.layer(plan), model=self.workload.model, machine=self.machine)
 
     def on(self, cluster: Cluster, *, measured: Measured | None = None) -> Predictor:
         """The same on another cluster; `measured`: what was measured of it."""
@@ -87,7 +87,8 @@ class Predictor:
         """One layer and the head of one microbatch, with `at_work` ranks at once (default: all); plans that differ
         elsewhere share it."""
         ranks = at_work or plan.world_size
-        key = LayerKey(share_of(self.workload.sequence, plan, self.stack), plan.recompute, plan.world_size, ranks)
+        share = share_of(self.workload.sequence, plan, self.stack)
+        key = LayerKey(share, plan.recompute, plan.recompute_share, plan.world_size, ranks)
         if key not in self._layers:
             self._layers[key] = layer_bill(
                 self.workload.model, plan, share=key.share, machine=self.machine, at_work=ranks
@@ -102,7 +103,7 @@ class Predictor:
     @property
     def _eager(self) -> bool:
         """Whether the closed forms are those of this project's own dense blocks."""
-        return self.stack.eager and not self.workload.model.experts
+        return self.stack.own_blocks and not self.workload.model.experts
 
     def block_bytes(self, plan: Plan) -> float:
         """What one layer keeps of one microbatch for its backward."""
@@ -123,7 +124,7 @@ class Predictor:
         """Memory of one pipeline rank."""
         return (eager_footprint if self._eager else footprint)(
             self.workload.model,
-            plan,
+            self._cut(plan),
             rank=rank,
             sequence=self.workload.sequence,
             state=self.stack.state,
@@ -146,14 +147,35 @@ class Predictor:
 
     def stage(self, plan: Plan) -> Stage:
         """What of the fullest pipeline rank is sent and summed."""
-        model = self.workload.model
+        model, cut = self.workload.model, self._cut(plan)
         tokens = plan.microbatch * self.workload.sequence / plan.layout.context
+        layers, head = self._fullest(cut)
         return Stage(
-            layers=plan.stage_layers(model.layers),
-            numbers=sum(stage_parameters(model, plan, 0)),
+            layers=layers,
+            head=head,
+            numbers=sum(stage_parameters(model, cut, 0)),
             tied_numbers=embedding_parameters(model) if model.tied else 0.0,
             boundary_bytes=boundary_bytes(model, tokens, element_bytes=self.stack.state.stream),
         )
+
+    def _cut(self, plan: Plan) -> Plan:
+        """The plan with its stages as the program cuts them."""
+        if plan.layout.pipeline == 1 or not self.stack.balances_stages:
+            return plan
+        stages = plan.layout.pipeline * plan.virtual_stages
+        if stages > self.workload.model.layers + 2:
+            return plan
+        return replace(plan, cut=balanced_layers(self.workload.model, stages))
+
+    def _fullest(self, plan: Plan) -> tuple[float, float]:
+        """(layers, 1 with the head or 0) of the pipeline rank that computes longest."""
+        layers = self.workload.model.layers
+        if not plan.cut:
+            return plan.stage_layers(layers), 1.0
+        bill, last = self.layer(plan), 0 if plan.schedule in V_SHAPED else plan.layout.pipeline - 1
+        each, head = sum(bill.items.values()), sum(bill.head.values())
+        ranks = ((plan.rank_layers(layers, rank), float(rank == last)) for rank in range(plan.layout.pipeline))
+        return max(ranks, key=lambda one: one[0] * each + one[1] * head)
 
     def tensor_rule(self, ranks: int) -> str:
         """What decides whether `ranks` tensor ranks can share the model."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from shoal.cost.activations import bubble_s
 from shoal.cost.plan import Plan
+from shoal.cost.transformer import Transformer
 from shoal.planner.predict.axes import Exposed, exposed, stage_group
 from shoal.planner.predict.bill import COMPUTED, Bill
 from shoal.planner.predict.data_parallel import gathers, gradients, optimizer_s
@@ -14,12 +15,12 @@ from shoal.planner.predict.machine import Machine
 from shoal.planner.predict.workload import Stage
 
 
-def step_bill(plan: Plan, stage: Stage, layer: LayerBill, *, machine: Machine) -> Bill:
-    """All items of a step, seconds."""
+def step_bill(plan: Plan, stage: Stage, layer: LayerBill, *, model: Transformer, machine: Machine) -> Bill:
+    """All items of a step, seconds: those of the fullest pipeline rank."""
     layers = stage.layers
     micro = {name: layers * seconds for name, seconds in layer.items.items()}
     for name, seconds in layer.head.items():
-        micro[name] = micro.get(name, 0.0) + seconds
+        micro[name] = micro.get(name, 0.0) + stage.head * seconds
     transfer = transfer_s(plan, stage, machine)
     computed = sum(micro.get(name, 0.0) for name in (*COMPUTED, "launches"))
     _add(micro, "transfers", transfers(plan, machine, transfer_s=transfer, computed_s=computed))
@@ -27,8 +28,10 @@ def step_bill(plan: Plan, stage: Stage, layer: LayerBill, *, machine: Machine) -
     bill = {name: plan.microbatches * seconds for name, seconds in micro.items()}
     bill |= hosted(bill, plan, stage, machine)
     bill["bubble"] = _bubble(plan, layer, layers, transfer)
-    head_s = plan.microbatches * sum(layer.head.values())
-    bill = on_shared_cores(bill, plan, machine, beyond_mean_s=head_s * (1 - 1 / plan.layout.pipeline))
+    layer_s, head_s = sum(layer.items.values()), sum(layer.head.values())
+    mean_s = (model.layers * layer_s + head_s) / plan.layout.pipeline
+    beyond_s = plan.microbatches * max(0.0, layers * layer_s + stage.head * head_s - mean_s)
+    bill = on_shared_cores(bill, plan, machine, beyond_mean_s=beyond_s)
     backward = layers * (layer.input_s + layer.weight_s)
     _add(bill, "gradients", gradients(plan, stage, machine, beside_s=backward))
     bill["optimizer"] = optimizer_s(plan, stage, machine)

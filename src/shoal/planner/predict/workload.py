@@ -8,11 +8,13 @@ where the measurement lies beyond it: a machine cannot be calibrated to more tha
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from shoal.cost.transformer import Recompute, Transformer
+from shoal.cost.transformer import Recompute, Transformer, matmul_parameters
 from shoal.planner.predict.bill import Constants
+from shoal.schedules.cut import balanced_cut
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +33,14 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """The fullest pipeline rank of a plan, the first.
+    """The fullest pipeline rank of a plan. `head` is 1 where it has the head and the loss, else 0.
 
     `numbers` are its parameters before ZeRO shards them, `tied_numbers` those of an embedding that the last stage uses
     too. `boundary_bytes` are one activation of a microbatch towards the next stage.
     """
 
     layers: float
+    head: float
     numbers: float
     tied_numbers: float
     boundary_bytes: float
@@ -50,6 +53,23 @@ class Abilities:
     axes: frozenset[str] = frozenset(("replicate", "shard", "pipeline", "context", "tensor", "expert"))
     recompute: frozenset[Recompute] = frozenset(("none", "selective", "full"))
     sequence_parallel: bool = True
+
+
+EMBEDDING_SHARE = 1e-3
+"""What the pipeline's cut counts for a part without matrix products, of the dearest part."""
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def balanced_layers(model: Transformer, stages: int) -> tuple[int, ...]:
+    """Layers of each stage as the pipeline itself cuts a model: embedding, layers and head, weighed by the numbers that
+    a token is multiplied with, so that the network has no part in it.
+
+    Raises `LayoutError` for more stages than parts.
+    """
+    layer, head = float(matmul_parameters(model)), float(model.vocabulary * model.hidden)
+    costs = [EMBEDDING_SHARE * max(layer, head), *[layer] * model.layers, head]
+    cut = balanced_cut(costs, stages)
+    return tuple(sum(0 < part <= model.layers for part in parts) for parts in cut)
 
 
 COMPUTE_RANGE = (0.2, 1.25)

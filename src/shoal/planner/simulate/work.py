@@ -27,13 +27,12 @@ from shoal.cost.transformer import (
     embedding_parameters,
     expert_parameters,
     head_parameters,
-    matmul_parameters,
 )
-from shoal.parallel.pipeline.cut import balanced_cut
 from shoal.planner.predict.axes import ends_group, shard_group, stage_group
 from shoal.planner.predict.bill import COMPUTED
 from shoal.planner.predict.data_parallel import gathers, optimizer_s, summed_s
 from shoal.planner.predict.predictor import Predictor
+from shoal.planner.predict.workload import balanced_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,8 +123,6 @@ def rank_seconds(work: Work, stages: Sequence[int], microbatches: int) -> float:
 
 HEAD_FORWARD, HEAD_INPUT = 1 / 3, 1 / 3
 """Head and loss are matrix products: as long forward as for the input's and for the weights' gradient."""
-EMBEDDING_SHARE = 1e-3
-"""What the pipeline's cut counts for a part without matrix products, of the dearest part."""
 
 
 def work_of(plan: Plan, predictor: Predictor) -> Work:
@@ -148,16 +145,8 @@ def work_of(plan: Plan, predictor: Predictor) -> Work:
 
 
 def stage_layers(plan: Plan, predictor: Predictor) -> tuple[int, ...]:
-    """Layers of each stage as the pipeline itself cuts a model: embedding, layers and head, weighed by the numbers that
-    a token is multiplied with, so that the network has no part in it.
-
-    Raises `LayoutError` for more stages than parts.
-    """
-    model = predictor.workload.model
-    layer, head = float(matmul_parameters(model)), float(model.vocabulary * model.hidden)
-    costs = [EMBEDDING_SHARE * max(layer, head), *[layer] * model.layers, head]
-    cut = balanced_cut(costs, plan.layout.pipeline * plan.virtual_stages)
-    return tuple(sum(0 < part <= model.layers for part in parts) for parts in cut)
+    """Layers of each stage, balanced. Raises `LayoutError` for more stages than parts."""
+    return balanced_layers(predictor.workload.model, plan.layout.pipeline * plan.virtual_stages)
 
 
 def _stage(plan: Plan, predictor: Predictor, layers: int, *, first: bool, last: bool) -> Stage:

@@ -117,6 +117,7 @@ class TracedPredictor(Predictor):
         between = [trace.boundary_bytes[unit] for unit in trace.units.blocks] if plan.layout.pipeline > 1 else [0]
         return Stage(
             layers=plan.stage_layers(self.job.model.layers),
+            head=1.0,
             numbers=float(max(trace.numbers(units, trained=True) for units in self.stages(plan).held)),
             tied_numbers=float(sum(one.numel for one in shared if len(one.units) > 1)),
             boundary_bytes=float(max(between)),
