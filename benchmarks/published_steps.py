@@ -13,12 +13,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
+from benchmarks.published import Row
 from shoal.cost.footprint import StateBytes
 from shoal.cost.plan import Plan
 from shoal.cost.transformer import Transformer
 from shoal.planner.predict.predictor import Workload
 from shoal.planner.predict.stack import MEGATRON_2021, MODERN, Stack
-from shoal.recipes.benchmarks.published import Row
 from shoal.topology.cluster import Cluster
 from shoal.topology.cluster_file import cluster_from
 from shoal.topology.layout import Layout
@@ -84,7 +84,7 @@ def _row(cells: Mapping[str, str]) -> Row:
 
 def _model(cells: Mapping[str, str]) -> Transformer:
     names = ("layers", "hidden", "heads", "kv_heads", "head_size", "feed_forward", "vocabulary")
-    sizes = {name: int(cells[name]) for name in names}
+    sizes: dict[str, Any] = {name: int(cells[name]) for name in names}
     if cells["model"] == "gpt":
         return Transformer(**sizes, biases=True, layer_norm=True, positions=int(cells["sequence"]))
     experts = int(cells["experts"])

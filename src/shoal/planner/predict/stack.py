@@ -20,16 +20,15 @@ class Stack:
     `overlap_tensor`: the all-reduce of an input's gradient runs beside the weight's product. `overlap_data`: gradients
     are summed, and ZeRO's weights gathered, while the device computes. `overlap_pipeline`: transfers between stages run
     beside computation. `scatter_pipeline`: tensor ranks send a share each (arXiv:2104.04473, section 4.1). `eager`:
-    gates and rotary positions are a kernel an operator. `own_blocks`: its blocks are this project's eager ones, whose memory has
-    forms of its own. `fused_loss`: one kernel computes the cross-entropy from logits of the stack's dtype. `attention`:
-    the kernel of its fused attention. `stops_early`:
-    full recomputation ends before a block's last product, whose result the backward does not need (PyTorch's
-    non-reentrant checkpoint). `balances_stages`: the last stages have fewer layers to make room for the head; else all
-    have as many. `agreements`: sums of a few numbers over all ranks in a step. `crossing_copies`: copies
-    of an activation that a collective between tensor ranks makes. `context`: how context ranks exchange keys and
-    values, all of it seen; None: gathers of keys, hidden behind attention. `update_bytes`: what a step of the optimizer
-    moves for a parameter, Megatron's by default: copy of the gradient 6, unscale and norm 12, Adam in float32 28, cast
-    to half 6.
+    gates and rotary positions are a kernel an operator. `own_blocks`: its blocks are this project's eager ones, whose
+    memory has forms of its own. `fused_loss`: one kernel computes the cross-entropy from logits of the stack's dtype.
+    `attention`: the kernel of its fused attention. `stops_early`: full recomputation ends before a block's last
+    product, whose result the backward does not need (PyTorch's non-reentrant checkpoint). `balances_stages`: the last
+    stages have fewer layers to make room for the head; else all have as many. `agreements`: sums of a few numbers over
+    all ranks in a step. `crossing_copies`: copies of an activation that a collective between tensor ranks makes.
+    `context`: how context ranks exchange keys and values, all of it seen; None: gathers of keys, hidden behind
+    attention. `update_bytes`: what a step of the optimizer moves for a parameter, Megatron's by default: copy of the
+    gradient 6, unscale and norm 12, Adam in float32 28, cast to half 6.
     """
 
     name: str
