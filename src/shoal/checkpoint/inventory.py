@@ -16,8 +16,8 @@ import msgspec
 from blake3 import blake3
 from torch import Tensor
 
-from shoal.checkpoint.dtypes import BY_NAME, dtype_name
 from shoal.checkpoint.grid import TensorSpec
+from shoal.checkpoint.tensorfile import BY_NAME, dtype_name
 from shoal.errors import UsageError
 from shoal.topology.box import Box, Dims, intersection, whole
 
