@@ -1,4 +1,4 @@
-# The environment is made by the first target that needs it, and again when pyproject.toml changes.
+# The environment is made by the first target that needs it, and again when pyproject.toml or constraints.txt changes.
 # Another interpreter: make PYTHON=python3.12 test. PyTorch without GPU libraries, a much smaller download:
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo
 
@@ -93,8 +93,8 @@ clean:
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is touched last, so that an install that was cut short is done again.
-$(READY): pyproject.toml setup.py $(wildcard src/shoal/comm/shm/core/*.[ch]) | $(BIN)/activate
-	$(BIN)/python -m pip install --disable-pip-version-check -e '.[vision,dev]'
+$(READY): pyproject.toml constraints.txt setup.py $(wildcard src/shoal/comm/shm/core/*.[ch]) | $(BIN)/activate
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[vision,dev]'
 	@touch $@
 
 # `venv` writes `activate` after it has put pip in: an environment that was cut short has none, and is made again.

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from shoal.checkpoint.durable import POINTS
+from shoal.checkpoint.objects import POINTS
 from tests.checkpoint.states import save, saver_for
 
 HALVES = ("object/write.half", "manifest/write.half", "latest/write.half")

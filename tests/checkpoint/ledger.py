@@ -75,7 +75,7 @@ class Ledger:
             self._require(self.is_durable(source / MANIFEST), "commit before its manifest")
             self._require_objects(source / MANIFEST)
         elif target == self.places.latest:
-            self._require(self._has_name(self.places.root / source.read_text().strip()), "latest before the commit")
+            self._require(self._has_name(self.places.root / source.read_text().split()[0]), "latest before the commit")
         if source.is_file():
             self._require(source.stat().st_ino in self._contents, f"rename of unsynced {source.name}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,13 @@ from hypothesis import settings
 from torch import Tensor
 
 from shoal.checkpoint.agreement import LocalExchange
-from shoal.checkpoint.load import checkpoints, read_manifest
+from shoal.checkpoint.grid import Parcel, TensorSpec
+from shoal.checkpoint.inventory import Item
 from shoal.checkpoint.objects import TEMPORARY, Places
+from shoal.checkpoint.plan import plan_for
 from shoal.checkpoint.save import Saver, SaveReport
+from shoal.checkpoint.verify import checkpoints, read_manifest
+from shoal.topology.box import whole
 
 light = settings(deadline=None, max_examples=50)
 """Properties on machines whose cores are busy: fewer examples, and no verdict on time."""
@@ -69,6 +73,12 @@ def on_ranks(world_size: int, work: Callable[[int], None]) -> None:
         thread.join(60)
     if failures:
         raise failures[0]
+
+
+def parcels(specs: Iterable[TensorSpec], object_bytes: int) -> list[Parcel]:
+    """The objects of one rank that holds whole tensors of these `specs`."""
+    items = [Item(spec.name, spec.dtype, spec.shape, (whole(spec.shape),)) for spec in specs]
+    return plan_for({(0,): items}, world_size=1, object_bytes=object_bytes).parcels
 
 
 def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:

@@ -7,8 +7,7 @@ import os
 
 import pytest
 
-from shoal.checkpoint.durable import POINTS, Disk
-from shoal.checkpoint.objects import Places
+from shoal.checkpoint.objects import POINTS, Disk, Places
 from tests.checkpoint.ledger import Ledger, nothing
 from tests.checkpoint.states import save, saver_for
 

@@ -9,9 +9,9 @@ from math import prod
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.checkpoint.grid import MAX_PIECES, TensorSpec, assign, boxes, family, parcels
-from shoal.topology.box import Box, intersection
-from tests.checkpoint.states import light
+from shoal.checkpoint.grid import MAX_PIECES, TensorSpec, assign, boxes_within, family
+from shoal.topology.box import Box, intersection, whole
+from tests.checkpoint.states import light, parcels
 
 shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 limits = st.integers(1, 60)
@@ -25,7 +25,7 @@ def cells(box: Box) -> Counter[tuple[int, ...]]:
 @given(shapes, limits)
 def test_boxes_tile_a_tensor_and_stay_within_the_limit(shape, limit):
     """Each element lies in exactly one box, and no box has more elements than the limit."""
-    cut = list(boxes(shape, limit))
+    cut = list(boxes_within(whole(shape), shape, limit))
     covered: Counter[tuple[int, ...]] = Counter()
     for box in cut:
         covered.update(cells(box))
@@ -38,8 +38,8 @@ def test_boxes_tile_a_tensor_and_stay_within_the_limit(shape, limit):
 @given(shapes, limits)
 def test_boxes_are_runs_of_memory(shape, limit):
     """In a row-major tensor each box is one run of bytes: a dim that is cut has only dims of size one before it."""
-    for box in boxes(shape, limit):
-        cut = [dim for dim, (size, whole) in enumerate(zip(box.shape, shape, strict=True)) if size < whole]
+    for box in boxes_within(whole(shape), shape, limit):
+        cut = [dim for dim, (size, all_of_it) in enumerate(zip(box.shape, shape, strict=True)) if size < all_of_it]
         assert prod(box.shape[: max(cut)]) == 1 if cut else box.shape == shape
 
 
@@ -57,11 +57,12 @@ def test_intersection_is_that_of_the_sets_of_elements(data, shape):
     assert (cells(shared) if shared else Counter()) == cells(a) & cells(b)
 
 
+TYPES = {1: "uint8", 2: "int16", 4: "float32", 8: "float64"}
 specs = st.lists(
     st.tuples(st.sampled_from(["model/", "optimizer/", ""]), st.integers(0, 99), st.sampled_from([1, 2, 4, 8]), shapes),
     max_size=12,
     unique_by=lambda item: item[:2],
-).map(lambda items: [TensorSpec(f"{prefix}{n}", f"type{size}", size, shape) for prefix, n, size, shape in items])
+).map(lambda items: [TensorSpec(f"{prefix}{n}", TYPES[size], size, shape) for prefix, n, size, shape in items])
 
 
 @light

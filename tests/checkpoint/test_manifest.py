@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.checkpoint import manifest as manifests
-from shoal.checkpoint.grid import boxes
-from shoal.checkpoint.manifest import BoxEntry, Manifest, TensorEntry, decode, encode, tiles
-from shoal.errors import CorruptCheckpoint, VerificationFailed
+from shoal.checkpoint.grid import boxes_within, tiles
+from shoal.checkpoint.manifest import MAX_STATE_BYTES, BoxEntry, Manifest, TensorEntry, decode, encode, seal
+from shoal.errors import CorruptCheckpoint, UsageError, VerificationFailed
+from shoal.topology.box import Box, whole
 from tests.checkpoint.cuts import held
 from tests.checkpoint.states import light
 
@@ -27,7 +28,6 @@ def entry(offset, shape) -> BoxEntry:
 
 def a_manifest(**changes) -> Manifest:
     whole = Manifest(
-        format_version=1,
         step=7,
         generation=0,
         created=1.5,
@@ -42,7 +42,9 @@ def a_manifest(**changes) -> Manifest:
 
 def test_a_manifest_survives_the_file():
     """What is decoded equals what was encoded, large integers included."""
-    assert decode(encode(a_manifest()), PATH) == a_manifest()
+    found = decode(encode(a_manifest()), PATH)
+    assert found == a_manifest(hash=found.hash)
+    assert found.hash
 
 
 def test_the_order_of_a_mapping_does_not_reach_the_file():
@@ -51,21 +53,34 @@ def test_the_order_of_a_mapping_does_not_reach_the_file():
 
 
 def changed(path: str, value: object) -> bytes:
-    """The JSON of a manifest in which the value at the dotted `path` is another."""
+    """The file of a manifest in which the value at the dotted `path` is another; its hash is right."""
     tree = msgspec.json.decode(encode(a_manifest()))
+    del tree["hash"]
     *way, last = [int(part) if part.isdigit() else part for part in path.split(".")]
     at = tree
     for part in way:
         at = at[part]
     at[last] = value
-    return msgspec.json.encode(tree)
+    return seal(msgspec.json.encode(tree))
+
+
+def body_of(manifest: Manifest) -> bytes:
+    """The JSON that is sealed."""
+    return encode(manifest).partition(b',"hash":')[0] + b"}"
 
 
 BAD = {
     "not JSON": b"\x80\x04pickle",
     "empty": b"",
     "nested without end": b"[" * 200_000,
-    "nested state": changed("step", 7).replace(b'"state":{', b'"state":{"deep":' + b"[" * 99_999 + b",", 1),
+    "nested state": seal(body_of(a_manifest()).replace(b'"state":{', b'"state":{"deep":' + b"[" * 99_999 + b",", 1)),
+    "time that no clock shows": changed("created", 1e300),
+    "shape without end": changed("tensors.0.shape", [1 << 62, 1 << 62, 0]),
+    "dims without end": changed("tensors.0.shape", [1] * 1000),
+    "object without end": changed("objects", {DIGEST: 1 << 62}),
+    "state of a megabyte": changed("state", {"a": [[]] * (MAX_STATE_BYTES // 3)}),
+    "state is a list": changed("state", []),
+    "writer is a number": changed("writer", 1),
     "unknown field": changed("surprise", 1),
     "unknown field of a box": changed("tensors.0.boxes.0.surprise", 1),
     "negative step": changed("step", -1),
@@ -94,22 +109,26 @@ def test_a_manifest_that_cannot_be_is_refused_with_its_path(content):
 
 def test_the_unchanged_manifest_is_accepted():
     """The helper of the test above breaks a manifest only by what it changes."""
-    assert decode(changed("step", 7), PATH) == a_manifest()
+    found = decode(changed("step", 7), PATH)
+    assert found == a_manifest(hash=found.hash)
 
 
 def test_another_format_is_no_corruption_and_says_what_to_do():
     """A checkpoint of a later Shoal asks for that Shoal, whatever fields it has."""
-    content = msgspec.json.encode({"format_version": 2, "new": 1})
-    with pytest.raises(VerificationFailed, match="the format 2, and this Shoal reads 1") as caught:
+    content = msgspec.json.encode({"format_version": 3, "new": 1})
+    with pytest.raises(VerificationFailed, match="the format 3, and this Shoal reads up to 2") as caught:
         decode(content, PATH)
     assert not isinstance(caught.value, CorruptCheckpoint)
 
 
-def test_a_huge_file_is_refused_before_it_is_parsed(tmp_path, monkeypatch):
-    """The size is bounded."""
+def test_a_huge_file_is_refused_before_it_is_parsed_and_never_written(tmp_path, monkeypatch):
+    """The size is bounded, for the writer too: it says what to change instead of writing what nobody reads."""
+    content = encode(a_manifest())
     monkeypatch.setattr(manifests, "MAX_MANIFEST_BYTES", 100)
+    with pytest.raises(UsageError, match=r"raise checkpoint\.object_bytes"):
+        encode(a_manifest())
     path = tmp_path / "manifest.json"
-    path.write_bytes(encode(a_manifest()))
+    path.write_bytes(content)
     with pytest.raises(CorruptCheckpoint, match="larger than 100 bytes"):
         manifests.read(path)
 
@@ -121,12 +140,12 @@ shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 @given(shapes, st.integers(1, 30), st.data())
 def test_exactly_the_boxes_of_a_grid_tile(shape, limit, data):
     """The grid's own boxes pass in any order; without one, or with one moved, they do not."""
-    cut = data.draw(st.permutations([entry(*box) for box in boxes(shape, limit)]))
+    cut = data.draw(st.permutations(list(boxes_within(whole(shape), shape, limit))))
     assert tiles(shape, cut)
     assert not tiles(shape, cut[1:])
     assert not tiles(shape, [*cut, cut[0]])
     if shape:
-        moved = entry([cut[0].offset[0] + 1, *cut[0].offset[1:]], cut[0].shape)
+        moved = Box((cut[0].offset[0] + 1, *cut[0].offset[1:]), cut[0].shape)
         assert not tiles(shape, [moved, *cut[1:]])
 
 
@@ -141,17 +160,17 @@ def test_boxes_tile_exactly_when_every_element_is_in_one(data, shape):
         for box in found:
             count[box.slices] += 1
         once = bool((count == 1).all()) and (count.numel() > 0 or len(found) == 1)
-        assert tiles(shape, [entry(*box) for box in found]) == once
+        assert tiles(shape, found) == once
 
 
 def test_boxes_beyond_a_tensor_do_not_make_up_for_gaps():
     """As many elements as the tensor has, but not its own; and corners that cancel by number, not by place."""
-    assert not tiles((4, 4), [entry((0, 0), (4, 2)), entry((0, 2), (2, 2)), entry((4, 2), (2, 2))])
-    assert not tiles((4, 4), [entry((0, 0), (2, 4)), entry((0, 0), (2, 4))])
-    assert tiles((4, 4), [entry((0, 0), (1, 4)), entry((1, 0), (1, 3)), entry((1, 3), (1, 1)), entry((2, 0), (2, 4))])
+    assert not tiles((4, 4), [Box((0, 0), (4, 2)), Box((0, 2), (2, 2)), Box((4, 2), (2, 2))])
+    assert not tiles((4, 4), [Box((0, 0), (2, 4)), Box((0, 0), (2, 4))])
+    assert tiles((4, 4), [Box((0, 0), (1, 4)), Box((1, 0), (1, 3)), Box((1, 3), (1, 1)), Box((2, 0), (2, 4))])
 
 
 def test_the_work_of_checking_a_tiling_is_bounded():
     """A tensor of many dims, all of them cut, is refused before its corners are counted."""
-    cut = [entry((at,) * 40, (1,) * 40) for at in range(2)]
+    cut = [Box((at,) * 40, (1,) * 40) for at in range(2)]
     assert not tiles((2,) * 40, cut)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.checkpoint.tensorfile import plain
+from shoal.checkpoint.progress import plain
 from shoal.errors import UsageError
 from tests.checkpoint.states import light
 

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.checkpoint.agreement import LocalExchange
-from shoal.checkpoint.load import checkpoints, read_all, read_into, read_manifest
+from shoal.checkpoint.load import read_all, read_into
 from shoal.checkpoint.save import Saver
+from shoal.checkpoint.verify import checkpoints, read_manifest
 from shoal.errors import UsageError
 from shoal.state.target import Target
 from shoal.topology.box import Box

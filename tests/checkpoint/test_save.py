@@ -15,10 +15,10 @@ import torch
 
 from shoal.checkpoint import round as rounds
 from shoal.checkpoint.agreement import LocalExchange
-from shoal.checkpoint.durable import OnPoint, unheard
-from shoal.checkpoint.load import checkpoints, newest_verified, read_all, read_manifest
-from shoal.checkpoint.objects import Places
+from shoal.checkpoint.load import read_all
+from shoal.checkpoint.objects import OnPoint, Places, unheard
 from shoal.checkpoint.save import Saver, SaveReport
+from shoal.checkpoint.verify import checkpoints, newest_verified, read_manifest
 from shoal.errors import EnvironmentFault, UsageError
 from tests.checkpoint.states import LAYOUT, OBJECT_BYTES, leftovers, on_ranks, same, save, saver_for, state_of
 
@@ -40,7 +40,7 @@ def test_what_was_saved_comes_back_bit_by_bit(tmp_path):
     assert same(tensors, state_of(7))
     manifest = read_manifest(checkpoints(tmp_path)[0])
     assert (manifest.state, manifest.layout, manifest.writer["torch"]) == ({"step": 7}, LAYOUT, str(torch.__version__))
-    assert Places(tmp_path).latest.read_text() == "step-00000007\n"
+    assert Places(tmp_path).latest.read_text() == f"step-00000007\n{manifest.hash}\n"
 
 
 def test_training_may_change_its_tensors_as_soon_as_save_returns(tmp_path):

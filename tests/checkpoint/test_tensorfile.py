@@ -10,14 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
 
-from shoal.checkpoint.dtypes import DTYPES
-from shoal.checkpoint.grid import TensorSpec, parcels
+from shoal.checkpoint.grid import TensorSpec
 from shoal.checkpoint.staging import Staging
-from shoal.checkpoint.tensorfile import read
+from shoal.checkpoint.tensorfile import DTYPES, read
 from shoal.errors import CorruptCheckpoint
 from shoal.state.target import parts_of
 from shoal.topology.box import whole
-from tests.checkpoint.states import light
+from tests.checkpoint.states import light, parcels
 
 
 def every_type():

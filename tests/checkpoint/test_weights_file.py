@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shoal.checkpoint.inspect import export, import_weights
-from shoal.checkpoint.load import read_all, read_manifest
+from shoal.checkpoint.load import read_all
+from shoal.checkpoint.verify import read_manifest
 from shoal.errors import UsageError
 from tests.checkpoint.states import leftovers, same, save, saver_for, state_of
 
@@ -46,7 +47,9 @@ def test_a_file_of_another_kind_is_refused(tmp_path, content):
     file = tmp_path / "weights.bin"
     if content is not None:
         file.write_bytes(content)
-    with pytest.raises(UsageError, match=r"weights\.bin cannot be read as a safetensors file"):
+    with pytest.raises(
+        UsageError, match=r"weights\.bin (cannot be read as a safetensors file|is missing).*: give a safetensors file"
+    ):
         import_weights(file, tmp_path / "imported")
     assert not (tmp_path / "imported").exists()
 

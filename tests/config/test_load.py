@@ -55,7 +55,7 @@ def test_a_mistake_is_named_with_its_repair(tmp_path: Path, text: str, overrides
 def test_a_missing_file_names_those_that_are_there(tmp_path: Path) -> None:
     """A mistyped file name is answered with the run files beside it."""
     (tmp_path / "real.toml").write_text("")
-    with pytest.raises(ConfigError, match=r"there is no such file; there are .*real\.toml"):
+    with pytest.raises(ConfigError, match=r"is missing: give a TOML file; there are .*real\.toml"):
         load(Root, tmp_path / "unreal.toml")
 
 

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.bench.training_job import start_training, training_job
-from shoal.checkpoint.load import read_all, read_manifest
+from shoal.checkpoint.load import read_all
 from shoal.checkpoint.objects import Places
+from shoal.checkpoint.verify import read_manifest
 from shoal.data.cursor import Cursor
 from shoal.engine import loop
 from shoal.engine.loop import Cadence

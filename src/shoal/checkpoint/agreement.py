@@ -1,10 +1,9 @@
-"""How the ranks of a save tell each other what they wrote: a board of small values that any rank can read.
+"""What the ranks of a save tell each other, on a board of small values that every rank can read.
 
-The ranks of a save tell each other what they hold, once; afterwards only that it is still the same.
-
-Before each save every rank publishes the hash of its inventory and reads those of the others; only for a hash that it
-has not met before does it read the inventory itself, which lies under its own hash. So no rank has to guess whether
-another one's tensors have changed, and ranks that hold the same publish the same.
+Before a save each rank publishes the hash of its inventory and reads those of the others; an inventory itself lies on
+the board under its hash, and is read once. So no rank has to guess whether another one's tensors have changed, and
+ranks that hold the same publish the same (`Agreement`). After its writes each rank publishes a `Share`; rank 0 answers
+with one `Verdict` for all.
 """
 
 from __future__ import annotations
@@ -12,9 +11,15 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+import msgspec
 
 from shoal.checkpoint.inventory import Inventory, decode, digest, encode
+from shoal.checkpoint.objects import Stored
+
+Ranks = tuple[int, ...]
+Message = TypeVar("Message")
 
 
 class Exchange(Protocol):
@@ -64,53 +69,77 @@ class LocalExchange:
                 self._values.pop(key, None)
 
 
-Ranks = tuple[int, ...]
+class Share(msgspec.Struct, frozen=True):
+    """What one rank wrote: the objects of its parcels in their order, or why it could not. `plan` is a fingerprint."""
+
+    plan: str
+    stored: list[Stored]
+    error: str | None = None
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What became of a save, for all ranks: bytes are of all ranks together."""
+
+    committed: bool
+    error: str | None = None
+    bytes_written: int = 0
+    bytes_reused: int = 0
+
+
+def encode_message(message: Share | Verdict) -> bytes:
+    """The message as the exchange carries it."""
+    return msgspec.json.encode(message)
+
+
+def decode_message(value: bytes, kind: type[Message]) -> Message:
+    """The `Share` or `Verdict` of another rank."""
+    return msgspec.json.decode(value, type=kind)
 
 
 class Agreement:
-    """One rank's part in it. All ranks call `inventories` equally often."""
+    """One rank's part in knowing what all ranks hold. All ranks call `inventories` equally often."""
 
     def __init__(self, exchange: Exchange, *, rank: int, world_size: int, timeout_s: float) -> None:
         self._exchange = exchange
         self._rank, self._world_size, self._timeout_s = rank, world_size, timeout_s
-        self._met: dict[str, Inventory] = {}
-        self._offered: tuple[Inventory, str] | None = None
+        self._known: dict[str, Inventory] = {}
+        self._published: tuple[Inventory, str] | None = None
         self._calls = 0
-        self._said: str | None = None
+        self._last_key: str | None = None
 
     def inventories(self, own: Inventory, *, generation: int) -> dict[Ranks, Inventory]:
         """What each group of ranks that hold the same holds; raises what the exchange raises."""
         if self._world_size == 1:
             return {(0,): own}
-        mine = self._offer(own)
+        mine = self._publish(own)
         prefix = f"checkpoint/{generation}/held/{self._calls}"
         self._calls += 1
         self._exchange.publish(f"{prefix}/{self._rank}", mine.encode())
         keys = [f"{prefix}/{rank}" for rank in range(self._world_size)]
         digests = [value.decode() for value in self._exchange.collect(keys, self._timeout_s)]
         self._learn(digests)
-        # Who has published this word has read the ones before it, so nobody needs the last one any more.
-        self._exchange.forget([self._said] if self._said is not None else [])
-        self._said = keys[self._rank]
+        # A rank that has published here has read what was published before, so nobody needs the last key any more.
+        self._exchange.forget([self._last_key] if self._last_key is not None else [])
+        self._last_key = keys[self._rank]
         groups: dict[str, list[int]] = defaultdict(list)
         for rank, found in enumerate(digests):
             groups[found].append(rank)
-        return {tuple(ranks): self._met[found] for found, ranks in groups.items()}
+        return {tuple(ranks): self._known[found] for found, ranks in groups.items()}
 
-    def _offer(self, own: Inventory) -> str:
-        if self._offered is None or self._offered[0] is not own:
+    def _publish(self, own: Inventory) -> str:
+        if self._published is None or self._published[0] is not own:
             encoded = encode(own)
             name = digest(encoded)
             self._exchange.publish(_key(name), encoded)
-            self._met[name] = own
-            self._offered = own, name
-        return self._offered[1]
+            self._known[name] = own
+            self._published = own, name
+        return self._published[1]
 
     def _learn(self, digests: list[str]) -> None:
-        unknown = [found for found in dict.fromkeys(digests) if found not in self._met]
+        unknown = [found for found in dict.fromkeys(digests) if found not in self._known]
         if unknown:
             values = self._exchange.collect([_key(found) for found in unknown], self._timeout_s)
-            self._met.update(zip(unknown, map(decode, values), strict=True))
+            self._known.update(zip(unknown, map(decode, values), strict=True))
 
 
 def _key(name: str) -> str:

@@ -11,8 +11,9 @@ another layout is the intersection of boxes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby, product
+from itertools import product
 from math import ceil, prod
 from typing import NamedTuple
 
@@ -20,6 +21,9 @@ from shoal.topology.box import Box, Dims, whole
 
 MAX_PIECES = 1024
 """Boxes in one parcel: bounds the header of an object, which a reader must bound too."""
+
+MAX_CORNERS = 1 << 21
+"""Corners of all boxes of one tensor: bounds the memory of checking a tiling, and is beyond any real cut."""
 
 
 class TensorSpec(NamedTuple):
@@ -58,11 +62,6 @@ def block_shape(shape: Dims, limit: int) -> Dims:
     return tuple(block)
 
 
-def boxes(shape: Dims, limit: int) -> Iterator[Box]:
-    """The boxes of at most `limit` elements that tile `shape`, in row-major order; an empty tensor is one empty box."""
-    return boxes_within(whole(shape), shape, limit)
-
-
 def boxes_within(part: Box, shape: Dims, limit: int) -> Iterator[Box]:
     """The shares that `part` has of the cells of `shape`, in row-major order; an empty part is itself."""
     if part.numel == 0:
@@ -78,13 +77,6 @@ def boxes_within(part: Box, shape: Dims, limit: int) -> Iterator[Box]:
 def family(name: str) -> str:
     """The top-level prefix of a tensor's name: "model" of "model/embed.weight"; empty where there is none."""
     return name.partition("/")[0] if "/" in name else ""
-
-
-def parcels(specs: Iterable[TensorSpec], object_bytes: int) -> list[Parcel]:
-    """Tensors that are held whole, as parcels of at most `object_bytes` (more only where one element is larger)."""
-    ordered = sorted(specs, key=lambda spec: (family(spec.name), spec.name))
-    groups = (group for _, group in groupby(ordered, key=lambda spec: family(spec.name)))
-    return [parcel for group in groups for parcel in pack(_pieces(group, object_bytes), object_bytes)]
 
 
 def assign(sizes: Sequence[int], ranks: int, *, holders: Sequence[Sequence[int]] | None = None) -> list[list[int]]:
@@ -107,12 +99,6 @@ def max_elements(spec: TensorSpec, object_bytes: int) -> int:
     return max(1, object_bytes // spec.itemsize)
 
 
-def _pieces(specs: Iterable[TensorSpec], object_bytes: int) -> Iterator[Piece]:
-    for spec in specs:
-        for box in boxes(spec.shape, max_elements(spec, object_bytes)):
-            yield Piece(spec, box)
-
-
 def pack(pieces: Iterable[Piece], object_bytes: int) -> Iterator[Parcel]:
     """`pieces` in parcels of at most `object_bytes`: first come, first packed.
 
@@ -132,3 +118,43 @@ def pack(pieces: Iterable[Piece], object_bytes: int) -> Iterator[Parcel]:
 
 def _aligned(parcel: list[Piece]) -> Parcel:
     return tuple(sorted(parcel, key=lambda piece: -piece.spec.itemsize))
+
+
+def tiles(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
+    """Whether `boxes` tile `shape`: every element in exactly one box; False for more than `MAX_CORNERS` corners.
+
+    The number of boxes at an element is the sum, over all dims, of what begins minus what ends before it. So it is 1
+    everywhere in `shape` and 0 outside of it if and only if the corners of the boxes, each with the sign of the
+    mixed difference, add up to the corners of `shape`. That takes O(n 2^d) for d dims that are cut at all, where
+    comparing pairs would let a hostile file cost O(n^2).
+    """
+    everything = whole(tuple(shape))
+    if any(len(box.offset) != len(shape) or len(box.shape) != len(shape) for box in boxes):
+        return False
+    if everything.numel == 0:
+        return list(boxes) == [everything]
+    if any(size == 0 for box in boxes for size in box.shape) or corner_count(shape, boxes) > MAX_CORNERS:
+        return False
+    cut = _cut_dims(shape, boxes)
+    return _corners(boxes, cut) == _corners([everything], cut)
+
+
+def corner_count(shape: Sequence[int], boxes: Sequence[Box]) -> int:
+    """How many corners `tiles` has to count; 0 where it counts none, as some box has other dims than `shape`."""
+    if any(len(box.offset) != len(shape) or len(box.shape) != len(shape) for box in boxes):
+        return 0
+    return len(boxes) << len(_cut_dims(shape, boxes))
+
+
+def _cut_dims(shape: Sequence[int], boxes: Sequence[Box]) -> list[int]:
+    """The dims along which some box does not reach from end to end."""
+    return [dim for dim, size in enumerate(shape) if any(b.offset[dim] or b.shape[dim] != size for b in boxes)]
+
+
+def _corners(boxes: Iterable[Box], dims: Sequence[int]) -> dict[Dims, int]:
+    """The signed corners of `boxes` along `dims`, without those that cancel."""
+    total: Counter[Dims] = Counter()
+    for offset, shape in boxes:
+        for corner in product(*(((offset[dim], 1), (offset[dim] + shape[dim], -1)) for dim in dims)):
+            total[tuple(at for at, _ in corner)] += prod(sign for _, sign in corner)
+    return {corner: count for corner, count in total.items() if count}

@@ -1,12 +1,9 @@
-"""How two checkpoints differ, tensor by tensor, whatever layouts wrote them: `shoal checkpoint diff`.
+"""What `shoal checkpoint` does: list and verify what lies in a run directory, compare, export and import weights.
 
-What lies in a run directory, for people: `shoal checkpoint ls` and `shoal checkpoint verify`. Changes nothing.
-
-Weights in and out: one safetensors file of the unsplit model, which other programs read and write.
-
-An exported file has the model's own names, without the prefix that a checkpoint gives them. An imported one becomes a
-checkpoint that holds weights alone, for `run.warm_start` and `shoal evaluate`.
-Format: https://github.com/huggingface/safetensors.
+Two checkpoints are compared tensor by tensor, whatever layouts wrote them. An exported file is one safetensors file of
+the unsplit model (https://github.com/huggingface/safetensors) under the model's own names, without the prefix that a
+checkpoint gives them; an imported one becomes a checkpoint that holds weights alone, for `run.warm_start` and
+`shoal evaluate`.
 """
 
 from __future__ import annotations
@@ -23,12 +20,21 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shoal.checkpoint.agreement import LocalExchange
-from shoal.checkpoint.dtypes import BY_NAME
-from shoal.checkpoint.load import Finding, checkpoint_in, checkpoints, findings, read_all, read_into, read_manifest
+from shoal.checkpoint.load import empty, read_all, read_into
 from shoal.checkpoint.manifest import Manifest, TensorEntry
 from shoal.checkpoint.objects import MANIFEST, Places, temporary
 from shoal.checkpoint.save import Saver
+from shoal.checkpoint.verify import (
+    Finding,
+    checkpoint_in,
+    checkpoints,
+    findings,
+    latest_finding,
+    read_manifest,
+    run_directory_of,
+)
 from shoal.errors import EnvironmentFault, UsageError, VerificationFailed
+from shoal.files import open_file, printable
 
 Kind = Literal["only in the first", "only in the second", "shape", "type", "values"]
 
@@ -63,7 +69,7 @@ def compare(first: Path, second: Path) -> Comparison:
     """
     folders = checkpoint_in(first), checkpoint_in(second)
     a, b = (read_manifest(folder) for folder in folders)
-    found = list(_differences((a, folders[0].parent.parent), (b, folders[1].parent.parent)))
+    found = list(_differences((a, run_directory_of(folders[0])), (b, run_directory_of(folders[1]))))
     names = {entry.name for manifest in (a, b) for entry in manifest.tensors}
     return Comparison(a.step, b.step, len(names) - len(found), found)
 
@@ -94,7 +100,7 @@ def _said(entry: TensorEntry | None) -> str | None:
 
 def _values(source: _Source, entry: TensorEntry) -> Tensor:
     manifest, directory = source
-    tensor = torch.empty(entry.shape, dtype=BY_NAME[entry.dtype].torch)
+    tensor = empty(entry)
     read_into(manifest, directory, {entry.name: tensor}, strict=False)
     return tensor
 
@@ -114,7 +120,8 @@ def _max_abs(a: Tensor, b: Tensor) -> float | None:
 class Row(msgspec.Struct, frozen=True):
     """One checkpoint. `created` is in unix seconds; what an unreadable manifest would have said is None.
 
-    `nbytes` counts the objects that the checkpoint names, those it shares with others included.
+    `nbytes` counts the objects that the checkpoint names, those it shares with others included. `verified` says that
+    every byte is as it was written; `protected` that the manifest has a hash, which earlier versions did not write.
     """
 
     step: int
@@ -122,6 +129,7 @@ class Row(msgspec.Struct, frozen=True):
     nbytes: int | None
     tensors: int | None
     verified: bool
+    protected: bool
 
 
 def listing(directory: Path) -> list[Row]:
@@ -132,7 +140,10 @@ def listing(directory: Path) -> list[Row]:
 
 
 def verify(directory: Path, step: int | None = None) -> list[Finding]:
-    """What is wrong with the checkpoint of `step`, or with any when it is None; `UsageError` if it is not there."""
+    """What is wrong with the checkpoint of `step`, or with any of them and `latest` when it is None.
+
+    Raises `UsageError` where there is no such checkpoint.
+    """
     folders = checkpoints(directory)
     if not folders:
         raise UsageError(f"{directory} holds no checkpoint: give the folder of a run, such as runs/NAME")
@@ -140,7 +151,9 @@ def verify(directory: Path, step: int | None = None) -> list[Finding]:
         folders = [folder for folder in folders if folder == Places(directory).step(step)]
         if not folders:
             raise UsageError(f"{directory} has no checkpoint of step {step}: `shoal checkpoint ls` shows those it has")
-    return [finding for folder in folders for finding in _findings(folder, directory)]
+    pointer = latest_finding(directory) if step is None else None
+    found = [finding for folder in folders for finding in _findings(folder, directory)]
+    return [*found, pointer] if pointer is not None else found
 
 
 def _findings(folder: Path, directory: Path) -> list[Finding]:
@@ -154,9 +167,10 @@ def _row(folder: Path, directory: Path) -> Row:
     try:
         manifest = read_manifest(folder)
     except VerificationFailed:
-        return Row(_step(folder), None, None, None, False)
+        return Row(_step(folder), None, None, None, verified=False, protected=False)
     verified = not any(findings(manifest, directory))
-    return Row(manifest.step, manifest.created, sum(manifest.objects.values()), len(manifest.tensors), verified)
+    nbytes = sum(manifest.objects.values())
+    return Row(manifest.step, manifest.created, nbytes, len(manifest.tensors), verified, protected=bool(manifest.hash))
 
 
 def _step(folder: Path) -> int:
@@ -175,7 +189,7 @@ def export(source: Path, file: Path) -> int:
         raise UsageError(f"{file} exists: give another name, or move it away")
     folder = checkpoint_in(source)
     manifest = read_manifest(folder)
-    weights = read_all(manifest, folder.parent.parent, PREFIX)
+    weights = read_all(manifest, run_directory_of(folder), PREFIX)
     if not weights:
         raise UsageError(f"{folder} holds no weights: no tensor in it is called {PREFIX}...")
     unfinished = temporary(file, "export")
@@ -195,13 +209,15 @@ def import_weights(file: Path, directory: Path) -> Path:
     """
     if checkpoints(directory):
         raise UsageError(f"{directory} holds checkpoints of a run: give a new folder")
+    repair = "give a safetensors file"
     try:
-        weights = load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise UsageError(f"{file} cannot be read as a safetensors file ({error}): export it in that format") from error
+        with open_file(file, error=UsageError, repair=repair):
+            weights = load_file(file)
+    except (SafetensorError, ValueError, RuntimeError, MemoryError) as error:
+        raise UsageError(f"{printable(file)} cannot be read as a safetensors file ({error}): {repair}") from error
     saver = Saver(directory, rank=0, world_size=1, exchange=LocalExchange(), keep=1)
     tensors = {f"{PREFIX}{name}": weight for name, weight in weights.items()}
-    saver.save(0, tensors, {"imported": file.name}, layout={})
+    saver.save(0, tensors, {"imported": printable(file.name)}, layout={})
     (report,) = saver.wait()
     if not report.committed:
         raise EnvironmentFault(f"{file} was not imported: {report.error}")

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import msgspec
 from blake3 import blake3
 
-from shoal.checkpoint.dtypes import BY_NAME, dtype_name
 from shoal.checkpoint.grid import TensorSpec
+from shoal.checkpoint.tensorfile import BY_NAME, dtype_name
 from shoal.errors import UsageError
 from shoal.state.target import Target
 from shoal.topology.box import Box, Dims, intersection, whole

@@ -1,35 +1,63 @@
-"""Do the tensors of a model and those of a checkpoint fit? If not, the first few differences say which model it is.
+"""Loading: a checkpoint read into tensors of any layout, by the intersection of boxes.
 
-Is a checkpoint whole? Every object that its manifest names is read and hashed.
-
-Loading: the newest checkpoint that is whole, read into tensors of any layout by the intersection of boxes.
-
-Nothing in a file is trusted before it is checked, and nothing is unpickled. Objects are mapped, so that a rank that
-needs a part of a tensor reads that part, and none that it needs nothing of.
+First the tensors must be those of the checkpoint: otherwise the first few differences say which model it is, and
+nothing is changed. Then objects are mapped one after the other, so that a rank reads the parts of the files that it
+needs. Nothing is unpickled.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 import torch
 from torch import Tensor
 
-from shoal.checkpoint import manifest as manifests
 from shoal.checkpoint import tensorfile
-from shoal.checkpoint.dtypes import BY_NAME, dtype_name
 from shoal.checkpoint.grid import family
 from shoal.checkpoint.manifest import BoxEntry, Manifest, TensorEntry
-from shoal.checkpoint.objects import MANIFEST, Places, damage, step_name
-from shoal.errors import CorruptCheckpoint, UsageError, VerificationFailed
+from shoal.checkpoint.objects import Places
+from shoal.checkpoint.tensorfile import BY_NAME, dtype_name
+from shoal.errors import CorruptCheckpoint, OutOfMemory, UsageError
 from shoal.state.target import Held, Target, parts_of
 from shoal.topology.box import Box, intersection
 
 _NAMED = 3
+
+
+def read_into(
+    manifest: Manifest,
+    directory: Path,
+    tensors: Mapping[str, Held],
+    *,
+    strict: bool = True,
+    cast: bool = False,
+    elsewhere: Collection[str] = (),
+) -> list[str]:
+    """Fill `tensors` in place from a checkpoint; returns the names it does not hold (none when `strict`).
+
+    A plain tensor is a whole one; of any other the parts are filled. `elsewhere` are names that other ranks fill: the
+    checkpoint must hold them too. Only the families ("model/", "optimizer/") that are asked for are compared, so that
+    weights alone can be loaded strictly. Raises `UsageError` when names (if `strict`), shapes or element types
+    (unless `cast`) differ, before anything is changed; `CorruptCheckpoint` when a file is not what the manifest says.
+    """
+    parts = parts_of(tensors)
+    asked = {*tensors, *elsewhere}
+    families = {family(name) for name in asked}
+    saved = {entry.name: entry for entry in manifest.tensors if family(entry.name) in families}
+    wanted = [(name, _expected(name, target)) for name, targets in parts.items() for target in targets]
+    require_match(saved, wanted, asked if strict else None, cast=cast)
+    _fill(manifest, Places(directory), parts)
+    return [name for name in parts if name not in saved]
+
+
+def read_all(manifest: Manifest, directory: Path, prefix: str = "") -> dict[str, Tensor]:
+    """The whole tensors whose names begin with `prefix`, in memory of their own, under their full names."""
+    tensors = {entry.name: empty(entry) for entry in manifest.tensors if entry.name.startswith(prefix)}
+    read_into(manifest, directory, tensors, strict=False)
+    return tensors
 
 
 class Expected(NamedTuple):
@@ -86,125 +114,14 @@ def _listed(what: str, items: Sequence[str]) -> str:
     return f"{what}: {', '.join(items[:_NAMED])}{more}"
 
 
-class Finding(msgspec.Struct, frozen=True):
-    """Something wrong with the checkpoint of `step`: the file, the tensors that it holds, and a sentence with both."""
-
-    step: int
-    path: str
-    tensors: list[str]
-    sentence: str
-
-
-def findings(manifest: Manifest, directory: Path) -> Iterator[Finding]:
-    """What is wrong with the objects of `manifest`, in the run directory `directory`; nothing when it is whole."""
-    places = Places(directory)
-    holds = tensors_by_object(manifest)
-    for digest, nbytes in manifest.objects.items():
-        path = places.object(digest)
-        problem = damage(path, digest, nbytes=nbytes)
-        if problem:
-            names = holds[digest]
-            yield Finding(manifest.step, str(path), names, _sentence(manifest.step, path, problem, names))
-
-
-def tensors_by_object(manifest: Manifest) -> dict[str, list[str]]:
-    """The names of the tensors that have a box in each object."""
-    holds: dict[str, list[str]] = defaultdict(list)
-    for tensor in manifest.tensors:
-        for digest in {box.object for box in tensor.boxes}:
-            holds[digest].append(tensor.name)
-    return holds
-
-
-def _sentence(step: int, path: Path, problem: str, names: list[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    held = f"{', '.join(names[:_NAMED])}{more}" if names else "no tensor"
-    return f"checkpoint of step {step}: {path} {problem}; it holds {held}. Use another checkpoint, and check the disk"
-
-
-def checkpoints(directory: Path) -> list[Path]:
-    """The folders of the committed checkpoints of a run directory, newest first; not yet verified."""
-    places = Places(directory)
-    return [places.step(step) for step in places.steps()]
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of the checkpoint in `folder`; `VerificationFailed` when it is damaged or of another format."""
-    manifest = manifests.read(folder / MANIFEST)
-    if folder.name != step_name(manifest.step):
-        raise CorruptCheckpoint(f"{folder} holds step {manifest.step}: rename it to {step_name(manifest.step)}")
-    return manifest
-
-
-def newest_verified(directory: Path) -> tuple[Manifest | None, list[str]]:
-    """The newest checkpoint of a run directory that is whole, and a sentence for each problem of newer ones.
-
-    Every object is hashed. None when there is no whole checkpoint: with problems, because all are damaged.
-    """
-    problems: list[str] = []
-    for folder in checkpoints(directory):
-        try:
-            manifest = read_manifest(folder)
-        except VerificationFailed as error:
-            problems.append(str(error))
-            continue
-        found = [finding.sentence for finding in findings(manifest, directory)]
-        if not found:
-            return manifest, problems
-        problems.extend(found)
-    return None, problems
-
-
-def checkpoint_in(source: Path) -> Path:
-    """The folder of the checkpoint that `source` means: itself, or the newest whole one of a run directory.
-
-    Raises `UsageError` where there is none. One rank looks and tells the others, as a run that goes on may add another.
-    """
-    if (source / MANIFEST).exists():
-        return source
-    if not checkpoints(source):
-        raise UsageError(f"{source} holds no checkpoint; give a run directory or one of its checkpoints")
-    manifest, _ = newest_verified(source)
-    if manifest is None:
-        raise UsageError(f"{source}: none of its checkpoints is whole; 'shoal checkpoint verify {source}' says why")
-    return Places(source).step(manifest.step)
-
-
-def read_into(
-    manifest: Manifest,
-    directory: Path,
-    tensors: Mapping[str, Held],
-    *,
-    strict: bool = True,
-    cast: bool = False,
-    elsewhere: Collection[str] = (),
-) -> list[str]:
-    """Fill `tensors` in place from a checkpoint; returns the names it does not hold (none when `strict`).
-
-    A plain tensor is a whole one; of any other the parts are filled. `elsewhere` are names that other ranks fill: the
-    checkpoint must hold them too. Only the families ("model/", "optimizer/") that are asked for are compared, so that
-    weights alone can be loaded strictly. Raises `UsageError` when names (if `strict`), shapes or element types
-    (unless `cast`) differ, before anything is changed; `CorruptCheckpoint` when a file is not what the manifest says.
-    """
-    parts = parts_of(tensors)
-    asked = {*tensors, *elsewhere}
-    families = {family(name) for name in asked}
-    saved = {entry.name: entry for entry in manifest.tensors if family(entry.name) in families}
-    wanted = [(name, _expected(name, target)) for name, targets in parts.items() for target in targets]
-    require_match(saved, wanted, asked if strict else None, cast=cast)
-    _fill(manifest, Places(directory), parts)
-    return [name for name in parts if name not in saved]
-
-
-def read_all(manifest: Manifest, directory: Path, prefix: str = "") -> dict[str, Tensor]:
-    """The whole tensors whose names begin with `prefix`, in memory of their own, under their full names."""
-    tensors = {
-        entry.name: torch.empty(entry.shape, dtype=BY_NAME[entry.dtype].torch)
-        for entry in manifest.tensors
-        if entry.name.startswith(prefix)
-    }
-    read_into(manifest, directory, tensors, strict=False)
-    return tensors
+def empty(entry: TensorEntry) -> Tensor:
+    """Memory for the whole tensor. Raises `OutOfMemory` where there is not enough."""
+    try:
+        return torch.empty(entry.shape, dtype=BY_NAME[entry.dtype].torch)
+    except (RuntimeError, MemoryError) as error:
+        raise OutOfMemory(
+            f"{entry.name} is {entry.dtype} {entry.shape}, and this machine has no memory for it: use a larger one"
+        ) from error
 
 
 def _expected(name: str, target: Target) -> Expected:
@@ -217,7 +134,7 @@ def _fill(manifest: Manifest, places: Places, parts: Mapping[str, Sequence[Targe
     for entry in manifest.tensors:
         for target in parts.get(entry.name, ()):
             for box in entry.boxes:
-                shared = intersection(Box(tuple(box.offset), tuple(box.shape)), target.box)
+                shared = intersection(box.box, target.box)
                 if shared is not None:
                     wanted[box.object].append(_Copy(entry, box, shared, target))
     for digest, copies in wanted.items():

@@ -1,41 +1,64 @@
 """What a checkpoint contains: every tensor's global shape, its boxes and their objects, and the state beside them.
 
-A manifest is deterministic JSON: equal checkpoints are equal bytes, but for the time. Parsing is strict, since the file
-may come from anywhere: bounded size, no unknown field, and the boxes of every tensor must tile it exactly.
+A manifest is deterministic JSON: equal checkpoints are equal bytes, but for the time. Its last key is the blake3 hash
+of the JSON without that key, so that a manifest whose bytes have changed is not read (`seal`). Format 1, which earlier
+versions wrote, has no such key; it is still read, and reported as unprotected.
+
+The file may come from anywhere, so parsing is strict and bounded: no unknown field, boxes that tile every tensor
+exactly, and memory in proportion to the file: only `state`, `layout` and `writer` may hold any JSON, and little of it.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from itertools import product
+import re
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+from blake3 import blake3
 
-from shoal.checkpoint.dtypes import BY_NAME
-from shoal.errors import CorruptCheckpoint, VerificationFailed
+from shoal.checkpoint.grid import corner_count, tiles
+from shoal.checkpoint.progress import contradiction
+from shoal.checkpoint.tensorfile import BY_NAME, MAX_DIMS, MAX_HEADER_BYTES, possible_shape
+from shoal.errors import CorruptCheckpoint, UsageError, VerificationFailed
+from shoal.files import read_file
+from shoal.topology.box import Box
 
-FORMAT_VERSION = 1
-MAX_MANIFEST_BYTES = 256 << 20
-"""A trillion parameters with their optimizer state, in objects of 8 MiB."""
+FORMAT_VERSION = 2
+UNPROTECTED_VERSION = 1
+MAX_MANIFEST_BYTES = 128 << 20
+"""Half a million objects: 4 TB in objects of 8 MiB, 500 TB in objects of 1 GiB."""
 
-MAX_CORNERS = 1 << 25
-"""Corners of all boxes of one tensor: bounds the work of checking a tiling, and is beyond any real cut."""
+MAX_STATE_BYTES = 4 << 20
+"""JSON of `state`, of `layout` and of `writer`; as Python's objects it takes up to thirty times as much memory."""
+
+MAX_OBJECT_BYTES = (1 << 30) + MAX_HEADER_BYTES + 8
+MAX_CORNERS_IN_ALL = 1 << 23
+"""Corners of all boxes (`grid.tiles`) of a manifest: bounds the time of checking it."""
+
+_SEALED = re.compile(rb',"hash":"([0-9a-f]{64})"\}\n\Z')
+_SEAL_BYTES = len(b',"hash":""}\n') + 64
+_REPAIR = "use another checkpoint"
 
 Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Dims = Annotated[list[Size], msgspec.Meta(max_length=MAX_DIMS)]
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+Time = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
 
 
 class BoxEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One box of a tensor, and where its elements are."""
+    """One box of a tensor, and where its elements are: under `key` in the object."""
 
-    offset: list[Size]
-    shape: list[Size]
+    offset: Dims
+    shape: Dims
     object: Digest
     key: str
+
+    @property
+    def box(self) -> Box:
+        """Which part of the tensor it is."""
+        return Box(tuple(self.offset), tuple(self.shape))
 
 
 class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,22 +66,39 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str
     dtype: str
-    shape: list[Size]
+    shape: Dims
     boxes: list[BoxEntry]
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One checkpoint. `created` is in unix seconds; `objects` gives the bytes of each file by its hash."""
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """One checkpoint. `created` is in unix seconds; `objects` gives the bytes of each file by its hash.
+
+    `hash` is that of the file it was read from; empty in a new one, and in one of a version that wrote none.
+    """
+
+    step: int
+    generation: int
+    created: float
+    tensors: list[TensorEntry]
+    objects: dict[str, int]
+    state: dict[str, Any]
+    layout: dict[str, Any]
+    writer: dict[str, str]
+    hash: str = ""
+
+
+class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A manifest as its file has it, without the hash; what may be any JSON is not parsed yet."""
 
     format_version: int
     step: Size
     generation: Size
-    created: float
+    created: Time
     tensors: list[TensorEntry]
     objects: dict[Digest, Size]
-    state: dict[str, Any]
-    layout: dict[str, Any]
-    writer: dict[str, str]
+    state: msgspec.Raw
+    layout: msgspec.Raw
+    writer: msgspec.Raw
 
 
 class _Version(msgspec.Struct):
@@ -66,89 +106,129 @@ class _Version(msgspec.Struct):
 
 
 _VERSION = msgspec.json.Decoder(_Version)
-_MANIFEST = msgspec.json.Decoder(Manifest)
+_FILE = msgspec.json.Decoder(_File)
+_OPEN = msgspec.json.Decoder(dict[str, Any])
+_TEXTS = msgspec.json.Decoder(dict[str, str])
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The file's content."""
-    return msgspec.json.encode(manifest, order="deterministic") + b"\n"
+    """The file's content. Raises `UsageError` for what would be too large to be read again."""
+    file = _File(
+        format_version=FORMAT_VERSION,
+        step=manifest.step,
+        generation=manifest.generation,
+        created=manifest.created,
+        tensors=manifest.tensors,
+        objects=manifest.objects,
+        state=_raw(manifest.state, "state"),
+        layout=_raw(manifest.layout, "layout"),
+        writer=_raw(manifest.writer, "writer"),
+    )
+    content = seal(msgspec.json.encode(file, order="deterministic"))
+    if len(content) > MAX_MANIFEST_BYTES:
+        raise UsageError(
+            f"the manifest of {len(manifest.objects)} objects has {len(content)} bytes, and {MAX_MANIFEST_BYTES} are "
+            "the limit: raise checkpoint.object_bytes, which makes fewer objects"
+        )
+    return content
+
+
+def seal(body: bytes) -> bytes:
+    """The JSON object `body` with its own hash as the last key, and a newline."""
+    return body[:-1] + f',"hash":"{blake3(body).hexdigest()}"}}\n'.encode()
 
 
 def read(path: Path) -> Manifest:
-    """The manifest at `path`; `CorruptCheckpoint` names the file when it is not a whole and consistent one."""
-    try:
-        with path.open("rb") as file:
-            content = file.read(MAX_MANIFEST_BYTES + 1)
-    except OSError as error:
-        raise CorruptCheckpoint(f"{path} cannot be read ({error.strerror}): use another checkpoint") from error
-    if len(content) > MAX_MANIFEST_BYTES:
-        raise CorruptCheckpoint(f"{path} is larger than {MAX_MANIFEST_BYTES} bytes: it is no manifest of Shoal's")
-    return decode(content, path)
+    """The manifest at `path`.
+
+    Raises `CorruptCheckpoint`, which names the file, when it is not a whole and consistent one, and
+    `VerificationFailed` when it has a format that this version does not read.
+    """
+    return decode(read_file(path, limit_bytes=MAX_MANIFEST_BYTES, error=CorruptCheckpoint, repair=_REPAIR), path)
 
 
 def decode(content: bytes, path: Path) -> Manifest:
-    """The manifest whose file is `content`; `path` is for the messages."""
+    """The manifest whose file is `content`; raises as `read` does, and `path` is for the messages."""
     try:
         version = _VERSION.decode(content).format_version
-        if version != FORMAT_VERSION:
+        if version not in (FORMAT_VERSION, UNPROTECTED_VERSION):
             raise VerificationFailed(
-                f"{path} has the format {version}, and this Shoal reads {FORMAT_VERSION}: use the Shoal that wrote it"
+                f"{path} has the format {version}, and this Shoal reads up to {FORMAT_VERSION}: "
+                "use the Shoal that wrote it"
             )
-        manifest = _MANIFEST.decode(content)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CorruptCheckpoint(f"{path} is damaged ({error}): use another checkpoint") from error
+        body, found = _opened(content) if version == FORMAT_VERSION else (content, "")
+        file = _FILE.decode(body)
+        manifest = Manifest(
+            step=file.step,
+            generation=file.generation,
+            created=file.created,
+            tensors=file.tensors,
+            objects=file.objects,
+            state=_OPEN.decode(_small(file.state, "state")),
+            layout=_OPEN.decode(_small(file.layout, "layout")),
+            writer=_TEXTS.decode(_small(file.writer, "writer")),
+            hash=found,
+        )
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpoint(f"{path} is damaged ({error}): {_REPAIR}") from error
     problem = _inconsistency(manifest)
     if problem:
-        raise CorruptCheckpoint(f"{path} contradicts itself ({problem}): use another checkpoint")
+        raise CorruptCheckpoint(f"{path} contradicts itself ({problem}): {_REPAIR}")
     return manifest
+
+
+def _opened(content: bytes) -> tuple[bytes, str]:
+    """What `seal` was given, and the hash. Raises `ValueError` where they do not belong together."""
+    match = _SEALED.search(content[-_SEAL_BYTES:])
+    if match is None:
+        raise ValueError("it does not end with a hash")
+    body = content[:-_SEAL_BYTES] + b"}"
+    if blake3(body).hexdigest().encode() != match[1]:
+        raise ValueError("its bytes do not hash to the hash in it")
+    return body, match[1].decode()
+
+
+def _raw(value: object, name: str) -> msgspec.Raw:
+    encoded = msgspec.json.encode(value, order="deterministic")
+    if len(encoded) > MAX_STATE_BYTES:
+        raise UsageError(
+            f"the {name} of this checkpoint has {len(encoded)} bytes of JSON, and {MAX_STATE_BYTES} are the limit: "
+            "save what is large as tensors"
+        )
+    return msgspec.Raw(encoded)
+
+
+def _small(raw: msgspec.Raw, name: str) -> msgspec.Raw:
+    if memoryview(raw).nbytes > MAX_STATE_BYTES:
+        raise ValueError(f"its {name} is larger than {MAX_STATE_BYTES} bytes")
+    return raw
 
 
 def _inconsistency(manifest: Manifest) -> str | None:
     names = [tensor.name for tensor in manifest.tensors]
     if len(set(names)) < len(names):
         return "two tensors have one name"
+    if max(manifest.objects.values(), default=0) > MAX_OBJECT_BYTES:
+        return f"an object is larger than {MAX_OBJECT_BYTES} bytes"
+    corners = 0
+    for tensor in manifest.tensors:
+        corners += corner_count(tensor.shape, [entry.box for entry in tensor.boxes])
+        if corners > MAX_CORNERS_IN_ALL:
+            return "its tensors are cut into too many boxes"
     problems = (_tensor_problem(tensor, manifest.objects) for tensor in manifest.tensors)
-    return next((problem for problem in problems if problem), None)
+    found = next((problem for problem in problems if problem), None)
+    return found or contradiction(manifest.state, step=manifest.step)
 
 
 def _tensor_problem(tensor: TensorEntry, objects: dict[str, int]) -> str | None:
     if tensor.dtype not in BY_NAME:
         return f"tensor {tensor.name!r} has the unknown type {tensor.dtype!r}"
-    if not tiles(tensor.shape, tensor.boxes):
+    if not possible_shape(tensor.shape):
+        return f"tensor {tensor.name!r} has the shape {tensor.shape}, which no tensor can have"
+    if not tiles(tensor.shape, [entry.box for entry in tensor.boxes]):
         return f"the boxes of tensor {tensor.name!r} do not tile its shape {tensor.shape}"
     itemsize = BY_NAME[tensor.dtype].itemsize
     for box in tensor.boxes:
         if prod(box.shape) * itemsize > objects.get(box.object, -1):
             return f"a box of tensor {tensor.name!r} does not fit in its object {box.object}"
     return None
-
-
-def tiles(shape: Sequence[int], boxes: Sequence[BoxEntry]) -> bool:
-    """Whether `boxes` tile `shape`: every element in exactly one box.
-
-    The number of boxes at an element is the sum, over all dims, of what begins minus what ends before it. So it is 1
-    everywhere in `shape` and 0 outside of it if and only if the corners of the boxes, each with the sign of the
-    mixed difference, add up to the corners of `shape`. That takes O(n 2^d) for d dims that are cut at all, where
-    comparing pairs would let a hostile file cost O(n^2).
-    """
-    if any(len(box.offset) != len(shape) or len(box.shape) != len(shape) for box in boxes):
-        return False
-    if prod(shape) == 0:
-        return [(box.offset, box.shape) for box in boxes] == [([0] * len(shape), list(shape))]
-    if any(size == 0 for box in boxes for size in box.shape):
-        return False
-    everything = ([0] * len(shape), list(shape))
-    cut = [dim for dim, size in enumerate(shape) if any(b.offset[dim] or b.shape[dim] != size for b in boxes)]
-    if len(boxes) << len(cut) > MAX_CORNERS:
-        return False
-    found = _corners([(box.offset, box.shape) for box in boxes], cut)
-    return found == _corners([everything], cut)
-
-
-def _corners(boxes: Iterable[tuple[list[int], list[int]]], dims: Sequence[int]) -> dict[tuple[int, ...], int]:
-    """The signed corners of `boxes` along `dims`, those left out that cancel."""
-    total: Counter[tuple[int, ...]] = Counter()
-    for offset, shape in boxes:
-        for corner in product(*(((offset[dim], 1), (offset[dim] + shape[dim], -1)) for dim in dims)):
-            total[tuple(at for at, _ in corner)] += prod(sign for _, sign in corner)
-    return {corner: count for corner, count in total.items() if count}

@@ -1,35 +1,39 @@
-"""Where the parts of a checkpoint lie inside a run directory, and what unfinished parts are called.
-
-Inside the run directory:
+"""Where a checkpoint lies in a run directory, and how a file gets there so that it survives a crash.
 
     checkpoints/step-00000100/manifest.json   a committed checkpoint
     checkpoints/objects/<blake3>.safetensors  its content, shared by all checkpoints
-    checkpoints/latest                        the name of the newest one, for people and scripts
+    checkpoints/latest                        the name of the newest one, and the hash of its manifest
     .tmp-*                                    not finished, or about to be deleted; never read, swept at a start
 
-The store of objects: files named by the blake3 hash of their bytes, written once, and verified by reading back.
+A file is durable when it is fsynced, its name when its folder is. So: write under a temporary name, fsync, rename,
+fsync the folder (Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014). `Disk` does these calls between
+labelled points, at which tests kill the process.
 
-Content that is already there costs one read and no write. The hash also makes damage visible: a file whose bytes do
-not hash to its name is not the object. Source: O'Connor, Aumasson, Neves, Wilcox-O'Hearn, "BLAKE3" (2020).
+Objects are named by the blake3 hash of their bytes (O'Connor, Aumasson, Neves, Wilcox-O'Hearn, "BLAKE3", 2020), written
+once, and read back before they count. Content that is there already costs one read and no write, and a file whose bytes
+do not hash to its name is damaged.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from blake3 import blake3
 
-from shoal.checkpoint.durable import Disk
 from shoal.errors import CorruptCheckpoint
+from shoal.files import open_file
 
 MANIFEST = "manifest.json"
 SUFFIX = ".safetensors"
 TEMPORARY = ".tmp-"
-_STEP = re.compile(r"step-(\d{8,18})\Z")
+_STEP = re.compile(r"step-([0-9]{8,18})\Z")
 
 
 @dataclass(frozen=True)
@@ -69,8 +73,8 @@ class Places:
         """The steps of all committed checkpoints, newest first; empty when there is no such folder."""
         if not self.root.is_dir():
             return []
-        found = (_STEP.match(entry.name) for entry in self.root.iterdir())
-        return sorted((int(match[1]) for match in found if match), reverse=True)
+        found = (step_of(entry.name) for entry in self.root.iterdir())
+        return sorted((step for step in found if step is not None), reverse=True)
 
 
 def step_name(step: int) -> str:
@@ -78,9 +82,121 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def step_of(name: str) -> int | None:
+    """The step whose checkpoint has a folder of this name; None for any other name."""
+    match = _STEP.match(name)
+    return int(match[1]) if match and step_name(int(match[1])) == name else None
+
+
 def temporary(path: Path, owner: str) -> Path:
     """Beside `path`, the name it has while `owner` has not finished with it."""
     return path.with_name(f"{TEMPORARY}{owner}-{path.name}")
+
+
+OnPoint = Callable[[str], None]
+
+ACTIONS = (
+    "object/write",
+    "object/fsync",
+    "object/rename",
+    "objects/fsync",
+    "object/verify",
+    "manifest/write",
+    "manifest/fsync",
+    "folder/fsync",
+    "commit/rename",
+    "commit/fsync",
+    "latest/write",
+    "latest/fsync",
+    "latest/rename",
+    "pointer/fsync",
+    "retention/rename",
+    "retention/fsync",
+    "retention/delete",
+    "retention/sweep",
+)
+POINTS = tuple(f"{action}.{moment}" for action in ACTIONS for moment in ("before", "after"))
+"""Every label that a save can pass, in order."""
+
+
+def unheard(label: str) -> None:
+    """The listener for those who do not listen."""
+
+
+class Disk:
+    """Durable file operations; each `OSError` names its path.
+
+    `on_point` hears "ACTION.before" and "ACTION.after" around every call that a crash can interrupt.
+    """
+
+    def __init__(self, on_point: OnPoint = unheard) -> None:
+        self._on_point = on_point
+
+    @contextmanager
+    def point(self, action: str, path: Path) -> Iterator[None]:
+        """One interruptible action on `path`."""
+        self._on_point(f"{action}.before")
+        with _path_named(path):
+            yield
+        self._on_point(f"{action}.after")
+
+    def write(self, path: Path, data: bytes | memoryview, *, kind: str) -> None:
+        """Write `data` to `path` and fsync it; on failure nothing is left there."""
+        try:
+            self._write(path, memoryview(data), kind)
+        except BaseException:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+            raise
+
+    def rename(self, source: Path, target: Path, *, action: str) -> None:
+        """Give `source` the name `target`, atomically; a file of that name is replaced."""
+        with self.point(action, target):
+            os.replace(source, target)
+
+    def sync_folder(self, path: Path, *, action: str) -> None:
+        """Make the names inside `path` durable."""
+        with self.point(action, path):
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def remove(self, path: Path, *, action: str) -> None:
+        """Delete the file `path` if it is there."""
+        with self.point(action, path):
+            path.unlink(missing_ok=True)
+
+    def _write(self, path: Path, data: memoryview, kind: str) -> None:
+        with _path_named(path):
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        try:
+            with self.point(f"{kind}/write", path):
+                written = 0
+                while written < len(data):
+                    written += os.write(descriptor, data[written:])
+            with self.point(f"{kind}/fsync", path):
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def _path_named(path: Path) -> Iterator[None]:
+    """Calls on a file descriptor raise without a file name, and the name is what the user needs: add `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+
+
+def make_folders(places: Places) -> None:
+    """Make the folders of `places`, durably, where they are missing. Raises `OSError`."""
+    if not places.objects.is_dir():
+        places.objects.mkdir(parents=True, exist_ok=True)
+        for folder in (places.root, places.run_directory):
+            Disk().sync_folder(folder, action="folder/fsync")
 
 
 _CHUNK_BYTES = 4 << 20
@@ -119,23 +235,27 @@ def settle(stored: list[Stored], places: Places, *, disk: Disk) -> None:
 
 
 def damage(path: Path, digest: str, *, nbytes: int) -> str | None:
-    """What is wrong with the object at `path`, as the end of a sentence; None when it is sound."""
+    """What is wrong with the file at `path`, as the end of a sentence; None when its bytes hash to `digest`."""
     try:
-        found = path.stat().st_size
-        if found != nbytes:
-            return f"has {found} bytes, not {nbytes}"
-        return None if file_digest(path) == digest else "does not hash to its name: its bytes have changed"
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            return "is not a regular file"
+        if status.st_size != nbytes:
+            return f"has {status.st_size} bytes, not {nbytes}"
+        return None if _file_digest(path) == digest else "does not hash to its name: its bytes have changed"
     except FileNotFoundError:
         return "is missing"
     except OSError as error:
         return f"cannot be read ({error.strerror})"
+    except CorruptCheckpoint as error:
+        return f"cannot be read ({error})"
 
 
-def file_digest(path: Path) -> str:
+def _file_digest(path: Path) -> str:
     """The blake3 hash of the bytes of `path`, read from the disk where the system lets us ask for that."""
     hasher = blake3()
-    buffer = memoryview(bytearray(_CHUNK_BYTES))
-    with path.open("rb", buffering=0) as file:
+    with open_file(path, error=CorruptCheckpoint, repair="check the disk") as file:
+        buffer = memoryview(bytearray(min(_CHUNK_BYTES, os.fstat(file.fileno()).st_size + 1)))
         # Without this a file that was just written would be compared with the memory it was written from.
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

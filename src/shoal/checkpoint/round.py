@@ -1,9 +1,4 @@
-"""The commit: what all ranks wrote becomes a checkpoint by one atomic rename, and not before it is durable.
-
-Order: objects (durable, verified) -> manifest in a temporary folder (durable, verified) -> rename of that folder ->
-fsync of its parent -> the file `latest`. A crash between any two leaves the checkpoint before, or this one, whole.
-
-One save after the copy, as one rank lives it: write and verify its share, tell, and hear whether it counts.
+"""One save after the copy, as one rank does it: write and verify its share, publish it, learn whether the save counts.
 
     rank 0       says that the round has begun
     every rank   objects -> disk, read back -> Share
@@ -11,14 +6,14 @@ One save after the copy, as one rank lives it: write and verify its share, tell,
     the others   wait for the Verdict
 
 A fault never leaves this file as an exception: it becomes a sentence in a Share or in the Verdict, so that training
-goes on and no rank waits for one that has failed. Rank 0 deletes before it gives the Verdict, so that no other rank
-can be at the next save by then and count on an object that is about to go. It also deletes at its start, what an
-interrupted save left, and when a round has failed: so the others write nothing before its word.
+goes on and no rank waits for one that has failed. Rank 0 deletes before it publishes the Verdict, so that no other rank
+can be at the next save by then and count on an object that is about to go. Rank 0 also deletes at its start, what an
+interrupted save left, and when a round has failed; so the others write nothing before it says that a round has begun.
 """
 
 from __future__ import annotations
 
-import shutil
+import errno
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -29,92 +24,20 @@ from typing import Any
 
 import msgspec
 import torch
-from blake3 import blake3
 
-from shoal.checkpoint import manifest as manifests
-from shoal.checkpoint.agreement import Exchange
-from shoal.checkpoint.durable import Disk, sentence, sentence_after_commit
+from shoal.checkpoint.agreement import Exchange, Share, Verdict, decode_message, encode_message
+from shoal.checkpoint.commit import Pointer, commit, point_latest, retain, sweep
 from shoal.checkpoint.grid import Parcel
-from shoal.checkpoint.manifest import FORMAT_VERSION, BoxEntry, Manifest, TensorEntry
-from shoal.checkpoint.objects import MANIFEST, Places, Stored, damage, settle, step_name, store, temporary
+from shoal.checkpoint.manifest import BoxEntry, Manifest, TensorEntry
+from shoal.checkpoint.objects import Disk, Places, Stored, make_folders, settle, store
 from shoal.checkpoint.plan import Plan
-from shoal.checkpoint.retention import retain, sweep
 from shoal.checkpoint.staging import Staging
-from shoal.checkpoint.verdict import Share, Verdict, decode_share, decode_verdict, encode
-from shoal.errors import CorruptCheckpoint, EnvironmentFault, UsageError
-
-
-def tensor_entries(parcels: Sequence[Parcel], stored: Sequence[Stored]) -> list[TensorEntry]:
-    """The manifest's tensors, by name, where parcel `i` became the object `stored[i]`."""
-    entries: dict[str, TensorEntry] = {}
-    for parcel, item in zip(parcels, stored, strict=True):
-        for key, (spec, box) in enumerate(parcel):
-            entry = entries.setdefault(spec.name, TensorEntry(spec.name, spec.dtype, list(spec.shape), []))
-            entry.boxes.append(BoxEntry(list(box.offset), list(box.shape), item.digest, str(key)))
-    for entry in entries.values():
-        entry.boxes.sort(key=lambda box: box.offset)
-    return [entries[name] for name in sorted(entries)]
-
-
-def writer() -> dict[str, str]:
-    """The versions that wrote a checkpoint."""
-    try:
-        shoal = version("shoal")
-    except PackageNotFoundError:
-        shoal = "not installed"
-    return {"shoal": shoal, "torch": str(torch.__version__)}
-
-
-def commit(manifest: Manifest, places: Places, *, disk: Disk) -> None:
-    """Make `manifest`, whose objects are durable and verified, the checkpoint of its step."""
-    _require_visible(manifest, places)
-    folder = _unfinished(manifest, places, disk)
-    target = places.step(manifest.step)
-    if target.exists():
-        # The step was saved before, by a run that then went back: the new manifest takes the old one's place.
-        disk.rename(folder / MANIFEST, target / MANIFEST, action="commit/rename")
-        disk.sync_folder(target, action="folder/fsync")
-    else:
-        disk.rename(folder, target, action="commit/rename")
-    disk.sync_folder(places.root, action="commit/fsync")
-
-
-def _require_visible(manifest: Manifest, places: Places) -> None:
-    for digest, nbytes in manifest.objects.items():
-        path = places.object(digest)
-        if not path.is_file() or path.stat().st_size != nbytes:
-            raise EnvironmentFault(
-                f"{path} was written by one rank and is not seen by rank 0: "
-                "put run.directory on a file system that all ranks share"
-            )
-
-
-def _unfinished(manifest: Manifest, places: Places, disk: Disk) -> Path:
-    folder = temporary(places.step(manifest.step), "commit")
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir()
-    content = manifests.encode(manifest)
-    path = folder / MANIFEST
-    disk.write(path, content, kind="manifest")
-    problem = damage(path, blake3(content).hexdigest(), nbytes=len(content))
-    if problem:
-        raise CorruptCheckpoint(f"{path} {problem} right after it was written: check this disk")
-    disk.sync_folder(folder, action="folder/fsync")
-    return folder
-
-
-def point_latest(step: int, places: Places, *, disk: Disk) -> None:
-    """Let the file `latest` name the checkpoint of `step`, which is committed."""
-    unfinished = temporary(places.latest, "commit")
-    disk.write(unfinished, f"{step_name(step)}\n".encode(), kind="latest")
-    disk.rename(unfinished, places.latest, action="latest/rename")
-    disk.sync_folder(places.root, action="pointer/fsync")
+from shoal.errors import ShoalError, UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
-    """What a rank has for all its saves: its place among those that save together, and where they save to."""
+    """What a rank has for all its saves: its rank among those that save together, and where they save to."""
 
     rank: int
     world_size: int
@@ -143,7 +66,7 @@ class Round:
 
     @property
     def verdict_key(self) -> str:
-        """Where rank 0 tells the others what became of it."""
+        """Under which rank 0 publishes the verdict."""
         return self._key("verdict")
 
     def run(self, staging: Staging) -> Verdict:
@@ -159,6 +82,7 @@ class Round:
     def _write(self, staging: Staging) -> Share:
         seat = self.seat
         try:
+            make_folders(seat.places)  # somebody may have removed them since the last save
             owner = f"rank-{seat.rank:05d}"
             stored = [store(data, seat.places, disk=seat.disk, owner=owner) for data in staging.objects()]
             settle(stored, seat.places, disk=seat.disk)
@@ -173,7 +97,7 @@ class Round:
         return Verdict(False, error)
 
     def _tell(self, share: Share) -> None:
-        self.seat.exchange.publish(self._key(f"share-{self.seat.rank}"), encode(share))
+        self.seat.exchange.publish(self._key(f"share-{self.seat.rank}"), encode_message(share))
 
     def _follow(self, share: Share) -> Verdict:
         seat = self.seat
@@ -181,7 +105,7 @@ class Round:
             self._tell(share)
             # Rank 0 may itself wait that long for a rank that never answers.
             (verdict,) = seat.exchange.collect([self.verdict_key], 2 * seat.timeout_s)
-            return decode_verdict(verdict)
+            return decode_message(verdict, Verdict)
         except Exception as error:
             return Verdict(False, self._sentence(error))
 
@@ -201,7 +125,7 @@ class Round:
         if self.seat.world_size == 1:
             return verdict
         try:
-            self.seat.exchange.publish(self.verdict_key, encode(verdict))
+            self.seat.exchange.publish(self.verdict_key, encode_message(verdict))
         except Exception as error:
             told = f"the other ranks were not told what became of the checkpoint of step {self.step} ({error})"
             return msgspec.structs.replace(verdict, error=verdict.error or told)
@@ -212,7 +136,7 @@ class Round:
         if seat.world_size == 1:
             return []
         keys = [self._key(f"share-{rank}") for rank in range(1, seat.world_size)]
-        shares = [decode_share(value) for value in seat.exchange.collect(keys, seat.timeout_s)]
+        shares = [decode_message(value, Share) for value in seat.exchange.collect(keys, seat.timeout_s)]
         seat.exchange.forget([self._begun_key, *keys, *([self.stale] if self.stale is not None else [])])
         return shares
 
@@ -220,7 +144,7 @@ class Round:
         failed = {rank: share.error for rank, share in enumerate(shares) if share.error}
         if failed:
             rank, error = next(iter(failed.items()))
-            raise _Failed(error if self.seat.world_size == 1 else f"rank {rank}: {error}")
+            raise _RankFailed(error if self.seat.world_size == 1 else f"rank {rank}: {error}")
         strangers = [rank for rank, share in enumerate(shares) if share.plan != self.plan.fingerprint]
         if strangers:
             raise UsageError(
@@ -228,10 +152,10 @@ class Round:
                 "pass the same ones on every rank, or give all savers split=True"
             )
         stored = self._in_order(shares)
-        commit(self._manifest(stored), self.seat.places, disk=self.seat.disk)
+        pointer = commit(self._manifest(stored), self.seat.places, disk=self.seat.disk)
         written = sum(item.nbytes for item in stored if item.written)
         total = sum(item.nbytes for item in stored)
-        return Verdict(True, self._tidy(), written, total - written)
+        return Verdict(True, self._tidy(pointer), written, total - written)
 
     def _in_order(self, shares: Sequence[Share]) -> list[Stored]:
         by_parcel: dict[int, Stored] = {}
@@ -241,7 +165,6 @@ class Round:
 
     def _manifest(self, stored: Sequence[Stored]) -> Manifest:
         return Manifest(
-            format_version=FORMAT_VERSION,
             step=self.step,
             generation=self.generation,
             created=time.time(),
@@ -252,17 +175,17 @@ class Round:
             writer=writer(),
         )
 
-    def _tidy(self) -> str | None:
+    def _tidy(self, pointer: Pointer) -> str | None:
         seat = self.seat
         try:
-            point_latest(self.step, seat.places, disk=seat.disk)
+            point_latest(pointer, seat.places, disk=seat.disk)
             retain(seat.places, self.step, keep=seat.keep, disk=seat.disk)
         except OSError as error:
             return sentence_after_commit(error, step=self.step, root=seat.places.root)
         return None
 
     def _sentence(self, error: Exception) -> str:
-        if isinstance(error, _Failed):
+        if isinstance(error, _RankFailed):
             return str(error)
         return sentence(error, step=self.step, root=self.seat.places.root)
 
@@ -274,5 +197,62 @@ class Round:
         return f"checkpoint/{self.generation}/{self.step}/{self.sequence}/{name}"
 
 
-class _Failed(Exception):
+class _RankFailed(Exception):
     """A rank's own sentence, on its way to the verdict."""
+
+
+def tensor_entries(parcels: Sequence[Parcel], stored: Sequence[Stored]) -> list[TensorEntry]:
+    """The manifest's tensors, by name, where parcel `i` became the object `stored[i]`."""
+    entries: dict[str, TensorEntry] = {}
+    for parcel, item in zip(parcels, stored, strict=True):
+        for key, (spec, box) in enumerate(parcel):
+            entry = entries.setdefault(spec.name, TensorEntry(spec.name, spec.dtype, list(spec.shape), []))
+            entry.boxes.append(BoxEntry(list(box.offset), list(box.shape), item.digest, str(key)))
+    for entry in entries.values():
+        entry.boxes.sort(key=lambda box: box.offset)
+    return [entries[name] for name in sorted(entries)]
+
+
+def writer() -> dict[str, str]:
+    """The versions that wrote a checkpoint."""
+    try:
+        shoal = version("shoal")
+    except PackageNotFoundError:
+        shoal = "not installed"
+    return {"shoal": shoal, "torch": str(torch.__version__)}
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+def sentence(error: Exception, *, step: int, root: Path) -> str:
+    """Why the checkpoint of `step` under `root` was not saved; training goes on, so the sentence must say it all."""
+    return f"the checkpoint of step {step} was not saved, and the one before it stays: {_reason(error, root)}"
+
+
+def sentence_after_commit(error: OSError, *, step: int, root: Path) -> str:
+    """Why the end of a save did not succeed, though the checkpoint of `step` is there and counts."""
+    found = _reason(error, root)
+    return f"the checkpoint of step {step} is saved, but `latest` was not changed or older ones not deleted: {found}"
+
+
+def _reason(error: Exception, root: Path) -> str:
+    if isinstance(error, ShoalError):
+        return str(error)
+    if isinstance(error, TimeoutError):
+        return f"a rank did not answer ({error}); look for a dead or stuck rank"
+    if isinstance(error, OSError):
+        where = error.filename or root
+        return f"{where}: {error.strerror or error}; {_repair(error)}"
+    return f"{type(error).__name__}: {error}; please report this as a defect of Shoal"
+
+
+def _repair(error: OSError) -> str:
+    if error.errno in _FULL:
+        return "free space on that disk, or lower checkpoint.keep"
+    if error.errno in _READ_ONLY:
+        return "make the folder writable, or point run.directory to one that is"
+    if error.errno == errno.EFBIG:
+        return "raise the limit on the size of files (ulimit -f), or lower checkpoint.object_bytes"
+    return "check the disk and its mount"

@@ -1,9 +1,14 @@
 """Saving without stopping: training waits for a copy in memory, and a thread brings it to the disk.
 
-The thread hands large buffers to calls that release the interpreter's lock (hashing, writing, fsync), so that the
-thread that trains keeps it. One save is on its way at a time; the next one waits for it, as part of its own stall.
+    save.py      `Saver.save`: agree on who writes what (once), copy, hand over to the thread
+    plan.py      which rank writes which part of which tensor, on the cells of grid.py
+    staging.py   the copy, laid out as the files will be
+    round.py     the thread: write, read back, publish what was written, learn whether it counts
+    objects.py   files that survive a crash; commit.py: the rename that makes a checkpoint of them
+    manifest.py  what the checkpoint says it contains
 
-Where ranks hold different tensors, or parts of them, they first agree on who writes what (`agreement`, `plan`).
+The thread hands large buffers to calls that release the interpreter's lock (hashing, writing, fsync), so that the
+thread that trains keeps it. One save is under way at a time; the next one waits for it, as part of its own stall.
 """
 
 from __future__ import annotations
@@ -17,14 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from shoal.checkpoint.agreement import Agreement, Exchange, Ranks
-from shoal.checkpoint.durable import Disk, OnPoint, sentence, unheard
+from shoal.checkpoint.commit import sweep
 from shoal.checkpoint.inventory import Inventory, inventory_of
-from shoal.checkpoint.objects import Places
+from shoal.checkpoint.objects import Disk, OnPoint, Places, make_folders, unheard
 from shoal.checkpoint.plan import Plan, plan_for
-from shoal.checkpoint.retention import sweep
-from shoal.checkpoint.round import Round, Seat
+from shoal.checkpoint.progress import plain
+from shoal.checkpoint.round import Round, Seat, sentence
 from shoal.checkpoint.staging import Staging
-from shoal.checkpoint.tensorfile import plain
 from shoal.errors import EnvironmentFault
 from shoal.state.target import Held, Target, parts_of
 from shoal.topology.box import Box
@@ -55,8 +59,8 @@ class Saver:
     an interrupted save left; the others write nothing before rank 0 saves, too. `directory` lies on a file
     system that all ranks share. Raises `EnvironmentFault` at once where nothing can be saved.
 
-    `split` says that ranks may hold different tensors or parts of them: then a save begins with a word between all
-    ranks. Without it all hold the same whole tensors, and no rank waits for another before it copies.
+    `split` says that ranks may hold different tensors or parts of them: then all ranks first exchange inventories.
+    Without it all hold the same whole tensors, and no rank waits for another before it copies.
     """
 
     def __init__(
@@ -229,14 +233,14 @@ def _signature(target: Target) -> tuple[Any, ...]:
 
 
 def _open(seat: Seat) -> None:
-    """Make the folders durable and delete what an interrupted save left."""
-    places, disk = seat.places, Disk()
+    """Make the folders, and delete what an interrupted save left."""
+    places = seat.places
     try:
-        places.objects.mkdir(parents=True, exist_ok=True)
+        make_folders(places)
         if seat.rank == 0:
-            sweep(places, disk=disk)
+            sweep(places, disk=Disk())
             for folder in (places.root, places.run_directory):
-                disk.sync_folder(folder, action="folder/fsync")
+                Disk().sync_folder(folder, action="folder/fsync")
     except OSError as error:
         raise EnvironmentFault(
             f"no checkpoint can be saved in {places.root} ({error.strerror}): make it writable, or change run.directory"

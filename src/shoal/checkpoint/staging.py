@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.dtypes import BY_NAME
 from shoal.checkpoint.grid import Parcel, Piece
-from shoal.checkpoint.tensorfile import header_of
+from shoal.checkpoint.tensorfile import BY_NAME, header_of
 from shoal.state.target import Target
 from shoal.topology.box import Box, intersection
 

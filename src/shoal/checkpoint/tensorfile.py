@@ -1,68 +1,85 @@
-"""State as plain JSON: a frozen copy in which nothing was changed, or a refusal that names the value.
-
-The bytes of one object: a safetensors file, written and read within bounds.
+"""The bytes of one object: a safetensors file (https://github.com/huggingface/safetensors, section "Format").
 
     8 bytes   length of the header, little-endian
     header    JSON {key: {"dtype", "shape", "data_offsets": [begin, end]}}, padded with spaces to a multiple of 8
     data      the boxes, row-major, one after the other
 
 Keys are positions ("0", "1", ...), not names: two tensors of equal content are then one object. Any safetensors
-reader opens these files; Shoal's own reader trusts no number in them before it is checked against the file's size.
+reader opens these files. Shoal's own reader checks every number in them against the file's size before it uses it.
+An element type has three names: PyTorch's, which manifests use because people read them, the format's code, and the
+`torch.dtype`.
 """
 
 from __future__ import annotations
 
-import math
 import mmap
+import os
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Annotated, NamedTuple
 
 import msgspec
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.dtypes import BY_NAME, DTYPES
 from shoal.checkpoint.grid import Parcel
 from shoal.errors import CorruptCheckpoint, UsageError
-
-
-def plain(value: Any, where: str) -> Any:
-    """A deep copy of `value` made of JSON's own types; `where` is its name in the message of a `UsageError`.
-
-    JSON would turn NaN into null and the key 1 into "1" without a word, so both are refused; a tuple becomes a list.
-    """
-    if isinstance(value, Mapping):
-        return {_key(key, where): plain(item, f"{where}.{key}") for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
-    if isinstance(value, float) and not math.isfinite(value):
-        raise UsageError(f"{where} is {value}, which JSON cannot hold: save None or a string in its place")
-    if value is None or type(value) in (str, bool, int, float):
-        return value
-    raise UsageError(
-        f"{where} is of type {type(value).__name__}; the state of a checkpoint is JSON: pass tensors as tensors, "
-        "and the rest as numbers, strings, lists and mappings"
-    )
-
-
-def _key(key: object, where: str) -> str:
-    if not isinstance(key, str):
-        raise UsageError(f"{where} has the key {key!r}; the keys of a checkpoint's state are strings: use {str(key)!r}")
-    return key
-
+from shoal.files import open_file
 
 MAX_HEADER_BYTES = 1 << 20
+MAX_DIMS = 64
+"""Dims of a tensor; PyTorch's own limit."""
+
+MAX_NUMEL = (1 << 63) - 1
+
 _LENGTH_BYTES = 8
+_REPAIR = "use another checkpoint"
+
+
+class Dtype(NamedTuple):
+    """One element type: its name in a manifest, its code in an object, its size in bytes, PyTorch's type."""
+
+    name: str
+    code: str
+    itemsize: int
+    torch: torch.dtype
+
+
+_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+DTYPES = tuple(Dtype(str(dtype).removeprefix("torch."), code, dtype.itemsize, dtype) for dtype, code in _CODES.items())
+BY_NAME = {dtype.name: dtype for dtype in DTYPES}
 _BY_CODE = {dtype.code: dtype for dtype in DTYPES}
+
+
+def dtype_name(tensor: Tensor, name: str) -> str:
+    """The manifest's name for the element type of `tensor`, which is called `name`; `UsageError` if it has none."""
+    found = str(tensor.dtype).removeprefix("torch.")
+    if found not in BY_NAME:
+        raise UsageError(
+            f"tensor {name!r} is {found}, which a checkpoint cannot hold: store one of {', '.join(BY_NAME)}"
+        )
+    return found
 
 
 class HeaderEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where one box lies in the data of an object."""
 
     dtype: str
-    shape: list[int]
+    shape: Annotated[list[int], msgspec.Meta(max_length=MAX_DIMS)]
     data_offsets: tuple[int, int]
 
 
@@ -94,15 +111,12 @@ def read(path: Path) -> dict[str, Tensor]:
 
 
 def _mapped(path: Path) -> mmap.mmap:
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            if size < _LENGTH_BYTES:
-                raise _corrupt(path, f"has {size} bytes, fewer than a header")
-            # Private, not read-only: torch warns of memory that it may not write, and nothing reaches the file.
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    except OSError as error:
-        raise CorruptCheckpoint(f"{path} cannot be read ({error.strerror}): use another checkpoint") from error
+    with open_file(path, error=CorruptCheckpoint, repair=_REPAIR) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size < _LENGTH_BYTES:
+            raise _corrupt(path, f"has {size} bytes, fewer than a header")
+        # Private, not read-only: torch warns of memory that it may not write, and nothing reaches the file.
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
 def _data_start(path: Path, content: mmap.mmap) -> int:
@@ -115,15 +129,15 @@ def _data_start(path: Path, content: mmap.mmap) -> int:
 def _parse_header(path: Path, text: bytes) -> Mapping[str, HeaderEntry]:
     try:
         return _HEADER.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise _corrupt(path, f"has a header that cannot be read ({error})") from error
 
 
 def _view(path: Path, entry: HeaderEntry, content: mmap.mmap, data_at: int) -> Tensor:
     dtype = _BY_CODE.get(entry.dtype)
     begin, end = entry.data_offsets
-    if dtype is None or any(size < 0 for size in entry.shape):
-        raise _corrupt(path, f"holds a box of type {entry.dtype!r} and shape {entry.shape}")
+    if dtype is None or not possible_shape(entry.shape):
+        raise _corrupt(path, f"holds a box of type {entry.dtype[:20]!r} and shape {entry.shape}")
     if not 0 <= begin <= end <= len(content) - data_at or end - begin != prod(entry.shape) * dtype.itemsize:
         raise _corrupt(path, f"places a box of shape {entry.shape} at bytes {begin} to {end}")
     if (data_at + begin) % dtype.itemsize:
@@ -132,6 +146,11 @@ def _view(path: Path, entry: HeaderEntry, content: mmap.mmap, data_at: int) -> T
         return torch.empty(entry.shape, dtype=dtype.torch)
     count = prod(entry.shape)
     return torch.frombuffer(content, dtype=dtype.torch, count=count, offset=data_at + begin).view(entry.shape)
+
+
+def possible_shape(shape: list[int]) -> bool:
+    """Whether PyTorch can have a tensor of `shape`: its strides fit 64 bits too, where a dim is 0."""
+    return len(shape) <= MAX_DIMS and min(shape, default=0) >= 0 and prod(max(1, size) for size in shape) <= MAX_NUMEL
 
 
 def _corrupt(path: Path, found: str) -> CorruptCheckpoint:

@@ -1,9 +1,8 @@
-"""What keys a table may hold, read off its struct.
+"""What a table declares, and the refusal of everything else.
 
-The other modules of this room ask here and nowhere else how a struct, a union of variants (`kind = "..."`) or an
-optional value is declared; they then walk plain dictionaries beside the answer.
-
-Refuses what the tables do not declare, with a sentence: where, what was found, what is allowed, what is near.
+`keys_of`, `variants_of`, `table_for` and `choices_of` read a struct: its keys, its variants (`kind = "..."`), its
+optional values. No other module asks msgspec how a table is declared. `checked` walks plain dictionaries beside these
+declarations and refuses, in one sentence, what does not fit: where, what was found, what is allowed, what is near.
 """
 
 from __future__ import annotations
@@ -110,6 +109,9 @@ def _options(declared: Any) -> Iterator[Any]:
         yield declared
 
 
+MOST_SHOWN, MOST_SHOWN_IN_ALL = 200, 4000
+"""Characters of one value, and of a whole sentence, that a message shows of what it refuses."""
+
 T = TypeVar("T", bound=Table)
 
 
@@ -117,11 +119,23 @@ def checked(data: Mapping[str, Any], root: type[T], *, file: str) -> T:
     """`data` as a frozen `root`. Raises `ConfigError` that names the file and the key's path."""
     data = _with_default_kinds(data, root)
     for sentence in _complaints(data, root, ()):
-        raise ConfigError(f"{file}: {sentence}")
+        raise ConfigError(f"{file}: {_clipped(sentence, MOST_SHOWN_IN_ALL)}")
     try:
         return msgspec.convert(data, root)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{file}: {_explained(str(error), data)}") from None
+        raise ConfigError(f"{file}: {_clipped(_explained(str(error), data), MOST_SHOWN_IN_ALL)}") from None
+
+
+def shown(value: Any) -> str:
+    """`value` as a message shows it, at most `MOST_SHOWN` characters of it."""
+    try:
+        return _clipped(repr(value), MOST_SHOWN)
+    except ValueError:  # Python writes no integer of more than 4,300 digits
+        return "an integer of thousands of digits"
+
+
+def _clipped(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
 
 
 def _with_default_kinds(data: Mapping[str, Any], table: type[Table]) -> dict[str, Any]:
@@ -156,11 +170,11 @@ def _about(value: Any, key: Key, path: tuple[str, ...]) -> Iterator[str]:
     here = ".".join(path)
     choices, variants = choices_of(key.type), variants_of(key.type)
     if choices and isinstance(value, str) and value not in choices:
-        yield f"{here}: found {value!r}{_nearest(value, choices)}; allowed: {', '.join(map(repr, choices))}"
+        yield f"{here}: found {shown(value)}{_nearest(value, choices)}; allowed: {', '.join(map(repr, choices))}"
     if not variants:
         return
     if not isinstance(value, dict):
-        yield f"{here}: found {value!r}; it is a table, written [{here}]"
+        yield f"{here}: found {shown(value)}; it is a table, written [{here}]"
         return
     chosen = table_for(key.type, value)
     if chosen is not None:
@@ -169,10 +183,12 @@ def _about(value: Any, key: Key, path: tuple[str, ...]) -> Iterator[str]:
         yield f"{here}.{KIND}: missing; it picks the variant: {', '.join(map(repr, variants))}"
     else:
         kind = value[KIND]
-        yield f"{here}.{KIND}: found {kind!r}{_nearest(str(kind), variants)}; allowed: {', '.join(map(repr, variants))}"
+        yield f"{here}.{KIND}: found {shown(kind)}{_nearest(kind, variants)}; allowed: {', '.join(map(repr, variants))}"
 
 
-def _nearest(name: str, known: Iterable[Any]) -> str:
+def _nearest(name: object, known: Iterable[Any]) -> str:
+    if not isinstance(name, str) or len(name) > MOST_SHOWN:
+        return ""
     near = difflib.get_close_matches(name, [str(key) for key in known], n=1, cutoff=0.6)
     return f", did you mean '{near[0]}'?" if near else ""
 
@@ -188,4 +204,4 @@ def _explained(message: str, data: Mapping[str, Any]) -> str:
         found = found.get(name) if isinstance(found, dict) else None
     if isinstance(found, dict) or found is None:
         return f"{path}: {rule}"
-    return f"{path}: found {found!r}; {rule[0].lower()}{rule[1:].replace('`', '')}"
+    return f"{path}: found {shown(found)}; {rule[0].lower()}{rule[1:].replace('`', '')}"

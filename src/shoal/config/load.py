@@ -1,10 +1,12 @@
-"""`key=value` on the command line: the same keys as in the run file, with TOML values; the last one wins.
+"""TOML -> dictionaries -> frozen tables, and back; and `key=value`, the same keys on the command line.
 
-Run file -> frozen tables, and back. The one place of this floor that reads a file.
+An override has a TOML value, a bare word is a text, and the last one wins. Files come from anywhere, so what is read
+is bounded: bytes, depth and the length of dotted keys, for which the time of Python's parser grows with the square.
 """
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,9 +15,55 @@ from typing import Any, TypeVar
 import msgspec
 import tomli_w
 
-from shoal.config.check import checked, keys_of, table_for, takes_text
+from shoal.config.check import checked, keys_of, shown, table_for, takes_text
 from shoal.config.table import Table
 from shoal.errors import ConfigError
+from shoal.files import printable, read_file
+
+FILE_LIMIT_BYTES = 1 << 20
+MAX_DEPTH = 32
+"""Tables and lists inside each other; run files need four."""
+
+_WORD = r"(?:[\w-]++|\"[^\"\n]*+\"|'[^'\n]*+')"
+_LONG_KEY = re.compile(rf"(?<![\w-]){_WORD}(?:[ \t]*+\.[ \t]*+{_WORD}){{{MAX_DEPTH}}}")
+
+T = TypeVar("T", bound=Table)
+
+
+def load(root: type[T], path: Path, overrides: Iterable[str] = ()) -> T:
+    """The tables of the file `path` with the overrides of the command line. Raises `ConfigError`."""
+    overrides = tuple(overrides)
+    data = apply(read(path), overrides, root)
+    return checked(data, root, file=f"{path} with {' '.join(overrides)}" if overrides else str(path))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The TOML file `path` as plain dictionaries.
+
+    Raises `ConfigError` where it is missing, no regular file, larger than `FILE_LIMIT_BYTES`, or not TOML.
+    """
+    repair = f"give a TOML file{_beside(path)}"
+    content = read_file(path, limit_bytes=FILE_LIMIT_BYTES, error=ConfigError, repair=repair)
+    try:
+        return parse(content.decode("utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{printable(path)}: not a TOML file: {error}") from None
+
+
+def parse(text: str) -> dict[str, Any]:
+    """The dictionaries of a TOML text. Raises `ValueError` where it is no TOML, or nested deeper than `MAX_DEPTH`."""
+    if _LONG_KEY.search(text):
+        raise ValueError(f"a key has more than {MAX_DEPTH} parts")
+    try:
+        data = tomllib.loads(text)
+    except RecursionError:
+        raise ValueError(f"values are nested deeper than {MAX_DEPTH}") from None
+    level: list[Any] = [data]
+    for _ in range(MAX_DEPTH):
+        level = [inner for value in level for inner in _inside(value)]
+    if level:
+        raise ValueError(f"values are nested deeper than {MAX_DEPTH}")
+    return data
 
 
 def apply(data: Mapping[str, Any], overrides: Iterable[str], root: type[Table]) -> dict[str, Any]:
@@ -27,24 +75,45 @@ def apply(data: Mapping[str, Any], overrides: Iterable[str], root: type[Table]) 
         for name in path[:-1]:
             table = table.setdefault(name, {})
             if not isinstance(table, dict):
-                raise ConfigError(f"command line: {text}: '{name}' is a value, not a table; it holds no keys")
+                raise ConfigError(f"command line: {shown(text)}: '{name}' is a value, not a table; it holds no keys")
         table[path[-1]] = _value(value, _declared(root, path, result))
     return result
+
+
+def dumps(tables: Table) -> str:
+    """The resolved run file: every key written out, keys without a value left out. Loading it gives `tables` again."""
+    return tomli_w.dumps(_without_none(msgspec.to_builtins(tables)))
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [item for item in inner if isinstance(item, dict | list)]
+
+
+def _beside(path: Path) -> str:
+    """The TOML files that a misspelt name may have meant, to be appended to a repair."""
+    try:
+        near = [] if path.exists() else sorted(path.parent.glob("*.toml"))[:4]
+    except (OSError, ValueError):
+        return ""
+    return f"; there are {', '.join(map(printable, near))}" if near else ""
 
 
 def _split(text: str) -> tuple[list[str], str]:
     name, equals, value = text.partition("=")
     path = name.strip().split(".")
-    if not equals or len(path) < 2 or not all(path):
-        raise ConfigError(f"command line: '{text}' is no override; write table.key=value, as in run.steps=100")
+    if not equals or not 2 <= len(path) <= MAX_DEPTH or not all(path):
+        raise ConfigError(f"command line: {shown(text)} is no override; write table.key=value, as in run.steps=100")
+    if printable(text) != text:
+        raise ConfigError(f"command line: '{printable(text)}' is not UTF-8: write it in UTF-8")
     return path, value.strip()
 
 
 def _value(text: str, declared: Any) -> Any:
     """The TOML value of a text; a bare word is a string, and so is any text where the key takes one."""
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        value = parse(f"value = {text}")["value"]
+    except ValueError:
         return text
     return text if takes_text(declared) and not isinstance(value, str) else value
 
@@ -63,37 +132,6 @@ def _declared(root: type[Table], path: list[str], data: Mapping[str, Any]) -> An
 
 def _copied(data: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _copied(value) if isinstance(value, dict) else value for name, value in data.items()}
-
-
-FILE_LIMIT_BYTES = 1 << 20
-T = TypeVar("T", bound=Table)
-
-
-def load(root: type[T], path: Path, overrides: Iterable[str] = ()) -> T:
-    """The tables of `path` with the command line's overrides. Raises `ConfigError`, before anything has started."""
-    overrides = tuple(overrides)
-    data = apply(read(path), overrides, root)
-    return checked(data, root, file=f"{path} with {' '.join(overrides)}" if overrides else str(path))
-
-
-def read(path: Path) -> dict[str, Any]:
-    """The TOML file as plain dictionaries. Raises `ConfigError` where it is missing, too large or not TOML."""
-    try:
-        if path.stat().st_size > FILE_LIMIT_BYTES:
-            raise ConfigError(f"{path}: larger than {FILE_LIMIT_BYTES} bytes; this is no run file")
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        near = ", ".join(str(found) for found in sorted(path.parent.glob("*.toml"))[:4])
-        raise ConfigError(f"{path}: there is no such file" + (f"; there are {near}" if near else "")) from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not a TOML file: {error}") from None
-
-
-def dumps(tables: Table) -> str:
-    """The resolved run file: every key written out, keys without a value left out. Loading it gives `tables` again."""
-    return tomli_w.dumps(_without_none(msgspec.to_builtins(tables)))
 
 
 def _without_none(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 
-from shoal.checkpoint.load import checkpoint_in, newest_verified, read_into, read_manifest
+from shoal.checkpoint.load import read_into
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.objects import Places
+from shoal.checkpoint.verify import checkpoint_in, newest_verified, read_manifest
 from shoal.engine.state import TrainState
 from shoal.errors import CorruptCheckpoint
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shoal.checkpoint.load import checkpoints, read_into, read_manifest
+from shoal.checkpoint.load import read_into
+from shoal.checkpoint.verify import checkpoints, read_manifest
 from shoal.engine.loss import call_model
 from shoal.errors import ConfigError
 from shoal.maths.counter import key_of, uniform

@@ -1,0 +1,161 @@
+"""From durable objects to a checkpoint that counts, and from an old checkpoint to free space.
+
+Order of a commit: objects (durable, verified) -> manifest in a temporary folder (durable, verified) -> rename of that
+folder -> fsync of its parent -> the file `latest`. A crash between any two leaves the checkpoint before, or this one,
+whole. `latest` names the newest checkpoint and the hash of its manifest; it is deleted before the manifest that it
+names is replaced, so that it never contradicts one.
+
+A run has one timeline: the `keep` newest checkpoints up to the one just committed stay, and later steps, left by a run
+that went back, go. A folder is renamed before anything is deleted, and an object is deleted only when no manifest that
+remains names it; where a manifest cannot be read, what it names is unknown, and no object is deleted while it is there.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from blake3 import blake3
+
+from shoal.checkpoint import manifest as manifests
+from shoal.checkpoint.manifest import Manifest
+from shoal.checkpoint.objects import MANIFEST, TEMPORARY, Disk, Places, damage, step_name, step_of, temporary
+from shoal.errors import CorruptCheckpoint, EnvironmentFault, VerificationFailed
+from shoal.files import read_file
+
+_LATEST = re.compile(r"(step-[0-9]+)\n(?:([0-9a-f]{64})\n)?\Z")
+
+
+class Pointer(NamedTuple):
+    """What `latest` says: the step of the newest checkpoint, and the hash of its manifest ("" in earlier versions)."""
+
+    step: int
+    hash: str
+
+
+def commit(manifest: Manifest, places: Places, *, disk: Disk) -> Pointer:
+    """Make `manifest`, whose objects are durable and verified, the checkpoint of its step; what `latest` is to say.
+
+    Raises `EnvironmentFault` where an object of another rank is not seen here, `CorruptCheckpoint` where the disk does
+    not give back what was written, `UsageError` for a manifest that is too large, and `OSError`.
+    """
+    _require_visible(manifest, places)
+    content = manifests.encode(manifest)
+    folder = _unfinished(content, places.step(manifest.step), disk)
+    target = places.step(manifest.step)
+    if target.exists():
+        # The step was saved before, by a run that then went back: the new manifest takes the old one's place.
+        places.latest.unlink(missing_ok=True)
+        disk.sync_folder(places.root, action="commit/fsync")
+        disk.rename(folder / MANIFEST, target / MANIFEST, action="commit/rename")
+        disk.sync_folder(target, action="folder/fsync")
+    else:
+        disk.rename(folder, target, action="commit/rename")
+    disk.sync_folder(places.root, action="commit/fsync")
+    return Pointer(manifest.step, manifests.decode(content, target / MANIFEST).hash)
+
+
+def _require_visible(manifest: Manifest, places: Places) -> None:
+    for digest, nbytes in manifest.objects.items():
+        path = places.object(digest)
+        if not path.is_file() or path.stat().st_size != nbytes:
+            raise EnvironmentFault(
+                f"{path} was written by one rank and is not seen by rank 0: "
+                "put run.directory on a file system that all ranks share"
+            )
+
+
+def _unfinished(content: bytes, target: Path, disk: Disk) -> Path:
+    folder = temporary(target, "commit")
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir()
+    path = folder / MANIFEST
+    disk.write(path, content, kind="manifest")
+    problem = damage(path, blake3(content).hexdigest(), nbytes=len(content))
+    if problem:
+        raise CorruptCheckpoint(f"{path} {problem} right after it was written: check this disk")
+    disk.sync_folder(folder, action="folder/fsync")
+    return folder
+
+
+def point_latest(pointer: Pointer, places: Places, *, disk: Disk) -> None:
+    """Let the file `latest` name a checkpoint that is committed."""
+    unfinished = temporary(places.latest, "commit")
+    disk.write(unfinished, f"{step_name(pointer.step)}\n{pointer.hash}\n".encode(), kind="latest")
+    disk.rename(unfinished, places.latest, action="latest/rename")
+    disk.sync_folder(places.root, action="pointer/fsync")
+
+
+def read_latest(places: Places) -> Pointer | None:
+    """What `latest` says; None where there is no such file. Raises `CorruptCheckpoint` where it cannot be read."""
+    repair = "delete this file, the next save writes it again"
+    if not places.latest.exists():
+        return None
+    content = read_file(places.latest, limit_bytes=1024, error=CorruptCheckpoint, repair=repair)
+    match = _LATEST.match(content.decode("utf-8", "replace"))
+    step = step_of(match[1]) if match else None
+    if match is None or step is None:
+        raise CorruptCheckpoint(f"{places.latest} does not name a checkpoint: {repair}")
+    return Pointer(step, match[2] or "")
+
+
+def retain(places: Places, newest: int, *, keep: int, disk: Disk) -> None:
+    """Keep the `keep` newest readable checkpoints up to step `newest`; the rest and their objects go."""
+    doomed = list(surplus(places, newest, keep=keep))
+    for step in doomed:
+        disk.rename(places.step(step), temporary(places.step(step), "retired"), action="retention/rename")
+    if doomed:
+        # Were this not durable, a checkpoint could come back after a crash without its objects.
+        disk.sync_folder(places.root, action="retention/fsync")
+    sweep(places, disk=disk)
+
+
+def surplus(places: Places, newest: int, *, keep: int) -> Iterator[int]:
+    """The steps that do not stay: those after `newest`, and those before the `keep`-th readable one."""
+    kept = 0
+    for step in places.steps():
+        if step > newest or kept >= keep:
+            yield step
+        elif referenced(places.manifest(step)) is not None:
+            kept += 1
+
+
+def sweep(places: Places, *, disk: Disk) -> None:
+    """Delete what was left unfinished, and every object that no checkpoint names. Only while nobody is saving."""
+    for path in (*_entries(places.root), *_entries(places.objects)):
+        if path.name.startswith(TEMPORARY):
+            with disk.point("retention/delete", path):
+                _delete(path)
+    named: set[str] = set()
+    for step in places.steps():
+        digests = referenced(places.manifest(step))
+        if digests is None:
+            return
+        named.update(digests)
+    wanted = {places.object(digest).name for digest in named}
+    for path in _entries(places.objects):
+        if path.name not in wanted:
+            disk.remove(path, action="retention/sweep")
+
+
+def referenced(path: Path) -> Iterable[str] | None:
+    """The hashes of the objects that the manifest at `path` names; None when it cannot be read."""
+    try:
+        return manifests.read(path).objects
+    except VerificationFailed:
+        return None
+
+
+def _entries(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir())
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

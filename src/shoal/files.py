@@ -1,0 +1,65 @@
+"""Reading a file that anybody may have put there: a regular file, and never more bytes than the caller allows.
+
+A FIFO keeps its reader waiting for a writer, a device may have no end, a file may be larger than memory. So files are
+opened without waiting, examined through the open descriptor, and read up to a limit. Each caller names the error that
+its users expect and the repair that helps them.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import FileIO
+from pathlib import Path
+
+from shoal.errors import ShoalError
+
+_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+
+
+@contextmanager
+def open_file(path: Path, *, error: type[ShoalError], repair: str) -> Iterator[FileIO]:
+    """The regular file `path`, unbuffered, at its first byte.
+
+    Raises `error`, whose message ends with `repair`, where `path` is missing, is no regular file or cannot be opened,
+    and where reading it fails inside the `with` block.
+    """
+    try:
+        with FileIO(_descriptor(path, error, repair), "rb") as file:
+            yield file
+    except FileNotFoundError:
+        raise error(f"{printable(path)} is missing: {repair}") from None
+    except OSError as failure:
+        raise error(f"{printable(path)} cannot be read ({failure.strerror or failure}): {repair}") from failure
+
+
+def read_file(path: Path, *, limit_bytes: int, error: type[ShoalError], repair: str) -> bytes:
+    """All bytes of the regular file `path`. Raises `error` as `open_file` does, and beyond `limit_bytes`."""
+    pieces: list[bytes] = []
+    left = limit_bytes + 1
+    with open_file(path, error=error, repair=repair) as file:
+        while left and (piece := file.read(min(left, 1 << 20))):
+            pieces.append(piece)
+            left -= len(piece)
+    if not left:
+        raise error(f"{printable(path)} is larger than {limit_bytes} bytes: {repair}")
+    return b"".join(pieces)
+
+
+def printable(text: object) -> str:
+    """`text` as a terminal and a log can take it: bytes of a file name that are not UTF-8 are escaped."""
+    return str(text).encode("utf-8", "backslashreplace").decode()
+
+
+def _descriptor(path: Path, error: type[ShoalError], repair: str) -> int:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except ValueError as failure:
+        raise error(f"{printable(path)!r} is no file name ({failure}): {repair}") from None
+    kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
+    if kind != stat.S_IFREG:
+        os.close(descriptor)
+        raise error(f"{printable(path)} is {_KINDS.get(kind, 'a special file')}, not a regular file: {repair}")
+    return descriptor

@@ -1,0 +1,73 @@
+"""Only regular files are read, only up to the limit, and what is refused is the caller's error with its repair."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import DataError, UsageError
+from shoal.files import open_file, read_file
+
+REPAIR = "give another file"
+
+
+def read(path: Path, limit_bytes: int = 8) -> bytes:
+    return read_file(path, limit_bytes=limit_bytes, error=DataError, repair=REPAIR)
+
+
+def test_a_file_is_read_up_to_the_limit_and_not_beyond(tmp_path):
+    """The limit itself is allowed; one byte more is refused."""
+    path = tmp_path / "file"
+    path.write_bytes(b"12345678")
+    assert read(path) == b"12345678"
+    with pytest.raises(DataError, match=f"file is larger than 7 bytes: {REPAIR}"):
+        read(path, 7)
+
+
+def test_a_fifo_without_a_writer_keeps_nobody_waiting(tmp_path):
+    """Opened as a plain file it would block for ever: the test's own time limit is the proof."""
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(DataError, match=f"fifo is a FIFO, not a regular file: {REPAIR}"):
+        read(tmp_path / "fifo")
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/dev/zero", "is a device, not a regular file"),
+        ("/", "is a folder, not a regular file"),
+        ("/nowhere/at/all", "is missing"),
+        ("a\0b", "is no file name"),
+        ("a\udcff", r"a\\udcff is missing"),
+        ("/proc/self/mem", "cannot be read"),
+    ],
+)
+def test_what_is_no_readable_file_is_named(path, words):
+    """The message has the path, what it is, and the repair; it can be printed anywhere."""
+    with pytest.raises(DataError, match=words) as caught:
+        read(Path(path))
+    assert str(caught.value).endswith(REPAIR)
+    str(caught.value).encode()
+
+
+def test_a_sparse_file_of_a_terabyte_costs_no_memory(tmp_path):
+    """The size is found out by reading up to the limit, which no file can evade."""
+    path = tmp_path / "sparse"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(DataError, match="larger than 8 bytes"):
+        read(path)
+
+
+def test_no_descriptor_is_left_open(tmp_path):
+    """Neither after a refusal nor after an error of the caller's, which passes through as it is."""
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(UsageError):
+            read(tmp_path)
+        (tmp_path / "file").write_bytes(b"1")
+        with pytest.raises(ZeroDivisionError), open_file(tmp_path / "file", error=DataError, repair=REPAIR):
+            _ = 1 // 0
+    assert len(os.listdir("/proc/self/fd")) == before
