@@ -51,7 +51,9 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def parse(text: str) -> dict[str, Any]:
-    """The dictionaries of a TOML text. Raises `ValueError` where it is no TOML, or nested deeper than `MAX_DEPTH`."""
+    """The dictionaries of a TOML text. Raises `ValueError` if it is no TOML, nested deeper than `MAX_DEPTH`, or holds a
+    whole number of more than 64 bits.
+    """
     if _LONG_KEY.search(text):
         raise ValueError(f"a key has more than {MAX_DEPTH} parts")
     try:
@@ -60,7 +62,10 @@ def parse(text: str) -> dict[str, Any]:
         raise ValueError(f"values are nested deeper than {MAX_DEPTH}") from None
     level: list[Any] = [data]
     for _ in range(MAX_DEPTH):
-        level = [inner for value in level for inner in _inside(value)]
+        values = [inner for value in level for inner in _inside(value)]
+        if any(isinstance(value, int) and value.bit_length() > 64 for value in values):
+            raise ValueError("a whole number has more than 64 bits")
+        level = [value for value in values if isinstance(value, dict | list)]
     if level:
         raise ValueError(f"values are nested deeper than {MAX_DEPTH}")
     return data
@@ -86,8 +91,7 @@ def dumps(tables: Table) -> str:
 
 
 def _inside(value: Any) -> Iterable[Any]:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [item for item in inner if isinstance(item, dict | list)]
+    return value.values() if isinstance(value, dict) else value
 
 
 def _beside(path: Path) -> str:
