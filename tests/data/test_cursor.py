@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.data.cursor import Cursor, Interval, IntervalSet
-from shoal.errors import DataError
+from shoal.errors import CorruptCheckpoint
 
 intervals = st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda t: Interval(t[0], t[0] + t[1]))
 
@@ -106,5 +106,5 @@ def test_refusals():
 @pytest.mark.parametrize("state", [{}, {"committed": [[5, 3]]}, {"committed": [[0, 1.5]]}, {"committed": 3}])
 def test_a_damaged_state_is_refused(state: dict):
     """A state that no cursor wrote is an error with a repair, not a guess."""
-    with pytest.raises(DataError, match="another checkpoint"):
+    with pytest.raises(CorruptCheckpoint, match="another checkpoint"):
         Cursor.from_state(state)

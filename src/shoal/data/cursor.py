@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.errors import DataError
+from shoal.errors import CorruptCheckpoint
 
 
 @dataclass(frozen=True, order=True)
@@ -157,12 +157,12 @@ class Cursor:
         """The cursor that `to_state` described, with nothing leased.
 
         Raises:
-            DataError: `state` is not such a description.
+            CorruptCheckpoint: `state` is not such a description.
         """
         try:
             parts = [Interval(*map(_whole, pair)) for pair in state["committed"]]
         except (KeyError, TypeError, ValueError) as error:
-            raise DataError(
+            raise CorruptCheckpoint(
                 f"The checkpoint's data cursor is {dict(state)!r}, not intervals under 'committed': "
                 "resume from another checkpoint."
             ) from error
