@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shoal.comm.conditions import Conditions
 from shoal.comm.config import WireConfig
 from shoal.comm.mesh import Mesh, build_mesh
-from shoal.gradients.build import build_gradients
+from shoal.gradients.build import Summing, build_gradients
 from shoal.gradients.config import GradientsConfig
 from shoal.gradients.gradients import Gradients
 from shoal.optim.build import build_optimizer
@@ -74,7 +74,7 @@ class Case:
     dtype: torch.dtype = torch.float64
 
 
-def synced(case: Case, mesh: Mesh) -> tuple[Net, Gradients]:
+def synced(case: Case, mesh: Mesh, summing: Summing | None = None) -> tuple[Net, Gradients]:
     """The model of this rank, and what agrees on it."""
     net = Net().to(case.dtype)
     trained = [
@@ -88,6 +88,7 @@ def synced(case: Case, mesh: Mesh) -> tuple[Net, Gradients]:
         groups=mesh.ranks,
         replica=mesh.axis(*case.layout.replica_axes),
         blocks=list(net.blocks),
+        summing=summing,
     )
     return net, sync
 
