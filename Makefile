@@ -29,7 +29,7 @@ demo: $(READY)
 	@echo "Open runs/stdlib-gpt/report.html in a browser."
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(READY)
 	$(BIN)/ruff check
