@@ -1,13 +1,12 @@
-"""The size of gradient buckets, found in the first steps: every size in turn, several times, and the fastest stays.
+"""The bucket size, found in the first steps: every size in turn, several times; the fastest stays.
 
-Small buckets leave early, large ones use the wire better; which counts more depends on the machine. The sizes take
-turns, so that a slow minute slows all of them, and a median forgives the first step. Seconds are those of the slowest
-rank, the same on all ranks, which therefore choose alike.
+Small buckets leave early, large ones use the wire better; which matters more depends on the machine. The sizes take
+turns, so that a slow minute slows all of them, and a median ignores the slow first step. Times are those of the slowest
+rank, equal on all ranks, so all of them choose alike.
 
-The choice is saved, because it decides in which order three ranks or more add over Gloo, whose sums depend on the place
-of a number in its message. (Shared memory adds in the order of ranks wherever it stands; two ranks have one order.) A
-run that goes on from a checkpoint goes on with the size, or with the search where it stood. Two runs may choose
-otherwise.
+The choice is saved, because over Gloo the order in which three or more ranks sum depends on a number's place in its
+message. (Shared memory sums in the order of ranks; two ranks have only one order.) A resumed run keeps the size, or
+continues the search. Two separate runs may choose different sizes.
 """
 
 from __future__ import annotations

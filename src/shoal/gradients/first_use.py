@@ -1,8 +1,9 @@
-"""When the forward comes to a parameter: hooks before the modules that have it.
+"""When the forward first uses each parameter: hooks before the modules that own it.
 
-A parameter may be used without its module being called (`linear.weight` instead of `linear(x)`). Of such a one nothing
-is heard beforehand; but it gets a gradient. While `learning`, those are found, and from then on they count as used
-when the model itself is called. Later on such a gradient is refused: it is one of weights that were not up to date.
+A parameter may be used without calling its module (`linear.weight` instead of `linear(x)`). No hook announces that use,
+but the parameter gets a gradient. While `learning`, such parameters are found, and from then on they count as used as
+soon as the model itself is called. A gradient of a parameter that was used unannounced later on is refused: it was
+computed with a weight that may not have been updated yet.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from shoal.errors import UserCodeError
 
 
 class FirstUse:
-    """Calls `ask` with the indices of `parameters` that the module which is about to run has for its own."""
+    """Calls `ask` with the indices of those `parameters` that belong to the module that is about to run."""
 
     def __init__(
         self,
@@ -27,10 +28,10 @@ class FirstUse:
         ask: Callable[[Collection[int]], None],
     ) -> None:
         self.learning = True
-        self._ask, self._loose = ask, set[int]()
+        self._ask, self._unannounced = ask, set[int]()
         self._used: dict[int, None] = {}
         index_of = {id(parameter): index for index, (_, parameter) in enumerate(parameters)}
-        self._handles: list[RemovableHandle] = [model.register_forward_pre_hook(self._before(self._loose))]
+        self._handles: list[RemovableHandle] = [model.register_forward_pre_hook(self._before(self._unannounced))]
         for module in model.modules():
             own = [index_of[id(p)] for p in module.parameters(recurse=False) if id(p) in index_of]
             if own:
@@ -39,7 +40,7 @@ class FirstUse:
 
     @property
     def order(self) -> Sequence[int]:
-        """The parameters that were used in this step, first use first."""
+        """The parameters used in this step, in the order of their first use."""
         return list(self._used)
 
     def start(self) -> None:
@@ -68,6 +69,6 @@ class FirstUse:
                     'steps: under gradients.schedule = "priority" it may be older than the others. Call the module, '
                     'or set gradients.schedule to "order"'
                 )
-            self._loose.add(index)
+            self._unannounced.add(index)
 
         return arrived

@@ -1,4 +1,4 @@
-"""Units of ZeRO-3: parameters that come and go together, and the hooks that make them do so.
+"""Units of ZeRO-3: parameters that are gathered and released together, and the hooks that do it.
 
     before the forward of a block    gather it, and begin to gather the next
     after it                         release it
@@ -6,17 +6,17 @@
     after it                         release it                                        (hook: gradients of its inputs)
 
 What belongs to no block, or to several, is gathered before the first module that uses it and stays until the backward
-is over. The order of gathers follows from the model's control flow, which has to be the same on all ranks of `shard`.
+is over. The order of gathers follows from the model's control flow, which must be the same on all ranks of `shard`.
 
 Note: recompute
 ---------------
-A block that recomputes its forward in the backward runs through its hooks again. It is gathered already, and must not
-be released before its own backward: a forward within a backward releases nothing.
+A block that recomputes its forward in the backward runs its hooks again. It is already gathered and must not be
+released before its own backward, so a forward inside a backward releases nothing.
 
 Note: schedules
 ---------------
-In a pipeline's schedule a unit stays from its first use to the end: it would otherwise travel twice a microbatch, and a
-schedule that computes the gradients of weights apart from those of activations comes back to it after its hooks.
+In a pipeline's schedule a unit stays gathered from its first use to the end. Otherwise it would be gathered twice a
+microbatch, and a schedule that computes weight gradients separately needs it again after its hooks have run.
 
 Note: what autograd has saved
 -----------------------------
