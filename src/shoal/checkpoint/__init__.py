@@ -4,7 +4,6 @@
     newest_verified, checkpoint_in   the newest whole checkpoint of a run; a checkpoint that is named
     read_manifest                    what a checkpoint says it contains
     read_into, read_all              its tensors, into memory of any layout, or whole
-    Target, Held                     how a rank says which parts of a tensor it holds
 
 The names are imported when they are first used: `shoal.checkpoint.config` is read where torch is not.
 The format and its guarantees: docs/checkpoints.md.
@@ -17,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal.checkpoint.agreement import Exchange, LocalExchange
-    from shoal.checkpoint.inventory import Held, Target
     from shoal.checkpoint.load import read_all, read_into
     from shoal.checkpoint.manifest import Manifest
     from shoal.checkpoint.save import Saver, SaveReport
@@ -25,12 +23,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Exchange",
-    "Held",
     "LocalExchange",
     "Manifest",
     "SaveReport",
     "Saver",
-    "Target",
     "checkpoint_in",
     "checkpoints",
     "newest_verified",
@@ -41,7 +37,6 @@ __all__ = [
 
 _MODULES = {
     "agreement": ("Exchange", "LocalExchange"),
-    "inventory": ("Held", "Target"),
     "load": ("read_all", "read_into"),
     "manifest": ("Manifest",),
     "save": ("SaveReport", "Saver"),

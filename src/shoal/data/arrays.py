@@ -1,9 +1,8 @@
 """Inputs and targets as two arrays, in memory or mapped from .npy files; the first dim of both counts samples.
 
-Scikit-learn's handwritten digits: 1,797 images of 8 x 8 grey values, which come with the package.
-
+`digits` gives such arrays without a file: scikit-learn's 1,797 images of handwritten digits, 8 x 8 grey values. A fixed
+fifth is held out: the images whose index has the smallest hashes, whatever the seed of the run.
 Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998.
-A fixed fifth is held out: the images whose index has the smallest hashes, whatever the seed of the run.
 """
 
 from __future__ import annotations
