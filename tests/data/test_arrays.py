@@ -4,6 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from shoal.data.arrays import Arrays
 from shoal.errors import DataError
@@ -31,7 +33,7 @@ def test_files_equal_memory(tmp_path: Path):
 def test_bad_arrays_are_refused(tmp_path: Path):
     """Missing, empty, pickled, foreign, unequal: each has its sentence."""
     good = np.zeros(3)
-    with pytest.raises(DataError, match="There is no file"):
+    with pytest.raises(DataError, match=r"none\.npy is missing: correct the path"):
         Arrays(tmp_path / "none.npy", good)
     with pytest.raises(DataError, match="at least one sample"):
         Arrays(good, np.zeros((0, 2)))
@@ -47,3 +49,41 @@ def test_bad_arrays_are_refused(tmp_path: Path):
         Arrays(tmp_path / "z.npz", good)
     with pytest.raises(DataError, match="3 inputs and 4 targets"):
         Arrays(good, np.zeros(4))
+
+
+ODD = ["2**62", "9" * 5000, "(" * 300, "-1", "None", "1.5", "'\\ud800'", "[]", "{}", "3, 4611686018427387904", "0"]
+
+
+def property_of_a_changed_file(folder: Path, data: st.DataObject) -> None:
+    """An odd shape or type in the header, or changed bytes anywhere: an array no larger than the file, or refused."""
+    path = folder / "a.npy"
+    path.unlink(missing_ok=True)  # what was opened is mapped: the file must not change under it
+    np.save(path, np.arange(12.0).reshape(3, 4))
+    content = path.read_bytes()
+    old = data.draw(st.sampled_from([b"3, 4", b"<f8", b"False", b"'shape'"]))
+    content = content.replace(old, data.draw(st.sampled_from(ODD)).encode())
+    if data.draw(st.booleans()):
+        at, gone = data.draw(st.integers(0, len(content))), data.draw(st.integers(0, 9))
+        content = content[:at] + data.draw(st.binary(max_size=9)) + content[at + gone :]
+    path.write_bytes(content)
+    try:
+        found = Arrays(path, path)
+    except DataError as error:
+        str(error).encode()
+    else:
+        assert found.inputs.nbytes <= len(content)
+
+
+@settings(deadline=None, max_examples=100, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_a_changed_file_is_read_or_refused(tmp_path: Path, data: st.DataObject):
+    """A header is Python source to numpy: whatever its parser raises, the user sees a `DataError`."""
+    property_of_a_changed_file(tmp_path, data)
+
+
+@pytest.mark.stress
+@settings(deadline=None, max_examples=20_000, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_many_changed_files_are_read_or_refused(tmp_path: Path, data: st.DataObject):
+    """The same with two hundred times the examples."""
+    property_of_a_changed_file(tmp_path, data)

@@ -1,4 +1,4 @@
-"""How tensors become objects: a grid of cells that depends on shapes alone, never on who holds what.
+"""The grid on which tensors are cut and packed into objects: it depends on shapes alone, never on who holds what.
 
 A tensor of shape `s` is cut into slabs of at most `limit` bytes, along the outermost dim that allows it, in equal
 parts: with `r = floor(limit / bytes of one row)` rows at most in a slab, `n = ceil(s_0 / r)` slabs of `ceil(s_0 / n)`
@@ -6,7 +6,7 @@ rows. A row that is itself too large is cut along the next dim. Boxes are then p
 parcels of at most `limit` bytes, one top-level prefix ("model/", "optimizer/") at a time; one parcel is one file.
 Equal tensors that every rank holds therefore become equal bytes in any world. Where ranks hold parts of a tensor, the
 cells are cut at the borders of the parts (`plan`), so that nothing has to move before it is written; loading under
-another layout is the intersection of boxes.
+another layout is the intersection of boxes. `tiles` checks the cut that a manifest claims.
 """
 
 from __future__ import annotations

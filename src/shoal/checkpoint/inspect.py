@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -32,6 +33,7 @@ from shoal.checkpoint.verify import (
     latest_finding,
     read_manifest,
     run_directory_of,
+    unprotected,
 )
 from shoal.errors import EnvironmentFault, UsageError, VerificationFailed
 from shoal.files import open_file, printable
@@ -154,6 +156,18 @@ def verify(directory: Path, step: int | None = None) -> list[Finding]:
     pointer = latest_finding(directory) if step is None else None
     found = [finding for folder in folders for finding in _findings(folder, directory)]
     return [*found, pointer] if pointer is not None else found
+
+
+def unprotected_notes(directory: Path, step: int | None = None) -> list[str]:
+    """A sentence for each checkpoint, or that of `step`, whose manifest an earlier version wrote without a hash."""
+    notes: list[str] = []
+    for folder in checkpoints(directory):
+        with suppress(VerificationFailed):
+            manifest = read_manifest(folder)
+            note = unprotected(manifest)
+            if note and step in (None, manifest.step):
+                notes.append(note)
+    return notes
 
 
 def _findings(folder: Path, directory: Path) -> list[Finding]:

@@ -1,4 +1,8 @@
-"""What one rank holds of the tensors to be saved, as data: from the inventories of all, each makes the same plan."""
+"""What one rank holds of the tensors that are saved, as data.
+
+A rank publishes its inventory, a list of items: the name, type and shape of each tensor of the unsplit model, and the
+boxes of it that lie here. From the inventories of all ranks, each makes the same plan.
+"""
 
 from __future__ import annotations
 

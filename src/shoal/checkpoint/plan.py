@@ -1,15 +1,14 @@
-"""Who holds what of one tensor, told apart: the coarsest boxes inside which every element has the same holders.
+"""Which rank writes which part of which tensor: computed alike on every rank from what all of them hold.
 
 Ranks cut a tensor as they like: tensor parallelism in columns, ZeRO in runs of a flat buffer, two stages of a pipeline
-each in its own way. Boxes of different ranks that are equal or have nothing in common need no cut. Where they overlap
-otherwise, they are cut at each other's borders, and then every element of what they cover must have the same number of
-holders: they are copies, each cut in its own way. Anything else is a mistake: two ranks believe to own one element.
+each in its own way. `atoms_of` finds the coarsest boxes inside which every element has the same holders. Boxes of
+different ranks that are equal or have nothing in common need no cut. Where they overlap otherwise, they are cut at each
+other's borders, and then every element of what they cover must have the same number of holders: they are copies, each
+cut in its own way. Anything else is a mistake: two ranks believe to own one element.
 
-How tensors become objects, and which rank writes which: computed alike on every rank from what all of them hold.
-
-The cells of the grid are cut at the borders of the parts that ranks hold, and each piece is written by one of its
-holders: a save moves no bytes between ranks (decision 0008). Pieces share an object with pieces of the same holders
-only, so that one rank can write all of it. Where every rank holds everything, that is the grid alone.
+`plan_for` cuts the cells of the grid at the borders of the atoms and gives each piece to one of its holders: a save
+moves no bytes between ranks (decision 0008). Pieces share an object with pieces of the same holders only, so that one
+rank can write all of it. Where every rank holds everything, that is the grid alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """What a checkpoint holds beside tensors: JSON, in which the counts of a run must agree with each other.
 
-A run writes how far it has come under the keys of `Progress`. These numbers say one thing several times: the step is
-also that of the manifest, and every sample that was counted is a position that the cursor has committed. A flipped
-digit breaks one of these rules, or the hash of the manifest, before it can make a run use a sample twice.
+A run writes how far it has come as `step`, `skipped`, `samples`, `tokens` and `cursor`. These numbers say one thing
+several times: the step is also that of the manifest, and every sample that was counted is a position that the cursor
+has committed. A flipped digit breaks one of these rules, or the hash of the manifest, before it can make a run use a
+sample twice.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ from shoal.errors import UsageError
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
-class Cursor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Positions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The positions that a run has used: half-open intervals, ascending, with a gap between any two."""
 
     committed: list[tuple[Count, Count]]
 
 
-class Progress(msgspec.Struct, frozen=True):
+class _Counts(msgspec.Struct, frozen=True):
     """How far a run has come: optimizer steps taken and skipped, samples and tokens used, and which samples."""
 
     step: Count
     skipped: Count
     samples: Count
     tokens: Count
-    cursor: Cursor
+    cursor: _Positions
 
 
 def contradiction(state: Mapping[str, Any], *, step: int) -> str | None:
@@ -42,20 +43,20 @@ def contradiction(state: Mapping[str, Any], *, step: int) -> str | None:
     if "identity" not in state:
         return None
     try:
-        progress = msgspec.convert(state, Progress)
+        counts = msgspec.convert(state, _Counts)
     except msgspec.ValidationError as error:
         return f"its state is not that of a run: {error}"
-    if progress.step != step:
-        return f"it is the checkpoint of step {step}, and its state is that of step {progress.step}"
-    if progress.skipped > step:
-        return f"it has skipped {progress.skipped} of {step} steps"
+    if counts.step != step:
+        return f"it is the checkpoint of step {step}, and its state is that of step {counts.step}"
+    if counts.skipped > step:
+        return f"it has skipped {counts.skipped} of {step} steps"
     used, end = 0, -1
-    for start, stop in progress.cursor.committed:
+    for start, stop in counts.cursor.committed:
         if not end < start < stop:
             return f"its data cursor has the interval [{start}, {stop}) after position {end}"
         used, end = used + stop - start, stop
-    if used != progress.samples:
-        return f"it counts {progress.samples} samples, and its data cursor {used}"
+    if used != counts.samples:
+        return f"it counts {counts.samples} samples, and its data cursor {used}"
     return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -33,11 +33,22 @@ def ls(directory: RunDirectory, as_json: AsJson = False) -> None:
         print(json.dumps({"checkpoints": rows}))
         return
     for row in rows:
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["created"])) if row["created"] else "unreadable"
-        state = "whole" if row["verified"] else "DAMAGED: 'shoal checkpoint verify' says where"
-        print(f"step {row['step']:>8}  {when}  {row['tensors'] or 0} tensors, {row['nbytes'] or 0:,} bytes  {state}")
+        size = f"{row['tensors'] or 0} tensors, {row['nbytes'] or 0:,} bytes"
+        print(f"step {row['step']:>8}  {_when(row)}  {size}  {_state(row)}")
     if not rows:
         print(f"{directory} holds no checkpoint")
+
+
+def _when(row: dict[str, Any]) -> str:
+    if row["created"] is None:
+        return "unreadable"
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["created"]))
+
+
+def _state(row: dict[str, Any]) -> str:
+    if not row["verified"]:
+        return "DAMAGED: 'shoal checkpoint verify' says where"
+    return "whole" if row["protected"] else "whole, manifest of an earlier version: not protected by a hash"
 
 
 @app.command("verify")
@@ -48,17 +59,20 @@ def verify(
 ) -> None:
     """Reads every byte of the checkpoints again and compares hashes; exit 6 where one is not what was written.
 
+    Also names, without failing, checkpoints of earlier versions, whose manifests have no hash of their own.
+
     Example: shoal checkpoint verify runs/stdlib-gpt
     """
+    from shoal.checkpoint.inspect import unprotected_notes
     from shoal.checkpoint.inspect import verify as examine
 
     found = [msgspec.to_builtins(finding) for finding in examine(directory, step)]
+    notes = unprotected_notes(directory, step)
     if as_json:
-        print(json.dumps({"findings": found}))
+        print(json.dumps({"findings": found, "notes": notes}))
     else:
-        print(
-            "\n".join(finding["sentence"] for finding in found) if found else f"{directory}: every checkpoint is whole"
-        )
+        said = [finding["sentence"] for finding in found] or [f"{directory}: every checkpoint is whole"]
+        print("\n".join([*said, *notes]))
     raise typer.Exit(6 if found else 0)
 
 

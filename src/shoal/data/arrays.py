@@ -1,9 +1,8 @@
 """Inputs and targets as two arrays, in memory or mapped from .npy files; the first dim of both counts samples.
 
-Scikit-learn's handwritten digits: 1,797 images of 8 x 8 grey values, which come with the package.
-
+`digits` gives such arrays without a file: scikit-learn's 1,797 images of handwritten digits, 8 x 8 grey values. A fixed
+fifth is held out: the images whose index has the smallest hashes, whatever the seed of the run.
 Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998.
-A fixed fifth is held out: the images whose index has the smallest hashes, whatever the seed of the run.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from shoal.errors import DataError, MissingExtra
+from shoal.files import open_file
 
 
 class Arrays:
@@ -52,11 +52,12 @@ def _opened(source: np.ndarray | str | Path, name: str) -> np.ndarray:
 
 
 def _mapped(path: Path, name: str) -> np.ndarray:
-    if not path.is_file():
-        raise DataError(f"There is no file {path} for the {name}: correct the path, or make it with numpy.save.")
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
+        with open_file(path, error=DataError, repair=f"correct the path of the {name}, or make it with numpy.save"):
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except DataError:
+        raise
+    except Exception as error:  # numpy evaluates the header: a damaged one raises whatever Python's parser does
         raise DataError(
             f"{path} is no .npy array of numbers ({error}): write it with numpy.save, without objects in it."
         ) from error

@@ -1,16 +1,11 @@
-"""Where prepared corpora are kept.
+"""Text corpora: which files belong to one, which of them are held out, and the loss that a model has to beat.
 
-Which files of a corpus are held out of training: those whose path hashes below the wanted fraction.
+The standard library of the running interpreter is a corpus that every machine with Python has; its tests, which repeat
+themselves, and generated files, which are tables, are left out. A file is held out of training when the hash of its
+path falls below the wanted fraction, so that it stays on its side when other files come and go. The baseline is an
+add-one-smoothed bigram model of bytes:
 
-A file's side depends on its own name alone, so that it stays there when other files come and go.
-
-The standard library of this very interpreter as a corpus: real text that every machine with Python has.
-
-Tests and generated files are left out: the first repeat themselves, the second are tables that no model should learn.
-
-The baseline that any model of text must beat: an add-one-smoothed bigram model of bytes.
-
-p(b | a) = (count(a b) + 1) / (count(a) + 256),    loss = -mean of ln p over the held-out pairs, in nats per byte
+    p(b | a) = (count(a b) + 1) / (count(a) + 256),    loss = -mean of ln p over the held-out pairs, in nats per byte
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""Stretches of positions: one of them, and a set of them.
+"""How far the run has come through its data: the positions that are leased and those that are committed.
 
-A position counts samples over the whole run, epochs included. `Interval(a, b)` is the half-open stretch [a, b);
-`IntervalSet` keeps sorted, disjoint stretches that never touch, so that two equal sets are equal values.
+A position counts samples over the whole run, epochs included. `Interval(a, b)` is [a, b); an `IntervalSet` keeps
+sorted, disjoint intervals that never touch, so that equal sets are equal values.
 
-How far the run has come through its data: the positions that are leased and those that are committed.
-
-A step leases positions, computes, and commits them when its update counts, or releases them when it does not. A
-synchronous run could do with one integer; the sets also serve runs whose contributions overtake each other or are
-dropped. Only what is committed survives a restart, so that a lease that a crash cut short is the first to be handed
-out again: every position is used in exactly one committed step. World size has no part in it.
+A step leases positions, computes, and commits them when its update counts, or releases them when it does not. One
+integer would do for a synchronous run; sets also serve runs whose contributions overtake each other or are dropped.
+Only what is committed survives a restart, so a lease that a crash cut short is the first to be handed out again: every
+position is used in exactly one committed step. World size has no part in it.
 """
 
 from __future__ import annotations

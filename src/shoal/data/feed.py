@@ -1,11 +1,10 @@
-"""Reading some samples of a source as one batch, with errors that say which sample it was.
+"""The feed: one replica's microbatches, read ahead by threads while the step before them trains.
 
-The feed: one replica's microbatches, read ahead by threads while the step before them trains.
-
-The steps' intervals are leases of a cursor of the feed's own, so they are those that the engine's cursor will lease;
-this replica's share of each is read by one reader. Results are handed over in the order of the steps, whichever reader
-is ready first. Threads suffice: reading waits for disks, and numpy and torch release the interpreter while they copy.
-They are daemons, so that a data source that hangs cannot keep the interpreter from leaving.
+The feed leases the steps' intervals from a cursor of its own, so they are those that the engine's cursor will lease.
+One reader reads this replica's share of a step; steps are handed over in their order, whichever reader is ready first.
+Errors of the data source name the sample and its position. Threads suffice: reading waits for disks, and numpy and
+torch release the interpreter while they copy. They are daemons, so that a data source that hangs cannot keep the
+interpreter from leaving.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which sample stands at which position of the run: a keyed permutation, evaluated index by index.
+"""Which sample stands at which position of the run, and how the positions of a step are divided.
 
 Position p belongs to epoch e = p // n at index i = p % n. Within an epoch the order is a balanced Feistel network on
 the smallest even-bit domain 2^2h >= n, eight rounds of
@@ -11,11 +11,10 @@ with Arbitrary Finite Domains", CT-RSA 2002), which keeps it a permutation; the 
 than four passes on average. Nothing is stored: an order of 10^12 samples costs no memory, and neither the world size
 nor the batch size has a part in it.
 
-How one step's positions are divided: over the replicas that are present, then into microbatches.
-
-Both are contiguous cuts of an interval. Sizes may differ, by at most one group of samples: uneven is legal, because
-the loss is a sum over a global denominator. A *group* is what batch statistics are taken over; no cut goes through one,
-so that statistics do not depend on how many replicas there are.
+A step's positions are cut into contiguous parts, one for each replica that is present, and those into microbatches.
+Parts may differ in size by one group of samples, because the loss is a sum over a global denominator. A *group* is
+what batch statistics are taken over; no cut goes through one, so that statistics do not depend on the number of
+replicas.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ import numpy as np
 
 from shoal.data.corpora import bigram_nats_per_byte, split_by_path
 from shoal.errors import DataError
+from shoal.files import read_file
 
 SEPARATOR = 0
 VOCABULARY = 256
@@ -152,11 +153,15 @@ def _baseline(folder: Path) -> float:
     return bigram_nats_per_byte(train, held_out)
 
 
+def _meta_bytes(folder: Path) -> bytes:
+    return read_file(folder / META, limit_bytes=1 << 16, error=DataError, repair="delete that folder")
+
+
 def _opened(folder: Path) -> TextCorpus:
     try:
-        meta = msgspec.json.decode((folder / META).read_bytes(), type=TextMeta)
+        meta = msgspec.json.decode(_meta_bytes(folder), type=TextMeta)
         sizes = tuple((folder / name).stat().st_size for name in (TRAIN, HELD_OUT))
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"The cached corpus {folder} is damaged ({error}): delete that folder.") from error
     if sizes != (meta.train_bytes, meta.held_out_bytes):
         raise DataError(f"The cached corpus {folder} has files of other sizes than its meta.json: delete that folder.")

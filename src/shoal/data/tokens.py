@@ -1,14 +1,10 @@
-"""Token files, and windows over them.
+"""Token files, and their tokens as samples.
 
-A token file is nothing but ids, one after the other, little-endian; it is mapped into memory, never read whole. Sample
-i of length S is tokens[i S : i S + S + 1], the first S of them as inputs and the last S as targets: neighbours share
-one token, so that every token but the first is a target once.
-
-Packing: how documents of all lengths become samples of at most `sequence` tokens.
-
-`concatenate` cuts windows from the documents end to end, so that samples are full and cross borders. `pad` lets no
-sample cross a border: a document is cut into pieces of at most `sequence` tokens, the last one shorter, and nothing of
-it is dropped. A document of L tokens has L - 1 targets, hence ceil((L - 1) / sequence) pieces.
+A token file is nothing but ids, one after the other, little-endian; it is mapped into memory, never read whole. There
+are two ways to make samples of at most `sequence` tokens of it. `Windows` ("concatenate") cuts the documents end to
+end: sample i of length S is tokens[i S : i S + S + 1], the first S of them as inputs and the last S as targets, so that
+every token but the first is a target once. `Pieces` ("pad") lets no sample cross the border of a document: a document
+of L tokens, which has L - 1 targets, becomes ceil((L - 1) / sequence) pieces, the last one shorter.
 """
 
 from __future__ import annotations
