@@ -1,93 +1,86 @@
-"""Where a run stands, as one or two lines of text: what every display shows.
+"""How far long work has come that is no training: `shoal verify`, `evaluate`, `plan --measure`.
 
-The training loop only stores references here (about a microsecond a step); text is made when somebody looks.
+    with open_progress(sys.stderr) as progress:
+        for number, plan in enumerate(plans):
+            progress.update(f"trying {plan}", done=number, total=len(plans))
+
+On a terminal it is one line in place with the time elapsed, which vanishes at the end; elsewhere a line for each
+thing that is said. It goes to standard error: standard output belongs to the result.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from types import TracebackType
+from typing import TextIO
 
-from shoal.observe import figures
+from rich.text import Text
 
-SLOW_DATA_SHARE = 0.01
-"""Waiting for data is mentioned above this share of the step."""
+from shoal import units
+from shoal.escape import escape_controls
+from shoal.observe.status import BETWEEN
+from shoal.observe.terminal import LiveLines, bar, is_terminal
+
+BAR_CELLS = 20
 
 
 class Progress:
-    """The latest values of a run, its pace and the time that is left."""
+    """Hears how far some work has come and shows nothing: for ranks other than 0, and where nobody asked."""
 
-    def __init__(
-        self, title: str, total_steps: int, *, first_step: int, clock: Callable[[], float] = time.monotonic
+    def update(self, text: str, *, done: int = 0, total: int = 0) -> None:
+        """The work is now at `text`; `done` of `total` parts are behind it (0 of 0 where that is not known)."""
+
+    def close(self) -> None:
+        """The work is over; a second call does nothing."""
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """`first_step` is the number of the first step that this life does (1 in a fresh run)."""
-        self.title = title
-        self.total_steps = total_steps
-        self.step = first_step - 1
-        self.values: Mapping[str, float] = {}
-        self.held_out: dict[str, float] = {}
-        self._clock = clock
-        self._start_step = self.step
-        self._start_s = clock()
+        self.close()
 
-    def update(self, step: int, values: Mapping[str, float]) -> None:
-        """Stores a step. An evaluation alone (`loss/eval` without `loss/train`) leaves the other values standing."""
-        self.step = step
-        for name in ("loss/eval", "accuracy/eval"):
-            if name in values:
-                self.held_out[name] = values[name]
-        if "loss/train" in values or "loss/eval" not in values:
-            self.values = values
 
-    @property
-    def share(self) -> float:
-        """The share of the run that is done, from 0 to 1."""
-        return min(1.0, self.step / self.total_steps) if self.total_steps > 0 else 0.0
+class PlainProgress(Progress):
+    """A line for each text that differs from the one before; counts that move on under one text print nothing."""
 
-    def left_s(self) -> float | None:
-        """Seconds to the last step at the mean pace of this life, None before its second step."""
-        done = self.step - self._start_step
-        if done < 2:
-            return None
-        return (self._clock() - self._start_s) / done * max(0, self.total_steps - self.step)
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._last = ""
 
-    def position(self) -> str:
-        """Step, total and the time left."""
-        if self.step == self._start_step:
-            return "starting"
-        left_s = self.left_s()
-        left = "" if left_s is None or self.step >= self.total_steps else f"  {figures.duration(max(1.0, left_s))} left"
-        return f"step {self.step}/{self.total_steps}{left}"
+    def update(self, text: str, *, done: int = 0, total: int = 0) -> None:
+        if text == self._last:
+            return
+        self._last = text
+        print(escape_controls(text, encoding=self._stream.encoding or "utf-8"), file=self._stream, flush=True)
 
-    def measurements(self) -> list[str]:
-        """The figures that matter now, the most important first."""
-        values = self.values
-        parts = [f"{label} {form(source[name])}" for label, name, source, form in self._table() if name in source]
-        for name, unit in (("tokens", "tokens/s"), ("samples", "samples/s")):
-            if (pace := values.get(f"throughput/{name}_per_second")) is not None:
-                parts.append(f"{figures.count(pace)} {unit}")
-                break
-        return parts + self._waiting()
 
-    def line(self) -> str:
-        """All of it in one line, for a log or a pipe."""
-        return "  ".join([self.position(), *self.measurements()])
+class TerminalProgress(Progress):
+    """One line in place: a bar where the number of parts is known, the text, and the time elapsed."""
 
-    def _table(self) -> list[tuple[str, str, Mapping[str, float], Callable[[float], str]]]:
-        return [
-            ("loss", "loss/train", self.values, figures.loss),
-            ("held out", "loss/eval", self.held_out, figures.loss),
-            ("accuracy", "accuracy/eval", self.held_out, figures.percent),
-            ("lr", "lr", self.values, "{:.2e}".format),
-        ]
+    def __init__(self, stream: TextIO, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._text, self._done, self._total = "", 0, 0
+        self._clock, self._start_s = clock, clock()
+        self._lines = LiveLines(stream, self._draw)
 
-    def _waiting(self) -> list[str]:
-        step_s = self.values.get("time/step", 0.0)
-        if step_s <= 0:
-            return []
-        parts = []
-        if (sync_s := self.values.get("time/sync_exposed")) is not None:
-            parts.append(f"sync {figures.percent(sync_s / step_s)}")
-        if (data_s := self.values.get("time/data", 0.0)) > SLOW_DATA_SHARE * step_s:
-            parts.append(f"data wait {figures.percent(data_s / step_s)}")
-        return parts
+    def update(self, text: str, *, done: int = 0, total: int = 0) -> None:
+        self._text, self._done, self._total = escape_controls(text), done, total
+        self._lines.open()
+
+    def close(self) -> None:
+        self._lines.close(erase=True)
+
+    def _draw(self, columns: int) -> Text:
+        elapsed = units.clock(self._clock() - self._start_s)
+        counted = f"{self._done}/{self._total}{BETWEEN}" if self._total > 0 else ""
+        line = f"{counted}{elapsed}{BETWEEN}{self._text}"
+        cells = BAR_CELLS if self._total > 0 and len(line) + BAR_CELLS + len(BETWEEN) <= columns else 0
+        drawn = Text(no_wrap=True, overflow="crop").append(bar(self._done / max(1, self._total), cells))
+        return drawn.append(((BETWEEN if cells else "") + line)[: columns - cells])
+
+
+def open_progress(stream: TextIO) -> Progress:
+    """The progress for `stream`: in place where it is a terminal, plain lines elsewhere."""
+    return TerminalProgress(stream) if is_terminal(stream) else PlainProgress(stream)
