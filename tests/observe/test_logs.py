@@ -34,8 +34,11 @@ def test_the_sink_writes_what_is_said_and_how_it_ended(tmp_path: Path) -> None:
     sink.note("too late")
     lines = [line.split("  ", 2)[2] for line in log_path(tmp_path, 0).read_text(encoding="utf-8").splitlines()]
     assert lines == [
-        "INFO     own: steps 4 to 9", "INFO     a note\\x1b[2J", "WARNING  rank 2 is late", "ERROR    failed: ValueError: no",
-    ]  # fmt: skip
+        "INFO     own: steps 4 to 9",
+        "INFO     a note\\x1b[2J",
+        "WARNING  rank 2 is late",
+        "ERROR    failed: ValueError: no",
+    ]
 
 
 def test_two_runs_of_one_process_do_not_mix(tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def test_many_ranks_are_shown_by_their_slowest(tmp_path: Path) -> None:
     write_run(tmp_path, steps=3, ranks=30)
     page = report(tmp_path)
     text = re.sub(r"\s+", " ", Balanced(page).text)
-    assert "<tr><th>29</th>" in page
+    assert '<tr><th data-label="rank">29</th>' in page
     assert page.count('<td data-label=""><div class="bar">') == 24
     assert "Rank 29 is the slowest" in text
     assert "The 24 with the most work of 30 are shown" in text

@@ -74,18 +74,25 @@ def test_every_sink_is_finished_once_and_the_last_first() -> None:
 def test_an_exception_is_an_ending(error: BaseException | None, ending: Ending) -> None:
     """As a context, `Sinks` tell how the run ended; the exception goes on, and a broken sink does not hide it."""
     heard: list[object] = []
-    try:
-        with Sinks(Recorder(heard, broken=error is not None)):
-            if error is not None:
-                raise error
-    except BaseException as raised:
-        assert raised is error
-        assert getattr(raised, "__notes__", None) == ["and at the end of the run:  is broken"]
-    assert heard == [("", ending)]
+    if error is None:
+        with Sinks(Recorder(heard)):
+            pass
+    else:
+        with pytest.raises(type(error)) as raised:
+            _fail_within(Sinks(Recorder(heard, broken=True)), error)
+        assert raised.value is error
+        assert getattr(error, "__notes__", None) == ["and at the end of the run:  is broken"]
+    assert heard[-1] == ("", ending)
+
+
+def _fail_within(sinks: Sinks, error: BaseException) -> None:
+    with sinks:
+        sinks.start(RUN)
+        raise error
 
 
 def test_rank_0_writes_everything_and_the_others_their_events_and_logs(tmp_path: Path) -> None:
-    """A run of two ranks in one directory: events and logs of both; the display, the ending and the report of rank 0."""
+    """A run of two ranks in one directory: events and logs of both; display, ending and report of rank 0."""
     for rank in (1, 0):
         stream = io.StringIO()
         with open_sinks(ObserveConfig(), tmp_path, rank=rank, stream=stream) as sinks:
@@ -114,12 +121,9 @@ def test_who_reports_a_failure_is_chosen(tmp_path: Path) -> None:
     for failures, error, expected in ((False, ValueError("x"), None), (False, Diverged("y"), "diverged"),
                                       (True, ValueError("x"), "failed")):  # fmt: skip
         directory = tmp_path / f"{failures}-{expected}"
-        with (
-            pytest.raises(type(error)),
-            open_sinks(ObserveConfig(), directory, rank=0, stream=io.StringIO(), reports_failure=failures) as sinks,
-        ):
-            sinks.start(RUN)
-            raise error
+        sinks = open_sinks(ObserveConfig(), directory, rank=0, stream=io.StringIO(), reports_failure=failures)
+        with pytest.raises(type(error)):
+            _fail_within(sinks, error)
         ending = ending_in(read_facts(directory))
         assert (ending.state if ending else None) == expected
         assert (directory / "report.html").exists() == (expected is not None)

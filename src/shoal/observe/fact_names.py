@@ -28,12 +28,13 @@ _NAMES: Mapping[str, str] = MappingProxyType(
         "torch": "PyTorch",
         "python": "Python",
         "threads": "Threads of a rank",
-        "data/hash": "Hash of the data",
+        "data/vocabulary": "Vocabulary",
+        "data/train/files": "Training files",
+        "data/held_out/files": "Held-out files",
         "data/train/samples": "Training samples",
         "data/held_out/samples": "Held-out samples",
         "data/train/bytes": "Training text",
         "data/held_out/bytes": "Held-out text",
-        "data/baseline/bigram_nats_per_byte": "Loss of a bigram model, nats/byte",
         "corpus/name": "Corpus",
         "corpus/hash": "Hash of the corpus",
         "corpus/bytes": "Size of the corpus",
@@ -44,16 +45,20 @@ _NAMES: Mapping[str, str] = MappingProxyType(
         "evaluation/accuracy": "Held-out accuracy",
     }
 )
+_TOLD_ELSEWHERE = frozenset({"data/hash", "data/baseline/bigram_nats_per_byte"})
 
 
 def name_and_value(key: str, value: Any) -> tuple[str, str]:
-    """A fact in words; a key that is not known is written with spaces, "own/tuning_runs" as "Own: tuning runs"."""
+    """A fact in words; a key that is not known is written with spaces, "own/tuning_runs" as "Own: tuning runs".
+
+    The value is "" for a fact that needs no row: it stands elsewhere on the page, or is an axis that splits nothing.
+    """
     words = ": ".join(key.split("/")).replace("_", " ")
     return _NAMES.get(key, words[:1].upper() + words[1:]), _written(key, value)
 
 
 def _written(key: str, value: Any) -> str:
-    if value is None:
+    if value is None or key in _TOLD_ELSEWHERE or (key.startswith("layout/") and value == 1):
         return ""
     if isinstance(value, bool):
         return "yes" if value else "no"

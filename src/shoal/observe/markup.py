@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-NARROW_COLUMNS = 3
+NARROW_COLUMNS = 4
 """Tables of at most so many columns fit a phone as they are."""
 
 
@@ -52,4 +52,4 @@ def tabs(name: str, panels: Sequence[tuple[str, str]]) -> str:
 def _row(cells: Sequence[Cell], labels: Sequence[str]) -> str:
     name, *values = (cell if isinstance(cell, Html) else escape(cell) for cell in cells)
     data = "".join(f'<td data-label="{label}">{value}</td>' for label, value in zip(labels[1:], values, strict=True))
-    return f"<tr><th>{name}</th>{data}</tr>"
+    return f'<tr><th data-label="{labels[0]}">{name}</th>{data}</tr>'

@@ -129,9 +129,9 @@ def key_numbers(record: Record, summary: Summary) -> str:
 def _state(record: Record, step: int, total_steps: int | None) -> str:
     if record.ending is not None:
         return record.ending.state
-    if record.running:
-        return "running"
-    return "finished" if total_steps is not None and step >= total_steps else "killed"
+    if total_steps is not None and step >= total_steps:
+        return "finished"
+    return "running" if record.running else "killed"
 
 
 def _failure(record: Record, summary: Summary) -> str:
