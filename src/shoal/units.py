@@ -33,6 +33,13 @@ def count(value: float) -> str:
     return f"{value:.3g}" if value % 1 else f"{value:.0f}"
 
 
+def quantity(value: float) -> str:
+    """A price, a rate, an amount: three digits and more, written out: 0.0123, 4.56, 12,346."""
+    if not math.isfinite(value):
+        return "not finite"
+    return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
+
+
 def plural(quantity: int, noun: str, plural_noun: str = "") -> str:
     """A quantity and its noun: "1 sample", "1,200 samples"; `plural_noun` where it is not the noun and an s."""
     return f"{quantity:,} {noun if quantity == 1 else plural_noun or noun + 's'}"
@@ -49,7 +56,7 @@ def memory_size(value: float) -> str:
     if not math.isfinite(value):
         return "unknown"
     unit, name = next(((u, n) for u, n in _BINARY if abs(value) / u < _THREE_DIGITS), _BINARY[-1])
-    return f"{value:.0f} B" if unit == 1 else f"{value / unit:.3g} {name}"
+    return f"{value:.0f} B" if unit == 1 else f"{_three_digits(value / unit)} {name}"
 
 
 def seconds(value: float) -> str:
@@ -61,7 +68,7 @@ def seconds(value: float) -> str:
     if abs(value) >= 120:
         return duration(value)
     unit, name = next(((u, n) for u, n in _SHORT if abs(value) / u < _THREE_DIGITS), _SHORT[-1])
-    return f"{value / unit:.3g} {name}"
+    return f"{_three_digits(value / unit)} {name}"
 
 
 def duration(value: float) -> str:
@@ -70,6 +77,8 @@ def duration(value: float) -> str:
         return "unknown"
     if value < 0:
         return f"-{duration(-value)}"
+    if value == 0:
+        return "0 s"
     if value < 1:
         return milliseconds(value)
     whole = round(value)
@@ -98,3 +107,8 @@ def percent(share: float) -> str:
     """A share of one: 4.1 %, 73 %."""
     value = share * 100
     return f"{value:.0f} %" if abs(value) >= 9.95 else f"{value:.1f} %"
+
+
+def _three_digits(value: float) -> str:
+    """1.20, 12.0, 120; whole numbers as they are."""
+    return f"{value:.0f}" if value == round(value) or abs(value) >= 99.95 else f"{value:#.3g}"

@@ -113,6 +113,6 @@ def test_the_summary_is_the_sum_of_the_steps() -> None:
 def test_a_run_that_ends_early_says_where() -> None:
     """State and step of a run that did not reach its last; without a step there is no rate to claim."""
     status = status_of(Clock())
-    assert status.summary(Ending("failed")) == "failed at step 0 of 100: 0 steps in 0.00 ms"
+    assert status.summary(Ending("failed")) == "failed at step 0 of 100: 0 steps in 0 s"
     status.update(7, VALUES)
     assert status.summary(Ending("stopped")).startswith("stopped at step 7 of 100: 1 step in")
