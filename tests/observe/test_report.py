@@ -210,7 +210,7 @@ def test_the_room_needs_no_torch(tmp_path: Path) -> None:
     write_run(tmp_path, ranks=1)
     program = (
         "import sys; from pathlib import Path; from shoal.observe.report import write_report\n"
-        "import shoal.observe.sinks, shoal.observe.progress\n"
+        "import shoal.observe.sinks, shoal.observe.progress_bar\n"
         "write_report(Path(sys.argv[1])); sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=os.environ | {"PYTHONPATH": "src"})

@@ -98,14 +98,13 @@ def plan(
 
 
 def _trials(path: Path, result: Planned, overrides: Sequence[str], number: int) -> list[Trial]:
+    from shoal.observe.progress_bar import open_progress_bar
     from shoal.planning.trial import check_here, tried
 
     check_here(result.predictor.cluster, os.environ)
 
-    def say(what: str) -> None:
-        print(what, file=sys.stderr, flush=True)
-
-    return tried(path, result.found.best[:number], overrides=overrides, environ=os.environ, say=say)
+    with open_progress_bar(sys.stderr) as bar:
+        return tried(path, result.found.best[:number], overrides=overrides, environ=os.environ, bar=bar)
 
 
 def _trials_text(trials: Sequence[Trial]) -> str:

@@ -17,7 +17,7 @@ from shoal.escape import escape_controls
 from shoal.observe.ending import Ending
 from shoal.observe.sink import RunStart, Sink
 from shoal.observe.status import BETWEEN, Status
-from shoal.observe.terminal import LiveLines, bar, is_terminal
+from shoal.observe.terminal import LiveLines, bar_text, is_terminal
 
 PLAIN_EVERY_S = 5.0
 
@@ -140,5 +140,5 @@ class LiveDisplay(Sink):
             return Text((self._before_start + waited)[:columns], no_wrap=True)
         title, position, measured = status.lines(columns)
         cells = status.bar_cells(columns, len(title) + len(position))
-        drawn = Text(no_wrap=True, overflow="crop").append(title, "bold").append(bar(status.share, cells))
+        drawn = Text(no_wrap=True, overflow="crop").append(title, "bold").append(bar_text(status.share, cells))
         return drawn.append((BETWEEN if cells else "") + position).append("\n" + "\n".join(measured))

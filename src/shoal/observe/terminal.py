@@ -25,7 +25,7 @@ def is_terminal(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
-def bar(share: float, cells: int) -> Text:
+def bar_text(share: float, cells: int) -> Text:
     """A bar of which `share` (0 to 1) is filled; "" for no cells."""
     filled = round(min(1.0, max(0.0, share)) * cells)
     return Text().append("━" * filled, "cyan").append("━" * (cells - filled), "bright_black")
