@@ -61,6 +61,16 @@ def test_evaluate_gives_what_training_gave(trained: Project) -> None:
         values = json.loads(done.stdout)
         assert values["loss/eval"] == pytest.approx(want, rel=1e-6)
         assert values["step"] == 9
+        assert "evaluating" in done.stderr
+
+
+def test_verify_says_how_far_it_is(trained: Project) -> None:
+    """Each step is announced on standard error before it is computed; standard output is one JSON object."""
+    done = trained.shoal("verify", "run.toml", "run.processes=2", "--steps", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["holds"] is True
+    announced = [line for line in done.stderr.splitlines() if line.startswith("step ")]
+    assert [line[:11] for line in announced] == ["step 1 of 2", "step 1 of 2", "step 2 of 2", "step 2 of 2"]
 
 
 def test_checkpoints_are_listed_and_a_flipped_bit_is_named(trained: Project) -> None:

@@ -48,4 +48,5 @@ def measurements(step: int, *, slow: bool) -> dict[str, float]:
         "time/optimizer": 0.005,
         "wire/bytes_sent": 3.65e6,
         "throughput/tokens_per_second": 20_480.0,
+        "tokens/consumed": 2048.0 * step,
     }

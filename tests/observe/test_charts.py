@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.observe.charts import HEIGHT, WIDTH, Curve, Level, bar, chart
+from shoal.observe.charts import HEIGHT, WIDTH, Across, Curve, Level, bar, chart
 
 POINTS = st.lists(st.tuples(st.integers(0, 10**15), st.floats(allow_nan=True, allow_infinity=True)), max_size=30)
 
@@ -35,12 +35,31 @@ def test_any_numbers_make_a_well_formed_chart(
 def test_a_curve_is_where_its_values_are() -> None:
     """A rising line goes from the lower left to the upper right; a step's hover title has its value."""
     markup = chart("Loss", [Curve("train", [0, 100], [1.0, 2.0])])
-    points = re.search(r'points="([\d.]+),([\d.]+) ([\d.]+),([\d.]+)"', markup)
+    points = re.search(r' d="M([\d.]+),([\d.]+)L([\d.]+),([\d.]+)"', markup)
     assert points is not None
     left, low, right, high = map(float, points.groups())
     assert (left, right) == (0, WIDTH)
     assert low > high
     assert "<title>step 100\ntrain 2</title>" in markup
+
+
+def test_a_value_that_is_not_finite_is_a_gap() -> None:
+    """The line stops before it and begins again behind it; a value alone between two gaps is a dot."""
+    values = [1.0, 2.0, math.nan, 1.5, math.inf, 3.0, 4.0]
+    markup = chart("Loss", [Curve("train", range(7), values)])
+    drawn = re.search(r'class="curve main" d="([^"]*)"', markup)
+    assert drawn is not None
+    assert re.sub(r"[\d.,]+", "", drawn[1]).replace(" ", "") == "MLMhML"
+
+
+def test_marks_are_upright_lines_inside_the_plot() -> None:
+    """A restart within the curve is drawn, one outside is not; the axis is named."""
+    curve = [Curve("train", [0, 100], [1.0, 2.0])]
+    markup = chart("Loss", curve, across=Across("tokens", marks=[50, 500]))
+    assert f'class="mark" d="M{WIDTH / 2:.1f},0v{HEIGHT}"' in markup
+    assert '<span class="across">tokens</span>' in markup
+    assert "<title>tokens 100\ntrain 2</title>" in markup
+    assert 'class="mark"' not in chart("Loss", curve)
 
 
 def test_a_single_value_is_a_dot() -> None:

@@ -1,4 +1,4 @@
-"""Each rank has its file; the terminal hears warnings only."""
+"""Each rank has its log."""
 
 from __future__ import annotations
 
@@ -8,45 +8,43 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import EnvironmentFault
-from shoal.observe.logs import close_log, log_path, open_log
+from shoal.observe.ending import Ending
+from shoal.observe.logs import LogSink, close_log, log_path, open_log
+from shoal.observe.sink import RunStart
 
 
 def test_a_line_has_its_time_rank_and_level(tmp_path: Path) -> None:
-    """A line of the log says when, who and how serious, and the file is appended to over two lives."""
-    for text in ("first life", "second life"):
-        log = open_log(tmp_path, rank=3, to_terminal=False)
+    """A line of the log says when, who and how serious, and the file is appended to over two attempts."""
+    for text in ("first attempt", "second attempt"):
+        log = open_log(tmp_path, rank=3)
         log.info(text)
         close_log(log)
     lines = log_path(tmp_path, 3).read_text(encoding="utf-8").splitlines()
     assert len(lines) == 2
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z  rank 3  INFO +second life", lines[1])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z  rank 3  INFO +second attempt", lines[1])
 
 
-def test_only_warnings_reach_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The display hears warnings, not information, and nothing goes around it; the file has both."""
-    said: list[str] = []
-    log = open_log(tmp_path, rank=0, to_terminal=True, warn=said.append)
-    log.info("step %d", 1)
-    log.warning("rank %d is late", 2)
-    close_log(log)
-    assert said == ["rank 2 is late"]
-    assert capsys.readouterr() == ("", "")
-    assert "step 1" in log_path(tmp_path, 0).read_text(encoding="utf-8")
-
-
-def test_without_a_display_warnings_go_to_standard_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Standard output stays clean for what the verb prints; other ranks say nothing at all."""
-    for rank, to_terminal in ((0, True), (1, False)):
-        log = open_log(tmp_path, rank=rank, to_terminal=to_terminal)
-        log.warning("from %d", rank)
-        close_log(log)
-    assert capsys.readouterr() == ("", "warning: from 0\n")
+def test_the_sink_writes_what_is_said_and_how_it_ended(tmp_path: Path) -> None:
+    """Start, notes, warnings and the ending, with control characters escaped; nothing after the end."""
+    sink = LogSink(tmp_path, rank=0)
+    sink.start(RunStart(name="own", total_steps=9, first_step=4))
+    sink.note("a note\x1b[2J")
+    sink.warn("rank 2 is late")
+    sink.finish(Ending("failed", "ValueError: no"))
+    sink.note("too late")
+    lines = [line.split("  ", 2)[2] for line in log_path(tmp_path, 0).read_text(encoding="utf-8").splitlines()]
+    assert lines == [
+        "INFO     own: steps 4 to 9",
+        "INFO     a note\\x1b[2J",
+        "WARNING  rank 2 is late",
+        "ERROR    failed: ValueError: no",
+    ]
 
 
 def test_two_runs_of_one_process_do_not_mix(tmp_path: Path) -> None:
     """A logger writes into its own run's file, also when an earlier one was not closed."""
-    one = open_log(tmp_path / "one", rank=0, to_terminal=False)
-    two = open_log(tmp_path / "two", rank=0, to_terminal=False)
+    one = open_log(tmp_path / "one", rank=0)
+    two = open_log(tmp_path / "two", rank=0)
     two.info("hello")
     close_log(one)
     close_log(two)
@@ -58,4 +56,4 @@ def test_a_log_that_cannot_be_opened_is_an_environment_fault(tmp_path: Path) -> 
     """The sentence names the file and the repair."""
     (tmp_path / "logs").write_text("")
     with pytest.raises(EnvironmentFault, match=r"rank-00000\.log.*run\.directory"):
-        open_log(tmp_path, rank=0, to_terminal=False)
+        open_log(tmp_path, rank=0)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import EnvironmentFault, UsageError
+from shoal.observe.ending import Ending, write_ending
 from shoal.observe.events import EventWriter, events_path
 from shoal.observe.facts import facts_path, write_facts
 from shoal.observe.report import write_report
@@ -34,7 +35,7 @@ class Balanced(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.add(tag)
         self.attributes += [(name, value or "") for name, value in attrs]
-        if tag != "meta":
+        if tag not in ("meta", "input"):
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -100,13 +101,69 @@ def test_damage_still_gives_a_page(tmp_path: Path) -> None:
         assert expected in text
 
 
+def test_a_failed_run_says_why(tmp_path: Path) -> None:
+    """Rank, exit code and cause are on the page, escaped, and the badge says failed."""
+    write_run(tmp_path, steps=7)
+    write_ending(tmp_path, Ending("failed", "ArithmeticError: <b>a mistake</b>", rank=1, exit_code=1))
+    page = report(tmp_path)
+    text = re.sub(r"\s+", " ", Balanced(page).text)
+    assert "failed at step 7 of 40" in text
+    assert "Rank 1 failed with exit code 1:" in text
+    assert "ArithmeticError: <b>a mistake</b>" in text
+    assert "<b>a mistake" not in page
+
+
+def test_a_run_that_failed_before_its_first_step_has_a_page(tmp_path: Path) -> None:
+    """A run file and an ending are enough; and a killed run is called killed."""
+    (tmp_path / "run.toml").write_text('[run]\nname = "own"\nsteps = 9\n')
+    assert "killed at step 0 of 9" in Balanced(report(tmp_path)).text
+    write_ending(tmp_path, Ending("failed", "the loss is a number", exit_code=2))
+    text = Balanced(report(tmp_path)).text
+    assert "failed at step 0 of 9" in text
+    assert "the loss is a number" in text
+
+
+def test_communication_and_memory_are_shown(tmp_path: Path) -> None:
+    """Bytes and seconds of each kind of collective in a mean step, and the peak memory of every rank."""
+    for rank in range(2):
+        with EventWriter(tmp_path, rank=rank) as writer:
+            for step in (1, 2):
+                values = {"time/step": 0.1, "memory/peak_bytes": (rank + 1) * 2**20 * 100.0,
+                          "wire/all_reduce/bytes_sent": 2e6 * step, "wire/all_reduce/exposed_s": 0.01,
+                          "wire/all_reduce/hidden_s": 0.03}  # fmt: skip
+                writer.write(step, values, time_s=float(step))
+    text = re.sub(r"\s+", " ", Balanced(report(tmp_path)).text)
+    assert "all-reduce 3 MB 10.0 ms 30.0 ms" in text
+    assert "100 MiB" in text
+    assert "200 MiB" in text
+
+
+def test_the_loss_is_drawn_by_step_tokens_and_time(tmp_path: Path) -> None:
+    """Each has a tab, without a script; restarts are marked in each."""
+    write_run(tmp_path, stop_at=20)
+    page = report(tmp_path)
+    for label in ("by step", "by tokens", "by time"):
+        assert f">{label}</label>" in page
+    assert page.count('class="mark"') >= 3
+    assert "seconds of training" in page
+
+
+def test_facts_are_in_words(tmp_path: Path) -> None:
+    """Known keys have a name and a unit, unknown ones lose their underscores, lists are joined."""
+    write_run(tmp_path)
+    write_facts(tmp_path, {"data": {"train/bytes": 3_650_000}, "own": {"tuning_runs": [1, 2]}, "compiled": True})
+    text = re.sub(r"\s+", " ", Balanced(report(tmp_path)).text)
+    for expected in ("Training text 3.65 MB", "Own: tuning runs 1, 2", "Compiled yes", "Trained parameters 912,384"):
+        assert expected in text
+
+
 def test_many_ranks_are_shown_by_their_slowest(tmp_path: Path) -> None:
     """Of 30 ranks 24 have a row, the slowest among them."""
     write_run(tmp_path, steps=3, ranks=30)
     page = report(tmp_path)
     text = re.sub(r"\s+", " ", Balanced(page).text)
-    assert "<tr><th>29</th>" in page
-    assert page.count('<td class="wide">') == 24
+    assert '<tr><th data-label="rank">29</th>' in page
+    assert page.count('<td data-label=""><div class="bar">') == 24
     assert "Rank 29 is the slowest" in text
     assert "The 24 with the most work of 30 are shown" in text
 
@@ -153,7 +210,7 @@ def test_the_room_needs_no_torch(tmp_path: Path) -> None:
     write_run(tmp_path, ranks=1)
     program = (
         "import sys; from pathlib import Path; from shoal.observe.report import write_report\n"
-        "import shoal.observe.config, shoal.observe.display, shoal.observe.logs\n"
+        "import shoal.observe.sinks, shoal.observe.progress_bar\n"
         "write_report(Path(sys.argv[1])); sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=os.environ | {"PYTHONPATH": "src"})

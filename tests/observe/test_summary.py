@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from shoal.observe.facts import write_facts
+from shoal.launch.lock import RunLock
+from shoal.observe.ending import Ending, write_ending
+from shoal.observe.facts import number_of, write_facts
 from shoal.observe.record import read_record
-from shoal.observe.summary import Summary, number_of, summarize
+from shoal.observe.summary import Summary, summarize
 from tests.observe.synthetic import write_run
 
 
@@ -21,7 +23,7 @@ def test_the_numbers_of_a_finished_run(tmp_path: Path) -> None:
     """Losses, pace, time, skipped steps: each as it was written."""
     write_run(tmp_path)
     found = summary_of(tmp_path)
-    assert (found.state, found.step, found.total_steps, found.finished) == ("finished", 40, 40, True)
+    assert (found.state, found.badge, found.step, found.total_steps) == ("finished", "finished", 40, 40)
     assert found.last_train_loss == pytest.approx(2.0 + 3.0 * math.exp(-4))
     assert (found.held_out_loss, found.accuracy) == (2.0, 0.975)
     assert (found.throughput, found.throughput_unit) == (20_480.0, "tokens/s")
@@ -30,20 +32,43 @@ def test_the_numbers_of_a_finished_run(tmp_path: Path) -> None:
     assert found.skipped_steps == [7]
 
 
-def test_a_run_that_is_not_done_says_where_it_is(tmp_path: Path) -> None:
-    """Short of its last step a run is at a step, with the state that was written down for it."""
+def test_a_run_short_of_its_last_step_says_how_it_is(tmp_path: Path) -> None:
+    """Running while somebody holds the lock of its directory, else killed; or as it said itself when it ended."""
     write_run(tmp_path, steps=25, planned=40)
-    assert summary_of(tmp_path).state == "step 25 of 40"
-    write_facts(tmp_path, {"state": "stopped"})
-    assert summary_of(tmp_path).state == "stopped at step 25 of 40"
+    assert summary_of(tmp_path).badge == "killed at step 25 of 40"
+    with RunLock(tmp_path):
+        assert summary_of(tmp_path).badge == "running at step 25 of 40"
+        write_ending(tmp_path, Ending("stopped"))
+        assert summary_of(tmp_path).badge == "stopped at step 25 of 40"
+    write_ending(tmp_path, Ending("failed", "why", rank=1, exit_code=1))
+    assert summary_of(tmp_path).badge == "failed at step 25 of 40"
+
+
+def test_a_run_that_fails_after_its_last_step_failed(tmp_path: Path) -> None:
+    """The checkpoint of the last step could not be written: every step is done, and the run is not finished."""
+    write_run(tmp_path)
+    write_ending(tmp_path, Ending("failed", "no space", exit_code=3))
+    assert summary_of(tmp_path).badge == "failed at step 40 of 40"
+
+
+def test_goodput_and_exposed_communication_are_shares_of_the_time(tmp_path: Path) -> None:
+    """39 steps of 99 ms that changed weights (step 7 did not) in 39.1 s; 20 ms of each 100 ms step exposed."""
+    write_run(tmp_path)
+    found = summary_of(tmp_path)
+    assert found.exposed_share == pytest.approx(0.2)
+    assert found.goodput == pytest.approx(39 * 0.099 / 39.1)
+    write_run(again := tmp_path / "again", stop_at=20)
+    resumed = summary_of(again).goodput
+    assert resumed is not None
+    assert resumed < 0.01  # a thousand seconds away
 
 
 def test_a_resumed_run_counts_its_last_life(tmp_path: Path) -> None:
     """Steps computed twice count once, and the restart is listed."""
     write_run(tmp_path, stop_at=20)
     found = summary_of(tmp_path)
-    assert [(life.first_step, life.last_step, life.repeated_steps) for life in found.lives] == [(1, 20, 0), (16, 40, 5)]
-    assert found.finished
+    assert [(one.first_step, one.last_step, one.repeated_steps) for one in found.attempts] == [(1, 20, 0), (16, 40, 5)]
+    assert found.state == "finished"
 
 
 def test_facts_of_any_type_are_survived(tmp_path: Path) -> None:

@@ -36,6 +36,16 @@ def test_the_text_has_every_part(app: typer.Typer) -> None:
         assert part in result.stdout
 
 
+def test_units_are_chosen_by_size(app: typer.Typer) -> None:
+    """A model of digits has samples and no tokens, and its memory is MiB, never 0.00 GiB."""
+    result = CliRunner().invoke(app, [str(DIGITS)])
+    assert result.exit_code == 0
+    assert "samples/s" in result.stdout
+    assert "tokens/s" not in result.stdout
+    assert "MiB" in result.stdout
+    assert " 0.00" not in result.stdout.split("memory of the fullest rank")[1].split("90 %")[0]
+
+
 def test_the_answer_states_its_odds_and_what_would_help(app: typer.Typer, tmp_path: Path) -> None:
     """An interval around the step, the probability of running out of memory, with sources; the scaling curve, the front
     of devices; pictures that are none are not written."""

@@ -8,8 +8,9 @@ import pytest
 
 from shoal.observe.events import EventWriter, read_events
 from shoal.observe.facts import read_facts, write_facts
+from shoal.observe.prediction import BASIS, MEMORY, STEP, compared
 from shoal.observe.record import read_record
-from shoal.observe.report import BASIS, MEMORY, STEP, compared, page
+from shoal.observe.report import page
 from shoal.observe.summary import summarize
 from shoal.planning.history import history_path, remembered, track_record
 from shoal.planning.operators import HOW, UNCOVERED, measured_here, unpredicted

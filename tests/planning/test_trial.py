@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from shoal.errors import EnvironmentFault, UsageError
 from shoal.observe.events import EventWriter
+from shoal.observe.progress_bar import PlainProgressBar, ProgressBar
 from shoal.planner.predict.predictor import Prediction
 from shoal.planning import trial
 from shoal.planning.answer import planned
@@ -53,12 +55,13 @@ def _best(run_file: Path, number: int) -> list[Prediction]:
 
 def test_plans_are_run_and_ordered_by_what_they_took(run_file: Path) -> None:
     """Both have a second of their own, in order; nothing is left where the run file lies."""
-    before, said = sorted(run_file.parent.iterdir()), []
-    trials = tried(run_file, _best(run_file, 2), overrides=(), environ=os.environ, say=said.append, turns=1)
+    before, said = sorted(run_file.parent.iterdir()), io.StringIO()
+    bar = PlainProgressBar(said)
+    trials = tried(run_file, _best(run_file, 2), overrides=(), environ=os.environ, bar=bar, turns=1)
     measured = [one.measured_s for one in trials]
     assert all(seconds is not None and 0 < seconds < 10 for seconds in measured)
     assert measured == sorted(measured, key=lambda seconds: seconds or 0.0)
-    assert len(said) == len({one.prediction.plan for one in trials}) == 2
+    assert len(said.getvalue().splitlines()) == len({one.prediction.plan for one in trials}) == 2
     assert [path for path in sorted(run_file.parent.iterdir()) if path.name != "cache"] == before
 
 
@@ -87,7 +90,7 @@ def test_a_plan_that_fails_comes_last_with_its_reason(run_file: Path, monkeypatc
             return None, "rank 1 of 2 failed:\nOutOfMemory: 3 GiB"
 
     monkeypatch.setattr(trial.subprocess, "Popen", Played)
-    first, last = tried(run_file, _best(run_file, 2), overrides=(), environ=os.environ, say=lambda what: None)
+    first, last = tried(run_file, _best(run_file, 2), overrides=(), environ=os.environ, bar=ProgressBar())
     assert (first.measured_s, first.failure) == (0.25, "")
     assert last.measured_s is None
     assert "exit code 5" in last.failure
@@ -100,7 +103,7 @@ def test_where_nothing_runs_the_first_reason_is_told(run_file: Path) -> None:
     best = _best(run_file, 1)
     (run_file.parent / "tokens.bin").unlink()
     with pytest.raises(EnvironmentFault, match=r"tokens\.bin"):
-        tried(run_file, best, overrides=(), environ=os.environ, say=lambda what: None, turns=1)
+        tried(run_file, best, overrides=(), environ=os.environ, bar=ProgressBar(), turns=1)
 
 
 def test_another_machine_cannot_be_tried_here() -> None:

@@ -33,10 +33,12 @@ def evaluate(
     loaded = load_run(folder / "run.toml", overrides or ())
 
     def rank(run_file: RunFile, place: Place) -> None:
+        from shoal.observe.progress_bar import ProgressBar, open_progress_bar
         from shoal.recipes.evaluation import evaluate_rank
         from shoal.recipes.objects import UserObjects
 
-        values = evaluate_rank(run_file, place, UserObjects(), source=source)
+        with open_progress_bar(sys.stderr) if place.rank == 0 else ProgressBar() as bar:
+            values = evaluate_rank(run_file, place, UserObjects(), source=source, bar=bar)
         if place.rank == 0:
             print(json.dumps(values) if as_json else "  ".join(f"{name} {value:.6g}" for name, value in values.items()))
 

@@ -98,18 +98,18 @@ def plan(
 
 
 def _trials(path: Path, result: Planned, overrides: Sequence[str], number: int) -> list[Trial]:
+    from shoal.observe.progress_bar import open_progress_bar
     from shoal.planning.trial import check_here, tried
 
     check_here(result.predictor.cluster, os.environ)
 
-    def say(what: str) -> None:
-        print(what, file=sys.stderr, flush=True)
-
-    return tried(path, result.found.best[:number], overrides=overrides, environ=os.environ, say=say)
+    with open_progress_bar(sys.stderr) as bar:
+        return tried(path, result.found.best[:number], overrides=overrides, environ=os.environ, bar=bar)
 
 
 def _trials_text(trials: Sequence[Trial]) -> str:
-    from shoal.planner.explain.text import seconds, table
+    from shoal import units
+    from shoal.planner.explain.text import table
 
     rows, failures = [], []
     for one in trials:
@@ -117,7 +117,14 @@ def _trials_text(trials: Sequence[Trial]) -> str:
         if one.measured_s is None:
             failures.append(f"{name} did not run: {one.failure}")
             continue
-        rows.append((name, seconds(one.measured_s), seconds(predicted_s), f"{predicted_s / one.measured_s - 1:+.1%}"))
+        rows.append(
+            (
+                name,
+                units.seconds(one.measured_s),
+                units.seconds(predicted_s),
+                f"{predicted_s / one.measured_s - 1:+.1%}",
+            )
+        )
     return "\n\n".join([table(("plan", "step", "predicted", "off"), rows), *failures])
 
 
@@ -132,21 +139,22 @@ def _as_text(result: Planned, confidence: Confidence, scaled: Scaled | None) -> 
 
     best, cluster = result.found.best[0], result.predictor.cluster
     limit = cluster.device.memory_bytes
+    rate = "tokens/s" if result.predictor.workload.sequence > 1 else "samples/s"
     parts = [
         f"{cluster.name}: {cluster.nodes} x {cluster.machine.devices} {cluster.device.name}; "
         f"{result.found.considered} legal plans, {result.found.fitting} fit\n"
         f"Predicted from {result.basis}" + (f"; {result.track_record}" if result.track_record else ""),
-        text.plans(result.found.best),
+        text.plans(result.found.best, rate=rate),
         "Best plan: " + best.plan.describe(),
         text.bill(best.bill),
         text.memory(best.peak, limit),
         text.confidence(best, limit, time=confidence.time, memory=confidence.memory),
         text.changes(result.changes, best),
         "What would help most:\n" + text.helps(result.changes, best),
-        "No plan is both faster and smaller than these:\n" + text.plans(result.found.front[:10]),
+        "No plan is both faster and smaller than these:\n" + text.plans(result.found.front[:10], rate=rate),
     ]
     if result.written is not None:
-        parts.insert(1, "The run file as it stands:\n" + text.plans([result.written]))
+        parts.insert(1, "The run file as it stands:\n" + text.plans([result.written], rate=rate))
     if result.money is not None:
         parts.append(text.money(result.money))
     if scaled is not None:

@@ -36,10 +36,12 @@ def verify(
 
     def rank(run_file: RunFile, place: Place) -> None:
         from shoal.errors import VerificationFailed
+        from shoal.observe.progress_bar import ProgressBar, open_progress_bar
         from shoal.recipes.objects import UserObjects
         from shoal.recipes.verification.verify import verify_rank
 
-        verdict = verify_rank(run_file, place, UserObjects(), steps=steps, exact=exact)
+        with open_progress_bar(sys.stderr) if place.rank == 0 else ProgressBar() as bar:
+            verdict = verify_rank(run_file, place, UserObjects(), steps=steps, exact=exact, bar=bar)
         if verdict is None:
             return
         print(json.dumps(verdict.to_json()) if as_json else "\n".join(verdict.lines()), flush=True)

@@ -76,6 +76,23 @@ class RunLock:
         self.release()
 
 
+def is_locked(directory: Path) -> bool:
+    """Whether a run holds the lock of `directory` now: a look, which takes nothing and makes no file."""
+    try:
+        fd = os.open(directory / FILE_NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return False
+
+
 def _open(path: Path) -> int:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,13 +1,14 @@
-"""The report's answer to "where did the time go": the parts of a step, and the ranks beside each other."""
+"""The report on where the time went: the parts of a step, its communication, and the ranks side by side."""
 
 from __future__ import annotations
 
 from html import escape
 
-from shoal.observe import figures
+from shoal import units
 from shoal.observe.charts import bar
+from shoal.observe.markup import Html, section, table
 from shoal.observe.record import Record
-from shoal.observe.timing import RankTime, parts_of_step, slowest
+from shoal.observe.timing import RankTime, collective_costs, parts_of_step, slowest
 
 MAX_RANKS = 24
 """More ranks than these are shown by their slowest."""
@@ -18,61 +19,69 @@ def time_section(record: Record) -> str:
     parts = parts_of_step(record.events)
     if not parts:
         return section("Where the time went", '<p class="empty">No step has its time measured.</p>')
-    fills = [(part.key, f"{part.label}: {figures.percent(part.share)}", part.share) for part in parts]
-    rows = "".join(
-        f'<tr><th><i class="swatch {part.key}"></i>{escape(part.label)}</th><td>{figures.percent(part.share)}</td>'
-        f"<td>{figures.milliseconds(part.median_s)}</td><td>{figures.milliseconds(part.mean_s)}</td></tr>"
+    fills = [(part.key, f"{part.label}: {units.percent(part.share)}", part.share) for part in parts]
+    rows = [
+        (
+            Html(f'<i class="swatch {part.key}"></i>{escape(part.label)}'),
+            units.percent(part.share),
+            units.milliseconds(part.median_s),
+            units.milliseconds(part.mean_s),
+        )
         for part in parts
+    ]
+    body = bar(fills) + table(("part of a step", "of all time", "median", "mean"), rows)
+    lead = f"Rank {record.lead_rank}, all steps. Exposed sync is waiting for other ranks that no computation hid."
+    return section("Where the time went", body, lead=lead)
+
+
+def communication_section(record: Record) -> str:
+    """Bytes and seconds of each kind of collective in a mean step of the lead rank; "" where nothing was sent."""
+    costs = collective_costs(record.events)
+    if not any(cost.sent_bytes > 0 or cost.exposed_s > 0 for cost in costs):
+        return ""
+    rows = [
+        (
+            cost.name.replace("_", "-"),
+            units.byte_size(cost.sent_bytes),
+            units.milliseconds(cost.exposed_s),
+            units.milliseconds(cost.hidden_s),
+        )
+        for cost in costs
+    ]
+    lead = (
+        f"Rank {record.lead_rank}, mean of a step. Exposed: the rank stood still for it. Hidden: it computed meanwhile."
     )
-    head = "<tr><th>part of a step</th><td>of all time</td><td>median</td><td>mean</td></tr>"
-    return section("Where the time went", bar(fills) + table(head, rows), lead=_time_sentence(record.lead_rank))
+    return section("Communication", table(("collective", "sent", "exposed", "hidden"), rows), lead=lead)
 
 
 def rank_section(record: Record) -> str:
-    """Every rank's median step on one scale, and the slowest by name; "" for a single rank."""
+    """Every rank's median step on one scale, its peak memory, and the slowest by name; "" for a single rank."""
     times = record.rank_times
     if len(times) < 2:
         return ""
     shown = sorted(sorted(times, key=lambda time: -time.work_s)[:MAX_RANKS], key=lambda time: time.rank)
     longest_s = max(time.step_s for time in shown)
-    rows = "".join(_rank_row(time, longest_s) for time in shown)
-    head = (
-        '<tr><th>rank</th><th class="wide"></th><td>step</td><td>forward and backward</td>'
-        "<td>exposed sync</td><td>data</td></tr>"
-    )
+    columns = ["rank", "", "step", "forward and backward", "exposed sync", "data"]
+    measured_memory = any(time.peak_bytes is not None for time in shown)
+    rows = [_rank_row(time, longest_s, with_memory=measured_memory) for time in shown]
     omitted = f" The {len(shown)} with the most work of {len(times)} are shown." if len(shown) < len(times) else ""
-    return section("Rank by rank", table(head, rows), lead=_slowest_sentence(times) + omitted)
+    body = table([*columns, "peak memory"] if measured_memory else columns, rows)
+    return section("Rank by rank", body, lead=_slowest_sentence(times) + omitted)
 
 
-def section(title: str, body: str, *, lead: str = "") -> str:
-    """A titled part of the page; `lead` is escaped, `body` is HTML."""
-    opening = f'<p class="lead">{escape(lead)}</p>' if lead else ""
-    return f"<section><h2>{escape(title)}</h2>{opening}{body}</section>"
-
-
-def table(head: str, rows: str) -> str:
-    """A table that scrolls sideways where the page is narrow."""
-    return f'<div class="scroll"><table><thead>{head}</thead><tbody>{rows}</tbody></table></div>'
-
-
-def _time_sentence(rank: int) -> str:
-    return f"Rank {rank}, all steps. Exposed sync is waiting for other ranks that no computation hid."
-
-
-def _rank_row(time: RankTime, longest_s: float) -> str:
+def _rank_row(time: RankTime, longest_s: float, *, with_memory: bool) -> list[str]:
     fills = [
         ("data", "waiting for data", time.data_s),
         ("forward_backward", "forward and backward", time.forward_backward_s),
         ("sync_exposed", "exposed sync", time.sync_exposed_s),
         ("optimizer", "optimizer", time.optimizer_s),
     ]
-    spans = [(key, f"{label}: {figures.milliseconds(seconds)}", seconds) for key, label, seconds in fills]
+    spans = [(key, f"{label}: {units.milliseconds(seconds)}", seconds) for key, label, seconds in fills]
     cells = (time.step_s, time.forward_backward_s, time.sync_exposed_s, time.data_s)
-    return (
-        f'<tr><th>{time.rank}</th><td class="wide">{bar(spans, whole=longest_s)}</td>'
-        + "".join(f"<td>{figures.milliseconds(seconds)}</td>" for seconds in cells)
-        + "</tr>"
-    )
+    row = [str(time.rank), Html(bar(spans, whole=longest_s)), *(units.milliseconds(seconds) for seconds in cells)]
+    if with_memory:
+        row.append("–" if time.peak_bytes is None else units.memory_size(time.peak_bytes))
+    return row
 
 
 def _slowest_sentence(times: list[RankTime]) -> str:
@@ -81,6 +90,6 @@ def _slowest_sentence(times: list[RankTime]) -> str:
         return "The ranks are even: none has over 5 % more work of its own than the median. Medians of all steps."
     time, excess = found
     return (
-        f"Rank {time.rank} is the slowest: its own work takes {figures.milliseconds(time.work_s)} of a step, "
-        f"{figures.percent(excess)} more than the median rank's, and the others wait for it. Medians of all steps."
+        f"Rank {time.rank} is the slowest: its own work takes {units.milliseconds(time.work_s)} of a step, "
+        f"{units.percent(excess)} more than the median rank's, and the others wait for it. Medians of all steps."
     )

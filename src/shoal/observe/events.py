@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +21,8 @@ from typing import Annotated
 import msgspec
 
 from shoal.errors import EnvironmentFault
+from shoal.observe.ending import Ending
+from shoal.observe.sink import RunStart, Sink
 
 MAX_STEP = 10**15
 """No run has more steps; a larger number is a damaged line, and would overflow what is computed from it."""
@@ -115,6 +118,29 @@ class EventWriter:
         if not self._failing:
             self._failing = True
             self._warn(f"{self.path} cannot be written ({fault}): these steps will be missing from the report")
+
+
+class EventSink(Sink):
+    """Appends every record to the rank's events; a run that resumes first voids the steps that it computes again."""
+
+    def __init__(self, run_directory: Path, *, rank: int, warn: Callable[[str], None] | None = None) -> None:
+        """`warn` hears of lines that cannot be written, as in `EventWriter`."""
+        self._run_directory, self._rank, self._warn = run_directory, rank, warn
+        self._writer: EventWriter | None = None
+
+    def start(self, run: RunStart) -> None:
+        """Opens the file. Raises `EnvironmentFault` where that is impossible."""
+        self._writer = EventWriter(self._run_directory, rank=self._rank, generation=run.generation, warn=self._warn)
+        if run.resumed_from is not None:
+            self._writer.resume(run.resumed_from, time_s=time.time())
+
+    def record(self, step: int, values: Mapping[str, float], *, time_s: float) -> None:
+        if self._writer is not None:
+            self._writer.write(step, values, time_s=time_s)
+
+    def finish(self, ending: Ending) -> None:
+        if self._writer is not None:
+            self._writer.close()
 
 
 def read_events(run_directory: Path, rank: int = 0) -> list[Event]:

@@ -1,17 +1,15 @@
-"""Each rank's log, `logs/rank-00000.log`; the warnings of rank 0 also reach the terminal.
-
-They go there through the display's `warn`, which prints above the live line and never into it.
-"""
+"""Each rank's log, `logs/rank-00000.log`: when, which rank, how serious, and what was said."""
 
 from __future__ import annotations
 
 import logging
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from shoal.errors import EnvironmentFault
+from shoal.escape import escape_controls
+from shoal.observe.ending import Ending
+from shoal.observe.sink import RunStart, Sink
 
 
 def log_path(run_directory: Path, rank: int) -> Path:
@@ -19,19 +17,11 @@ def log_path(run_directory: Path, rank: int) -> Path:
     return run_directory / "logs" / f"rank-{rank:05d}.log"
 
 
-def open_log(
-    run_directory: Path, *, rank: int, to_terminal: bool, warn: Callable[[str], None] | None = None
-) -> logging.Logger:
-    """A logger that appends to the rank's file, from INFO up.
-
-    With `to_terminal`, warnings and errors also go to `warn` (a display's), or to standard error without one.
-    Raises `EnvironmentFault` where the file cannot be opened.
-    """
+def open_log(run_directory: Path, *, rank: int) -> logging.Logger:
+    """A logger that appends to the rank's file, from INFO up. Raises `EnvironmentFault` where it cannot be opened."""
     # Not from logging.getLogger: its registry is global, and a second run of one process would write into both files.
     logger = logging.Logger(f"shoal.rank-{rank}", logging.INFO)
     logger.addHandler(_rank_file(log_path(run_directory, rank), rank))
-    if to_terminal:
-        logger.addHandler(_Terminal(warn or _to_standard_error))
     return logger
 
 
@@ -59,19 +49,28 @@ def _rank_file(path: Path, rank: int) -> logging.Handler:
     return handler
 
 
-class _Terminal(logging.Handler):
-    """Hands the text of a warning or an error to somebody who may write on the terminal."""
+class LogSink(Sink):
+    """Writes what is said about a run, its start and its ending into the rank's log."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        super().__init__(logging.WARNING)
-        self._say = say
+    def __init__(self, run_directory: Path, *, rank: int) -> None:
+        """Raises `EnvironmentFault` where the log cannot be opened."""
+        self._log = open_log(run_directory, rank=rank)
 
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            self._say(record.getMessage())
-        except Exception:
-            self.handleError(record)
+    def start(self, run: RunStart) -> None:
+        self._log.info("%s: steps %d to %d", run.name, run.first_step, run.total_steps)
 
+    def note(self, text: str) -> None:
+        self._log.info("%s", escape_controls(text))
 
-def _to_standard_error(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr, flush=True)
+    def warn(self, text: str) -> None:
+        self._log.warning("%s", escape_controls(text))
+
+    def activity(self, text: str) -> None:
+        if text:
+            self._log.info("%s", escape_controls(text))
+
+    def finish(self, ending: Ending) -> None:
+        """Writes the ending and closes the file: what is said later is lost."""
+        level = logging.INFO if ending.state in ("finished", "stopped") else logging.ERROR
+        self._log.log(level, "%s", f"{ending.state}: {escape_controls(ending.cause)}".removesuffix(": "))
+        close_log(self._log)

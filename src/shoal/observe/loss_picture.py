@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from shoal.observe.charts import drawable, wants_log
+from shoal.observe.axis import drawable, wants_log
 from shoal.observe.events import series
 from shoal.observe.record import Record
 from shoal.observe.series import thin
@@ -47,7 +47,12 @@ def loss_picture(record: Record, summary: Summary) -> bytes | None:
 
 
 def _curve(axes: Axes, steps: Sequence[float], values: Sequence[float], *, label: str, **look: Any) -> None:
-    points = thin(steps, [value if drawable([value]) else math.nan for value in values], limit=MAX_POINTS)
+    heights = [value if drawable([value]) else math.nan for value in values]
+    if not drawable(heights):
+        return
+    # A value that is not finite is a gap where all points are drawn.
+    few = len(heights) <= MAX_POINTS
+    points = list(zip(steps, heights, strict=True)) if few else thin(steps, heights, limit=MAX_POINTS)
     if points:
         if len(points) == 1:
             look.setdefault("marker", "o")

@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shoal import units
 from shoal.errors import UsageError
+from shoal.launch.lock import is_locked
+from shoal.observe.ending import Ending, ending_in
 from shoal.observe.events import Event, scan_events
 from shoal.observe.expert_loads import LayerLoads, layer_loads
 from shoal.observe.facts import facts_path, read_facts
@@ -33,6 +36,10 @@ class Record:
     settings: dict[str, Any] = field(default_factory=dict)
     """The run file, parsed; {} where it cannot be."""
     notices: list[str] = field(default_factory=list)
+    ending: Ending | None = None
+    """How it ended; None for a run that wrote no ending, because it still runs or was killed."""
+    running: bool = False
+    """A process holds the lock of the directory."""
 
     def setting(self, table: str, key: str) -> Any:
         """One key of the run file, None where it is not there."""
@@ -54,16 +61,19 @@ def read_record(run_directory: Path) -> Record:
     events, rank_times, loads = _events(run_directory, ranks, notices)
     run_table = settings.get("run")
     name = run_table.get("name") if isinstance(run_table, dict) else None
+    facts = _facts(run_directory, notices)
     return Record(
         name=name if isinstance(name, str) else run_directory.resolve().name,
         events=events,
         lead_rank=ranks[0] if ranks else 0,
         rank_times=rank_times,
         expert_loads=loads,
-        facts=_facts(run_directory, notices),
+        facts=facts,
         run_file=run_file,
         settings=settings,
         notices=notices,
+        ending=ending_in(facts),
+        running=is_locked(run_directory),
     )
 
 
@@ -81,8 +91,8 @@ def _events(
     for rank in ranks:
         events, unreadable = scan_events(run_directory, rank)
         if unreadable:
-            lines = "1 line" if unreadable == 1 else f"{unreadable} lines"
-            notices.append(f"{lines} of rank {rank}'s events could not be read and count in nothing here.")
+            lines = units.plural(unreadable, "line")
+            notices.append(f"{lines} of rank {rank}'s events could not be read; the report leaves them out.")
         if (time := rank_time(rank, events)) is not None:
             times.append(time)
         for layer in layer_loads(events):

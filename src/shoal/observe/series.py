@@ -28,34 +28,22 @@ def mean(values: Iterable[float]) -> float | None:
 
 
 def smooth(values: Sequence[float], *, half_life: float) -> list[float]:
-    """An exponential average that looks both ways, so that the curve does not lag behind a loss that falls.
+    """The exponential moving average with the bias correction of Adam (Kingma and Ba, 2015, section 3):
 
-        y_t = sum_s d^|t-s| x_s / sum_s d^|t-s|,    d = 2^(-1 / half_life)
+        y_t = sum_{s <= t} d^(t-s) x_s / sum_{s <= t} d^(t-s),    d = 2^(-1 / half_life)
 
-    The division corrects for the ends, as in Adam (Kingma and Ba, 2015, section 3): the last value is exactly the
-    bias-corrected moving average of all before it. `half_life` is in values. NaN where there is no finite value.
+    It is causal: a value says nothing about steps after its own, so the curve of a run that goes on never changes.
+    `half_life` is in values. What is not finite counts in nothing and is NaN in the curve, which leaves a gap.
     """
     decay = 0.5 ** (1.0 / half_life)
-    before = _decayed_sums(values, decay)
-    after = _decayed_sums(values[::-1], decay)[::-1]
-    curve: list[float] = []
-    for value, (past, past_weight), (future, future_weight) in zip(values, before, after, strict=True):
-        own, own_weight = (value, 1.0) if math.isfinite(value) else (0.0, 0.0)  # it is in both sums
-        weight = past_weight + future_weight - own_weight
-        curve.append((past + future - own) / weight if weight > 0 else math.nan)
-    return curve
-
-
-def _decayed_sums(values: Sequence[float], decay: float) -> list[tuple[float, float]]:
-    """For each value, the decayed sum of the finite ones up to it, and the sum of their weights."""
     total, weight = 0.0, 0.0
-    sums: list[tuple[float, float]] = []
+    curve: list[float] = []
     for value in values:
         is_number = math.isfinite(value)
         total = decay * total + (value if is_number else 0.0)
         weight = decay * weight + is_number
-        sums.append((total, weight))
-    return sums
+        curve.append(total / weight if is_number else math.nan)
+    return curve
 
 
 def thin(xs: Sequence[float], ys: Sequence[float], *, limit: int) -> list[tuple[float, float]]:

@@ -1,7 +1,4 @@
-"""A run in a few numbers, from its events and facts. Pure.
-
-The head of the report: the run's name and state, and the numbers that somebody asks for first.
-"""
+"""A run in a few numbers, from its events and facts; and the head of the report, which shows those asked for first."""
 
 from __future__ import annotations
 
@@ -11,11 +8,13 @@ from datetime import UTC, datetime
 from html import escape
 from typing import Any
 
-from shoal.observe import figures
+from shoal import units
 from shoal.observe import series as curves
+from shoal.observe.attempts import Attempt, attempts, training_time_s
 from shoal.observe.events import Event, series
-from shoal.observe.facts import Life, lives, training_time_s
+from shoal.observe.facts import number_of, text_of
 from shoal.observe.record import Record
+from shoal.observe.status import Totals
 
 SMOOTHING_SHARE = 0.008
 """Half-life of the smoothed loss, as a share of the run's steps."""
@@ -23,11 +22,15 @@ SMOOTHING_SHARE = 0.008
 
 @dataclass(frozen=True)
 class Summary:
-    """None stands for what was not measured. Losses are in `loss_unit`."""
+    """None stands for what was not measured. Losses are in `loss_unit`, shares from 0 to 1.
 
+    `state` is one of "finished", "running", "stopped", "diverged", "failed" and "killed". `goodput` is the share of the
+    time since the first start, time away included, that went into steps which last and changed the weights.
+    """
+
+    state: str
     step: int
     total_steps: int | None
-    state: str
     loss_unit: str
     train_loss: float | None
     last_train_loss: float | None
@@ -38,14 +41,19 @@ class Summary:
     throughput: float | None
     throughput_unit: str
     step_s: float | None
+    exposed_share: float | None
+    goodput: float | None
     time_s: float | None
-    lives: list[Life]
+    attempts: list[Attempt]
     skipped_steps: list[int]
 
     @property
-    def finished(self) -> bool:
-        """Did the run reach its last step?"""
-        return self.total_steps is not None and self.step >= self.total_steps
+    def badge(self) -> str:
+        """State and position: "finished", "failed at step 7 of 40"."""
+        if self.state == "finished":
+            return "finished"
+        of = "" if self.total_steps is None else f" of {self.total_steps:,}"
+        return f"{self.state} at step {self.step:,}{of}"
 
 
 def summarize(record: Record) -> Summary:
@@ -53,7 +61,7 @@ def summarize(record: Record) -> Summary:
     events, facts = record.events, record.facts
     total = record.setting("run", "steps")
     total_steps = total if isinstance(total, int) and total > 0 else None
-    done = lives(events)
+    done = attempts(events)
     step = done[-1].last_step if done else 0
     losses = series(events, "loss/train")[1]
     smoothed = curves.finite(smoothed_loss(losses))
@@ -61,10 +69,11 @@ def summarize(record: Record) -> Summary:
     baseline = baseline if isinstance(baseline, dict) else {}
     pace, pace_unit = _throughput(events)
     step_s = curves.median(series(events, "time/step")[1])
+    exposed_share, goodput = _shares(events, done, first_step_s=step_s or 0.0)
     return Summary(
+        state=_state(record, step, total_steps),
         step=step,
         total_steps=total_steps,
-        state=_state(step, total_steps, facts.get("state")),
         loss_unit=text_of(facts.get("loss_unit")),
         train_loss=smoothed[-1] if smoothed else None,
         last_train_loss=_last(losses),
@@ -75,8 +84,10 @@ def summarize(record: Record) -> Summary:
         throughput=pace,
         throughput_unit=pace_unit,
         step_s=step_s,
+        exposed_share=exposed_share,
+        goodput=goodput,
         time_s=training_time_s(done, first_step_s=step_s or 0.0) if done else None,
-        lives=done,
+        attempts=done,
         skipped_steps=skipped_steps(events),
     )
 
@@ -95,23 +106,49 @@ def skipped_steps(events: list[Event]) -> list[int]:
     return sorted(bad)
 
 
-def number_of(value: Any) -> float | None:
-    """A finite number, or None: facts come from a file that anybody may have written."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e300 or value != value:
-        return None
-    return float(value)
+def header(record: Record, summary: Summary) -> str:
+    """Name, state and date; what went wrong, where the run failed."""
+    return (
+        f'<header><p class="kicker">Shoal run report</p><h1>{escape(record.name)}</h1>'
+        f'<p class="state {summary.state}">{escape(summary.badge)}</p>'
+        f'<p class="about">{escape(_about(record, summary))}</p></header>{_failure(record, summary)}'
+    )
 
 
-def text_of(value: Any) -> str:
-    """A text, or "": facts come from a file that anybody may have written."""
-    return value if isinstance(value, str) else ""
+def key_numbers(record: Record, summary: Summary) -> str:
+    """A row of figures; those that were not measured are left out."""
+    found = [_train_loss(summary), _held_out_headline(summary), _accuracy(summary), _pace(summary), _time(summary)]
+    found += [_exposed(summary), _goodput(summary), _memory(record), _parameters(record), _ranks(record)]
+    cells = "".join(
+        f"<div><dt>{escape(label)}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
+        for label, value, note in (entry for entry in found if entry is not None)
+    )
+    return f'<dl class="numbers">{cells}</dl>' if cells else ""
 
 
-def _state(step: int, total_steps: int | None, said: Any) -> str:
+def _state(record: Record, step: int, total_steps: int | None) -> str:
+    if record.ending is not None:
+        return record.ending.state
     if total_steps is not None and step >= total_steps:
         return "finished"
-    reached = f"step {step} of {total_steps}" if total_steps is not None else f"step {step}"
-    return f"{text_of(said)} at {reached}" if text_of(said) else reached
+    return "running" if record.running else "killed"
+
+
+def _failure(record: Record, summary: Summary) -> str:
+    """Why the run did not reach its last step."""
+    ending = record.ending
+    if summary.state == "killed":
+        text = (
+            "The run ended without a word: it was killed, or its machine went down. "
+            "The same command goes on from the newest checkpoint."
+        )
+        return f'<div class="failure"><p>{text}</p></div>'
+    if ending is None or ending.state == "finished":
+        return ""
+    who = "The run" if ending.rank is None else f"Rank {ending.rank}"
+    opening = f"{who} {ending.state}" + (f" with exit code {ending.exit_code}" if ending.exit_code else "")
+    cause = f"<pre>{escape(ending.cause)}</pre>" if ending.cause else ""
+    return f'<div class="failure"><p>{escape(opening)}{":" if cause else "."}</p>{cause}</div>'
 
 
 def _throughput(events: list[Event]) -> tuple[float | None, str]:
@@ -120,6 +157,24 @@ def _throughput(events: list[Event]) -> tuple[float | None, str]:
         if pace is not None:
             return pace, unit
     return None, ""
+
+
+def _shares(events: list[Event], done: list[Attempt], *, first_step_s: float) -> tuple[float | None, float | None]:
+    """(exposed communication of all step time, goodput); None where steps have no times."""
+    by_step: dict[int, dict[str, float]] = {}
+    for name in ("time/step", "time/data", "time/checkpoint_stall", "time/sync_exposed", "loss/train", "grad/norm"):
+        for step, value in zip(*series(events, name), strict=True):
+            by_step.setdefault(step, {})[name] = value
+    totals = Totals()
+    for values in by_step.values():
+        if math.isfinite(values.get("time/step", 0.0)):
+            totals.add(values)
+    if not done or totals.step_s <= 0:
+        return None, None
+    whole_s = done[-1].ended_s - done[0].started_s + first_step_s
+    goodput = totals.good_s / whole_s if whole_s > 0 else math.nan
+    exposed = totals.exposed_s / totals.step_s
+    return exposed if math.isfinite(exposed) else None, min(1.0, goodput) if goodput >= 0 else None
 
 
 def _held_out(events: list[Event], facts: dict[str, Any], name: str) -> float | None:
@@ -133,35 +188,14 @@ def _last(values: list[float]) -> float | None:
     return numbers[-1] if numbers else None
 
 
-def header(record: Record, summary: Summary) -> str:
-    """Name, state, date."""
-    look = "good" if summary.finished else "open"
-    return (
-        f'<header><p class="kicker">Shoal run report</p><h1>{escape(record.name)}</h1>'
-        f'<p class="state {look}">{escape(summary.state)}</p>'
-        f'<p class="about">{escape(_about(record, summary))}</p></header>'
-    )
-
-
-def key_numbers(record: Record, summary: Summary) -> str:
-    """A row of figures; those that were not measured are left out."""
-    found = [_train_loss(summary), _held_out_headline(summary), _accuracy(summary), _pace(summary), _time(summary)]
-    found += [_parameters(record), _ranks(record)]
-    cells = "".join(
-        f"<div><dt>{escape(label)}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
-        for label, value, note in (entry for entry in found if entry is not None)
-    )
-    return f'<dl class="numbers">{cells}</dl>' if cells else ""
-
-
 def _about(record: Record, summary: Summary) -> str:
     parts = []
-    if summary.lives:
-        ended = datetime.fromtimestamp(summary.lives[-1].ended_s, UTC)
+    if summary.attempts:
+        ended = datetime.fromtimestamp(summary.attempts[-1].ended_s, UTC)
         parts.append(f"{ended:%d %B %Y, %H:%M} UTC")
     corpus = record.facts.get("corpus")
     if isinstance(corpus, dict) and (size := number_of(corpus.get("bytes"))) is not None:
-        parts.append(f"{text_of(corpus.get('name')) or 'corpus'}, {figures.byte_size(size)}")
+        parts.append(f"{text_of(corpus.get('name')) or 'corpus'}, {units.byte_size(size)}")
     for key, name in (("device", ""), ("torch", "torch ")):
         if value := text_of(record.facts.get(key)):
             parts.append(name + value)
@@ -174,8 +208,8 @@ Entry = tuple[str, str, str] | None
 def _train_loss(summary: Summary) -> Entry:
     if summary.train_loss is None or summary.last_train_loss is None:
         return None
-    note = f"{summary.loss_unit}, smoothed; last step {figures.loss(summary.last_train_loss)}".removeprefix(", ")
-    return "training loss", figures.loss(summary.train_loss), note
+    note = f"{summary.loss_unit}, smoothed; last step {units.loss(summary.last_train_loss)}".removeprefix(", ")
+    return "training loss", units.loss(summary.train_loss), note
 
 
 def _held_out_headline(summary: Summary) -> Entry:
@@ -185,8 +219,8 @@ def _held_out_headline(summary: Summary) -> Entry:
     if summary.baseline_loss:
         change = summary.held_out_loss / summary.baseline_loss - 1
         way = "below" if change < 0 else "above"
-        note = f"{figures.percent(abs(change))} {way} {summary.baseline_name} {figures.loss(summary.baseline_loss)}"
-    return "held-out loss", figures.loss(summary.held_out_loss), note
+        note = f"{units.percent(abs(change))} {way} {summary.baseline_name} {units.loss(summary.baseline_loss)}"
+    return "held-out loss", units.loss(summary.held_out_loss), note
 
 
 def _accuracy(summary: Summary) -> Entry:
@@ -196,21 +230,38 @@ def _accuracy(summary: Summary) -> Entry:
 def _pace(summary: Summary) -> Entry:
     if summary.throughput is None:
         return None
-    return summary.throughput_unit, figures.count(summary.throughput), "median step"
+    return summary.throughput_unit, units.count(summary.throughput), "median step"
 
 
 def _time(summary: Summary) -> Entry:
     if summary.time_s is None:
         return None
-    note = "" if summary.step_s is None else f"{figures.milliseconds(summary.step_s)} a step, median"
-    return "time", figures.duration(summary.time_s), note
+    note = "" if summary.step_s is None else f"{units.seconds(summary.step_s)} a step, median"
+    return "time", units.duration(summary.time_s), note
+
+
+def _exposed(summary: Summary) -> Entry:
+    if summary.exposed_share is None:
+        return None
+    return "exposed communication", units.percent(summary.exposed_share), "of all step time"
+
+
+def _goodput(summary: Summary) -> Entry:
+    if summary.goodput is None:
+        return None
+    return "goodput", units.percent(summary.goodput), "of the time since the first start"
+
+
+def _memory(record: Record) -> Entry:
+    measured = [time.peak_bytes for time in record.rank_times if time.peak_bytes is not None]
+    return ("peak memory", units.memory_size(max(measured)), "of the fullest rank") if measured else None
 
 
 def _parameters(record: Record) -> Entry:
     parameters = number_of(record.facts.get("parameters"))
-    return None if parameters is None else ("parameters", figures.count(parameters), f"{parameters:,.0f}")
+    return None if parameters is None else ("parameters", units.count(parameters), f"{parameters:,.0f}")
 
 
 def _ranks(record: Record) -> Entry:
     world = number_of(record.facts.get("world")) or len(record.rank_times)
-    return ("ranks", figures.count(world), "") if world else None
+    return ("ranks", units.count(world), "") if world else None

@@ -1,4 +1,4 @@
-"""The quieter parts of the report: evaluations, samples, lives, skipped steps, facts and the run file."""
+"""The quieter parts of the report: evaluations, samples, starts, skipped steps, facts and the run file."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from datetime import UTC, datetime
 from html import escape
 from typing import Any
 
-from shoal.observe import figures
-from shoal.observe.breakdown import section, table
+from shoal import units
+from shoal.escape import escape_controls
 from shoal.observe.events import series
+from shoal.observe.fact_names import name_and_value
+from shoal.observe.facts import number_of, text_of
+from shoal.observe.markup import section, table
 from shoal.observe.record import Record
-from shoal.observe.summary import Summary, number_of, text_of
+from shoal.observe.summary import Summary
 
 MAX_ROWS = 12
 MAX_SAMPLE_CHARACTERS = 20_000
-MAX_FACT_CHARACTERS = 500
-SHOWN_ELSEWHERE = {"samples", "baseline", "loss_unit", "state"}
+SHOWN_ELSEWHERE = {"name", "samples", "baseline", "loss_unit", "state", "failure"}
 
 
 def evaluation_section(record: Record, summary: Summary) -> str:
@@ -26,18 +28,16 @@ def evaluation_section(record: Record, summary: Summary) -> str:
     steps = sorted(losses.keys() | accuracies.keys())
     if not steps:
         return ""
-    columns = [("loss", losses, figures.loss)] if losses else []
+    columns = [("loss", losses, units.loss)] if losses else []
     columns += [("accuracy", accuracies, lambda share: f"{100 * share:.2f} %")] if accuracies else []
-    head = "<tr><th>step</th>" + "".join(f"<td>{label}</td>" for label, _, _ in columns) + "</tr>"
-    cells = (
-        (step, "".join(f"<td>{form(of[step]) if step in of else '–'}</td>" for _, of, form in columns))
-        for step in steps[-MAX_ROWS:]
-    )
-    rows = "".join(f"<tr><th>{step:,}</th>{row}</tr>" for step, row in cells)
+    rows = [
+        (f"{step:,}", *(form(of[step]) if step in of else "–" for _, of, form in columns)) for step in steps[-MAX_ROWS:]
+    ]
+    body = table(("step", *(label for label, _, _ in columns)), rows)
     lead = f"On data held out of training{f', in {summary.loss_unit}' if summary.loss_unit else ''}."
     if len(steps) > MAX_ROWS:
         lead += f" The last {MAX_ROWS} of {len(steps)}."
-    return section("Evaluation", f'<div class="narrow">{table(head, rows)}</div>', lead=lead)
+    return section("Evaluation", f'<div class="narrow">{body}</div>', lead=lead)
 
 
 def sample_section(record: Record) -> str:
@@ -48,24 +48,26 @@ def sample_section(record: Record) -> str:
     return section("Drawn from the model", body) if body else ""
 
 
-def life_section(summary: Summary) -> str:
+def attempt_section(summary: Summary) -> str:
     """When the run was stopped and started again; "" where it was not."""
-    if len(summary.lives) < 2:
+    if len(summary.attempts) < 2:
         return ""
-    head = (
-        "<tr><th>start</th><td>at (UTC)</td><td>generation</td><td>resumed after</td><td>reached</td>"
-        "<td>computed again</td><td>time away</td></tr>"
-    )
-    rows = "".join(
-        f"<tr><th>{index}</th><td>{datetime.fromtimestamp(life.started_s, UTC):%d %b %H:%M:%S}</td>"
-        f"<td>{life.generation}</td><td>{f'step {life.first_step - 1:,}' if index > 1 else '–'}</td>"
-        f"<td>step {life.last_step:,}</td><td>{life.repeated_steps:,}</td>"
-        f"<td>{figures.duration(life.away_s) if index > 1 else '–'}</td></tr>"
-        for index, life in enumerate(summary.lives, start=1)
-    )
-    again = sum(life.repeated_steps for life in summary.lives)
-    lead = f"The run was started {len(summary.lives)} times; {again:,} of its steps were computed again."
-    return section("Starts", table(head, rows), lead=lead)
+    columns = ("start", "at (UTC)", "generation", "resumed after", "reached", "computed again", "time away")
+    rows = [
+        (
+            str(index),
+            f"{datetime.fromtimestamp(one.started_s, UTC):%d %b %H:%M:%S}",
+            str(one.generation),
+            f"step {one.first_step - 1:,}" if index > 1 else "–",
+            f"step {one.last_step:,}",
+            units.plural(one.repeated_steps, "step"),
+            units.duration(one.away_s) if index > 1 else "–",
+        )
+        for index, one in enumerate(summary.attempts, start=1)
+    ]
+    again = sum(one.repeated_steps for one in summary.attempts)
+    lead = f"The run was started {len(summary.attempts)} times; {again:,} of its steps were computed again."
+    return section("Starts", table(columns, rows), lead=lead)
 
 
 def skipped_section(summary: Summary) -> str:
@@ -74,16 +76,17 @@ def skipped_section(summary: Summary) -> str:
     if not steps:
         return ""
     named = ", ".join(f"{step:,}" for step in steps[:40]) + (", …" if len(steps) > 40 else "")
-    noun = "step was" if len(steps) == 1 else "steps were"
-    body = f"<p>{len(steps):,} {noun} not finite in loss or gradient norm, and changed no weight: {named}.</p>"
+    count = units.plural(len(steps), "step")
+    body = f"<p>{count} had a loss or a gradient norm that was not finite, and changed no weight: {named}.</p>"
     return section("Skipped steps", body)
 
 
 def facts_section(record: Record) -> str:
     """Everything else that was written down; "" where nothing was."""
     shown = {key: value for key, value in record.facts.items() if key not in SHOWN_ELSEWHERE}
-    rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in _flat(shown))
-    return section("Facts", f'<div class="scroll"><table class="facts">{rows}</table></div>') if rows else ""
+    named = (name_and_value(key, value) for key, value in _flat(shown))
+    rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in named if text)
+    return section("Facts", f'<table class="facts">{rows}</table>') if rows else ""
 
 
 def run_file_section(record: Record) -> str:
@@ -98,21 +101,15 @@ def _sample(sample: Mapping[str, Any]) -> str:
     prompt, text = text_of(sample.get("prompt")), text_of(sample.get("text"))[:MAX_SAMPLE_CHARACTERS]
     step = number_of(sample.get("step"))
     at = "" if step is None else f'<p class="lead">After step {step:,.0f}. The prompt is in bold.</p>'
-    return f"{at}<pre><b>{escape(prompt)}</b>{escape(text.removeprefix(prompt))}</pre>"
+    prompt, text = escape_controls(prompt), escape_controls(text.removeprefix(prompt))
+    return f"{at}<pre><b>{escape(prompt)}</b>{escape(text)}</pre>"
 
 
-def _flat(facts: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
+def _flat(facts: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Facts without nesting: a key inside another is written after it and a slash."""
     for key, value in facts.items():
         name = f"{before}{key}"
         if isinstance(value, dict):
-            yield from _flat(value, f"{name}.")
+            yield from _flat(value, f"{name}/")
         else:
-            yield name, _fact(value)
-
-
-def _fact(value: Any) -> str:
-    if isinstance(value, float):
-        return figures.number(value)
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**18:
-        return f"{value:,}"
-    return str(value)[:MAX_FACT_CHARACTERS]
+            yield name, value

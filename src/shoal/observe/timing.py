@@ -1,7 +1,8 @@
-"""Where the time of a step went, and how the ranks compare. Pure."""
+"""Where the time of a step went, what each kind of collective cost, and how the ranks compare. Pure."""
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ PARTS = (
     ("checkpoint_stall", "checkpoint stall"),
 )
 """Measurements `time/...` whose sum, with what is left over, is `time/step`."""
+
+_COLLECTIVE = re.compile(r"wire/([a-z_]{1,60})/bytes_sent")
 
 EVEN_SPREAD = 0.05
 """Ranks whose own work differs by less than this share are called even."""
@@ -44,6 +47,8 @@ class RankTime:
     forward_backward_s: float
     sync_exposed_s: float
     optimizer_s: float
+    peak_bytes: float | None = None
+    """The most memory that it held; None where that was not measured."""
 
     @property
     def work_s(self) -> float:
@@ -83,7 +88,38 @@ def rank_time(rank: int, events: Sequence[Event]) -> RankTime | None:
         forward_backward_s=times["forward_backward"] or 0.0,
         sync_exposed_s=times["sync_exposed"] or 0.0,
         optimizer_s=times["optimizer"] or 0.0,
+        peak_bytes=max(curves.finite(series(events, "memory/peak_bytes")[1]), default=None),
     )
+
+
+@dataclass(frozen=True)
+class CollectiveCost:
+    """What one kind of collective cost a rank in a mean step.
+
+    Bytes that it sent, seconds that it stood still for it, and seconds in which it computed meanwhile.
+    """
+
+    name: str
+    sent_bytes: float
+    exposed_s: float
+    hidden_s: float
+
+
+def collective_costs(events: Sequence[Event]) -> list[CollectiveCost]:
+    """The kinds that the rank used, the longest exposed time first; a step that did not use one counts as zero."""
+    steps = len(series(events, "time/step")[0]) or 1
+    names = {match[1] for event in events for key in event.values if (match := _COLLECTIVE.fullmatch(key))}
+    found = [
+        CollectiveCost(
+            name, *(_sum(events, f"wire/{name}/{part}") / steps for part in ("bytes_sent", "exposed_s", "hidden_s"))
+        )
+        for name in sorted(names)
+    ]
+    return sorted(found, key=lambda cost: (-cost.exposed_s, -cost.sent_bytes))
+
+
+def _sum(events: Sequence[Event], name: str) -> float:
+    return sum(curves.finite(series(events, name)[1]))
 
 
 def slowest(ranks: Iterable[RankTime]) -> tuple[RankTime, float] | None:

@@ -14,13 +14,13 @@ from typing import Any, cast
 
 import msgspec
 
+from shoal import units
 from shoal.config.load import load
 from shoal.cost.plan import Zero
 from shoal.cost.transformer import Recompute
 from shoal.errors import ConfigError
 from shoal.launch.devices import gpus
 from shoal.launch.environment import Place
-from shoal.planner.explain.text import seconds
 from shoal.planner.predict.predictor import Predictor
 from shoal.planner.search.candidates import Allowed
 from shoal.planner.search.search import Found, search
@@ -31,8 +31,6 @@ from shoal.runfile.run_file import RunFile, run_directory
 from shoal.topology.axes import DENSE
 from shoal.topology.cluster import Cluster
 from shoal.topology.cluster_file import load_cluster
-
-GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +71,8 @@ def _why(found: Found, cluster: Cluster) -> str:
     second = f"; next is {others[0].plan.describe()}, {others[0].step_s / best.step_s - 1:+.1%}" if others else ""
     return (
         f"layout.auto: {best.plan.describe()}: the fastest of {found.fitting} plans that fit on {cluster.name} "
-        f"({seconds(best.step_s)} a step and {best.memory_bytes / GIB:.2f} of {cluster.device.memory_bytes / GIB:.3g} "
-        f"GiB predicted){second}"
+        f"({units.seconds(best.step_s)} a step and {units.memory_size(best.memory_bytes)} of "
+        f"{units.memory_size(cluster.device.memory_bytes)} predicted){second}"
     )
 
 

@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shoal import units
 from shoal.comm.backends import Facts, choose_backend
 from shoal.cost.plan import Plan
 from shoal.engine.config import Float32
 from shoal.errors import LayoutError
 from shoal.models.config import GPTConfig, MoEConfig
 from shoal.models.roles import roles_of
-from shoal.planner.explain.text import seconds, table
+from shoal.planner.explain.text import table
 from shoal.planner.intra.choose import Choice, Prices, Problem, placements_of
 from shoal.planner.intra.graph import WHOLE, Node, graph_of
 from shoal.planner.predict.measured import Measured, measured_of
@@ -144,8 +145,8 @@ class OperatorSplits:
         rows = dict.fromkeys((re.sub(r"\d+", "*", name), *rest) for name, *rest in lines)
         return (
             f"Splits of operators over {self.ranks} tensor ranks, a microbatch of {self.microbatch} with its update: "
-            f"{seconds(self.cheapest.cost_s)} as cheap as can be, {seconds(self.by_roles.cost_s)} with parameters by "
-            f"their roles, {seconds(self.whole.cost_s)} with whole ones\n"
+            f"{units.seconds(self.cheapest.cost_s)} as cheap as can be, {units.seconds(self.by_roles.cost_s)} with "
+            f"parameters by their roles, {units.seconds(self.whole.cost_s)} with whole ones\n"
             + table(("parameter", "role", "by role", "cheapest"), rows)
         )
 

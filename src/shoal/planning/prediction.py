@@ -15,7 +15,7 @@ from typing import Any
 from shoal.errors import ShoalError
 from shoal.observe.events import read_events
 from shoal.observe.facts import read_facts
-from shoal.observe.report import BASIS, MEMORY, STEP, compared
+from shoal.observe.prediction import BASIS, MEMORY, STEP, compared
 from shoal.planner.predict.predictor import Prediction
 from shoal.planning.answer import cluster_of, predictor_on, tensor_bytes
 from shoal.planning.history import Past, remember

@@ -11,7 +11,7 @@ import math
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,6 +20,7 @@ from typing import Any
 from shoal.errors import EnvironmentFault, UsageError
 from shoal.launch.devices import gpus
 from shoal.observe.events import read_events
+from shoal.observe.progress_bar import ProgressBar
 from shoal.planner.explain.residuals import prediction_record
 from shoal.planner.predict.predictor import Prediction
 from shoal.planning.plan_file import run_file_of
@@ -62,21 +63,22 @@ def tried(
     *,
     overrides: Sequence[str],
     environ: Mapping[str, str],
-    say: Callable[[str], None],
+    bar: ProgressBar,
     turns: int = TURNS,
 ) -> list[Trial]:
-    """The trials, fastest first and those that failed last. `say` is told what is being tried.
+    """The trials, fastest first and those that failed last. `bar` is told what is being tried.
 
     Raises `EnvironmentFault` where none of the plans ran.
     """
     times: dict[int, list[float]] = {number: [] for number in range(len(predictions))}
     failures: dict[int, str] = {}
     with TemporaryDirectory(prefix="shoal-trial-") as folder:
-        for turn, number in _there_and_back(len(predictions), turns):
+        for done, (turn, number) in enumerate(_there_and_back(len(predictions), turns)):
             if number in failures:
                 continue
             plan = predictions[number].plan
-            say(f"trying {plan.describe()} (turn {turn + 1} of {turns})")
+            what = f"trying {plan.describe()} (turn {turn + 1} of {turns})"
+            bar.update(what, done=done, total=turns * len(predictions))
             run = Path(folder) / f"plan-{number}-{turn}"
             run.with_suffix(".toml").write_text(run_file_of(path, plan, overrides), encoding="utf-8")
             try:

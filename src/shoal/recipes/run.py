@@ -29,6 +29,7 @@ from shoal.engine.state import TrainState
 from shoal.engine.step import TrainStep
 from shoal.launch.environment import Place
 from shoal.observe.facts import read_facts
+from shoal.observe.progress_bar import ProgressBar, track
 from shoal.recipes.assembly import Generation, build_agreement, build_run_gradients, build_state, build_step
 from shoal.recipes.lab import conditions_from
 from shoal.recipes.microbatching import Microbatching, microbatching
@@ -116,9 +117,10 @@ class Run:
         first = evaluation_batches(source, replicas=1, replica=0, micro_samples=1, denominator=batch.denominator)
         return topped_up(own, -(-samples // (shares * micro)), spare=lambda: next(first))
 
-    def evaluate(self) -> dict[str, float]:
-        """The measurements on the held-out data, over all ranks; none if there is no such data."""
-        return evaluate(self.generation.forward_backward, self.held_out(), group=self.mesh.world, device=self.device)
+    def evaluate(self, bar: ProgressBar | None = None) -> dict[str, float]:
+        """The measurements on the held-out data, over all ranks; none without such data. `bar` counts batches."""
+        batches = track(self.held_out(), bar or ProgressBar(), "evaluating: batches of held-out samples")
+        return evaluate(self.generation.forward_backward, batches, group=self.mesh.world, device=self.device)
 
 
 def open_run(

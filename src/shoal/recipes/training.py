@@ -38,7 +38,7 @@ def train_rank(run_file: RunFile, place: Place, objects: UserObjects, *, forecas
     """Trains to the end of the run file. Raises the errors of `shoal.errors`; the run directory stays whole."""
     directory = run_directory(run_file)
     with ExitStack() as stack:
-        log = open_log(directory, rank=place.rank, to_terminal=False)
+        log = open_log(directory, rank=place.rank)
         stack.callback(close_log, log)
         terminal = display_for(sys.stdout, place.rank, plain=None if run_file.observe.live else True)
         display = LoggedDisplay(terminal, log)

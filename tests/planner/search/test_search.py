@@ -155,7 +155,7 @@ def test_a_change_is_a_sentence_where_it_helps() -> None:
     best = search(predictor(cluster=NODE, samples=16), keep=1).best[0]
     freed, slower = best.memory_bytes - 5.2 * 2**30, 1.18 * best.step_s
     frees = Change(what="memory.recompute = full", step_s=slower, memory_bytes=freed, fits=True)
-    assert help_sentence(frees, best) == "memory.recompute = full frees 5.2 GiB for +18.0 % step time"
+    assert help_sentence(frees, best) == "memory.recompute = full frees 5.20 GiB for +18.0 % step time"
     faster = Change(what="links", step_s=0.9 * best.step_s, memory_bytes=best.memory_bytes, fits=True)
     assert help_sentence(faster, best) == "links takes 10.0 % off the step"
     assert help_sentence(replace(faster, fits=False), best) is None

@@ -52,7 +52,7 @@ def test_the_text_has_every_part(app: typer.Typer, cluster: str) -> None:
     for part in (
         "by closed forms",
         "pipeline rank",
-        "peak GiB of 80",
+        "peak of 80 GiB",
         "communication outside stages",
         "2 weeks:",
         "energy",

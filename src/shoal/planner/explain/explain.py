@@ -13,9 +13,10 @@ from typing import Any
 
 import msgspec
 
+from shoal import units
 from shoal.cost.plan import Plan
 from shoal.errors import LayoutError, UsageError
-from shoal.planner.explain.text import GIB, Change, seconds
+from shoal.planner.explain.text import Change
 from shoal.planner.predict.bill import ITEMS
 from shoal.planner.predict.predictor import Prediction, Predictor
 from shoal.planner.search.candidates import Allowed, candidates
@@ -59,9 +60,12 @@ def why_not(predictor: Predictor, text: str, best: Prediction, *, allowed: Allow
         return f"{text}: {error}"
     slower = other.step_s / best.step_s - 1
     lines = [f"{text}: the best such plan is {other.plan.describe()}"]
-    lines.append(f"  {seconds(other.step_s)} a step, {100 * slower:+.1f} % against {seconds(best.step_s)}")
-    lines.append(f"  {other.memory_bytes / GIB:.1f} GiB against {best.memory_bytes / GIB:.1f}")
-    lines += [f"  {name}: {1e3 * value:+.3g} ms ({ITEMS[name]})" for name, value in _differences(other, best)]
+    lines.append(f"  {units.seconds(other.step_s)} a step, {100 * slower:+.1f} % against {units.seconds(best.step_s)}")
+    lines.append(f"  {units.memory_size(other.memory_bytes)} against {units.memory_size(best.memory_bytes)}")
+    lines += [
+        f"  {name}: {'+' if value >= 0 else ''}{units.seconds(value)} ({ITEMS[name]})"
+        for name, value in _differences(other, best)
+    ]
     return "\n".join(lines)
 
 

@@ -1,6 +1,6 @@
-"""One thing done differently, and what becomes of the step and of memory.
+"""Plans, bills, memory and changes as lines of text: what `shoal plan` prints.
 
-Plans, bills and memory as lines of text: what `shoal plan` prints.
+Every number carries its unit, chosen by its size: a column of a small and a large model reads as well.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from shoal import units
 from shoal.cost.footprint import Footprint
 from shoal.planner.explain.residuals import Residuals
 from shoal.planner.predict.bill import ITEMS, Bill
@@ -25,9 +26,8 @@ class Change:
     fits: bool
 
 
-GIB = 2**30
 RULE = "-"
-NOTICED_GIB, NOTICED_PERCENT = 0.05, 0.5
+NOTICED_BYTES, NOTICED_PERCENT = 0.05 * units.GIB, 0.5
 """Changes below both are not worth a sentence."""
 
 
@@ -39,34 +39,34 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(_aligned(line, widths) for line in lines)
 
 
-def plans(found: Iterable[Prediction]) -> str:
-    """One line a plan: time, rate, MFU, memory."""
+def plans(found: Iterable[Prediction], *, rate: str = "tokens/s") -> str:
+    """One line a plan: time, rate, MFU, memory of the fullest rank. `rate` names its rate: "samples/s" without tokens."""
     rows = [
         (
             one.plan.describe(),
-            seconds(one.step_s),
-            f"{one.tokens_per_s:,.0f}",
+            units.seconds(one.step_s),
+            units.quantity(one.tokens_per_s),
             f"{100 * one.mfu:.1f}",
-            f"{one.memory_bytes / GIB:.1f}",
+            units.memory_size(one.memory_bytes),
             "yes" if one.fits else "NO",
         )
         for one in found
     ]
-    return table(("plan", "step", "tokens/s", "MFU %", "GiB", "fits"), rows)
+    return table(("plan", "step", rate, "MFU %", "memory", "fits"), rows)
 
 
 def bill(one: Bill) -> str:
     """The seconds of a step, item by item, and their sum."""
-    rows = [(name, seconds(value), f"{100 * share:.1f}", ITEMS[name]) for name, value, share in one.rows()]
-    rows.append(("step", seconds(one.total), "100.0", "the sum of the above"))
+    rows = [(name, units.seconds(value), f"{100 * share:.1f}", ITEMS[name]) for name, value, share in one.rows()]
+    rows.append(("step", units.seconds(one.total), "100.0", "the sum of the above"))
     return table(("time", "a step", "%", "what it is"), rows)
 
 
 def memory(one: Footprint, limit_bytes: float) -> str:
     """The bytes of the fullest rank, item by item, their sum, and what the device has."""
-    rows = [(name, f"{size / GIB:.2f}") for name, size in one.items().items() if size > 0]
-    rows += [("peak", f"{one.total / GIB:.2f}"), ("the device has", f"{limit_bytes / GIB:.2f}")]
-    return table(("memory of the fullest rank", "GiB"), rows)
+    rows = [(name, units.memory_size(size)) for name, size in one.items().items() if size > 0]
+    rows += [("peak", units.memory_size(one.total)), ("the device has", units.memory_size(limit_bytes))]
+    return table(("memory of the fullest rank", "bytes"), rows)
 
 
 def changes(found: Iterable[Change], best: Prediction, *, most: int = 8) -> str:
@@ -74,14 +74,14 @@ def changes(found: Iterable[Change], best: Prediction, *, most: int = 8) -> str:
     rows = [
         (
             change.what,
-            seconds(change.step_s),
+            units.seconds(change.step_s),
             f"{100 * (change.step_s / best.step_s - 1):+.1f}",
-            f"{(change.memory_bytes - best.memory_bytes) / GIB:+.1f}",
+            _signed_size(change.memory_bytes - best.memory_bytes),
             "yes" if change.fits else "NO",
         )
         for change in list(found)[:most]
     ]
-    return table(("what would change it", "step", "%", "GiB", "fits"), rows)
+    return table(("what would change it", "step", "%", "memory", "fits"), rows)
 
 
 def helps(found: Iterable[Change], best: Prediction, *, most: int = 5) -> str:
@@ -92,16 +92,16 @@ def helps(found: Iterable[Change], best: Prediction, *, most: int = 5) -> str:
 
 def help_sentence(change: Change, best: Prediction) -> str | None:
     """ "memory.recompute = full frees 5.2 GiB for +18.0 % step time"; None for what helps nothing or does not fit."""
-    freed = (best.memory_bytes - change.memory_bytes) / GIB
+    freed = best.memory_bytes - change.memory_bytes
     saved = 100 * (1 - change.step_s / best.step_s)
-    frees, saves = freed >= NOTICED_GIB, saved >= NOTICED_PERCENT
+    frees, saves = freed >= NOTICED_BYTES, saved >= NOTICED_PERCENT
     if not change.fits or not (frees or saves):
         return None
     if frees and saved >= 0:
-        return f"{change.what} frees {freed:.1f} GiB and takes {saved:.1f} % off the step"
+        return f"{change.what} frees {units.memory_size(freed)} and takes {saved:.1f} % off the step"
     if frees:
-        return f"{change.what} frees {freed:.1f} GiB for {-saved:+.1f} % step time"
-    cost = f" for {-freed:.1f} GiB more" if freed <= -NOTICED_GIB else ""
+        return f"{change.what} frees {units.memory_size(freed)} for {-saved:+.1f} % step time"
+    cost = f" for {units.memory_size(-freed)} more" if freed <= -NOTICED_BYTES else ""
     return f"{change.what} takes {saved:.1f} % off the step{cost}"
 
 
@@ -110,7 +110,7 @@ def confidence(best: Prediction, limit_bytes: float, *, time: Residuals, memory:
     low, high = time.interval(best.step_s)
     odds = memory.exceeds(best.memory_bytes, limit_bytes)
     return (
-        f"90 % of steps like this were measured between {seconds(low)} and {seconds(high)}: {time.source}\n"
+        f"90 % of steps like this were measured between {units.seconds(low)} and {units.seconds(high)}: {time.source}\n"
         f"It runs out of memory with a probability of {percent(odds)}: {memory.source}"
     )
 
@@ -120,15 +120,15 @@ def choices(found: Iterable[Choice]) -> str:
     rows = [
         (
             f"{one.devices}: {one.prediction.plan.describe()}",
-            seconds(one.prediction.step_s),
-            f"{one.cost.wall_s / 3600:,.2f}",
-            f"{one.prediction.memory_bytes / GIB:.1f}",
-            f"{one.device_hours:,.1f}",
-            "-" if one.cost.money is None else f"{one.cost.money:,.4g}",
+            units.seconds(one.prediction.step_s),
+            units.duration(one.cost.wall_s),
+            units.memory_size(one.prediction.memory_bytes),
+            units.quantity(one.device_hours),
+            "-" if one.cost.money is None else units.quantity(one.cost.money),
         )
         for one in found
     ]
-    return table(("devices: plan", "step", "run, hours", "GiB", "device-hours", "money"), rows)
+    return table(("devices: plan", "step", "whole run", "memory", "device-hours", "money"), rows)
 
 
 def percent(share: float) -> str:
@@ -138,16 +138,12 @@ def percent(share: float) -> str:
 
 def money(cost: Mapping[str, float | None]) -> str:
     """The whole run, line by line."""
-    rows = [(name, "not stated" if value is None else f"{value:,.4g}") for name, value in cost.items()]
+    rows = [(name, "not stated" if value is None else units.quantity(value)) for name, value in cost.items()]
     return table(("the whole run", ""), rows)
 
 
-def seconds(value: float) -> str:
-    """Three digits in the unit that suits: 12.3 ms, 4.56 s."""
-    for limit, unit, name in ((1e-3, 1e-6, "us"), (1.0, 1e-3, "ms"), (1e4, 1.0, "s")):
-        if value < limit:
-            return f"{value / unit:.3g} {name}"
-    return f"{value:,.0f} s"
+def _signed_size(size_bytes: float) -> str:
+    return units.memory_size(size_bytes) if size_bytes <= 0 else f"+{units.memory_size(size_bytes)}"
 
 
 def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:

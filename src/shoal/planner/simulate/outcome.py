@@ -1,4 +1,4 @@
-"""What a played step says: its time, who waited, what the ports carried, what communication cost.
+"""What a played step says: its time, who waited, what the ports carried, what communication cost; and how it is shown.
 
 phase        from the start until the last rank has computed its last backward
 idle share   1 - computing / phase, of each rank: the bubble
@@ -7,14 +7,9 @@ period       the longest time from a rank's first to its last action: what a ste
 exposed      step minus the same step on a network without latency and with unbounded rate, plus the collectives
              inside stages that nothing hides
 
-A played step as the timeline of its schedule: when each pipeline rank computed what.
-
-A simulated step and simulated weeks as lines of text: what `shoal simulate` prints.
-
-A played step in the Trace Event Format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
-
-One process a simulated device, three threads: what it computes, what it sends, its collectives. Complete events ("X")
-with times in microseconds.
+It is shown as a timeline of the schedule, as lines of text (`shoal simulate`), and in the Trace Event Format, which
+Perfetto (ui.perfetto.dev) and chrome://tracing open: one process a simulated device, three threads (what it computes,
+what it sends, its collectives), complete events ("X") with times in microseconds.
 """
 
 from __future__ import annotations
@@ -25,7 +20,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from shoal.planner.explain.text import GIB, seconds, table
+from shoal import units
+from shoal.planner.explain.text import table
 from shoal.planner.simulate.goodput import WEEK_S, Goodput
 from shoal.planner.simulate.step import Fold, SimulatedStep, simulate_step
 from shoal.planner.simulate.work import Stragglers, Work
@@ -155,17 +151,25 @@ MOST_RANKS = 32
 def step(one: Outcome, *, predicted_s: float) -> str:
     """The step and its parts beside the prediction of the closed forms."""
     rows = [
-        ("step", seconds(one.step_s), f"{seconds(predicted_s)} by closed forms"),
+        ("step", units.seconds(one.step_s), f"{units.seconds(predicted_s)} by closed forms"),
         (
             "bubble",
-            seconds(one.bubble * one.phase_s),
-            f"{100 * one.bubble:.1f} % of the pipeline's {seconds(one.phase_s)}",
+            units.seconds(one.bubble * one.phase_s),
+            f"{100 * one.bubble:.1f} % of the pipeline's {units.seconds(one.phase_s)}",
         ),
-        ("communication outside stages", seconds(one.exposed_s), "step minus the step on a perfect network"),
-        ("communication inside stages", seconds(one.inside_s), "tensor, context, expert, ZeRO: what nothing hides"),
-        ("without a barrier between steps", seconds(one.period_s), "longest time from a rank's first to last action"),
+        ("communication outside stages", units.seconds(one.exposed_s), "step minus the step on a perfect network"),
+        (
+            "communication inside stages",
+            units.seconds(one.inside_s),
+            "tensor, context, expert, ZeRO: what nothing hides",
+        ),
+        (
+            "without a barrier between steps",
+            units.seconds(one.period_s),
+            "longest time from a rank's first to last action",
+        ),
     ]
-    return table(("simulated", "seconds", ""), rows)
+    return table(("simulated", "time", ""), rows)
 
 
 def ranks(one: Outcome, memory_bytes: Sequence[float], *, limit_bytes: float) -> str:
@@ -177,14 +181,15 @@ def ranks(one: Outcome, memory_bytes: Sequence[float], *, limit_bytes: float) ->
     rows = [
         (
             f"{share.rank}",
-            seconds(share.computing_s),
+            units.seconds(share.computing_s),
             f"{100 * share.idle_share:.1f}",
             f"{100 * share.port_share:.1f}",
-            f"{memory_bytes[share.rank] / GIB:.1f}",
+            units.memory_size(memory_bytes[share.rank]),
         )
         for share in shown
     ]
-    return table(("pipeline rank", "computes", "idle %", "port in use %", f"peak GiB of {limit_bytes / GIB:.0f}"), rows)
+    limit = units.memory_size(limit_bytes)
+    return table(("pipeline rank", "computes", "idle %", "port in use %", f"peak of {limit}"), rows)
 
 
 def weeks(one: Goodput, *, every_s: float, steps: float) -> str:
@@ -195,9 +200,10 @@ def weeks(one: Goodput, *, every_s: float, steps: float) -> str:
         ("lost and done again", one.lost_s),
         ("recovering", one.recovering_s),
     )
-    rows = [(name, seconds(value), f"{100 * value / one.wall_s:.2f}") for name, value in parts]
+    rows = [(name, units.duration(value), f"{100 * value / one.wall_s:.2f}") for name, value in parts]
     title = (
-        f"{one.wall_s / WEEK_S:g} weeks: {one.failures} failures, a save every {seconds(every_s)}, {steps:,.0f} steps"
+        f"{one.wall_s / WEEK_S:g} weeks: {units.plural(one.failures, 'failure')}, "
+        f"a save every {units.duration(every_s)}, {steps:,.0f} steps"
     )
     return title + "\n" + table(("time", "", "%"), rows)
 

@@ -17,6 +17,7 @@ import msgspec
 import torch
 from torch._C._distributed_c10d import Store
 
+from shoal import units
 from shoal.comm.gather import gather_named
 from shoal.data.cursor import Cursor
 from shoal.data.feed import Feed
@@ -38,6 +39,7 @@ from shoal.engine.step_result import StepResult
 from shoal.errors import ConfigError
 from shoal.launch.environment import Place
 from shoal.models.mixture_routes import RecordRoutes, ReplayRoutes, RouteDifference, Routes, set_routes
+from shoal.observe.progress_bar import ProgressBar
 from shoal.optim.schedule import peak_rate
 from shoal.recipes.objects import UserObjects
 from shoal.recipes.run import Run, open_run
@@ -55,9 +57,18 @@ from shoal.runfile.run_file import RunFile
 
 
 def verify_rank(
-    run_file: RunFile, place: Place, objects: UserObjects, *, steps: int, exact: bool, store: Store | None = None
+    run_file: RunFile,
+    place: Place,
+    objects: UserObjects,
+    *,
+    steps: int,
+    exact: bool,
+    store: Store | None = None,
+    bar: ProgressBar | None = None,
 ) -> Verdict | None:
     """The verdict at rank 0, None at the others. Stops at the first step that differs. `store`: as for `open_run`."""
+    bar = bar or ProgressBar()
+    bar.update(f"building the model and its layout over {units.plural(place.world_size, 'rank')}")
     run_file = msgspec.structs.replace(run_file, precision=Float64() if exact else Float32())
     run = open_run(run_file, place, objects, store=store)
     if not run.generation.sync.keeps_replicas_equal:
@@ -67,6 +78,7 @@ def verify_rank(
             'verify the layout with sync.kind="allreduce"'
         )
     if run_file.pipeline.asynchronous:
+        bar.update(f"comparing {units.plural(steps, 'step')} with one process")
         return verify_pipedream(run, steps=steps, tolerances=EXACT if exact else SINGLE, exact=exact)
     reference = reference_of(run) if place.rank == 0 else None
     peak, _ = peak_rate(run_file.optimizer, global_samples=run_file.batch.global_samples)
@@ -74,8 +86,10 @@ def verify_rank(
     findings: list[Finding] = []
     with closing(run.feed(Cursor())) as feed, closing(_whole_feed(run)) as whole:
         for number in range(1, steps + 1):
+            bar.update(f"step {number} of {steps}: one process computes it", done=2 * number - 2, total=2 * steps)
             wanted, routes = _expect(reference, whole, number)
             run.process.announce(f"verify/{number}/expected", str)  # a long wait, which no collective would allow
+            bar.update(f"step {number} of {steps}: the layout computes it", done=2 * number - 1, total=2 * steps)
             give_weights(run, reference)
             tap = ReplayRoutes(share_routes(run, routes, key=f"verify/{number}/routes"), tolerances.loss)
             found = _take_step(run, number, feed.next().microbatches, peak, tap)

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import pytest
 
+from shoal.observe.attempts import attempts, training_time_s
 from shoal.observe.events import Event
-from shoal.observe.facts import lives, training_time_s
 
 
 def steps(numbers: Iterable[int], *, start_s: float, generation: int = 0) -> list[Event]:
@@ -17,13 +17,13 @@ def steps(numbers: Iterable[int], *, start_s: float, generation: int = 0) -> lis
     ]
 
 
-def test_one_life_is_one_life() -> None:
+def test_one_start_is_one_attempt() -> None:
     """Ascending steps, with evaluations beside them, are a single start."""
     events = steps(range(1, 6), start_s=10.0)
     events.insert(3, Event(step=3, time_s=12.5, values={"loss/eval": 1.0}))
-    (life,) = lives(events)
-    assert (life.first_step, life.last_step, life.repeated_steps) == (1, 5, 0)
-    assert lives([]) == []
+    (attempt,) = attempts(events)
+    assert (attempt.first_step, attempt.last_step, attempt.repeated_steps) == (1, 5, 0)
+    assert attempts([]) == []
 
 
 @pytest.mark.parametrize(
@@ -37,8 +37,8 @@ def test_one_life_is_one_life() -> None:
     ],
 )
 def test_a_restart_is_seen(later: list[Event], repeated: int) -> None:
-    """Each sign of a new life gives a second one, with the steps that were computed again and the time away."""
-    first, second = lives(steps(range(1, 6), start_s=10.0) + later)
+    """Each sign of a new attempt gives a second one, with the steps that were computed again and the time away."""
+    first, second = attempts(steps(range(1, 6), start_s=10.0) + later)
     assert (first.first_step, first.last_step) == (1, 5)
     assert (second.first_step, second.last_step) == (6 - repeated, 7)
     assert second.repeated_steps == repeated
@@ -47,5 +47,5 @@ def test_a_restart_is_seen(later: list[Event], repeated: int) -> None:
 
 def test_time_away_is_no_training_time() -> None:
     """Only the time between a life's first and last line counts, and one first step a life."""
-    found = lives(steps(range(1, 6), start_s=10.0) + steps(range(4, 8), start_s=1000.0))
+    found = attempts(steps(range(1, 6), start_s=10.0) + steps(range(4, 8), start_s=1000.0))
     assert training_time_s(found, first_step_s=1.0) == pytest.approx(5.0 + 4.0)
