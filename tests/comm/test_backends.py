@@ -15,7 +15,7 @@ from tests.comm.hosts import on_host
 ONE = Facts("cpu", hosts=("a", "a"))
 TWO = Facts("cpu", hosts=("a", "a", "b"))
 SINGLES = Facts("cpu", hosts=("a", "b", "c"))
-NO_CORE = "the shared-memory core was not built; install a C compiler and Shoal again"
+NO_CORE = "the shared-memory core was not built: install a C compiler, then reinstall Shoal"
 NO_MPI = "no MPI launcher started them: mpiexec -n 2 shoal train RUN.toml"
 
 
@@ -26,7 +26,7 @@ NO_MPI = "no MPI launcher started them: mpiexec -n 2 shoal train RUN.toml"
         ("gloo", Facts("cuda", hosts=("", "")), "nccl"),
         ("auto", Facts("cpu", hosts=("a",)), "gloo"),
         ("auto", ONE, "shm"),
-        ("auto", replace(ONE, no_core=NO_CORE), "shm"),  # torch's kernels, without a compiler
+        ("auto", replace(ONE, no_core=NO_CORE), "gloo"),
         ("auto", replace(ONE, by_mpi=True), "shm"),
         ("auto", TWO, "hierarchical"),
         ("auto", replace(TWO, no_core=NO_CORE), "gloo"),
@@ -52,13 +52,15 @@ def test_the_choice_follows_from_the_facts(asked: Transport, facts: Facts, backe
     ("asked", "facts", "says"),
     [
         ("shm", TWO, 'they are on 2 hosts; set it to "hierarchical"'),
-        ("hierarchical", replace(TWO, no_core=NO_CORE), "was not built; install a C compiler"),
+        ("hierarchical", replace(TWO, no_core=NO_CORE), "was not built: install a C compiler"),
+        ("hierarchical", replace(ONE, no_core=NO_CORE), "was not built: install a C compiler"),
+        ("shm", replace(ONE, no_core=NO_CORE), "was not built: install a C compiler"),
         ("mpi", replace(TWO, no_mpi=NO_MPI), "mpiexec -n 2 shoal train"),
     ],
 )
 def test_what_was_asked_for_and_cannot_be_is_refused(asked: Transport, facts: Facts, says: str) -> None:
     """Nobody gets another transport than the one that was named; the sentence says why and what works."""
-    with pytest.raises(EnvironmentFault, match="cannot be between") as refusal:
+    with pytest.raises(EnvironmentFault, match="is not available to these") as refusal:
         choose_backend(asked, facts)
     assert says in str(refusal.value)
     assert '"auto"' in str(refusal.value)

@@ -52,10 +52,12 @@ def choose_backend(asked: Transport, facts: Facts) -> Choice:
     |--------------|--------|------------------------|----------------------------------|-------------------------|
     | any          | GPU    | any                    |                                  | `nccl`                  |
     | gloo         | CPU    | any                    |                                  | `gloo`                  |
-    | shm          | CPU    | one, else an error     |                                  | `shm`                   |
+    | shm          | CPU    | one, else an error     | the core in C, else an error     | `shm`                   |
     | mpi          | CPU    | any                    | mpiexec and mpi4py, else an error| `mpi`                   |
     | any          | CPU    | one, of one rank       |                                  | `gloo`                  |
-    | any          | CPU    | one                    |                                  | `shm`                   |
+    | auto         | CPU    | one                    | the core in C was not built      | `gloo`                  |
+    | hierarchical | CPU    | one                    | the core in C, else an error     | `shm`                   |
+    | auto         | CPU    | one                    |                                  | `shm`                   |
     | auto         | CPU    | several                | mpiexec started them, mpi4py     | `mpi`                   |
     | any          | CPU    | several, one rank each |                                  | `gloo`                  |
     | auto         | CPU    | several                | the core in C was not built      | `gloo`                  |
@@ -66,17 +68,17 @@ def choose_backend(asked: Transport, facts: Facts) -> Choice:
     faster ones than Ethernet too; Gloo speaks TCP, and two levels send the least that any algorithm can between hosts
     (`shoal.comm.hierarchical.division`).
 
-    Sizes of messages are decided inside a backend: `shm` takes one shot up to 128 KB and two above (without the core
-    in C, Gloo takes what is below 256 KB), `hierarchical` cuts what is above 2 MB into pieces.
+    Sizes of messages are decided inside a backend: `shm` takes one shot up to 128 KB and two above, `hierarchical` cuts
+    what is above 2 MB into pieces.
 
-    Raises `EnvironmentFault` where what was asked for cannot be.
+    Raises `EnvironmentFault` where the requested transport is not available.
     """
     if facts.device == "cuda":
         return Choice("nccl", "nccl: GPUs")
     if refusal := _refusal(asked, facts):
         raise EnvironmentFault(
-            f'wire.transport = "{asked}" cannot be between {len(facts.hosts)} ranks: {refusal}; or set it to "auto", '
-            "which takes what there is"
+            f'wire.transport = "{asked}" is not available to these {len(facts.hosts)} ranks: {refusal}; or set it to '
+            '"auto", which takes what is there'
         )
     if asked in ("gloo", "shm", "mpi"):
         return Choice(asked, f"{asked}: asked for")
@@ -87,6 +89,8 @@ def _by_hosts(facts: Facts, *, may_be_mpi: bool) -> Choice:
     ranks, hosts = len(facts.hosts), facts.host_count
     if ranks == 1:
         return Choice("gloo", "gloo: one rank alone")
+    if hosts == 1 and facts.no_core:
+        return Choice("gloo", f"gloo: {ranks} ranks on one host, and {facts.no_core}")
     if hosts == 1:
         return Choice("shm", f"shared memory: {ranks} ranks on one host")
     if may_be_mpi and facts.by_mpi and not facts.no_mpi:
@@ -104,8 +108,8 @@ def _refusal(asked: Transport, facts: Facts) -> str:
         return facts.no_mpi
     if asked == "shm" and facts.host_count > 1:
         return f'they are on {facts.host_count} hosts; set it to "hierarchical", which shares memory inside each'
-    levels = 1 < facts.host_count < len(facts.hosts)
-    return facts.no_core if asked == "hierarchical" and levels else ""
+    shares_memory = asked in ("shm", "hierarchical") and facts.host_count < len(facts.hosts)
+    return facts.no_core if shares_memory else ""
 
 
 def facts_of(answers: Sequence[str], *, device: Literal["cpu", "cuda"]) -> Facts:

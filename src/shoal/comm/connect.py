@@ -28,8 +28,7 @@ from shoal.comm.mpi.group import share_mpi
 from shoal.comm.mpi.world import started_by_mpiexec, why_no_mpi
 from shoal.comm.seam import Seam
 from shoal.comm.shm.core import CoreMissing, core_identity
-from shoal.comm.shm.core_group import CoreGroup
-from shoal.comm.shm.group import share_memory
+from shoal.comm.shm.group import CoreGroup, share_core
 from shoal.comm.shm.host import Apart, host_identity
 from shoal.comm.volume import Volume
 from shoal.errors import EnvironmentFault
@@ -111,17 +110,19 @@ def _opened(
     gloo = _gloo(store, rank, size, timeout_s)
     if choice.backend == "gloo":
         return gloo, choice
-    if choice.backend == "shm":
-        group, why = share_memory(gloo, store, timeout_s=timeout_s)
-        found = Choice("gloo" if group is gloo else "shm", why)
-    else:
-        group, found = _on_two_levels(gloo, choice, facts, store, timeout_s)
-    if found.backend == "gloo" and transport != "auto" and size > 1:
-        raise EnvironmentFault(
-            f'wire.transport = "{transport}" cannot be between {size} ranks ({found.why}); set it to "auto", '
-            "which takes what there is"
-        )
-    return group, found
+    if size == 1:
+        return gloo, Choice("gloo", "gloo: one rank alone")
+    try:
+        if choice.backend == "shm":
+            return share_core(gloo, store, timeout_s=timeout_s), choice
+        return share_hosts(gloo, store, hosts=facts.hosts, timeout_s=timeout_s), choice
+    except (Apart, CoreMissing) as reason:
+        if transport != "auto":
+            raise EnvironmentFault(
+                f'wire.transport = "{transport}" is not available to these {size} ranks: {reason}; set it to "auto", '
+                "which takes what is there"
+            ) from None
+        return gloo, Choice("gloo", f"gloo: {reason}")
 
 
 def _by_algorithm(inner: Any, choice: Choice, algorithm: Algorithm, hosts: Sequence[str]) -> tuple[Any, Choice]:
@@ -143,19 +144,10 @@ def _way(
         exchange = share_mpi(beside, rank, size, timeout_s=timeout_s)
     else:
         exchange = _gloo(beside, rank, size, timeout_s)
-    if choice.backend in ("gloo", "shm"):
-        exchange, _ = share_memory(exchange, beside, timeout_s=timeout_s)
     return ByExchange(
         inner, exchange, store, recorder, board=board, expects=choice.backend not in ("mpi", "nccl"),
         blocking=choice.backend == "nccl",
     )  # fmt: skip
-
-
-def _on_two_levels(gloo: Any, choice: Choice, facts: Facts, store: Store, timeout_s: float) -> tuple[Any, Choice]:
-    try:
-        return share_hosts(gloo, store, hosts=facts.hosts, timeout_s=timeout_s), choice
-    except Apart as reason:
-        return gloo, Choice("gloo", f"gloo: {reason}")
 
 
 def _gloo(store: Store, rank: int, size: int, timeout_s: float) -> Any:

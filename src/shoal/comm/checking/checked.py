@@ -39,8 +39,8 @@ from shoal.comm.checking.flight_recorder import FlightRecorder
 from shoal.comm.checking.pending import Call, Pending, Recurrence
 from shoal.comm.checking.revocable import Revocable
 from shoal.comm.checking.waiting import LOOK_S, Board, Stall, waited
-from shoal.comm.shm.core_group import CoreGroup
-from shoal.comm.shm.core_work import Refused
+from shoal.comm.shm.group import CoreGroup
+from shoal.comm.shm.work import Refused
 
 
 class ComparedWork(dist.Work):

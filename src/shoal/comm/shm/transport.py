@@ -26,9 +26,9 @@ from torch import Tensor
 
 from shoal.comm.seam_work import FutureThreads
 from shoal.comm.shm.core import BYTES, Core, Fault, Kind, Outcome, Settings, Signature, load_call
-from shoal.comm.shm.core_work import PATIENCE_S, CoreWork, Kept, UnderWay
 from shoal.comm.shm.host import HostMates
 from shoal.comm.shm.segment import create_segment, window_name
+from shoal.comm.shm.work import PATIENCE_S, CoreWork, Kept, UnderWay
 from shoal.errors import CollectiveError
 
 _PLACES, _PLACE_BYTES, _RING_BYTES = 16, 256 << 10, 1 << 20
@@ -51,22 +51,6 @@ def core_settings(size: int, *, timeout_s: float) -> Settings:
     return Settings(_PLACES, _PLACE_BYTES, _RING_BYTES, one_shot_bytes, spins, spare_core, timeout_s)
 
 
-class CoreSegment:
-    """A segment in this process's memory, until it is dropped or taken over."""
-
-    def __init__(self, core: Core, descriptor: int, size_bytes: int) -> None:
-        self.address = core.shoal_map(descriptor, size_bytes)
-        if self.address is None:
-            raise OSError(f"cannot map {size_bytes} shared bytes: no memory, or ranks run different versions")
-        self._unmap = weakref.finalize(self, core.shoal_unmap, self.address, size_bytes)
-        self._unmap.atexit = False
-
-    def hand_over(self) -> int:
-        """The address, for one who unmaps it."""
-        self._unmap.detach()
-        return self.address
-
-
 class Transport:
     """Ends when it is closed or dropped, after what was begun. Calls are refused after that.
 
@@ -76,7 +60,7 @@ class Transport:
     """
 
     def __init__(
-        self, core: Core, mates: HostMates[CoreSegment], *, rank: int, settings: Settings, prompt: bool = False
+        self, core: Core, mates: HostMates, *, rank: int, settings: Settings, prompt: bool = False
     ) -> None:  # fmt: skip
         self.rank, self.size = rank, len(mates.segments)
         self._core, self._timeout_s, self._futures = core, settings.timeout_s, FutureThreads()
