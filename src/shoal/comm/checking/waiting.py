@@ -52,6 +52,10 @@ class Board:
         """This rank has a group of these ranks of the world; its label is the same on all of them."""
         self._groups[group], self._made[group] = ranks, 0
 
+    def ranks(self, group: str) -> Sequence[int]:
+        """The ranks of a group that was entered."""
+        return self._groups[group]
+
     def call(self, group: str, what: object) -> Stall:
         """This rank makes a call in a group, which `str(what)` describes; for the wait that follows."""
         self._made[group] += 1

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from shoal.comm.board import Board
 from shoal.comm.c10d_forms import given_timeout_s, joined, listed
-from shoal.comm.diagnosis import introduce
 from shoal.comm.shm.core import DTYPES, REDUCTIONS, CoreMissing, Kind, core_identity, load_core
 from shoal.comm.shm.host import find_mates
 from shoal.comm.shm.transport import Transport, core_settings
@@ -57,20 +57,21 @@ def share_core(inner: Any, store: Store, *, timeout_s: float, prompt: bool = Fal
     Raises `CoreMissing` or `Apart` with the reason why not, on all ranks alike. `prompt`: see `Transport`.
     """
     rank, size = inner.rank(), inner.size()
-    _check_core(store, rank, size, timeout_s=timeout_s)
+    board = Board(PrefixStore("shm", store), timeout_s=timeout_s)
+    _check_core(board, rank, size)
     core, settings = load_core(), core_settings(size, timeout_s=timeout_s)
     segment_bytes = core.shoal_segment_bytes(size, settings)
-    mates = find_mates(store, rank, size, core=core, segment_bytes=segment_bytes, timeout_s=timeout_s)
+    mates = find_mates(board, rank, size, core=core, segment_bytes=segment_bytes)
     return CoreGroup(inner, Transport(core, mates, rank=rank, settings=settings, prompt=prompt))
 
 
-def _check_core(store: Store, rank: int, size: int, *, timeout_s: float) -> None:
+def _check_core(board: Board, rank: int, size: int) -> None:
     """Raises `CoreMissing` on all ranks where one of them has no core, or another one."""
     try:
         mine = core_identity()
     except CoreMissing as error:
         mine = f"{_MISSING}rank {rank}: {error}"
-    answers = introduce(PrefixStore("shm/core", store), rank, size, myself=mine, timeout_s=timeout_s)
+    answers = board.all_gather("core", mine, rank=rank, ranks=range(size))
     if missing := next((a for a in answers if a.startswith(_MISSING)), None):
         raise CoreMissing(missing.removeprefix(_MISSING))
     if len(set(answers)) > 1:

@@ -25,9 +25,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch._C._distributed_c10d import PrefixStore, Store
-
-from shoal.comm.diagnosis import introduce
+from shoal.comm.board import Board
 from shoal.comm.shm.core import Core
 from shoal.comm.shm.segment import MappedSegment, create_segment
 
@@ -49,7 +47,7 @@ class HostMates:
     segments: tuple[MappedSegment, ...]
 
 
-def find_mates(store: Store, rank: int, size: int, *, core: Core, segment_bytes: int, timeout_s: float) -> HostMates:
+def find_mates(board: Board, rank: int, size: int, *, core: Core, segment_bytes: int) -> HostMates:
     """Blocks until all ranks have called it. Raises `Apart` on all of them, or returns on all of them."""
 
     def agree(step: str, attempt: Callable[[], str]) -> tuple[str, ...]:
@@ -57,14 +55,14 @@ def find_mates(store: Store, rank: int, size: int, *, core: Core, segment_bytes:
             answer = attempt()
         except OSError as error:
             answer = f"{_ECHO if isinstance(error, ConnectionError) else _NO}rank {rank}: {error}"
-        answers = introduce(PrefixStore(f"shm/{step}", store), rank, size, myself=answer, timeout_s=timeout_s)
+        answers = board.all_gather(step, answer, rank=rank, ranks=range(size))
         for kind in (_NO, _ECHO):
             if refusal := next((a.removeprefix(kind) for a in answers if a.startswith(kind)), None):
                 raise Apart(refusal)
         return answers
 
     _same_host(agree("host", _host))
-    handshake = Handshake(rank, size, core=core, segment_bytes=segment_bytes, timeout_s=timeout_s)
+    handshake = Handshake(rank, size, core=core, segment_bytes=segment_bytes, timeout_s=board.timeout_s)
     with handshake:
         doors = agree("open", handshake.open)
         agree("knock", lambda: handshake.knock(doors[:rank]))
