@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import shoal
 from shoal.comm.board import PART_BYTES, Board
+from shoal.comm.checking.deadlock import WaitGraph
 from shoal.comm.config import WireConfig
 from shoal.comm.connect import connect
 from shoal.comm.diagnosis import Diagnosis
@@ -174,11 +178,13 @@ def _together(*calls: Callable[[], object]) -> list[int]:
 
 
 def _opens_a_group(rank: int, store: dist.Store, size: int = 2) -> str:
-    """Two ranks open a group, compare a call and fail in the next one."""
+    """Two ranks open a group, make a call and differ in the next one."""
+    waits = WaitGraph(Board(store, timeout_s=LIMIT_S), rank)
+    waits.enter("t", range(size))
     try:
         group = connect(
             store, rank, size, device=torch.device("cpu"), label="t", ledger=Ledger(),
-            wire=WireConfig(timeout_s=LIMIT_S, transport="gloo"),
+            wire=WireConfig(timeout_s=LIMIT_S, transport="gloo", check_collectives=True), waits=waits,
         )  # fmt: skip
         group.all_reduce(torch.ones(3)).wait()
         group.all_reduce(torch.ones(3 + rank)).wait()
@@ -197,7 +203,7 @@ def _says_everything(rank: int, store: dist.Store) -> str:
         board.collect([f"mine/{rank}"])
         board.collect_some(["absent"], LIMIT_S)
         board.forget([f"mine/{rank}"])
-        return Diagnosis(board, rank, ("zero", "one"), patience_s=LIMIT_S).sentence("it", 1, 0.0, "no reason")
+        return Diagnosis(board, rank, ("zero", "one"), patience_s=LIMIT_S).sentence("it", 0.0, "no reason")
     except CollectiveError as error:
         return str(error)
 
@@ -221,3 +227,26 @@ def test_a_cut_at_any_call_of_the_store_ends_every_wait(program: Callable[[int, 
         assert set(ended) == set(cases)
     finally:
         mended.set()
+
+
+STORE_CALL = re.compile(
+    r"store\.(set|get|wait|check|add|append|compare_set|delete_key|num_keys|multi_get|multi_set|barrier|queue_\w+)\("
+)
+
+
+def unbounded_calls(source: str) -> list[str]:
+    """Lines that call a store."""
+    return [line.strip() for line in source.splitlines() if STORE_CALL.search(line)]
+
+
+def test_the_board_alone_calls_the_store() -> None:
+    """No other file of the package waits for a store without a bound of its own."""
+    assert unbounded_calls('self._store.get("x")') == ['self._store.get("x")']
+    assert unbounded_calls("store.wait(keys)") == ["store.wait(keys)"]
+    package = Path(shoal.__file__).parent
+    found = {
+        str(path.relative_to(package)): lines
+        for path in package.rglob("*.py")
+        if (lines := unbounded_calls(path.read_text())) and path != package / "comm" / "board.py"
+    }
+    assert found == {}

@@ -11,16 +11,14 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
 from shoal.comm.algorithms.group import AlgorithmGroup
 from shoal.comm.backends import BackendChoice, Capabilities, RankCapabilities, Transport, choose_backend
 from shoal.comm.board import Board
 from shoal.comm.c10d_forms import open_gloo
-from shoal.comm.checking.checked import ByExchange, ByMarks, Checked, Way
-from shoal.comm.checking.flight_recorder import FlightRecorder
-from shoal.comm.checking.revocable import Revocable
-from shoal.comm.checking.waiting import Board as WaitingBoard
+from shoal.comm.checking.checker import CollectiveChecker
+from shoal.comm.checking.deadlock import WaitGraph
 from shoal.comm.collective import GroupCollective
 from shoal.comm.conditions import Conditions
 from shoal.comm.config import Algorithm, WireConfig
@@ -47,18 +45,18 @@ def connect(
     ledger: Ledger,
     wire: WireConfig = WireConfig(),
     conditions: Conditions | None = None,
-    waiting: WaitingBoard | None = None,
+    waits: WaitGraph | None = None,
 ) -> GroupCollective:
     """One group, over the backend that `choose_backend` picks. Blocks until all its ranks have called it.
 
-    `waiting` knows the group's ranks in the world by its `label`; they are the names of ranks in messages (default:
+    `waits` knows the group's ranks in the world by its `label`; they are the names of ranks in messages (default:
     places in the group). With `wire.check_collectives`, it finds ranks that wait for each other in different groups.
 
     Raises `EnvironmentFault` on every rank if the requested transport is not available, and `CollectiveError` where a
     rank does not come in time.
     """
     timeout_s, transport = wire.timeout_s, wire.transport
-    ranks = waiting.ranks(label) if waiting else range(size)
+    ranks = waits.ranks(label) if waits else range(size)
     board = Board(store, timeout_s=timeout_s)
     myself = f"rank {ranks[rank]} (host {socket.gethostname()}, pid {os.getpid()})"
     members = board.all_gather("member", myself, rank=rank, ranks=ranks)
@@ -69,17 +67,15 @@ def connect(
     if wire.algorithm != "backend" and size > 1:
         inner, choice = _by_algorithm(inner, choice, wire.algorithm, group.hosts)
     tables = inner.tables if isinstance(inner, AlgorithmGroup) else None
-    own_way = tables.takes if tables else on_two_levels if choice.backend == "hierarchical" else None
+    own = tables.takes if tables else on_two_levels if choice.backend == "hierarchical" else None
+    diagnosis = Diagnosis(board, rank, members, label)
+    checker = None
     if wire.check_collectives:
-        held = Revocable(inner)
-        recorder = FlightRecorder(store, rank, members, label)
-        way = _way(held, choice, store, rank, size, recorder=recorder, board=waiting, timeout_s=timeout_s)
-        inner = Checked(held, way, label=label, board=waiting)
+        checker = CollectiveChecker(inner, diagnosis, label=label, device=device, graph=waits)
     return GroupCollective(
         Seam(
-            inner, backend=choice.backend, why=choice.why, label=label, ledger=ledger,
-            diagnosis=Diagnosis(board, rank, members), conditions=conditions, device=device,
-            volume=Volume(choice.backend, rank, group.hosts, tables=tables), own_way=own_way,
+            inner, choice=choice, label=label, ledger=ledger, device=device, diagnosis=diagnosis, checker=checker,
+            conditions=conditions, volume=Volume(choice.backend, rank, group.hosts, tables=tables, own=own),
         ),
         memory,
     )  # fmt: skip
@@ -138,24 +134,6 @@ def _by_algorithm(
     if choice.backend == "gloo":
         return AlgorithmGroup(inner, algorithm, hosts), BackendChoice("gloo", f"{choice.why}; algorithm: {algorithm}")
     return inner, BackendChoice(choice.backend, f'{choice.why}; wire.algorithm = "{algorithm}" is for groups over Gloo')
-
-
-def _way(
-    inner: Revocable, choice: BackendChoice, store: Store, rank: int, size: int, *, recorder: FlightRecorder,
-    board: WaitingBoard | None, timeout_s: float,
-) -> Way:  # fmt: skip
-    """How the ranks compare their calls: by themselves where the core does it, else in a group beside `inner`."""
-    if isinstance(inner.group, CoreGroup):
-        return ByMarks(inner.group, recorder)
-    beside = PrefixStore("check", store)
-    if choice.backend == "mpi":
-        exchange = share_mpi(beside, rank, size, timeout_s=timeout_s)
-    else:
-        exchange = open_gloo(beside, rank, size, timeout_s=timeout_s)
-    return ByExchange(
-        inner, exchange, store, recorder, board=board, expects=choice.backend not in ("mpi", "nccl"),
-        blocking=choice.backend == "nccl",
-    )  # fmt: skip
 
 
 def _nccl(store: Store, rank: int, size: int, timeout_s: float) -> Any:

@@ -103,10 +103,6 @@ class CoreGroup(dist.ProcessGroup):
         self._transport.give_up()
         self.inner.abort()
 
-    def announce(self, mark: int) -> None:
-        """The collectives that follow fail on all ranks where another rank's were announced by another number."""
-        self._transport.mark = mark
-
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """See `Collective.allocate`."""
         size_bytes = numel * dtype.itemsize

@@ -66,8 +66,6 @@ class Transport:
         self._core, self._timeout_s, self._futures = core, settings.timeout_s, FutureThreads()
         self._under_way: UnderWay = OrderedDict()
         self._prompt, self._call = prompt, load_call() if prompt else None
-        self.mark = 0
-        """Of the collectives to come: ranks whose marks differ have not made the same call."""
         streams = [mates.streams[q].detach() if q in mates.streams else -1 for q in range(self.size)]
         segments = (c_void_p * self.size)(*(segment.hand_over() for segment in mates.segments))
         handle = core.shoal_open(rank, self.size, segments, (c_int * self.size)(*streams), byref(settings))
@@ -116,7 +114,7 @@ class Transport:
             out_of, into = _pointer(send), _pointer(receive)
             return self.at_once(kind, dtype, reduction, root, out_of, into, count, outputs, (send, receive), finish)
         self._check()
-        what = Signature(kind, dtype, reduction, root, count, self.mark)
+        what = Signature(kind, dtype, reduction, root, count)
         handle = self._core.shoal_start(self._handle, byref(what), _pointer(send), _pointer(receive), False)
         return self._work(handle, Kept(outputs, (send, receive), finish), timeout_s=timeout_s)
 
@@ -128,12 +126,12 @@ class Transport:
         if self._life.over:  # before any function is called: this is the shortest way
             self._check()
         if self._call is None:
-            what, kept = Signature(kind, dtype, reduction, root, count, self.mark), Kept(outputs, held, finish)
+            what, kept = Signature(kind, dtype, reduction, root, count), Kept(outputs, held, finish)
             handle = self._core.shoal_start(self._handle, byref(what), out_of, into, True)
             return self._ended(handle, kept) if self._prompt else self._work(handle, kept)
         left: list[int | None] = []
         try:
-            self._call(self._handle, kind, dtype, reduction, root, self.mark, out_of, into, count, left)
+            self._call(self._handle, kind, dtype, reduction, root, 0, out_of, into, count, left)
         except BaseException:
             if left:
                 self._leave(left[0], Kept(outputs, held, finish))
@@ -153,7 +151,7 @@ class Transport:
     ) -> CoreWork | None:  # fmt: skip
         """The same of a tensor for each rank; one alone stands for all, and none for nothing."""
         self._check()
-        what = Signature(kind, dtype, reduction, root, count, self.mark)
+        what = Signature(kind, dtype, reduction, root, count)
         handle = self._core.shoal_start_lists(
             self._handle, byref(what), *self._addresses(send), *self._addresses(receive), sync
         )  # fmt: skip
