@@ -1,6 +1,6 @@
 """Builds the shared-memory core, plain C that Python loads with ctypes; everything else stands in pyproject.toml.
 
-It is optional: without a C compiler the package installs, and shared memory works on torch's kernels, more slowly.
+It is optional: without a C compiler the package installs, and ranks of one host use Gloo, more slowly.
 Without the interpreter's headers small calls are slower (`core/python.c`).
 """
 

@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shoal.c10d  # noqa: F401  (the backend's name)
 from shoal.comm.shm import transport
-from shoal.comm.shm.core_group import CoreGroup
-from shoal.comm.shm.core_work import PATIENCE_S
+from shoal.comm.shm.group import CoreGroup
+from shoal.comm.shm.work import PATIENCE_S
 
 RELATIVE = 1e-12  # float64; with more than two ranks Gloo adds in another order
 

@@ -19,7 +19,7 @@ from torch._C import _distributed_c10d as c10d
 
 import shoal.c10d  # noqa: F401  (the backend's name)
 from tests.comm.hosts import on_host
-from tests.comm.shm.test_core_group import DEATH_S, options
+from tests.comm.shm.test_group import DEATH_S, options
 from tests.comm.shm.test_window import CPU, LARGE
 
 MEGABYTE = 1 << 20

@@ -21,7 +21,8 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from shoal.comm.diagnosis import introduce
+from shoal.comm.board import Board
+from shoal.comm.c10d_forms import open_gloo
 from shoal.comm.hierarchical.group import share_hosts
 from shoal.comm.shm.core import CoreMissing
 from shoal.comm.shm.group import share_core
@@ -32,7 +33,7 @@ BACKEND = "shoal"
 
 def create_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     """The group of one rank; blocks until all its ranks have called this. In the form that c10d asks of a backend."""
-    gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+    gloo = open_gloo(store, rank, size, timeout_s=timeout.total_seconds())
     if size == 1:
         return gloo
     try:
@@ -48,7 +49,8 @@ def _shared(gloo: Any, store: Any, rank: int, size: int, timeout_s: float) -> An
         mine = host_identity()
     except OSError as error:
         mine = f"rank {rank}: {error}"  # a host of its own; `share_core` says why
-    hosts = introduce(PrefixStore("hosts", store), rank, size, myself=mine, timeout_s=timeout_s)
+    board = Board(PrefixStore("hosts", store), timeout_s=timeout_s)
+    hosts = board.all_gather("identity", mine, rank=rank, ranks=range(size))
     if 1 < len(set(hosts)) < size:
         return share_hosts(gloo, store, hosts=hosts, timeout_s=timeout_s)
     return share_core(gloo, store, timeout_s=timeout_s, prompt=True)

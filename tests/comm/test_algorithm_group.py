@@ -80,15 +80,13 @@ def test_what_is_left_to_gloo_is_counted_as_gloo_s(ranks) -> None:
     assert ranks(3, counted) == [[24_000, *ring]] * 3
 
 
-def revoked(place, algorithm: Algorithm) -> bool:
-    """Whether a group that was revoked is gone while its seam is held."""
-    mesh = mesh_by(place, algorithm, True)
+def dropped(place, algorithm: Algorithm, check: bool) -> bool:
+    """Whether a group that was used is gone when its mesh is dropped."""
+    mesh = mesh_by(place, algorithm, check)
     world: Any = mesh.world
     world.all_reduce(torch.ones(5)).wait()
-    held = world.group.inner._inner
-    group = weakref.ref(held.group)
-    assert group() is not None
-    held.revoke()
+    group = weakref.ref(world.group.inner)
+    del mesh, world
     gc.collect()
     until_s = time.monotonic() + 5
     while group() is not None and time.monotonic() < until_s:  # a thread may still have it in hand
@@ -96,7 +94,8 @@ def revoked(place, algorithm: Algorithm) -> bool:
     return group() is None
 
 
+@pytest.mark.parametrize("check", [False, True])
 @pytest.mark.parametrize("algorithm", ["ring", "auto"])
-def test_a_group_that_was_revoked_is_gone(ranks, algorithm: Algorithm) -> None:
-    """Nobody beside the revocable holds it: not the one who counts, nor a thread."""
-    assert ranks(2, revoked, algorithm) == [True] * 2
+def test_a_group_that_is_dropped_is_gone(ranks, algorithm: Algorithm, check: bool) -> None:
+    """Nobody else holds it: not the ledger, the diagnosis, nor a thread that waits for calls."""
+    assert ranks(2, dropped, algorithm, check) == [True] * 2

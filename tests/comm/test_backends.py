@@ -7,26 +7,27 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shoal.comm.backends import Facts, Transport, choose_backend, facts_of, written
-from shoal.comm.connect import find_facts
+from shoal.comm.backends import Capabilities, RankCapabilities, Transport, choose_backend
+from shoal.comm.board import Board
+from shoal.comm.connect import gather_capabilities
 from shoal.errors import EnvironmentFault
 from tests.comm.hosts import on_host
 
-ONE = Facts("cpu", hosts=("a", "a"))
-TWO = Facts("cpu", hosts=("a", "a", "b"))
-SINGLES = Facts("cpu", hosts=("a", "b", "c"))
-NO_CORE = "the shared-memory core was not built; install a C compiler and Shoal again"
+ONE = Capabilities("cpu", hosts=("a", "a"))
+TWO = Capabilities("cpu", hosts=("a", "a", "b"))
+SINGLES = Capabilities("cpu", hosts=("a", "b", "c"))
+NO_CORE = "the shared-memory core was not built: install a C compiler, then reinstall Shoal"
 NO_MPI = "no MPI launcher started them: mpiexec -n 2 shoal train RUN.toml"
 
 
 @pytest.mark.parametrize(
-    ("asked", "facts", "backend"),
+    ("asked", "group", "backend"),
     [
-        ("auto", Facts("cuda", hosts=("", "")), "nccl"),
-        ("gloo", Facts("cuda", hosts=("", "")), "nccl"),
-        ("auto", Facts("cpu", hosts=("a",)), "gloo"),
+        ("auto", Capabilities("cuda", hosts=("", "")), "nccl"),
+        ("gloo", Capabilities("cuda", hosts=("", "")), "nccl"),
+        ("auto", Capabilities("cpu", hosts=("a",)), "gloo"),
         ("auto", ONE, "shm"),
-        ("auto", replace(ONE, no_core=NO_CORE), "shm"),  # torch's kernels, without a compiler
+        ("auto", replace(ONE, no_core=NO_CORE), "gloo"),
         ("auto", replace(ONE, by_mpi=True), "shm"),
         ("auto", TWO, "hierarchical"),
         ("auto", replace(TWO, no_core=NO_CORE), "gloo"),
@@ -41,51 +42,52 @@ NO_MPI = "no MPI launcher started them: mpiexec -n 2 shoal train RUN.toml"
         ("mpi", replace(ONE, by_mpi=True), "mpi"),
     ],
 )
-def test_the_choice_follows_from_the_facts(asked: Transport, facts: Facts, backend: str) -> None:
+def test_the_choice_follows_from_the_capabilities(asked: Transport, group: Capabilities, backend: str) -> None:
     """Each line of the table."""
-    choice = choose_backend(asked, facts)
+    choice = choose_backend(asked, group)
     assert choice.backend == backend
     assert ":" in choice.why
 
 
 @pytest.mark.parametrize(
-    ("asked", "facts", "says"),
+    ("asked", "group", "says"),
     [
         ("shm", TWO, 'they are on 2 hosts; set it to "hierarchical"'),
-        ("hierarchical", replace(TWO, no_core=NO_CORE), "was not built; install a C compiler"),
+        ("hierarchical", replace(TWO, no_core=NO_CORE), "was not built: install a C compiler"),
+        ("hierarchical", replace(ONE, no_core=NO_CORE), "was not built: install a C compiler"),
+        ("shm", replace(ONE, no_core=NO_CORE), "was not built: install a C compiler"),
         ("mpi", replace(TWO, no_mpi=NO_MPI), "mpiexec -n 2 shoal train"),
     ],
 )
-def test_what_was_asked_for_and_cannot_be_is_refused(asked: Transport, facts: Facts, says: str) -> None:
+def test_what_was_asked_for_and_cannot_be_is_refused(asked: Transport, group: Capabilities, says: str) -> None:
     """Nobody gets another transport than the one that was named; the sentence says why and what works."""
-    with pytest.raises(EnvironmentFault, match="cannot be between") as refusal:
-        choose_backend(asked, facts)
+    with pytest.raises(EnvironmentFault, match="is not available to these") as refusal:
+        choose_backend(asked, group)
     assert says in str(refusal.value)
     assert '"auto"' in str(refusal.value)
 
 
 def test_the_lack_of_one_rank_is_the_lack_of_all() -> None:
-    """Facts are joined so that all ranks come to the same choice: a reason of one counts, and so do two builds."""
-    good = written("a", core="1234", by_mpi=True)
-    assert facts_of([good, good], device="cpu") == Facts("cpu", hosts=("a", "a"), by_mpi=True)
-    lame = facts_of([good, written("b", no_core=NO_CORE, no_mpi=NO_MPI)], device="cpu")
-    assert lame == Facts("cpu", hosts=("a", "b"), no_core=NO_CORE, no_mpi=NO_MPI)
-    other = facts_of([good, written("a", core="5678", by_mpi=True)], device="cpu")
+    """All ranks come to the same choice: a reason of one counts for all, and so do two builds of the core."""
+    good = RankCapabilities("a", core="1234", by_mpi=True)
+    assert Capabilities.of_all([good, good], device="cpu") == Capabilities("cpu", hosts=("a", "a"), by_mpi=True)
+    lame = Capabilities.of_all([good, RankCapabilities("b", no_core=NO_CORE, no_mpi=NO_MPI)], device="cpu")
+    assert lame == Capabilities("cpu", hosts=("a", "b"), no_core=NO_CORE, no_mpi=NO_MPI)
+    other = Capabilities.of_all([good, RankCapabilities("a", core="5678", by_mpi=True)], device="cpu")
     assert "different versions" in other.no_core
 
 
-def facts_of_gpus(place) -> tuple[str, ...]:
+def hosts_of_gpus(place) -> tuple[str, ...]:
     """The hosts that ranks with GPUs find, two ranks on each."""
     with on_host(f"node-{place.rank // 2}"):
-        facts = find_facts(
-            place.store, place.rank, place.size, device=torch.device("cuda"), transport="auto", timeout_s=20.0
-        )
-    assert choose_backend("auto", facts).backend == "nccl"
-    return facts.hosts
+        board = Board(place.store, timeout_s=20.0)
+        group = gather_capabilities(board, place.rank, place.size, device=torch.device("cuda"), transport="auto")
+    assert choose_backend("auto", group).backend == "nccl"
+    return group.hosts
 
 
 def test_ranks_with_gpus_know_which_of_them_share_a_host(ranks) -> None:
     """The ledger tells bytes inside hosts from those between them, over NCCL too."""
-    for hosts in ranks(4, facts_of_gpus):
+    for hosts in ranks(4, hosts_of_gpus):
         assert len(set(hosts)) == 2
         assert hosts[0] == hosts[1] != hosts[2] == hosts[3]

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shoal.c10d  # noqa: F401  (the backend's name)
 from shoal.comm.collective import Alone, Collective, Handle
 from shoal.comm.conditions import Conditions, Fault
-from shoal.comm.hierarchical.division import TWO_LEVELS, between_hosts, division_of, ring_between_hosts
+from shoal.comm.hierarchical.division import TWO_LEVELS, between_hosts, combine, division_of, ring_between_hosts
 from shoal.comm.hierarchical.group import Hierarchical, share_hosts
 from shoal.comm.hierarchical.two_levels import PIECE_BYTES, TwoLevels
 from shoal.comm.local import local_group
@@ -286,3 +286,22 @@ def test_a_rank_that_dies_is_named_on_every_host(ranks) -> None:
         assert survived, sentence
         assert "rank 3 (host" in sentence
         assert "did not come" in sentence
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sums_of_short_floats_are_rounded_once(dtype: torch.dtype) -> None:
+    """A large number, then small ones that each vanish beside it but not together; added in 16 bits they are lost."""
+    large, one = torch.tensor([2.0 / torch.finfo(dtype).eps], dtype=dtype), torch.ones(1, dtype=dtype)
+    assert large + one + one == large
+    out = torch.empty(1, dtype=dtype)
+    combine([large, one, one], "sum", out=out)
+    assert out == large + 2
+
+
+def test_not_a_number_is_never_lost() -> None:
+    """A maximum over ranks of which one brings NaN is NaN, whoever brings it."""
+    nan, one = torch.tensor([float("nan")]), torch.ones(1)
+    for tensors in ([nan, one], [one, nan]):
+        out = torch.empty(1)
+        combine(tensors, "max", out=out)
+        assert out.isnan()

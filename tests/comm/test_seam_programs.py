@@ -20,7 +20,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.comm.backends import Transport
-from shoal.comm.checking.waiting import Board
+from shoal.comm.board import Board
+from shoal.comm.checking.deadlock import WaitGraph
 from shoal.comm.config import WireConfig
 from shoal.comm.connect import connect
 from shoal.comm.ledger import Entry, Ledger
@@ -58,9 +59,8 @@ class Over:
             dist.destroy_process_group()
 
     def _group(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-        board = Board(store, rank) if self.check else None
-        if board is not None:
-            board.enter("program", range(size))
+        waits = WaitGraph(Board(store, timeout_s=20.0), rank)
+        waits.enter("program", range(size))
         assert self.transport is not None
         return connect(
             store,
@@ -69,7 +69,7 @@ class Over:
             device=torch.device("cpu"),
             label="program",
             ledger=self.ledger,
-            board=board,
+            waits=waits,
             wire=WireConfig(
                 timeout_s=timeout.total_seconds(),
                 transport=self.transport,

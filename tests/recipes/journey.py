@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint.save import Saver
+from shoal.comm.board import Board
 from shoal.comm.gather import gather_named
 from shoal.data.cursor import Cursor
 from shoal.engine.resume import resume
 from shoal.launch.environment import Place
-from shoal.launch.store_exchange import StoreExchange
 from shoal.recipes.run import Run, open_run
 from shoal.state.target import parts_of
 from tests.ranks import TestPlace
@@ -60,7 +60,12 @@ def travel(place: TestPlace, tables: dict[str, Any], folder: str, name: str, ste
 def save(run: Run, directory: Path, place: TestPlace) -> None:
     """A checkpoint, waited for."""
     saver = Saver(
-        directory, rank=place.rank, world_size=place.size, exchange=StoreExchange(place.store), keep=2, split=True
+        directory,
+        rank=place.rank,
+        world_size=place.size,
+        exchange=Board(place.store, timeout_s=20.0).clone(),
+        keep=2,
+        split=True,
     )
     state = run.state
     saver.save(state.progress.step, state.tensors(), state.to_json(), layout=run.mesh.layout.to_dict())

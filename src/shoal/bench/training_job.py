@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import HashStore, Store
 from shoal.checkpoint.agreement import LocalExchange
 from shoal.checkpoint.config import CheckpointConfig
 from shoal.checkpoint.save import Saver
+from shoal.comm.board import Board
 from shoal.comm.config import WireConfig
 from shoal.data.config import BatchConfig, Tokens
 from shoal.data.feed import Feed
@@ -27,7 +28,6 @@ from shoal.engine.loop import Cadence, Job
 from shoal.engine.recovery import NonfiniteGuard
 from shoal.engine.step_result import StepResult
 from shoal.launch.environment import Place
-from shoal.launch.store_exchange import StoreExchange
 from shoal.models.config import GPTConfig
 from shoal.observe.display import SilentDisplay
 from shoal.observe.events import EventWriter
@@ -94,7 +94,7 @@ def training_job(training: Training, folder: Path, stack: ExitStack, *, shared_s
         folder,
         rank=place.rank if shared_saves else 0,
         world_size=place.world_size if shared_saves else 1,
-        exchange=StoreExchange(run.process.store) if shared_saves else LocalExchange(),
+        exchange=Board(run.process.store, timeout_s=60.0).clone() if shared_saves else LocalExchange(),
         keep=1,
     )
     stack.callback(saver.close)

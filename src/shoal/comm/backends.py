@@ -1,6 +1,7 @@
-"""Which backend a group of ranks speaks over, by written criteria.
+"""Which backend a group of ranks uses, by written criteria.
 
-The facts are the same on all ranks of a group, so all come to the same choice; each has a sentence that says why.
+Ranks first tell each other what they can use; all see the same capabilities, so all make the same choice. Every choice
+has a sentence that says why.
 """
 
 from __future__ import annotations
@@ -9,27 +10,50 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 from shoal.errors import EnvironmentFault
 
 Transport = Literal["auto", "gloo", "shm", "hierarchical", "mpi"]
-"""What a user may ask for, between ranks without GPUs."""
+"""What a user may ask for between CPU ranks (`wire.transport`)."""
 
 Backend = Literal["nccl", "shm", "hierarchical", "mpi", "gloo"]
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What the ranks of one group found out about themselves.
+class RankCapabilities(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one rank can use. `core` tells builds of the C core apart; `no_core` and `no_mpi` are the reasons why the
+    rank has no core or no MPI, empty where it has; `by_mpi`: mpiexec started it."""
 
-    `hosts` are the identities of their hosts in rank order; `no_core` and `no_mpi` why a rank has no shared-memory core
-    or no MPI, empty where all have; `by_mpi`: mpiexec started them.
-    """
+    host: str
+    core: str = ""
+    no_core: str = ""
+    no_mpi: str = ""
+    by_mpi: bool = False
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What the ranks of a group can all use. `hosts` are the identities of their hosts, in rank order."""
 
     device: Literal["cpu", "cuda"]
     hosts: tuple[str, ...]
     no_core: str = ""
     no_mpi: str = ""
     by_mpi: bool = False
+
+    @staticmethod
+    def of_all(ranks: Sequence[RankCapabilities], *, device: Literal["cpu", "cuda"]) -> Capabilities:
+        """Joins those of each rank, in rank order: what one rank lacks, the group lacks."""
+        no_core = next((rank.no_core for rank in ranks if rank.no_core), "")
+        if not no_core and len({rank.core for rank in ranks}) > 1:
+            no_core = "the ranks have different versions of the shared-memory core: install one version on all hosts"
+        return Capabilities(
+            device=device,
+            hosts=tuple(rank.host for rank in ranks),
+            no_core=no_core,
+            no_mpi=next((rank.no_mpi for rank in ranks if rank.no_mpi), ""),
+            by_mpi=all(rank.by_mpi for rank in ranks),
+        )
 
     @property
     def host_count(self) -> int:
@@ -38,24 +62,26 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A backend, and why it is that one, for people."""
+class BackendChoice:
+    """A backend, and for people the reason why it is that one."""
 
     backend: Backend
     why: str
 
 
-def choose_backend(asked: Transport, facts: Facts) -> Choice:
+def choose_backend(transport: Transport, group: Capabilities) -> BackendChoice:
     """The first line that applies:
 
     | asked for    | device | hosts of the group     | and                              | backend                 |
     |--------------|--------|------------------------|----------------------------------|-------------------------|
     | any          | GPU    | any                    |                                  | `nccl`                  |
     | gloo         | CPU    | any                    |                                  | `gloo`                  |
-    | shm          | CPU    | one, else an error     |                                  | `shm`                   |
+    | shm          | CPU    | one, else an error     | the core in C, else an error     | `shm`                   |
     | mpi          | CPU    | any                    | mpiexec and mpi4py, else an error| `mpi`                   |
     | any          | CPU    | one, of one rank       |                                  | `gloo`                  |
-    | any          | CPU    | one                    |                                  | `shm`                   |
+    | auto         | CPU    | one                    | the core in C was not built      | `gloo`                  |
+    | hierarchical | CPU    | one                    | the core in C, else an error     | `shm`                   |
+    | auto         | CPU    | one                    |                                  | `shm`                   |
     | auto         | CPU    | several                | mpiexec started them, mpi4py     | `mpi`                   |
     | any          | CPU    | several, one rank each |                                  | `gloo`                  |
     | auto         | CPU    | several                | the core in C was not built      | `gloo`                  |
@@ -66,64 +92,45 @@ def choose_backend(asked: Transport, facts: Facts) -> Choice:
     faster ones than Ethernet too; Gloo speaks TCP, and two levels send the least that any algorithm can between hosts
     (`shoal.comm.hierarchical.division`).
 
-    Sizes of messages are decided inside a backend: `shm` takes one shot up to 128 KB and two above (without the core
-    in C, Gloo takes what is below 256 KB), `hierarchical` cuts what is above 2 MB into pieces.
+    Sizes of messages are decided inside a backend: `shm` takes one shot up to 128 KB and two above, `hierarchical` cuts
+    what is above 2 MB into pieces.
 
-    Raises `EnvironmentFault` where what was asked for cannot be.
+    Raises `EnvironmentFault` where the requested transport is not available.
     """
-    if facts.device == "cuda":
-        return Choice("nccl", "nccl: GPUs")
-    if refusal := _refusal(asked, facts):
+    if group.device == "cuda":
+        return BackendChoice("nccl", "nccl: GPUs")
+    if refusal := _refusal(transport, group):
         raise EnvironmentFault(
-            f'wire.transport = "{asked}" cannot be between {len(facts.hosts)} ranks: {refusal}; or set it to "auto", '
-            "which takes what there is"
+            f'wire.transport = "{transport}" is not available to these {len(group.hosts)} ranks: {refusal}; or set it '
+            'to "auto", which takes what is there'
         )
-    if asked in ("gloo", "shm", "mpi"):
-        return Choice(asked, f"{asked}: asked for")
-    return _by_hosts(facts, may_be_mpi=asked == "auto")
+    if transport in ("gloo", "shm", "mpi"):
+        return BackendChoice(transport, f"{transport}: asked for")
+    return _by_hosts(group, may_be_mpi=transport == "auto")
 
 
-def _by_hosts(facts: Facts, *, may_be_mpi: bool) -> Choice:
-    ranks, hosts = len(facts.hosts), facts.host_count
+def _by_hosts(group: Capabilities, *, may_be_mpi: bool) -> BackendChoice:
+    ranks, hosts = len(group.hosts), group.host_count
     if ranks == 1:
-        return Choice("gloo", "gloo: one rank alone")
+        return BackendChoice("gloo", "gloo: one rank alone")
+    if hosts == 1 and group.no_core:
+        return BackendChoice("gloo", f"gloo: {ranks} ranks on one host, and {group.no_core}")
     if hosts == 1:
-        return Choice("shm", f"shared memory: {ranks} ranks on one host")
-    if may_be_mpi and facts.by_mpi and not facts.no_mpi:
-        return Choice("mpi", f"mpi: mpiexec started {ranks} ranks on {hosts} hosts")
+        return BackendChoice("shm", f"shared memory: {ranks} ranks on one host")
+    if may_be_mpi and group.by_mpi and not group.no_mpi:
+        return BackendChoice("mpi", f"mpi: mpiexec started {ranks} ranks on {hosts} hosts")
     if hosts == ranks:
-        return Choice("gloo", f"gloo: one rank on each of {hosts} hosts")
-    if facts.no_core:
-        return Choice("gloo", f"gloo: ranks on {hosts} hosts, and {facts.no_core}")
-    return Choice("hierarchical", f"shared memory inside hosts, Gloo between: {ranks} ranks on {hosts} hosts")
+        return BackendChoice("gloo", f"gloo: one rank on each of {hosts} hosts")
+    if group.no_core:
+        return BackendChoice("gloo", f"gloo: ranks on {hosts} hosts, and {group.no_core}")
+    return BackendChoice("hierarchical", f"shared memory inside hosts, Gloo between: {ranks} ranks on {hosts} hosts")
 
 
-def _refusal(asked: Transport, facts: Facts) -> str:
+def _refusal(transport: Transport, group: Capabilities) -> str:
     """Why not, and what to do; empty where it can be."""
-    if asked == "mpi":
-        return facts.no_mpi
-    if asked == "shm" and facts.host_count > 1:
-        return f'they are on {facts.host_count} hosts; set it to "hierarchical", which shares memory inside each'
-    levels = 1 < facts.host_count < len(facts.hosts)
-    return facts.no_core if asked == "hierarchical" and levels else ""
-
-
-def facts_of(answers: Sequence[str], *, device: Literal["cpu", "cuda"]) -> Facts:
-    """From what each rank wrote (`written`), in rank order. A reason of one rank is one for all."""
-    rows = [answer.split("\n") for answer in answers]
-    cores = {row[1] for row in rows if not row[2]}
-    no_core = next((row[2] for row in rows if row[2]), "")
-    if not no_core and len(cores) > 1:
-        no_core = "the ranks have different versions of the shared-memory core"
-    return Facts(
-        device=device,
-        hosts=tuple(row[0] for row in rows),
-        no_core=no_core,
-        no_mpi=next((row[3] for row in rows if row[3]), ""),
-        by_mpi=all(row[4] == "mpiexec" for row in rows),
-    )
-
-
-def written(host: str, *, core: str = "", no_core: str = "", no_mpi: str = "", by_mpi: bool = False) -> str:
-    """One rank's facts as the text that it shows the others. `core` tells builds of the core apart."""
-    return "\n".join(" ".join(text.split()) for text in (host, core, no_core, no_mpi, "mpiexec" if by_mpi else ""))
+    if transport == "mpi":
+        return group.no_mpi
+    if transport == "shm" and group.host_count > 1:
+        return f'they are on {group.host_count} hosts; set it to "hierarchical", which shares memory inside each'
+    shares_memory = transport in ("shm", "hierarchical") and group.host_count < len(group.hosts)
+    return group.no_core if shares_memory else ""

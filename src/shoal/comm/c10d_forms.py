@@ -1,13 +1,18 @@
-"""What c10d's forms of a call have in common, for the groups that take them."""
+"""What Shoal's process groups share: PyTorch's forms of a call, works of several calls, and opening a Gloo group."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from shoal.comm.board import GRACE_S, bounded
+from shoal.errors import CollectiveError
 
 
 def listed(tensors: Any) -> list[Tensor]:
@@ -48,3 +53,18 @@ def joined(works: Sequence[Any]) -> Any:
     if works and not left:
         return None
     return left[0] if len(works) == 1 else JoinedWork(left)
+
+
+def open_gloo(store: Store, rank: int, size: int, *, timeout_s: float) -> Any:
+    """A Gloo group over connections that its ranks find through `store`. Blocks until all have called it.
+
+    `timeout_s` bounds this and every call of the group. Raises `CollectiveError` where a rank does not come.
+    """
+    limit = timedelta(seconds=timeout_s)
+    try:
+        return bounded(lambda: dist.ProcessGroupGloo(store, rank, size, limit), timeout_s=timeout_s + GRACE_S)
+    except RuntimeError as error:
+        raise CollectiveError(
+            f"rank {rank} of a group of {size} could not connect to the others over Gloo within {timeout_s:g} s "
+            f"({str(error).splitlines()[0]}): a rank has ended, or a firewall or GLOO_SOCKET_IFNAME keeps them apart"
+        ) from None

@@ -1,62 +1,105 @@
-"""Who did not come: after a collective has failed, the ranks tell each other through the store how far they got.
+"""Which rank is to blame: after a collective has failed, the ranks tell each other what they called.
 
-Every rank whose collective failed publishes how many it had started. Those that say nothing within the patience are
-dead, stopped or busy elsewhere: they are the culprits. A store that does not answer lies with the rank that hosts it.
+Every rank whose collective failed publishes its log of calls. The first call in which two logs differ is the mistake.
+Otherwise ranks that publish nothing in time are the culprits (dead, stopped or busy elsewhere), or those that have made
+fewer calls. A store that does not answer points to the rank that hosts it.
 """
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
-from datetime import timedelta
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from torch._C._distributed_c10d import Store
+from shoal.comm.board import Board
+from shoal.comm.checking.call_log import CallLog
+from shoal.errors import CollectiveError
+
+PATIENCE_S = 2.0
+NAMED = 8
+"""Ranks of one call that a sentence lists."""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
     """What one rank of one group needs to find the culprits. `members` names each rank for people (rank, host, pid)."""
 
-    store: Store
+    board: Board
     rank: int
     members: tuple[str, ...]
-    patience_s: float = 2.0
+    label: str = ""
+    log: CallLog = field(default_factory=CallLog)
+    patience_s: float = PATIENCE_S
 
-    def sentence(self, what: str, started: int, waited_s: float, error: str) -> str:
-        """One or two sentences: what failed on whom after how long, and which ranks are to blame."""
+    def called(self, number: int) -> str:
+        """A collective of this group, for people."""
+        return f"call number {number} of group '{self.label}'"
+
+    def sentence(self, what: str, waited_s: float, error: str) -> str:
+        """One or two sentences: what failed on this rank after how long, and which ranks are to blame."""
         head = f"{self.members[self.rank]}: {what} failed after {waited_s:.1f} s"
-        silent, behind = self._culprits(started)
-        if silent is None:
+        try:
+            logs = self._logs("failed")
+        except CollectiveError:
             return f"{head}, and the store does not answer: its host, {self.members[0]}, is dead or stopped"
-        if silent:
-            return f"{head}: {_named(self.members, silent)} did not come: dead, stopped, or busy for too long"
-        if behind:
-            return f"{head}: {_named(self.members, behind)} called another collective or fewer of them"
+        if (number := _first_difference(logs)) is not None:
+            return f"{head}: {self._differs(number, logs)}"
+        if silent := [name for rank, name in enumerate(self.members) if rank not in logs]:
+            return f"{head}: {', '.join(silent)} did not come: dead, stopped, or busy for too long"
+        most = max(log["count"] for log in logs.values())
+        if behind := [rank for rank, log in logs.items() if log["count"] < most]:
+            places = "; ".join(
+                f"{self.members[rank]} made fewer calls, the last was {_last(logs[rank])}" for rank in behind
+            )
+            return f"{head}: {places}"
         return f"{head}: {error.splitlines()[0] if error else 'the backend gave no reason'}"
 
-    def _culprits(self, started: int) -> tuple[list[int] | None, list[int]]:
-        """The ranks that say nothing (None: the store is gone) and those that have started fewer collectives."""
-        heard: dict[int, int] = {}
-        try:
-            self.store.set(f"stuck/{self.rank}", str(started))
-            deadline_s = time.monotonic() + self.patience_s
-            while len(heard) < len(self.members) and time.monotonic() < deadline_s:
-                for rank in set(range(len(self.members))) - heard.keys():
-                    if self.store.check([f"stuck/{rank}"]):
-                        heard[rank] = int(self.store.get(f"stuck/{rank}"))
-                time.sleep(0.05)
-        except (RuntimeError, ValueError):
-            return None, []
-        silent = [rank for rank in range(len(self.members)) if rank not in heard]
-        return silent, [rank for rank, count in heard.items() if count < max(heard.values())]
+    def difference(self, number: int) -> CollectiveError:
+        """What to raise for a call in which the ranks are known to differ. All of them have to ask."""
+        return CollectiveError(self._differs(number, self._logs(f"differs/{number}")))
+
+    def _differs(self, number: int, logs: dict[int, Any]) -> str:
+        none = ["", "a collective that it did not report"]
+        texts = [logs.get(rank, {}).get("calls", {}).get(str(number), none) for rank in range(len(self.members))]
+        return disagreement([text for _, text in texts], self.called(number), self.members)
+
+    def _logs(self, key: str) -> dict[int, Any]:
+        """What each rank has called, by rank; ranks that publish nothing are left out."""
+        calls = {number: [call.signature, str(call)] for number, call in self.log.calls().items()}
+        self.board.publish(f"{key}/{self.rank}", json.dumps({"count": self.log.count, "calls": calls}))
+        keys = {f"{key}/{rank}": rank for rank in range(len(self.members))}
+        return {keys[k]: json.loads(log) for k, log in self.board.collect_some(list(keys), self.patience_s).items()}
 
 
-def introduce(store: Store, rank: int, size: int, *, myself: str, timeout_s: float) -> tuple[str, ...]:
-    """Every rank writes who it is and reads who the others are."""
-    store.set(f"member/{rank}", myself)
-    store.wait([f"member/{other}" for other in range(size)], timedelta(seconds=timeout_s))
-    return tuple(store.get(f"member/{other}").decode() for other in range(size))
+def _first_difference(logs: dict[int, Any]) -> int | None:
+    """The first call, among those that ranks remember, in which two of them differ."""
+    numbers = sorted({int(number) for log in logs.values() for number in log["calls"]})
+    for number in numbers:
+        signatures = {log["calls"][str(number)][0] for log in logs.values() if str(number) in log["calls"]}
+        if len(signatures) > 1:
+            return number
+    return None
 
 
-def _named(members: tuple[str, ...], ranks: list[int]) -> str:
-    return ", ".join(members[rank] for rank in ranks)
+def _last(log: Any) -> str:
+    return log["calls"][str(log["count"])][1] if log["count"] else "none"
+
+
+def disagreement(texts: Sequence[str], what: str, members: Sequence[str]) -> str:
+    """From what each rank called: the sentence that names them, ranks of one call together."""
+    callers: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        callers.setdefault(text, []).append(rank)
+    named = "; ".join(f"{_named(members, ranks)} called {text}" for text, ranks in callers.items())
+    return (
+        f"{what} differs between ranks: {named}: all ranks of a group must make the same calls, with the same shapes "
+        "and types, in the same order; make the two places alike"
+    )
+
+
+def _named(members: Sequence[str], ranks: Sequence[int]) -> str:
+    """The first in full, the others by number."""
+    more = ", ".join(f"{members[rank].split(' (')[0]}" for rank in ranks[1:NAMED])
+    rest = f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else ""
+    return members[ranks[0]] + (f", {more}" if more else "") + rest

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from shoal.comm.checking.waiting import Board
+from shoal.comm.board import Board
+from shoal.comm.checking.deadlock import WaitGraph
 from shoal.comm.collective import Alone, Collective
 from shoal.comm.conditions import Conditions
 from shoal.comm.config import WireConfig
@@ -83,18 +84,18 @@ def build_mesh(
     `wire` says what the groups talk over; `conditions` are the faults and rates that tests and labs impose.
     """
     ledger = Ledger()
-    board = Board(PrefixStore(f"generation-{generation}", store), rank) if wire.check_collectives else None
+    board = Board(PrefixStore(f"generation-{generation}", store), timeout_s=wire.timeout_s)
+    waits = WaitGraph(board, rank)
 
     def connected(ranks: Ranks, lane: str) -> Collective:
         name = "world" if len(ranks) == layout.world_size else "ranks-" + "-".join(map(str, ranks))
         name = f"{name}-{lane}" if lane else name
-        if board is not None:
-            board.enter(name, ranks)
+        waits.enter(name, ranks)
         here = conditions and conditions.among(ranks, rank)
         named = PrefixStore(f"generation-{generation}/{name}", store)
         return connect(
             named, ranks.index(rank), len(ranks), device=device, label=name, ledger=ledger, wire=wire,
-            world_rank=rank, conditions=here, board=board,
+            conditions=here, waits=waits,
         )  # fmt: skip
 
     mesh = Mesh(layout, rank, device, generation, ledger, connected)

@@ -24,7 +24,10 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from shoal.comm.backends import BackendChoice
 from shoal.comm.c10d_forms import JoinedWork, listed
+from shoal.comm.checking.call_log import CallLog
+from shoal.comm.checking.checker import CollectiveChecker, Rows
 from shoal.comm.conditions import Conditions, Fault, after, before
 from shoal.comm.diagnosis import Diagnosis
 from shoal.comm.ledger import Ledger
@@ -33,14 +36,15 @@ from shoal.comm.volume import Volume
 from shoal.errors import CollectiveError
 
 Launch = Callable[[], Any]
-OwnWay = Callable[[str, Sequence[torch.Tensor], Any], bool]
-"""Whether a group makes an operation of these tensors, with this reduction (or None), in its own way: not as Gloo."""
+_MESSAGES = ("send", "recv")
+_EVEN: Rows = ((), ())
 
 
 class Seam(dist.ProcessGroup):
-    """Wraps `inner`, a backend's process group of the same rank and size. `why` says for people why it is that one.
+    """Wraps `inner`, a backend's process group of the same rank and size; `choice` says which backend, and why.
 
-    `own_way` is that of `inner`, None where it has one way only; `device` is where its tensors lie.
+    `volume` counts what is sent, `diagnosis` explains failures, `checker` compares calls before they are made, and
+    `conditions` are what tests impose. `device` is where the group's tensors lie.
     """
 
     supports_coalescing = supports_time_estimate = supports_splitting = False
@@ -50,23 +54,25 @@ class Seam(dist.ProcessGroup):
         self,
         inner: Any,
         *,
-        backend: str,
-        why: str = "",
+        choice: BackendChoice,
         label: str,
         ledger: Ledger,
-        diagnosis: Diagnosis | None = None,
-        conditions: Conditions | None = None,
+        device: torch.device = torch.device("cpu"),
         volume: Volume | None = None,
-        own_way: OwnWay | None = None,
-        device: torch.device | None = None,
+        diagnosis: Diagnosis | None = None,
+        checker: CollectiveChecker | None = None,
+        conditions: Conditions | None = None,
     ) -> None:
         super().__init__(inner.rank(), inner.size())  # pyright: ignore[reportCallIssue]
-        self.inner, self.backend, self.why, self.label, self.ledger = inner, backend, why, label, ledger
-        self._diagnosis, self._conditions = diagnosis, conditions
-        self._volume = volume or Volume(backend, inner.rank(), ("",) * inner.size())
-        self._own_way, self._device = own_way, device or torch.device("cpu")
+        self.inner, self.label, self.ledger = inner, label, ledger
+        self.backend, self.why = choice.backend, choice.why
+        self._device, self._conditions = device, conditions
+        self._volume = volume or Volume(choice.backend, inner.rank(), ("",) * inner.size())
+        self._diagnosis, self._checker = diagnosis, checker
+        self._log = diagnosis.log if diagnosis else CallLog()
         self._calls: dict[str, int] = {}
-        self._started, self._name, self._description = 0, "", ""
+        self._name, self._description = "", ""
+        self._ref: weakref.ref[Seam] = weakref.ref(self)
 
     @property
     def _device_types(self) -> list[torch.device]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -110,12 +116,12 @@ class Seam(dist.ProcessGroup):
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
         tensors, opts = listed(tensors), opts or c10d.BroadcastOptions()
         launch = lambda: self.inner.broadcast(tensors, opts)  # noqa: E731
-        return self._through("broadcast", tensors, tensors, launch, peer=opts.rootRank)
+        return self._through("broadcast", tensors, tensors, launch, root=opts.rootRank)
 
     def reduce(self, tensors: Any, opts: Any = None) -> Any:
         tensors, opts = listed(tensors), opts or c10d.ReduceOptions()
         launch = lambda: self.inner.reduce(tensors, opts)  # noqa: E731
-        return self._through("reduce", tensors, tensors, launch, peer=opts.rootRank, reduce_op=opts.reduceOp)
+        return self._through("reduce", tensors, tensors, launch, root=opts.rootRank, reduce_op=opts.reduceOp)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = opts or c10d.AllgatherOptions()
@@ -143,7 +149,7 @@ class Seam(dist.ProcessGroup):
     ) -> Any:
         opts = opts or c10d.AllToAllOptions()
         launch = lambda: self.inner.alltoall_base(output, input, out_sizes, in_sizes, opts)  # noqa: E731
-        return self._through("all_to_all", [input], [output], launch, parts=in_sizes)
+        return self._through("all_to_all", [input], [output], launch, rows=(in_sizes, out_sizes))
 
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single  # pyright: ignore[reportAssignmentType]
@@ -154,15 +160,15 @@ class Seam(dist.ProcessGroup):
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = opts or c10d.GatherOptions()
         launch = lambda: self.inner.gather(outputs, inputs, opts)  # noqa: E731
-        return self._through("gather", inputs, outputs[0] if outputs else [], launch, peer=opts.rootRank)
+        return self._through("gather", inputs, outputs[0] if outputs else [], launch, root=opts.rootRank)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = opts or c10d.ScatterOptions()
         launch = lambda: self.inner.scatter(outputs, inputs, opts)  # noqa: E731
-        return self._through("scatter", outputs * self.size(), outputs, launch, peer=opts.rootRank)
+        return self._through("scatter", outputs * self.size(), outputs, launch, root=opts.rootRank)
 
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> Any:
-        return self._through("send", tensors, tensors, lambda: self.inner.send(tensors, dstRank, tag), peer=dstRank)
+        return self._through("send", tensors, tensors, lambda: self.inner.send(tensors, dstRank, tag), root=dstRank)
 
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> Any:
         return self._through("recv", tensors, tensors, lambda: self.inner.recv(tensors, srcRank, tag))
@@ -175,7 +181,7 @@ class Seam(dist.ProcessGroup):
         what = f"{operation} number {call} of group '{self.label}'"
         if self._diagnosis is None:
             return CollectiveError(f"rank {self.rank()}: {what} failed after {waited_s:.1f} s: {error}")
-        return CollectiveError(self._diagnosis.sentence(what, self._started, waited_s, str(error)))
+        return CollectiveError(self._diagnosis.sentence(what, waited_s, str(error)))
 
     def _through(
         self,
@@ -184,21 +190,28 @@ class Seam(dist.ProcessGroup):
         results: Sequence[torch.Tensor],
         launch: Launch,
         *,
-        peer: int = 0,
-        parts: Sequence[int] = (),
+        root: int | None = None,
+        rows: Rows = _EVEN,
         reduce_op: Any = None,
         lists: bool = False,
     ) -> SeamWork:
-        """`lists`: the form with a tensor for each rank, which is Gloo's where `inner` has a way of its own."""
+        """`root` is also the receiver of a message. `lists`: the form with a tensor for each rank, which is Gloo's
+        where the backend has an algorithm of its own."""
         call = self._calls.get(operation, 0)
         self._calls[operation] = call + 1
-        self._started += 1
+        if operation not in _MESSAGES:
+            tensors = results if operation == "scatter" else payload
+            self._log.add(operation, tensors, reduce_op, root, bool(rows[0] or rows[1]), 3)
+            if self._checker is not None:
+                launch = partial(self._checker.call, self._log.count, self._log.last(), launch, results, rows)
         fault = self._conditions.fault(operation, call) if self._conditions else None
         before(fault)
-        as_gloo = self._own_way is not None and (lists or not self._own_way(operation, payload, reduce_op))
-        sent = self._volume(operation, sum(map(_bytes, payload)), peer=peer, parts=parts, as_gloo=as_gloo)
+        as_gloo = self._volume.left_to_gloo(operation, payload, reduce_op, lists=lists)
+        sent = self._volume(
+            operation, sum([tensor.nbytes for tensor in payload]), peer=root or 0, parts=rows[0], as_gloo=as_gloo
+        )
         self.ledger.sent(operation, sent)
-        explain = partial(_explained, weakref.ref(self), operation, call)
+        explain = partial(_explained, self._ref, operation, call)
         inner = self._launched(launch, fault, explain)
         due_s = self._conditions.due_s(sent) if self._conditions else 0.0
         return SeamWork(
@@ -230,7 +243,3 @@ def _with_reduction(options: Any, of: Any) -> Any:
     if of is not None:
         options.reduceOp = of.reduceOp
     return options
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

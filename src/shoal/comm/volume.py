@@ -38,6 +38,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from shoal.collectives.table import Table
 from shoal.comm.hierarchical.division import Division, division_of
@@ -46,6 +47,8 @@ Traffic = Mapping[int, int]
 """Bytes by the rank that they go to."""
 
 Tables = Callable[[str, int, int], Table | None]
+OwnAlgorithm = Callable[[str, Sequence[Any], Any], bool]
+"""Whether a backend makes an operation of these tensors, with this reduction (or None), by an algorithm of its own."""
 
 SEGMENT_BYTES = 1 << 20
 """The longest piece in which Gloo reduces."""
@@ -74,13 +77,26 @@ class Volume:
     """What rank `rank` of a group sends; `hosts` are the identities of all its ranks' hosts, in rank order.
 
     `tables` gives the table by which an operation is made, from its name, payload and root; None where the backend has
-    its own way.
+    its own way. `own` says which calls the backend makes by an algorithm of its own rather than by Gloo's; None: all.
     """
 
-    def __init__(self, backend: str, rank: int, hosts: Sequence[str], *, tables: Tables | None = None) -> None:
+    def __init__(
+        self,
+        backend: str,
+        rank: int,
+        hosts: Sequence[str],
+        *,
+        tables: Tables | None = None,
+        own: OwnAlgorithm | None = None,
+    ) -> None:
         self.backend, self.rank, self.hosts, self._tables = backend, rank, tuple(hosts), tables
+        self._own = own
         self._division = division_of(hosts)
         self._known: dict[tuple[str, int, int, bool], Sent] = {}
+
+    def left_to_gloo(self, operation: str, tensors: Sequence[Any], reduce_op: Any, *, lists: bool) -> bool:
+        """Whether the backend leaves this call to Gloo; `reduce_op` is None where nothing is reduced."""
+        return self._own is not None and (lists or not self._own(operation, tensors, reduce_op))
 
     def __call__(
         self, operation: str, payload: int, *, peer: int = 0, parts: Sequence[int] = (), as_gloo: bool = False

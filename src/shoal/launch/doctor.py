@@ -128,7 +128,7 @@ def core_finding(*, built: bool) -> Finding:
         repair = (
             "install a C compiler (apt-get install gcc), then Shoal again: pip install --force-reinstall --no-deps -e ."
         )
-        return Finding("shared-memory core", "warning", "not built: torch's kernels do its work, more slowly", repair)
+        return Finding("shared-memory core", "warning", "not built: ranks of one host use Gloo, more slowly", repair)
     return Finding("shared-memory core", "ok", "built")
 
 

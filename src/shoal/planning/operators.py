@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal import units
-from shoal.comm.backends import Facts, choose_backend
+from shoal.comm.backends import Capabilities, choose_backend
 from shoal.cost.plan import Plan
 from shoal.engine.config import Float32
 from shoal.errors import LayoutError
@@ -98,7 +98,7 @@ def _is_measured(calibration: Calibration, backend: str) -> bool:
 
 def _backend(run_file: RunFile) -> str:
     """Over which the run's ranks talk on one host."""
-    return choose_backend(run_file.wire.transport, Facts("cpu", hosts=("here", "here"))).backend
+    return choose_backend(run_file.wire.transport, Capabilities("cpu", hosts=("here", "here"))).backend
 
 
 def covered(run_file: RunFile) -> bool:

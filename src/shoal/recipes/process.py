@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
+from shoal.comm.board import Board
 from shoal.errors import EnvironmentFault
 from shoal.launch.environment import Place
 from shoal.launch.rendezvous import interface_for, open_store
@@ -28,9 +29,8 @@ class Process:
 
     def announce(self, key: str, find: Callable[[], str]) -> str:
         """What rank 0 finds, on every rank."""
-        if self.place.rank == 0:
-            self.store.set(f"announce/{key}", find())
-        return self.store.get(f"announce/{key}").decode()
+        board = Board(PrefixStore("announce", self.store), timeout_s=START_TIMEOUT_S)
+        return board.announce(key, find, rank=self.place.rank)
 
 
 def open_process(

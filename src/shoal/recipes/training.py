@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from shoal.checkpoint.save import Saver
+from shoal.comm.board import Board
 from shoal.config.load import dumps
 from shoal.engine.loop import Cadence, Job, train
 from shoal.engine.recovery import NonfiniteGuard
@@ -19,7 +20,6 @@ from shoal.engine.resume import load_weights, resume
 from shoal.errors import ConfigError, Diverged, Stopped
 from shoal.launch.environment import Place
 from shoal.launch.signals import StopRequest
-from shoal.launch.store_exchange import StoreExchange
 from shoal.observe.display import Display, LoggedDisplay, display_for
 from shoal.observe.events import EventWriter
 from shoal.observe.facts import replace_file, write_facts
@@ -80,7 +80,7 @@ def _job(run: Run, directory: Path, display: Display, stop: StopRequest, stack: 
         directory,
         rank=mesh.rank,
         world_size=mesh.layout.world_size,
-        exchange=StoreExchange(run.process.store),
+        exchange=Board(run.process.store, timeout_s=run.run_file.wire.timeout_s).clone(),
         keep=run_file.checkpoint.keep,
         object_bytes=run_file.checkpoint.object_bytes,
         split=mesh.layout.replica_size > 1 or not run.generation.sync.keeps_replicas_equal,

@@ -17,7 +17,7 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from shoal.comm.shm import core as shm_core
-from tests.comm.shm.test_core_group import options, shared
+from tests.comm.shm.test_group import options, shared
 
 HERE = Path(__file__).parent
 CORE = HERE.parents[2] / "src/shoal/comm/shm/core"

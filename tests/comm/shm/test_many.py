@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shoal.comm.collective import GroupCollective
-from tests.comm.shm.test_core_group import shared
+from tests.comm.shm.test_group import shared
 
 pytestmark = pytest.mark.stress
 

@@ -20,7 +20,7 @@ from shoal.comm.connect import connect
 from shoal.comm.ledger import Ledger
 from shoal.errors import CollectiveError
 from shoal.gradients.reducer import Reducer
-from tests.comm.shm.test_core_group import DEATH_S, DTYPES, FLOATS, OPS, brought, by_definition, options, shared
+from tests.comm.shm.test_group import DEATH_S, DTYPES, FLOATS, OPS, brought, by_definition, options, shared
 from tests.gradients.buckets import buckets_over
 
 CPU = torch.device("cpu")

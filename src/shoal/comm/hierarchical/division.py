@@ -32,10 +32,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from shoal.comm.collective import Collective, Handle, Reduction
-from shoal.comm.shm.two_shot import combine
 
 
 @dataclass(frozen=True)
@@ -145,6 +145,23 @@ def add_hosts(others: list[Tensor], own: Tensor, host: int, op: Reduction) -> No
     if own.numel():
         others[host] = own if host < 2 else own.clone()  # behind the first sum, `own` is no longer what it was
         combine(others, op, out=own)
+
+
+_COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+_SHORT = (torch.float16, torch.bfloat16)
+
+
+def combine(tensors: Sequence[Tensor], op: Reduction, *, out: Tensor) -> None:
+    """Reduces two or more tensors of one shape from left to right. Sums of 16-bit floats are rounded once."""
+    if op == "sum" and out.dtype in _SHORT:
+        total = tensors[0].float()
+        for tensor in tensors[1:]:
+            total.add_(tensor)
+        out.copy_(total)
+        return
+    left = tensors[0]
+    for right in tensors[1:]:
+        left = _COMBINE[op](left, right, out=out)
 
 
 TWO_LEVELS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "barrier")

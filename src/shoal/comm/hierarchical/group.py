@@ -13,7 +13,6 @@ Opening a `Hierarchical` group: a shared-memory group inside every host, a Gloo 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -23,9 +22,9 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from shoal.comm.c10d_forms import given_timeout_s, listed
+from shoal.comm.board import Board
+from shoal.comm.c10d_forms import given_timeout_s, listed, open_gloo
 from shoal.comm.collective import Alone, Collective, GroupCollective, Reduction
-from shoal.comm.diagnosis import introduce
 from shoal.comm.hierarchical.division import TWO_LEVELS, Division, division_of
 from shoal.comm.hierarchical.two_levels import TwoLevels
 from shoal.comm.shm.core import CoreMissing
@@ -244,7 +243,8 @@ def share_hosts(flat: Any, store: Store, *, hosts: Sequence[str], timeout_s: flo
             mates = share_core(_gloo(named, ranks, rank, timeout_s), named, timeout_s=timeout_s)
         except (Apart, CoreMissing) as reason:
             refusal = f"{_NO}{reason}"
-    answers = introduce(PrefixStore("hosts/mates", store), rank, division.size, myself=refusal, timeout_s=timeout_s)
+    board = Board(PrefixStore("hosts", store), timeout_s=timeout_s)
+    answers = board.all_gather("mates", refusal, rank=rank, ranks=range(division.size))
     if found := next((answer for answer in answers if answer.startswith(_NO)), None):
         raise Apart(found.removeprefix(_NO))
     first = tuple(ranks[0] for ranks in division.hosts)
@@ -253,4 +253,4 @@ def share_hosts(flat: Any, store: Store, *, hosts: Sequence[str], timeout_s: flo
 
 
 def _gloo(store: Store, ranks: Sequence[int], rank: int, timeout_s: float) -> Any:
-    return dist.ProcessGroupGloo(store, ranks.index(rank), len(ranks), timedelta(seconds=timeout_s))
+    return open_gloo(store, ranks.index(rank), len(ranks), timeout_s=timeout_s)

@@ -15,9 +15,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
-from shoal.comm.diagnosis import introduce
+from shoal.comm.board import Board
 from shoal.comm.mpi.request import MpiWork, UnderWay, added, moved, numbers_of, operation
 from shoal.comm.mpi.world import communicator, load_mpi
 
@@ -199,5 +199,5 @@ def share_mpi(store: Store, rank: int, size: int, *, timeout_s: float) -> MpiGro
     """Blocks until all ranks of the group have called it."""
     mpi = load_mpi()
     mine = str(mpi.COMM_WORLD.Get_rank())
-    answers = introduce(PrefixStore("mpi", store), rank, size, myself=mine, timeout_s=timeout_s)
+    answers = Board(store, timeout_s=timeout_s).all_gather("mpi", mine, rank=rank, ranks=range(size))
     return MpiGroup(mpi, communicator([int(answer) for answer in answers]), timeout_s=timeout_s)

@@ -142,4 +142,4 @@ def _library() -> Path:
     for suffix in importlib.machinery.EXTENSION_SUFFIXES:
         if (path := _FOLDER / f"_core{suffix}").exists():
             return path
-    raise CoreMissing("the shared-memory core was not built; install a C compiler and Shoal again")
+    raise CoreMissing("the shared-memory core was not built: install a C compiler, then reinstall Shoal")

@@ -1,15 +1,17 @@
-"""Choosing how CPU ranks of one host share memory; and `ShmGroup`, the way without a compiler.
+"""`CoreGroup`: c10d's process group of CPU ranks of one host, over the shared-memory core.
 
-The core in C takes all operations (`core_group`). Without it, `ShmGroup` takes large all-reduces on torch's kernels.
+What the core does not do (sparse tensors, bit-wise reductions, means of integers) goes to the Gloo group beside it.
+Which way a call goes follows from its dtype, layout and reduction alone: the ranks always agree.
 
-What else is asked of it goes to the Gloo group that it is given. Which way a call goes follows from its dtype, size and
-operation alone: these are equal on all ranks, so the ranks always agree.
+c10d has two names for some operations: new ones (`all_gather_single`, torch 2.13) and old ones (`_allgather_base`).
 """
+
+# pyright: reportIncompatibleMethodOverride=false
+# The stubs of ProcessGroup list several overloads under one name; these are the forms that backends implement.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,27 +20,35 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from shoal.comm.collective import Reduction
-from shoal.comm.diagnosis import introduce
-from shoal.comm.shm.core import CoreMissing, core_identity, load_core
-from shoal.comm.shm.core_group import CoreGroup
-from shoal.comm.shm.host import Apart, HostMates, find_mates
-from shoal.comm.shm.meeting import Meeting
-from shoal.comm.shm.segment import map_segment
-from shoal.comm.shm.transport import CoreSegment, Transport, core_settings
-from shoal.comm.shm.two_shot import SEGMENT_BYTES, TwoShot
-from shoal.comm.worker import Worker
+from shoal.comm.board import Board
+from shoal.comm.c10d_forms import given_timeout_s, joined, listed
+from shoal.comm.shm.core import DTYPES, REDUCTIONS, CoreMissing, Kind, core_identity, load_core
+from shoal.comm.shm.host import find_mates
+from shoal.comm.shm.transport import Transport, core_settings
 
-MINIMUM_BYTES = 1 << 18
+Finish = list[Callable[[], object]]
+
+
+def _numbers_of(reduction: str) -> dict[torch.dtype, tuple[int, int]]:
+    """The core's numbers of dtype and reduction, by dtype: of those that it reduces so."""
+    by, halves = REDUCTIONS.index(reduction), {torch.complex64: torch.float32, torch.complex128: torch.float64}
+    numbers = {dtype: (n, by) for dtype, n in DTYPES.items() if reduction != "avg" or dtype.is_floating_point}
+    if reduction in ("sum", "avg"):
+        numbers |= {dtype: numbers[half] for dtype, half in halves.items()}
+    return numbers
+
+
+_SUM = dist.ReduceOp.SUM
+_SUMS = _numbers_of("sum")
+_OTHERS: dict[Any, dict[torch.dtype, tuple[int, int]]] = {
+    dist.ReduceOp(dist.ReduceOp.AVG): _numbers_of("avg"),
+    dist.ReduceOp(dist.ReduceOp.MAX): _numbers_of("max"),
+    dist.ReduceOp(dist.ReduceOp.MIN): _numbers_of("min"),
+    dist.ReduceOp(dist.ReduceOp.PRODUCT): _numbers_of("product"),
+}
+
+
 _MISSING = "missing: "
-
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-_REDUCTIONS: tuple[tuple[Any, Reduction], ...] = (
-    (dist.ReduceOp.SUM, "sum"),
-    (dist.ReduceOp.MAX, "max"),
-    (dist.ReduceOp.MIN, "min"),
-)
 
 
 def share_core(inner: Any, store: Store, *, timeout_s: float, prompt: bool = False) -> CoreGroup:
@@ -47,104 +57,303 @@ def share_core(inner: Any, store: Store, *, timeout_s: float, prompt: bool = Fal
     Raises `CoreMissing` or `Apart` with the reason why not, on all ranks alike. `prompt`: see `Transport`.
     """
     rank, size = inner.rank(), inner.size()
-    _check_core(store, rank, size, timeout_s=timeout_s)
+    board = Board(PrefixStore("shm", store), timeout_s=timeout_s)
+    _check_core(board, rank, size)
     core, settings = load_core(), core_settings(size, timeout_s=timeout_s)
-    segment_bytes, map_core_segment = core.shoal_segment_bytes(size, settings), partial(CoreSegment, core)
-    mates = find_mates(
-        store, rank, size, segment_bytes=segment_bytes, map_segment=map_core_segment, timeout_s=timeout_s
-    )  # fmt: skip
+    segment_bytes = core.shoal_segment_bytes(size, settings)
+    mates = find_mates(board, rank, size, core=core, segment_bytes=segment_bytes)
     return CoreGroup(inner, Transport(core, mates, rank=rank, settings=settings, prompt=prompt))
 
 
-def share_memory(inner: Any, store: Store, *, timeout_s: float, with_core: bool = True) -> tuple[Any, str]:
-    """`inner` behind shared memory where all its ranks are on one host, else as it is; and why, for people.
-
-    Blocks until all ranks of the group have called it. All get the same. `with_core=False`: on torch's kernels.
-    """
-    rank, size = inner.rank(), inner.size()
-    if size == 1:
-        return inner, "gloo: one rank alone"
-    missing = "it was not asked for"
-    try:
-        if with_core:
-            return share_core(inner, store, timeout_s=timeout_s), f"shared memory: {size} ranks on one host"
-    except CoreMissing as reason:
-        missing = str(reason)
-    except Apart as reason:
-        return inner, f"gloo: {reason}"
-    try:
-        mates = find_mates(
-            store, rank, size, segment_bytes=SEGMENT_BYTES, map_segment=map_segment, timeout_s=timeout_s
-        )  # fmt: skip
-    except Apart as reason:
-        return inner, f"gloo: {reason}"
-    why = f"shared memory without the core in C ({missing}): {size} ranks on one host"
-    return ShmGroup(inner, mates, timeout_s=timeout_s), why
-
-
-def _check_core(store: Store, rank: int, size: int, *, timeout_s: float) -> None:
+def _check_core(board: Board, rank: int, size: int) -> None:
     """Raises `CoreMissing` on all ranks where one of them has no core, or another one."""
     try:
         mine = core_identity()
     except CoreMissing as error:
         mine = f"{_MISSING}rank {rank}: {error}"
-    answers = introduce(PrefixStore("shm/core", store), rank, size, myself=mine, timeout_s=timeout_s)
+    answers = board.all_gather("core", mine, rank=rank, ranks=range(size))
     if missing := next((a for a in answers if a.startswith(_MISSING)), None):
         raise CoreMissing(missing.removeprefix(_MISSING))
     if len(set(answers)) > 1:
         raise CoreMissing("the ranks have different versions of it")
 
 
-class ShmGroup:
-    """A rank's side of a group of processes of one host. Ends when it is closed or dropped, after what was begun."""
+class CoreGroup(dist.ProcessGroup):
+    """`inner` is a Gloo group of the same ranks. Tensors may be of any strides. A call gives a work, or None where its
+    transport is `prompt`.
+    """
 
-    def __init__(self, inner: Any, mates: HostMates, *, timeout_s: float) -> None:
-        self._inner = inner
-        meeting = Meeting(mates.streams, timeout_s=timeout_s)
-        self._two_shot = TwoShot(mates.segments, inner.rank(), meeting)
-        self._worker = Worker(meeting.close, name="shoal-shm")
+    def __init__(self, inner: Any, transport: Transport) -> None:
+        super().__init__(inner.rank(), inner.size())  # pyright: ignore[reportCallIssue]
+        self.inner, self._transport = inner, transport
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, inner)
 
-    def __getattr__(self, name: str) -> Any:
-        """Any other operation is Gloo's. Forwarded by name, because c10d's names differ between torch versions."""
-        return getattr(self._inner, name)
-
-    def rank(self) -> int:
-        return self._inner.rank()
-
-    def size(self) -> int:
-        return self._inner.size()
-
-    def allreduce(self, tensors: Sequence[Tensor], opts: c10d.AllreduceOptions) -> Any:
-        """Returns at once; the tensor is the group's until `wait` of what is returned comes back."""
-        op = _through_memory(tensors, opts)
-        if op is None:
-            return self._inner.allreduce(tensors, opts)
-        run = partial(_all_reduce, self._two_shot, tensors[0], op)
-        return self._worker.do(run, what="an all-reduce through shared memory", outputs=tensors)
+    def getBackendName(self) -> str:
+        return "shoal"
 
     def close(self) -> None:
         """Ends the group when the calls that were made are done."""
-        self._worker.close()
+        self._transport.close()
 
     def shutdown(self) -> None:
-        """`close`, by c10d's name; Gloo's side ends too."""
         self.close()
-        self._inner.shutdown()
+        self.inner.shutdown()
+
+    def abort(self) -> None:
+        self._transport.give_up()
+        self.inner.abort()
+
+    def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """See `Collective.allocate`."""
+        size_bytes = numel * dtype.itemsize
+        if size_bytes == 0 or device.type != "cpu":
+            return torch.zeros(numel, dtype=dtype, device=device)
+        return self._transport.allocate(size_bytes).view(dtype)
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        # A small sum takes less time than the interpreter's way to it: this is the shortest (decision 0023).
+        if opts is not None and not opts.asyncOp and type(tensors) is list and len(tensors) == 1:
+            tensor, numbers = tensors[0], None
+            if opts.reduceOp == _SUM and tensor.layout is torch.strided and tensor.is_cpu and tensor.is_contiguous():
+                numbers = _SUMS.get(tensor.dtype)
+            if numbers is not None:
+                (dtype, by), at = numbers, tensor.data_ptr()
+                return self._transport.at_once(Kind.ALL_REDUCE, dtype, by, 0, at, at, tensor.nbytes, tensors)
+        return self._allreduce(listed(tensors), opts or c10d.AllreduceOptions())
+
+    def _allreduce(self, tensors: list[Tensor], opts: Any) -> Any:
+        if len(tensors) == 1 and (alone := _reducible(tensors[0], opts.reduceOp)) is not None:
+            return self._reduced(Kind.ALL_REDUCE, tensors[0], alone, opts)
+        if (numbers := _all_reducible(tensors, opts.reduceOp)) is None:
+            return self.inner.allreduce(tensors, opts)
+        return joined([self._reduced(Kind.ALL_REDUCE, *each, opts) for each in zip(tensors, numbers, strict=True)])
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
+        opts = opts or c10d.AllreduceCoalescedOptions()
+        return self.allreduce(tensors, opts)
+
+    def reduce(self, tensors: Any, opts: Any = None) -> Any:
+        opts = opts or c10d.ReduceOptions()
+        tensors = listed(tensors)
+        if (numbers := _all_reducible(tensors, opts.reduceOp)) is None:
+            return self.inner.reduce(tensors, opts)
+        pairs, root = zip(tensors, numbers, strict=True), opts.rootRank
+        return joined([self._reduced(Kind.REDUCE, *pair, opts, root=root) for pair in pairs])
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> Any:
+        opts = opts or c10d.BroadcastOptions()
+        return joined([self._broadcast(tensor, opts) for tensor in listed(tensors)])
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        opts = opts or c10d.AllgatherOptions()
+        works = [self._gathered(Kind.ALL_GATHER, outs, own, opts) for outs, own in zip(outputs, inputs, strict=True)]
+        return joined(works)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        if output.numel() != input.numel() * self.size() or output.dtype != input.dtype:
+            raise ValueError(f"all_gather of {_shown(input)} into {_shown(output)}: it takes one block for each rank")
+        finish: Finish = []
+        return self._transport.collective(
+            Kind.ALL_GATHER, input.contiguous(), _writable(output, finish), count=input.nbytes, sync=_sync(opts),
+            outputs=[output], finish=finish,
+        )  # fmt: skip
+
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        return self.all_gather_single(output, input, opts)
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        return joined([self.all_gather_single(o, i) for o, i in zip(outputs, inputs, strict=True)])
+
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        return self.all_gather_single_coalesced(outputs, inputs, opts)
+
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        return self.allgather([[row[i] for row in outputs] for i in range(len(inputs))], inputs, opts)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        opts = opts or c10d.GatherOptions()
+        outs = outputs[0] if self.rank() == opts.rootRank else []
+        return self._gathered(Kind.GATHER, outs, inputs[0], opts, root=opts.rootRank)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        opts = opts or c10d.ScatterOptions()
+        output, finish = outputs[0], []
+        blocks = [block.contiguous() for block in inputs[0]] if self.rank() == opts.rootRank else []
+        if self.rank() == opts.rootRank:
+            self._check_blocks("scatter", blocks, output)
+        return self._transport.collective_of_lists(
+            Kind.SCATTER, blocks, [_writable(output, finish)], count=output.nbytes, root=opts.rootRank,
+            sync=_sync(opts), outputs=[output], finish=finish,
+        )  # fmt: skip
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        opts = opts or c10d.ReduceScatterOptions()
+        if (numbers := _all_reducible(outputs, opts.reduceOp)) is None:
+            return self.inner.reduce_scatter(outputs, inputs, opts)
+        triples = zip(outputs, inputs, numbers, strict=True)
+        return joined([self._reduce_scattered(*triple, opts) for triple in triples])
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        opts = opts or c10d.ReduceScatterOptions()
+        if (numbers := _reducible(output, opts.reduceOp)) is None:
+            return self.inner._reduce_scatter_base(output, input, opts)
+        if input.numel() != output.numel() * self.size() or output.dtype != input.dtype:
+            raise ValueError(f"reduce_scatter of {_shown(input)} into {_shown(output)}: it takes a block for each rank")
+        finish: Finish = []
+        return self._transport.collective(
+            Kind.REDUCE_SCATTER, input.contiguous(), _writable(output, finish), count=output.nbytes,
+            dtype=numbers[0], reduction=numbers[1], sync=_sync(opts), outputs=[output], finish=finish,
+        )  # fmt: skip
+
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        return self.reduce_scatter_single(output, input, opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        reduce_op = (opts or c10d.ReduceScatterOptions()).reduceOp
+        each = c10d.ReduceScatterOptions()
+        each.reduceOp = reduce_op
+        return joined([self.reduce_scatter_single(o, i, each) for o, i in zip(outputs, inputs, strict=True)])
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        return self.reduce_scatter_single_coalesced(outputs, inputs, opts)
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int], opts: Any = None
+    ) -> Any:
+        finish: Finish = []
+        source, target = input.contiguous(), _writable(output, finish)
+        receive, send = _split(target, out_sizes, self.size()), _split(source, in_sizes, self.size())
+        self._check_exchange(receive, send)
+        return self._transport.collective_of_lists(
+            Kind.ALL_TO_ALL, send, receive, count=0, sync=_sync(opts), outputs=[output], finish=finish
+        )
+
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int], opts: Any = None
+    ) -> Any:
+        return self.all_to_all_single(output, input, out_sizes, in_sizes, opts)
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        self._check_exchange(outputs, inputs)
+        finish: Finish = []
+        return self._transport.collective_of_lists(
+            Kind.ALL_TO_ALL, [block.contiguous() for block in inputs], [_writable(o, finish) for o in outputs],
+            count=0, sync=_sync(opts), outputs=outputs, finish=finish,
+        )  # fmt: skip
+
+    def send(self, tensors: Any, dstRank: int, tag: int = 0) -> Any:
+        self._check_peer(dstRank)
+        return self._transport.message(Kind.SEND, listed(tensors)[0].contiguous(), peer=dstRank, tag=tag)
+
+    def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> Any:
+        self._check_peer(srcRank)
+        return self._receive(listed(tensors)[0], srcRank, tag)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
+        return self._receive(listed(tensors)[0], -1, tag)
+
+    def barrier(self, opts: Any = None) -> Any:
+        return self._transport.collective(
+            Kind.BARRIER, None, None, count=0, sync=_sync(opts), timeout_s=given_timeout_s(opts)
+        )
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
+        return self.inner.monitored_barrier(timeout, wait_all_ranks)
+
+    def _reduced(self, kind: Kind, tensor: Tensor, numbers: tuple[int, int], opts: Any, root: int = 0) -> Any:
+        finish: Finish = []
+        flat = _writable(tensor, finish, copy=True)
+        return self._transport.collective(
+            kind, flat, flat, count=flat.nbytes, dtype=numbers[0], reduction=numbers[1], root=root, sync=_sync(opts),
+            outputs=[tensor], finish=finish,
+        )  # fmt: skip
+
+    def _broadcast(self, tensor: Tensor, opts: Any) -> Any:
+        finish: Finish = []
+        flat = _writable(tensor, finish, copy=True)
+        return self._transport.collective(
+            Kind.BROADCAST, flat, flat, count=flat.nbytes, root=opts.rootRank, sync=_sync(opts), outputs=[tensor],
+            finish=finish,
+        )  # fmt: skip
+
+    def _gathered(self, kind: Kind, outputs: Sequence[Tensor], own: Tensor, opts: Any, root: int = 0) -> Any:
+        if kind is Kind.ALL_GATHER or self.rank() == root:
+            self._check_blocks(kind.name.lower(), outputs, own)
+        finish: Finish = []
+        return self._transport.collective_of_lists(
+            kind, [own.contiguous()], [_writable(output, finish) for output in outputs], count=own.nbytes, root=root,
+            sync=_sync(opts), outputs=list(outputs), finish=finish,
+        )  # fmt: skip
+
+    def _reduce_scattered(self, output: Tensor, blocks: Sequence[Tensor], numbers: tuple[int, int], opts: Any) -> Any:
+        self._check_blocks("reduce_scatter", blocks, output)
+        finish: Finish = []
+        return self._transport.collective_of_lists(
+            Kind.REDUCE_SCATTER, [block.contiguous() for block in blocks], [_writable(output, finish)],
+            count=output.nbytes, dtype=numbers[0], reduction=numbers[1], sync=_sync(opts), outputs=[output],
+            finish=finish,
+        )  # fmt: skip
+
+    def _receive(self, tensor: Tensor, source: int, tag: int) -> Any:
+        finish: Finish = []
+        return self._transport.message(Kind.RECV, _writable(tensor, finish), peer=source, tag=tag, finish=finish)
+
+    def _check_blocks(self, operation: str, blocks: Sequence[Tensor], own: Tensor) -> None:
+        if len(blocks) != self.size():
+            raise ValueError(f"{operation}: {len(blocks)} tensors for {self.size()} ranks; give one for each")
+        for block in blocks:
+            if block.numel() != own.numel() or block.dtype != own.dtype:
+                found = f"a block of {_shown(block)} beside one of {_shown(own)}"
+                raise ValueError(f"{operation}: {found}; all must be alike")
+
+    def _check_exchange(self, receive: Sequence[Tensor], send: Sequence[Tensor]) -> None:
+        """What the rank sends itself is compared here, what the others send by the core."""
+        if not len(receive) == len(send) == self.size():
+            found = f"{len(receive)} to receive and {len(send)} to send"
+            raise ValueError(f"all_to_all: {found} for {self.size()} ranks; give one for each")
+        ours, theirs = send[self.rank()], receive[self.rank()]
+        if ours.nbytes != theirs.nbytes:
+            raise ValueError(f"all_to_all: rank {self.rank()} sends itself {_shown(ours)} and expects {_shown(theirs)}")
+
+    def _check_peer(self, rank: int) -> None:
+        if not 0 <= rank < self.size() or rank == self.rank():
+            raise ValueError(f"rank {rank} is no peer of rank {self.rank()} in a group of {self.size()}")
 
 
-def _through_memory(tensors: Sequence[Tensor], opts: c10d.AllreduceOptions) -> Reduction | None:
-    """The reduction, where the call is one for shared memory."""
-    first = tensors[0]
-    if len(tensors) != 1 or first.dtype not in (*_FLOATS, *_INTEGERS) or first.layout is not torch.strided:
-        return None
-    if first.device.type != "cpu" or first.numel() * first.element_size() < MINIMUM_BYTES:
-        return None
-    return next((op for kind, op in _REDUCTIONS if opts.reduceOp == kind), None)
+def _sync(opts: Any) -> bool:
+    return opts is not None and not opts.asyncOp
 
 
-def _all_reduce(two_shot: TwoShot, tensor: Tensor, op: Reduction) -> None:
-    tensor = tensor.data  # as with Gloo, autograd does not count this as a change
-    flat = tensor.contiguous().view(-1)
-    two_shot.all_reduce(flat, op)
-    if flat.data_ptr() != tensor.data_ptr():
-        tensor.copy_(flat.view(tensor.shape))
+def _shown(tensor: Tensor) -> str:
+    return f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _reducible(tensor: Tensor, reduce_op: Any) -> tuple[int, int] | None:
+    """The core's numbers of dtype and reduction; None where it has none."""
+    numbers = (_SUMS if reduce_op == _SUM else _OTHERS.get(reduce_op, {})).get(tensor.dtype)  # hashing takes 1 us
+    return numbers if tensor.layout is torch.strided and tensor.is_cpu else None
+
+
+def _all_reducible(tensors: Sequence[Tensor], reduce_op: Any) -> list[tuple[int, int]] | None:
+    numbers = [_reducible(tensor, reduce_op) for tensor in tensors]
+    return None if None in numbers else numbers  # pyright: ignore[reportReturnType]
+
+
+def _writable(tensor: Tensor, finish: Finish, *, copy: bool = False) -> Tensor:
+    """`tensor` where it is contiguous; else memory (`copy`: with its content) that `finish` copies back."""
+    if tensor.is_contiguous():
+        return tensor
+    flat = tensor.contiguous() if copy else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    finish.append(lambda: tensor.data.copy_(flat))  # as with Gloo, autograd does not count this as a change
+    return flat
+
+
+def _split(tensor: Tensor, sizes: Sequence[int], ranks: int) -> Sequence[Tensor]:
+    """By dim 0; equally where no sizes are given."""
+    rows = tensor.shape[0] if tensor.dim() else 0
+    if not sizes and rows % ranks:
+        raise ValueError(f"all_to_all of {rows} rows over {ranks} ranks: give sizes, or a multiple of the ranks")
+    sizes = list(sizes) or [rows // ranks] * ranks
+    if len(sizes) != ranks or sum(sizes) != rows:
+        raise ValueError(f"all_to_all of {rows} rows over {ranks} ranks: sizes {sizes} do not add up")
+    return tensor.split(sizes)

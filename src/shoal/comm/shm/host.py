@@ -1,29 +1,33 @@
-"""Finding out whether the ranks of a group share a host, by doing it: each hands its segment to every other.
+"""Do the ranks of a group share a host? They find out by sharing memory.
 
 A boot id and a user are not proof enough (containers share the first, and may not see each other's files), so the ranks
-connect over Unix sockets in private folders and pass descriptors. After each step all ranks say through the store how
-it went. Since all read the same answers, all come to the same end: mates, or one reason why not.
+connect over Unix sockets in private folders and pass descriptors as ancillary data (unix(7), SCM_RIGHTS). Afterwards
+every two ranks have a stream between them and each other's segment mapped. Every rank connects to the lower ranks and
+then accepts the higher ones: a listening socket queues connections before it accepts them, so nobody waits in a circle.
 
-The folders are gone before the first collective; no port is open, and nothing has a name in /dev/shm.
+After each step every rank publishes how it went. All ranks read the same answers, so all come to the same result:
+`HostMates`, or one reason why not (`Apart`).
 
-SHOAL_HOST is part of a host's identity: a lab gives each of its hosts a name, and ranks of two such hosts must not
-share memory although the machine would let them.
+The folders are gone before the first collective; no port is open, and nothing has a name in /dev/shm. SHOAL_HOST is
+part of a host's identity: a lab gives each of its hosts a name, and ranks of two such hosts must not share memory
+although the machine would let them.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import sys
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic
 
-from torch._C._distributed_c10d import PrefixStore, Store
-
-from shoal.comm.diagnosis import introduce
-from shoal.comm.shm.meeting import Handshake, Segment
+from shoal.comm.board import Board
+from shoal.comm.shm.core import Core
+from shoal.comm.shm.segment import MappedSegment, create_segment
 
 HOST_NAME = "SHOAL_HOST"
 """The variable that names the host of a process where one machine plays several."""
@@ -31,27 +35,19 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NO, _ECHO = "no: ", "no more: "  # what went wrong here, and what did because of another rank
 
 
-@dataclass(frozen=True)
-class HostMates(Generic[Segment]):
-    """What ranks of one host share: a stream to each other rank, and the segments of all, in rank order."""
-
-    streams: dict[int, socket.socket]
-    segments: tuple[Segment, ...]
-
-
 class Apart(Exception):
     """The reason why ranks cannot share memory, the same on all of them."""
 
 
-def find_mates(
-    store: Store,
-    rank: int,
-    size: int,
-    *,
-    segment_bytes: int,
-    map_segment: Callable[[int, int], Segment],
-    timeout_s: float,
-) -> HostMates[Segment]:
+@dataclass(frozen=True)
+class HostMates:
+    """What ranks of one host share: a stream to each other rank, and the segments of all, in rank order."""
+
+    streams: dict[int, socket.socket]
+    segments: tuple[MappedSegment, ...]
+
+
+def find_mates(board: Board, rank: int, size: int, *, core: Core, segment_bytes: int) -> HostMates:
     """Blocks until all ranks have called it. Raises `Apart` on all of them, or returns on all of them."""
 
     def agree(step: str, attempt: Callable[[], str]) -> tuple[str, ...]:
@@ -59,16 +55,14 @@ def find_mates(
             answer = attempt()
         except OSError as error:
             answer = f"{_ECHO if isinstance(error, ConnectionError) else _NO}rank {rank}: {error}"
-        answers = introduce(PrefixStore(f"shm/{step}", store), rank, size, myself=answer, timeout_s=timeout_s)
+        answers = board.all_gather(step, answer, rank=rank, ranks=range(size))
         for kind in (_NO, _ECHO):
             if refusal := next((a.removeprefix(kind) for a in answers if a.startswith(kind)), None):
                 raise Apart(refusal)
         return answers
 
     _same_host(agree("host", _host))
-    handshake = Handshake(
-        rank, size, segment_bytes=segment_bytes, map_segment=map_segment, timeout_s=timeout_s
-    )  # fmt: skip
+    handshake = Handshake(rank, size, core=core, segment_bytes=segment_bytes, timeout_s=board.timeout_s)
     with handshake:
         doors = agree("open", handshake.open)
         agree("knock", lambda: handshake.knock(doors[:rank]))
@@ -97,3 +91,93 @@ def _same_host(hosts: tuple[str, ...]) -> None:
         raise Apart(f"ranks on {count} hosts")
     if (count := len(set(hosts))) > 1:
         raise Apart(f"ranks of {count} users")
+
+
+class Handshake:
+    """One rank's side: call `open`, `knock` and `enter` in this order, each after all ranks have done the one before.
+
+    All three raise `OSError`. As a context it leaves no folder and no descriptor but those of `streams`; where its body
+    raises, not those either.
+    """
+
+    def __init__(self, rank: int, size: int, *, core: Core, segment_bytes: int, timeout_s: float) -> None:
+        self._rank, self._size, self._timeout_s = rank, size, timeout_s
+        self._core, self._segment_bytes = core, segment_bytes
+        self.streams: dict[int, socket.socket] = {}
+        self.segments: dict[int, MappedSegment] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Handshake:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._stack.close()
+        if kind is not None:
+            self._hang_up()
+
+    def open(self) -> str:
+        """The path of this rank's door."""
+        folder = tempfile.mkdtemp(prefix="shoal-")  # mode 0700
+        self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        self._door = self._stack.enter_context(socket.socket(socket.AF_UNIX))
+        self._door.settimeout(self._timeout_s)
+        self._door.bind(path := os.path.join(folder, "door"))
+        self._door.listen(self._size)
+        self._own = create_segment(self._segment_bytes)
+        self._stack.callback(os.close, self._own)
+        self.segments[self._rank] = MappedSegment(self._core, self._own, self._segment_bytes)
+        return path
+
+    def knock(self, doors: Sequence[str]) -> str:
+        """At the doors of all lower ranks, in rank order."""
+        for rank, path in enumerate(doors):
+            stream = self.streams[rank] = socket.socket(socket.AF_UNIX)
+            stream.settimeout(self._timeout_s)
+            stream.connect(path)
+            self._give(stream)
+        return "knocked"
+
+    def enter(self) -> str:
+        """Exchanges segments over all streams."""
+        try:
+            lower = list(self.streams.items())
+            for _ in range(self._rank + 1, self._size):
+                self._let_in()
+            for rank, stream in lower:
+                self._take(stream, expected=rank)
+        except OSError:
+            self._hang_up()  # else the others wait for what does not come
+            raise
+        return "entered"
+
+    def _let_in(self) -> None:
+        stream, _ = self._door.accept()
+        stream.settimeout(self._timeout_s)
+        try:
+            rank = self._take(stream)
+        except OSError:
+            stream.close()
+            raise
+        self.streams[rank] = stream
+        self._give(stream)
+
+    def _give(self, stream: socket.socket) -> None:
+        socket.send_fds(stream, [self._rank.to_bytes(4, "big")], [self._own])
+
+    def _take(self, stream: socket.socket, expected: int | None = None) -> int:
+        message, descriptors, _, _ = socket.recv_fds(stream, 4, 1)
+        rank = int.from_bytes(message, "big")
+        try:
+            if len(descriptors) != 1 or expected not in (None, rank):
+                raise ConnectionError("a peer hung up while segments were exchanged")
+            self.segments[rank] = MappedSegment(self._core, descriptors[0], self._segment_bytes)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        stream.settimeout(None)
+        return rank
+
+    def _hang_up(self) -> None:
+        self._stack.close()  # a door that is closed lets go of those who wait before it
+        for stream in self.streams.values():
+            stream.close()

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from shoal.comm.seam_work import FutureThreads
 from shoal.comm.shm.core import BYTES, Core, Fault, Kind, Outcome, Settings, Signature, load_call
-from shoal.comm.shm.core_work import PATIENCE_S, CoreWork, Kept, UnderWay
 from shoal.comm.shm.host import HostMates
 from shoal.comm.shm.segment import create_segment, window_name
+from shoal.comm.shm.work import PATIENCE_S, CoreWork, Kept, UnderWay
 from shoal.errors import CollectiveError
 
 _PLACES, _PLACE_BYTES, _RING_BYTES = 16, 256 << 10, 1 << 20
@@ -51,22 +51,6 @@ def core_settings(size: int, *, timeout_s: float) -> Settings:
     return Settings(_PLACES, _PLACE_BYTES, _RING_BYTES, one_shot_bytes, spins, spare_core, timeout_s)
 
 
-class CoreSegment:
-    """A segment in this process's memory, until it is dropped or taken over."""
-
-    def __init__(self, core: Core, descriptor: int, size_bytes: int) -> None:
-        self.address = core.shoal_map(descriptor, size_bytes)
-        if self.address is None:
-            raise OSError(f"cannot map {size_bytes} shared bytes: no memory, or ranks run different versions")
-        self._unmap = weakref.finalize(self, core.shoal_unmap, self.address, size_bytes)
-        self._unmap.atexit = False
-
-    def hand_over(self) -> int:
-        """The address, for one who unmaps it."""
-        self._unmap.detach()
-        return self.address
-
-
 class Transport:
     """Ends when it is closed or dropped, after what was begun. Calls are refused after that.
 
@@ -76,14 +60,12 @@ class Transport:
     """
 
     def __init__(
-        self, core: Core, mates: HostMates[CoreSegment], *, rank: int, settings: Settings, prompt: bool = False
+        self, core: Core, mates: HostMates, *, rank: int, settings: Settings, prompt: bool = False
     ) -> None:  # fmt: skip
         self.rank, self.size = rank, len(mates.segments)
         self._core, self._timeout_s, self._futures = core, settings.timeout_s, FutureThreads()
         self._under_way: UnderWay = OrderedDict()
         self._prompt, self._call = prompt, load_call() if prompt else None
-        self.mark = 0
-        """Of the collectives to come: ranks whose marks differ have not made the same call."""
         streams = [mates.streams[q].detach() if q in mates.streams else -1 for q in range(self.size)]
         segments = (c_void_p * self.size)(*(segment.hand_over() for segment in mates.segments))
         handle = core.shoal_open(rank, self.size, segments, (c_int * self.size)(*streams), byref(settings))
@@ -132,7 +114,7 @@ class Transport:
             out_of, into = _pointer(send), _pointer(receive)
             return self.at_once(kind, dtype, reduction, root, out_of, into, count, outputs, (send, receive), finish)
         self._check()
-        what = Signature(kind, dtype, reduction, root, count, self.mark)
+        what = Signature(kind, dtype, reduction, root, count)
         handle = self._core.shoal_start(self._handle, byref(what), _pointer(send), _pointer(receive), False)
         return self._work(handle, Kept(outputs, (send, receive), finish), timeout_s=timeout_s)
 
@@ -144,12 +126,12 @@ class Transport:
         if self._life.over:  # before any function is called: this is the shortest way
             self._check()
         if self._call is None:
-            what, kept = Signature(kind, dtype, reduction, root, count, self.mark), Kept(outputs, held, finish)
+            what, kept = Signature(kind, dtype, reduction, root, count), Kept(outputs, held, finish)
             handle = self._core.shoal_start(self._handle, byref(what), out_of, into, True)
             return self._ended(handle, kept) if self._prompt else self._work(handle, kept)
         left: list[int | None] = []
         try:
-            self._call(self._handle, kind, dtype, reduction, root, self.mark, out_of, into, count, left)
+            self._call(self._handle, kind, dtype, reduction, root, 0, out_of, into, count, left)
         except BaseException:
             if left:
                 self._leave(left[0], Kept(outputs, held, finish))
@@ -169,7 +151,7 @@ class Transport:
     ) -> CoreWork | None:  # fmt: skip
         """The same of a tensor for each rank; one alone stands for all, and none for nothing."""
         self._check()
-        what = Signature(kind, dtype, reduction, root, count, self.mark)
+        what = Signature(kind, dtype, reduction, root, count)
         handle = self._core.shoal_start_lists(
             self._handle, byref(what), *self._addresses(send), *self._addresses(receive), sync
         )  # fmt: skip

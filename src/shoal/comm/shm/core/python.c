@@ -8,7 +8,7 @@
 
 #include "core.h"
 
-#define PATIENCE_S 0.1 /* as in core_work.py: before a look whether somebody has pressed Ctrl-C */
+#define PATIENCE_S 0.1 /* as in work.py: before a look whether somebody has pressed Ctrl-C */
 
 enum { IN_GROUP, OF_KIND, OF_DTYPE, BY, ROOT, MARK, FROM, INTO, COUNT, TO_CALLER, ARGUMENTS };
 

@@ -23,13 +23,6 @@ PATIENCE_S = 0.1
 """How long the core is waited in before Python looks whether somebody has pressed Ctrl-C."""
 
 
-class Refused(RuntimeError):
-    """The ranks of a group did not make the same call, or another rank gave up."""
-
-
-_REFUSALS = (Fault.DISAGREE, Fault.WRONG_SIZE, Fault.PEER_FAILED, Fault.PEER_LEFT)
-
-
 class Kept(NamedTuple):
     """What belongs to a call until it is over: tensors that it writes, all that must live, and what is done then."""
 
@@ -138,8 +131,7 @@ class CoreWork(dist.Work):
         if outcome == Outcome.FOREIGN:
             return RuntimeError("a call can be waited for by the process that made it only")
         report = self._report()
-        kind = Refused if report[0] in _REFUSALS else RuntimeError
-        return kind(self._sentence(*report[:4]))
+        return RuntimeError(self._sentence(*report[:4]))
 
     def _sentence(self, fault: Fault, rank: int, ours: Signature, theirs: Signature) -> str:
         return {

@@ -1,0 +1,186 @@
+"""`Board`: small messages between ranks through the run's store, beside its collectives. Every call ends in time.
+
+Messages have keys, and so no order that could differ between ranks: groups that do not exist yet meet here, ranks whose
+collective failed tell each other why, and a background thread (a checkpoint that is being written) exchanges messages
+while the main thread's collectives run.
+
+Note: bounded calls
+-------------------
+The timeout of a PyTorch store bounds how long the *server* waits for a key. The client waits for the server's answer
+without a limit, and does not see Ctrl-C: where the network is cut, or the server's host has stopped, `set`, `get` and
+`check` never return. So each call of a board runs in a thread of its own (50 us), and is given up after its time. The
+thread stays behind, blocked, until the process ends.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from typing import TypeVar
+
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import DistError, DistStoreError  # pyright: ignore[reportPrivateImportUsage]
+
+from shoal.comm.at_work import AT_WORK
+from shoal.errors import CollectiveError
+
+PART_BYTES = 4 << 20
+"""The store drops a client that sends more than 8 MiB at once (torch 2.13, libuv backend)."""
+GRACE_S = 1.0
+"""What a call may take beyond the time that the server was asked to wait."""
+LEAST_S = 0.001
+"""The store takes shorter times for none at all, and waits for ever."""
+NAMED = 8
+"""Missing ranks or keys that a message lists."""
+
+T = TypeVar("T")
+
+
+class Board:
+    """What the ranks of a run, or of a group, tell each other. `timeout_s` bounds each call that has no other limit.
+
+    A call that waits holds the store's connection: threads that wait use a board each (`clone`).
+    Every method raises `CollectiveError` where the store does not answer in time.
+    """
+
+    def __init__(self, store: Store, *, timeout_s: float) -> None:
+        self.store, self.timeout_s = store, timeout_s
+
+    def under(self, prefix: str) -> Board:
+        """The same board for keys below `prefix`."""
+        return Board(PrefixStore(prefix, self.store), timeout_s=self.timeout_s)
+
+    def clone(self) -> Board:
+        """The same board over a connection of its own."""
+        store = bounded(self.store.clone, timeout_s=self.timeout_s + GRACE_S)  # pyright: ignore[reportAttributeAccessIssue] missing in torch's stubs
+        return Board(store, timeout_s=self.timeout_s)
+
+    def publish(self, key: str, value: bytes | str) -> None:
+        """Makes `value` readable under `key`, whole or not at all, for as long as the store lives."""
+        content = value.encode() if isinstance(value, str) else value
+        self._call(lambda: _write(self.store, key, content), self.timeout_s)
+
+    def collect(self, keys: Sequence[str], timeout_s: float | None = None) -> list[bytes]:
+        """The values of `keys`, in their order, once all are published.
+
+        Raises `CollectiveError`, which names the keys that are missing after `timeout_s`.
+        """
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        found = self.collect_some(keys, limit_s)
+        if missing := [key for key in keys if key not in found]:
+            raise CollectiveError(
+                f"nothing was published under {_listed(missing)} ({len(missing)} of {len(keys)} keys) within "
+                f"{limit_s:g} s: every rank has to; see the log of those ranks"
+            )
+        return [found[key] for key in keys]
+
+    def collect_some(self, keys: Sequence[str], timeout_s: float) -> dict[str, bytes]:
+        """The values of those `keys` that are published within `timeout_s`; returns early when all are."""
+        return self._call(lambda: _read_some(self.store, keys, timeout_s), timeout_s)
+
+    def forget(self, keys: Sequence[str]) -> None:
+        """Removes what was published under `keys`; a key that is not there is no error."""
+        self._call(lambda: _delete(self.store, keys), self.timeout_s)
+
+    def all_gather(self, key: str, text: str, *, rank: int, ranks: Sequence[int]) -> tuple[str, ...]:
+        """What each rank of a group passes as `text`, in the group's order. Blocks until all have called it, once.
+
+        `rank` is this rank's place in the group, and `ranks` are the names of its members in messages.
+        Raises `CollectiveError`, which names the ranks that are missing after the board's `timeout_s`.
+        """
+        keys = [f"{key}/{place}" for place in range(len(ranks))]
+
+        def exchange() -> dict[str, bytes]:
+            _write(self.store, keys[rank], text.encode())
+            return _read_some(self.store, keys, self.timeout_s)
+
+        found = self._call(exchange, self.timeout_s)
+        if missing := [f"rank {name}" for name, place in zip(ranks, keys, strict=True) if place not in found]:
+            raise CollectiveError(
+                f"rank {ranks[rank]} waited {self.timeout_s:g} s for {_listed(missing)} to open a group of "
+                f"{len(ranks)} ranks: they are dead, stopped or slow to start; see their logs, or raise "
+                "wire.timeout_s"
+            )
+        return tuple(found[place].decode() for place in keys)
+
+    def announce(self, key: str, find: Callable[[], str], *, rank: int, timeout_s: float | None = None) -> str:
+        """What `find()` returns on rank 0, on every rank. `find` runs on rank 0 only; the others wait for it."""
+        if rank == 0:
+            self.publish(key, text := find())
+            return text
+        return self.collect([key], timeout_s)[0].decode()
+
+    def _call(self, call: Callable[[], T], limit_s: float) -> T:
+        return bounded(call, timeout_s=limit_s + GRACE_S)
+
+
+def bounded(call: Callable[[], T], *, timeout_s: float) -> T:
+    """`call()`, which talks to the store. Raises what it raises, and `CollectiveError` where it takes too long.
+
+    The call goes on behind the caller's back then (see the Note above).
+    """
+    answers: SimpleQueue[tuple[T, None] | tuple[None, Exception]] = SimpleQueue()
+
+    def run() -> None:
+        with AT_WORK:
+            try:
+                answers.put((call(), None))
+            except Exception as error:  # for the one who waits
+                answers.put((None, error))
+
+    threading.Thread(target=run, name="shoal-board", daemon=True).start()
+    try:
+        value, error = answers.get(timeout=timeout_s)
+    except Empty:
+        raise CollectiveError(
+            f"the run's store did not answer within {timeout_s:g} s: rank 0, or the launcher that hosts it, is dead or "
+            "stopped, or the network to it is cut"
+        ) from None
+    if isinstance(error, DistError):
+        raise CollectiveError(
+            f"the run's store is gone ({str(error).splitlines()[0]}): rank 0, or the launcher that hosts it, has "
+            "ended; see its log"
+        ) from None
+    if error is not None:
+        raise error
+    return value  # pyright: ignore[reportReturnType] None only where T is
+
+
+# A value lies under its key: a line that says in how many parts, then the first of them. The other parts are written
+# before that, so that a key that is there is whole.
+
+
+def _write(store: Store, key: str, value: bytes) -> None:
+    parts = max(1, -(-len(value) // PART_BYTES))
+    for part in range(1, parts):
+        store.set(f"{key}/part-{part}", value[part * PART_BYTES : (part + 1) * PART_BYTES])  # pyright: ignore[reportArgumentType] bytes are legal
+    store.set(key, b"%d\n" % parts + value[:PART_BYTES])  # pyright: ignore[reportArgumentType]
+
+
+def _read(store: Store, key: str) -> bytes:
+    count, _, first = store.get(key).partition(b"\n")
+    return b"".join((first, *(store.get(f"{key}/part-{part}") for part in range(1, int(count)))))
+
+
+def _read_some(store: Store, keys: Sequence[str], timeout_s: float) -> dict[str, bytes]:
+    try:
+        store.wait(list(keys), timedelta(seconds=max(timeout_s, LEAST_S)))
+        there = list(keys)
+    except DistStoreError:  # time is over
+        there = [key for key in keys if store.check([key])]
+    return {key: _read(store, key) for key in there}
+
+
+def _delete(store: Store, keys: Sequence[str]) -> None:
+    for key in keys:
+        if store.check([key]):
+            count = int(store.get(key).partition(b"\n")[0])
+            for name in (key, *(f"{key}/part-{part}" for part in range(1, count))):
+                store.delete_key(name)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more

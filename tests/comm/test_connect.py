@@ -1,0 +1,208 @@
+"""Groups of real processes that choose their own backend: what they fall back to, and what a rank that dies leaves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shoal.comm import connect as connecting
+from shoal.comm.conditions import Conditions, Fault
+from shoal.comm.config import WireConfig
+from shoal.comm.connect import connect
+from shoal.comm.ledger import Ledger
+from shoal.comm.shm import host
+from shoal.comm.shm.core import CoreMissing
+from shoal.errors import CollectiveError, EnvironmentFault
+from tests.comm.groups import replicas
+
+
+def overlapping(place) -> list[float]:
+    """Sums in the groups {0, 1}, {1, 2} and {0, 1, 2}, begun together by whoever is in them."""
+    groups = {}
+    for members in ((0, 1), (1, 2), (0, 1, 2)):
+        if place.rank in members:
+            named = dist.PrefixStore(str(members), place.store)
+            groups[members] = connect(
+                named,
+                members.index(place.rank),
+                len(members),
+                device=torch.device("cpu"),
+                label=str(members),
+                ledger=Ledger(),
+                wire=WireConfig(timeout_s=20.0),
+            )
+    tensors = {members: torch.full((100_000,), 10.0**place.rank) for members in groups}
+    handles = [group.all_reduce(tensors[members]) for members, group in groups.items()]
+    for handle in reversed(handles):
+        handle.wait()
+    assert all(bool((tensor == tensor[0]).all()) for tensor in tensors.values())
+    return [float(tensor[0]) for tensor in tensors.values()]
+
+
+def test_overlapping_groups_do_not_mix(ranks) -> None:
+    """A rank in several groups at once gets each group's own sum."""
+    assert ranks(3, overlapping) == [[11.0, 111.0], [11.0, 110.0, 111.0], [110.0, 111.0]]
+
+
+def errors_of(place, fault: Fault, timeout_s: float) -> tuple[str, str]:
+    """The sentence of a survivor, and that of its next call, through the seam; rank 1 has the fault."""
+    conditions = Conditions(faults=[fault]) if place.rank == 1 else None
+    mesh = replicas(place, timeout_s=timeout_s, conditions=conditions)
+    assert mesh.world.group.backend == "shm"  # type: ignore[attr-defined]
+    sentences = []
+    mesh.world.all_reduce(torch.ones(1 << 20)).wait()
+    for _ in range(2):
+        try:
+            mesh.world.all_reduce(torch.ones(1 << 20)).wait()
+        except CollectiveError as error:
+            sentences.append(str(error))
+    return sentences[0], sentences[1]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_killed_rank_is_named_at_once(ranks, size: int) -> None:
+    """After kill -9 the survivors fail long before the timeout of a minute, name the dead, and stay failed."""
+    begin_s = time.monotonic()
+    outcomes = ranks.outcomes(size, errors_of, Fault("all_reduce", 1, "kill"), 60.0)
+    assert time.monotonic() - begin_s < 20
+    for rank in set(range(size)) - {1}:
+        survived, sentences = outcomes[rank]
+        assert survived, sentences
+        assert all("rank 1 (host" in sentence and "did not come" in sentence for sentence in sentences)
+        assert "all_reduce number 1" in sentences[0]
+
+
+def test_a_stopped_rank_is_named_after_the_timeout(ranks) -> None:
+    """A rank that stands still (SIGSTOP) keeps its streams open; the timeout ends the wait and names it."""
+    (survived, sentences), _ = ranks.outcomes(2, errors_of, Fault("all_reduce", 1, "stop"), 1.0, timeout_s=8.0)
+    assert survived, sentences
+    assert "rank 1 (host" in sentences[0]
+    assert "did not come" in sentences[0]
+
+
+def refused(place, break_it: Callable[[int], None]) -> tuple[str, float, list[str]]:
+    """Why the ranks fall back, and what Gloo then sums."""
+    break_it(place.rank)
+    try:
+        mesh = replicas(place)
+    finally:
+        mend()
+    tensor = torch.ones(100_000)
+    mesh.world.all_reduce(tensor).wait()
+    return mesh.world.group.why, float(tensor[-1]), [mesh.world.group.backend]  # type: ignore[attr-defined]
+
+
+_honest = (host._host, host.Handshake.knock, host.Handshake.enter, host.Handshake.open)
+
+
+def mend() -> None:
+    """The workers of the pool are used again."""
+    host._host, host.Handshake.knock, host.Handshake.enter, host.Handshake.open = _honest
+
+
+def other_host(rank: int) -> None:
+    host._host = lambda: f"boot-{rank}/0"
+
+
+def other_user(rank: int) -> None:
+    host._host = lambda: f"boot/{rank}"
+
+
+def no_door(rank: int) -> None:
+    def broken(*_: object) -> str:
+        raise OSError("no folder")
+
+    if rank == 0:
+        host.Handshake.open = broken  # type: ignore[method-assign]
+
+
+def closed_door(rank: int) -> None:
+    def broken(self, doors) -> str:
+        return _honest[1](self, [door + "-elsewhere" for door in doors])
+
+    host.Handshake.knock = broken  # type: ignore[method-assign]
+
+
+def lost_on_the_way(rank: int) -> None:
+    def broken(self) -> str:
+        self._hang_up()
+        raise OSError("no descriptors left")
+
+    if rank == 1:
+        host.Handshake.enter = broken  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("break_it", "why"),
+    [
+        (other_host, "gloo: ranks on 3 hosts"),
+        (other_user, "gloo: ranks of 3 users"),
+        (no_door, "gloo: rank 0: no folder"),
+        (closed_door, "gloo: rank 1: [Errno 2] No such file or directory"),
+        (lost_on_the_way, "gloo: rank 1: no descriptors left"),
+    ],
+)
+def test_ranks_that_cannot_share_memory_agree_on_gloo_and_say_why(ranks, break_it, why: str) -> None:
+    """Whatever step of the handshake fails on whichever rank, all ranks fall back together, with one reason."""
+    assert ranks(3, refused, break_it) == [(why, 3.0, ["gloo"])] * 3
+
+
+def asked_for_gloo(place) -> tuple[str, str]:
+    group = connect(
+        place.store,
+        place.rank,
+        place.size,
+        device=torch.device("cpu"),
+        label="t",
+        ledger=Ledger(),
+        wire=WireConfig(timeout_s=20.0, transport="gloo"),
+    ).group
+    return group.backend, group.why  # type: ignore[attr-defined]
+
+
+def test_gloo_is_used_where_it_is_asked_for(ranks) -> None:
+    """`transport="gloo"` opens no segment."""
+    assert ranks(2, asked_for_gloo) == [("gloo", "gloo: asked for")] * 2
+
+
+def without_core(place, transport: str) -> tuple[str, str, float]:
+    """Rank 1 has no core: what the group speaks over, why, and what it sums; or the refusal."""
+    honest = connecting.core_identity
+
+    def missing() -> str:
+        raise CoreMissing("the shared-memory core was not built: install a C compiler, then reinstall Shoal")
+
+    if place.rank == 1:
+        connecting.core_identity = missing
+    try:
+        group = connect(
+            place.store, place.rank, place.size, device=torch.device("cpu"), label="t", ledger=Ledger(),
+            wire=WireConfig(timeout_s=20.0, transport=transport),  # type: ignore[arg-type]
+        )  # fmt: skip
+    except EnvironmentFault as refusal:
+        return "refused", str(refusal), 0.0
+    finally:
+        connecting.core_identity = honest
+    tensor = torch.ones(100_000)
+    group.all_reduce(tensor).wait()
+    return group.group.backend, group.group.why, float(tensor[-1])  # type: ignore[attr-defined]
+
+
+def test_without_a_core_all_ranks_use_gloo_and_say_why(ranks) -> None:
+    """Where one rank has none, none uses it, and the reason names the repair."""
+    missing = "the shared-memory core was not built: install a C compiler, then reinstall Shoal"
+    why = f"gloo: 2 ranks on one host, and {missing}"
+    assert ranks(2, without_core, "auto") == [("gloo", why, 2.0)] * 2
+
+
+@pytest.mark.parametrize("transport", ["shm", "hierarchical"])
+def test_shared_memory_that_was_asked_for_needs_the_core(ranks, transport: str) -> None:
+    """It is refused on all ranks with the repair, not replaced."""
+    for kind, sentence, _ in ranks(2, without_core, transport):
+        assert kind == "refused"
+        assert f'wire.transport = "{transport}"' in sentence
+        assert "install a C compiler, then reinstall Shoal" in sentence
