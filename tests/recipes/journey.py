@@ -15,7 +15,6 @@ from torch import Tensor
 from shoal.checkpoint.save import Saver
 from shoal.comm.board import Board
 from shoal.comm.gather import gather_named
-from shoal.data.cursor import Cursor
 from shoal.engine.resume import resume
 from shoal.launch.environment import Place
 from shoal.recipes.run import Run, open_run
@@ -49,8 +48,7 @@ def travel(place: TestPlace, tables: dict[str, Any], folder: str, name: str, ste
     with closing(run.feed()) as feed:
         for _ in range(steps):
             fed = feed.next()
-            progress.step += 1
-            progress.cursor = Cursor.at(fed.interval.stop)
+            progress.advance(fed.interval)
             losses.append(run.step(progress.step, fed.microbatches, lr=LR).loss)
     left = whole_state(run)
     save(run, directory, place)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.data.cursor import Cursor
 from shoal.engine.resume import resume
 from shoal.errors import ConfigError
 from shoal.launch.environment import Place
@@ -53,7 +52,7 @@ def train(
     with closing(run.feed()) as feed:
         for _ in range(first, last):
             fed = feed.next()
-            progress.step, progress.cursor = progress.step + 1, Cursor.at(fed.interval.stop)
+            progress.advance(fed.interval)
             result = run.step(progress.step, fed.microbatches, lr=LR)
             agreed.append(result.agreed is not None)
             sent += result.bytes_sent

@@ -18,7 +18,6 @@ from shoal.bench.training_job import start_training, training_job
 from shoal.checkpoint.load import read_all
 from shoal.checkpoint.objects import Places
 from shoal.checkpoint.verify import read_manifest
-from shoal.data.cursor import Cursor
 from shoal.engine import loop
 from shoal.engine.loop import Cadence
 from shoal.engine.resume import resume
@@ -68,8 +67,7 @@ def train(place: TestPlace, tables: Tables, folder: str, name: str = "", steps: 
     with closing(run.feed()) as feed, closing(gradients):
         for _ in range(steps):
             fed = feed.next()
-            progress.step += 1
-            progress.cursor = Cursor.at(fed.interval.stop)
+            progress.advance(fed.interval)
             result = run.step(progress.step, fed.microbatches, lr=LR)
             losses.append(result.loss)
             norms.append(result.norm)

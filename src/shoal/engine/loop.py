@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.checkpoint.save import Saver, SaveReport
-from shoal.data.feed import FedStep, Feed
+from shoal.data.feed import Feed
 from shoal.engine.measure import measurements
 from shoal.engine.recovery import NonfiniteGuard
 from shoal.engine.state import Progress, TrainState
@@ -95,23 +95,12 @@ def take_step(job: Job, stall_s: float = 0.0) -> StepResult:
     lr = job.rate(number)
     fed = job.feed.next()
     result = job.step(number, fed.microbatches, lr=lr, stop=job.stop_requested())
-    _advance(job.progress, fed, result)
+    tokens = 0 if result.agreed is None else result.agreed.tokens
+    job.progress.advance(fed.interval, tokens=tokens, committed=result.committed)
     step_s = time.perf_counter() - begin_s
     _record(job, result, lr=lr, data_s=fed.wait_s, step_s=step_s, stall_s=stall_s)
     job.guard.check(number, result, fed.microbatches, warn=job.display.warn)
     return result
-
-
-def _advance(progress: Progress, fed: FedStep, result: StepResult) -> None:
-    """The step is taken, committed or skipped: its samples are used either way."""
-    cursor, interval = progress.cursor.lease(len(fed.interval))
-    if interval != fed.interval:
-        raise AssertionError(f"the feed gave positions {fed.interval}, the run's cursor stands at {interval}")
-    progress.cursor = cursor.commit(interval)
-    progress.step += 1
-    progress.samples += len(fed.interval)
-    progress.tokens += result.agreed.tokens if result.agreed is not None else 0
-    progress.skipped += not result.committed
 
 
 def _record(job: Job, result: StepResult, *, lr: float, data_s: float, step_s: float, stall_s: float) -> None:

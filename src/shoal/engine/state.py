@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from shoal.data.cursor import Cursor
+from shoal.data.cursor import Cursor, Interval
 from shoal.errors import UsageError, UserCodeError
 from shoal.optim.config import Slot
 from shoal.optim.slots import local, make_slots, named_slots, slot_and_parameter
@@ -170,6 +170,20 @@ class Progress:
     samples: int = 0
     tokens: int = 0
     skipped: int = 0
+
+    def advance(self, interval: Interval, *, tokens: int = 0, committed: bool = True) -> None:
+        """A step is taken, on the samples at the positions `interval`: they are used, committed or not.
+
+        Raises `AssertionError` for other positions than those that follow.
+        """
+        cursor, following = self.cursor.lease(len(interval))
+        if following != interval:
+            raise AssertionError(f"the step took positions {interval}, the run's cursor stands at {following}")
+        self.cursor = cursor.commit(interval)
+        self.step += 1
+        self.samples += len(interval)
+        self.tokens += tokens
+        self.skipped += not committed
 
     def facts(self) -> dict[str, Any]:
         """Random numbers follow from the seed and `step`, so there is no generator to save."""
