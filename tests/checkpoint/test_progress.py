@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from shoal.checkpoint.progress import contradiction, plain
 from shoal.data.cursor import Cursor, Interval
-from shoal.engine.precision import LossScaler
-from shoal.engine.state import TrainState
+from shoal.engine.state import Progress
 from shoal.errors import UsageError
 from tests.checkpoint.states import light
 
@@ -59,20 +58,18 @@ def test_what_json_would_change_is_refused_by_name(value, said):
 
 def test_the_counts_that_are_checked_are_those_that_the_engine_saves():
     """A state as the engine writes it passes; a sample or a step more in one place, and it is contradicted."""
-    layer = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    state = TrainState(layer, optimizer, LossScaler(1.0, dynamic=False, growth_steps=1), Cursor(), {"run.seed": 1})
+    progress = Progress({"run.seed": 1})
     for _ in range(3):
-        state.cursor, interval = state.cursor.lease(16)
-        state.cursor = state.cursor.commit(interval)
-        state.step, state.samples = state.step + 1, state.samples + 16
-    assert contradiction(state.to_json(), step=3) is None
-    assert "counts 48 samples, and its data cursor 47" in str(
-        contradiction(state.to_json() | {"cursor": {"committed": [[1, 48]]}}, step=3)
-    )
-    assert "is that of step 3" in str(contradiction(state.to_json(), step=4))
-    state.cursor = Cursor.at(17).lease(5)[0].commit(Interval(17, 22))
-    assert "counts 48 samples, and its data cursor 22" in str(contradiction(state.to_json(), step=3))
+        cursor, interval = progress.cursor.lease(16)
+        progress.cursor = cursor.commit(interval)
+        progress.step, progress.samples = progress.step + 1, progress.samples + 16
+    facts = progress.facts()
+    assert contradiction(facts, step=3) is None
+    one_less = contradiction(facts | {"cursor": {"committed": [[1, 48]]}}, step=3)
+    assert "counts 48 samples, and its data cursor 47" in str(one_less)
+    assert "is that of step 3" in str(contradiction(facts, step=4))
+    progress.cursor = Cursor.at(17).lease(5)[0].commit(Interval(17, 22))
+    assert "counts 48 samples, and its data cursor 22" in str(contradiction(progress.facts(), step=3))
 
 
 def test_imported_weights_have_no_counts():
