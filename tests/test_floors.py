@@ -10,7 +10,7 @@ import pytest
 import shoal
 
 SOURCE = Path(shoal.__file__).parent
-LOWER = ("config", "topology", "maths", "schedules", "collectives", "models", "cost", "files.py", "errors.py")
+LOWER = ("config", "topology", "maths", "schedules", "collectives", "models", "codec", "cost", "files.py", "errors.py")
 
 
 def imports_of(path: Path) -> set[str]:

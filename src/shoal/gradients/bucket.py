@@ -111,6 +111,10 @@ class Bucket:
         """Returns when the result is agreed."""
         self.exchange.wait()
 
+    def commit(self) -> None:
+        """The update was made from the result."""
+        self.exchange.commit()
+
     def norm(self) -> Tensor:
         """The 2-norm of those numbers of the result that this rank counts: a float64 scalar."""
         result = self.exchange.result

@@ -73,6 +73,7 @@ class FullyShardedGradients(ShardedBase):
 
     def gather(self) -> None:
         """What was gathered before the optimizer's step is old."""
+        super().gather()
         self._release()
 
     @contextmanager

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from shoal.comm.exchanges.exchange import Segment
+from shoal.gradients.flat import FlatLayout
 from shoal.state.ownership import Trained
 from shoal.topology.holding import Holding, Ranks
 
@@ -82,6 +84,17 @@ def parts_by_unit(trained: Sequence[Trained], units: Sequence[int], ranks: Gradi
     """A bucket for each unit and kind, in the order in which they are sent; `units` has each parameter's unit."""
     no_limit = 1 + sum(t.parameter.nbytes for t in trained)
     return _parts(trained, units, ranks, first_bytes=no_limit, bytes_limit=no_limit, divided=True)
+
+
+def segments_of(trained: Sequence[Trained], part: Part, layout: FlatLayout, *, rank: int) -> list[Segment]:
+    """What lies where in the piece of `rank`: whole parameters in their own shape, others flat."""
+    found = []
+    for number, index in enumerate(part.indices):
+        run, t = layout.run(number, rank), trained[index]
+        if run is not None:
+            is_whole = run.numel == t.parameter.numel()
+            found.append(Segment(t.holding.name, run.at, tuple(t.parameter.shape) if is_whole else (run.numel,)))
+    return found
 
 
 def units_of(trained: Sequence[Trained], blocks: Sequence[nn.Module]) -> list[int]:

@@ -20,7 +20,7 @@ from shoal.gradients.bucket_search import BucketSearch, candidates
 from shoal.gradients.config import GradientsConfig
 from shoal.gradients.flat import flat_layout, share_of
 from shoal.gradients.gradients import Groups, global_norm
-from shoal.gradients.partition import GradientRanks, Part, parts_by_size
+from shoal.gradients.partition import GradientRanks, Part, parts_by_size, segments_of
 from shoal.gradients.reducer import OwnGradient, Reducer
 from shoal.state.ownership import Owned, Trained, owned_whole
 
@@ -78,7 +78,9 @@ class ReplicatedGradients:
             bucket.scale(factor)
 
     def gather(self) -> None:
-        """Nothing to do: equal gradients have met equal states."""
+        """Equal gradients have met equal states: there is nothing to bring."""
+        for bucket in self._buckets:
+            bucket.commit()
 
     def settle(self) -> None:
         """Nothing is under way between two steps."""
@@ -133,7 +135,7 @@ def replicated_bucket(
     return Bucket(
         parameters,
         layout,
-        exchange(group, buffer),
+        exchange(group, buffer, segments_of(trained, part, layout, rank=0)),
         buffer=buffer,
         counted=[index for index in part.indices if trained[index].holding.counts],
         norm_share=share_of(layout.numel, group.rank, group.size) if share_norm else None,

@@ -20,7 +20,7 @@ from shoal.comm.exchanges.exchange import AllReduce, NewExchange, ReduceScatter
 from shoal.gradients.bucket import Bucket, Flight
 from shoal.gradients.flat import FlatLayout, flat_layout
 from shoal.gradients.gradients import Groups, global_norm
-from shoal.gradients.partition import Part
+from shoal.gradients.partition import Part, segments_of
 from shoal.gradients.reducer import OwnGradient, Reducer
 from shoal.state.ownership import Owned, Trained, owned_run, owned_whole, same_piece
 
@@ -96,6 +96,11 @@ class ShardedBase:
     def settle(self) -> None:
         """Nothing is under way between two steps but what the next use waits for."""
 
+    def gather(self) -> None:
+        """The update was made."""
+        for bucket in self._buckets:
+            bucket.commit()
+
     def close(self) -> None:
         self._reducer.close()
 
@@ -125,6 +130,7 @@ class ShardedGradients(ShardedBase):
         )
 
     def gather(self) -> None:
+        super().gather()
         handles: list[Handle] = [store.start_gather() for store in reversed(self._stores)]
         for handle in handles:
             handle.wait()
@@ -188,7 +194,7 @@ def _bucket(
     return Bucket(
         dict(zip(part.indices, parameters, strict=True)),
         layout,
-        ReduceScatter(shard, piece, exchange(beyond, piece)),
+        ReduceScatter(shard, piece, exchange(beyond, piece, segments_of(trained, part, layout, rank=shard.rank))),
         rank=shard.rank,
         buffer=buffer,
         counted=[i for i, h in holdings.items() if h.rank == min(same_piece(h, h.holders))],

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 
+from shoal.codec.config import NoCodec
+from shoal.comm.exchanges.coded import Coded, CodedExchanges
+from shoal.comm.exchanges.exchange import NewExchange
 from shoal.comm.mesh import Mesh
+from shoal.config.table import implementation_of
 from shoal.data.build import Dataset
 from shoal.engine.forward_backward import ForwardBackward, PipelinedForwardBackward
 from shoal.engine.noise import NoiseMeter
@@ -30,6 +34,7 @@ from shoal.errors import ConfigError, UserCodeError
 from shoal.gradients.build import Summing, build_gradients
 from shoal.gradients.gradients import Gradients
 from shoal.gradients.priority import PriorityGradients
+from shoal.gradients.residuals import ResidualSection
 from shoal.optim.build import build_optimizer
 from shoal.optim.schedule import peak_rate
 from shoal.parallel.pipeline.stages import Stages
@@ -55,7 +60,7 @@ _NORM_AXES: Mapping[bool, tuple[Axis, ...]] = {
 
 @dataclass(frozen=True)
 class Generation:
-    """What stands on one membership: a change of it makes another one."""
+    """What stands on one membership: a change of it makes another one. `coded` are the exchanges that use a codec."""
 
     mesh: Mesh
     parts: Divided
@@ -64,6 +69,7 @@ class Generation:
     sync: Sync
     gradients: Gradients
     agreement: Agreement
+    coded: Sequence[Coded] = ()
 
 
 def zero_of(run_file: RunFile, mesh: Mesh) -> int | None:
@@ -71,10 +77,26 @@ def zero_of(run_file: RunFile, mesh: Mesh) -> int | None:
     return None if mesh.layout.shard == 1 else run_file.memory.zero or ZERO_OF_SHARD
 
 
-def build_run_gradients(run_file: RunFile, parts: Divided, mesh: Mesh, sync: Sync, *, one_host: bool) -> Gradients:
+def coded_exchanges(run_file: RunFile) -> CodedExchanges | None:
+    """What makes exchanges with the codec of `[codec]`; None without one."""
+    config = run_file.codec
+    if isinstance(config, NoCodec):
+        return None
+    return CodedExchanges(implementation_of(config)(config), feedback=config.feedback, seed=run_file.run.seed)
+
+
+def build_run_gradients(
+    run_file: RunFile,
+    parts: Divided,
+    mesh: Mesh,
+    sync: Sync,
+    *,
+    exchange: NewExchange,
+    one_host: bool,
+) -> Gradients:
     """How this rank's gradients are reduced, and what its optimizer runs on. The parameters' memory may be moved.
 
-    `one_host`: all ranks are on one host.
+    Ranks that sum a gradient do so by `exchange`. `one_host`: all ranks are on one host.
     """
     config, trained = run_file.gradients, trained_in(parts)
     if mesh.device.type == "cpu" and not one_host:
@@ -92,7 +114,7 @@ def build_run_gradients(run_file: RunFile, parts: Divided, mesh: Mesh, sync: Syn
         blocks=blocks_in(parts.split.model, parts.stages, mesh.layout.index("pipeline", mesh.rank)),
         summing=Summing(
             sync.gradient_ranks,
-            sync.exchange,
+            exchange,
             lockstep=mesh.axis(*sync.lockstep_axes),
             whole=run_file.optimizer.works_on == "matrices",
         ),
@@ -124,6 +146,7 @@ def build_state(run_file: RunFile, generation: Generation, data: Dataset, scaler
         owned, names = gradients.owned, {*split.shapes, *split.buffers}
         model = ModelSection(split.model, _held(run_file, generation), owned, names)
     tuned = [] if gradients.tuned is None else [FactsSection("gradients", gradients.tuned)]
+    residuals = ResidualSection(type(run_file.codec).__struct_config__.tag, generation.coded, gradients.owned)
     return TrainState(
         model,
         OptimizerSection(
@@ -135,7 +158,7 @@ def build_state(run_file: RunFile, generation: Generation, data: Dataset, scaler
             replica=None if generation.sync.keeps_replicas_equal else layout.index("replicate", generation.mesh.rank),
         ),
         Progress(identity),
-        [FactsSection("scaler", scaler), *tuned, *generation.agreement.sections],
+        [FactsSection("scaler", scaler), *tuned, residuals, *generation.agreement.sections],
     )
 
 

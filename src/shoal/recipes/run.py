@@ -30,7 +30,14 @@ from shoal.engine.step import TrainStep
 from shoal.launch.environment import Place
 from shoal.observe.facts import read_facts
 from shoal.observe.progress_bar import ProgressBar, track
-from shoal.recipes.assembly import Generation, build_agreement, build_run_gradients, build_state, build_step
+from shoal.recipes.assembly import (
+    Generation,
+    build_agreement,
+    build_run_gradients,
+    build_state,
+    build_step,
+    coded_exchanges,
+)
 from shoal.recipes.lab import conditions_from
 from shoal.recipes.microbatching import Microbatching, microbatching
 from shoal.recipes.objects import UserObjects
@@ -164,9 +171,12 @@ def _generation(run_file: RunFile, process: Process, workload: Workload, mesh: M
         run_file, parts, mesh, loss=workload.loss, precision=workload.precision, microbatching=plan
     )
     sync = build_sync(run_file.sync, mesh)
-    gradients = build_run_gradients(run_file, parts, mesh, sync, one_host=process.place.one_host)
+    coded = coded_exchanges(run_file)
+    gradients = build_run_gradients(
+        run_file, parts, mesh, sync, exchange=coded or sync.exchange, one_host=process.place.one_host
+    )
     agreement = build_agreement(run_file, parts, gradients, sync)
-    return Generation(mesh, parts, plan, forward_backward, sync, gradients, agreement)
+    return Generation(mesh, parts, plan, forward_backward, sync, gradients, agreement, coded.made if coded else ())
 
 
 def _next_generation(run_file: RunFile) -> int:

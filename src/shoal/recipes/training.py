@@ -83,7 +83,9 @@ def _job(run: Run, directory: Path, display: Display, stop: StopRequest, stack: 
         exchange=Board(run.process.store, timeout_s=run.run_file.wire.timeout_s).clone(),
         keep=run_file.checkpoint.keep,
         object_bytes=run_file.checkpoint.object_bytes,
-        split=mesh.layout.replica_size > 1 or not run.generation.sync.keeps_replicas_equal,
+        split=mesh.layout.replica_size > 1
+        or not run.generation.sync.keeps_replicas_equal
+        or bool(run.generation.coded),
     )
     events = EventWriter(directory, rank=mesh.rank, generation=mesh.generation, warn=display.warn)
     context, forward = run.step.context, mesh.layout.replica_size == 1

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from shoal.checkpoint.config import CheckpointConfig
+from shoal.codec.config import CodecConfig, NoCodec
 from shoal.comm.config import WireConfig
 from shoal.config.table import Table, says
 from shoal.data.config import BatchConfig, DataConfig
@@ -65,6 +66,7 @@ class RunFile(Table, frozen=True):
     context: ContextConfig = ContextConfig()
     wire: WireConfig = WireConfig()
     gradients: GradientsConfig = GradientsConfig()
+    codec: CodecConfig = NoCodec()
     sync: SyncConfig = AllReduceConfig()
     memory: MemoryConfig = MemoryConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

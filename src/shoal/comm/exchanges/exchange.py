@@ -3,15 +3,17 @@
     all-reduce       every rank ends with the sum of the whole buffer
     reduce-scatter   each rank ends with its piece of the sum, which another exchange may then take further
     credited         an all-reduce in parts, which leave in a given order, a credit of bytes at a time
+    coded            a sum of which less is sent, by a codec
 
-A step is `start`, `send` (once, or once a microbatch), `settle` and `wait`; then `result` holds the agreed numbers. All
-ranks of a group call these in the same order.
+A step is `start`, `send` (once, or once a microbatch), `settle` and `wait`; then `result` holds the agreed numbers, and
+`commit` says that an update was made from them. All ranks of a group call these in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -47,15 +49,32 @@ class Exchange(Protocol):
         """Returns when `result` is agreed."""
         ...
 
+    def commit(self) -> None:
+        """The update was made: what the exchange carries from this step to the next one counts."""
+        ...
 
-NewExchange = Callable[[Collective, Tensor], Exchange]
-"""From a group and the flat buffer that its ranks agree on in place to their exchange."""
+
+class Segment(NamedTuple):
+    """What lies in a flat buffer from `start` on: a part of the parameter `name` of the unsplit model, in `shape`."""
+
+    name: str
+    start: int
+    shape: tuple[int, ...]
+
+    @property
+    def slice(self) -> slice:
+        """Where it lies in the buffer."""
+        return slice(self.start, self.start + prod(self.shape))
+
+
+NewExchange = Callable[[Collective, Tensor, Sequence[Segment]], Exchange]
+"""From a group, the flat buffer that its ranks agree on in place, and what lies in it, to their exchange."""
 
 
 class AllReduce:
-    """The sum over `group`, in place."""
+    """The sum over `group`, in place, whatever lies in the buffer."""
 
-    def __init__(self, group: Collective, buffer: Tensor) -> None:
+    def __init__(self, group: Collective, buffer: Tensor, segments: Sequence[Segment] = ()) -> None:
         self.group, self.result = group, buffer
         self._handle: Handle | None = None
 
@@ -75,6 +94,9 @@ class AllReduce:
         if self._handle is not None:
             self._handle.wait()
             self._handle = None
+
+    def commit(self) -> None:
+        """Nothing is carried over."""
 
 
 class ReduceScatter:
@@ -116,3 +138,6 @@ class ReduceScatter:
 
     def wait(self) -> None:
         self.follow.wait()
+
+    def commit(self) -> None:
+        self.follow.commit()

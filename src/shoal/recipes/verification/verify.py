@@ -18,6 +18,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from shoal import units
+from shoal.codec.config import NoCodec
 from shoal.comm.gather import gather_named
 from shoal.data.cursor import Cursor
 from shoal.data.feed import Feed
@@ -70,6 +71,11 @@ def verify_rank(
     bar = bar or ProgressBar()
     bar.update(f"building the model and its layout over {units.plural(place.world_size, 'rank')}")
     run_file = msgspec.structs.replace(run_file, precision=Float64() if exact else Float32())
+    if run_file.codec != NoCodec():
+        kind = type(run_file.codec).__struct_config__.tag
+        raise ConfigError(
+            f'codec.kind = "{kind}": verify compares gradients that are sent as they are; add codec.kind="none"'
+        )
     run = open_run(run_file, place, objects, store=store)
     if not run.generation.sync.keeps_replicas_equal:
         kind = type(run_file.sync).__struct_config__.tag

@@ -1,0 +1,119 @@
+"""`Codec`: what a vector becomes on the wire, and back. Pure functions of tensors; a codec knows no other rank.
+
+    y = decode(encode(x))        what the others get
+    e = x - y                    what they do not get; error feedback adds it to the next vector
+
+A codec says three things that the exchange of a sum asks:
+
+    linear        payloads may be added on the way: decode(sum of payloads) is the sum of what each decodes to
+    unbiased      E[decode(encode(x))] = x over the random numbers of the codec; without error feedback this is what
+                  keeps the mean of many steps right
+    wire_bytes    bytes of one payload, exactly; they follow from the length alone, so that nobody asks for sizes
+
+What is not finite is never hidden: a vector with NaN or infinity in it is encoded as one of NaN everywhere, and decodes
+to numbers of which at least one is not finite. So every rank sees that the step has to be skipped.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Payload = tuple[Tensor, ...]
+"""What is sent: one-dimensional tensors, as `Codec.fields` describes them."""
+
+ALIGNMENT_BYTES = 8
+"""Packed payloads are multiples of it, so that every tensor in a row of payloads begins where its dtype may."""
+
+MAX_NUMEL = 1 << 31
+"""Indices are counted in int32."""
+
+
+class Field(NamedTuple):
+    """One tensor of a payload."""
+
+    dtype: torch.dtype
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of it."""
+        return self.dtype.itemsize * self.numel
+
+
+class Codec(ABC):
+    """One way to encode vectors."""
+
+    linear: bool = False
+    unbiased: bool = False
+
+    @abstractmethod
+    def fields(self, numel: int) -> tuple[Field, ...]:
+        """The tensors of the payload of a vector of `numel`, the largest element size first."""
+
+    @abstractmethod
+    def _encode(self, x: Tensor, key: int) -> Payload:
+        """`x` `[numel]` float32 or float64, contiguous; finite, or NaN everywhere."""
+
+    @abstractmethod
+    def _decode(self, payload: Payload, numel: int, key: int, dtype: torch.dtype) -> Tensor:
+        """The vector `[numel]`, in `dtype`."""
+
+    def wire_bytes(self, numel: int) -> int:
+        """Bytes of the packed payload of a vector of `numel`."""
+        used = sum(field.nbytes for field in self.fields(numel))
+        return -(-used // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+    def encode(self, x: Tensor, *, key: int = 0) -> Payload:
+        """The payload of a floating-point tensor of any shape, row by row.
+
+        `key` is that of the random numbers, if the codec draws any. For a linear codec it must be the same on all ranks
+        whose payloads are added; for the others it should differ from rank to rank, so that errors average out. Raises
+        `ValueError` for other dtypes, and for vectors of 2^31 elements or more.
+        """
+        if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            raise ValueError(f"a codec was given {x.dtype}: it encodes real floating-point tensors; convert it")
+        if x.numel() >= MAX_NUMEL:
+            raise ValueError(f"a codec was given {x.numel()} numbers: the most are 2^31 - 1; use smaller buckets")
+        flat = x.detach().reshape(-1)
+        flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
+        return self._encode(_all_or_nothing(flat), key)
+
+    def decode(self, payload: Payload, numel: int, *, key: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The vector `[numel]` that `payload` stands for, in float32 or float64. `key` as for `encode`."""
+        return self._decode(payload, numel, key, dtype)
+
+
+def pack(codec: Codec, payload: Payload) -> Tensor:
+    """The payload as bytes: uint8 `[wire_bytes]`; the last few may be padding."""
+    parts = [part.view(torch.uint8) for part in payload if part.numel()]
+    used = sum(part.numel() for part in parts)
+    padding = -used % ALIGNMENT_BYTES
+    if padding:
+        parts.append(torch.zeros(padding, dtype=torch.uint8, device=parts[0].device))
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.uint8, device=payload[0].device)
+
+
+def unpack(codec: Codec, packed: Tensor, numel: int) -> Payload:
+    """The payload of a vector of `numel` that `pack` made uint8 `[wire_bytes]` of; views of it where that can be."""
+    parts, at = [], 0
+    for field in codec.fields(numel):
+        parts.append(packed[at : at + field.nbytes].view(field.dtype))
+        at += field.nbytes
+    return tuple(parts)
+
+
+def _all_or_nothing(x: Tensor) -> Tensor:
+    """`x` if it is finite, else NaN everywhere. No device waits for the answer."""
+    if not x.numel():
+        return x
+    largest = torch.linalg.vector_norm(x, ord=torch.inf)  # NaN and infinity both come through
+    return torch.where(torch.isfinite(largest), x, torch.nan) if x.is_cuda else _checked(x, largest)
+
+
+def _checked(x: Tensor, largest: Tensor) -> Tensor:
+    """The same on a CPU, where looking is cheaper than a pass over memory."""
+    return x if bool(torch.isfinite(largest)) else torch.full_like(x, torch.nan)

@@ -1,0 +1,117 @@
+"""Table `[codec]`: what gradients become on the wire between ranks that sum them. Imports no torch.
+
+A new codec is its module and its table here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from shoal.config.table import Table, says
+
+_FEEDBACK = (
+    "Error feedback: what was not sent is added to the next gradient, and kept in checkpoints. Costs twice the "
+    "gradient's memory."
+)
+_BLOCK = "Numbers that share a scale."
+
+
+class NoCodec(Table, frozen=True, tag_field="kind", tag="none"):
+    """Gradients are sent as they are."""
+
+    feedback: ClassVar[bool] = False
+
+
+class CastConfig(Table, frozen=True, tag_field="kind", tag="cast"):
+    """Numbers of fewer bits, rounded to nearest."""
+
+    implemented_by: ClassVar[str] = "shoal.codec.cast:Cast"
+
+    dtype: Annotated[
+        Literal["bfloat16", "float16", "float8_e4m3", "float8_e5m2"],
+        says("The format on the wire; all but bfloat16 with a scale for each block."),
+    ] = "bfloat16"
+    block: Annotated[int, says(_BLOCK, ge=8, le=1 << 20)] = 1024
+    feedback: Annotated[bool, says(_FEEDBACK)] = True
+
+
+class BlockwiseConfig(Table, frozen=True, tag_field="kind", tag="blockwise"):
+    """Integers of 8 or 4 bits, with a scale for each block."""
+
+    implemented_by: ClassVar[str] = "shoal.codec.blockwise:Blockwise"
+
+    bits: Annotated[Literal[8, 4], says("Bits of a number.")] = 8
+    rounding: Annotated[
+        Literal["nearest", "stochastic"], says("nearest: the smaller error. stochastic: right on average.")
+    ] = "nearest"
+    block: Annotated[int, says(_BLOCK, ge=8, le=1 << 20)] = 1024
+    feedback: Annotated[bool, says(_FEEDBACK)] = True
+
+    def __post_init__(self) -> None:
+        # E|x - y|^2 <= block s^2 / 4 and |x|^2 >= (levels s)^2: residuals shrink where the first is below the second.
+        most = 4 * self.levels**2 - 1
+        if self.rounding == "stochastic" and self.feedback and self.block > most:
+            raise ValueError(
+                f'block = {self.block} with bits = {self.bits}, rounding = "stochastic" and feedback = true: what was '
+                f'not sent could grow without end; set block to {most} or less, or rounding = "nearest"'
+            )
+
+    @property
+    def levels(self) -> int:
+        """The largest integer on the wire."""
+        return (1 << (self.bits - 1)) - 1
+
+
+class SignConfig(Table, frozen=True, tag_field="kind", tag="sign"):
+    """One bit for each number: its sign, with a scale for each block."""
+
+    implemented_by: ClassVar[str] = "shoal.codec.sign:Sign"
+
+    block: Annotated[int, says(_BLOCK, ge=8, le=1 << 20)] = 1024
+    feedback: Annotated[bool, says(_FEEDBACK)] = True
+
+
+class TopKConfig(Table, frozen=True, tag_field="kind", tag="top_k"):
+    """The numbers of largest magnitude, 6 bytes each."""
+
+    implemented_by: ClassVar[str] = "shoal.codec.top_k:TopK"
+
+    fraction: Annotated[float, says("The part of each bucket's numbers that is sent.", gt=0, le=1)] = 0.01
+    feedback: Annotated[bool, says(_FEEDBACK)] = True
+
+
+class RandomKConfig(Table, frozen=True, tag_field="kind", tag="random_k"):
+    """Numbers at random places, the same on all ranks, which are summed on the way."""
+
+    implemented_by: ClassVar[str] = "shoal.codec.random_k:RandomK"
+
+    fraction: Annotated[
+        float, says("The part of each bucket's numbers that is sent; 1 / fraction is rounded.", gt=0, le=1)
+    ] = 0.1
+    feedback: Annotated[bool, says(_FEEDBACK + " Without it what is sent is scaled up, so that it is unbiased.")] = True
+
+
+class QSGDConfig(Table, frozen=True, tag_field="kind", tag="qsgd"):
+    """Random levels between zero and a block's 2-norm (QSGD); unbiased, and so without error feedback."""
+
+    implemented_by: ClassVar[str] = "shoal.codec.qsgd:QSGD"
+    feedback: ClassVar[bool] = False
+
+    bits: Annotated[Literal[8, 4], says("Bits of a level and its sign.")] = 8
+    block: Annotated[int, says(_BLOCK, ge=8, le=1 << 20)] = 512
+
+
+class TernGradConfig(Table, frozen=True, tag_field="kind", tag="terngrad"):
+    """-1, 0 or 1 at random for each number, with a scale for each block (TernGrad); unbiased, and so without error
+    feedback.
+    """
+
+    implemented_by: ClassVar[str] = "shoal.codec.terngrad:TernGrad"
+    feedback: ClassVar[bool] = False
+
+    block: Annotated[int, says(_BLOCK, ge=8, le=1 << 20)] = 256
+
+
+CodecConfig = (
+    NoCodec | CastConfig | BlockwiseConfig | SignConfig | TopKConfig | RandomKConfig | QSGDConfig | TernGradConfig
+)

@@ -1,0 +1,97 @@
+"""What error feedback carries from step to step, as a section of the state.
+
+Every rank has residuals of its own: what it has not sent of its gradients. `codec/residual/<source>/<name>` is that of
+parameter `name`, in the shape of the unsplit model, on the rank that has place `source` among those that sum it. Ranks
+that divide a parameter each hold a part of the tensor.
+
+Only the sum over sources has a meaning, and it is kept when their number changes: of n ranks, rank r goes on with what
+the sources r, r + n, r + 2n, ... had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.comm.exchanges.coded import Coded
+from shoal.comm.exchanges.exchange import Segment
+from shoal.errors import UsageError
+from shoal.state.ownership import Owned
+from shoal.state.target import Held, Target, views
+
+PREFIX = "codec/residual/"
+
+
+class ResidualSection:
+    """The residuals of `exchanges`, which use the codec of this `kind`; `owned` are the parameters in them."""
+
+    name = "codec"
+
+    def __init__(self, kind: str, exchanges: Sequence[Coded], owned: Sequence[Owned]) -> None:
+        self._kind, self._exchanges = kind, exchanges
+        self._owned = {own.name: own for own in owned}
+
+    def tensors(self) -> dict[str, Held]:
+        """Nothing of a group of one rank: it sends all."""
+        found: dict[str, Held] = {}
+        for exchange, segment in self._segments():
+            if exchange.group.size > 1:
+                found[f"{PREFIX}{exchange.group.rank}/{segment.name}"] = self._parts(exchange.residual, segment)
+        return found
+
+    def targets(self, saved: Mapping[str, torch.dtype]) -> dict[str, Held]:
+        """The residuals of this rank's sources."""
+        sources: dict[str, list[int]] = {}
+        for key in saved:
+            if key.startswith(PREFIX):
+                source, _, name = key.removeprefix(PREFIX).partition("/")
+                sources.setdefault(name, []).append(int(source))
+        found: dict[str, Held] = {}
+        arrivals: dict[tuple[int, int], Tensor] = {}
+        for exchange, segment in self._segments():
+            group = exchange.group
+            for source in sources.get(segment.name, ()):
+                if source % group.size == group.rank:
+                    place = (id(exchange), source)
+                    if place not in arrivals:
+                        arrivals[place] = exchange.arrival()
+                    found[f"{PREFIX}{source}/{segment.name}"] = self._parts(arrivals[place], segment)
+        return found
+
+    def elsewhere(self, saved: Mapping[str, torch.dtype]) -> set[str]:
+        """All residuals: the others are those of other ranks' sources."""
+        return {name for name in saved if name.startswith(PREFIX)}
+
+    def facts(self) -> dict[str, Any]:
+        """How many sums were made, from which the codec's random numbers follow."""
+        if not self._exchanges:
+            return {}
+        rounds = max(exchange.rounds for exchange in self._exchanges)
+        return {"kind": self._kind, "rounds": rounds, "residuals": bool(self.tensors())}
+
+    def load(self, facts: Mapping[str, Any]) -> None:
+        """Raises `UsageError` if the saved run has residuals and this one keeps none: they would be lost."""
+        if facts["residuals"] and not any(True for _ in self._segments()):
+            raise UsageError(
+                f'this run directory was trained with codec.kind = "{facts["kind"]}" and holds gradients that were not '
+                f'sent yet, and codec.kind = "{self._kind}" as given keeps none: go on with a codec and codec.feedback '
+                "= true, or give another run.directory (and run.warm_start to begin with these weights)"
+            )
+        for exchange in self._exchanges:
+            exchange.rounds = int(facts["rounds"])
+
+    def _segments(self) -> Iterator[tuple[Coded, Segment]]:
+        """What lies in exchanges that keep residuals."""
+        for exchange in self._exchanges:
+            if exchange.residual is not None:
+                for segment in exchange.segments:
+                    yield exchange, segment
+
+    def _parts(self, residual: Tensor | None, segment: Segment) -> list[Target]:
+        assert residual is not None, "segments are those of exchanges that keep residuals"
+        owned = self._owned[segment.name]
+        regions = ((region.box, region.start) for region in owned.regions)
+        return views(residual[segment.slice], regions, global_shape=owned.holding.global_shape)

@@ -1,0 +1,42 @@
+"""Every codec, in the forms that the tests go through."""
+
+from __future__ import annotations
+
+from shoal.codec.codec import Codec
+from shoal.codec.config import (
+    BlockwiseConfig,
+    CastConfig,
+    CodecConfig,
+    QSGDConfig,
+    RandomKConfig,
+    SignConfig,
+    TernGradConfig,
+    TopKConfig,
+)
+from shoal.config.table import implementation_of
+
+BLOCK = 16
+"""Short, so that vectors of a few dozen numbers have several blocks and a last one that is not full."""
+
+CONFIGS: dict[str, CodecConfig] = {
+    "bfloat16": CastConfig(dtype="bfloat16"),
+    "float16": CastConfig(dtype="float16", block=BLOCK),
+    "float8_e4m3": CastConfig(dtype="float8_e4m3", block=BLOCK),
+    "float8_e5m2": CastConfig(dtype="float8_e5m2", block=BLOCK),
+    "int8": BlockwiseConfig(bits=8, block=BLOCK),
+    "int4": BlockwiseConfig(bits=4, block=BLOCK),
+    "int8 stochastic": BlockwiseConfig(bits=8, rounding="stochastic", block=BLOCK),
+    "int4 stochastic": BlockwiseConfig(bits=4, rounding="stochastic", block=BLOCK),
+    "sign": SignConfig(block=BLOCK),
+    "top_k": TopKConfig(fraction=0.1),
+    "random_k": RandomKConfig(fraction=0.25),
+    "random_k unbiased": RandomKConfig(fraction=0.25, feedback=False),
+    "qsgd 8": QSGDConfig(bits=8, block=BLOCK),
+    "qsgd 4": QSGDConfig(bits=4, block=BLOCK),
+    "terngrad": TernGradConfig(block=BLOCK),
+}
+
+
+def codec_of(name: str) -> Codec:
+    """The codec of `CONFIGS[name]`."""
+    return implementation_of(CONFIGS[name])(CONFIGS[name])

@@ -1,0 +1,155 @@
+"""Training with a codec, end to end: bytes, checkpoints, other worlds."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.engine.residuals import PREFIX
+from shoal.errors import ConfigError, UsageError
+from shoal.launch.environment import Place
+from shoal.recipes.objects import UserObjects
+from shoal.recipes.run import open_run
+from shoal.recipes.verification.verify import verify_rank
+from tests.ranks import TestPlace
+from tests.recipes.journey import Leg, travel
+from tests.recipes.layouts import GPT, corpus, run_file_of
+
+STEPS = 4
+ROUNDING = 1e-6
+"""Of float32 sums of residuals, relative to the largest."""
+TOP_K, SIGN = {"kind": "top_k", "fraction": 0.05}, {"kind": "sign"}
+INT4, RANDOM = {"kind": "blockwise", "bits": 4}, {"kind": "random_k"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("codecs")
+    corpus(folder)
+    return folder
+
+
+def tables(codec: dict[str, Any], layout: dict[str, int], zero: int | None = None) -> dict[str, Any]:
+    buckets = {"bucket_bytes": 40_000, "first_bucket_bytes": 10_000}
+    memory = {} if zero is None else {"memory": {"zero": zero}}
+    return {"model": GPT, "codec": codec, "layout": layout, "gradients": buckets, **memory}
+
+
+def residuals(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The sum over sources of every parameter's residual."""
+    found: dict[str, Tensor] = {}
+    for key, value in state.items():
+        if key.startswith(PREFIX):
+            name = key.removeprefix(PREFIX).partition("/")[2]
+            found[name] = found.get(name, torch.zeros(value.shape, dtype=torch.float64)) + value.double()
+    return found
+
+
+CASES = {
+    "replicate, top-k": (2, tables(TOP_K, {"replicate": 2})),
+    "replicate, summed on the way": (2, tables(RANDOM, {"replicate": 2})),
+    "replicate, random numbers": (2, tables({"kind": "terngrad"}, {"replicate": 2})),
+    "replicate, two shots": (4, tables(INT4, {"replicate": 4})),
+    "ZeRO-1": (4, tables(TOP_K, {"replicate": 2, "shard": 2}, 1)),
+    "ZeRO-2": (4, tables(SIGN, {"replicate": 2, "shard": 2}, 2)),
+    "ZeRO-3": (4, tables(TOP_K, {"replicate": 2, "shard": 2}, 3)),
+    "pipeline": (4, tables(SIGN, {"replicate": 2, "pipeline": 2})),
+    "context": (4, tables(INT4, {"replicate": 2, "context": 2})),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_resumed_run_is_the_same_run(ranks, folder: Path, case: str) -> None:
+    """Stopped in the middle and gone on, every tensor of the state has the same bits: weights, moments, residuals."""
+    world, choice = CASES[case]
+    name = case.replace(" ", "-")
+    straight: Leg = ranks(world, travel, choice, str(folder), f"{name}-straight", 2 * STEPS)[0]
+    legs = [ranks(world, travel, choice, str(folder), f"{name}-stopped", STEPS)[0] for _ in range(2)]
+    assert legs[0].losses + legs[1].losses == straight.losses
+    assert legs[1].left.keys() == straight.left.keys()
+    differing = [key for key, value in straight.left.items() if not torch.equal(value, legs[1].left[key])]
+    assert differing == []
+    if choice["codec"]["kind"] != "terngrad":
+        assert any(value.any() for value in residuals(straight.left).values())
+
+
+WORLDS = [
+    ("4 to 3", 4, {"replicate": 4}, None, 3, {"replicate": 3}, None),
+    ("2 to 4", 2, {"replicate": 2}, None, 4, {"replicate": 4}, None),
+    ("replicas to shards", 4, {"replicate": 4}, None, 4, {"replicate": 2, "shard": 2}, 3),
+    ("shards to replicas", 4, {"replicate": 2, "shard": 2}, 1, 3, {"replicate": 3}, None),
+    ("stages to replicas", 4, {"replicate": 2, "pipeline": 2}, None, 2, {"replicate": 2}, None),
+]
+
+
+@pytest.mark.parametrize("case", WORLDS, ids=lambda case: case[0].replace(" ", "-"))
+def test_the_sum_of_residuals_is_kept_when_the_world_changes(ranks, folder: Path, case: tuple) -> None:
+    """Whoever holds them, and however many: what was not sent still adds up to the same."""
+    name, world_1, layout_1, zero_1, world_2, layout_2, zero_2 = case
+    name = f"world-{name.replace(' ', '-')}"
+    here = ranks(world_1, travel, tables(TOP_K, layout_1, zero_1), str(folder), name, STEPS)[0]
+    there = ranks(world_2, travel, tables(SIGN, layout_2, zero_2), str(folder), name, STEPS)[0]
+    left, came = residuals(here.left), residuals(there.came)
+    assert left.keys() == came.keys()
+    for parameter, wanted in left.items():
+        assert wanted.any(), parameter
+        assert torch.allclose(came[parameter], wanted, rtol=0, atol=ROUNDING * float(wanted.abs().max())), parameter
+
+
+def test_one_process_sends_what_was_left(ranks, folder: Path) -> None:
+    """Gone on alone, the first update has all residuals in it, and nothing is left."""
+    ranks(2, travel, tables(TOP_K, {"replicate": 2}), str(folder), "alone", STEPS)
+    leg = ranks(1, travel, tables(TOP_K, {}), str(folder), "alone", 1)[0]
+    assert residuals(leg.left) == {}
+    again = ranks(2, travel, tables(TOP_K, {"replicate": 2}), str(folder), "alone", 1)[0]
+    assert not any(value.any() for value in residuals(again.came).values())
+
+
+def test_residuals_are_not_dropped_in_silence(ranks, folder: Path) -> None:
+    """A run without a codec does not go on from a checkpoint that holds residuals."""
+    ranks(2, travel, tables(TOP_K, {"replicate": 2}), str(folder), "dropped", STEPS)
+    for codec in ({"kind": "none"}, {"kind": "sign", "feedback": False}):
+        outcomes = ranks.outcomes(2, travel, tables(codec, {"replicate": 2}), str(folder), "dropped", 1)
+        assert not any(worked for worked, _ in outcomes)
+        assert all(UsageError.__name__ in said and "top_k" in said for _, said in outcomes)
+
+
+def bytes_of_steps(place: TestPlace, choice: dict[str, Any], folder: str) -> tuple[list[int], list[float]]:
+    """Bytes that this rank sent in each step, and the losses."""
+    run_file = run_file_of(Path(folder), **choice, wire={"check_collectives": False})
+    run_file = msgspec.structs.replace(run_file, run=msgspec.structs.replace(run_file.run, processes=place.size))
+    run = open_run(run_file, Place(place.rank, place.size, place.rank, place.size, 0, "shoal"), store=place.store)
+    with closing(run.feed()) as feed:
+        results = [run.step(step, feed.next().microbatches, lr=2e-3) for step in range(1, 4)]
+    return [result.bytes_sent for result in results], [result.loss for result in results]
+
+
+@pytest.mark.parametrize(("codec", "times"), [(TOP_K, 10), (SIGN, 20), (INT4, 6), (RANDOM, 5)])
+def test_the_ledger_shows_fewer_bytes(ranks, folder: Path, codec: dict[str, Any], times: float) -> None:
+    """As many times fewer as the codec says; and the loss of the first step, before any update, is the same."""
+    layout = {"replicate": 2}
+    plain, losses = ranks(2, bytes_of_steps, tables({"kind": "none"}, layout), str(folder))[0]
+    coded, lossy = ranks(2, bytes_of_steps, tables(codec, layout), str(folder))[0]
+    assert all(ours * times < theirs for ours, theirs in zip(coded, plain, strict=True)), (coded, plain)
+    assert lossy[0] == losses[0]
+    assert lossy != losses
+
+
+def verify_with(place: TestPlace, folder: str) -> None:
+    run_file = run_file_of(Path(folder), **tables(TOP_K, {"replicate": 2}))
+    here = Place(place.rank, place.size, place.rank, place.size, 0, "shoal")
+    verify_rank(run_file, here, UserObjects(), steps=1, exact=False, store=place.store)
+
+
+def test_verify_says_that_a_codec_is_lossy(ranks, folder: Path) -> None:
+    """Instead of calling a gradient wrong that was never meant to be exact."""
+    for worked, said in ranks.outcomes(2, verify_with, str(folder)):
+        assert not worked
+        assert ConfigError.__name__ in said
+        assert "codec.kind" in said

@@ -1,0 +1,71 @@
+"""A codec that cannot serve a run is refused in a sentence, before any process starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.errors import ConfigError
+from shoal.runfile.load import load_run
+from shoal.runfile.rules import codec_refusal
+from tests.recipes.layouts import run_file_of
+
+TOP_K = {"codec": {"kind": "top_k"}}
+DIGITS = Path(__file__).parents[2] / "recipes" / "digits.toml"
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"layout": {"tensor": 2}}, "layout.tensor = 2"),
+    ({"layout": {"shard": 4}}, "one replica"),
+    ({"layout": {"shard": 2, "pipeline": 2}}, "one replica"),
+    ({"layout": {"pipeline": 2}, "pipeline": {"schedule": "PipeDream"}}, "PipeDream"),
+    ({"sync": {"kind": "local"}}, 'sync.kind = "local"'),
+    ({"gradients": {"bucket": "auto"}}, 'gradients.bucket = "auto"'),
+    ({"gradients": {"schedule": "priority"}}, 'gradients.schedule = "priority"'),
+    ({"precision": {"kind": "float16"}}, 'precision.kind = "float16"'),
+    ({"observe": {"noise_every_steps": 5}}, "observe.noise_every_steps = 5"),
+]
+
+
+@pytest.mark.parametrize(("tables", "named"), REFUSED, ids=[named for _, named in REFUSED])
+def test_what_it_cannot_serve(tmp_path: Path, tables: dict[str, Any], named: str) -> None:
+    """The sentence names both keys; without a codec there is none."""
+    sentence = codec_refusal(run_file_of(tmp_path, **tables, **TOP_K))
+    assert sentence is not None
+    assert 'codec.kind = "top_k"' in sentence
+    assert named in sentence
+    assert codec_refusal(run_file_of(tmp_path, **tables)) is None
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {},
+        {"layout": {"replicate": 4}},
+        {"layout": {"replicate": 2, "shard": 2}},
+        {"layout": {"replicate": 2, "pipeline": 2}},
+        {"layout": {"replicate": 2, "context": 2}},
+        {"layout": {"shard": 2}, "run": {"processes": 4}},
+        {"precision": {"kind": "bfloat16"}},
+    ],
+)
+def test_what_it_serves(tmp_path: Path, tables: dict[str, Any]) -> None:
+    """One process included: a run may go on with fewer."""
+    assert codec_refusal(run_file_of(tmp_path, **tables, **TOP_K)) is None
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ('codec.kind="top-k"', "top_k"),
+        ("codec={kind='top_k', fraction=0.0}", "fraction"),
+        ("codec={kind='blockwise', bits=5}", "bits"),
+        ("codec={kind='cast', fraction=0.1}", "fraction"),
+        ("codec={kind='qsgd', feedback=true}", "feedback"),
+    ],
+)
+def test_values_that_make_no_sense(override: str, named: str) -> None:
+    """Refused by the table itself, with what is allowed."""
+    with pytest.raises(ConfigError, match=named):
+        load_run(DIGITS, [override])
