@@ -122,17 +122,35 @@ class Project:
             check=False,
         )
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        """`shoal ...` in the background, its output in `out.txt`."""
-        with open(self.folder / "out.txt", "w") as out:
+    def start(self, *arguments: str, output: str = "out.txt", **environ: str) -> subprocess.Popen[str]:
+        """`shoal ...` in the background, its output in a file."""
+        with open(self.folder / output, "w") as out:
             return subprocess.Popen(
                 [sys.executable, "-m", "shoal", *arguments],
                 cwd=self.folder,
-                env=self.environ(),
+                env=self.environ(**environ),
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 text=True,
             )
+
+    def start_rank(self, rank: int, *arguments: str, world_size: int = 2, port: int) -> subprocess.Popen[str]:
+        """`shoal ...` as one rank that was started by hand; its output in `rank-N.txt`."""
+        place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environ = {name: str(value) for name, value in (place | meeting).items()}
+        return self.start(*arguments, output=f"rank-{rank}.txt", **environ)
+
+    def said(self, output: str = "out.txt") -> str:
+        """What a process in the background has written so far."""
+        return (self.folder / output).read_text()
+
+    def wait_for_text(self, text: str, output: str = "out.txt", timeout_s: float = 60.0) -> None:
+        """Until a process in the background has written `text`."""
+        deadline_s = time.monotonic() + timeout_s
+        while text not in self.said(output):
+            assert time.monotonic() < deadline_s, f"{text!r} did not come:\n{self.said(output)}"
+            time.sleep(0.02)
 
     def events(self, run: str = "runs/own", rank: int = 0) -> list[Event]:
         return read_events(self.folder / run, rank)

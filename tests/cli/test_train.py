@@ -12,9 +12,16 @@ import numpy as np
 import pytest
 
 from shoal.data.order import Order
+from shoal.launch.sockets import listen_on_loopback
 from tests.cli.project import Project, project, ranks_of
 
 STOPPED = 75
+
+
+def free_port() -> int:
+    """A port that was free just now."""
+    with listen_on_loopback() as listener:
+        return listener.getsockname()[1]
 
 
 @pytest.fixture
@@ -183,3 +190,30 @@ def test_a_single_bad_step_is_skipped_and_the_run_goes_on(own: Project) -> None:
     skipped = [event.values["steps/skipped"] for event in own.events() if "steps/skipped" in event.values]
     assert 1 <= skipped[-1] <= 2
     assert "was skipped" in done.stdout + done.stderr
+
+
+def test_ranks_started_by_hand_hear_why_another_failed(own: Project) -> None:
+    """Rank 1's model has another width: it says so with its code, rank 0 ends at once with the same sentence."""
+    port = free_port()
+    ranks = [own.start_rank(r, "train", "run.toml", f"model.arguments={{width={8 + r}}}", port=port) for r in (0, 1)]
+    assert [rank.wait(60) for rank in ranks] == [3, 2]
+    sentence = "rank 1 has another model than rank 0"
+    assert own.said("rank-1.txt").count(sentence) == 1
+    assert f"rank 1 failed: {sentence}" in own.said("rank-0.txt")
+    assert not any(
+        word in own.said(f"rank-{r}.txt") for r in (0, 1) for word in ("Traceback", "DistNetwork", "frame #")
+    )
+
+
+def test_a_rank_that_never_comes_is_named_and_signals_end_the_wait(own: Project) -> None:
+    """Rank 0 of 2 is alone: it says whom it waits for after some seconds, and a signal ends it, or its timeout."""
+    command = ("train", "run.toml")
+    waiting = own.start_rank(0, *command, port=free_port())
+    own.wait_for_text("rank 0 waits for rank 1 of 2 to reach the store", "rank-0.txt")
+    waiting.send_signal(signal.SIGTERM)
+    assert waiting.wait(10) == -signal.SIGTERM
+    alone = own.start_rank(0, *command, "run.start_timeout_s=3", port=free_port())
+    assert alone.wait(60) == 3
+    said = own.said("rank-0.txt").splitlines()
+    assert [line for line in said if "waited 3 s in vain for rank 1 of 2 to reach the store" in line]
+    assert len(said) == 1

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from shoal.errors import CollectiveError
-from shoal.launch import loopback
+from shoal.launch import sockets
 from shoal.launch.environment import Place
 from shoal.launch.rendezvous import open_store
 from shoal.launch.store_exchange import PART_BYTES, StoreExchange
@@ -17,7 +17,7 @@ from shoal.launch.store_exchange import PART_BYTES, StoreExchange
 @pytest.fixture(scope="module")
 def store():
     """A store on loopback."""
-    listener = loopback.listen()
+    listener = sockets.listen_on_loopback()
     environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
     environ["SHOAL_STORE_FD"] = str(listener.detach())
     return open_store(Place(0, 1, 0, 1, 0, "torchrun"), environ, timeout_s=10)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from shoal.errors import Stopped
-from shoal.launch import loopback
+from shoal.launch import sockets
 from shoal.launch.environment import STORE_FD, Environ
 from shoal.launch.failure import FAILURE_FOLDER, read_failures
 from shoal.launch.rank_process import LAUNCHER_PID, LAUNCHER_PIPE, Placed, RankProcess, rank_environment, start
@@ -65,8 +65,8 @@ def _start_all(
     placed: Callable[[int], Placed],
 ) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    environ = {"GLOO_SOCKET_IFNAME": loopback.interface_name(), **environ}
-    with loopback.listen() as listener:
+    environ = {"GLOO_SOCKET_IFNAME": sockets.interface_name(), **environ}
+    with sockets.listen_on_loopback() as listener:
         port, store_fd = listener.getsockname()[1], listener.fileno()
         for rank in range(processes):
             enter, variables = placed(rank)

@@ -20,7 +20,7 @@ from shoal.engine.passes import Passes
 from shoal.engine.precision import Precision, precision_of
 from shoal.errors import EnvironmentFault
 from shoal.launch.environment import Place
-from shoal.launch.rendezvous import interface_for, open_store
+from shoal.launch.rendezvous import STARTED, Rendezvous, interface_for, open_store
 from shoal.observe.facts import read_facts
 from shoal.recipes.lab import conditions_from
 from shoal.recipes.microbatching import Microbatching, microbatching
@@ -29,8 +29,6 @@ from shoal.recipes.sameness import require_same, samples_of, shapes_of
 from shoal.recipes.splitting import Divided, divided, draw_parts, passes_of
 from shoal.runfile.run_file import RunFile, run_directory, statistics_group
 from shoal.sync.owned import Trained
-
-START_TIMEOUT_S = 1800.0  # corpora are read and checkpoints verified before the first step
 
 
 @dataclass(frozen=True)
@@ -102,8 +100,9 @@ def set_up(
     device = device_of(run_file, place)
     _share_host(place, environ)
     if store is None:
-        store = open_store(place, environ, timeout_s=max(START_TIMEOUT_S, run_file.wire.timeout_s))
-    announce = _announcer(store, place.rank)
+        store = open_store(place, environ, timeout_s=run_file.run.start_timeout_s)
+    start = Rendezvous(store, place, timeout_s=run_file.run.start_timeout_s)
+    announce = start.announce
     layout = run_file.layout.layout(place.world_size)
     precision = precision_of(run_file.precision)
     skeleton = skeleton_of(run_file, given)
@@ -113,6 +112,7 @@ def set_up(
     loss, data = loss_of(run_file, given), data_of(run_file, given, environ)
     require_same(place.rank, announce, {"model": shapes_of(model), "data": samples_of(data)})
     generation = int(announce("generation", lambda: str(read_facts(run_directory(run_file)).get("generation", -1) + 1)))
+    start.barrier(STARTED)
     mesh = build_mesh(
         layout, place.rank, store=store, device=device, generation=generation, wire=run_file.wire,
         conditions=conditions_from(environ),
@@ -149,15 +149,6 @@ def _share_host(place: Place, environ: Mapping[str, str]) -> None:
     interface_for(place, os.environ)
     if "OMP_NUM_THREADS" not in environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.local_world_size))
-
-
-def _announcer(store: Store, rank: int) -> Callable[[str, Callable[[], str]], str]:
-    def announce(key: str, find: Callable[[], str]) -> str:
-        if rank == 0:
-            store.set(f"announce/{key}", find())
-        return store.get(f"announce/{key}").decode()
-
-    return announce
 
 
 def _start_equal(model: nn.Module, mesh: Mesh) -> None:

@@ -14,14 +14,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from shoal.comm.mpi.world import why_no_mpi
-from shoal.errors import EnvironmentFault
+from shoal.errors import EnvironmentFault, Stopped
 from shoal.launch.devices import gpus
 from shoal.launch.environment import Place, place_from
-from shoal.launch.failure import FAILURE_FOLDER, TORCHRUN_FILE, reporting
+from shoal.launch.failure import FAILURE_FOLDER, TORCHRUN_FILE, failure_of, reporting
 from shoal.launch.lab.lab_file import Lab
 from shoal.launch.lab.start import run_in_lab
 from shoal.launch.lock import RunLock
 from shoal.launch.rank_process import die_with_parent
+from shoal.launch.signals import end_at_once
 from shoal.launch.spawn import run_ranks
 from shoal.launch.versions import check_torch_version
 from shoal.recipes.lab import processes_in
@@ -105,8 +106,22 @@ def as_rank(place: Place, work: Callable[[], None], environ: Mapping[str, str]) 
     folder, torchrun_file = (
         Path(path) if (path := environ.get(name)) else None for name in (FAILURE_FOLDER, TORCHRUN_FILE)
     )
-    with reporting(place, folder, torchrun_file=torchrun_file):
+    with reporting(place, folder, torchrun_file=torchrun_file), end_at_once():
         if place.launcher == "shoal":
             die_with_parent(environ)
-        work()
+        try:
+            work()
+        except Exception as error:
+            if place.launcher != "shoal" and place.world_size > 1:
+                _tell_others(place, environ, error)
+            raise
     sys.stdout.flush()
+
+
+def _tell_others(place: Place, environ: Mapping[str, str], error: Exception) -> None:
+    """Of a failure of this rank's own: ranks that still wait for it at the start then end too, with its sentence."""
+    failure = failure_of(error, place.rank)
+    if not failure.secondary and failure.exit_code != Stopped.exit_code:
+        from shoal.launch.rendezvous import tell_failure
+
+        tell_failure(place, environ, failure.message or failure.kind)

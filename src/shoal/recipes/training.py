@@ -46,7 +46,6 @@ def train_rank(run_file: RunFile, place: Place, given: Given) -> None:
         stack.callback(close_log, log)
         terminal = display_for(sys.stdout, place.rank, plain=None if run_file.observe.live else True)
         display = LoggedDisplay(terminal, log)
-        stop = stack.enter_context(StopRequest())
         setting = set_up(run_file, place, given)
         sync = new_sync(setting)
         state = new_state(setting, sync)
@@ -57,6 +56,7 @@ def train_rank(run_file: RunFile, place: Place, given: Given) -> None:
             replace_file(directory / "run.toml", dumps(run_file).encode())
             write_facts(directory, run_facts(setting, generation=generation) | _predicted(setting))
         _introduce(display, setting, came_from, said)
+        stop = stack.enter_context(StopRequest())  # until here there is nothing to save: a signal ends the rank
         job = _job(setting, state, sync, directory, display, stop, stack, peak=peak, generation=generation)
         if came_from is not None:
             job.events.resume(came_from, time_s=time.time())
