@@ -72,6 +72,14 @@ def not_a_model():
     return "hello"
 
 
+def frozen():
+    return Logging().requires_grad_(False)
+
+
+def returns_class():
+    return Logging
+
+
 def scalar_loss():
     return nn.CrossEntropyLoss()
 '''
@@ -110,23 +118,38 @@ class Project:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("SHOAL_", "SLURM_", "RANK", "WORLD_"))}
         return {**kept, "OMP_NUM_THREADS": "1", "SHOAL_CACHE": str(self.folder / "cache"), **more}
 
-    def shoal(self, *arguments: str, timeout_s: float = 90.0) -> subprocess.CompletedProcess[str]:
-        """`shoal ...`, to its end."""
+    def shoal(
+        self, *arguments: str, timeout_s: float = 90.0, address_space_bytes: int | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """`shoal ...`, to its end, in an address space of that size."""
+        limit = [] if address_space_bytes is None else ["prlimit", f"--as={address_space_bytes}"]
+        return self._run([*limit, sys.executable, "-m", "shoal", *arguments], timeout_s=timeout_s)
+
+    def python(self, *arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
+        """`python ...`, to its end, with `text` on its standard input."""
+        return self._run([sys.executable, *arguments], timeout_s=90.0, text=text)
+
+    def _run(
+        self, command: list[str], *, timeout_s: float, text: str | None = None
+    ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "shoal", *arguments],
+            command,
             cwd=self.folder,
             env=self.environ(),
+            input=text,
             capture_output=True,
             text=True,
             timeout=timeout_s,
             check=False,
         )
 
-    def start(self, *arguments: str, output: str = "out.txt", **environ: str) -> subprocess.Popen[str]:
-        """`shoal ...` in the background, its output in a file."""
+    def start(
+        self, *arguments: str, output: str = "out.txt", module: tuple[str, ...] = ("-m", "shoal"), **environ: str
+    ) -> subprocess.Popen[str]:
+        """`shoal ...`, or `python ...` without the module, in the background, its output in a file."""
         with open(self.folder / output, "w") as out:
             return subprocess.Popen(
-                [sys.executable, "-m", "shoal", *arguments],
+                [sys.executable, *module, *arguments],
                 cwd=self.folder,
                 env=self.environ(**environ),
                 stdout=out,

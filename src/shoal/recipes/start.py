@@ -9,12 +9,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from shoal.comm.mpi.world import why_no_mpi
-from shoal.errors import EnvironmentFault, Stopped
+from shoal.errors import EnvironmentFault, OutOfMemory, Stopped
 from shoal.launch.devices import gpus
 from shoal.launch.environment import Place, place_from
 from shoal.launch.failure import FAILURE_FOLDER, TORCHRUN_FILE, failure_of, reporting
@@ -22,8 +21,10 @@ from shoal.launch.lab.lab_file import Lab
 from shoal.launch.lab.start import run_in_lab
 from shoal.launch.lock import RunLock
 from shoal.launch.rank_process import die_with_parent
+from shoal.launch.root_cause import ExitCode
 from shoal.launch.signals import end_at_once
 from shoal.launch.spawn import run_ranks
+from shoal.launch.temporary_folder import temporary_folder
 from shoal.launch.versions import check_torch_version
 from shoal.recipes.lab import processes_in
 from shoal.runfile.rules import check_across
@@ -53,7 +54,7 @@ def run(
     writes: bool = True,
     lab: Lab | None = None,
     environ: Mapping[str, str] = os.environ,
-) -> int:
+) -> ExitCode:
     """The exit code of the whole run; a rank never returns from a failure, it leaves with its code.
 
     A run that `writes` to its directory holds the lock of it. In a `lab` there are as many ranks as it has. Raises
@@ -70,20 +71,30 @@ def run(
     if place is None:
         with ExitStack() as stack:
             keep_fds = [stack.enter_context(RunLock(directory)).fd] if writes else []
-            logs = directory if writes else Path(stack.enter_context(TemporaryDirectory(prefix="shoal-")))
+            logs = directory if writes else stack.enter_context(temporary_folder())
             if lab is not None:
-                return run_in_lab(lab, command, run_directory=logs, environ=environ, keep_fds=keep_fds)
-            return run_ranks(command, processes=processes, run_directory=logs, environ=environ, keep_fds=keep_fds)
+                code = run_in_lab(lab, command, run_directory=logs, environ=environ, keep_fds=keep_fds)
+            else:
+                code = run_ranks(command, processes=processes, run_directory=logs, environ=environ, keep_fds=keep_fds)
+        if code == OutOfMemory.exit_code:
+            _advise(run_file)
+        return code
 
     def ranked() -> None:
-        if place.launcher == "shoal" or place.rank != 0 or not writes:
-            be_rank(run_file, place)
-        else:
-            with RunLock(directory):
+        locks = writes and place.rank == 0 and place.launcher != "shoal"
+        try:
+            with RunLock(directory) if locks else nullcontext():
                 be_rank(run_file, place)
+        except OSError as error:
+            if not writes or directory.is_dir():
+                raise
+            raise EnvironmentFault(
+                f"the run directory {directory} was removed while the run wrote to it ({error}): start the run again, "
+                "and remove a run directory only when its run is over"
+            ) from error
 
     as_rank(place, ranked, environ)
-    return 0
+    return ExitCode(0)
 
 
 def _arranged(run_file: RunFile, place: Place | None) -> RunFile:
@@ -99,6 +110,13 @@ def _arranged(run_file: RunFile, place: Place | None) -> RunFile:
     if place is None or (place.rank == 0 and place.launcher != "shoal"):
         print(chosen.why, file=sys.stderr, flush=True)
     return chosen.run_file
+
+
+def _advise(run_file: RunFile) -> None:
+    """Say what would free memory. The planner is imported for those alone who ran out of it."""
+    from shoal.planning.memory_advice import memory_advice
+
+    print(memory_advice(run_file), file=sys.stderr, flush=True)
 
 
 def as_rank(place: Place, work: Callable[[], None], environ: Mapping[str, str]) -> None:
