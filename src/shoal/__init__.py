@@ -1,7 +1,10 @@
 """Shoal: distributed deep-learning training on PyTorch.
 
     import shoal
-    shoal.train("run.toml", model=my_module, data=(train_set, held_out_set))
+    try:
+        shoal.train("run.toml", model=my_module, data=(train_set, held_out_set))
+    except shoal.RunFailed as failure:
+        print(failure.rank, failure.exit_code, failure.sentence)
 
 Importing the package imports nothing heavy; `train` does when it is used.
 """
@@ -10,10 +13,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shoal.errors import RunFailed, RunStopped, ShoalError
+
 if TYPE_CHECKING:
     from shoal.api import train
 
-__all__ = ["train"]
+    __version__: str
+
+__all__ = ["RunFailed", "RunStopped", "ShoalError", "__version__", "train"]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,4 +28,8 @@ def __getattr__(name: str) -> Any:
         from shoal.api import train
 
         return train
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("shoal")
     raise AttributeError(f"module 'shoal' has no attribute '{name}'")

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config.load import apply, read
-from shoal.errors import ShoalError, UsageError
-from shoal.launch.environment import place_from
+from shoal.errors import RunEnded, RunFailed, RunStopped, ShoalError, UsageError
+from shoal.launch.environment import Place, place_from
 from shoal.observe.facts import facts_path
-from shoal.planning.arrange import arranged
+from shoal.planning.arrange import PLANNER
 from shoal.recipes.objects import UserObjects
 from shoal.recipes.start import run
 from shoal.recipes.user_code import GIVEN
@@ -28,26 +28,41 @@ ONLY_RUN = "SHOAL_ONLY_RUN"
 """Which run the ranks of a script were started for: they pass over its other calls of `train`."""
 
 
+Configuration = str | Path | Mapping[str, Any] | RunFile
+
+
 def train(
-    config: str | Path | Mapping[str, Any] | RunFile,
+    config: Configuration,
     overrides: Sequence[str] = (),
     *,
     model: Any = None,
     data: Any = None,
     loss: Any = None,
 ) -> Path:
-    """Trains, and returns the run directory.
+    """Train, and return the run directory.
 
     `config` is a run file, its tables as dictionaries, or a `RunFile`. `model` is an `nn.Module` or a function that
     returns one; `data` a map-style data set or a pair (training, held out); `loss` a callable of (outputs, targets)
     that returns one value per sample or position. What is not given, the configuration names.
 
-    Raises what `shoal.errors` draws in the process that started the ranks; a rank ends with its exit code.
+    Raises `RunFailed` where the run is refused or one of its ranks fails, and `RunStopped` after a signal. What went
+    wrong is on standard error already; a script that does not catch them ends with the exit code and no traceback.
+    A rank itself ends with its own code, and does not return.
     """
+    try:
+        return _trained(config, overrides, model=model, data=data, loss=loss)
+    except RunEnded:
+        raise
+    except ShoalError as refusal:
+        print(f"shoal: {refusal}", file=sys.stderr, flush=True)
+        raise RunFailed(refusal.exit_code, rank=None, sentence=str(refusal)) from refusal
+
+
+def _trained(config: Configuration, overrides: Sequence[str], *, model: Any, data: Any, loss: Any) -> Path:
     run_file, file = _resolved(config, overrides, model=model, data=data, loss=loss)
     directory = run_directory(run_file)
 
-    def be_rank(run_file: RunFile, place: Any) -> None:
+    def be_rank(run_file: RunFile, place: Place) -> None:
         from shoal.planning.prediction import FORECAST
         from shoal.recipes.training import train_rank
 
@@ -57,11 +72,12 @@ def train(
     if place is not None and os.environ.get(ONLY_RUN, wanted) != wanted:
         return directory  # this rank was started for another call of the script
     environ = os.environ if place is not None else {**os.environ, ONLY_RUN: wanted}
-    code = run(run_file, _own_command(), be_rank, directory=directory, file=file, environ=environ, arrange=arranged)
+    code = run(run_file, _own_command(), be_rank, directory=directory, file=file, environ=environ, planner=PLANNER)
     if place is not None and place.launcher == "shoal":
         sys.exit(code)  # this process was made for the call above; what follows in the script runs once, in its parent
     if code != 0:
-        raise _Ended(code)
+        kind = RunStopped if code.rank is None else RunFailed
+        raise kind(int(code), rank=code.rank, sentence=code.sentence)
     if place is None and not facts_path(directory).exists():
         raise UsageError(
             f"the ranks ended without training into {directory}: the script, run again, did not come to the same "
@@ -70,23 +86,13 @@ def train(
     return directory
 
 
-class _Ended(ShoalError):
-    """The ranks ended with another exit code than 0; what went wrong was written to standard error."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(f"the run ended with exit code {code}; its first error is above")
-        self.exit_code = code
-
-
-def _resolved(
-    config: str | Path | Mapping[str, Any] | RunFile, overrides: Sequence[str], **given: Any
-) -> tuple[RunFile, str]:
+def _resolved(config: Configuration, overrides: Sequence[str], **objects: Any) -> tuple[RunFile, str]:
     if isinstance(config, RunFile):
         return config, "the configuration"
     tables, file = (
         (read(Path(config)), str(config)) if isinstance(config, str | Path) else (dict(config), "the configuration")
     )
-    for name, value in given.items():
+    for name, value in objects.items():
         if value is not None:
             tables[name] = {"kind": "python", "build": GIVEN}
     return run_file_of(apply(tables, overrides, RunFile), file=file), file
@@ -101,7 +107,7 @@ def _own_command() -> list[str]:
     script = getattr(main, "__file__", None)
     if script is None:
         raise UsageError(
-            "shoal.train starts its ranks by running the script again, and there is no script here (a notebook or a "
-            "prompt); put the call into a file, or start the process under torchrun"
+            "shoal.train starts its ranks by running the script again, and there is no script here (a notebook, a "
+            "prompt or standard input); put the call into a file, or start the process under torchrun"
         )
     return [sys.executable, os.path.abspath(script), *sys.argv[1:]]

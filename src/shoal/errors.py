@@ -1,4 +1,4 @@
-"""The exception tree, drawn once.
+"""The exceptions that Shoal raises on purpose, and the exit code of each.
 
     ShoalError                     1
      ├── UsageError                2   the run file, the command line or the user's own code is wrong
@@ -14,10 +14,13 @@
      ├── OutOfMemory               5
      ├── VerificationFailed        6
      │    └── CorruptCheckpoint
-     └── Stopped                  75   a signal, after a good checkpoint: start it again
+     ├── Stopped                  75   a signal, after a good checkpoint: start it again
+     └── RunEnded                      what `shoal.train` raises in a script
+          ├── RunFailed                the code of the refusal, or of the first rank that failed
+          └── RunStopped               75 or 128+n: a signal
 
-Each carries the exit code that `docs/reference/exit-codes.md` promises. A message says what was found, the rule,
-and the repair, in that order. None of them is shown with a traceback: they are answers, not accidents.
+`docs/reference/exit-codes.md` promises the codes. A message says what was found, the rule, and the repair, in that
+order. The `shoal` command shows it without a traceback.
 """
 
 from __future__ import annotations
@@ -98,3 +101,25 @@ class Stopped(ShoalError):
     """A signal asked the run to stop, and a verified checkpoint was written."""
 
     exit_code = 75
+
+
+class RunEnded(ShoalError, SystemExit):
+    """A run that `shoal.train` was asked for has ended without success; what was wrong is on standard error.
+
+    `exit_code` is the run's, `rank` the rank that caused it (None: no rank did), `sentence` what was wrong. A script
+    that does not catch it ends with that code, without a traceback.
+    """
+
+    def __init__(self, exit_code: int, *, rank: int | None, sentence: str) -> None:
+        super().__init__(f"the run ended with exit code {exit_code}: {sentence}")
+        self.exit_code = self.code = exit_code
+        self.rank = rank
+        self.sentence = sentence
+
+
+class RunFailed(RunEnded):
+    """The run was refused, then its `__cause__` says why by its type, or a rank failed."""
+
+
+class RunStopped(RunEnded):
+    """A signal stopped the run: after a good checkpoint (75), or at once (128 + n)."""

@@ -72,6 +72,14 @@ def not_a_model():
     return "hello"
 
 
+def frozen():
+    return Logging().requires_grad_(False)
+
+
+def returns_class():
+    return Logging
+
+
 def scalar_loss():
     return nn.CrossEntropyLoss()
 '''
@@ -110,29 +118,62 @@ class Project:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("SHOAL_", "SLURM_", "RANK", "WORLD_"))}
         return {**kept, "OMP_NUM_THREADS": "1", "SHOAL_CACHE": str(self.folder / "cache"), **more}
 
-    def shoal(self, *arguments: str, timeout_s: float = 90.0) -> subprocess.CompletedProcess[str]:
-        """`shoal ...`, to its end."""
+    def shoal(
+        self, *arguments: str, timeout_s: float = 90.0, address_space_bytes: int | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """`shoal ...`, to its end, in an address space of that size."""
+        limit = [] if address_space_bytes is None else ["prlimit", f"--as={address_space_bytes}"]
+        return self._run([*limit, sys.executable, "-m", "shoal", *arguments], timeout_s=timeout_s)
+
+    def python(self, *arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
+        """`python ...`, to its end, with `text` on its standard input."""
+        return self._run([sys.executable, *arguments], timeout_s=90.0, text=text)
+
+    def _run(
+        self, command: list[str], *, timeout_s: float, text: str | None = None
+    ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "shoal", *arguments],
+            command,
             cwd=self.folder,
             env=self.environ(),
+            input=text,
             capture_output=True,
             text=True,
             timeout=timeout_s,
             check=False,
         )
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        """`shoal ...` in the background, its output in `out.txt`."""
-        with open(self.folder / "out.txt", "w") as out:
+    def start(
+        self, *arguments: str, output: str = "out.txt", module: tuple[str, ...] = ("-m", "shoal"), **environ: str
+    ) -> subprocess.Popen[str]:
+        """`shoal ...`, or `python ...` without the module, in the background, its output in a file."""
+        with open(self.folder / output, "w") as out:
             return subprocess.Popen(
-                [sys.executable, "-m", "shoal", *arguments],
+                [sys.executable, *module, *arguments],
                 cwd=self.folder,
-                env=self.environ(),
+                env=self.environ(**environ),
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 text=True,
             )
+
+    def start_rank(self, rank: int, *arguments: str, world_size: int = 2, port: int) -> subprocess.Popen[str]:
+        """`shoal ...` as one rank that was started by hand; its output in `rank-N.txt`."""
+        place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environ = {name: str(value) for name, value in (place | meeting).items()}
+        return self.start(*arguments, output=f"rank-{rank}.txt", **environ)
+
+    def said(self, output: str = "out.txt") -> str:
+        """What a process in the background has written so far."""
+        return (self.folder / output).read_text()
+
+    def wait_for_text(self, text: str, output: str = "out.txt", timeout_s: float = 60.0) -> None:
+        """Until a process in the background has written `text`."""
+        deadline_s = time.monotonic() + timeout_s
+        while text not in self.said(output):
+            assert time.monotonic() < deadline_s, f"{text!r} did not come:\n{self.said(output)}"
+            time.sleep(0.02)
 
     def events(self, run: str = "runs/own", rank: int = 0) -> list[Event]:
         return read_events(self.folder / run, rank)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -12,9 +14,16 @@ import numpy as np
 import pytest
 
 from shoal.data.order import Order
+from shoal.launch.sockets import listen_on_loopback
 from tests.cli.project import Project, project, ranks_of
 
 STOPPED = 75
+
+
+def free_port() -> int:
+    """A port that was free just now."""
+    with listen_on_loopback() as listener:
+        return listener.getsockname()[1]
 
 
 @pytest.fixture
@@ -183,3 +192,114 @@ def test_a_single_bad_step_is_skipped_and_the_run_goes_on(own: Project) -> None:
     skipped = [event.values["steps/skipped"] for event in own.events() if "steps/skipped" in event.values]
     assert 1 <= skipped[-1] <= 2
     assert "was skipped" in done.stdout + done.stderr
+
+
+def test_ranks_started_by_hand_hear_why_another_failed(own: Project) -> None:
+    """Rank 1's model has another width: it says so with its code, rank 0 ends at once with the same sentence."""
+    port = free_port()
+    ranks = [own.start_rank(r, "train", "run.toml", f"model.arguments={{width={8 + r}}}", port=port) for r in (0, 1)]
+    assert [rank.wait(60) for rank in ranks] == [3, 2]
+    sentence = "rank 1 has another model than rank 0"
+    assert own.said("rank-1.txt").count(sentence) == 1
+    assert f"rank 1 failed: {sentence}" in own.said("rank-0.txt")
+    assert not any(
+        word in own.said(f"rank-{r}.txt") for r in (0, 1) for word in ("Traceback", "DistNetwork", "frame #")
+    )
+
+
+def test_a_rank_that_never_comes_is_named_and_signals_end_the_wait(own: Project) -> None:
+    """Rank 0 of 2 is alone: it says whom it waits for after some seconds, and a signal ends it, or its timeout."""
+    command = ("train", "run.toml")
+    waiting = own.start_rank(0, *command, port=free_port())
+    own.wait_for_text("rank 0 waits for rank 1 of 2 to reach the store", "rank-0.txt")
+    waiting.send_signal(signal.SIGTERM)
+    assert waiting.wait(10) == -signal.SIGTERM
+    alone = own.start_rank(0, *command, "run.start_timeout_s=3", port=free_port())
+    assert alone.wait(60) == 3
+    said = own.said("rank-0.txt").splitlines()
+    assert [line for line in said if "waited 3 s in vain for rank 1 of 2 to reach the store" in line]
+    assert len(said) == 1
+
+
+def test_out_of_memory_is_said_in_a_few_lines(own: Project) -> None:
+    """An address space of 6 GiB and a layer of 12: exit 5, what was asked for, what there is, and what frees some."""
+    done = own.shoal("train", "run.toml", "model.arguments={width=1500000000}", address_space_bytes=6 << 30)
+    assert done.returncode == 5
+    lines = done.stderr.splitlines()
+    assert len(lines) == 4
+    assert re.match(r"out of memory: asked for [\d.]+ GiB, and [\d.]+ GiB are left of 6.00 GiB \(ulimit -v\)", lines[1])
+    assert lines[3].startswith("What frees memory: batch.micro_samples")
+
+
+def test_a_run_directory_that_is_removed_is_named(own: Project) -> None:
+    """Removed in mid-run: exit 3 and a sentence, no traceback."""
+    running = own.start("train", "run.toml", "model.arguments={pause=0.1}", "run.steps=500")
+    own.wait_for_step(2)
+    shutil.rmtree(own.folder / "runs", ignore_errors=True)
+    assert running.wait(60) == 3
+    assert "the run directory runs/own was removed" in own.said()
+    assert "Traceback" not in own.said()
+
+
+SCRIPT = """
+import sys
+import own, shoal
+try:
+    shoal.train("run.toml", sys.argv[1:])
+except shoal.RunFailed as failure:
+    print(failure.rank, failure.exit_code, failure.sentence)
+    raise
+"""
+
+
+def test_a_script_gets_the_failure_of_a_rank(own: Project) -> None:
+    """`RunFailed` has rank, code and sentence; not caught, it ends the script with the code, without its own frames."""
+    (own.folder / "mine.py").write_text(SCRIPT)
+    done = own.python("mine.py", "data.arguments={broken=7}", "run.nonfinite_limit=1", "batch.global_samples=30")
+    assert done.returncode == 4
+    assert re.match(r"[01] 4 Diverged: ", done.stdout.splitlines()[-1])
+    assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_ends_a_script_with_75(own: Project) -> None:
+    """The ranks save; the script ends with the code that says so, without a traceback."""
+    (own.folder / "mine.py").write_text(SCRIPT)
+    running = own.start("mine.py", "model.arguments={pause=0.2}", "run.steps=500", module=())
+    own.wait_for_step(2)
+    running.send_signal(signal.SIGINT)
+    assert running.wait(60) == STOPPED
+    assert "Traceback" not in own.said()
+
+
+def test_ctrl_c_while_modules_are_imported_leaves_no_traceback(own: Project) -> None:
+    """The command dies by the signal at once, wherever in its imports it is."""
+    (own.folder / "typer.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    starting = own.start("doctor")
+    own.wait_for_text("importing")
+    starting.send_signal(signal.SIGINT)
+    assert starting.wait(10) == -signal.SIGINT
+    assert own.said() == "importing\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "sentence"),
+    [
+        (("model.build='own:not_a_model'",), 2, "the model is a str; it must be an nn.Module"),
+        (("model.build='own:frozen'",), 2, "the model has no parameter that requires a gradient"),
+        (("model.build='own:returns_class'",), 2, "the model is the class Logging; it must be an nn.Module"),
+    ],
+)
+def test_a_model_that_cannot_train_is_one_sentence(own: Project, arguments, code: int, sentence: str) -> None:
+    """What is wrong with it stands once, without a traceback, and its code is 2."""
+    done = own.shoal("train", "run.toml", *arguments)
+    assert done.returncode == code, done.stderr
+    assert done.stderr.count(sentence) == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_a_script_on_standard_input_is_one_sentence(own: Project) -> None:
+    """The ranks run the script again, and there is no file to run: exit 2, and no frames of Shoal's."""
+    done = own.python("-", text=SCRIPT)
+    assert done.returncode == 2
+    assert done.stderr.startswith("shoal: shoal.train starts its ranks by running the script again")
+    assert len(done.stderr.splitlines()) == 1

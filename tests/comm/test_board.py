@@ -21,7 +21,7 @@ from shoal.comm.connect import connect
 from shoal.comm.diagnosis import Diagnosis
 from shoal.comm.ledger import Ledger
 from shoal.errors import CollectiveError, EnvironmentFault
-from shoal.launch import loopback
+from shoal.launch import sockets
 from shoal.launch.environment import Place
 from shoal.launch.rendezvous import open_store
 
@@ -32,7 +32,7 @@ HANG_S = 60.0  # a wait that lasts so long has no bound
 @pytest.fixture(scope="module")
 def store():
     """A store on loopback."""
-    listener = loopback.listen()
+    listener = sockets.listen_on_loopback()
     environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
     environ["SHOAL_STORE_FD"] = str(listener.detach())
     return open_store(Place(0, 1, 0, 1, 0, "torchrun"), environ, timeout_s=10)

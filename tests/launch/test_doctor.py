@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.launch import doctor, loopback
+from shoal.launch import doctor, sockets
 from shoal.launch.devices import MemoryLimit
 
 GIB = doctor.GIB
@@ -62,7 +62,7 @@ def test_what_is_ill_has_its_repair(finding, status, repair):
 
 def test_a_machine_without_ports_is_ill(monkeypatch):
     """No loopback port: a problem, with the repair of the error that a run would get."""
-    monkeypatch.setattr(loopback, "LOOPBACK", "192.0.2.1")
+    monkeypatch.setattr(sockets, "LOOPBACK", "192.0.2.1")
     finding = doctor.port_finding()
     assert finding.status == "problem"
     assert finding.repair is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -32,11 +33,11 @@ class DistNetworkError(RuntimeError):
         (errors.ConfigError("x"), 2, False, False),
         (errors.CollectiveError("x"), 3, True, False),
         (errors.Stopped("x"), 75, False, False),
-        (MemoryError("x"), 5, False, True),
-        (OutOfMemoryError("x"), 5, False, True),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 5, False, True),
+        (MemoryError("x"), 5, False, False),
+        (OutOfMemoryError("x"), 5, False, False),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 5, False, False),
         (RuntimeError("Connection closed by peer [127.0.0.1]"), 1, True, True),
-        (DistNetworkError("x"), 1, True, True),
+        (DistNetworkError("x"), 3, True, False),
         (KeyboardInterrupt(), 130, False, False),
         (SystemExit(7), 7, False, False),
         (SystemExit("no"), 1, False, False),
@@ -48,6 +49,21 @@ def test_each_error_has_its_code(error, code, secondary, traced):
     assert (record.exit_code, record.secondary, bool(record.traceback)) == (code, secondary, traced)
     assert record.rank == 3
     assert record.pid == os.getpid()
+
+
+@pytest.mark.parametrize(
+    ("text", "asked"),
+    [
+        ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 2147483648 bytes. Error", "2.00 GiB"),
+        ("Unable to allocate 7.45 GiB for an array with shape (1000000000,)", "7.45 GiB"),
+        ("", "more memory"),
+    ],
+)
+def test_out_of_memory_is_one_sentence(text, asked):
+    """What was asked for, what is left of what, and what limits it; no traceback."""
+    record = failure_of(MemoryError(text), 0)
+    wanted = rf"out of memory: asked for {asked}, and [\d.]+ GiB are left of [\d.]+ GiB \([a-z -]+\)"
+    assert re.fullmatch(wanted, record.text)
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path):

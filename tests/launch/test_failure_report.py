@@ -14,18 +14,35 @@ def record(rank: int, message: str, *, secondary: bool = False) -> Failure:
 
 
 def test_the_cause_is_whole_and_the_others_take_a_line_each():
-    """Both lines of the cause's message, the first of an echo's, and a word for those that left well."""
+    """Both lines of the cause's message, that an echo is one, and a word for those that left well."""
     exits = [Exit(0, 100, 3, 0), Exit(1, 101, 3, 1), Exit(2, 102, 0, 2), Exit(3, 103, 75, 3), Exit(4, 104, 9, 9)]
     ends = root_cause([record(1, "one\ntwo"), record(0, "lost\npeer", secondary=True)], exits)
     assert failure_report(ends, exits, stopped={}, log_tails={}).splitlines() == [
         "rank 1 of 5 failed (host tuna, pid 101, exit code 3):",
         "one",
         "two",
-        "rank 0 (pid 100): Kind: lost",
+        "rank 0 (pid 100): lost another rank",
         "rank 2 (pid 102): finished",
         "rank 3 (pid 103): stopped after a good checkpoint",
         "rank 4 (pid 104): exit code 9, no message",
     ]
+
+
+def test_no_rank_repeats_what_the_cause_said():
+    """Four ranks refuse the same key, another has a reason of its own: the sentence stands there once."""
+    exits = [Exit(rank, 100 + rank, 2, rank) for rank in range(5)]
+    records = [record(rank, "run.steps: found 0") for rank in range(4)] + [record(4, "no disk")]
+    report = failure_report(root_cause(records, exits), exits, stopped={}, log_tails={})
+    assert report.count("run.steps: found 0") == 1
+    assert report.splitlines()[2:] == [*(f"rank {rank} (pid {100 + rank}): the same" for rank in (1, 2, 3)),
+                                       "rank 4 (pid 104): Kind: no disk"]  # fmt: skip
+
+
+def test_among_echoes_an_explained_one_leads():
+    """A rank that only says that a connection broke, however early, stands behind one that names the culprit."""
+    raw = Failure(rank=0, host="h", pid=0, time_ns=0, exit_code=3, kind="DistNetworkError", message="x", secondary=True)
+    told = Failure(rank=1, host="h", pid=1, time_ns=9, exit_code=3, kind="CollectiveError", message="y", secondary=True)
+    assert [end.exit.rank for end in root_cause([raw, told], [Exit(0, 0, 3, 0), Exit(1, 1, 3, 9)])] == [1, 0]
 
 
 def test_a_stopped_rank_leads_only_where_nobody_failed_by_itself():

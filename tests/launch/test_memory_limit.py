@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+
 import pytest
 
 from shoal.launch.devices import memory_limit
@@ -49,3 +51,13 @@ def test_the_tightest_group_around_the_process_counts(tmp_path, version):
 def test_a_system_without_the_files_says_nothing(tmp_path):
     """Elsewhere than on Linux there is no answer, and no invented one."""
     assert memory_limit(tmp_path) is None
+
+
+def test_an_address_space_that_is_nearly_full_counts(tmp_path, monkeypatch):
+    """`ulimit -v` bounds what is mapped, whatever the machine has."""
+    write(tmp_path, {"proc/meminfo": MEMINFO, "proc/self/statm": "100 50 20 1 0 30 0\n"})
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (500_000, 500_000))
+    limit = memory_limit(tmp_path)
+    assert limit is not None
+    assert limit.limited_by == "ulimit -v"
+    assert (limit.total_bytes, limit.available_bytes) == (500_000, 500_000 - 100 * resource.getpagesize())

@@ -25,9 +25,11 @@ def test_a_rank_reads_back_the_place_it_was_given(processes, cores, data):
 
 
 def test_what_the_user_chose_stays():
-    """A thread count in the launcher's own environment is the ranks', too."""
-    environ = rank_environment({"OMP_NUM_THREADS": "7"}, 0, processes=2, port=1, cores=2)
-    assert environ["OMP_NUM_THREADS"] == "7"
+    """Thread counts and malloc's thresholds in the launcher's own environment are the ranks', too."""
+    chosen = {"OMP_NUM_THREADS": "7", "MALLOC_TRIM_THRESHOLD_": "131072"}
+    environ = rank_environment(chosen, 0, processes=2, port=1, cores=2)
+    assert environ.items() >= chosen.items()
+    assert environ["MALLOC_MMAP_THRESHOLD_"] == str(32 << 20)
 
 
 def test_logs_are_where_scripts_look_for_them():

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from shoal.engine.residuals import PREFIX
 from torch import Tensor
 
-from shoal.engine.residuals import PREFIX
 from shoal.errors import ConfigError, UsageError
 from shoal.launch.environment import Place
 from shoal.recipes.objects import UserObjects

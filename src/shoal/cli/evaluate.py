@@ -24,7 +24,7 @@ def evaluate(
     Example: shoal evaluate runs/digits run.processes=1
     """
     from shoal.launch.environment import Place
-    from shoal.planning.arrange import arranged
+    from shoal.planning.arrange import PLANNER
     from shoal.recipes.start import run
     from shoal.runfile.load import load_run
     from shoal.runfile.run_file import RunFile
@@ -52,5 +52,5 @@ def evaluate(
         *(["--json"] if as_json else []),
     ]
     raise typer.Exit(
-        run(loaded, command, rank, directory=folder, file=str(folder / "run.toml"), writes=False, arrange=arranged)
+        run(loaded, command, rank, directory=folder, file=str(folder / "run.toml"), writes=False, planner=PLANNER)
     )

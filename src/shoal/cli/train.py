@@ -27,7 +27,7 @@ def train(
 
     Example: shoal train recipes/digits.toml run.processes=2 run.steps=200
     """
-    from shoal.planning.arrange import arranged
+    from shoal.planning.arrange import PLANNER
     from shoal.recipes.start import run
     from shoal.runfile.load import load_run
     from shoal.runfile.run_file import run_directory
@@ -35,7 +35,7 @@ def train(
     loaded = load_run(run_file, overrides or ())
     command = [sys.executable, "-m", "shoal", "train", str(run_file), *(overrides or ())]
     directory, hosts = run_directory(loaded), _lab(lab)
-    code = run(loaded, command, _rank, directory=directory, file=str(run_file), lab=hosts, arrange=arranged)
+    code = run(loaded, command, _rank, directory=directory, file=str(run_file), lab=hosts, planner=PLANNER)
     raise typer.Exit(code)
 
 

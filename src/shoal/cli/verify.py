@@ -27,7 +27,7 @@ def verify(
 
     Example: shoal verify recipes/stdlib-gpt.toml layout.tensor=2 layout.shard=2
     """
-    from shoal.planning.arrange import arranged
+    from shoal.planning.arrange import PLANNER
     from shoal.recipes.start import run
     from shoal.runfile.load import load_run
     from shoal.runfile.run_file import run_directory
@@ -51,5 +51,5 @@ def verify(
     flags = ["--steps", str(steps), *(["--exact"] if exact else []), *(["--json"] if as_json else [])]
     command = [sys.executable, "-m", "shoal", "verify", str(run_file), *(overrides or ()), *flags]
     raise typer.Exit(
-        run(loaded, command, rank, directory=run_directory(loaded), file=str(run_file), writes=False, arrange=arranged)
+        run(loaded, command, rank, directory=run_directory(loaded), file=str(run_file), writes=False, planner=PLANNER)
     )

@@ -22,6 +22,7 @@ from torch.nn import Parameter
 
 from shoal.comm.collective import Collective
 from shoal.comm.exchanges.credited import Credited, CreditQueue
+from shoal.comm.exchanges.exchange import Segment
 from shoal.comm.ledger import Ledger
 from shoal.errors import ConfigError
 from shoal.gradients.bucket import Bucket
@@ -58,7 +59,7 @@ class PriorityGradients:
         self._queue = CreditQueue(lane, credit_bytes=config.credit_bytes, ledger=ledger)
         self._exchanges: list[Credited] = []
 
-        def credited(group: Collective, buffer: Tensor) -> Credited:
+        def credited(group: Collective, buffer: Tensor, segments: Sequence[Segment]) -> Credited:
             self._exchanges.append(Credited(self._queue, buffer, partition_bytes=partition_bytes))
             return self._exchanges[-1]
 

@@ -1,13 +1,9 @@
-"""How many GPUs a host has, found without importing torch.
-
-What the driver calls this host's GPUs, read without importing torch.
-
-How much host memory this process may use: the machine's, or its control group's where that allows less.
-"""
+"""What this host gives a process: its GPUs and its memory, found without importing torch."""
 
 from __future__ import annotations
 
 import re
+import resource
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,11 +44,11 @@ class MemoryLimit:
 
 
 def memory_limit(root: Path = ROOT) -> MemoryLimit | None:
-    """The tightest limit, from `proc/meminfo` and `sys/fs/cgroup` below `root`; None where there are no such files."""
+    """The tightest limit: of the machine, of a control group, of `ulimit -v`; None without `proc/meminfo`."""
     machine = _machine(root)
     if machine is None:
         return None
-    return min([machine, *_groups(root)], key=lambda limit: limit.available_bytes)
+    return min([machine, *_groups(root), *_address_space(root)], key=lambda limit: limit.available_bytes)
 
 
 def _machine(root: Path) -> MemoryLimit | None:
@@ -86,6 +82,15 @@ def _groups(root: Path) -> list[MemoryLimit]:
             if group == base:
                 break
     return limits
+
+
+def _address_space(root: Path) -> list[MemoryLimit]:
+    """What `ulimit -v` leaves of this process's address space."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    pages = _read(root / "proc/self/statm").split()
+    if limit == resource.RLIM_INFINITY or not pages:
+        return []
+    return [MemoryLimit(limit, max(0, limit - int(pages[0]) * resource.getpagesize()), "ulimit -v")]
 
 
 def _group(group: Path, limit_name: str, usage_name: str, cache_key: str) -> list[MemoryLimit]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from shoal.errors import EnvironmentFault
-from shoal.launch import loopback, versions
+from shoal.launch import sockets, versions
 from shoal.launch.devices import MemoryLimit, memory_limit
 from shoal.launch.lab import iproute
 from shoal.launch.lab.owner import leftovers, namespaces
@@ -152,7 +152,7 @@ def host_name_finding(name: str, address: str | None, took_s: float) -> Finding:
 def port_finding() -> Finding:
     """Can the launcher listen on loopback?"""
     try:
-        with loopback.listen() as listener:
+        with sockets.listen_on_loopback() as listener:
             return Finding("loopback port", "ok", f"{listener.getsockname()[1]} could be bound")
     except EnvironmentFault as fault:
         found, _, repair = str(fault).rpartition("; ")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import sys
 import time
@@ -19,10 +20,12 @@ from typing import NoReturn
 import msgspec
 
 from shoal.errors import CollectiveError, OutOfMemory, ShoalError
+from shoal.launch.devices import memory_limit
 from shoal.launch.environment import Place
 
 FAILURE_FOLDER = "SHOAL_FAILURE_FOLDER"
 TORCHRUN_FILE = "TORCHELASTIC_ERROR_FILE"
+GIB = 1 << 30
 _MOST_TEXT = 200_000
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # By name: this module runs in ranks that may not have imported torch yet.
@@ -49,6 +52,11 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
         """What to show of it."""
         return (self.traceback or self.message or self.kind).rstrip()
 
+    @property
+    def headline(self) -> str:
+        """Its kind and its message's first line."""
+        return f"{self.kind}: {self.message.strip().partition(chr(10))[0]}"
+
 
 @contextlib.contextmanager
 def reporting(place: Place, folder: Path | None, *, torchrun_file: Path | None = None) -> Iterator[None]:
@@ -68,7 +76,7 @@ def reporting(place: Place, folder: Path | None, *, torchrun_file: Path | None =
 def failure_of(error: BaseException, rank: int) -> Failure:
     """The record of `error`. Errors that Shoal raises on purpose, and requests to exit, carry no traceback."""
     purposeful = isinstance(error, ShoalError | SystemExit | KeyboardInterrupt)
-    trace = "" if purposeful else _trace(error)
+    trace = "" if purposeful or _is_lost_peer(error) or _is_out_of_memory(error) else _trace(error)
     return Failure(
         rank=rank,
         host=socket.gethostname(),
@@ -114,6 +122,8 @@ def _leave(failure: Failure, folder: Path | None, torchrun_file: Path | None) ->
     try:
         if folder is not None:
             write_failure(failure, folder)
+            if failure.rank != 0 and failure.exit_code != 0:  # into its log; rank 0 has the terminal
+                print(failure.text, file=sys.stderr)
         elif failure.exit_code != 0:
             print(f"rank {failure.rank} ({failure.host}, pid {failure.pid}): {failure.text}", file=sys.stderr)
             if torchrun_file is not None:
@@ -132,6 +142,8 @@ def _exit_code(error: BaseException) -> int:
         return _system_exit_code(error.code)
     if isinstance(error, KeyboardInterrupt):
         return 130
+    if _is_lost_peer(error):
+        return CollectiveError.exit_code
     return OutOfMemory.exit_code if _is_out_of_memory(error) else 1
 
 
@@ -144,7 +156,27 @@ def _system_exit_code(code: object) -> int:
 def _message(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, str) else f"exit({error.code})"
-    return str(error)
+    if _is_lost_peer(error):
+        return f"lost the connection to another rank ({str(error).partition(chr(10))[0]})"
+    return _memory_message(error) if _is_out_of_memory(error) else str(error)
+
+
+def _memory_message(error: BaseException) -> str:
+    """What was asked for, and what there is."""
+    # CUDA's message says both; the host's only what was asked for, if that.
+    if str(error).startswith("CUDA"):
+        return ". ".join(str(error).split(". ")[:3])
+    limit, asked = memory_limit(), re.search(r"(\d+) bytes|allocate ([\d.]+ \w+)", str(error))
+    wanted = "more memory" if asked is None else asked[2] or f"{int(asked[1]) / GIB:.2f} GiB"
+    if limit is None:
+        return f"out of memory: {wanted} could not be had"
+    there = f"{limit.available_bytes / GIB:.2f} GiB are left of {limit.total_bytes / GIB:.2f} GiB"
+    return f"out of memory: asked for {wanted}, and {there} ({limit.limited_by})"
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    """An error of torch.distributed's own, whose traceback is a page of C++ frames."""
+    return type(error).__name__ in _LOST_PEER
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -154,6 +186,6 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _is_secondary(error: BaseException) -> bool:
-    if isinstance(error, CollectiveError) or type(error).__name__ in _LOST_PEER:
+    if isinstance(error, CollectiveError) or _is_lost_peer(error):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST_PEER_TEXTS)

@@ -1,33 +1,158 @@
-"""Ranks that mpiexec started hear over MPI where rank 0's store is: MPI knows all ranks before anything else does.
+"""Where the ranks of a run find each other: one key-value store, hosted by rank 0 (or by torchrun's agent).
 
-MPI itself would carry the run, but the run needs a store beside it, for votes and for what threads say to each other.
+    store = open_store(place, os.environ, timeout_s=600)      # returns once every rank is connected
+    start = Rendezvous(store, place, timeout_s=600)
+    generation = start.announce("generation", find_on_rank_0)
+    start.barrier("the first collective")
 
-Where the ranks of a run find each other: one key-value store, hosted by rank 0 (or by torchrun's agent).
-
-PyTorch's `TCPStore` listens on every interface, even for 127.0.0.1. So the socket is bound here, or was by Shoal's
-launcher, and handed over: loopback only while all ranks share a host, else the one address that the ranks were given.
-Ranks that mpiexec started and that have mpi4py need no address: rank 0 takes a free port and says so over MPI.
+Every wait is bounded and says which ranks are missing (`wait.bounded`). It ends at once when another rank has said
+that it failed (`tell_failure`). Ranks that mpiexec started and that have mpi4py need no address: rank 0 takes a free
+port and says so over MPI.
 """
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import importlib
 import importlib.util
-import ipaddress
 import os
 import socket
-from collections.abc import Mapping, MutableMapping
+import threading
+import time
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
+# torch.distributed documents these, but does not list them in its `__all__`.
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from shoal.errors import EnvironmentFault, InUse
-from shoal.launch import loopback
+from shoal.errors import CollectiveError, EnvironmentFault
+from shoal.launch import sockets
 from shoal.launch.environment import LOOPBACK, STORE_FD, Place, master_from
+from shoal.launch.wait import SAY_AFTER_S, bounded
 
-_TEXT_BYTES = 256
+STORE_TIMEOUT_S = 60.0
+"""How long a call on the opened store may take, unless it brings a timeout of its own."""
+TELL_S = 5.0
+"""How long a rank that failed takes to tell the others."""
+STARTED = "the first collective"
+"""The last barrier of a start."""
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_FAILED, _HEARD = "failed", "failed/heard"
+_CONNECTED = "the store"
+_FIRST_POLL_S, _LAST_POLL_S, _RETRY_S = 0.002, 0.1, 0.5
+_MOST_NAMED = 8
+_MPI_TEXT_BYTES = 256
+_SEE = "see whether it runs and what its log says"
+_KEY = "run.start_timeout_s sets how long a start waits"
+T = TypeVar("T")
+
+
+def open_store(place: Place, environ: Mapping[str, str], *, timeout_s: float) -> Store:
+    """This rank's connection to the run's store, once all ranks have theirs; rank 0 hosts it where nobody else does.
+
+    Raises `InUse` for a port that is taken, `EnvironmentFault` for an address at which rank 0 cannot listen, and
+    `CollectiveError` where rank 0, or then another rank, does not come within `timeout_s`.
+    """
+    store = _connected(place, environ, timeout_s=timeout_s)
+    Rendezvous(store, place, timeout_s=timeout_s).barrier(_CONNECTED)
+    return store
+
+
+def interface_for(place: Place, environ: MutableMapping[str, str]) -> str | None:
+    """Keep Gloo on loopback while all ranks share a host, unless the user chose; returns the interface's name."""
+    if place.one_host and not environ.get(GLOO_INTERFACE):
+        environ[GLOO_INTERFACE] = sockets.interface_name()
+    return environ.get(GLOO_INTERFACE)
+
+
+class Rendezvous:
+    """What ranks say to each other through the store before their first collective.
+
+    `timeout_s` bounds each wait. All methods raise `CollectiveError`: a rank did not come, failed, or took the store
+    with it.
+    """
+
+    def __init__(self, store: Store, place: Place, *, timeout_s: float) -> None:
+        self._store, self._place, self._timeout_s = store, place, timeout_s
+
+    def barrier(self, name: str) -> None:
+        """Return once every rank has called this with the same name; each name serves once."""
+        key, size = f"barrier/{name}", self._place.world_size
+        missing: list[int] = []
+
+        def work(over: threading.Event) -> None:
+            self._store.set(f"{key}/{self._place.rank}", _identity())
+            if self._store.add(key, 1) == size:
+                self._store.set(f"{key}/all", "")
+            self._wait_for(f"{key}/all", over, look=look)
+
+        def look() -> None:
+            missing[:] = [rank for rank in range(size) if not self._store.check([f"{key}/{rank}"])]
+
+        self._bounded(work, lambda: f"{_ranks(missing, size)} to reach {name}")
+
+    def announce(self, key: str, find: Callable[[], str]) -> str:
+        """What `find` returns on rank 0, on every rank."""
+        if self._place.rank == 0:
+            text = find()
+            self._store.set(f"announce/{key}", text)
+            return text
+
+        def work(over: threading.Event) -> str:
+            self._wait_for(f"announce/{key}", over)
+            return self._store.get(f"announce/{key}").decode()
+
+        return self._bounded(work, lambda: f"rank 0, which finds out and tells the others: {key}")
+
+    def _wait_for(self, key: str, over: threading.Event, look: Callable[[], None] = lambda: None) -> None:
+        """Until `key` is there. `look` is called from time to time, in time for the wait's first sentence."""
+        pause_s, look_s = _FIRST_POLL_S, time.monotonic() + SAY_AFTER_S / 2
+        while not self._store.check([key]):
+            if self._store.check([_FAILED]):
+                failure = self._store.get(_FAILED).decode()
+                self._store.add(_HEARD, 1)
+                raise CollectiveError(failure)
+            if time.monotonic() >= look_s:
+                look()
+                look_s = time.monotonic() + 1.0
+            if over.wait(pause_s):
+                raise TimeoutError(key)  # nobody hears it any more
+            pause_s = min(2 * pause_s, _LAST_POLL_S)
+
+    def _bounded(self, work: Callable[[threading.Event], T], missing: Callable[[], str]) -> T:
+        rank = self._place.rank
+        try:
+            return bounded(work, rank=rank, timeout_s=self._timeout_s, missing=missing, repair=f"{_SEE}; {_KEY}")
+        except DistError as error:
+            raise CollectiveError(
+                f"rank {rank} waited for {missing()} and lost the store, which rank 0 hosts: see the log of rank 0"
+            ) from error
+
+
+def tell_failure(place: Place, environ: Mapping[str, str], sentence: str) -> None:
+    """Tell the ranks that wait for this one at the start why it does not come; after the start nobody listens.
+
+    Takes at most `TELL_S`, and raises nothing. Rank 0 hosts the store: it stays until the others have heard.
+    """
+
+    def work(over: threading.Event) -> None:
+        address, port = master_from(environ)
+        hosts = place.rank == 0 and not _agent_hosts(environ)
+        late = hosts and sockets.obstacle(address, port) is not None
+        listen_fd = sockets.listen_at(address, port, one_host=place.one_host).detach() if late else None
+        store = _prefixed(environ, _connect(place, address, port, timeout_s=TELL_S, listen_fd=listen_fd))
+        own = f"barrier/{_CONNECTED}/{place.rank}"
+        if hosts and not late and not (store.check([own]) and store.get(own).decode() == _identity()):
+            return  # another run's store, at the port that this one wanted
+        if store.check([f"barrier/{STARTED}/all"]):
+            return
+        store.set(_FAILED, f"rank {place.rank} failed: {sentence}")
+        while hosts and store.add(_HEARD, 0) < place.world_size - 1 and not over.is_set():
+            over.wait(_LAST_POLL_S)
+
+    with contextlib.suppress(EnvironmentFault, RuntimeError):
+        bounded(work, rank=place.rank, timeout_s=TELL_S, missing=lambda: "the others to hear of its failure", repair="")
 
 
 def mpi_is_there() -> bool:
@@ -35,7 +160,78 @@ def mpi_is_there() -> bool:
     return importlib.util.find_spec("mpi4py") is not None
 
 
-def told_by_rank_0(place: Place, text: str) -> str:
+def _connected(place: Place, environ: Mapping[str, str], *, timeout_s: float) -> Store:
+    """A connection of this rank, whoever hosts the store and wherever it is."""
+    if place.launcher == "mpi" and not environ.get("MASTER_PORT") and mpi_is_there():
+        return _over_mpi(place, environ, timeout_s=timeout_s)
+    address, port = master_from(environ)
+    listen_fd = None
+    if place.rank == 0 and not _agent_hosts(environ):
+        # The socket that Shoal's launcher bound, else one of our own.
+        own = environ.get(STORE_FD)
+        listen_fd = int(own) if own else sockets.listen_at(address, port, one_host=place.one_host).detach()
+    return _prefixed(environ, _connect(place, address, port, timeout_s=timeout_s, listen_fd=listen_fd))
+
+
+def _agent_hosts(environ: Mapping[str, str]) -> bool:
+    return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _prefixed(environ: Mapping[str, str], store: Store) -> Store:
+    """Torchrun's agent keeps its own keys in its store, and those of the attempts before this one."""
+    if not _agent_hosts(environ):
+        return store
+    run, restart = environ.get("TORCHELASTIC_RUN_ID", ""), environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"shoal/{run}/{restart}", store)
+
+
+def _connect(place: Place, address: str, port: int, *, timeout_s: float, listen_fd: int | None) -> TCPStore:
+    """Connect to the store, hosting it where `listen_fd` is given."""
+    state = ["not tried yet"]
+
+    def work(over: threading.Event) -> TCPStore:
+        # Before TCPStore tries, which reports each failure with a page of its own frames.
+        while listen_fd is None and (found := sockets.obstacle(address, port)) is not None:
+            state[:] = [found]
+            if over.wait(_RETRY_S):
+                raise TimeoutError(found)  # nobody hears it any more
+        state[:] = ["connected, but it does not answer"]
+        store = TCPStore(
+            address,
+            port,
+            world_size=None,
+            is_master=listen_fd is not None,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listen_fd,
+        )
+        store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
+        return store
+
+    def missing() -> str:
+        return f"rank 0 at {address}:{port} ({state[0]})"
+
+    repair = f"{_SEE}, and whether MASTER_ADDR, MASTER_PORT and the firewall are right; {_KEY}"
+    try:
+        return bounded(work, rank=place.rank, timeout_s=timeout_s, missing=missing, repair=repair)
+    except DistError as error:
+        raise CollectiveError(
+            f"what listens at {address}:{port} is not the store of rank 0: set MASTER_ADDR and MASTER_PORT to those of "
+            "rank 0 on every rank"
+        ) from error
+
+
+def _over_mpi(place: Place, environ: Mapping[str, str], *, timeout_s: float) -> Store:
+    """Rank 0 takes a free port, and says over MPI where it is."""
+    address = environ.get("MASTER_ADDR") or (LOOPBACK if place.one_host else socket.gethostname())
+    listener = sockets.listen_at(address, 0, one_host=place.one_host) if place.rank == 0 else None
+    port = listener.getsockname()[1] if listener is not None else 0
+    address, _, port = _broadcast_over_mpi(place, f"{address} {port}").rpartition(" ")
+    listen_fd = listener.detach() if listener is not None else None
+    return _connect(place, address, int(port), timeout_s=timeout_s, listen_fd=listen_fd)
+
+
+def _broadcast_over_mpi(place: Place, text: str) -> str:
     """Rank 0's `text`, up to 256 bytes, on every rank; the others pass anything. Blocks until all have called it.
 
     Raises `EnvironmentFault` where mpi4py and mpiexec are of different MPIs.
@@ -47,124 +243,18 @@ def told_by_rank_0(place: Place, text: str) -> str:
             f"mpiexec says rank {place.rank} of {place.world_size}, mpi4py rank {found[0]} of {found[1]}: both have to "
             "be of one MPI; start them with the mpiexec of the MPI that mpi4py finds"
         )
-    message = bytearray(text.encode().ljust(_TEXT_BYTES, b"\0"))
+    message = bytearray(text.encode().ljust(_MPI_TEXT_BYTES, b"\0"))
     world.Bcast([message, mpi.BYTE], root=0)
     return message.rstrip(b"\0").decode()
 
 
-# torch.distributed documents these three, but does not list them in its `__all__`.
+def _ranks(ranks: Sequence[int], size: int) -> str:
+    """As "rank 3 of 8" or "ranks 1, 2 of 8"; "the other ranks" where it is not known yet which."""
+    if not ranks:
+        return "the other ranks"
+    shown = ", ".join(map(str, ranks[:_MOST_NAMED])) + (", ..." if len(ranks) > _MOST_NAMED else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown} of {size}"
 
 
-GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-_EVERY_INTERFACE = ("", "::")
-
-
-def open_store(place: Place, environ: Mapping[str, str], *, timeout_s: float) -> Store:
-    """This rank's connection to the run's store; rank 0 hosts it where nobody else does.
-
-    `timeout_s` bounds the connection and every later wait on the store. Raises `InUse` for a port that is taken, and
-    `EnvironmentFault` where the store cannot be reached.
-    """
-    if place.launcher == "mpi" and not environ.get("MASTER_PORT") and mpi_is_there():
-        return _over_mpi(place, environ, timeout_s=timeout_s)
-    address, port = master_from(environ)
-    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        run, restart = environ.get("TORCHELASTIC_RUN_ID", ""), environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = _connect(place, address, port, timeout_s=timeout_s, listen_fd=None)
-        # The agent keeps its own keys there, and those of the attempts before this one.
-        return PrefixStore(f"shoal/{run}/{restart}", store)
-    listen_fd = _listening_fd(place, address, port, environ) if place.rank == 0 else None
-    return _connect(place, address, port, timeout_s=timeout_s, listen_fd=listen_fd)
-
-
-def interface_for(place: Place, environ: MutableMapping[str, str]) -> str | None:
-    """Keep Gloo on loopback while all ranks share a host, unless the user chose; returns the interface's name."""
-    if place.one_host and not environ.get(GLOO_INTERFACE):
-        environ[GLOO_INTERFACE] = loopback.interface_name()
-    return environ.get(GLOO_INTERFACE)
-
-
-def _over_mpi(place: Place, environ: Mapping[str, str], *, timeout_s: float) -> Store:
-    """Rank 0 takes a free port, and says over MPI where it is."""
-    address = environ.get("MASTER_ADDR") or (LOOPBACK if place.one_host else socket.gethostname())
-    listen_fd = _listening_fd(place, address, 0, environ) if place.rank == 0 else None
-    address, _, port = told_by_rank_0(place, f"{address} {_port_of(listen_fd)}").rpartition(" ")
-    return _connect(place, address, int(port), timeout_s=timeout_s, listen_fd=listen_fd)
-
-
-def _port_of(listen_fd: int | None) -> int:
-    if listen_fd is None:
-        return 0
-    with socket.socket(fileno=os.dup(listen_fd)) as listener:
-        return listener.getsockname()[1]
-
-
-def _listening_fd(place: Place, address: str, port: int, environ: Mapping[str, str]) -> int:
-    if environ.get(STORE_FD):
-        return int(environ[STORE_FD])
-    family, host = _local_end(place, address, port)
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        # A port whose last owner has just gone is free.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        _bind(listener, host, port, place)
-        listener.listen(loopback.BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise _bind_error(error, address, port) from error
-    return listener.detach()
-
-
-def _local_end(place: Place, address: str, port: int) -> tuple[socket.AddressFamily, str]:
-    try:
-        family, _, _, _, found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise EnvironmentFault(
-            f"MASTER_ADDR is {address!r}, which has no address ({error}): rank 0 listens there; "
-            "set it to rank 0's address, or add the name to /etc/hosts"
-        ) from error
-    host = str(found[0])
-    # Many systems list their own name as 127.0.1.1: right for this host, wrong for ranks on others.
-    if not place.one_host and ipaddress.ip_address(host).is_loopback:
-        host = _EVERY_INTERFACE[family == socket.AF_INET6]
-    return family, host
-
-
-def _bind(listener: socket.socket, host: str, port: int, place: Place) -> None:
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        if place.one_host or error.errno != errno.EADDRNOTAVAIL:
-            raise
-        # Behind a container's service the address that peers use is on no interface of this host.
-        listener.bind((_EVERY_INTERFACE[listener.family == socket.AF_INET6], port))
-
-
-def _bind_error(error: OSError, address: str, port: int) -> EnvironmentFault:
-    if error.errno == errno.EADDRINUSE:
-        return InUse(
-            f"port {port} on {address} is in use: rank 0 hosts the ranks' meeting point there; "
-            "stop who holds it (`ss -ltnp` shows), or set MASTER_PORT to a free one on every rank"
-        )
-    return EnvironmentFault(
-        f"rank 0 cannot listen on {address}:{port} ({error.strerror}): MASTER_ADDR should be an address of rank 0's "
-        "host and MASTER_PORT a free port above 1023; set both on every rank"
-    )
-
-
-def _connect(place: Place, address: str, port: int, *, timeout_s: float, listen_fd: int | None) -> TCPStore:
-    try:
-        return TCPStore(
-            address,
-            port,
-            world_size=None,
-            is_master=listen_fd is not None,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            master_listen_fd=listen_fd,
-        )
-    except DistError as error:
-        raise EnvironmentFault(
-            f"rank {place.rank} could not reach rank 0 at {address}:{port} within {timeout_s:g} s: rank 0 listens "
-            "there; see whether it runs, and whether a firewall or a wrong MASTER_ADDR lies between"
-        ) from error
+def _identity() -> str:
+    return f"{socket.gethostname()} {os.getpid()}"

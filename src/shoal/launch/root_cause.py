@@ -1,18 +1,17 @@
-"""Which of several failed ranks is the cause, and what the launcher exits with.
+"""Which of several failed ranks is the cause, what the launcher exits with, and what it says.
 
 One rank's end makes its peers fail, too, often within a millisecond and sometimes before the launcher sees the first.
 So ends are ordered by what they are, and only then by time:
 
     1. errors of a rank's own, and deaths by a signal that the launcher did not send
-    2. secondary errors: a collective that lost its peer
+    2. secondary errors: a collective that lost its peer, as Shoal explains it, then as a library does
     3. deaths by the launcher's own hand
 
-What the launcher says when ranks failed: the cause, whole, then a line for every other rank. For example:
+The report shows the cause, whole, then a line for every other rank, which does not repeat what the cause said:
 
-rank 1 of 2 failed (host tuna, pid 4711, exit code 1):
-Traceback (most recent call last): ...
-
-rank 0 (pid 4710): CollectiveError: all_reduce lost rank 1
+    rank 1 of 2 failed (host tuna, pid 4711, exit code 1):
+    Traceback (most recent call last): ...
+    rank 0 (pid 4710): lost another rank
 """
 
 from __future__ import annotations
@@ -22,8 +21,20 @@ import socket
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shoal.errors import Stopped
+from shoal.errors import CollectiveError, Stopped
 from shoal.launch.failure import Failure
+
+
+class ExitCode(int):
+    """The launcher's exit code, the rank that caused it (None: none did) and what it said, in one sentence."""
+
+    rank: int | None
+    sentence: str
+
+    def __new__(cls, code: int, *, rank: int | None = None, sentence: str = "") -> ExitCode:
+        self = super().__new__(cls, code)
+        self.rank, self.sentence = rank, sentence
+        return self
 
 
 @dataclass(frozen=True)
@@ -50,16 +61,22 @@ class End:
     failure: Failure | None
 
     @property
-    def order(self) -> tuple[int, int]:
+    def order(self) -> tuple[int, bool, int]:
         """The cause sorts first."""
         if self.failure is not None:
-            return int(self.failure.secondary), self.failure.time_ns
-        return (2 if self.exit.ours else 0), self.exit.time_ns
+            explained = self.failure.kind == CollectiveError.__name__
+            return int(self.failure.secondary), not explained, self.failure.time_ns
+        return (2 if self.exit.ours else 0), True, self.exit.time_ns
 
     @property
     def primary(self) -> bool:
         """Whether the rank failed of itself, as far as it or the kernel says."""
         return self.order[0] == 0
+
+    @property
+    def sentence(self) -> str:
+        """How the rank ended, in a line."""
+        return self.failure.headline if self.failure is not None else how(self.exit)
 
 
 def root_cause(failures: Iterable[Failure], exits: Iterable[Exit]) -> list[End]:
@@ -91,12 +108,12 @@ def failure_report(
     lines = [headline, *held] if cause.primary else [*held, headline]
     failures = {end.exit.rank: end for end in ends}
     others = sorted((end for end in exits if end.rank != cause.exit.rank), key=lambda end: end.rank)
-    return "\n".join([*lines, *(_line(end, failures.get(end.rank), stopped) for end in others)])
+    return "\n".join([*lines, *(_line(end, failures.get(end.rank), cause, stopped) for end in others)])
 
 
 def _headline(end: End, world_size: int, log_tail: str) -> str:
     host = end.failure.host if end.failure else socket.gethostname()
-    first = f"rank {end.exit.rank} of {world_size} failed (host {host}, pid {end.exit.pid}, {_how(end.exit)})"
+    first = f"rank {end.exit.rank} of {world_size} failed (host {host}, pid {end.exit.pid}, {how(end.exit)})"
     return f"{first}:\n{_words(end, log_tail)}"
 
 
@@ -109,19 +126,21 @@ def _words(end: End, log_tail: str) -> str:
     return "\n".join([*hint, *([f"the end of its log:\n{log_tail}"] if log_tail else [])]) or "it left no message"
 
 
-def _line(end: Exit, failed: End | None, stopped: Collection[int]) -> str:
+def _line(end: Exit, failed: End | None, cause: End, stopped: Collection[int]) -> str:
     start = f"rank {end.rank} (pid {end.pid}): "
     if failed is None:
         return start + ("finished" if end.code == 0 else "stopped after a good checkpoint")
     if failed.failure is not None:
-        first_line = failed.failure.message.strip().partition("\n")[0]
-        return f"{start}{failed.failure.kind}: {first_line}"
+        if failed.failure.secondary:
+            return f"{start}lost another rank"
+        return start + ("the same" if failed.sentence == cause.sentence else failed.sentence)
     if end.ours:
         return f"{start}ended by the launcher{' while it was stopped' if end.rank in stopped else ''}"
-    return f"{start}{_how(end)}, no message"
+    return f"{start}{how(end)}, no message"
 
 
-def _how(end: Exit) -> str:
+def how(end: Exit) -> str:
+    """The end of a process: its exit code, or the signal that killed it."""
     if end.code >= 0:
         return f"exit code {end.code}"
     names = {number.value: number.name for number in signal.Signals}

@@ -1,11 +1,14 @@
-"""A rank's answer to SIGTERM and SIGINT: stop after this step; asked twice, stop at once.
+"""A rank's answer to SIGTERM and SIGINT: before training, end at once; in training, stop after the step.
 
-    with StopRequest() as stop:
-        while not stop.requested:
-            step()
+    with end_at_once():
+        set_up()
+        with StopRequest() as stop:
+            while not stop.requested:
+                step()
 
-Terminals, launchers and cluster agents often deliver one request twice, a few milliseconds apart: signals within
-`SAME_REQUEST_S` of the last are the same request.
+Before the first step there is nothing to save, and the kernel's own answer works even inside a call into C++ that waits
+for another rank. In training, a second request ends the process at once. Terminals, launchers and cluster agents often
+deliver one request twice, a few milliseconds apart: signals within `SAME_REQUEST_S` of the last are the same request.
 """
 
 from __future__ import annotations
@@ -14,12 +17,29 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
 SAME_REQUEST_S = 0.3
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@contextmanager
+def end_at_once() -> Iterator[None]:
+    """SIGINT and SIGTERM end the process without running any Python; one that is ignored (`nohup`) stays so.
+
+    Outside the main thread, where Python sets no handlers, nothing changes.
+    """
+    before: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        chosen = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, signal.SIG_DFL) for number in chosen}
+    try:
+        yield
+    finally:
+        _restore(before)
 
 
 class Debounce:
@@ -62,10 +82,7 @@ class StopRequest:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        while self._before:
-            number, handler = self._before.popitem()
-            # None: a handler that was not installed from Python, which Python cannot put back.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        _restore(self._before)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if not self._debounce.request(self._clock()):
@@ -74,3 +91,10 @@ class StopRequest:
             # os._exit: asked twice means now, whatever thread or C++ teardown would hold a normal exit.
             self._end(128 + number)
         self.signal = signal.Signals(number)
+
+
+def _restore(before: dict[signal.Signals, Any]) -> None:
+    while before:
+        number, handler = before.popitem()
+        # None: a handler that was not installed from Python, which Python cannot put back.
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -2,7 +2,7 @@
 
 The launcher imports no torch: the ranks do, in parallel, a few hundredths of a second after the command was given.
 It binds the store's port itself, on loopback, and hands the open socket to rank 0: no port is guessed, none is open to
-the network. What happens then is in `watch`; which signal goes when, in `supervision`; whose failure counts, in
+the network. What happens then, and which signal goes when, is in `supervision`; whose failure counts, in
 `root_cause`.
 """
 
@@ -12,17 +12,17 @@ import contextlib
 import os
 import queue
 import signal
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from shoal.errors import Stopped
-from shoal.launch import loopback
+from shoal.launch import sockets
 from shoal.launch.environment import STORE_FD, Environ
 from shoal.launch.failure import FAILURE_FOLDER, read_failures
 from shoal.launch.rank_process import LAUNCHER_PID, LAUNCHER_PIPE, Placed, RankProcess, rank_environment, start
-from shoal.launch.root_cause import exit_code, failure_report, root_cause
+from shoal.launch.root_cause import ExitCode, exit_code, failure_report, root_cause
 from shoal.launch.supervision import Patience, Supervision, Watch, say
+from shoal.launch.temporary_folder import temporary_folder
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -36,7 +36,7 @@ def run_ranks(
     keep_fds: Sequence[int] = (),
     patience: Patience | None = None,
     placed: Callable[[int], Placed] | None = None,
-) -> int:
+) -> ExitCode:
     """Run `command` as `processes` ranks, and return the exit code that the launcher should exit with.
 
     Call it from the main thread: signals arrive there, and the ranks end when that thread does. `keep_fds` (the run
@@ -44,15 +44,15 @@ def run_ranks(
     is written to standard error. Raises `EnvironmentFault` where ranks cannot be started at all.
     """
     watch = Watch(Supervision(set(range(processes)), patience or Patience()))
-    with tempfile.TemporaryDirectory(prefix="shoal-") as folder, _listening(watch.events), _no_survivors(watch.ranks):
-        environ = {**environ, FAILURE_FOLDER: folder}
+    with temporary_folder() as folder, _listening(watch.events), _no_survivors(watch.ranks):
+        environ = {**environ, FAILURE_FOLDER: str(folder)}
         # Held open in this frame, and in no rank: its end of file is how ranks learn that the launcher is gone.
         with _pipe() as read_end:
             environ |= {LAUNCHER_PID: str(os.getpid()), LAUNCHER_PIPE: str(read_end)}
             fds = (read_end, *keep_fds)
             _start_all(watch.ranks, command, processes, run_directory, environ, fds, placed or _here)
             watch.until_all_left()
-        return _conclude(watch, Path(folder))
+        return _conclude(watch, folder)
 
 
 def _start_all(
@@ -65,8 +65,8 @@ def _start_all(
     placed: Callable[[int], Placed],
 ) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    environ = {"GLOO_SOCKET_IFNAME": loopback.interface_name(), **environ}
-    with loopback.listen() as listener:
+    environ = {"GLOO_SOCKET_IFNAME": sockets.interface_name(), **environ}
+    with sockets.listen_on_loopback() as listener:
         port, store_fd = listener.getsockname()[1], listener.fileno()
         for rank in range(processes):
             enter, variables = placed(rank)
@@ -84,19 +84,25 @@ def _here(rank: int) -> Placed:
     return Placed((), {})
 
 
-def _conclude(watch: Watch, folder: Path) -> int:
+def _conclude(watch: Watch, folder: Path) -> ExitCode:
+    """Say how the run ended, and with which code."""
     ends = root_cause(read_failures(folder), watch.exits)
     asked_by = watch.supervision.asked_by
-    if ends and asked_by is not None and all(end.exit.ours for end in ends):
-        say(f"{asked_by.name}: stopped at once; the next start goes on from the newest checkpoint")
-        return 128 + asked_by
+    # A rank that saw another end by our signal may have lost it in a collective: that is no failure.
+    if asked_by is not None and any(end.exit.ours for end in ends) and not any(end.primary for end in ends):
+        sentence = f"{asked_by.name}: stopped at once; the next start goes on from the newest checkpoint"
+        say(sentence)
+        return ExitCode(128 + asked_by, sentence=sentence)
     code = exit_code(watch.exits, ends)
     if ends:
         tails = {rank.rank: rank.log_tail() for rank in watch.ranks if rank.rank == ends[0].exit.rank}
         say(failure_report(ends, watch.exits, stopped=watch.stopped, log_tails=tails))
-    elif code == Stopped.exit_code:
-        say("stopped after a good checkpoint; the same command goes on from there")
-    return code
+        return ExitCode(code, rank=ends[0].exit.rank, sentence=ends[0].sentence)
+    if code == Stopped.exit_code:
+        sentence = "stopped after a good checkpoint; the same command goes on from there"
+        say(sentence)
+        return ExitCode(code, sentence=sentence)
+    return ExitCode(code)
 
 
 @contextlib.contextmanager

@@ -1,10 +1,11 @@
-"""`layout.auto`: the planner completes the layout of a run. It is imported only by runs that ask for it."""
+"""What the planner does for a start: `layout.auto`, and advice when memory ran out. It is imported only when asked."""
 
 from __future__ import annotations
 
 import sys
 
 from shoal.launch.environment import Place
+from shoal.recipes.start import Planner
 from shoal.runfile.run_file import RunFile
 
 
@@ -21,3 +22,14 @@ def arranged(run_file: RunFile, place: Place | None) -> RunFile:
     if place is None or (place.rank == 0 and place.launcher != "shoal"):
         print(chosen.why, file=sys.stderr, flush=True)
     return chosen.run_file
+
+
+def memory_advice(run_file: RunFile) -> str:
+    """What would free how much memory, in lines for people."""
+    from shoal.planning import memory_advice as advice
+
+    return advice.memory_advice(run_file)
+
+
+PLANNER = Planner(arranged, memory_advice)
+"""For `recipes.start.run`."""

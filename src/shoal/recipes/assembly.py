@@ -1,12 +1,9 @@
-"""From the run file's tables to the parts that train: gradients, state, step."""
+"""From the run file's tables to the parts that train: gradients, the strategy's agreement, the state."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
-
-import torch
 
 from shoal.codec.config import NoCodec
 from shoal.comm.exchanges.coded import Coded, CodedExchanges
@@ -14,10 +11,8 @@ from shoal.comm.exchanges.exchange import NewExchange
 from shoal.comm.mesh import Mesh
 from shoal.config.table import implementation_of
 from shoal.data.build import Dataset
-from shoal.engine.forward_backward import ForwardBackward, PipelinedForwardBackward
-from shoal.engine.noise import NoiseMeter
+from shoal.engine.forward_backward import ForwardBackward
 from shoal.engine.precision import LossScaler
-from shoal.engine.rank_context import RankContext
 from shoal.engine.state import (
     FactsSection,
     HeldWeight,
@@ -27,17 +22,12 @@ from shoal.engine.state import (
     TrainState,
     held_pieces,
 )
-from shoal.engine.step import TrainStep
-from shoal.engine.transforms import clip_by_global_norm
-from shoal.engine.updates import AtOnce, ByBucket, ByMicrobatch, UpdatePolicy
-from shoal.errors import ConfigError, UserCodeError
 from shoal.gradients.build import Summing, build_gradients
 from shoal.gradients.gradients import Gradients
 from shoal.gradients.priority import PriorityGradients
 from shoal.gradients.residuals import ResidualSection
 from shoal.optim.build import build_optimizer
 from shoal.optim.schedule import peak_rate
-from shoal.parallel.pipeline.stages import Stages
 from shoal.recipes.microbatching import Microbatching
 from shoal.recipes.splitting import Divided, blocks_in, trained_in
 from shoal.runfile.run_file import RunFile
@@ -47,9 +37,6 @@ from shoal.topology.axes import Axis
 ZERO_OF_SHARD = 3
 """The stage of ZeRO over `layout.shard` if `memory.zero` is left out: everything is divided, as users of FSDP expect.
 """
-
-_SAME_LAYERS: tuple[Axis, ...] = ("replicate", "shard", "context", "tensor")
-"""The axes of the ranks that hold the same layers."""
 
 _NORM_AXES: Mapping[bool, tuple[Axis, ...]] = {
     False: ("pipeline", "shard", "context", "tensor"),
@@ -146,7 +133,7 @@ def build_state(run_file: RunFile, generation: Generation, data: Dataset, scaler
         owned, names = gradients.owned, {*split.shapes, *split.buffers}
         model = ModelSection(split.model, _held(run_file, generation), owned, names)
     tuned = [] if gradients.tuned is None else [FactsSection("gradients", gradients.tuned)]
-    residuals = ResidualSection(type(run_file.codec).__struct_config__.tag, generation.coded, gradients.owned)
+    residuals = ResidualSection(str(type(run_file.codec).__struct_config__.tag), generation.coded, gradients.owned)
     return TrainState(
         model,
         OptimizerSection(
@@ -159,83 +146,6 @@ def build_state(run_file: RunFile, generation: Generation, data: Dataset, scaler
         ),
         Progress(identity),
         [FactsSection("scaler", scaler), *tuned, residuals, *generation.agreement.sections],
-    )
-
-
-def build_step(
-    run_file: RunFile,
-    generation: Generation,
-    optimizer: torch.optim.Optimizer,
-    scaler: LossScaler,
-) -> TrainStep:
-    """The step that `optimizer` takes. Raises `ConfigError` if the gradient's noise cannot be measured, and
-    `UserCodeError` for parameters that several stages of PipeDream use.
-    """
-    mesh, axes = generation.mesh, generation.sync.lockstep_axes
-    same_layers: list[Axis] = [axis for axis in _SAME_LAYERS if axis in axes]
-    place = mesh.layout.coordinate(mesh.rank)
-    context = RankContext(
-        generation.forward_backward,
-        lockstep=mesh.axis(*axes),
-        data_parallel_group=mesh.axis(*same_layers),
-        ledger=mesh.ledger,
-        scaler=scaler,
-        counts=place.pipeline == place.context == place.tensor == 0,
-    )
-    policy = _update_policy(run_file, generation, optimizer)
-    return TrainStep(context, policy, generation.agreement)
-
-
-def _update_policy(
-    run_file: RunFile,
-    generation: Generation,
-    optimizer: torch.optim.Optimizer,
-) -> UpdatePolicy:
-    gradients, clip_norm = generation.gradients, run_file.optimizer.clip_norm
-    if run_file.pipeline.asynchronous:
-        forward_backward = cast(PipelinedForwardBackward, generation.forward_backward)  # the rules ask for a pipeline
-        _check_untied(forward_backward.stages)
-        return ByMicrobatch(
-            gradients,
-            optimizer,
-            forward_backward=forward_backward,
-            clip_norm=clip_norm,
-        )
-    if run_file.gradients.schedule == "priority":
-        return ByBucket(cast(PriorityGradients, gradients), optimizer)
-    transforms = [] if clip_norm is None else [clip_by_global_norm(clip_norm)]
-    return AtOnce(gradients, optimizer, transforms=transforms, noise=_noise_meter(run_file, generation))
-
-
-def _check_untied(stages: Stages) -> None:
-    tied = [name for name in dict.fromkeys(stages.aliases.values()) if len(stages.holders(name)) > 1]
-    if tied:
-        raise UserCodeError(
-            f"{tied[0]} is used by several stages, which are at different updates under PipeDream; give each a "
-            "parameter of its own, or choose another pipeline.schedule"
-        )
-
-
-def _noise_meter(run_file: RunFile, generation: Generation) -> NoiseMeter | None:
-    """None unless asked for. Raises `ConfigError` for a parameter whose gradient is whole only once it is summed."""
-    mesh, every = generation.mesh, run_file.observe.noise_every_steps
-    if every == 0:
-        return None
-    layout = mesh.layout
-    shares, place = layout.group(("replicate", "shard"), mesh.rank), layout.coordinate(mesh.rank)
-    for trained in trained_in(generation.parts):
-        if trained.holding.sums != shares:
-            raise ConfigError(
-                f"observe.noise_every_steps: the gradient of {trained.holding.name} is summed over other ranks than "
-                "those that see other samples; measure the noise under another layout, or leave the key out"
-            )
-    return NoiseMeter(
-        generation.gradients.own,
-        mesh.world,
-        every=every,
-        counts=place.pipeline == place.tensor == 0,
-        separates_microbatches=layout.pipeline == 1,
-        device=mesh.device,
     )
 
 

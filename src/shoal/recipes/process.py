@@ -7,30 +7,30 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
-from shoal.comm.board import Board
 from shoal.errors import EnvironmentFault
 from shoal.launch.environment import Place
-from shoal.launch.rendezvous import interface_for, open_store
+from shoal.launch.rendezvous import Rendezvous, interface_for, open_store
 from shoal.runfile.run_file import RunFile
-
-START_TIMEOUT_S = 1800.0  # corpora are read and checkpoints verified before the first step
 
 
 @dataclass(frozen=True)
 class Process:
-    """One rank: its place among the others, its device, and the store where ranks meet."""
+    """One rank: its place among the others, its device, and the store where ranks meet.
+
+    `rendezvous` bounds every wait of the start by `run.start_timeout_s`, and says who is missing.
+    """
 
     place: Place
     device: torch.device
     store: Store
+    rendezvous: Rendezvous
     environ: Mapping[str, str]
 
     def announce(self, key: str, find: Callable[[], str]) -> str:
         """What rank 0 finds, on every rank."""
-        board = Board(PrefixStore("announce", self.store), timeout_s=START_TIMEOUT_S)
-        return board.announce(key, find, rank=self.place.rank)
+        return self.rendezvous.announce(key, find)
 
 
 def open_process(
@@ -43,8 +43,9 @@ def open_process(
     device = device_of(run_file.run.device, place)
     _share_host(place, environ)
     if store is None:
-        store = open_store(place, environ, timeout_s=max(START_TIMEOUT_S, run_file.wire.timeout_s))
-    return Process(place, device, store, environ)
+        store = open_store(place, environ, timeout_s=run_file.run.start_timeout_s)
+    rendezvous = Rendezvous(store, place, timeout_s=run_file.run.start_timeout_s)
+    return Process(place, device, store, rendezvous, environ)
 
 
 def device_of(asked: str, place: Place) -> torch.device:

@@ -28,21 +28,16 @@ from shoal.engine.precision import scaler_of
 from shoal.engine.state import TrainState
 from shoal.engine.step import TrainStep
 from shoal.launch.environment import Place
+from shoal.launch.rendezvous import STARTED
 from shoal.observe.facts import read_facts
 from shoal.observe.progress_bar import ProgressBar, track
-from shoal.recipes.assembly import (
-    Generation,
-    build_agreement,
-    build_run_gradients,
-    build_state,
-    build_step,
-    coded_exchanges,
-)
+from shoal.recipes.assembly import Generation, build_agreement, build_run_gradients, build_state, coded_exchanges
 from shoal.recipes.lab import conditions_from
 from shoal.recipes.microbatching import Microbatching, microbatching
 from shoal.recipes.objects import UserObjects
 from shoal.recipes.process import Process, open_process
 from shoal.recipes.splitting import build_forward_backward, divided, draw_parts, trained_in
+from shoal.recipes.train_step import build_step
 from shoal.recipes.workload import Workload, build_workload
 from shoal.runfile.run_file import RunFile, run_directory, statistics_group
 from shoal.state.ownership import Trained
@@ -147,6 +142,7 @@ def open_run(
     plan = microbatching(run_file, layout)
     workload = build_workload(run_file, process, objects or UserObjects(), layout=layout, micro_samples=plan.samples)
     number = int(process.announce("generation", lambda: str(_next_generation(run_file))))
+    process.rendezvous.barrier(STARTED)
     mesh = build_mesh(
         layout, place.rank, store=process.store, device=process.device, generation=number, wire=run_file.wire,
         conditions=conditions_from(environ),

@@ -9,20 +9,23 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from shoal.comm.mpi.world import why_no_mpi
-from shoal.errors import EnvironmentFault
+from shoal.errors import EnvironmentFault, OutOfMemory, Stopped
 from shoal.launch.devices import gpus
 from shoal.launch.environment import Place, place_from
-from shoal.launch.failure import FAILURE_FOLDER, TORCHRUN_FILE, reporting
+from shoal.launch.failure import FAILURE_FOLDER, TORCHRUN_FILE, failure_of, reporting
 from shoal.launch.lab.lab_file import Lab
 from shoal.launch.lab.start import run_in_lab
 from shoal.launch.lock import RunLock
 from shoal.launch.rank_process import die_with_parent
+from shoal.launch.root_cause import ExitCode
+from shoal.launch.signals import end_at_once
 from shoal.launch.spawn import run_ranks
+from shoal.launch.temporary_folder import temporary_folder
 from shoal.launch.versions import check_torch_version
 from shoal.recipes.lab import processes_in
 from shoal.runfile.rules import check_across
@@ -30,8 +33,15 @@ from shoal.runfile.run_file import RunFile, statistics_group, with_processes
 
 DEFAULT_PROCESSES = 2
 
-Arrange = Callable[[RunFile, Place | None], RunFile]
-"""Completes the layout of a run file on a known number of ranks (`layout.auto`)."""
+
+@dataclass(frozen=True)
+class Planner:
+    """What the planner does for a start. `arrange` completes the layout of a run file on a known number of ranks
+    (`layout.auto`; no place: in the process that starts the ranks), `memory_advice` says what would free memory.
+    """
+
+    arrange: Callable[[RunFile, Place | None], RunFile]
+    memory_advice: Callable[[RunFile], str]
 
 
 def processes_of(run_file: RunFile, environ: Mapping[str, str] = os.environ) -> int:
@@ -54,9 +64,9 @@ def run(
     file: str,
     writes: bool = True,
     lab: Lab | None = None,
-    arrange: Arrange | None = None,
+    planner: Planner | None = None,
     environ: Mapping[str, str] = os.environ,
-) -> int:
+) -> ExitCode:
     """The exit code of the whole run; a rank never returns from a failure, it leaves with its code.
 
     A run that `writes` to its directory holds the lock of it. In a `lab` there are as many ranks as it has. Raises
@@ -66,8 +76,8 @@ def run(
     started_here = processes_of(run_file, environ) if lab is None else processes_in(lab, run_file, place)
     processes = place.world_size if place is not None else started_here
     run_file = with_processes(run_file, processes)
-    if arrange is not None:
-        run_file = arrange(run_file, place)
+    if planner is not None:
+        run_file = planner.arrange(run_file, place)
     check_across(run_file, file=file)
     check_torch_version()
     if place is None and run_file.wire.transport == "mpi":
@@ -75,20 +85,30 @@ def run(
     if place is None:
         with ExitStack() as stack:
             keep_fds = [stack.enter_context(RunLock(directory)).fd] if writes else []
-            logs = directory if writes else Path(stack.enter_context(TemporaryDirectory(prefix="shoal-")))
+            logs = directory if writes else stack.enter_context(temporary_folder())
             if lab is not None:
-                return run_in_lab(lab, command, run_directory=logs, environ=environ, keep_fds=keep_fds)
-            return run_ranks(command, processes=processes, run_directory=logs, environ=environ, keep_fds=keep_fds)
+                code = run_in_lab(lab, command, run_directory=logs, environ=environ, keep_fds=keep_fds)
+            else:
+                code = run_ranks(command, processes=processes, run_directory=logs, environ=environ, keep_fds=keep_fds)
+        if code == OutOfMemory.exit_code and planner is not None:
+            print(planner.memory_advice(run_file), file=sys.stderr, flush=True)
+        return code
 
     def ranked() -> None:
-        if place.launcher == "shoal" or place.rank != 0 or not writes:
-            be_rank(run_file, place)
-        else:
-            with RunLock(directory):
+        locks = writes and place.rank == 0 and place.launcher != "shoal"
+        try:
+            with RunLock(directory) if locks else nullcontext():
                 be_rank(run_file, place)
+        except OSError as error:
+            if not writes or directory.is_dir():
+                raise
+            raise EnvironmentFault(
+                f"the run directory {directory} was removed while the run wrote to it ({error}): start the run again, "
+                "and remove a run directory only when its run is over"
+            ) from error
 
     as_rank(place, ranked, environ)
-    return 0
+    return ExitCode(0)
 
 
 def as_rank(place: Place, work: Callable[[], None], environ: Mapping[str, str]) -> None:
@@ -96,8 +116,22 @@ def as_rank(place: Place, work: Callable[[], None], environ: Mapping[str, str]) 
     folder, torchrun_file = (
         Path(path) if (path := environ.get(name)) else None for name in (FAILURE_FOLDER, TORCHRUN_FILE)
     )
-    with reporting(place, folder, torchrun_file=torchrun_file):
+    with reporting(place, folder, torchrun_file=torchrun_file), end_at_once():
         if place.launcher == "shoal":
             die_with_parent(environ)
-        work()
+        try:
+            work()
+        except Exception as error:
+            if place.launcher != "shoal" and place.world_size > 1:
+                _tell_others(place, environ, error)
+            raise
     sys.stdout.flush()
+
+
+def _tell_others(place: Place, environ: Mapping[str, str], error: Exception) -> None:
+    """Of a failure of this rank's own: ranks that still wait for it at the start then end too, with its sentence."""
+    failure = failure_of(error, place.rank)
+    if not failure.secondary and failure.exit_code != Stopped.exit_code:
+        from shoal.launch.rendezvous import tell_failure
+
+        tell_failure(place, environ, failure.message or failure.kind)

@@ -42,13 +42,13 @@ def train_rank(run_file: RunFile, place: Place, objects: UserObjects, *, forecas
         stack.callback(close_log, log)
         terminal = display_for(sys.stdout, place.rank, plain=None if run_file.observe.live else True)
         display = LoggedDisplay(terminal, log)
-        stop = stack.enter_context(StopRequest())
         run = open_run(run_file, place, objects)
         resumed_step = _restore(run, directory, display)
         if place.rank == 0:
             replace_file(directory / "run.toml", dumps(run_file).encode())
             write_facts(directory, run_facts(run) | _predicted(run, forecast))
         _introduce(display, run, resumed_step)
+        stop = stack.enter_context(StopRequest())  # until here there is nothing to save: a signal ends the rank
         job = _job(run, directory, display, stop, stack)
         first = job.progress.step
         if resumed_step is not None:

@@ -43,6 +43,10 @@ class RunConfig(Table, frozen=True):
         Literal["auto", "cpu", "cuda"], says("Where the ranks compute; auto: GPUs where there are any.")
     ] = "auto"
     directory: Annotated[str | None, says("The run's folder; default `runs/<name>`.")] = None
+    start_timeout_s: Annotated[
+        float,
+        says("Longest wait for the other ranks before the first step, while they load data and build.", gt=0, le=86400),
+    ] = 600.0
     compile: Annotated[bool, says("Compile the model with `torch.compile`.")] = False
     warm_start: Annotated[str | None, says("A run directory or checkpoint whose weights alone start this run.")] = None
     nonfinite_limit: Annotated[

@@ -18,6 +18,7 @@ from shoal.launch.environment import Environ
 from shoal.launch.lab.lab_file import Lab
 from shoal.launch.lab.network import Network, network
 from shoal.launch.rank_process import Placed
+from shoal.launch.root_cause import ExitCode
 from shoal.launch.spawn import run_ranks
 from shoal.launch.supervision import Patience, say
 
@@ -34,7 +35,7 @@ def run_in_lab(
     environ: Environ,
     keep_fds: Sequence[int] = (),
     patience: Patience | None = None,
-) -> int:
+) -> ExitCode:
     """`shoal.launch.spawn.run_ranks` with the ranks on the hosts of `lab`, which is gone afterwards.
 
     Call it from the main thread. Raises `EnvironmentFault` where there can be no lab.

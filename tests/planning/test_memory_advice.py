@@ -1,0 +1,29 @@
+"""What frees memory, and how much: the footprint's own differences."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shoal.planning.memory_advice import memory_advice
+from shoal.runfile.load import load_run
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def test_each_change_is_named_with_what_it_frees() -> None:
+    """A GPT on two replicas: all three ways, the one that frees most first; those that are taken are not offered."""
+    advice = memory_advice(load_run(RECIPES / "stdlib-gpt.toml", ["run.processes=2"]))
+    parts = advice.partition(": ")[2].split("; ")
+    assert {part.split("=")[0] for part in parts} == {"batch.micro_samples", "memory.recompute", "layout.replicate"}
+    assert all(float(part.split()[-2]) > 0 for part in parts)
+    taken = ["run.processes=2", "layout.shard=2", "batch.micro_samples=1", 'memory.recompute="full"']
+    assert memory_advice(load_run(RECIPES / "stdlib-gpt.toml", taken)).startswith("What frees memory: batch.micro")
+
+
+@pytest.mark.parametrize("recipe", ["digits.toml"])
+def test_a_model_without_closed_forms_gets_the_keys(recipe: str) -> None:
+    """Nothing is invented: the keys, and what each does."""
+    advice = memory_advice(load_run(RECIPES / recipe, ["run.processes=2"]))
+    assert advice.startswith("What frees memory: batch.micro_samples (smaller microbatches); memory.recompute")
