@@ -195,6 +195,13 @@ class PythonModel(Table, frozen=True, kw_only=True, tag_field="kind", tag="pytho
         str, says('"package.module:function"; the function returns a `torch.nn.Module`.', pattern=r"^[^:\s]+:[^:\s]+$")
     ]
     arguments: Annotated[dict[str, Any], says("Keywords for the function.")] = msgspec.field(default_factory=dict)
+    group_samples: Annotated[
+        Positive | None,
+        says(
+            "Consecutive samples whose losses depend on each other, as in a contrastive loss; no rank and no "
+            "microbatch cuts such a group, and a microbatch is one group by default."
+        ),
+    ] = None
 
 
 BuiltInModel = GPTConfig | MoEConfig | ConvNetConfig | MLPConfig
