@@ -58,9 +58,9 @@ class Reference:
 
     def gradient(self, step: int, batches: Sequence[Batch]) -> ReferenceGradient:
         """Of step `step` over `batches`, which are the global batch."""
-        model, randomness = self.compute.model.train(), self.compute.randomness
-        randomness.step(step)
-        for parameter in model.parameters():
+        self.compute.train()
+        self.compute.randomness.step(step)
+        for parameter in self.compute.model.parameters():
             parameter.grad = None
         denominator, total = sum(batch.weight for batch in batches), 0.0
         for raw in self._arranged(batches):

@@ -91,8 +91,9 @@ def declared_group(run_file: RunFile) -> int | None:
 
 def default_micro_samples(run_file: RunFile) -> int | None:
     """`batch.micro_samples`, or one group of a user's model that states groups; None: nothing asks for a size."""
-    groups = run_file.model.group_samples if isinstance(run_file.model, PythonModel) else None
-    return run_file.batch.micro_samples or groups
+    model = run_file.model
+    one_group = model.group_samples if isinstance(model, PythonModel) and model.batch_norm == "refused" else None
+    return run_file.batch.micro_samples or one_group
 
 
 def with_processes(run_file: RunFile, processes: int) -> RunFile:
