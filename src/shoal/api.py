@@ -39,7 +39,7 @@ def train(
     data: Any = None,
     loss: Any = None,
 ) -> Path:
-    """Train, and return the run directory.
+    """Train, and return the run directory. Afterwards an `nn.Module` passed as `model` has the trained weights.
 
     `config` is a run file, its tables as dictionaries, or a `RunFile`. `model` is an `nn.Module` or a function that
     returns one; `data` a map-style data set or a pair (training, held out); `loss` a callable of (outputs, targets)
@@ -83,7 +83,23 @@ def _trained(config: Configuration, overrides: Sequence[str], *, model: Any, dat
             f"the ranks ended without training into {directory}: the script, run again, did not come to the same "
             "call of shoal.train; what leads to it must not depend on time or chance"
         )
+    if place is None:
+        _give_back(model, directory)
     return directory
+
+
+def _give_back(model: Any, directory: Path) -> None:
+    """The trained weights and buffers to the script's own module: the ranks have trained copies of it."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(model, torch.nn.Module):
+        return
+    from shoal.checkpoint.inspect import weights_of
+
+    weights, own = weights_of(directory), model.state_dict(keep_vars=True)
+    with torch.no_grad():
+        for name, tensor in own.items():
+            if name in weights:  # a tied parameter is saved under its first name alone
+                tensor.copy_(weights[name])
 
 
 def _resolved(config: Configuration, overrides: Sequence[str], **objects: Any) -> tuple[RunFile, str]:
@@ -94,7 +110,9 @@ def _resolved(config: Configuration, overrides: Sequence[str], **objects: Any) -
     )
     for name, value in objects.items():
         if value is not None:
-            tables[name] = {"kind": "python", "build": GIVEN}
+            written = tables.get(name, {})
+            own = written if isinstance(written, Mapping) and written.get("kind") == "python" else {}
+            tables[name] = {**own, "kind": "python", "build": GIVEN}
     return run_file_of(apply(tables, overrides, RunFile), file=file), file
 
 

@@ -15,7 +15,7 @@ from shoal.memory.recompute import check_recompute, recompute
 from shoal.models.build import build
 from shoal.models.config import GPTConfig, MoEConfig
 from shoal.models.dropout import set_sample_keys
-from shoal.models.grouped_norm import GroupedBatchNorm2d
+from shoal.models.grouped_norm import GroupedBatchNorm
 from shoal.models.initialise import initialise
 
 VOCABULARY, BATCH, SEQ = 30, 2, 24
@@ -121,7 +121,7 @@ class Users(nn.Module):
 
     @staticmethod
     def block() -> nn.Module:
-        return nn.Sequential(GroupedBatchNorm2d(4, 2), nn.BatchNorm2d(4), nn.Dropout(0.5), nn.Conv2d(4, 4, 3))
+        return nn.Sequential(GroupedBatchNorm(4, 2), nn.BatchNorm2d(4), nn.Dropout(0.5), nn.Conv2d(4, 4, 3))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)

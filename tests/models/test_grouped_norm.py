@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shoal.models.grouped_norm import GroupedBatchNorm2d, StepStatistics
+from shoal.models.grouped_norm import GroupedBatchNorm, StepStatistics
 
 GROUP = 4
 # The same sums in float64; only the last bits may differ with their order.
@@ -19,8 +19,8 @@ def images(samples: int, *, seed: int = 0) -> torch.Tensor:
     return 3 + 2 * torch.randn(samples, 3, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def layer(**options: float) -> GroupedBatchNorm2d:
-    return GroupedBatchNorm2d(3, GROUP, **options).double()
+def layer(**options: float) -> GroupedBatchNorm:
+    return GroupedBatchNorm(3, GROUP, **options).double()
 
 
 def test_one_group_is_pytorchs_batch_norm() -> None:
@@ -111,7 +111,7 @@ def test_the_sums_are_no_part_of_a_checkpoint() -> None:
 def test_half_precision_inputs_are_normalised_in_float32() -> None:
     """bfloat16 images with a large mean are centred, and their mean committed, as statistics in bfloat16 could not."""
     x = (images(GROUP).float() + 97).to(torch.bfloat16)
-    norm = GroupedBatchNorm2d(3, GROUP)
+    norm = GroupedBatchNorm(3, GROUP)
     y = norm(x)
     assert y.dtype == torch.bfloat16
     assert y.float().mean(dim=(0, 2, 3)).tolist() == pytest.approx([0.0] * 3, abs=0.01)

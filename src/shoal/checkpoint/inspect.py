@@ -194,6 +194,13 @@ def _step(folder: Path) -> int:
 PREFIX = "model/"
 
 
+def weights_of(source: Path) -> dict[str, Tensor]:
+    """The weights of the checkpoint `source`, or of a run directory's newest, by the model's own names."""
+    folder = checkpoint_in(source)
+    weights = read_all(read_manifest(folder), folder.parent.parent, PREFIX)
+    return {name.removeprefix(PREFIX): weight for name, weight in weights.items()}
+
+
 def export(source: Path, file: Path) -> int:
     """Write the weights of the checkpoint `source`, or of a run directory's newest, to `file`; the step they are from.
 

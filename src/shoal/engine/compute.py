@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -50,6 +50,14 @@ class Compute:
     randomness: Randomness
     cut: Cut = field(default=uncut)
     gathered: Callable[[Any], Any] = field(default=as_it_is)
+    frozen: Sequence[nn.Module] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "frozen", frozen_modules(self.model))
+
+    def train(self) -> None:
+        """The model in training mode, what the user has frozen in evaluation mode."""
+        enter_training(self.model, self.frozen)
 
     def prepared(self, batch: Batch) -> Microbatch:
         """This rank's part of `batch`, on the device and in the type of the parameters."""
@@ -85,10 +93,26 @@ class Compute:
         return any(isinstance(module, TakesAuxiliary) for module in self.model.modules())
 
 
+def frozen_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules that a user has put into evaluation mode inside of a model that trains, such as batch norms."""
+    return [module for module in model.modules() if not module.training] if model.training else []
+
+
+def enter_training(model: nn.Module, frozen: Sequence[nn.Module]) -> None:
+    """The model in training mode, the `frozen` ones of its modules in evaluation mode."""
+    model.train()
+    for module in frozen:
+        module.training = False
+
+
 def on_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
-    """The batch on `device`, its floating inputs and targets in `dtype` (weights stay as they are)."""
+    """The batch on `device`, its floating inputs and targets in `dtype` at least; wider ones and weights stay."""
     if device.type != "cpu":
         batch = batch.to(device, non_blocking=True)
-    cast = lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf  # noqa: E731
+    cast = lambda leaf: leaf.to(_at_least(leaf.dtype, dtype)) if leaf.is_floating_point() else leaf  # noqa: E731
     inputs, targets = map_tree(cast, batch.inputs), map_tree(cast, batch.targets)
     return Batch(inputs, targets, weights=batch.weights, positions=batch.positions)
+
+
+def _at_least(own: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    return own if torch.finfo(own).bits > torch.finfo(dtype).bits else dtype

@@ -22,7 +22,7 @@ def evaluate(
     Sums are added in float64 and divided once at the end, so that uneven batches and ranks change nothing.
     """
     model = forward_backward.compute.model
-    was_training = model.training
+    was_training = {module: module.training for module in model.modules()}
     model.eval()
     sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, weight, right, counted
     try:
@@ -33,7 +33,8 @@ def evaluate(
                 sums[1] += evaluated.batch.weights.sum(dtype=torch.float64)
                 sums[2:] += _right_and_counted(evaluated.outputs, evaluated.batch)
     finally:
-        model.train(was_training)
+        for module, training in was_training.items():
+            module.training = training
     if group.size > 1:
         group.all_reduce(sums).wait()
     total, weight, right, counted = sums.tolist()

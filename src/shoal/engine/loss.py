@@ -48,7 +48,12 @@ def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def weighted_sum(losses: Any, weights: Tensor) -> Tensor:
-    """`sum(losses * weights)`, a scalar. Dimensions of `losses` behind those of `weights` are averaged first.
+    """`sum(losses * weights)`, a scalar; see `weighted_losses`."""
+    return weighted_losses(losses, weights).sum()
+
+
+def weighted_losses(losses: Any, weights: Tensor) -> Tensor:
+    """`losses * weights`, in the shape of `weights`. Dimensions of `losses` behind those of `weights` are averaged.
 
     Positions of weight 0 do not count, whatever their loss. Raises `UserCodeError` for losses of another shape.
     """
@@ -61,7 +66,7 @@ def weighted_sum(losses: Any, weights: Tensor) -> Tensor:
     if losses.ndim > weights.ndim:
         losses = losses.flatten(weights.ndim).mean(-1)
     weights = weights.to(losses.dtype)
-    return (losses.masked_fill(weights == 0, 0) * weights).sum()
+    return losses.masked_fill(weights == 0, 0) * weights
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:

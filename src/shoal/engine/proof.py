@@ -21,7 +21,7 @@ from shoal.topology.box import Box
 NOISE_SHARE = 1e-3
 """Below this share of its due part of the whole gradient, a tensor's gradient is taken for noise."""
 
-Quantity = Literal["loss", "norm", "gradient", "weight", "route"]
+Quantity = Literal["loss", "norm", "gradient", "weight", "route", "neighbours"]
 
 
 @dataclass(frozen=True)

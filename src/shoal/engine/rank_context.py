@@ -44,7 +44,7 @@ class RankContext:
 
     def __post_init__(self) -> None:
         self.model, self.device = self.forward_backward.compute.model, self.forward_backward.compute.device
-        self.model.train()
+        self.forward_backward.compute.train()
         self._statistics = StatisticsSync(self.model, self.data_parallel_group)
         self._buffers = BufferGuard(self.model, self.data_parallel_group)
         self.mixtures = mixtures_of(self.model)
@@ -54,7 +54,7 @@ class RankContext:
         """Prepares the model for a step."""
         self._begin_s = time.perf_counter()
         if not self.model.training:  # after an evaluation
-            self.model.train()
+            self.forward_backward.compute.train()
         self._buffers.start()
         self.forward_backward.compute.randomness.step(step)
 

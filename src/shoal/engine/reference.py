@@ -1,27 +1,28 @@
 """The same steps in one process, written down plainly: what every layout is compared with.
 
-No buckets, no parts, no overlap: the whole model, the whole global batch, autograd and PyTorch's optimizer. It shares
-the model, the loss and the data with the layout that is judged, and none of the code that splits them.
+No buckets, no parts, no overlap: the whole model, autograd and PyTorch's optimizer. `Reference` takes all samples that
+it is given through one forward, whatever microbatches the layout makes of them: a loss that couples samples is then
+another one, and `neighbour_effect` names the first sample that shows it. The reference shares the model, the loss and
+the data with the layout, and none of the code that splits them.
 
-The sequential program that PipeDream computes, in one process: microbatch after microbatch, each with the weights
-that its stages had in the pipeline.
-
-Every version of every weight is kept until the step ends. The gradients are those of the plain reference.
+`StaleReference` is the sequential program that PipeDream computes: microbatch after microbatch, each with the weights
+that its stages had in the pipeline. It keeps every version of every weight until the step ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from shoal.comm.collective import Alone
-from shoal.data.sample import Batch
+from shoal.data.sample import Batch, map_tree
 from shoal.engine.batch_statistics import StatisticsSync
 from shoal.engine.compute import Compute
-from shoal.engine.loss import weighted_sum
+from shoal.engine.loss import weighted_losses, weighted_sum
+from shoal.engine.microbatches import leaves
 from shoal.optim.build import set_rate
 
 
@@ -36,25 +37,33 @@ class ReferenceGradient:
 
 @dataclass
 class Reference:
-    """The whole model `compute.model` and its optimizer in this process."""
+    """The whole model `compute.model` and its optimizer in this process.
+
+    One forward takes all samples that it is given and that have the same shapes; `grouped`: the batches are groups that
+    the user has stated, and stay as they are.
+    """
 
     compute: Compute
     optimizer: torch.optim.Optimizer
     clip_norm: float | None
+    grouped: bool = False
 
     @property
     def weights(self) -> dict[str, Tensor]:
         """The trained parameters by name, tied ones once."""
         return {name: p for name, p in self.compute.model.named_parameters() if p.requires_grad}
 
+    def __post_init__(self) -> None:
+        self._statistics = StatisticsSync(self.compute.model, Alone())
+
     def gradient(self, step: int, batches: Sequence[Batch]) -> ReferenceGradient:
         """Of step `step` over `batches`, which are the global batch."""
-        model, randomness = self.compute.model.train(), self.compute.randomness
-        randomness.step(step)
-        for parameter in model.parameters():
+        self.compute.train()
+        self.compute.randomness.step(step)
+        for parameter in self.compute.model.parameters():
             parameter.grad = None
         denominator, total = sum(batch.weight for batch in batches), 0.0
-        for raw in batches:
+        for raw in self._arranged(batches):
             microbatch = self.compute.prepared(raw)
             self.compute.announce(microbatch, lambda: 1.0 / denominator)
             _, losses = self.compute.losses(microbatch.batch)
@@ -65,8 +74,32 @@ class Reference:
         found = {name: p.grad.clone() for name, p in self.weights.items() if p.grad is not None}
         return ReferenceGradient(total / denominator, norm_of(found), zero | found)
 
-    def __post_init__(self) -> None:
-        self._statistics = StatisticsSync(self.compute.model, Alone())
+    @torch.no_grad()
+    def neighbour_effect(self, batches: Sequence[Batch], *, samples: int, tolerance: float) -> NeighbourEffect | None:
+        """The first sample whose loss is another one among `samples` of its neighbours than in its whole batch.
+
+        `samples` is the size of the layout's microbatches; pieces are also cut to their longest sequence, as they are
+        when a microbatch is read. None where no loss differs by more than `tolerance`, relative to the largest.
+        """
+        before = 0
+        for whole in self._arranged(batches):
+            wanted = self._losses(whole)
+            found = torch.cat([self._losses(piece) for piece in _pieces(whole, samples)])
+            gaps = (found - wanted).abs() / wanted.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
+            for index in (~(gaps <= tolerance)).nonzero().flatten().tolist()[:1]:
+                return NeighbourEffect(before + index, len(whole), samples, float(gaps[index]))
+            before += len(whole)
+        return None
+
+    def _arranged(self, batches: Sequence[Batch]) -> Sequence[Batch]:
+        return batches if self.grouped else joined(batches)
+
+    def _losses(self, batch: Batch) -> Tensor:
+        """The loss of each sample, weighted and summed over its positions, float64 `[samples]`."""
+        microbatch = self.compute.prepared(batch)
+        self.compute.announce(microbatch, lambda: 1.0)
+        _, losses = self.compute.losses(microbatch.batch)
+        return weighted_losses(losses, microbatch.batch.weights).double().reshape(len(batch), -1).sum(1).cpu()
 
     def update(self, gradients: dict[str, Tensor], *, lr: float) -> None:
         """One optimizer step with these gradients, clipped by their norm."""
@@ -77,6 +110,56 @@ class Reference:
         set_rate(self.optimizer, lr)
         self.optimizer.step()
         self._statistics.finish(committed=True)
+
+
+@dataclass(frozen=True)
+class NeighbourEffect:
+    """Sample `sample` of a step, from 0: its loss among `of` samples and among `among` differs by `difference`."""
+
+    sample: int
+    of: int
+    among: int
+    difference: float
+
+
+def joined(batches: Iterable[Batch]) -> list[Batch]:
+    """The batches as few as can be: neighbours whose samples have the same shapes become one."""
+    found: list[Batch] = []
+    for batch in batches:
+        if found and _shapes(found[-1]) == _shapes(batch):
+            others = iter(_tensors(batch))
+            found[-1] = _mapped(found[-1], lambda leaf, others=others: torch.cat([leaf, next(others)]))
+        else:
+            found.append(batch)
+    return found
+
+
+def _tensors(batch: Batch) -> list[Tensor]:
+    return leaves(batch.inputs, batch.targets, batch.weights, batch.positions)
+
+
+def _shapes(batch: Batch) -> list[tuple[int, ...]]:
+    return [tuple(leaf.shape[1:]) for leaf in _tensors(batch)]
+
+
+def _mapped(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+    """`change` of every tensor of `batch`, in the order of `_tensors`."""
+    inputs, targets = map_tree(change, batch.inputs), map_tree(change, batch.targets)
+    return Batch(inputs, targets, weights=change(batch.weights), positions=change(batch.positions))
+
+
+def _pieces(batch: Batch, samples: int) -> Iterator[Batch]:
+    """Pieces of `samples` samples, without the positions that are padding in all of them."""
+    length = batch.weights.shape[1] if batch.weights.ndim > 1 else 0
+    for first in range(0, len(batch), samples):
+        counted = batch.weights[first : first + samples].count_nonzero(0).nonzero() if length else ()
+        kept = int(counted[-1]) + 1 if len(counted) else length
+
+        def cut(leaf: Tensor, first: int = first, kept: int = kept) -> Tensor:
+            own = leaf[first : first + samples]
+            return own[:, :kept] if length and own.ndim > 1 and own.shape[1] == length else own
+
+        yield _mapped(batch, cut)
 
 
 def norm_of(gradients: dict[str, Tensor]) -> float:

@@ -17,7 +17,7 @@ from shoal.comm.exchanges.exchange import AllReduce, NewExchange
 from shoal.gradients.gradients import Groups
 from shoal.gradients.partition import Part
 from shoal.gradients.sharded import ShardedBase, flat
-from shoal.gradients.units import ShardedParameters, Unit, chained
+from shoal.gradients.units import ReleasedReads, ShardedParameters, Unit, chained, watch_first_forward
 from shoal.state.ownership import Trained
 
 
@@ -50,10 +50,13 @@ class FullyShardedGradients(ShardedBase):
         self._watches = [handle for module in rest_modules for handle in self._rest.watch(module)]
         for unit, block in zip(passing, blocks, strict=True):
             self._watches += unit.watch(block)
+        homes: dict[int, tuple[str, Unit]] = {}
         for part in parts:
             if part.unit >= 0:
-                members = (trained[index] for index in part.indices)
-                self._watches += [passing[part.unit].guard(t.holding.name, t.parameter) for t in members]
+                unit, members = passing[part.unit], [trained[index] for index in part.indices]
+                self._watches += [unit.guard(t.holding.name, t.parameter) for t in members]
+                homes |= {id(t.parameter): (t.holding.name, unit) for t in members}
+        self._watches += watch_first_forward(model, ReleasedReads(homes))
 
     @contextmanager
     def backward(self, *, last: bool) -> Iterator[None]:

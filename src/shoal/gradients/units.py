@@ -26,13 +26,14 @@ same ones, as nothing updates a piece between forward and backward.
 
 Note: a parameter that is read while it is released
 ---------------------------------------------------
-It is NaN in its own shape, and not memory that is gone: the loss shows it.
+In the first forward `ReleasedReads` looks at every operator's arguments and refuses such a read by name. Later, where
+looking would cost time, a released parameter is NaN in its own shape, and not memory that is gone: the loss shows it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -41,6 +42,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from shoal.comm.collective import Collective, Handle
@@ -148,12 +150,14 @@ class Unit:
 
         def arrived(gradient: Tensor) -> None:
             if not self.called:
-                raise UserCodeError(
-                    f"the parameter {name} was used without calling the block that holds it, so ZeRO-3 had not "
-                    "gathered it: call the block as a module, or set memory.zero = 2"
-                )
+                raise _read_outside(name)
 
         return parameter.register_hook(arrived)
+
+    @property
+    def here(self) -> bool:
+        """Are its parameters whole?"""
+        return all(part.here for part in self.parts)
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.called = True
@@ -184,6 +188,64 @@ class Unit:
             self.preceding.start_gather()
 
 
+_HARMLESS = frozenset({"size", "dim", "numel", "nelement", "stride", "is_floating_point", "is_complex", "__set__"})
+"""What may be asked of a parameter whose numbers are not there."""
+
+_READING_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
+
+
+class ReleasedReads(TorchFunctionMode):
+    """While entered, refuses to compute with a parameter that is released.
+
+    `homes` has, for the id of each parameter of a block, its name and its unit.
+    """
+
+    def __init__(self, homes: Mapping[int, tuple[str, Unit]]) -> None:
+        super().__init__()
+        self._homes = homes
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raises `UserCodeError` for a read outside of the block that holds the parameter."""
+        for tensor in _tensors((args, kwargs or {})):
+            name, unit = self._homes.get(id(tensor), ("", None))
+            if unit is not None and not unit.here and _reads(func):
+                raise _read_outside(name)
+        return func(*args, **(kwargs or {}))
+
+
+def watch_first_forward(model: nn.Module, mode: TorchFunctionMode) -> list[RemovableHandle]:
+    """Enters `mode` in the first forward of `model` that trains, and never again."""
+    waiting, inside = True, False
+
+    def before(module: nn.Module, args: Any) -> None:
+        nonlocal waiting, inside
+        if waiting and torch.is_grad_enabled():
+            waiting, inside = False, True
+            mode.__enter__()
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        nonlocal inside
+        if inside:
+            inside = False
+            mode.__exit__(None, None, None)
+
+    return [model.register_forward_pre_hook(before), model.register_forward_hook(after, always_call=True)]
+
+
+def _reads(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    if name == "__get__":  # of an attribute, such as Tensor.shape
+        return getattr(func.__self__, "__name__", "") in _READING_ATTRIBUTES
+    return name not in _HARMLESS
+
+
+def _read_outside(name: str) -> UserCodeError:
+    return UserCodeError(
+        f"the parameter {name} was read outside of the block that holds it, so ZeRO-3 had not gathered it: call the "
+        "block as a module, or set memory.zero = 2"
+    )
+
+
 def chained(units: Sequence[Unit]) -> None:
     """Tells each unit its neighbours in the order of the forward."""
     for first, second in pairwise(units):
@@ -196,12 +258,15 @@ def _in_backward() -> bool:
 
 def _differentiable(tree: Any) -> Iterator[Tensor]:
     """The tensors of a tree of tuples, lists and dictionaries that autograd follows."""
+    return (tensor for tensor in _tensors(tree) if tensor.requires_grad)
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
     if isinstance(tree, Tensor):
-        if tree.requires_grad:
-            yield tree
+        yield tree
     elif isinstance(tree, dict):
         for branch in tree.values():
-            yield from _differentiable(branch)
+            yield from _tensors(branch)
     elif isinstance(tree, tuple | list):
         for branch in tree:
-            yield from _differentiable(branch)
+            yield from _tensors(branch)

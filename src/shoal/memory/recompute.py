@@ -37,8 +37,17 @@ def recompute(model: nn.Module, kind: RecomputeKind, *, layers: Collection[int] 
     if kind == "none":
         return
     blocks = chosen_blocks(model, layers)
+    _without_cache(model)
     for module in blocks.values() if kind == "full" else _attention_cores(blocks):
         module.forward = Recomputed(module, module.forward)
+
+
+def _without_cache(model: nn.Module) -> None:
+    """Turns off the key-value caches of Hugging Face's models, which a second forward would find filled."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "use_cache", False) is True:
+            config.use_cache = False  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def check_recompute(model: nn.Module, kind: RecomputeKind, *, layers: Collection[int] | None = None) -> None:

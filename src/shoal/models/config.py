@@ -195,6 +195,26 @@ class PythonModel(Table, frozen=True, kw_only=True, tag_field="kind", tag="pytho
         str, says('"package.module:function"; the function returns a `torch.nn.Module`.', pattern=r"^[^:\s]+:[^:\s]+$")
     ]
     arguments: Annotated[dict[str, Any], says("Keywords for the function.")] = msgspec.field(default_factory=dict)
+    group_samples: Annotated[
+        Positive | None,
+        says(
+            "Consecutive samples that depend on each other, as in a contrastive loss; no rank and no microbatch cuts "
+            "such a group, and a microbatch is one group by default."
+        ),
+    ] = None
+    batch_norm: Annotated[
+        Literal["refused", "grouped"],
+        says(
+            "Batch norms of the module: refused where ranks or microbatches would cut their batch, or replaced by ones "
+            "over groups of `group_samples` samples."
+        ),
+    ] = "refused"
+
+    def __post_init__(self) -> None:
+        if self.batch_norm == "grouped" and self.group_samples is None:
+            raise ValueError(
+                'batch_norm = "grouped" without group_samples: say how many consecutive samples share statistics'
+            )
 
 
 BuiltInModel = GPTConfig | MoEConfig | ConvNetConfig | MLPConfig

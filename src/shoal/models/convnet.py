@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.models.config import ConvNetConfig
-from shoal.models.grouped_norm import GroupedBatchNorm2d
+from shoal.models.grouped_norm import GroupedBatchNorm
 from shoal.models.roles import ONES, ZEROS, Normal, Role
 
 FEATURE_GROUPS = 8
@@ -82,7 +82,7 @@ class ConvLayer(nn.Module):
 
 def _norm(kind: Literal["group", "batch"], features: int, group_samples: int) -> nn.Module:
     if kind == "batch":
-        return GroupedBatchNorm2d(features, group_samples)
+        return GroupedBatchNorm(features, group_samples)
     return nn.GroupNorm(FEATURE_GROUPS, features)
 
 

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from shoal.comm.mesh import Mesh
 from shoal.errors import UserCodeError
 from shoal.models.roles import Role, roles_of
-from shoal.parallel.context.put import ContextKind, put_context
+from shoal.parallel.context.put import ContextKind, check_context, put_context
 from shoal.parallel.expert.exchange import ExpertGroups
 from shoal.parallel.expert.plan import ExpertPart, split_experts
 from shoal.parallel.pipeline.stages import Stages
@@ -71,6 +71,7 @@ def split_model(
         UserCodeError: the model does not declare what splitting it needs.
     """
     layout, unsplit = mesh.layout, _Unsplit.of(model)
+    check_context(model, mesh.axis("context"))
     if stages is not None:
         stages.keep(layout.index("pipeline", mesh.rank))
     grid = None if grid_rows is None else _grid(mesh, grid_rows)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from shoal.engine.microbatches import Uniform
 from shoal.runfile.microbatches import microbatch_sizes
-from shoal.runfile.run_file import RunFile
+from shoal.runfile.run_file import RunFile, default_micro_samples
 from shoal.topology.layout import Layout
 
 
@@ -30,6 +30,6 @@ class Microbatching:
 def microbatching(run_file: RunFile, layout: Layout) -> Microbatching:
     """What the run file and the layout make of it."""
     if layout.replica_size == 1:
-        return Microbatching(run_file.batch.micro_samples, None, 1)
+        return Microbatching(default_micro_samples(run_file), None, 1)
     sizes = microbatch_sizes(run_file, shares=layout.replicate * layout.shard)
     return Microbatching(sizes.samples, Uniform(sizes.rounds * sizes.in_flight, sizes.samples), sizes.in_flight)

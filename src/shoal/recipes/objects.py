@@ -17,12 +17,14 @@ from shoal.data import build as data_build
 from shoal.data.build import Dataset
 from shoal.data.config import PythonData
 from shoal.data.corpora import cache_folder
+from shoal.engine.compute import enter_training, frozen_modules
 from shoal.engine.config import PythonLoss, SquaredError
 from shoal.engine.loss import Loss, cross_entropy, squared_error
 from shoal.errors import UserCodeError
 from shoal.maths.counter import key_of
 from shoal.models.build import build as build_model
 from shoal.models.config import ModelConfig, PythonModel
+from shoal.models.grouped_norm import with_grouped_norm
 from shoal.models.initialise import initialise
 from shoal.recipes.user_code import call_named
 from shoal.runfile.run_file import RunFile
@@ -59,7 +61,20 @@ def users_model(run_file: RunFile, given: UserObjects) -> nn.Module:
         raise UserCodeError(f"the model is {what}; it must be an nn.Module, ready to be called")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserCodeError("the model has no parameter that requires a gradient; there is nothing to train")
+    _refuse_complex(model)
+    if isinstance(run_file.model, PythonModel) and run_file.model.batch_norm == "grouped":
+        assert run_file.model.group_samples is not None
+        with_grouped_norm(model, run_file.model.group_samples)
     return model
+
+
+def _refuse_complex(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise UserCodeError(
+                f"the parameter {name} is complex, and Shoal's norms, optimizers and checkpoints are of real numbers: "
+                "hold it as a real parameter [..., 2], and read it by torch.view_as_complex in forward"
+            )
 
 
 def skeleton_of(run_file: RunFile, given: UserObjects) -> nn.Module | None:
@@ -88,12 +103,16 @@ def check_layout_independent(model: nn.Module, run_file: RunFile, *, shares: int
     Raises `UserCodeError`.
     """
     whole = shares == 1 and (micro_samples is None or micro_samples >= run_file.batch.global_samples)
+    if whole:
+        return
+    enter_training(model, frozen_modules(model))
     for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and not whole:
+        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
             raise UserCodeError(
                 f"module {name} ({type(module).__name__}) takes statistics over the samples of one microbatch of one "
-                "rank, so the result would depend on the layout; use GroupNorm, LayerNorm or "
-                "shoal.models.grouped_norm.GroupedBatchNorm2d, which takes them over declared groups of samples"
+                'rank, so the result would depend on the layout; set model.batch_norm = "grouped" and '
+                "model.group_samples to take them over declared groups of samples, put it into eval() to freeze it, or "
+                "use GroupNorm or LayerNorm"
             )
 
 

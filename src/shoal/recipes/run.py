@@ -81,10 +81,12 @@ class Run:
         split = self.generation.parts.split
         return {name: shape for name, shape in split.shapes.items() if name not in split.frozen}
 
-    def feed(self, cursor: Cursor | None = None, *, share: tuple[int, int] | None = None) -> Feed:
+    def feed(
+        self, cursor: Cursor | None = None, *, share: tuple[int, int] | None = None, micro_samples: int | None = None
+    ) -> Feed:
         """The samples of this rank's `share` of every step, (index, number), from `cursor` on. Close it.
 
-        Default: where the run stands, and this rank's own share.
+        Default: where the run stands, this rank's own share, in this rank's own microbatches.
         """
         run_file, data = self.run_file, self.workload.data.train
         replica, replicas = self.mesh.batch_share if share is None else share
@@ -94,7 +96,7 @@ class Run:
             replicas=replicas,
             replica=replica,
             global_samples=run_file.batch.global_samples,
-            micro_samples=self.generation.microbatching.samples,
+            micro_samples=micro_samples or self.generation.microbatching.samples,
             group=statistics_group(run_file),
             denominator=run_file.batch.denominator,
             start=self.state.progress.cursor if cursor is None else cursor,

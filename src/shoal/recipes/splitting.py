@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,13 +124,32 @@ def build_forward_backward(
 
 
 def blocks_in(model: nn.Module, stages: Stages | None, rank: int) -> list[nn.Module]:
-    """The modules that ZeRO-3 gathers one after the other: the blocks of the chain that this rank holds."""
+    """The modules that ZeRO-3 gathers one after the other: the blocks of the chain that this rank holds.
+
+    A model that declares no chain has its blocks in `nn.ModuleList`s, or in `nn.Sequential`s of modules that have
+    submodules, however deep these lie (`transformer.h`, `model.layers`, `layer1`).
+    """
     if not isinstance(model, DeclaresParts):
-        lists = (module for module in model.children() if isinstance(module, nn.ModuleList))
-        return [child for children in lists for child in children if not isinstance(child, CONTAINERS)]
+        return list(dict.fromkeys(_called_blocks(model)))
     held = range(len(model.parts())) if stages is None else _held_parts(stages, rank)
     parts = model.parts()
     return [model.get_submodule(parts[i].modules[0]) for i in held if 0 < i < len(parts) - 1]
+
+
+def _called_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """Containers are never called themselves, what they hold is."""
+    for child in module.children():
+        if isinstance(child, CONTAINERS):
+            yield from _contents(child)
+        elif isinstance(child, nn.Sequential) and any(True for block in child for _ in block.children()):
+            yield from child
+        else:
+            yield from _called_blocks(child)
+
+
+def _contents(container: nn.Module) -> Iterator[nn.Module]:
+    for child in container.children():
+        yield from _contents(child) if isinstance(child, CONTAINERS) else (child,)
 
 
 def split_loss(loss: Loss, vocabulary: VocabularySplit | None, mesh: Mesh) -> Loss:

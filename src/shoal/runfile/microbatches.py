@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.runfile.run_file import RunFile, statistics_group
+from shoal.runfile.run_file import RunFile, default_micro_samples, statistics_group
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ def microbatch_sizes(run_file: RunFile, *, shares: int) -> MicrobatchSizes:
     layout, pipeline, group = run_file.layout, run_file.pipeline, statistics_group(run_file)
     in_flight = (pipeline.microbatches or 2 * layout.pipeline) if layout.pipeline > 1 else 1
     most = most_samples(run_file, shares=shares)
-    samples = run_file.batch.micro_samples or group * -(-most // (group * in_flight))
+    samples = default_micro_samples(run_file) or group * -(-most // (group * in_flight))
     if pipeline.asynchronous:
         return MicrobatchSizes(samples, in_flight=-(-most // samples), rounds=1)
     return MicrobatchSizes(samples, in_flight=in_flight, rounds=-(-most // (samples * in_flight)))

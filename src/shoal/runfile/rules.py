@@ -69,8 +69,8 @@ def _groups_rule(run_file: RunFile) -> str | None:
         if value is not None and value % group:
             down = max(group, value - value % group)
             return (
-                f'batch.{name} = {value}: model.norm = "batch" takes statistics over groups of {group} samples, so it '
-                f"must be a multiple of {group}; nearest: {down} or {value - value % group + group}"
+                f"batch.{name} = {value}: the model takes groups of {group} samples together (model.group_samples), so "
+                f"it must be a multiple of {group}; nearest: {down} or {value - value % group + group}"
             )
     return None
 

@@ -18,7 +18,7 @@ from shoal.data.config import BatchConfig, DataConfig
 from shoal.engine.config import CrossEntropy, Float32, LossConfig, PrecisionConfig
 from shoal.gradients.config import GradientsConfig
 from shoal.memory.config import MemoryConfig
-from shoal.models.config import ModelConfig
+from shoal.models.config import ModelConfig, PythonModel
 from shoal.observe.config import ObserveConfig
 from shoal.optim.config import AdamW, OptimizerConfig, Schedule
 from shoal.parallel.config import ContextConfig, PipelineConfig
@@ -83,9 +83,23 @@ def run_directory(run_file: RunFile) -> Path:
 
 
 def statistics_group(run_file: RunFile) -> int:
-    """Samples whose batch statistics are taken together; 1 where the model has none."""
-    grouped = getattr(run_file.model, "norm", None) == "batch"
-    return getattr(run_file.model, "group_samples", 1) if grouped else 1
+    """Consecutive samples that belong together: by batch statistics, or by a user's loss; 1 where each is alone."""
+    return declared_group(run_file) or 1
+
+
+def declared_group(run_file: RunFile) -> int | None:
+    """The same as the run file states it; None where it states nothing."""
+    model = run_file.model
+    if isinstance(model, PythonModel) or getattr(model, "norm", None) == "batch":
+        return getattr(model, "group_samples", None)
+    return None
+
+
+def default_micro_samples(run_file: RunFile) -> int | None:
+    """`batch.micro_samples`, or one group of a user's model that states groups; None: nothing asks for a size."""
+    model = run_file.model
+    one_group = model.group_samples if isinstance(model, PythonModel) and model.batch_norm == "refused" else None
+    return run_file.batch.micro_samples or one_group
 
 
 def with_processes(run_file: RunFile, processes: int) -> RunFile:

@@ -17,7 +17,7 @@ from shoal.models.layers import CausalAttention
 from shoal.parallel.context import tiles
 from shoal.parallel.context import tiles as rows_of_tiles
 from shoal.parallel.context.kernels import Plain
-from shoal.parallel.context.put import KINDS, put_context
+from shoal.parallel.context.put import KINDS, check_context, put_context
 from shoal.parallel.context.shard import positions
 
 # Other orders of the same float64 sums.
@@ -159,4 +159,4 @@ def test_only_causal_attention_is_replaced_and_a_group_of_one_changes_nothing() 
 
 def test_a_model_without_the_module_is_refused() -> None:
     with pytest.raises(UserCodeError, match=r"Linear has no module of type .*CausalAttention.*; or|Linear has no"):
-        put_context(nn.Linear(2, 2), local_group(2)[0], "ring")
+        check_context(nn.Linear(2, 2), local_group(2)[0])

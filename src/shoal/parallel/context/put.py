@@ -36,27 +36,33 @@ KINDS: Mapping[ContextKind, type[ContextCore]] = MappingProxyType(
 )
 
 
-def put_context(model: nn.Module, group: Collective, kind: ContextKind) -> None:
-    """Replaces every `CausalAttention` of `model` by the kind's, over the context ranks of `group`.
-
-    From then on the model is called with this rank's slices of the sequence and with its `positions` (see `shard`).
-    Call it before `recompute`. A group of one rank changes nothing.
-    Raises `UserCodeError` for a model without such a module, or one that is recomputed already.
-    """
-    if group.size == 1:
-        return
-    found = {
-        name: module for name, module in model.named_modules(remove_duplicate=False) if type(module) is CausalAttention
-    }
-    if not found:
+def check_context(model: nn.Module, group: Collective) -> None:
+    """Raises `UserCodeError` for a whole model without `CausalAttention`, where `group` has several ranks."""
+    if group.size > 1 and not _cores(model):
         raise UserCodeError(
             f"{type(model).__name__} has no module of type shoal.models.layers.CausalAttention, and without one a "
             f"rank sees only its own part of a sequence: compute attention in such a module, or set layout.context=1"
         )
-    for name, module in found.items():
+
+
+def put_context(model: nn.Module, group: Collective, kind: ContextKind) -> None:
+    """Replaces every `CausalAttention` of `model` by the kind's, over the context ranks of `group`.
+
+    From then on the model is called with this rank's slices of the sequence and with its `positions` (see `shard`).
+    Call it before `recompute`. A group of one rank changes nothing, and neither does a stage without attention.
+    Raises `UserCodeError` for a module that is recomputed already.
+    """
+    if group.size == 1:
+        return
+    for name, module in _cores(model).items():
         if "forward" in vars(module):
             raise UserCodeError(f"'{name}' already has a forward of its own: split the context before recompute")
         model.set_submodule(name, KINDS[kind](group))
+
+
+def _cores(model: nn.Module) -> dict[str, CausalAttention]:
+    named = model.named_modules(remove_duplicate=False)
+    return {name: module for name, module in named if type(module) is CausalAttention}
 
 
 WIDE_BYTES = 4

@@ -23,7 +23,14 @@ from shoal.engine.step_result import StepResult
 from shoal.optim.schedule import peak_rate
 from shoal.parallel.pipeline.pipedream import staleness
 from shoal.recipes.run import Run
-from shoal.recipes.verification.reference import axes_of, collected, give_weights, owned_gradients, reference_of
+from shoal.recipes.verification.reference import (
+    axes_of,
+    collected,
+    give_weights,
+    neighbour_findings,
+    owned_gradients,
+    reference_of,
+)
 from shoal.recipes.verification.verdict import Verdict
 from shoal.topology.box import Box
 
@@ -44,7 +51,10 @@ def verify_pipedream(run: Run, *, steps: int, tolerances: Tolerances, exact: boo
             give_weights(run, reference)
             found = _take_step(run, number, feed.next().microbatches, peak)
             if reference is not None:
-                findings += _compare(run, reference, _microbatches(run, others), found, number, peak, tolerances)
+                microbatches = _microbatches(run, others)
+                findings += _compare(run, reference, microbatches, found, number, peak, tolerances)
+                if not all(finding.holds for finding in findings):
+                    findings += neighbour_findings(run, reference, microbatches[0], number, tolerances.loss)
             holds = all(finding.holds for finding in findings)
             if run.process.announce(f"verify/{number}/holds", lambda holds=holds: str(holds)) == "False":
                 break

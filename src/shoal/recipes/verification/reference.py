@@ -9,23 +9,25 @@ it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal.comm.gather import gather_named
+from shoal.data.sample import Batch
 from shoal.engine.compute import Compute
-from shoal.engine.proof import Part
+from shoal.engine.proof import Finding, Part
 from shoal.engine.randomness import Randomness
 from shoal.engine.reference import Reference
 from shoal.gradients.gradients import Gradients
-from shoal.models.mixture_routes import UNKNOWN, Routes
+from shoal.models.mixture_routes import UNKNOWN, Routes, set_routes
 from shoal.models.roles import roles_of
 from shoal.optim.build import build_optimizer
 from shoal.recipes.objects import loss_of, model_of
 from shoal.recipes.run import Run
+from shoal.runfile.run_file import declared_group
 from shoal.topology.box import Box
 
 
@@ -37,7 +39,8 @@ def reference_of(run: Run) -> Reference:
     trained = [(name, p, roles[name].decay) for name, p in model.named_parameters() if p.requires_grad]
     randomness = Randomness(model, seed=run_file.run.seed, replica=0)
     compute = Compute(model, loss_of(run_file, objects), precision, device, randomness)
-    return Reference(compute, build_optimizer(run_file.optimizer, trained, lr=1.0), run_file.optimizer.clip_norm)
+    optimizer, grouped = build_optimizer(run_file.optimizer, trained, lr=1.0), declared_group(run_file) is not None
+    return Reference(compute, optimizer, run_file.optimizer.clip_norm, grouped)
 
 
 @torch.no_grad()
@@ -73,6 +76,20 @@ def collected(run: Run, parts: list[tuple[str, Box, Tensor]]) -> list[Part]:
             name, offset, shape = json.loads(key)
             found.append(Part(name, rank, Box(tuple(offset), tuple(shape)), values))
     return found
+
+
+def neighbour_findings(
+    run: Run, reference: Reference, batches: Sequence[Batch], number: int, tolerance: float
+) -> list[Finding]:
+    """Does a sample's loss depend on its neighbours? Then no layout that cuts the batch elsewhere can be the same."""
+    set_routes(reference.compute.model, None)
+    shares = run.mesh.batch_share[1]
+    samples = run.generation.microbatching.samples or -(-run.run_file.batch.global_samples // shares)
+    found = reference.neighbour_effect(batches, samples=samples, tolerance=tolerance)
+    if found is None:
+        return []
+    where = f"sample {found.sample} among {found.among} samples instead of {found.of}"
+    return [Finding(number, "neighbours", where, -1, found.difference, tolerance)]
 
 
 def axes_of(run: Run) -> dict[str, str]:

@@ -8,8 +8,15 @@ from typing import Any
 
 from shoal.engine.proof import Finding, Quantity
 
-_TELLING: tuple[Quantity, ...] = ("route", "gradient", "loss", "norm", "weight")
+_TELLING: tuple[Quantity, ...] = ("neighbours", "route", "gradient", "loss", "norm", "weight")
 """Most telling first: a wrong gradient explains a wrong norm and a wrong weight, and names its parameter."""
+
+_SUBJECTS: dict[Quantity, str] = {
+    "gradient": "the gradient of ",
+    "weight": "the weight ",
+    "route": "the routes of ",
+    "neighbours": "the loss changes with its batch: that of ",
+}
 
 
 @dataclass(frozen=True)
@@ -42,18 +49,14 @@ class Verdict:
         first = self.first
         if first is None:
             return f"{self.layout} computes what one process computes"
-        what = {"gradient": "the gradient of ", "weight": "the weight ", "route": "the routes of "}.get(
-            first.quantity, "the "
-        )
         where = f" on rank {first.rank}" if first.rank >= 0 else ""
-        broken = {
-            f.name for f in self.findings if not f.holds and f.step == first.step and f.quantity == first.quantity
-        }
+        alike = [f for f in self.findings if not f.holds and f.step == first.step and f.quantity == first.quantity]
+        broken = {finding.name for finding in alike}
         others = f"; with it {len(broken) - 1} others of its kind" if len(broken) > 1 else ""
         return (
-            f"{self.layout} differs from one process: at step {first.step} {what}{first.name}{where} is off by "
-            f"{first.difference:.1e} of its scale (tolerance {first.tolerance:.0e})"
-            f"{self.axes.get(first.name, '')}{others}"
+            f"{self.layout} differs from one process: at step {first.step} {_SUBJECTS.get(first.quantity, 'the ')}"
+            f"{first.name}{where} is off by {first.difference:.1e} of its scale (tolerance {first.tolerance:.0e})"
+            f"{self.axes.get(first.name, '')}{others}{_repair(first)}"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -73,12 +76,12 @@ class Verdict:
     def lines(self) -> Iterator[str]:
         """A table."""
         yield f"{self.layout}, {'float64' if self.exact else 'float32'}, beside one process"
-        yield f"{'step':>4}  {'quantity':<9} {'worst of':>8}  {'difference':>10}  {'tolerance':>9}      at"
+        yield f"{'step':>4}  {'quantity':<10} {'worst of':>8}  {'difference':>10}  {'tolerance':>9}      at"
         for finding in self._worst():
             count = sum(f.step == finding.step and f.quantity == finding.quantity for f in self.findings)
             at = "" if finding.rank < 0 else f"{finding.name} (rank {finding.rank})"
             yield (
-                f"{finding.step:>4}  {finding.quantity:<9} {count:>8}  {finding.difference:>10.1e}  "
+                f"{finding.step:>4}  {finding.quantity:<10} {count:>8}  {finding.difference:>10.1e}  "
                 f"{finding.tolerance:>9.0e}  {'ok' if finding.holds else '!!'}  {at}"
             ).rstrip()
         yield from self.notes
@@ -89,3 +92,12 @@ class Verdict:
         for step, quantity in kinds:
             same = (f for f in self.findings if f.step == step and f.quantity == quantity)
             yield max(same, key=lambda finding: finding.difference)
+
+
+def _repair(first: Finding) -> str:
+    if first.quantity != "neighbours":
+        return ""
+    return (
+        ". Compute each sample's loss without its neighbours, or state in model.group_samples which belong together "
+        "and take one such group a microbatch"
+    )

@@ -49,12 +49,13 @@ from shoal.recipes.verification.reference import (
     axes_of,
     collected,
     give_weights,
+    neighbour_findings,
     owned_gradients,
     reference_of,
     share_routes,
 )
 from shoal.recipes.verification.verdict import Verdict
-from shoal.runfile.run_file import RunFile
+from shoal.runfile.run_file import RunFile, declared_group
 
 
 def verify_rank(
@@ -93,7 +94,8 @@ def verify_rank(
     with closing(run.feed(Cursor())) as feed, closing(_whole_feed(run)) as whole:
         for number in range(1, steps + 1):
             bar.update(f"step {number} of {steps}: one process computes it", done=2 * number - 2, total=2 * steps)
-            wanted, routes = _expect(reference, whole, number)
+            batches = whole.next().microbatches if reference is not None else []
+            wanted, routes = _expect(reference, batches, number)
             run.process.announce(f"verify/{number}/expected", str)  # a long wait, which no collective would allow
             bar.update(f"step {number} of {steps}: the layout computes it", done=2 * number - 1, total=2 * steps)
             give_weights(run, reference)
@@ -102,6 +104,8 @@ def verify_rank(
             replayed += found.replayed
             if reference is not None and wanted is not None:
                 findings += _compare(reference, wanted, found, number, peak, tolerances)
+                if not all(finding.holds for finding in findings):
+                    findings += neighbour_findings(run, reference, batches, number, tolerances.loss)
             holds = all(finding.holds for finding in findings)
             if run.process.announce(f"verify/{number}/holds", lambda holds=holds: str(holds)) == "False":
                 break
@@ -124,13 +128,15 @@ class _LayoutStep:
     replayed: int
 
 
-def _expect(reference: Reference | None, whole: Feed, number: int) -> tuple[ReferenceGradient | None, Routes | None]:
+def _expect(
+    reference: Reference | None, batches: list[Batch], number: int
+) -> tuple[ReferenceGradient | None, Routes | None]:
     """The reference's gradient of step `number`, and its routes; None where it is not."""
     if reference is None:
         return None, None
     routes = Routes()
     set_routes(reference.compute.model, RecordRoutes(routes))
-    return reference.gradient(number, whole.next().microbatches), routes
+    return reference.gradient(number, batches), routes
 
 
 def _take_step(run: Run, number: int, batches: list[Batch], lr: float, tap: ReplayRoutes) -> _LayoutStep:
@@ -165,8 +171,9 @@ def _compare(
 
 
 def _whole_feed(run: Run) -> Feed:
-    """The global batches, undivided."""
-    return run.feed(Cursor(), share=(0, 1))
+    """The global batches, each in one piece, or in the groups that the run file states."""
+    batch = run.run_file.batch
+    return run.feed(Cursor(), share=(0, 1), micro_samples=declared_group(run.run_file) or batch.global_samples)
 
 
 def _gather_routes(run: Run, tap: ReplayRoutes) -> tuple[list[RouteDifference], int]:

@@ -1,0 +1,124 @@
+"""Models that declare nothing to Shoal are the same in every layout that they allow, or are refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.recipes.splitting import blocks_in
+from tests.recipes.foreign_models import PICTURES, TIMES, ConvNorm, Nested, foreign
+from tests.recipes.layouts import GPT, corpus, verified
+
+SHARD, REPLICATE = {"layout": {"shard": 2}}, {"layout": {"replicate": 2}}
+GROUPED = {"model": foreign("conv_norm", {"batch_norm": "grouped", "group_samples": 2}), "data": PICTURES}
+FROZEN = {"model": foreign("conv_norm", frozen=True), "data": PICTURES}
+FULL = {"memory": {"recompute": "full"}}
+
+
+def _refusal(ranks, folder: Path, tables: dict[str, Any]) -> str:
+    corpus(folder)
+    outcomes = ranks.outcomes(2, verified, tables, str(folder), False, 1)
+    assert not any(worked for worked, _ in outcomes)
+    return " ".join(str(value) for _, value in outcomes)
+
+
+def test_zero_3_gathers_nested_blocks_one_by_one() -> None:
+    """`transformer.h` and chains of blocks are units, however deep they lie."""
+    nested, conv = Nested(), ConvNorm()
+    assert blocks_in(nested, None, 0) == list(nested.transformer.h)
+    assert blocks_in(conv, None, 0) == list(conv.layer1)
+    lists = nn.ModuleList([nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])])
+    assert blocks_in(nn.Sequential(lists), None, 0) == list(lists[0].children())
+
+
+SAME: dict[str, tuple[int, dict[str, Any]]] = {
+    "nested zero 3": (2, {"model": foreign("nested"), **SHARD}),
+    "nested recomputed": (2, {"model": foreign("nested"), **SHARD, **FULL}),
+    "frozen norms": (2, {**FROZEN, **REPLICATE}),
+    "frozen norms, microbatches": (1, {**FROZEN, "batch": {"micro_samples": 3}}),
+    "grouped norms": (2, {**GROUPED, **REPLICATE}),
+    "grouped norms, zero 3": (2, {**GROUPED, **SHARD}),
+    "grouped norms, microbatches": (1, {**GROUPED, "batch": {"micro_samples": 4}}),
+    "cached, recomputed": (1, {"model": foreign("cached"), **FULL, "layout": {"replicate": 1}}),
+    "one block, two stages": (4, {"model": GPT | {"layers": 1}, "layout": {"pipeline": 2, "context": 2}}),
+}
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_a_foreign_model_is_the_same_model(ranks, tmp_path: Path, case: str) -> None:
+    """`verify` holds, and nothing about the model had to change."""
+    size, tables = SAME[case]
+    corpus(tmp_path)
+    verdict, *_ = ranks(size, verified, tables, str(tmp_path), False, 3)
+    assert verdict["holds"], verdict["sentence"]
+
+
+def test_a_blocks_weight_read_outside_of_it_is_refused_under_zero_3(ranks, tmp_path: Path) -> None:
+    """The block is called, too, so that its gradient alone does not show it: the first forward does."""
+    said = _refusal(ranks, tmp_path, {"model": foreign("nested", direct=True), **SHARD})
+    assert "transformer.h.0.out.weight was read outside of the block that holds it" in said
+    assert "memory.zero = 2" in said
+
+
+def test_a_batch_norm_that_ranks_would_cut_is_refused_with_the_ways_out(ranks, tmp_path: Path) -> None:
+    said = _refusal(ranks, tmp_path, {"model": foreign("conv_norm"), "data": PICTURES, **REPLICATE})
+    assert 'model.batch_norm = "grouped"' in said
+    assert "eval()" in said
+
+
+def test_a_complex_parameter_is_refused_by_name(ranks, tmp_path: Path) -> None:
+    said = _refusal(ranks, tmp_path, {"model": foreign("rotated"), **REPLICATE})
+    assert "the parameter turn is complex" in said
+    assert "torch.view_as_complex" in said
+
+
+def test_float64_inputs_reach_the_model_as_they_are(ranks, tmp_path: Path) -> None:
+    """Their fractions would be gone in float32: the loss of the layout and of the reference sees them."""
+    tables = {
+        "model": foreign("doubled"), "data": TIMES, "loss": {"kind": "squared_error"}, **REPLICATE
+    }  # fmt: skip
+    verdict, *_ = ranks(2, seen_dtypes, tables, str(tmp_path))
+    assert verdict == ["torch.float64"]
+
+
+def seen_dtypes(place, tables: dict[str, Any], folder: str) -> list[str]:
+    """The types of what the model was called with in one step."""
+    from shoal.data.cursor import Cursor
+    from shoal.launch.environment import Place
+    from shoal.recipes.run import open_run
+    from tests.recipes.layouts import run_file_of
+
+    corpus(Path(folder))
+    run = open_run(
+        run_file_of(Path(folder), **tables),
+        Place(place.rank, place.size, place.rank, place.size, 0, "shoal"),
+        store=place.store,
+    )
+    with run.feed(Cursor()) as feed:
+        run.step(1, feed.next().microbatches, lr=0.1)
+    seen = run.model.seen
+    assert isinstance(seen, list)
+    return sorted({str(dtype) for dtype in seen})
+
+
+def test_the_sentence_about_a_read_outside_names_no_harmless_question() -> None:
+    """Shapes and types of a released parameter may be asked for anywhere."""
+    from shoal.gradients.units import ReleasedReads
+
+    parameter = nn.Parameter(torch.zeros(2))
+    with ReleasedReads({id(parameter): ("p", _Released())}):  # pyright: ignore[reportArgumentType]
+        assert parameter.shape == (2,)
+        assert parameter.numel() == 2
+        assert parameter.dtype is torch.float32
+        with pytest.raises(Exception, match="the parameter p was read"):
+            parameter.sum()
+        with pytest.raises(Exception, match="the parameter p was read"):
+            torch.stack([parameter])
+
+
+class _Released:
+    here = False
