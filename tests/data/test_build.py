@@ -77,5 +77,5 @@ def test_objects_are_checked():
             from_objects(wrong)
     with pytest.raises(UserCodeError, match="The held-out data is a generator"):
         from_objects([(1, 2)], held_out=(x for x in ()))
-    with pytest.raises(DataError, match="has no samples .*list has length 0"):
+    with pytest.raises(DataError, match=r"has no samples .*list has length 0"):
         from_objects([])

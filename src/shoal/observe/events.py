@@ -82,7 +82,7 @@ class EventWriter:
         self._append(msgspec.json.encode(event) + b"\n")
 
     def resume(self, step: int, *, time_s: float) -> None:
-        """Appends a line without values: a new attempt continues after `step`; what earlier ones computed after it is void."""
+        """Appends a line without values: a new attempt continues after `step`, and later steps so far are void."""
         self.write(step, {}, time_s=time_s)
 
     def close(self) -> None:
