@@ -73,9 +73,9 @@ def test_objects_are_checked():
     """A user's data needs len and items, and at least one sample."""
     assert from_objects([(1, 2)], held_out=[(3, 4), (5, 6)]).facts == {"train/samples": 1, "held_out/samples": 2}
     for wrong in (None, 3, iter([]), "text", {"inputs": [1]}):
-        with pytest.raises(UserCodeError, match=r"As the training data came .*len\(d\)"):
+        with pytest.raises(UserCodeError, match=r"The training data is .*len\(d\)"):
             from_objects(wrong)
-    with pytest.raises(UserCodeError, match="As the held-out data came a generator"):
+    with pytest.raises(UserCodeError, match="The held-out data is a generator"):
         from_objects([(1, 2)], held_out=(x for x in ()))
-    with pytest.raises(DataError, match="empty list"):
+    with pytest.raises(DataError, match=r"has no samples .*list has length 0"):
         from_objects([])

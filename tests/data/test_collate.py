@@ -68,7 +68,7 @@ def test_read_only_arrays_are_not_aliased():
         (("a", 1), "inputs is a str, 'a'"),
         ((1, None), "targets is None"),
         (((1, [2]), 1), "inputs[1] is a list of 1"),
-        (({"x": object()}, 1), "inputs['x'] is a object"),
+        (({"x": object()}, 1), "inputs['x'] is an object"),
         ((np.array(["a"]), 1), "dtype <U1"),
         ((np.array([None]), 1), "dtype object"),
         ((1, 1, None), "weights is None"),

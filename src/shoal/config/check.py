@@ -123,7 +123,7 @@ def checked(data: Mapping[str, Any], root: type[T], *, file: str) -> T:
     try:
         return msgspec.convert(data, root)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{file}: {_clipped(_explained(str(error), data), MOST_SHOWN_IN_ALL)}") from None
+        raise ConfigError(f"{file}: {_clipped(_explained(str(error), data, root), MOST_SHOWN_IN_ALL)}") from None
 
 
 def shown(value: Any) -> str:
@@ -193,15 +193,43 @@ def _nearest(name: object, known: Iterable[Any]) -> str:
     return f", did you mean '{near[0]}'?" if near else ""
 
 
-def _explained(message: str, data: Mapping[str, Any]) -> str:
+def _explained(message: str, data: Mapping[str, Any], root: type[Table]) -> str:
     """msgspec's message, with its JSON path turned round and the value that was found."""
     match = re.fullmatch(r"(?P<rule>.*?) - at `\$\.?(?P<path>.*)`", message, flags=re.DOTALL)
     if match is None:
         return message
     rule, path = match["rule"], match["path"]
     found: Any = data
-    for name in re.findall(r"[^.\[\]]+", path):
+    names = re.findall(r"[^.\[\]]+", path)
+    for name in names:
         found = found.get(name) if isinstance(found, dict) else None
     if isinstance(found, dict) or found is None:
         return f"{path}: {rule}"
-    return f"{path}: found {shown(found)}; {rule[0].lower()}{rule[1:].replace('`', '')}"
+    plain = f"{rule[0].lower()}{rule[1:].replace('`', '')}"
+    return f"{path}: found {shown(found)}; {_rule_in_words(plain, found, _key_at(names, data, root))}"
+
+
+def _rule_in_words(rule: str, found: Any, key: Key | None) -> str:
+    """A rule of msgspec's, with the repair where its own words name none: a pattern, a number written with a unit."""
+    if "matching regex" in rule:
+        return (
+            f"it is not of the form that this key takes: {key.sentence}" if key is not None else "it has another form"
+        )
+    unit = {"bytes": "bytes", "s": "seconds", "ms": "milliseconds"}.get(key.name.rpartition("_")[2]) if key else None
+    if unit is not None and isinstance(found, str):
+        return f"write the number of {unit} alone, without quotes and unit"
+    return rule
+
+
+def _key_at(names: list[str], data: Mapping[str, Any], root: type[Table]) -> Key | None:
+    """The declared key at a path, None where there is none."""
+    declared: Any = root
+    key: Key | None = None
+    for name in names:
+        table = table_for(declared, data)
+        key = None if table is None else keys_of(table).get(name)
+        if key is None:
+            return None
+        inner = data.get(name)
+        declared, data = key.type, inner if isinstance(inner, dict) else {}
+    return key

@@ -45,7 +45,10 @@ def read(path: Path) -> dict[str, Any]:
     repair = f"give a TOML file{_beside(path)}"
     content = read_file(path, limit_bytes=FILE_LIMIT_BYTES, error=ConfigError, repair=repair)
     try:
-        return parse(content.decode("utf-8"))
+        return parse(content.decode("utf-8-sig"))  # an editor's byte order mark is no reason to refuse a file
+    except UnicodeDecodeError as error:
+        found = f"byte {error.start + 1} (0x{content[error.start]:02x})"
+        raise ConfigError(f"{printable(path)}: {found} is not UTF-8: save the file in UTF-8") from None
     except ValueError as error:
         raise ConfigError(f"{printable(path)}: not a TOML file: {error}") from None
 

@@ -74,11 +74,12 @@ def _check_source(source: Any, name: str) -> None:
     sized = hasattr(source, "__len__") and hasattr(source, "__getitem__")
     if not sized or isinstance(source, str | bytes | dict):
         raise UserCodeError(
-            f"As {name} came {describe(source)}: give an object with len(d) and d[i], such as a list of samples or a "
-            "map-style torch Dataset."
+            f"{name[0].upper()}{name[1:]} is {describe(source)}: give an object with len(d) and d[i], such as a list "
+            "of samples or a map-style torch Dataset."
         )
     if len(source) == 0:
-        raise DataError(f"As {name} came an empty {type(source).__name__}: it must hold at least one sample.")
+        what = f"the {type(source).__name__} has length 0"
+        raise DataError(f"{name[0].upper()}{name[1:]} has no samples ({what}): give at least one.")
 
 
 def _with_sizes(train: Source, held_out: Source | None, facts: Facts | None = None) -> Dataset:

@@ -120,13 +120,14 @@ def parse_sample(raw: Any) -> Sample:
 def describe(value: Any) -> str:
     """What `value` is, in a few words: its type, with the length or shape where it has one."""
     kind = type(value).__name__
+    article = "an" if kind[0] in "aeiouAEIOU" else "a"
     if value is None:
         return "None"
     if isinstance(value, str | bytes):
-        return f"a {kind}, {value[:20]!r}"
+        return f"{article} {kind}, {value[:20]!r}"
     if hasattr(value, "shape"):
         return f"one {kind} of shape {tuple(value.shape)}"
-    return f"a {kind} of {len(value)}" if hasattr(value, "__len__") else f"a {kind}"
+    return f"{article} {kind} of {len(value)}" if hasattr(value, "__len__") else f"{article} {kind}"
 
 
 def _parts_of_mapping(raw: Mapping[str, Any]) -> dict[str, Any]:

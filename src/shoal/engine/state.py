@@ -92,7 +92,7 @@ class ModelSection:
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             if not isinstance(tensor, Tensor):
                 raise UserCodeError(
-                    f"the module's state {name} is a {type(tensor).__name__}; checkpoints hold tensors only"
+                    f"the module's state {name} is of type {type(tensor).__name__}; checkpoints hold tensors only"
                 )
             if id(tensor) not in seen and not (self.held is not None and isinstance(tensor, Parameter)):
                 seen.add(id(tensor))

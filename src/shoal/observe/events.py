@@ -3,9 +3,9 @@
     {"step": 12, "time": 1760000000.5, "generation": 0, "values": {"loss/train": 2.31, "grad/norm": null}}
 
 `step` counts the optimizer steps done once this one is: the first is 1. JSON has no NaN: a value that is not finite
-is written as null and read back as NaN. The file only grows. A run that resumes after step k writes its steps k+1,
-k+2, ... behind the tail of the life before it, and readers let the later life win: `series` drops what was computed
-again.
+is written as null and read back as NaN. The file only grows. A run that resumes after step k writes a line without
+values, then its steps k+1, k+2, ... behind those of the attempt before it. Readers let the later attempt win: `series`
+drops what was computed again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_STEP = 10**15
 
 
 class Event(msgspec.Struct, frozen=True):
-    """One line. Values are finite or NaN; a line without values says that a life continues after `step`."""
+    """One line. Values are finite or NaN; a line without values says that an attempt continues after `step`."""
 
     step: Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP)]
     time_s: Annotated[float, msgspec.Meta(ge=0, le=2.5e11)] = msgspec.field(name="time")
@@ -82,7 +82,7 @@ class EventWriter:
         self._append(msgspec.json.encode(event) + b"\n")
 
     def resume(self, step: int, *, time_s: float) -> None:
-        """Appends a line without values: a new life continues after `step`, and later steps of the old one are void."""
+        """Appends a line without values: a new attempt continues after `step`, and later steps so far are void."""
         self.write(step, {}, time_s=time_s)
 
     def close(self) -> None:
@@ -166,7 +166,7 @@ def scan_events(run_directory: Path, rank: int = 0) -> tuple[list[Event], int]:
 
 
 def series(events: Iterable[Event], name: str) -> tuple[list[int], list[float]]:
-    """One measurement over the steps, strictly ascending; where a step was computed again, the later life counts."""
+    """One measurement over the steps, strictly ascending; where a step was computed again, the later attempt counts."""
     steps: list[int] = []
     values: list[float] = []
     for event in events:

@@ -42,8 +42,10 @@ class LayerLoads:
 
 
 def layer_loads(events: Iterable[Event]) -> list[LayerLoads]:
-    """The mixtures that a rank recorded, in order. Where a step was computed again, the later life counts; steps whose
-    record is not whole are left out."""
+    """The mixtures that a rank recorded, in order.
+
+    Where a step was computed again, the later attempt counts; steps whose record is not whole are left out.
+    """
     kept: list[tuple[int, dict[str, dict[int, float]]]] = []
     for event in events:
         found = _found(event)

@@ -24,7 +24,7 @@ LEAST_BAR_CELLS, MOST_BAR_CELLS = 6, 28
 
 @dataclass
 class Totals:
-    """Sums over the steps of this life."""
+    """Sums over the steps of this attempt."""
 
     steps: int = 0
     samples: float = 0.0
@@ -78,11 +78,11 @@ class Status:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the start of this life."""
+        """Seconds since the start of this attempt."""
         return self._clock() - self._start_s
 
     def left_s(self) -> float | None:
-        """Seconds to the last step at the mean pace of this life, None before its second step."""
+        """Seconds to the last step at the mean pace of this attempt, None before its second step."""
         done = self.step - (self.run.first_step - 1)
         if done < 2:
             return None

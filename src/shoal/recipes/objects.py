@@ -140,7 +140,7 @@ def loss_of(run_file: RunFile, given: UserObjects) -> Loss:
     if loss is None:
         loss = squared_error if isinstance(config, SquaredError) else cross_entropy
     if not callable(loss):
-        raise UserCodeError(f"the loss is a {type(loss).__name__}; it must be a callable of (outputs, targets)")
+        raise UserCodeError(f"the loss is of type {type(loss).__name__}; it must be a callable of (outputs, targets)")
     return cast(Loss, loss)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from shoal import units
 from shoal.checkpoint.save import Saver
 from shoal.comm.board import Board
 from shoal.config.load import dumps
@@ -129,7 +130,7 @@ def _restore(run: Run, directory: Path, display: Display) -> int | None:
 def _introduce(display: Display, run: Run, resumed_step: int | None) -> None:
     count = sum(prod(shape) for shape in run.generation.parts.split.shapes.values())
     display.note(f"{run.mesh.layout.describe()} on {run.device.type}, {count:,} parameters, "
-                 f"{len(run.workload.data.train):,} training samples")  # fmt: skip
+                 f"{units.plural(len(run.workload.data.train), 'training sample')}")  # fmt: skip
     if run.mesh.layout.world_size > 1:
         display.note(run.mesh.world.wire)
     table = run.generation.parts.table

@@ -31,7 +31,12 @@ class RunConfig(Table, frozen=True):
 
     name: Annotated[
         str,
-        says("Name of the run; its folder is `runs/<name>`.", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128),
+        says(
+            "Name of the run, of letters, digits, `.`, `_` and `-`, the first a letter or a digit; "
+            "its folder is `runs/<name>`.",
+            pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+            max_length=128,
+        ),
     ]
     steps: Annotated[int, says("Optimizer steps in the whole run.", ge=1, le=10**9)]
     seed: Annotated[int, says("Parameters, order of the data and dropout follow from it.", ge=0, le=2**63 - 1)] = 0
