@@ -7,6 +7,7 @@ from shoal.codec.config import (
     BlockwiseConfig,
     CastConfig,
     CodecConfig,
+    PowerSGDConfig,
     QSGDConfig,
     RandomKConfig,
     SignConfig,
@@ -34,6 +35,7 @@ CONFIGS: dict[str, CodecConfig] = {
     "qsgd 8": QSGDConfig(bits=8, block=BLOCK),
     "qsgd 4": QSGDConfig(bits=4, block=BLOCK),
     "terngrad": TernGradConfig(block=BLOCK),
+    "power_sgd": PowerSGDConfig(rank=1),
 }
 
 

@@ -26,6 +26,7 @@ ROUNDING = 1e-6
 """Of float32 sums of residuals, relative to the largest."""
 TOP_K, SIGN = {"kind": "top_k", "fraction": 0.05}, {"kind": "sign"}
 INT4, RANDOM = {"kind": "blockwise", "bits": 4}, {"kind": "random_k"}
+POWER = {"kind": "power_sgd", "rank": 2}
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +57,7 @@ CASES = {
     "replicate, summed on the way": (2, tables(RANDOM, {"replicate": 2})),
     "replicate, random numbers": (2, tables({"kind": "terngrad"}, {"replicate": 2})),
     "replicate, two shots": (4, tables(INT4, {"replicate": 4})),
+    "replicate, two rounds": (2, tables(POWER, {"replicate": 2})),
     "ZeRO-1": (4, tables(TOP_K, {"replicate": 2, "shard": 2}, 1)),
     "ZeRO-2": (4, tables(SIGN, {"replicate": 2, "shard": 2}, 2)),
     "ZeRO-3": (4, tables(TOP_K, {"replicate": 2, "shard": 2}, 3)),
@@ -130,7 +132,7 @@ def bytes_of_steps(place: TestPlace, choice: dict[str, Any], folder: str) -> tup
     return [result.bytes_sent for result in results], [result.loss for result in results]
 
 
-@pytest.mark.parametrize(("codec", "times"), [(TOP_K, 10), (SIGN, 20), (INT4, 6), (RANDOM, 5)])
+@pytest.mark.parametrize(("codec", "times"), [(TOP_K, 10), (SIGN, 20), (INT4, 6), (RANDOM, 5), (POWER, 4)])
 def test_the_ledger_shows_fewer_bytes(ranks, folder: Path, codec: dict[str, Any], times: float) -> None:
     """As many times fewer as the codec says; and the loss of the first step, before any update, is the same."""
     layout = {"replicate": 2}

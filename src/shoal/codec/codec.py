@@ -17,6 +17,7 @@ to numbers of which at least one is not finite. So every rank sees that the step
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Generator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -44,6 +45,14 @@ class Field(NamedTuple):
         return self.dtype.itemsize * self.numel
 
 
+class Place(NamedTuple):
+    """Where the tensor `name` lies in a flat buffer: from `start` on, in `shape`."""
+
+    name: str
+    start: int
+    shape: tuple[int, ...]
+
+
 class Codec(ABC):
     """One way to encode vectors."""
 
@@ -61,6 +70,26 @@ class Codec(ABC):
     @abstractmethod
     def _decode(self, payload: Payload, numel: int, key: int, dtype: torch.dtype) -> Tensor:
         """The vector `[numel]`, in `dtype`."""
+
+    @property
+    def state(self) -> Mapping[str, Tensor]:
+        """What a codec that is bound to a buffer learns from step to step, by names of its own; to be saved."""
+        return {}
+
+    def bound(self, places: Sequence[Place], *, key: int) -> Codec:
+        """The codec for one buffer in which tensors lie at `places`; most do not care. `key`: of random numbers."""
+        return self
+
+    def summing(self, x: Tensor, *, key: int) -> Generator[Payload, None, tuple[Tensor, Tensor]]:
+        """The sum of `x` over ranks, by a linear codec: yields payloads that the caller sums over the ranks in place.
+
+        Returns, in the dtype of `x`, what this rank has sent, and the sum. Most need one payload.
+        """
+        payload = self.encode(x, key=key)
+        own = tuple(part.clone() for part in payload)
+        yield payload
+        sent, total = (self.decode(part, x.numel(), key=key, dtype=x.dtype) for part in (own, payload))
+        return sent, total
 
     def wire_bytes(self, numel: int) -> int:
         """Bytes of the packed payload of a vector of `numel`."""

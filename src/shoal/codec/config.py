@@ -112,6 +112,23 @@ class TernGradConfig(Table, frozen=True, tag_field="kind", tag="terngrad"):
     block: Annotated[int, says(_BLOCK, ge=8, le=1 << 20)] = 256
 
 
+class PowerSGDConfig(Table, frozen=True, tag_field="kind", tag="power_sgd"):
+    """Every matrix as a product of two thin ones (PowerSGD), which are summed on the way."""
+
+    implemented_by: ClassVar[str] = "shoal.codec.power_sgd:PowerSGD"
+
+    rank: Annotated[int, says("Columns of a thin matrix.", ge=1, le=256)] = 4
+    feedback: Annotated[bool, says(_FEEDBACK)] = True
+
+
 CodecConfig = (
-    NoCodec | CastConfig | BlockwiseConfig | SignConfig | TopKConfig | RandomKConfig | QSGDConfig | TernGradConfig
+    NoCodec
+    | CastConfig
+    | BlockwiseConfig
+    | SignConfig
+    | TopKConfig
+    | RandomKConfig
+    | QSGDConfig
+    | TernGradConfig
+    | PowerSGDConfig
 )

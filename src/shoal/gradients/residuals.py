@@ -4,6 +4,8 @@ Every rank has residuals of its own: what it has not sent of its gradients. `cod
 parameter `name`, in the shape of the unsplit model, on the rank that has place `source` among those that sum it. Ranks
 that divide a parameter each hold a part of the tensor.
 
+What a codec has learned, such as the bases of PowerSGD, is `codec/state/...`, the same on all ranks that sum.
+
 Only the sum over sources has a meaning, and it is kept when their number changes: of n ranks, rank r goes on with what
 the sources r, r + n, r + 2n, ... had.
 """
@@ -23,6 +25,7 @@ from shoal.state.ownership import Owned
 from shoal.state.target import Held, Target, views
 
 PREFIX = "codec/residual/"
+STATE = "codec/state/"
 
 
 class ResidualSection:
@@ -36,7 +39,7 @@ class ResidualSection:
 
     def tensors(self) -> dict[str, Held]:
         """Nothing of a group of one rank: it sends all."""
-        found: dict[str, Held] = {}
+        found = self._state()
         for exchange, segment in self._segments():
             if exchange.group.size > 1:
                 found[f"{PREFIX}{exchange.group.rank}/{segment.name}"] = self._parts(exchange.residual, segment)
@@ -49,7 +52,7 @@ class ResidualSection:
             if key.startswith(PREFIX):
                 source, _, name = key.removeprefix(PREFIX).partition("/")
                 sources.setdefault(name, []).append(int(source))
-        found: dict[str, Held] = {}
+        found = {name: held for name, held in self._state().items() if name in saved}
         arrivals: dict[tuple[int, int], Tensor] = {}
         for exchange, segment in self._segments():
             group = exchange.group
@@ -62,15 +65,19 @@ class ResidualSection:
         return found
 
     def elsewhere(self, saved: Mapping[str, torch.dtype]) -> set[str]:
-        """All residuals: the others are those of other ranks' sources."""
-        return {name for name in saved if name.startswith(PREFIX)}
+        """All: the others are those of other ranks' sources, or were learned by another codec."""
+        return {name for name in saved if name.startswith((PREFIX, STATE))}
 
     def facts(self) -> dict[str, Any]:
         """How many sums were made, from which the codec's random numbers follow."""
         if not self._exchanges:
             return {}
         rounds = max(exchange.rounds for exchange in self._exchanges)
-        return {"kind": self._kind, "rounds": rounds, "residuals": bool(self.tensors())}
+        return {
+            "kind": self._kind,
+            "rounds": rounds,
+            "residuals": any(key.startswith(PREFIX) for key in self.tensors()),
+        }
 
     def load(self, facts: Mapping[str, Any]) -> None:
         """Raises `UsageError` if the saved run has residuals and this one keeps none: they would be lost."""
@@ -82,6 +89,9 @@ class ResidualSection:
             )
         for exchange in self._exchanges:
             exchange.rounds = int(facts["rounds"])
+
+    def _state(self) -> dict[str, Held]:
+        return {f"{STATE}{name}": held for exchange in self._exchanges for name, held in exchange.state.items()}
 
     def _segments(self) -> Iterator[tuple[Coded, Segment]]:
         """What lies in exchanges that keep residuals."""

@@ -8,7 +8,7 @@
 sum is made follows from the codec and from the bytes that each of n ranks sends of a buffer of m numbers:
 
     way          for                                                     bytes a rank sends
-    all-reduce   linear codecs: payloads are summed on the way           those of an all-reduce of w(m)
+    all-reduce   linear codecs: payloads are summed on the way           those of all-reduces of w(m) in all
     gather       others: all payloads go to all ranks, which add them    (n - 1) w(m)
     two-shot     others: rank r gets part r of all, adds, encodes the    2 (n - 1) w(m / n)
                  sum once more, and sends that to all
@@ -24,13 +24,13 @@ A new residual counts when its step has led to an update (`commit`); the step is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from shoal.codec.codec import Codec, Payload, pack, unpack
+from shoal.codec.codec import Codec, Payload, Place, pack, unpack
 from shoal.comm.collective import Collective, Handle
 from shoal.comm.exchanges.exchange import Segment
 from shoal.maths.counter import key_of
@@ -55,7 +55,8 @@ class Coded:
         key: int,
     ) -> None:
         self.group, self.result, self.segments, self.rounds = group, buffer, tuple(segments), 0
-        self._key, self._way = key, _way_of(codec, group, buffer.numel())
+        self._codec = codec.bound([Place(*segment) for segment in segments], key=key)
+        self._key, self._way = key, _way_of(self._codec, group, buffer.numel())
         self._dtype = torch.promote_types(buffer.dtype, torch.float32)
         self._gaps = _gaps(segments, buffer)
         self._residual = torch.zeros_like(buffer, dtype=self._dtype) if feedback else None
@@ -69,6 +70,11 @@ class Coded:
         while self._arrivals and self._residual is not None:
             self._residual.add_(self._arrivals.pop())
         return self._residual
+
+    @property
+    def state(self) -> Mapping[str, Tensor]:
+        """What the codec has learned, the same on all ranks of the group; to be saved."""
+        return self._codec.state
 
     def arrival(self) -> Tensor:
         """A tensor `[numel]` of zeros; what is written into it is added to the residual before that is next used."""
@@ -163,27 +169,37 @@ class _Alone:
 
 
 class _AllReduced:
-    """Payloads are summed on the way."""
+    """Payloads are summed on the way, in as many rounds as the codec asks for."""
 
     def __init__(self, codec: Codec, group: Collective) -> None:
         self._codec, self._group = codec, group
-        self._payload: Payload = ()
         self._handles: list[Handle] = []
 
     def send(self, term: Tensor, error: Tensor | None, key: int, round: int) -> None:
-        self._like, self._shared_key = term, key_of(key, round)
-        self._payload = self._codec.encode(term, key=self._shared_key)
-        if error is not None:
-            torch.sub(term, _decoded(self._codec, self._payload, term, self._shared_key), out=error)
-        self._handles = [self._group.all_reduce(part) for part in self._payload]
+        self._term, self._error, self._sums = term, error, None
+        self._rounds = self._codec.summing(term, key=key_of(key, round))
+        self._advance()
 
     def settle(self) -> None:
-        """Nothing follows."""
+        self._advance()
 
     def wait(self) -> Tensor:
+        while self._sums is None:
+            self._advance()
+        sent, total = self._sums
+        if self._error is not None:
+            torch.sub(self._term, sent, out=self._error)
+        return total
+
+    def _advance(self) -> None:
+        """Waits for a round and starts the next; after the last one there are sums."""
         for handle in self._handles:
             handle.wait()
-        return _decoded(self._codec, self._payload, self._like, self._shared_key)
+        self._handles = []
+        try:
+            self._handles = [self._group.all_reduce(part) for part in next(self._rounds) if part.numel()]
+        except StopIteration as end:
+            self._sums = end.value
 
 
 class _Gathered:

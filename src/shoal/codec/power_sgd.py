@@ -1,0 +1,161 @@
+"""PowerSGD: every matrix as a product of two thin ones, found by one step of power iteration a round.
+
+    P = sum over ranks of M_r Q              [rows, rank]      the first sum
+    P = orthonormal basis of the columns of P
+    Q = sum over ranks of M_r^T P            [columns, rank]   the second sum
+    sum over ranks of M_r is about P Q^T,    of which rank r has sent P (M_r^T P)^T
+
+(Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression", arXiv:1905.13727, algorithm 1.) Q is
+kept, as the start of the next round: so the basis follows the gradient over many steps. Both sums are of float32
+numbers, on the way. Biased: it needs error feedback.
+
+A tensor of more than two dimensions is a matrix of shape [first, all others]. Vectors, and matrices that two thin ones
+would not make smaller, are sent as they are, with the first sum; so are pieces of matrices that ZeRO divides.
+
+Note: orthonormal columns
+-------------------------
+All matrices of a buffer at once: with the Cholesky factor L of P^T P, P L^-T is orthonormal. Computed in float64, with
+a little added to the diagonal: columns without a direction of their own become short instead of undefined, and the
+columns are then those of a contraction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from shoal.codec.codec import Codec, Field, Payload, Place
+from shoal.codec.config import PowerSGDConfig
+from shoal.maths.counter import key_of, normal
+
+RIDGE = 1e-12
+"""Added to the diagonal of P^T P, of its mean. Float64 keeps 1e-16."""
+
+
+@dataclass
+class Matrix:
+    """A matrix in a buffer, from `start` on, and what the power iteration begins with: `q` `[columns, rank]`."""
+
+    name: str
+    start: int
+    rows: int
+    q: Tensor
+
+    @property
+    def slice(self) -> slice:
+        """Where it lies."""
+        return slice(self.start, self.start + self.rows * len(self.q))
+
+
+class PowerSGD(Codec):
+    """`PowerSGDConfig`, on the wire. Until it is `bound` to a buffer it knows no matrices, and sends all as it is."""
+
+    linear = True
+
+    def __init__(self, config: PowerSGDConfig, matrices: Sequence[Matrix] = ()) -> None:
+        self._config, self._rank, self._matrices = config, config.rank, matrices
+
+    def bound(self, places: Sequence[Place], *, key: int) -> PowerSGD:
+        """The same for a buffer in which tensors lie at `places`. `key` gives the first bases, on all ranks alike."""
+        found = []
+        for name, start, shape in places:
+            rows, columns = (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, prod(shape))
+            if self._rank * (rows + columns) < rows * columns:
+                counters = torch.arange(columns * self._rank)
+                q = normal(key_of(key, "power_sgd", name), counters).view(columns, self._rank)
+                found.append(Matrix(name, start, rows, q))
+        return PowerSGD(self._config, found)
+
+    @property
+    def state(self) -> Mapping[str, Tensor]:
+        """Where the next power iteration begins, the same on all ranks that sum."""
+        return {f"power_sgd/{self._rank}/{matrix.name}": matrix.q for matrix in self._matrices}
+
+    def fields(self, numel: int) -> tuple[Field, ...]:
+        thin = sum(self._rank * (matrix.rows + len(matrix.q)) for matrix in self._matrices)
+        dense = sum(matrix.rows * len(matrix.q) for matrix in self._matrices)
+        return (Field(torch.float32, thin), Field(torch.float32, numel - dense))
+
+    def summing(self, x: Tensor, *, key: int) -> Generator[Payload, None, tuple[Tensor, Tensor]]:
+        own_rest = x[self._rest(x)].float()
+        first = torch.cat([self._products(x), own_rest])
+        yield (first,)
+        p, rest = first.split([len(first) - len(own_rest), len(own_rest)])
+        basis = self._basis(p, x.dtype)
+        q = self._coefficients(x, basis)
+        own = q.clone()
+        yield (q,)
+        self._keep(q)
+        return self._join(basis, own, own_rest, x), self._join(basis, q, rest, x)
+
+    def _encode(self, x: Tensor, key: int) -> Payload:
+        """What a rank alone would come to."""
+        basis = self._basis(self._products(x), x.dtype)
+        thin = torch.cat([part.reshape(-1).float() for part in basis] + [self._coefficients(x, basis)])
+        return thin, x[self._rest(x)].float()
+
+    def _decode(self, payload: Payload, numel: int, key: int, dtype: torch.dtype) -> Tensor:
+        thin, rest = payload
+        lengths = [matrix.rows * self._rank for matrix in self._matrices]
+        *parts, q = thin.split([*lengths, thin.numel() - sum(lengths)])
+        basis = [part.view(-1, self._rank).to(dtype) for part in parts]
+        return self._join(basis, q, rest, torch.empty(numel, dtype=dtype, device=thin.device))
+
+    def _rest(self, x: Tensor) -> Tensor:
+        """Which numbers of `x` are in no matrix: bool, as long."""
+        outside = torch.ones(x.numel(), dtype=torch.bool, device=x.device)
+        for matrix in self._matrices:
+            outside[matrix.slice] = False
+        return outside
+
+    def _products(self, x: Tensor) -> Tensor:
+        """M Q of all matrices, flat, float32."""
+        found = [_rows(x, matrix) @ matrix.q.to(x) for matrix in self._matrices]
+        return _flat(found, x)
+
+    def _basis(self, p: Tensor, dtype: torch.dtype) -> list[Tensor]:
+        """Orthonormal columns `[rows, rank]` of every matrix, from the products of all."""
+        parts = [part.view(-1, self._rank).double() for part in p.split([m.rows * self._rank for m in self._matrices])]
+        if not parts:
+            return []
+        gram = torch.stack([part.T @ part for part in parts])
+        mean = gram.diagonal(dim1=1, dim2=2).mean(1)
+        ridge = torch.where(mean == 0, 1.0, RIDGE * mean)
+        factor, _ = torch.linalg.cholesky_ex(gram + ridge[:, None, None] * torch.eye(self._rank).to(gram))
+        return [
+            torch.linalg.solve_triangular(lower, part.T, upper=False).T.to(dtype)
+            for lower, part in zip(factor, parts, strict=True)
+        ]
+
+    def _coefficients(self, x: Tensor, basis: Sequence[Tensor]) -> Tensor:
+        """M^T P of all matrices, flat, float32."""
+        found = [_rows(x, matrix).T @ part for matrix, part in zip(self._matrices, basis, strict=True)]
+        return _flat(found, x)
+
+    def _join(self, basis: Sequence[Tensor], q: Tensor, rest: Tensor, like: Tensor) -> Tensor:
+        """The vector of P Q^T and of what is in no matrix."""
+        result = torch.empty_like(like)
+        result[self._rest(like)] = rest.to(like)
+        parts = q.split([len(matrix.q) * self._rank for matrix in self._matrices])
+        for matrix, left, right in zip(self._matrices, basis, parts, strict=False):
+            torch.mm(left, right.view(-1, self._rank).to(like).T, out=result[matrix.slice].view(matrix.rows, -1))
+        return result
+
+    def _keep(self, q: Tensor) -> None:
+        """Begins there the next time, unless that leads nowhere: zero, or not finite."""
+        for matrix, part in zip(self._matrices, q.split([len(m.q) * self._rank for m in self._matrices]), strict=False):
+            largest = torch.linalg.vector_norm(part, ord=torch.inf)
+            usable = torch.isfinite(largest) & (largest > 0)
+            matrix.q = torch.where(usable, part.view(-1, self._rank) / largest, matrix.q.to(part))
+
+
+def _rows(x: Tensor, matrix: Matrix) -> Tensor:
+    return x[matrix.slice].view(matrix.rows, -1)
+
+
+def _flat(parts: Sequence[Tensor], like: Tensor) -> Tensor:
+    return torch.cat([part.reshape(-1).float() for part in parts]) if parts else like.new_zeros(0, dtype=torch.float32)
