@@ -152,7 +152,7 @@ def _pieces(batch: Batch, samples: int) -> Iterator[Batch]:
     """Pieces of `samples` samples, without the positions that are padding in all of them."""
     length = batch.weights.shape[1] if batch.weights.ndim > 1 else 0
     for first in range(0, len(batch), samples):
-        counted = batch.weights[first : first + samples].count_nonzero(0).nonzero() if length else ()
+        counted = batch.weights[first : first + samples].count_nonzero(0).nonzero() if length else torch.zeros(0, 1)
         kept = int(counted[-1]) + 1 if len(counted) else length
 
         def cut(leaf: Tensor, first: int = first, kept: int = kept) -> Tensor:
