@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import threading
 import time
 import weakref
@@ -438,3 +439,88 @@ def test_a_group_may_be_closed_under_a_thread_that_calls(ranks, numel: int) -> N
     for said in ranks(2, closed_often, numel):
         assert said
         assert all("closed" in each or "Timed out" in each for each in said)
+
+
+HOSTS = [(2, 1), (3, 2)]
+
+
+def outside_roots(place: Any, hosts: int) -> list[str]:
+    """What a rank is told that names a root which the group does not have; the group goes on."""
+
+    def program(rank: int) -> list[str]:
+        said, ones = [], torch.ones(3)
+        for root in (place.size, -1):
+            for call in (
+                lambda root=root: dist.broadcast(ones, src=root),
+                lambda root=root: dist.reduce(ones, dst=root),
+                lambda root=root: dist.gather(ones, None, dst=root),
+                lambda root=root: dist.scatter(ones, None, src=root),
+            ):
+                try:
+                    call()
+                    said.append("no error")
+                except ValueError as error:
+                    said.append(str(error))
+        dist.all_reduce(ones)
+        return [*said, f"sum {float(ones[0]):g}"]
+
+    with on_host(f"host-{place.rank % hosts}"):
+        return on_shoal(place, program)
+
+
+@pytest.mark.parametrize(("size", "hosts"), HOSTS)
+def test_a_root_outside_the_group_is_refused(ranks, size: int, hosts: int) -> None:
+    """On every rank, before anything is sent, on one host and on two."""
+    for *said, total in ranks(size, outside_roots, hosts):
+        assert total == f"sum {size}"
+        assert len(said) == 8
+        assert all("root" in sentence for sentence in said), said
+
+
+def from_anybody(place: Any) -> str:
+    """Rank 0 asks for a message of whoever sends, in a group on two hosts."""
+
+    def program(rank: int) -> str:
+        if rank:
+            return ""
+        try:
+            dist.recv(torch.ones(3))
+        except RuntimeError as error:
+            return str(error)
+        return "no error"
+
+    with on_host("ab"[place.rank % 2]):
+        return on_shoal(place, program)
+
+
+def test_a_receive_without_a_source_on_two_hosts_is_refused(ranks) -> None:
+    """It cannot wait for shared memory and Gloo at once: it says so, and what to do, instead of waiting for ever."""
+    assert "name the source (src=RANK)" in ranks(3, from_anybody)[0]
+
+
+def hurried(place: Any, hosts: int) -> str:
+    """Rank 0 waits for the others, who do not come, after the timeout was set from 60 s to 1."""
+
+    def program(rank: int) -> str:
+        dist.all_reduce(torch.ones(3))
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
+        if rank:
+            place.store.get("over")
+            return ""
+        try:
+            dist.all_reduce(torch.ones(3))
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            place.store.set("over", "")
+        return "no error"
+
+    with on_host(f"host-{place.rank % hosts}"):
+        return on_shoal(place, program, timeout_s=60.0)
+
+
+@pytest.mark.parametrize(("size", "hosts"), HOSTS)
+def test_a_timeout_that_is_set_later_is_kept(ranks, size: int, hosts: int) -> None:
+    """`_set_pg_timeout`, as with Gloo and NCCL: the next call ends after it, long before the one from the start."""
+    sentence = ranks(size, hurried, hosts, timeout_s=45.0)[0]
+    assert re.search("[Tt]imed out", sentence), sentence

@@ -12,7 +12,7 @@ import pytest
 from shoal.bench.link import labs
 from shoal.bench.link_topology import planted_links, shuffled
 from shoal.collectives.table import Kind, relabelled
-from shoal.comm.algorithms.choose import MOST_SEARCHED, TREES, Choice, choose, ranking
+from shoal.comm.algorithms.choose import MOST_SEARCHED, TREES, RankedTable, choose, ranking
 from shoal.cost.walk import walk_s
 from shoal.topology.links import Links
 
@@ -50,7 +50,7 @@ def orders(links: Links, root: int | None) -> Iterator[tuple[int, ...]]:
             yield order
 
 
-def tree(kind: Kind, size: float, links: Links, root: int = 0) -> Choice:
+def tree(kind: Kind, size: float, links: Links, root: int = 0) -> RankedTable:
     return min((c for c in ranking(kind, size, links, root=root) if c.table.name in TREES), key=lambda c: c.seconds)
 
 

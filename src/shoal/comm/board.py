@@ -138,7 +138,7 @@ def bounded(call: Callable[[], T], *, timeout_s: float) -> T:
             f"the run's store did not answer within {timeout_s:g} s: rank 0, or the launcher that hosts it, is dead or "
             "stopped, or the network to it is cut"
         ) from None
-    if isinstance(error, DistError):
+    if isinstance(error, DistError) and not isinstance(error, DistStoreError):  # that is a wait whose time is over
         raise CollectiveError(
             f"the run's store is gone ({str(error).splitlines()[0]}): rank 0, or the launcher that hosts it, has "
             "ended; see its log"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +24,13 @@ def given_timeout_s(opts: Any) -> float | None:
     """Of the options of a call; None where it has none of its own."""
     given_s = 0.0 if opts is None else opts.timeout.total_seconds()
     return given_s if given_s > 0 else None  # c10d says -1 ms
+
+
+def checked_root(root: int, size: int) -> int:
+    """`root`, a rank of a group of `size`. Raises `ValueError` where the group has no such rank."""
+    if not 0 <= root < size:
+        raise ValueError(f"root {root} is outside a group of {size} ranks: it must be from 0 to {size - 1}")
+    return root
 
 
 class JoinedWork(dist.Work):
@@ -55,6 +62,23 @@ def joined(works: Sequence[Any]) -> Any:
     return left[0] if len(works) == 1 else JoinedWork(left)
 
 
+class GlooGroup(dist.ProcessGroupGloo):
+    """A Gloo group that tells the groups built on it when PyTorch sets another timeout (`_set_pg_timeout`)."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(store, rank, size, timeout)
+        self._followers: list[Callable[[float], object]] = []
+
+    def follow_timeout(self, follower: Callable[[float], object]) -> None:
+        """`follower(seconds)` is called for each timeout that is set from now on."""
+        self._followers.append(follower)
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        super()._set_default_timeout(timeout)
+        for follower in self._followers:
+            follower(timeout.total_seconds())
+
+
 def open_gloo(store: Store, rank: int, size: int, *, timeout_s: float) -> Any:
     """A Gloo group over connections that its ranks find through `store`. Blocks until all have called it.
 
@@ -62,7 +86,7 @@ def open_gloo(store: Store, rank: int, size: int, *, timeout_s: float) -> Any:
     """
     limit = timedelta(seconds=timeout_s)
     try:
-        return bounded(lambda: dist.ProcessGroupGloo(store, rank, size, limit), timeout_s=timeout_s + GRACE_S)
+        return bounded(lambda: GlooGroup(store, rank, size, limit), timeout_s=timeout_s + GRACE_S)
     except RuntimeError as error:
         raise CollectiveError(
             f"rank {rank} of a group of {size} could not connect to the others over Gloo within {timeout_s:g} s "

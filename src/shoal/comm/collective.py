@@ -1,9 +1,8 @@
-"""`Collective`: what Shoal's own code says to other ranks, typed, in tensors, each call returning a handle.
+"""`Collective`: what Shoal's own code calls to talk to other ranks. Tensors go in, a handle comes out.
 
-`GroupCollective` speaks to a process group; `shoal.comm.local` is its twin with threads of one process. All tensors of
-a call have the same shape and dtype on every rank unless sizes are given.
-
-`Collective` of one rank: every result is the rank's own contribution, at once and without a wire.
+`GroupCollective` calls a process group; `Alone` is the group of one rank, whose results are its own contribution;
+`shoal.comm.local` has a group of threads in one process. All tensors of a call have the same shape and dtype on every
+rank unless sizes are given.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Named tensors to the first rank of a group, whatever each rank has: for comparisons, not for training.
+"""Gathers named tensors or short texts of all ranks: for comparisons and error messages, not for training.
 
-A rank sends one header (names, types and shapes as JSON) and one run of bytes; the root asks them one after the other.
-
-Short texts between ranks, as tensors: for sentences about what went wrong, not for data.
+For named tensors each rank sends one header (names, types and shapes as JSON) and its bytes; rank 0 receives them from
+one rank after the other.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`Collective` between threads of one process: no sockets, no processes, sums in rank order.
 
-For code and tests written against `Collective`. A collective completes when its last rank has called it; `wait` then
-copies this rank's result into place.
+It serves tests and code written against `Collective`. A collective completes when the last rank has called it; `wait`
+then copies this rank's result into place.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""`FutureThreads`: completing c10d's futures, which cannot be waited for by us, behind the caller's back.
+"""Calls under way behind the seam, and how c10d's futures of them are completed.
 
-Like the core's own threads, these have their share of a core, but do not interrupt the thread that computes there each
-time that they are woken (SCHED_BATCH). That took an all-reduce of 1.3 MB over 2 ranks from 0.75 to 0.64 ms; beside a
-computation of 15 ms, one of 19 MB ended 0.4 ms earlier.
+`SeamWork` is the work of one call; `Booking` is its end: whoever sees it first books the call in the ledger, once.
 
-`SeamWork`: a collective under way behind the seam, and `Booking`, its end.
+`FutureThreads` complete futures behind the caller's back. Like the core's own threads they have their share of a core,
+but do not interrupt the thread that computes there each time they are woken (SCHED_BATCH). That took an all-reduce of
+1.3 MB over 2 ranks from 0.75 to 0.64 ms; beside a computation of 15 ms, one of 19 MB ended 0.4 ms earlier.
 """
 
 from __future__ import annotations

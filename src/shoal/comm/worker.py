@@ -1,8 +1,8 @@
 """`Worker`: a thread that carries out calls one after the other, in the order in which they were made.
 
-It refers to nobody who uses it, so that a group that is dropped can be collected; what was begun is done first. After
-an error it closes what the calls work on, so that the peers learn at once, and answers every later call with the same
-error.
+The thread holds no reference to its users, so that a group that is dropped can be collected; calls that were made are
+carried out first. After an error it closes what the calls work on, so that the peers learn of it at once, and every
+later call fails with the same error.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""`Cells`: the numbered cells of a table as slices of flat tensors.
+"""Runs a table of `shoal.collectives` on live ranks, over `send` and `recv` of a `Collective`.
 
-Runs a table of `shoal.collectives` on live ranks, over `send` and `recv` of a `Collective`.
-
-A step posts all its messages and then waits for them; ranks meet in no other way. Sums are made in the order of the
-table, the lower rank's number first, so that every run gives the same bits, and an all-reduce the same on every rank.
+A step posts all its messages and then waits for them; ranks meet in no other way. `Cells` are the numbered cells of a
+table as slices of flat tensors. Sums are made in the order of the table, the lower rank's number first, so that every
+run gives the same bits, and an all-reduce the same on every rank.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """`AlgorithmGroup`: a Gloo group whose collectives are made of messages, by a table for each size.
 
-"auto" probes the links when the group is opened, so that the choice, and with it the order of sums, may differ from one
-run to the next; a name is the same algorithm in every run. Groups that it is not made for (a torus of five ranks, a
-hierarchy of one host) take the cheapest. What has no table goes to Gloo: other reductions than sum, max and min, parts
-of different sizes, gather and scatter. The ranks always agree on that.
+With "auto" the group probes its links when it opens, so that the choice, and with it the order of sums, may differ from
+one run to the next; a named algorithm is the same in every run. Groups for which the named algorithm does not exist (a
+torus of five ranks, a hierarchy of one host) take the cheapest. Gloo makes what has no table: reductions other than
+sum, max and min, parts of different sizes, gather and scatter. The ranks always agree on that.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""`Tables`: which table makes a collective of some size, on given links. Holds no group, so that it keeps none open.
+"""Collectives by the cheapest algorithm for their size, on given links.
 
-`ChosenCollective`: a `Collective` that runs, for each size, the algorithm which measured links make the cheapest.
-
-Only `send` and `recv` of the group below are used for what has an algorithm; the rest is passed on to it. Collectives
-run one after the other in a thread of their own, in the order of the calls, beside what the caller does.
+`Tables` chooses a table once for each power of two; it holds no group, so that it keeps none open. `ChosenCollective`
+runs the tables over `send` and `recv` of the group below, and passes on what has none. Collectives run one after the
+other in a thread of their own, in the order of the calls.
 """
 
 from __future__ import annotations

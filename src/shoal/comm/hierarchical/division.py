@@ -1,16 +1,13 @@
-"""`Division`: which ranks of a group share a host, in any order and any numbers.
+"""Ranks on hosts: which ranks share one, what their leaders send each other, and what that costs.
 
-What the leaders of hosts say to each other: each piece straight to whom it concerns, sums in the order of hosts.
+The leader of a host is its first rank. Leaders send each piece straight to the host that needs it: the same bytes as a
+ring, in one step instead of m-1. The receiver sums hosts from left to right, 16-bit floats in float32: the same bits on
+all ranks and in every run.
 
-Direct exchange sends the same bytes as a ring, in one step instead of m-1, to m-1 peers. Sums are made by whoever gets
-the parts, hosts from left to right and 16-bit floats in float32: the same bits on all ranks and in every run.
+Bytes between hosts, of n ranks on m hosts with a payload of S bytes on each rank (all-gather: its input; the others:
+the whole vector), over all hosts, headers not counted. The ring is Gloo's, its neighbours numbered host by host:
 
-What goes between hosts: closed forms, of `Hierarchical` and of what it stands instead of.
-
-Of n ranks on m hosts, payload S bytes on each rank (all-gather: its input; the others: the whole vector). In all, over
-all hosts, headers not counted; the ring is Gloo's, its neighbours numbered host by host:
-
-    operation         two levels          ring over all ranks      so
+    operation         two levels          ring over all ranks      used
     all_reduce        2 (m-1) S           2 m (n-1)/n S            two levels: n (m-1) / m (n-1) of the ring
     reduce_scatter    (m-1) S             2 m (n-1)/n S (*)        two levels
     all_gather        (m-1) n S           m (n-1) S                two levels

@@ -1,18 +1,19 @@
-"""`Hierarchical`: c10d's process group of CPU ranks on several hosts.
+"""`Hierarchical`: the process group of CPU ranks on several hosts.
 
-What pays for two levels takes them (`volume` says what, and why); the rest goes to a Gloo group of all ranks, but for
-messages inside a host, which go through its shared memory. Which way a call goes follows from its operation, dtype and
-reduction alone: the ranks always agree.
+It has a shared-memory group inside every host, a Gloo group of the hosts' leaders, and a Gloo group of all ranks.
+Operations that send less on two levels use the first two (`division` has the closed forms), all others the third;
+messages inside a host go through its shared memory. The way of a call follows from its operation, dtype and reduction
+alone, so the ranks always agree.
 
-Calls on two levels are carried out by a thread, in the order in which they were made. Sums of 16-bit floats are made in
+A thread carries out calls on two levels, in the order in which they were made. Sums of 16-bit floats are made in
 float32 and rounded once inside a host and once between hosts.
-
-Opening a `Hierarchical` group: a shared-memory group inside every host, a Gloo group of their leaders.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from shoal.comm.board import Board
-from shoal.comm.c10d_forms import given_timeout_s, listed, open_gloo
+from shoal.comm.c10d_forms import GlooGroup, checked_root, given_timeout_s, listed, open_gloo
 from shoal.comm.collective import Alone, Collective, GroupCollective, Reduction
 from shoal.comm.hierarchical.division import TWO_LEVELS, Division, division_of
 from shoal.comm.hierarchical.two_levels import TwoLevels
@@ -55,6 +56,8 @@ class Hierarchical(dist.ProcessGroup):
         self.inner, self.division, self._mates = flat, division, mates
         inside: Collective = Alone() if mates is None else GroupCollective(mates)
         outside = None if leaders is None else GroupCollective(leaders)
+        for follower in (leaders, getattr(mates, "inner", None)):
+            _follow_timeout(flat, follower)
         # Held by the calls alone: when one has failed the groups are dropped, and the peers learn of it.
         self._levels = [TwoLevels(flat.rank(), division, inside, outside)]
         self._worker = Worker(self._levels.clear, name="shoal-hosts")
@@ -79,7 +82,7 @@ class Hierarchical(dist.ProcessGroup):
 
     def reduce(self, tensors: Any, opts: Any = None) -> Any:
         opts, tensors = opts or c10d.ReduceOptions(), listed(tensors)
-        op, root = _reduction(tensors[0], opts.reduceOp), opts.rootRank
+        op, root = _reduction(tensors[0], opts.reduceOp), checked_root(opts.rootRank, self.size())
         if op is None or len(tensors) != 1:
             return self.inner.reduce(tensors, opts)
         run = partial(_reduced, tensors[0], op, root, self._divisor(opts.reduceOp), self.rank() == root)
@@ -89,7 +92,7 @@ class Hierarchical(dist.ProcessGroup):
         opts, tensors = opts or c10d.BroadcastOptions(), listed(tensors)
         if len(tensors) != 1 or not _is_plain(tensors[0]):
             return self.inner.broadcast(tensors, opts)
-        root = opts.rootRank
+        root = checked_root(opts.rootRank, self.size())
         run = partial(_in_place, tensors[0], lambda flat, t: t.broadcast(flat.view(torch.uint8), root=root))
         return self._do(run, tensors)
 
@@ -127,10 +130,14 @@ class Hierarchical(dist.ProcessGroup):
         return self.all_to_all_single(output, input, out_sizes, in_sizes, opts)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        return self.inner.gather(outputs, inputs, opts or c10d.GatherOptions())
+        opts = opts or c10d.GatherOptions()
+        checked_root(opts.rootRank, self.size())
+        return self.inner.gather(outputs, inputs, opts)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        return self.inner.scatter(outputs, inputs, opts or c10d.ScatterOptions())
+        opts = opts or c10d.ScatterOptions()
+        checked_root(opts.rootRank, self.size())
+        return self.inner.scatter(outputs, inputs, opts)
 
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> Any:
         group, peer = self._way_to(dstRank)
@@ -139,6 +146,12 @@ class Hierarchical(dist.ProcessGroup):
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> Any:
         group, peer = self._way_to(srcRank)
         return group.recv(tensors, peer, tag)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
+        raise RuntimeError(
+            "recv without a source in a group on several hosts: messages come through shared memory or over Gloo, and "
+            "no receive can wait for both; name the source (src=RANK), or use a Gloo group"
+        )
 
     def barrier(self, opts: Any = None) -> Any:
         return self._do(lambda levels: levels.barrier(), [], timeout_s=given_timeout_s(opts))
@@ -158,6 +171,13 @@ class Hierarchical(dist.ProcessGroup):
 
     def _divisor(self, reduce_op: Any) -> int:
         return self.size() if reduce_op == dist.ReduceOp.AVG else 1
+
+
+def _follow_timeout(flat: Any, group: Any) -> None:
+    """`group` gets each timeout that PyTorch sets on `flat`; it is not kept alive for that."""
+    if isinstance(flat, GlooGroup) and isinstance(group, GlooGroup):
+        ref = weakref.ref(group)
+        flat.follow_timeout(lambda s: (it := ref()) and it._set_default_timeout(timedelta(seconds=s)))
 
 
 def _guarded(run: Callable[[TwoLevels], object], levels: list[TwoLevels], mates: Any | None) -> None:

@@ -1,13 +1,13 @@
 """Collectives on two levels: inside each host over `mates`, between the leaders of hosts over `leaders`.
 
     all_reduce       reduced to the leader, summed over hosts, broadcast
-    reduce           reduced to the leader, summed at the root's leader, handed to the root
+    reduce           reduced to the leader, summed at the root's leader, sent to the root
     reduce_scatter   reduced to the leader, each host's blocks summed there, scattered
     all_gather       gathered at the leader, exchanged, broadcast
     broadcast        inside the root's host, from its leader to the others, inside those
 
-Large tensors go in pieces, so that one piece is between hosts while the next one is inside. Ranks of a host make the
-same calls to it in the same order. All tensors are flat, contiguous and not empty. What goes between hosts: `volume`.
+Large tensors are cut into pieces, so that one piece travels between hosts while the next one is inside. Ranks of a host
+make the same calls in the same order. All tensors are flat, contiguous and not empty. `division` counts the bytes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""`MpiGroup`: c10d's process group of CPU ranks over an MPI communicator.
+"""`MpiGroup`: the process group of CPU ranks over an MPI communicator.
 
-Every call is one of MPI's non-blocking ones, so that several may be under way; all ranks have to make them in the same
-order. Sums are MPI's: the same bits in every run on the same ranks (MPI-4.1, section 6.9.1, advises so).
-
-Opening an `MpiGroup`: the ranks tell each other their numbers in MPI's world, through the store.
+Every call is a non-blocking one of MPI, so that several may be under way; all ranks must make them in the same order.
+Sums are MPI's: the same bits in every run on the same ranks (MPI-4.1, section 6.9.1, advises so). To open a group, the
+ranks tell each other their numbers in MPI's world through the store.
 """
 
 from __future__ import annotations

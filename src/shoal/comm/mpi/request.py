@@ -1,12 +1,11 @@
-"""Tensors as MPI sees them: memory by address, and numbers that MPI can add.
+"""Calls under way in MPI, and tensors as MPI takes them.
 
-Data that only moves goes as bytes, in any dtype. MPI has no 16-bit floats: they are widened to float32, reduced, and
-rounded once, which sends twice the bytes. Means are sums, divided at the end.
+Data that only moves is passed as bytes, in any dtype. MPI has no 16-bit floats: they are widened to float32, reduced
+and rounded once, which sends twice the bytes. Means are sums, divided at the end.
 
-`MpiWork`: a call under way in MPI; and `UnderWay`, all of a group's, which live until they are over.
-
-MPI makes progress while it is asked how far it is. The one who waits asks, spins briefly, and then sleeps for longer
-and longer between two questions, because ranks may outnumber cores; MPI's own wait would keep a core busy.
+`MpiWork` is one call; `UnderWay` keeps a group's calls alive until they are over. MPI makes progress only while it is
+asked how far it is. The waiting thread asks, spins briefly, and then sleeps longer and longer between two questions,
+because ranks may outnumber cores; MPI's own wait would keep a core busy.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from shoal.comm.board import Board
-from shoal.comm.c10d_forms import given_timeout_s, joined, listed
+from shoal.comm.c10d_forms import GlooGroup, checked_root, given_timeout_s, joined, listed
 from shoal.comm.shm.core import DTYPES, REDUCTIONS, CoreMissing, Kind, core_identity, load_core
 from shoal.comm.shm.host import find_mates
 from shoal.comm.shm.transport import Transport, core_settings
@@ -86,6 +86,8 @@ class CoreGroup(dist.ProcessGroup):
     def __init__(self, inner: Any, transport: Transport) -> None:
         super().__init__(inner.rank(), inner.size())  # pyright: ignore[reportCallIssue]
         self.inner, self._transport = inner, transport
+        if isinstance(inner, GlooGroup):
+            inner.follow_timeout(transport.set_timeout)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, inner)
 
     def getBackendName(self) -> str:
@@ -137,7 +139,7 @@ class CoreGroup(dist.ProcessGroup):
         tensors = listed(tensors)
         if (numbers := _all_reducible(tensors, opts.reduceOp)) is None:
             return self.inner.reduce(tensors, opts)
-        pairs, root = zip(tensors, numbers, strict=True), opts.rootRank
+        pairs, root = zip(tensors, numbers, strict=True), checked_root(opts.rootRank, self.size())
         return joined([self._reduced(Kind.REDUCE, *pair, opts, root=root) for pair in pairs])
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
@@ -172,11 +174,13 @@ class CoreGroup(dist.ProcessGroup):
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = opts or c10d.GatherOptions()
+        checked_root(opts.rootRank, self.size())
         outs = outputs[0] if self.rank() == opts.rootRank else []
         return self._gathered(Kind.GATHER, outs, inputs[0], opts, root=opts.rootRank)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = opts or c10d.ScatterOptions()
+        checked_root(opts.rootRank, self.size())
         output, finish = outputs[0], []
         blocks = [block.contiguous() for block in inputs[0]] if self.rank() == opts.rootRank else []
         if self.rank() == opts.rootRank:
@@ -270,9 +274,9 @@ class CoreGroup(dist.ProcessGroup):
 
     def _broadcast(self, tensor: Tensor, opts: Any) -> Any:
         finish: Finish = []
-        flat = _writable(tensor, finish, copy=True)
+        flat, root = _writable(tensor, finish, copy=True), checked_root(opts.rootRank, self.size())
         return self._transport.collective(
-            Kind.BROADCAST, flat, flat, count=flat.nbytes, root=opts.rootRank, sync=_sync(opts), outputs=[tensor],
+            Kind.BROADCAST, flat, flat, count=flat.nbytes, root=root, sync=_sync(opts), outputs=[tensor],
             finish=finish,
         )  # fmt: skip
 

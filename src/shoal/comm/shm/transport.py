@@ -66,6 +66,7 @@ class Transport:
         self._core, self._timeout_s, self._futures = core, settings.timeout_s, FutureThreads()
         self._under_way: UnderWay = OrderedDict()
         self._prompt, self._call = prompt, load_call() if prompt else None
+        self._limit_s: float | None = None
         streams = [mates.streams[q].detach() if q in mates.streams else -1 for q in range(self.size)]
         segments = (c_void_p * self.size)(*(segment.hand_over() for segment in mates.segments))
         handle = core.shoal_open(rank, self.size, segments, (c_int * self.size)(*streams), byref(settings))
@@ -78,6 +79,10 @@ class Transport:
     def close(self) -> None:
         """Ends the group when the calls that were made are done."""
         self._life.end()
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """The longest wait in each later collective, in place of the settings' `timeout_s`."""
+        self._limit_s = timeout_s
 
     def give_up(self) -> None:
         """Calls under way fail, here and on the other ranks; the group is of no more use."""
@@ -110,6 +115,7 @@ class Transport:
     ) -> CoreWork | None:  # fmt: skip
         """Of contiguous tensors. `count` is the bytes of a block, where there are blocks, else of all. `sync`: the
         caller waits at once. `timeout_s`: of this call alone, which then gives a work."""
+        timeout_s = self._limit_s if timeout_s is None else timeout_s
         if sync and timeout_s is None:
             out_of, into = _pointer(send), _pointer(receive)
             return self.at_once(kind, dtype, reduction, root, out_of, into, count, outputs, (send, receive), finish)
@@ -125,10 +131,11 @@ class Transport:
         """One that its caller waits for at once, by the addresses of its memory. See `collective`."""
         if self._life.over:  # before any function is called: this is the shortest way
             self._check()
-        if self._call is None:
+        if self._call is None or self._limit_s is not None:
             what, kept = Signature(kind, dtype, reduction, root, count), Kept(outputs, held, finish)
             handle = self._core.shoal_start(self._handle, byref(what), out_of, into, True)
-            return self._ended(handle, kept) if self._prompt else self._work(handle, kept)
+            in_time = self._prompt and self._limit_s is None
+            return self._ended(handle, kept) if in_time else self._work(handle, kept)
         left: list[int | None] = []
         try:
             self._call(self._handle, kind, dtype, reduction, root, 0, out_of, into, count, left)
@@ -156,7 +163,8 @@ class Transport:
             self._handle, byref(what), *self._addresses(send), *self._addresses(receive), sync
         )  # fmt: skip
         kept = Kept(outputs, (send, receive), finish)
-        return self._ended(handle, kept) if sync and self._prompt else self._work(handle, kept)
+        in_time = sync and self._prompt and self._limit_s is None
+        return self._ended(handle, kept) if in_time else self._work(handle, kept)
 
     def message(
         self, kind: Kind, tensor: Tensor, *, peer: int, tag: int, finish: Sequence[Callable[[], object]] = ()
@@ -207,7 +215,9 @@ class Transport:
         if handle is None:
             self._check()
             raise RuntimeError("a group can be used by the process that made it only, and while there is memory")
-        if timeout_s is not None:
+        if timeout_s is None and in_order:
+            timeout_s = self._limit_s
+        if timeout_s is not None and handle:
             self._core.shoal_limit(handle, timeout_s)
         work = CoreWork(
             self._core, handle, kept, rank=self.rank, timeout_s=timeout_s or self._timeout_s, futures=self._futures,
