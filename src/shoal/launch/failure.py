@@ -166,7 +166,7 @@ def _memory_message(error: BaseException) -> str:
     # CUDA's message says both; the host's only what was asked for, if that.
     if str(error).startswith("CUDA"):
         return ". ".join(str(error).split(". ")[:3])
-    limit, asked = memory_limit(), re.search(r"(\d+) bytes|allocate ([\d.]+ \w+)", str(error))
+    limit, asked = memory_limit(), re.search(r"(\d+) bytes|allocate ([\d.]+ [KMGT]iB)", str(error))
     wanted = "more memory" if asked is None else asked[2] or f"{int(asked[1]) / GIB:.2f} GiB"
     if limit is None:
         return f"out of memory: {wanted} could not be had"
