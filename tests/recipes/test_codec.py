@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from shoal.engine.residuals import PREFIX
 from torch import Tensor
 
 from shoal.errors import ConfigError, UsageError

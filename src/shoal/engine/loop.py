@@ -43,7 +43,7 @@ class Job:
     """The parts of one run on one rank. Everything is an argument: the loop fetches nothing.
 
     `rate` gives the learning rate of a step; `origin` is what a checkpoint records about its writer (layout,
-    generation).
+    generation). `figures`: more measurements of the step just taken.
     """
 
     state: TrainState
