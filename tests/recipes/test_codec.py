@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from shoal.engine.residuals import PREFIX
 from torch import Tensor
 
 from shoal.errors import ConfigError, UsageError
+from shoal.gradients.residuals import PREFIX
 from shoal.launch.environment import Place
 from shoal.recipes.objects import UserObjects
 from shoal.recipes.run import open_run

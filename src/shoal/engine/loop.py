@@ -43,7 +43,7 @@ class Job:
     """The parts of one run on one rank. Everything is an argument: the loop fetches nothing.
 
     `rate` gives the learning rate of a step; `origin` is what a checkpoint records about its writer (layout,
-    generation).
+    generation). `figures`: more measurements of the step just taken.
     """
 
     state: TrainState
@@ -58,6 +58,7 @@ class Job:
     evaluate: Callable[[], Mapping[str, float]]
     stop_requested: Callable[[], bool]
     origin: Mapping[str, Any]
+    figures: Callable[[], Mapping[str, float]] | None = None
 
     @property
     def progress(self) -> Progress:
@@ -116,6 +117,8 @@ def _record(job: Job, result: StepResult, *, lr: float, data_s: float, step_s: f
         device=context.device,
         with_loads=cadence.loads_every > 0 and cadence.due(cadence.loads_every, progress.step),
     )
+    if job.figures is not None:
+        values |= job.figures()
     job.events.write(progress.step, values, time_s=time.time())
     job.display.step(progress.step, values)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shoal.codec.config import NoCodec
-from shoal.comm.exchanges.coded import Coded, CodedExchanges
+from shoal.comm.exchanges.coded import CodedExchanges
 from shoal.comm.exchanges.exchange import NewExchange
 from shoal.comm.mesh import Mesh
 from shoal.config.table import implementation_of
@@ -47,7 +47,7 @@ _NORM_AXES: Mapping[bool, tuple[Axis, ...]] = {
 
 @dataclass(frozen=True)
 class Generation:
-    """What stands on one membership: a change of it makes another one. `coded` are the exchanges that use a codec."""
+    """What stands on one membership: a change of it makes another one. `coded` makes exchanges with a codec."""
 
     mesh: Mesh
     parts: Divided
@@ -56,7 +56,7 @@ class Generation:
     sync: Sync
     gradients: Gradients
     agreement: Agreement
-    coded: Sequence[Coded] = ()
+    coded: CodedExchanges | None = None
 
 
 def zero_of(run_file: RunFile, mesh: Mesh) -> int | None:
@@ -133,7 +133,8 @@ def build_state(run_file: RunFile, generation: Generation, data: Dataset, scaler
         owned, names = gradients.owned, {*split.shapes, *split.buffers}
         model = ModelSection(split.model, _held(run_file, generation), owned, names)
     tuned = [] if gradients.tuned is None else [FactsSection("gradients", gradients.tuned)]
-    residuals = ResidualSection(str(type(run_file.codec).__struct_config__.tag), generation.coded, gradients.owned)
+    exchanges = [] if generation.coded is None else generation.coded.made
+    residuals = ResidualSection(str(type(run_file.codec).__struct_config__.tag), exchanges, gradients.owned)
     return TrainState(
         model,
         OptimizerSection(

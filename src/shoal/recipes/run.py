@@ -174,7 +174,7 @@ def _generation(run_file: RunFile, process: Process, workload: Workload, mesh: M
         run_file, parts, mesh, sync, exchange=coded or sync.exchange, one_host=process.place.one_host
     )
     agreement = build_agreement(run_file, parts, gradients, sync)
-    return Generation(mesh, parts, plan, forward_backward, sync, gradients, agreement, coded.made if coded else ())
+    return Generation(mesh, parts, plan, forward_backward, sync, gradients, agreement, coded)
 
 
 def _next_generation(run_file: RunFile) -> int:

@@ -86,7 +86,7 @@ def _job(run: Run, directory: Path, display: Display, stop: StopRequest, stack: 
         object_bytes=run_file.checkpoint.object_bytes,
         split=mesh.layout.replica_size > 1
         or not run.generation.sync.keeps_replicas_equal
-        or bool(run.generation.coded),
+        or run.generation.coded is not None,
     )
     events = EventWriter(directory, rank=mesh.rank, generation=mesh.generation, warn=display.warn)
     context, forward = run.step.context, mesh.layout.replica_size == 1
@@ -107,6 +107,7 @@ def _job(run: Run, directory: Path, display: Display, stop: StopRequest, stack: 
         rate=lambda number: rate(run_file.schedule, peak, step=number, steps=run_file.run.steps),
         evaluate=run.evaluate,
         stop_requested=lambda: stop.requested,
+        figures=None if run.generation.coded is None else run.generation.coded.take_figures,
         origin={"layout": mesh.layout.to_dict(), "generation": mesh.generation},
     )
 
