@@ -110,7 +110,7 @@ PUBLISHED_TIME: Mapping[Evidence, Residuals] = MappingProxyType(
             count=855,
         ),
         "same machine type": Residuals(
-            source="3094 published steps, each calibrated on a row of another table of the same device (benchmarks.plan)",
+            source="3094 published steps, calibrated on rows of other tables of the same device (benchmarks.plan)",
             ratios=(
                 0.642,
                 0.755,

@@ -53,13 +53,15 @@ class TracedPredictor(Predictor):
         self.job = job
         self._units: dict[tuple[Split, int], dict[int | None, UnitSeconds]] = {}
 
-    def on(self, cluster: Cluster, *, measured: Measured | None = None) -> TracedPredictor:
-        """The same on another cluster; `measured`: what was measured of it."""
+    def on(
+        self, cluster: Cluster, *, measured: Measured | None = None, constants: Constants | None = None
+    ) -> TracedPredictor:
+        """The same on another cluster; `measured`: what was measured of it; `constants`: others than before."""
         return TracedPredictor(
             self.job,
             cluster,
             stack=self.stack,
-            constants=self.constants,
+            constants=constants or self.constants,
             overheads=self.overheads,
             measured=measured,
         )
