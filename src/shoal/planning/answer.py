@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from shoal import units
 from shoal.cost.footprint import AUTOCAST, FLOAT32, FLOAT64, Footprint, Overheads, StateBytes
 from shoal.cost.transformer import Transformer
 from shoal.engine.config import BFloat16, Float16, Float32, Float64
@@ -15,7 +16,7 @@ from shoal.models.config import GPTConfig, MoEConfig
 from shoal.planner.explain.explain import helps
 from shoal.planner.explain.explain import why_not as explain_why_not
 from shoal.planner.explain.residuals import Evidence
-from shoal.planner.explain.text import Change, seconds
+from shoal.planner.explain.text import Change
 from shoal.planner.predict.bill import Constants, run_cost
 from shoal.planner.predict.measured import Measured
 from shoal.planner.predict.predictor import Prediction, Predictor, Workload
@@ -165,7 +166,7 @@ def planned(
     if measured_step is not None:
         of = predictor_of(measured_step.run_file, measured_step.cluster or cluster)
         predictor, evidence = calibrated(predictor, of, measured_step)
-        basis += f", calibrated on a measured step of {seconds(measured_step.step_s)}"
+        basis += f", calibrated on a measured step of {units.seconds(measured_step.step_s)}"
     allowed = Allowed()
     found = search(predictor, allowed, keep=keep, legal=runnable(run_file, predictor.cluster))
     best = found.best[0]

@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from shoal import units
 from shoal.errors import UsageError
 from shoal.planner.explain.residuals import Evidence
-from shoal.planner.explain.text import seconds
 from shoal.planner.predict.bill import Constants
 from shoal.planner.predict.measured import Measured
 from shoal.planner.predict.predictor import Predictor
@@ -88,7 +88,7 @@ def _met(predicted_s: float, measured_s: float) -> bool:
 def _check(predicted_s: float, measured_s: float, cluster: Cluster) -> None:
     if not _met(predicted_s, measured_s):
         raise UsageError(
-            f"--measured-step: {seconds(measured_s)} was measured, and {seconds(predicted_s)} is the nearest that any "
+            f"--measured-step: {units.seconds(measured_s)} was measured, and {units.seconds(predicted_s)} is the nearest that any "
             f"rate of {cluster.device.name} gives: check that --of is the run that was measured, and the links of "
             f"{cluster.name}"
         )

@@ -11,6 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.plan import machines, scored
+from benchmarks.plan_evidence import Ratios, ratios_by_evidence
+from benchmarks.zero_bubble import peak_memory
 from shoal.planner.explain.residuals import (
     PUBLISHED_MEMORY,
     PUBLISHED_TIME,
@@ -19,9 +22,6 @@ from shoal.planner.explain.residuals import (
     quantiles,
     quantiles_of_tables,
 )
-from benchmarks.plan import machines, scored
-from benchmarks.plan_evidence import Ratios, ratios_by_evidence
-from benchmarks.zero_bubble import peak_memory
 
 PUBLISHED = Path(__file__).parent.parent / "published"
 STALE = 0.01  # a model that moved a quantile by more has to have its quantiles written down anew
