@@ -88,7 +88,7 @@ def _met(predicted_s: float, measured_s: float) -> bool:
 def _check(predicted_s: float, measured_s: float, cluster: Cluster) -> None:
     if not _met(predicted_s, measured_s):
         raise UsageError(
-            f"--measured-step: {units.seconds(measured_s)} was measured, and {units.seconds(predicted_s)} is the nearest that any "
-            f"rate of {cluster.device.name} gives: check that --of is the run that was measured, and the links of "
+            f"--measured-step: {units.seconds(measured_s)} was measured, and no rate of {cluster.device.name} comes "
+            f"nearer than {units.seconds(predicted_s)}: check that --of is the run that was measured, and the links of "
             f"{cluster.name}"
         )

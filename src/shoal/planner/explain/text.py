@@ -40,7 +40,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def plans(found: Iterable[Prediction], *, rate: str = "tokens/s") -> str:
-    """One line a plan: time, rate, MFU, memory of the fullest rank. `rate` names the rate: "samples/s" without tokens."""
+    """One line a plan: time, rate, MFU, memory of the fullest rank. `rate` names it: "samples/s" without tokens."""
     rows = [
         (
             one.plan.describe(),
