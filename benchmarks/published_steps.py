@@ -36,6 +36,9 @@ FILES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """Each file, and how the names of the rows begin that calibrate its tables: of each table the first such row."""
 
+JOB = ("layers", "hidden", "devices", "sequence", "global_batch")
+"""Rows of a table that agree in these are choices for the same job."""
+
 _FSDP = StateBytes(weight=4, gradient=4, optimizer=8, activation=2, wire=4)
 _EAGER = Stack(
     name="FSDP2, eager",
@@ -88,7 +91,7 @@ def _row(cells: Mapping[str, str]) -> Row:
     return Row(
         table=cells["table"],
         name=cells["row"],
-        group=f"{cells['row'].split(':')[0]} {cells['global_batch']}",
+        group=" ".join(cells[name] for name in JOB),
         workload=Workload(model=model, global_samples=plan.global_samples, sequence=int(cells["sequence"])),
         plan=plan,
         cluster=_cluster(cells),
