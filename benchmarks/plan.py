@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks import published
+from benchmarks import published, published_steps
 from benchmarks.command import run
 from benchmarks.plan_errors import Machine, Scored, Terms, by_term, regrets
 from benchmarks.plan_page import markdown_page
@@ -73,7 +73,7 @@ def measure(folder: Path) -> dict[str, Any]:
 
 
 def machines(folder: Path) -> Iterator[Machine]:
-    """The three machine types of the published tables, calibrated. Raises `OSError` where a table is missing."""
+    """The machine types of the published tables, calibrated. Raises `OSError` where a table is missing."""
     selene = (*published.sc21(folder), *published.korthikanti(folder), *published.sc21_scaling(folder))
     several = tuple(published.vtrain(folder, file=published.VTRAIN_MULTI, table="vTrain, several nodes"))
     one = tuple(published.vtrain(folder, file=published.VTRAIN_SINGLE, table=SINGLE_TABLE))
@@ -85,6 +85,9 @@ def machines(folder: Path) -> Iterator[Machine]:
         start = replace(Constants(), dispatch_s=dispatch.dispatch_s)
         compute = calibrate_compute(lambda c, row=row: predicted_s(row, c), row.measured_s, start)
         yield Machine(name=name, rows=rows, constants=compute, calibrated_on=chosen)
+    for rows, row in published_steps.tables(folder):
+        compute = calibrate_compute(lambda c, row=row: predicted_s(row, c), row.measured_s, Constants())
+        yield Machine(name=row.table, rows=rows, constants=compute, calibrated_on=row.name)
 
 
 def predicted_s(row: Row, constants: Constants) -> float:

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from benchmarks.published import Row
-from shoal.cost.footprint import StateBytes
+from shoal.cost.footprint import MEGATRON_FP16, StateBytes
 from shoal.cost.plan import Plan
 from shoal.cost.transformer import Transformer
 from shoal.planner.predict.predictor import Workload
@@ -23,18 +23,21 @@ from shoal.topology.cluster import Cluster
 from shoal.topology.cluster_file import cluster_from
 from shoal.topology.layout import Layout
 
-FILES: Mapping[str, str] = MappingProxyType(
+FILES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "fsdp_llm_foundry.csv": "7b s2048 on 8, micro",
-        "fsdp_torchtitan.csv": "llama2-13b on 64, micro 2, recompute none|llama3-8b on 8, micro 2, recompute operators",
-        "fsdp_fms.csv": "llama2-7b",
-        "fsdp_kempnerforge.csv": "7b on 4, micro 4 x 2, tensor 1",
-        "experts_megatron_bridge.csv": "",
-        "small_amp_t4.csv": "t1 p4 d4 micro 1",
-        "small_oneflow_v100.csv": "DP_8x1x1",
+        "fsdp_llm_foundry.csv": ("7b s2048 on 8, micro",),
+        "fsdp_torchtitan.csv": ("llama2-13b on 64, micro 2, recompute none", "llama3-8b on 8, micro 2"),
+        "fsdp_fms.csv": ("llama2-7b",),
+        "fsdp_kempnerforge.csv": ("7b on 4, micro 4 x 2, tensor 1",),
+        "experts_megatron_bridge.csv": ("GPT OSS 120B, s4096",),
+        "small_amp_t4.csv": ("t1 p4 d4 micro 1",),
+        "small_oneflow_v100.csv": ("DP_8x1x1",),
     }
 )
-"""Each file, and how the names of the rows begin that calibrate its tables."""
+"""Each file, and how the names of the rows begin that calibrate its tables: of each table the first such row."""
+
+JOB = ("layers", "hidden", "devices", "sequence", "global_batch")
+"""Rows of a table that agree in these are choices for the same job."""
 
 _FSDP = StateBytes(weight=4, gradient=4, optimizer=8, activation=2, wire=4)
 _EAGER = Stack(
@@ -55,10 +58,13 @@ STACKS: Mapping[str, Stack] = MappingProxyType(
         "fsdp2-compiled": replace(_EAGER, name="FSDP2, compiled", eager=False),
         "fms-fsdp": replace(_EAGER, name="fms-fsdp, compiled", eager=False, state=replace(_FSDP, wire=2)),
         "megatron-bridge": MODERN,
-        "deepspeed-2020": replace(MEGATRON_2021, name="DeepSpeed with Megatron-LM 1.1.5"),
+        "deepspeed-2020": replace(
+            MEGATRON_2021, name="DeepSpeed with Megatron-LM 1.1.5", state=replace(MEGATRON_FP16, wire=4)
+        ),
         "oneflow-2021": replace(MEGATRON_2021, name="OneFlow 0.3.5"),
     }
 )
+"""Facts of each program; AMP's `ds_config.json` sums gradients in float32."""
 
 
 def steps(folder: Path, file: str) -> Iterator[Row]:
@@ -68,12 +74,24 @@ def steps(folder: Path, file: str) -> Iterator[Row]:
             yield _row(cells)
 
 
+def tables(folder: Path) -> Iterator[tuple[tuple[Row, ...], Row]]:
+    """The rows of each table, and the row that calibrates it. Files that `folder` lacks are left out."""
+    for file, starts in FILES.items():
+        if not (folder / file).is_file():
+            continue
+        found: dict[str, list[Row]] = {}
+        for row in steps(folder, file):
+            found.setdefault(row.table, []).append(row)
+        for rows in found.values():
+            yield tuple(rows), next(row for row in rows if row.name.startswith(starts))
+
+
 def _row(cells: Mapping[str, str]) -> Row:
     model, plan = _model(cells), _plan(cells)
     return Row(
         table=cells["table"],
         name=cells["row"],
-        group=f"{cells['row'].split(':')[0]} {cells['global_batch']}",
+        group=" ".join(cells[name] for name in JOB),
         workload=Workload(model=model, global_samples=plan.global_samples, sequence=int(cells["sequence"])),
         plan=plan,
         cluster=_cluster(cells),

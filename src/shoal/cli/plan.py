@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shoal.planner.search.scaling import Scaled
     from shoal.planning.answer import Planned
     from shoal.planning.history import Confidence
+    from shoal.planning.measured_step import MeasuredStep
     from shoal.planning.operators import OperatorSplits
     from shoal.planning.trial import Trial
     from shoal.runfile.run_file import RunFile
@@ -47,6 +48,19 @@ def plan(
             callback=output_file,
         ),
     ] = None,
+    measured_step: Annotated[
+        float | None,
+        typer.Option(
+            "--measured-step",
+            metavar="SECONDS",
+            help="A step that was measured on this cluster, or on one of the same devices: calibrates all predictions.",
+            min=1e-9,
+        ),
+    ] = None,
+    of: Annotated[
+        Path | None,
+        typer.Option("--of", metavar="RUN.toml", help="The run that was measured; default: RUN.toml as it stands."),
+    ] = None,
     scaling: Annotated[
         bool, typer.Option("--scaling", help="Also on a quarter to four times the devices: time, memory, money.")
     ] = False,
@@ -72,9 +86,12 @@ def plan(
     from shoal.runfile.load import load_run
 
     loaded = load_run(run_file, overrides or ())
-    result = planned(loaded, cluster_file(loaded, cluster), keep=max(top, measure), why_not=why_not)
+    step = _measured_step(measured_step, of, loaded)
+    where = cluster_file(loaded, cluster)
+    result = planned(loaded, where, keep=max(top, measure), why_not=why_not, measured_step=step)
     trials = _trials(run_file, result, overrides or (), measure) if measure else []
-    confidence, best = confidence_in(result.predictor, os.environ), result.found.best[0]
+    confidence = confidence_in(result.predictor, os.environ, evidence=result.evidence)
+    best = result.found.best[0]
     scaled = scaling_of(result.predictor, best, steps=loaded.run.steps) if scaling or pictures is not None else None
     written = (
         [] if pictures is None or scaled is None else draw_plan(pictures, result.predictor, best.plan, scaled.curve)
@@ -95,6 +112,20 @@ def plan(
         print("Tried on this machine, fastest first:\n" + _trials_text(trials), end="\n\n")
     for path in written:
         print(f"Written: {path}")
+
+
+def _measured_step(step_s: float | None, of: Path | None, planned_for: RunFile) -> MeasuredStep | None:
+    """The measured step, on the cluster that its own run file names, else on the planned one."""
+    from shoal.planning.answer import cluster_file
+    from shoal.planning.measured_step import MeasuredStep
+    from shoal.runfile.load import load_run
+
+    if step_s is None:
+        if of is not None:
+            raise typer.BadParameter("--of names the run of a measured step; add --measured-step SECONDS")
+        return None
+    run_file = planned_for if of is None else load_run(of, ())
+    return MeasuredStep(run_file=run_file, step_s=step_s, cluster=None if of is None else cluster_file(run_file, None))
 
 
 def _trials(path: Path, result: Planned, overrides: Sequence[str], number: int) -> list[Trial]:
@@ -192,6 +223,7 @@ def _as_json(result: Planned, confidence: Confidence, scaled: Scaled | None) -> 
         "why_not": result.why_not,
         "money": result.money,
         "basis": result.basis,
+        "evidence": result.evidence,
         "track_record": result.track_record,
         "constants": constants_record(result.predictor.constants),
     }

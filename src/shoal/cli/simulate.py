@@ -114,6 +114,9 @@ def _as_text(result: Simulated) -> list[str]:
         text.step(result.outcome, predicted_s=result.prediction.step_s),
         text.ranks(result.outcome, result.memory_bytes, limit_bytes=cluster.device.memory_bytes),
     ]
+    need, have = max(result.memory_bytes), cluster.device.memory_bytes
+    if need > have:
+        parts.insert(1, text.does_not_fit(need, limit_bytes=have, device=cluster.device.name))
     if weeks is not None:
         parts += [
             text.weeks(weeks.goodput, every_s=weeks.every_s, steps=weeks.steps),

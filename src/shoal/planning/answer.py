@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from shoal import units
 from shoal.cost.footprint import AUTOCAST, FLOAT32, FLOAT64, Footprint, Overheads, StateBytes
 from shoal.cost.transformer import Transformer
 from shoal.engine.config import BFloat16, Float16, Float32, Float64
@@ -14,6 +15,7 @@ from shoal.errors import ConfigError, LayoutError
 from shoal.models.config import GPTConfig, MoEConfig
 from shoal.planner.explain.explain import helps
 from shoal.planner.explain.explain import why_not as explain_why_not
+from shoal.planner.explain.residuals import Evidence
 from shoal.planner.explain.text import Change
 from shoal.planner.predict.bill import Constants, run_cost
 from shoal.planner.predict.measured import Measured
@@ -22,6 +24,7 @@ from shoal.planner.predict.stack import Stack
 from shoal.planner.search.candidates import Allowed
 from shoal.planner.search.search import Found, search
 from shoal.planning.history import remembered, track_record
+from shoal.planning.measured_step import MeasuredStep, calibrated
 from shoal.planning.operators import calibration_here, measured_for_traces, measured_here
 from shoal.planning.plan_file import runnable, written_plan
 from shoal.runfile.run_file import RunFile
@@ -35,6 +38,7 @@ _STATES: Mapping[type, tuple[StateBytes, str]] = {
     Float16: (AUTOCAST, "float16"),
 }
 
+DATA_SHEET: Evidence = "data sheet"
 MEASURED = Constants(dispatch_s=0.0, kernel_s=0.0, optimizer_start_s=0.0)
 """Measured operators hold what the host and the shortest kernel take."""
 
@@ -144,12 +148,25 @@ class Planned:
     why_not: str | None
     money: dict[str, float | None]
     basis: str
+    evidence: Evidence
     track_record: str | None
 
 
-def planned(run_file: RunFile, cluster: Path | None, *, keep: int, why_not: str | None = None) -> Planned:
+def planned(
+    run_file: RunFile,
+    cluster: Path | None,
+    *,
+    keep: int,
+    why_not: str | None = None,
+    measured_step: MeasuredStep | None = None,
+) -> Planned:
     """The search and its explanation. Raises `ConfigError`, `LayoutError` (nothing fits), `UsageError`."""
-    predictor = predictor_of(run_file, cluster)
+    predictor, evidence = predictor_of(run_file, cluster), DATA_SHEET
+    basis = basis_of(predictor, stated=cluster is not None)
+    if measured_step is not None:
+        of = predictor_of(measured_step.run_file, measured_step.cluster or cluster)
+        predictor, evidence = calibrated(predictor, of, measured_step)
+        basis += f", calibrated on a measured step of {units.seconds(measured_step.step_s)}"
     allowed = Allowed()
     found = search(predictor, allowed, keep=keep, legal=runnable(run_file, predictor.cluster))
     best = found.best[0]
@@ -160,7 +177,8 @@ def planned(run_file: RunFile, cluster: Path | None, *, keep: int, why_not: str 
         changes=helps(predictor, best),
         why_not=explain_why_not(predictor, why_not, best, allowed=allowed) if why_not else None,
         money=asdict(run_cost(predictor.cluster, step_s=best.step_s, steps=run_file.run.steps)),
-        basis=basis_of(predictor, stated=cluster is not None),
+        basis=basis,
+        evidence=evidence,
         track_record=_track_record(predictor),
     )
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from shoal.data.corpora import cache_folder
-from shoal.planner.explain.residuals import FEWEST, PUBLISHED_MEMORY, PUBLISHED_TIME, Residuals
+from shoal.planner.explain.residuals import FEWEST, PUBLISHED_MEMORY, PUBLISHED_TIME, Evidence, Residuals
 from shoal.planner.predict.predictor import Predictor
 
 FILE = "predictions.jsonl"
@@ -90,15 +90,16 @@ class Confidence:
     memory: Residuals
 
 
-def confidence_in(predictor: Predictor, environ: Mapping[str, str]) -> Confidence:
-    """This machine's runs where predictions are of it and there are enough; else the published tables.
+def confidence_in(predictor: Predictor, environ: Mapping[str, str], *, evidence: Evidence) -> Confidence:
+    """This machine's runs where predictions are of it and there are enough; else the published tables, under the same
+    kind of evidence.
 
     Runs of traced models are not predicted, so that nothing is remembered of them.
     """
     past = remembered(environ) if predictor.measured is not None and predictor.simulates else []
     times = [run.measured_s / run.predicted_s for run in past if run.predicted_s > 0 and run.measured_s > 0]
     sizes = [run.measured_bytes / run.predicted_bytes for run in past if run.predicted_bytes and run.measured_bytes]
-    return Confidence(time=_own(times, PUBLISHED_TIME), memory=_own(sizes, PUBLISHED_MEMORY))
+    return Confidence(time=_own(times, PUBLISHED_TIME[evidence]), memory=_own(sizes, PUBLISHED_MEMORY))
 
 
 def _own(ratios: list[float], published: Residuals) -> Residuals:

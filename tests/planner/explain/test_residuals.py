@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import random
+import statistics
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.plan import machines, scored
+from benchmarks.plan_evidence import Ratios, ratios_by_evidence
 from benchmarks.zero_bubble import peak_memory
-from shoal.planner.explain.residuals import PUBLISHED_MEMORY, PUBLISHED_TIME, Residuals, quantiles
+from shoal.planner.explain.residuals import (
+    PUBLISHED_MEMORY,
+    PUBLISHED_TIME,
+    Evidence,
+    Residuals,
+    quantiles,
+    quantiles_of_tables,
+)
 
 PUBLISHED = Path(__file__).parent.parent / "published"
 STALE = 0.01  # a model that moved a quantile by more has to have its quantiles written down anew
 COVERAGE = 0.08  # of half of the rows by the other half: two standard errors
+UNSEEN = 0.08  # of 18 tables, some of three rows
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +36,48 @@ def times() -> list[float]:
     return [one.row.measured_s / one.predicted_s for one in rows]
 
 
-def test_the_kept_quantiles_are_those_of_the_tables(times: list[float]) -> None:
+@pytest.fixture(scope="module")
+def by_evidence() -> dict[Evidence, Ratios]:
+    """Measured over predicted of every published row, by evidence and table."""
+    return ratios_by_evidence(list(machines(PUBLISHED)))
+
+
+def test_the_kept_quantiles_are_those_of_the_tables(by_evidence: dict[Evidence, Ratios]) -> None:
     """Of step times and of peak memory, with as many rows."""
     sizes = [cell.paper / cell.simulated for cell in peak_memory(PUBLISHED)]
-    for kept, ratios in ((PUBLISHED_TIME, times), (PUBLISHED_MEMORY, sizes)):
-        assert kept.count == len(ratios)
-        assert kept.ratios == pytest.approx(quantiles(ratios), abs=STALE)
+    assert PUBLISHED_MEMORY.count == len(sizes)
+    assert PUBLISHED_MEMORY.ratios == pytest.approx(quantiles(sizes), abs=STALE)
+    for evidence, kept in PUBLISHED_TIME.items():
+        tables = by_evidence[evidence].values()
+        assert kept.count == sum(map(len, tables))
+        assert kept.ratios == pytest.approx(quantiles_of_tables(tables), abs=STALE)
         assert str(kept.count) in kept.source
+
+
+@pytest.mark.parametrize("evidence", get_args(Evidence))
+def test_an_interval_holds_what_it_says(evidence: Evidence, by_evidence: dict[Evidence, Ratios]) -> None:
+    """Nine of ten published rows, within five in a hundred, lie in the interval of their kind of evidence."""
+    ratios = [ratio for table in by_evidence[evidence].values() for ratio in table]
+    low, high = PUBLISHED_TIME[evidence].interval(1.0)
+    assert sum(low <= ratio <= high for ratio in ratios) / len(ratios) == pytest.approx(0.9, abs=0.05)
+
+
+@pytest.mark.parametrize("evidence", ["calibrated", "data sheet"])
+def test_an_interval_holds_on_a_table_that_it_has_not_seen(
+    evidence: Evidence, by_evidence: dict[Evidence, Ratios]
+) -> None:
+    """Each table against the interval of all others: nine of ten rows of the mean table."""
+    found, tables = [], by_evidence[evidence]
+    for name, own in tables.items():
+        rest = quantiles_of_tables(ratios for other, ratios in tables.items() if other != name)
+        found.append(sum(rest[1] <= ratio <= rest[-2] for ratio in own) / len(own))
+    assert statistics.mean(found) == pytest.approx(0.9, abs=UNSEEN)
+
+
+def test_weaker_evidence_makes_wider_intervals() -> None:
+    """A measured step of the cluster itself leaves least to chance."""
+    wide = {evidence: kept.interval(1.0) for evidence, kept in PUBLISHED_TIME.items()}
+    assert (wide["calibrated"][1] - wide["calibrated"][0]) < (wide["data sheet"][1] - wide["data sheet"][0])
 
 
 def test_an_interval_holds_on_rows_that_it_has_not_seen(times: list[float]) -> None:

@@ -31,7 +31,7 @@ SAMPLES = 16
 FEW = Allowed(microbatch=2, schedules=("1F1B",))
 CLUSTER = known_cluster("dgx-h100", 1)
 EAGER = replace(
-    MODERN, name="eager", state=FLOAT32, dtype="float32", eager=True, fused_weight_gradient=False,
+    MODERN, name="eager", state=FLOAT32, dtype="float32", eager=True, own_blocks=True, fused_weight_gradient=False,
     overlap_tensor=False, overlap_data=False, overlap_pipeline=False, scatter_pipeline=False, update_bytes=40,
 )  # fmt: skip
 LENGTH_OF_LARGE = 1024

@@ -20,7 +20,7 @@ from shoal.planner.explain.text import Change
 from shoal.planner.predict.bill import ITEMS
 from shoal.planner.predict.predictor import Prediction, Predictor
 from shoal.planner.search.candidates import Allowed, candidates
-from shoal.planner.search.search import search
+from shoal.planner.search.search import fitting_memory, search
 from shoal.topology.cluster import Cluster, Link
 
 CONDITIONS = (
@@ -50,16 +50,22 @@ def condition(text: str, allowed: Allowed) -> Allowed:
 
 
 def why_not(predictor: Predictor, text: str, best: Prediction, *, allowed: Allowed) -> str:
-    """What the best plan under the condition would cost, item by item against `best`; or which constraint binds."""
+    """What the condition would cost, item by item against `best`; or which constraint binds.
+
+    The rest of the best plan is kept where a plan with the condition can keep it and fits; else it is searched for.
+    """
     narrowed = condition(text, allowed).within(predictor.abilities)
     if next(candidates(predictor.workload, predictor.cluster, narrowed), None) is None:
         return f"{text}: no legal plan has it. {_broken_rule(predictor, narrowed)}"
-    try:
-        other = search(predictor, narrowed, keep=1).best[0]
-    except LayoutError as error:
-        return f"{text}: {error}"
+    kept = condition(text, _like(best.plan, allowed, text)).within(predictor.abilities)
+    other, rest = _best(predictor, kept), "the best plan with it, all else kept, is"
+    if other is None:
+        try:
+            other, rest = search(predictor, narrowed, keep=1).best[0], "nothing else can be kept; the best such plan is"
+        except LayoutError as error:
+            return f"{text}: {error}"
     slower = other.step_s / best.step_s - 1
-    lines = [f"{text}: the best such plan is {other.plan.describe()}"]
+    lines = [f"{text}: {rest} {other.plan.describe()}"]
     lines.append(f"  {units.seconds(other.step_s)} a step, {100 * slower:+.1f} % against {units.seconds(best.step_s)}")
     lines.append(f"  {units.memory_size(other.memory_bytes)} against {units.memory_size(best.memory_bytes)}")
     lines += [
@@ -67,6 +73,28 @@ def why_not(predictor: Predictor, text: str, best: Prediction, *, allowed: Allow
         for name, value in _differences(other, best)
     ]
     return "\n".join(lines)
+
+
+def _like(plan: Plan, allowed: Allowed, text: str) -> Allowed:
+    """`allowed` narrowed to what `plan` is, but for the conditions' own names and what follows from them."""
+    asked = {part.partition("=")[0].strip() for part in text.split(",")}
+    values: dict[str, Any] = {name: getattr(plan.layout, name) for name in plan.layout.to_dict()}
+    values |= {"microbatch": plan.microbatch, "zero": (plan.zero,), "recompute": (plan.recompute,)}
+    values |= {"schedule": (plan.schedule,)}
+    if asked & set(plan.layout.to_dict()):  # ranks that one axis takes are missing elsewhere
+        values = {name: value for name, value in values.items() if name not in ("replicate", "shard", "zero")}
+    kept = {name: value for name, value in values.items() if name not in asked}
+    if "schedule" in kept:
+        kept["schedules"] = kept.pop("schedule")
+    return replace(allowed, **kept)
+
+
+def _best(predictor: Predictor, allowed: Allowed) -> Prediction | None:
+    """None where no plan is legal, or none fits."""
+    plans = (plan for plan in candidates(predictor.workload, predictor.cluster, allowed))
+    fitting = (plan for plan in plans if fitting_memory(predictor, plan) is not None)
+    found = min(fitting, key=lambda plan: predictor.bill(plan).total, default=None)
+    return None if found is None else predictor.predict(found)
 
 
 def helps(predictor: Predictor, best: Prediction) -> list[Change]:

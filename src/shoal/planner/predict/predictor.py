@@ -72,13 +72,15 @@ class Predictor:
         """The seconds of a step."""
         return step_bill(plan, self.stage(plan), self.layer(plan), model=self.workload.model, machine=self.machine)
 
-    def on(self, cluster: Cluster, *, measured: Measured | None = None) -> Predictor:
-        """The same on another cluster; `measured`: what was measured of it."""
+    def on(
+        self, cluster: Cluster, *, measured: Measured | None = None, constants: Constants | None = None
+    ) -> Predictor:
+        """The same on another cluster; `measured`: what was measured of it; `constants`: others than before."""
         return Predictor(
             self.workload,
             cluster,
             stack=self.stack,
-            constants=self.constants,
+            constants=constants or self.constants,
             overheads=self.overheads,
             measured=measured,
         )

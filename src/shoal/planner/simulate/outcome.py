@@ -192,6 +192,14 @@ def ranks(one: Outcome, memory_bytes: Sequence[float], *, limit_bytes: float) ->
     return table(("pipeline rank", "computes", "idle %", "port in use %", f"peak of {limit}"), rows)
 
 
+def does_not_fit(need_bytes: float, *, limit_bytes: float, device: str) -> str:
+    """A warning: the step is played although no device could run it."""
+    return (
+        f"WARNING: this run does not fit: its fullest rank needs {units.memory_size(need_bytes)}, and {device} has "
+        f"{units.memory_size(limit_bytes)}; 'shoal plan' finds layouts that fit"
+    )
+
+
 def weeks(one: Goodput, *, every_s: float, steps: float) -> str:
     """Where the time of the weeks went."""
     parts = (

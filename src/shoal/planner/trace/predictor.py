@@ -53,13 +53,15 @@ class TracedPredictor(Predictor):
         self.job = job
         self._units: dict[tuple[Split, int], dict[int | None, UnitSeconds]] = {}
 
-    def on(self, cluster: Cluster, *, measured: Measured | None = None) -> TracedPredictor:
-        """The same on another cluster; `measured`: what was measured of it."""
+    def on(
+        self, cluster: Cluster, *, measured: Measured | None = None, constants: Constants | None = None
+    ) -> TracedPredictor:
+        """The same on another cluster; `measured`: what was measured of it; `constants`: others than before."""
         return TracedPredictor(
             self.job,
             cluster,
             stack=self.stack,
-            constants=self.constants,
+            constants=constants or self.constants,
             overheads=self.overheads,
             measured=measured,
         )
@@ -190,6 +192,9 @@ class TracedPredictor(Predictor):
 
 
 def _split(plan: Plan) -> Split:
+    """Raises `ConfigError` for recomputation by operators, which the run has not."""
+    if plan.recompute == "operators":
+        raise ConfigError('recompute = "operators": a traced model recomputes whole blocks; choose "full" or "none"')
     return Split(
         plan.microbatch,
         tensor=plan.layout.tensor,

@@ -24,10 +24,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shoal.cost.plan import Plan
-from shoal.cost.transformer import Recompute
 from shoal.errors import LayoutError, UserCodeError
 from shoal.memory.blocks import blocks_of
-from shoal.memory.recompute import recompute
+from shoal.memory.recompute import RecomputeKind, recompute
 from shoal.models.roles import DeclaresParts, DeclaresRoles, roles_of
 from shoal.parallel.pipeline.cut import balanced_cut, estimated_costs
 from shoal.parallel.tensor.plan import split_tensor
@@ -91,7 +90,7 @@ class Split:
     samples: int
     tensor: int = 1
     sequence_parallel: bool = False
-    recompute: Recompute = "none"
+    recompute: RecomputeKind = "none"
 
 
 @dataclass(frozen=True)
