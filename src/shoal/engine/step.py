@@ -43,7 +43,7 @@ class TrainStep:
         tally = context.tally(batches, stop=stop)
         work = Work(step, batches, lr, tally, GlobalSum(context.lockstep), on_gradients, on_microbatch)
         outcome = self.policy(context, work)
-        context.finish(committed=outcome.keeps_buffers)
+        context.finish(tally.wait(), committed=outcome.keeps_buffers)
         self.sync.after_update(step)
         return context.result(
             loss=outcome.loss,

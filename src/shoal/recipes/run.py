@@ -30,6 +30,7 @@ from shoal.engine.step import TrainStep
 from shoal.gradients.ownership import Trained
 from shoal.launch.environment import Place
 from shoal.observe.facts import read_facts
+from shoal.optim.schedule import peak_rate, rate
 from shoal.recipes.assembly import Generation, build_run_gradients, build_state, build_step
 from shoal.recipes.lab import conditions_from
 from shoal.recipes.microbatching import Microbatching, microbatching
@@ -100,6 +101,12 @@ class Run:
             prefetch_steps=run_file.data.prefetch_steps,
             readers=run_file.data.readers,
         )
+
+    def rate(self, number: int) -> float:
+        """The learning rate of step `number`."""
+        run_file = self.run_file
+        peak, _ = peak_rate(run_file.optimizer, global_samples=run_file.batch.global_samples)
+        return rate(run_file.schedule, peak, step=number, steps=run_file.run.steps)
 
     def held_out(self) -> Iterator[Batch]:
         """This rank's part of the held-out samples."""
