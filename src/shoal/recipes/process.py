@@ -9,9 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch._C._distributed_c10d import Store
 
+from shoal.comm.conditions import Conditions
 from shoal.errors import EnvironmentFault
 from shoal.launch.environment import Place
 from shoal.launch.rendezvous import Rendezvous, interface_for, open_store
+from shoal.recipes.lab import conditions_from
 from shoal.runfile.run_file import RunFile
 
 
@@ -31,6 +33,11 @@ class Process:
     def announce(self, key: str, find: Callable[[], str]) -> str:
         """What rank 0 finds, on every rank."""
         return self.rendezvous.announce(key, find)
+
+    @property
+    def conditions(self) -> Conditions | None:
+        """The rates that a throttled lab's ranks keep to; None everywhere else."""
+        return conditions_from(self.environ)
 
 
 def open_process(

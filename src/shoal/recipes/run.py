@@ -31,8 +31,8 @@ from shoal.launch.environment import Place
 from shoal.launch.rendezvous import STARTED
 from shoal.observe.facts import read_facts
 from shoal.observe.progress_bar import ProgressBar, track
+from shoal.optim.schedule import peak_rate, rate
 from shoal.recipes.assembly import Generation, build_agreement, build_run_gradients, build_state, coded_exchanges
-from shoal.recipes.lab import conditions_from
 from shoal.recipes.microbatching import Microbatching, microbatching
 from shoal.recipes.objects import UserObjects
 from shoal.recipes.process import Process, open_process
@@ -104,6 +104,12 @@ class Run:
             readers=run_file.data.readers,
         )
 
+    def rate(self, number: int) -> float:
+        """The learning rate of step `number`."""
+        run_file = self.run_file
+        peak, _ = peak_rate(run_file.optimizer, global_samples=run_file.batch.global_samples)
+        return rate(run_file.schedule, peak, step=number, steps=run_file.run.steps)
+
     def held_out(self) -> Iterator[Batch]:
         """This rank's part of the held-out samples."""
         source, uniform = self.workload.data.held_out, self.generation.microbatching.uniform
@@ -147,7 +153,7 @@ def open_run(
     process.rendezvous.barrier(STARTED)
     mesh = build_mesh(
         layout, place.rank, store=process.store, device=process.device, generation=number, wire=run_file.wire,
-        conditions=conditions_from(environ),
+        conditions=process.conditions,
     )  # fmt: skip
     generation = _generation(run_file, process, workload, mesh, plan)
     scaler = scaler_of(run_file.precision)
