@@ -28,7 +28,7 @@ import os, signal, sys, time
 from pathlib import Path
 from shoal import errors
 from shoal.launch.environment import place_from
-from shoal.launch.failure import reporting
+from shoal.launch.failure import report_failure
 from shoal.launch.rank_process import die_with_parent
 from shoal.launch.signals import StopRequest
 die_with_parent(os.environ)
@@ -40,7 +40,7 @@ def ready():
 def until(condition):
     while not condition():
         time.sleep(0.01)
-with reporting(place, Path(os.environ["SHOAL_FAILURE_FOLDER"])):
+with report_failure(place, Path(os.environ["SHOAL_FAILURE_FOLDER"])):
 """
 
 

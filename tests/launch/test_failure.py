@@ -83,13 +83,13 @@ def test_torchrun_reads_what_is_written_for_it(tmp_path):
 
 
 def run(body: str, folder: str) -> subprocess.CompletedProcess[str]:
-    """A rank under `reporting`, in a process."""
+    """A rank under `report_failure`, in a process."""
     script = f"""
 import os, sys, threading, time
 from pathlib import Path
 from shoal.launch.environment import Place
-from shoal.launch.failure import reporting
-with reporting(Place(0, 1, 0, 1, 0, "torchrun"), {folder}):
+from shoal.launch.failure import report_failure
+with report_failure(Place(0, 1, 0, 1, 0, "torchrun"), {folder}):
     {body}
 print("went on")
 """

@@ -47,7 +47,7 @@ def test_among_echoes_an_explained_one_leads():
 
 def test_a_stopped_rank_leads_only_where_nobody_failed_by_itself():
     """Beside a cause of its own kind SIGSTOP is a remark; beside echoes it is the explanation."""
-    exits = [Exit(0, 100, -9, 1, ours=True), Exit(1, 101, 3, 0)]
+    exits = [Exit(0, 100, -9, 1, by_launcher=True), Exit(1, 101, 3, 0)]
     echo = failure_report(root_cause([record(1, "m", secondary=True)], exits), exits, stopped={0: 100}, log_tails={})
     assert echo.startswith("rank 0 (pid 100) is stopped (SIGSTOP)")
     own = failure_report(root_cause([record(1, "m")], exits), exits, stopped={0: 100}, log_tails={})

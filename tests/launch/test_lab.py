@@ -19,7 +19,7 @@ from shoal.launch import doctor
 from shoal.launch.lab import iproute, owner
 from shoal.launch.lab.iproute import counted
 from shoal.launch.lab.network import address, network
-from shoal.launch.lab.start import throttled
+from shoal.launch.lab.start import throttled_entry
 from tests.launch.labs import can_lab, lab_of
 
 __all__ = ["can_lab"]
@@ -212,8 +212,8 @@ def test_counters_leave_out_the_loopback(tmp_path: Path) -> None:
 
 def test_throttled_ranks_are_told_hosts_and_rates() -> None:
     """What a rank of a lab without namespaces gets: no command before its own, and the rates between hosts."""
-    placed = throttled(lab_of(hosts=2, ranks_per_host=2, rate_mbit=8), 3)
-    assert placed.enter == ()
+    placed = throttled_entry(lab_of(hosts=2, ranks_per_host=2, rate_mbit=8), 3)
+    assert placed.prefix == ()
     told = json.loads(placed.variables["SHOAL_LAB_RATES"])
     assert told["hosts"] == [0, 0, 1, 1]
     assert told["bytes_s"][0][1] == 1e6

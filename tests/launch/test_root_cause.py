@@ -23,7 +23,7 @@ def test_the_cause_is_the_earliest_that_is_not_an_echo(order, times):
         Exit(0, 0, 1, times[0]),
         Exit(1, 1, -9, times[1]),
         Exit(2, 2, 3, times[2]),
-        Exit(3, 3, -15, times[3], ours=True),
+        Exit(3, 3, -15, times[3], by_launcher=True),
         Exit(4, 4, 0, times[4]),
     ]
     failures = [failure(0, times[0]), failure(2, times[2], secondary=True, code=3)]

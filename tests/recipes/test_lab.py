@@ -11,7 +11,7 @@ import torch
 from shoal.comm.conditions import Conditions, HostRates
 from shoal.errors import ConfigError, UsageError
 from shoal.launch.environment import Place
-from shoal.launch.lab.start import RATES, throttled
+from shoal.launch.lab.start import RATES, throttled_entry
 from shoal.recipes.lab import conditions_from, processes_in
 from shoal.runfile.load import load_run
 from tests.cli.project import Project, project
@@ -89,7 +89,7 @@ def test_throttled_ranks_keep_to_the_rate_between_hosts(ranks) -> None:
 
 def test_a_throttled_rank_finds_the_rates_it_was_told() -> None:
     """From the launcher's variable to the conditions of a group; nothing without it."""
-    told = throttled(lab_of([{"host": 2, "rate_mbit": 4}], hosts=3, rate_mbit=8), 1).variables
+    told = throttled_entry(lab_of([{"host": 2, "rate_mbit": 4}], hosts=3, rate_mbit=8), 1).variables
     assert conditions_from({}) is None
     conditions = conditions_from({RATES: told[RATES]})
     assert conditions is not None

@@ -1,0 +1,35 @@
+"""Starting ranks, finding each other, and dying well. None of these names imports torch.
+
+What needs torch is in `rendezvous` (`open_store`, `Rendezvous`); hosts and slow links on one machine are in `lab`.
+"""
+
+from __future__ import annotations
+
+from shoal.launch.devices import MemoryLimit, gpus, memory_limit
+from shoal.launch.environment import Place, place_from
+from shoal.launch.failure import failure_of, report_failure
+from shoal.launch.lock import RunLock
+from shoal.launch.rank_process import die_with_parent
+from shoal.launch.root_cause import ExitCode
+from shoal.launch.signals import StopRequest, end_at_once
+from shoal.launch.spawn import run_ranks
+from shoal.launch.temporary_folder import temporary_folder
+from shoal.launch.versions import check_torch_version
+
+__all__ = [
+    "ExitCode",
+    "MemoryLimit",
+    "Place",
+    "RunLock",
+    "StopRequest",
+    "check_torch_version",
+    "die_with_parent",
+    "end_at_once",
+    "failure_of",
+    "gpus",
+    "memory_limit",
+    "place_from",
+    "report_failure",
+    "run_ranks",
+    "temporary_folder",
+]

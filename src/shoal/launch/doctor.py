@@ -1,7 +1,7 @@
 """What may stand in a run's way on this machine; each finding has its repair.
 
-Facts are read here and handed to small functions that judge them, so that a judgement can be tried without a machine
-that is ill. Nothing is imported that a run would import, nothing is changed.
+Facts are read in `findings` and handed to small pure functions, one a finding, so that tests can try each without a
+machine that is broken. Nothing is imported that a run would import, nothing is changed.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @contextlib.contextmanager
-def reporting(place: Place, folder: Path | None, *, torchrun_file: Path | None = None) -> Iterator[None]:
+def report_failure(place: Place, folder: Path | None, *, torchrun_file: Path | None = None) -> Iterator[None]:
     """Turn whatever escapes into a record in `folder`, and end the process with its exit code.
 
     Without a folder (another launcher's rank) the text goes to standard error, and into the file that torchrun reads

@@ -33,46 +33,13 @@ _PR_SET_PDEATHSIG = 1
 # a second in a rank that trains a small GPT. Kept: up to 1 GiB of free memory at the end of the heap, and blocks below
 # 32 MiB in the heap.
 MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
-
-
-def die_with_parent(environ: Mapping[str, str]) -> None:
-    """Arm both guards in a rank that Shoal's launcher started. Raises `EnvironmentFault` where the kernel refuses."""
-    launcher_pid = int(environ[LAUNCHER_PID])
-    if sys.platform == "linux":
-        _ask_kernel()
-    _watch(int(environ[LAUNCHER_PIPE]))
-    # The launcher may have died before the guard was armed: then a foster parent adopted this process.
-    if os.getppid() != launcher_pid:
-        _end()
-
-
-def _ask_kernel() -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL.value, 0, 0, 0) != 0:
-        reason = os.strerror(ctypes.get_errno())
-        raise EnvironmentFault(f"the kernel refused PR_SET_PDEATHSIG ({reason}): ranks must not outlive their launcher")
-
-
-def _watch(read_end: int) -> None:
-    def wait() -> None:
-        while os.read(read_end, 1):
-            pass
-        _end()
-
-    threading.Thread(target=wait, name="shoal-launcher-watch", daemon=True).start()
-
-
-def _end() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 _TAIL_BYTES = 8192
 
 
-class Placed(NamedTuple):
-    """Where a rank lives when that is not simply this host: what stands before its command, and what it is told."""
+class HostEntry(NamedTuple):
+    """How a rank gets onto its host: what stands before its command, and variables beside those of every rank."""
 
-    enter: Sequence[str]
+    prefix: Sequence[str]
     variables: Mapping[str, str]
 
 
@@ -186,3 +153,34 @@ def start(
 def _opened(log: Path) -> BinaryIO:
     log.parent.mkdir(parents=True, exist_ok=True)
     return log.open("ab")
+
+
+def die_with_parent(environ: Mapping[str, str]) -> None:
+    """Arm both guards in a rank that Shoal's launcher started. Raises `EnvironmentFault` where the kernel refuses."""
+    launcher_pid = int(environ[LAUNCHER_PID])
+    if sys.platform == "linux":
+        _ask_kernel()
+    _watch(int(environ[LAUNCHER_PIPE]))
+    # The launcher may have died before the guard was armed: then a foster parent adopted this process.
+    if os.getppid() != launcher_pid:
+        _end()
+
+
+def _ask_kernel() -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL.value, 0, 0, 0) != 0:
+        reason = os.strerror(ctypes.get_errno())
+        raise EnvironmentFault(f"the kernel refused PR_SET_PDEATHSIG ({reason}): ranks must not outlive their launcher")
+
+
+def _watch(read_end: int) -> None:
+    def wait() -> None:
+        while os.read(read_end, 1):
+            pass
+        _end()
+
+    threading.Thread(target=wait, name="shoal-launcher-watch", daemon=True).start()
+
+
+def _end() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)

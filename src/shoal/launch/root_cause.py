@@ -39,13 +39,13 @@ class ExitCode(int):
 
 @dataclass(frozen=True)
 class Exit:
-    """How a rank's process ended. `code` is negative for a signal; `ours`: a signal that the launcher sent."""
+    """How a rank's process ended. `code` is negative for a signal; `by_launcher`: a signal that the launcher sent."""
 
     rank: int
     pid: int
     code: int
     time_ns: int
-    ours: bool = False
+    by_launcher: bool = False
 
     @property
     def failed(self) -> bool:
@@ -66,7 +66,7 @@ class End:
         if self.failure is not None:
             explained = self.failure.kind == CollectiveError.__name__
             return int(self.failure.secondary), not explained, self.failure.time_ns
-        return (2 if self.exit.ours else 0), True, self.exit.time_ns
+        return (2 if self.exit.by_launcher else 0), True, self.exit.time_ns
 
     @property
     def primary(self) -> bool:
@@ -120,7 +120,7 @@ def _headline(end: End, world_size: int, log_tail: str) -> str:
 def _words(end: End, log_tail: str) -> str:
     if end.failure is not None:
         return end.failure.text
-    if end.exit.ours:
+    if end.exit.by_launcher:
         return "it did not end by itself in time, and the launcher ended it"
     hint = [_SIGKILL_HINT] if end.exit.code == -signal.SIGKILL else []
     return "\n".join([*hint, *([f"the end of its log:\n{log_tail}"] if log_tail else [])]) or "it left no message"
@@ -134,7 +134,7 @@ def _line(end: Exit, failed: End | None, cause: End, stopped: Collection[int]) -
         if failed.failure.secondary:
             return f"{start}lost another rank"
         return start + ("the same" if failed.sentence == cause.sentence else failed.sentence)
-    if end.ours:
+    if end.by_launcher:
         return f"{start}ended by the launcher{' while it was stopped' if end.rank in stopped else ''}"
     return f"{start}{how(end)}, no message"
 

@@ -19,7 +19,7 @@ from shoal.errors import Stopped
 from shoal.launch import sockets
 from shoal.launch.environment import STORE_FD, Environ
 from shoal.launch.failure import FAILURE_FOLDER, read_failures
-from shoal.launch.rank_process import LAUNCHER_PID, LAUNCHER_PIPE, Placed, RankProcess, rank_environment, start
+from shoal.launch.rank_process import LAUNCHER_PID, LAUNCHER_PIPE, HostEntry, RankProcess, rank_environment, start
 from shoal.launch.root_cause import ExitCode, exit_code, failure_report, root_cause
 from shoal.launch.supervision import Patience, Supervision, Watch, say
 from shoal.launch.temporary_folder import temporary_folder
@@ -35,13 +35,13 @@ def run_ranks(
     environ: Environ,
     keep_fds: Sequence[int] = (),
     patience: Patience | None = None,
-    placed: Callable[[int], Placed] | None = None,
+    entry_of: Callable[[int], HostEntry] | None = None,
 ) -> ExitCode:
     """Run `command` as `processes` ranks, and return the exit code that the launcher should exit with.
 
     Call it from the main thread: signals arrive there, and the ranks end when that thread does. `keep_fds` (the run
-    directory's lock) are open in every rank; `placed` says where each rank lives, if not on this host. What went wrong
-    is written to standard error. Raises `EnvironmentFault` where ranks cannot be started at all.
+    directory's lock) are open in every rank; `entry_of` says on which host each rank runs, if not on this one. What
+    went wrong is written to standard error. Raises `EnvironmentFault` where ranks cannot be started at all.
     """
     watch = Watch(Supervision(set(range(processes)), patience or Patience()))
     with temporary_folder() as folder, _listening(watch.events), _no_survivors(watch.ranks):
@@ -50,7 +50,7 @@ def run_ranks(
         with _pipe() as read_end:
             environ |= {LAUNCHER_PID: str(os.getpid()), LAUNCHER_PIPE: str(read_end)}
             fds = (read_end, *keep_fds)
-            _start_all(watch.ranks, command, processes, run_directory, environ, fds, placed or _here)
+            _start_all(watch.ranks, command, processes, run_directory, environ, fds, entry_of or _here)
             watch.until_all_left()
         return _conclude(watch, folder)
 
@@ -62,37 +62,37 @@ def _start_all(
     run_directory: Path,
     environ: Environ,
     keep_fds: Sequence[int],
-    placed: Callable[[int], Placed],
+    entry_of: Callable[[int], HostEntry],
 ) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     environ = {"GLOO_SOCKET_IFNAME": sockets.interface_name(), **environ}
     with sockets.listen_on_loopback() as listener:
         port, store_fd = listener.getsockname()[1], listener.fileno()
         for rank in range(processes):
-            enter, variables = placed(rank)
+            prefix, variables = entry_of(rank)
             own = rank_environment(environ, rank, processes=processes, port=port, cores=cores) | dict(variables)
             fds = [*keep_fds]
             # Ranks that are told to meet elsewhere cannot reach this socket: there, rank 0 makes its own.
             if rank == 0 and "MASTER_ADDR" not in variables:
                 own[STORE_FD] = str(store_fd)
                 fds.append(store_fd)
-            whole = [*enter, *command]
+            whole = [*prefix, *command]
             ranks.append(start(whole, rank, environ=own, run_directory=run_directory, pass_fds=fds))
 
 
-def _here(rank: int) -> Placed:
-    return Placed((), {})
+def _here(rank: int) -> HostEntry:
+    return HostEntry((), {})
 
 
 def _conclude(watch: Watch, folder: Path) -> ExitCode:
     """Say how the run ended, and with which code."""
     ends = root_cause(read_failures(folder), watch.exits)
-    asked_by = watch.supervision.asked_by
+    stop_signal = watch.supervision.stop_signal
     # A rank that saw another end by our signal may have lost it in a collective: that is no failure.
-    if asked_by is not None and any(end.exit.ours for end in ends) and not any(end.primary for end in ends):
-        sentence = f"{asked_by.name}: stopped at once; the next start goes on from the newest checkpoint"
+    if stop_signal is not None and any(end.exit.by_launcher for end in ends) and not any(end.primary for end in ends):
+        sentence = f"{stop_signal.name}: stopped at once; the next start goes on from the newest checkpoint"
         say(sentence)
-        return ExitCode(128 + asked_by, sentence=sentence)
+        return ExitCode(128 + stop_signal, sentence=sentence)
     code = exit_code(watch.exits, ends)
     if ends:
         tails = {rank.rank: rank.log_tail() for rank in watch.ranks if rank.rank == ends[0].exit.rank}

@@ -1,16 +1,16 @@
-"""When the launcher sends which signal: a state machine without processes or clocks.
+"""When the launcher sends which signal, and its event loop.
 
-    a rank fails              the others get `failure_s` to say their own last word, then SIGTERM, then SIGKILL
+`Supervision` is a state machine without processes or clocks: events come in with their time (monotonic seconds), what
+comes out is the signals to send now.
+
+    a rank fails              the others get `failure_s` to report their own errors, then SIGTERM, then SIGKILL
     a rank leaves with 75     the others are saving, too: they get `saving_s`, then the same
     the user asks to stop     SIGTERM to every rank, without a limit: they finish the step and save
     the user asks twice       SIGKILL to every rank
 
-Events come in with their time (monotonic seconds); what comes out is the signals to send now.
-
-The launcher's event loop: ends of ranks, signals to the launcher and deadlines, one at a time.
-
-One thread a rank waits for that rank's end, so that an end is noticed at once and nothing polls. All else happens in
-the thread that calls `until_all_left`: a pid is signalled and reaped by one thread only.
+`Watch` feeds it: ends of ranks, signals to the launcher and deadlines, one at a time. One thread a rank waits for that
+rank's end, so that an end is noticed at once and nothing polls. All else happens in the thread that calls
+`until_all_left`: a pid is signalled and reaped by one thread only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shoal.launch.rank_process import RankProcess
 from shoal.launch.root_cause import Exit
 from shoal.launch.signals import Debounce
 
-Sending = list[tuple[int, signal.Signals]]
+Sends = list[tuple[int, signal.Signals]]
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class Supervision:
     running: set[int]
     patience: Patience = field(default_factory=Patience)
     sent: dict[int, set[signal.Signals]] = field(default_factory=dict)
-    asked_by: signal.Signals | None = None
+    stop_signal: signal.Signals | None = None
     deadline_s: float | None = None
     _next: signal.Signals = signal.SIGTERM
     _debounce: Debounce = field(default_factory=Debounce)
 
-    def left(self, rank: int, code: int, *, now_s: float) -> None:
+    def on_exit(self, rank: int, code: int, *, now_s: float) -> None:
         """A rank has gone, with an exit code as `subprocess` gives it (negative for a signal)."""
         self.running.discard(rank)
         if code == 0:
@@ -62,14 +62,14 @@ class Supervision:
         if self.deadline_s is None or now_s + wait_s < self.deadline_s:
             self.deadline_s = now_s + wait_s
 
-    def asked(self, number: signal.Signals, *, now_s: float) -> Sending:
+    def on_signal(self, number: signal.Signals, *, now_s: float) -> Sends:
         """The launcher got a signal; another within the debounce is the same request."""
         if not self._debounce.request(now_s):
             return []
-        first, self.asked_by = self.asked_by is None, number
+        first, self.stop_signal = self.stop_signal is None, number
         return self._send(signal.SIGTERM if first else signal.SIGKILL)
 
-    def passed(self, now_s: float) -> Sending:
+    def on_time(self, now_s: float) -> Sends:
         """Time has gone by: once the deadline is over SIGTERM is due, and `terminate_s` later SIGKILL."""
         if self.deadline_s is None or now_s < self.deadline_s:
             return []
@@ -77,11 +77,11 @@ class Supervision:
         self.deadline_s = now_s + self.patience.terminate_s
         return self._send(number)
 
-    def is_ours(self, rank: int, code: int) -> bool:
+    def sent_by_launcher(self, rank: int, code: int) -> bool:
         """Whether this exit code is a signal that the launcher sent (ranks may also report signal n as 128 + n)."""
         return any(code in (-number, 128 + number) for number in self.sent.get(rank, ()))
 
-    def _send(self, number: signal.Signals) -> Sending:
+    def _send(self, number: signal.Signals) -> Sends:
         for rank in self.running:
             self.sent.setdefault(rank, set()).add(number)
         return [(rank, number) for rank in sorted(self.running)]
@@ -120,18 +120,20 @@ class Watch:
         if isinstance(event, RankProcess):
             self._note_end(event, now_s)
         elif event is not None:
-            first = self.supervision.asked_by is None
-            self._send(self.supervision.asked(event, now_s=now_s))
+            first = self.supervision.stop_signal is None
+            self._send(self.supervision.on_signal(event, now_s=now_s))
             if first:
                 say(f"{event.name}: finishing the step and saving; press again to stop at once")
         self._note_stopped()
-        self._send(self.supervision.passed(now_s))
+        self._send(self.supervision.on_time(now_s))
 
     def _note_end(self, rank: RankProcess, now_s: float) -> None:
         time_ns = time.time_ns()
         code = rank.reap()
-        self.exits.append(Exit(rank.rank, rank.pid, code, time_ns, ours=self.supervision.is_ours(rank.rank, code)))
-        self.supervision.left(rank.rank, code, now_s=now_s)
+        self.exits.append(
+            Exit(rank.rank, rank.pid, code, time_ns, by_launcher=self.supervision.sent_by_launcher(rank.rank, code))
+        )
+        self.supervision.on_exit(rank.rank, code, now_s=now_s)
 
     def _note_stopped(self) -> None:
         # Only once somebody has left: until then a stopped rank is the user's own business.
@@ -139,7 +141,7 @@ class Watch:
             held = (rank for rank in self.ranks if rank.rank in self.supervision.running and rank.is_stopped())
             self.stopped |= {rank.rank: rank.pid for rank in held}
 
-    def _send(self, sending: Sending) -> None:
+    def _send(self, sending: Sends) -> None:
         for rank, number in sending:
             self.ranks[rank].send(number)
 

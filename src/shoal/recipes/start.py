@@ -17,7 +17,7 @@ from shoal.comm.mpi.world import why_no_mpi
 from shoal.errors import EnvironmentFault, OutOfMemory, Stopped
 from shoal.launch.devices import gpus
 from shoal.launch.environment import Place, place_from
-from shoal.launch.failure import FAILURE_FOLDER, TORCHRUN_FILE, failure_of, reporting
+from shoal.launch.failure import FAILURE_FOLDER, TORCHRUN_FILE, failure_of, report_failure
 from shoal.launch.lab.lab_file import Lab
 from shoal.launch.lab.start import run_in_lab
 from shoal.launch.lock import RunLock
@@ -116,7 +116,7 @@ def as_rank(place: Place, work: Callable[[], None], environ: Mapping[str, str]) 
     folder, torchrun_file = (
         Path(path) if (path := environ.get(name)) else None for name in (FAILURE_FOLDER, TORCHRUN_FILE)
     )
-    with reporting(place, folder, torchrun_file=torchrun_file), end_at_once():
+    with report_failure(place, folder, torchrun_file=torchrun_file), end_at_once():
         if place.launcher == "shoal":
             die_with_parent(environ)
         try:

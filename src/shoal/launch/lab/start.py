@@ -17,7 +17,7 @@ from typing import Any
 from shoal.launch.environment import Environ
 from shoal.launch.lab.lab_file import Lab
 from shoal.launch.lab.network import Network, network
-from shoal.launch.rank_process import Placed
+from shoal.launch.rank_process import HostEntry
 from shoal.launch.root_cause import ExitCode
 from shoal.launch.spawn import run_ranks
 from shoal.launch.supervision import Patience, say
@@ -53,22 +53,22 @@ def run_in_lab(
             f"lab: {len(lab.hosts)} hosts by name only; ranks keep to the rates between them by themselves, which is "
             'an approximation (lab.network = "kernel" shapes real links)'
         )
-        return run_ranks(command, **common, placed=lambda rank: throttled(lab, rank))
+        return run_ranks(command, **common, entry_of=lambda rank: throttled_entry(lab, rank))
     with unwinding(), network(lab) as net:
-        return run_ranks(command, **common, placed=lambda rank: placed(net, rank))
+        return run_ranks(command, **common, entry_of=lambda rank: kernel_entry(net, rank))
 
 
-def placed(net: Network, rank: int) -> Placed:
+def kernel_entry(net: Network, rank: int) -> HostEntry:
     """A rank in the namespace of its host."""
     host = net.lab.host_of[rank]
-    return Placed(net.enter(host), {**_place(net.lab, rank), **net.environ(host)})
+    return HostEntry(net.enter(host), {**_place(net.lab, rank), **net.environ(host)})
 
 
-def throttled(lab: Lab, rank: int) -> Placed:
+def throttled_entry(lab: Lab, rank: int) -> HostEntry:
     """A rank of this machine that takes itself for one of a lab's host, and keeps to its rates."""
     host = lab.hosts[lab.host_of[rank]]
     rates = json.dumps({"hosts": lab.host_of, "bytes_s": lab.bytes_s()})
-    return Placed((), {**_place(lab, rank), "SHOAL_HOST": host.name, RATES: rates})
+    return HostEntry((), {**_place(lab, rank), "SHOAL_HOST": host.name, RATES: rates})
 
 
 @contextlib.contextmanager
