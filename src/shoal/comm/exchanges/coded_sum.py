@@ -28,9 +28,7 @@ from shoal.maths.counter import key_of
 
 @dataclass
 class Spent:
-    """What coding took, in seconds, and the squared norms of what was to be sent (`term`) and of what was not
-    (`error`).
-    """
+    """Seconds of coding, and squared norms: `term` is what was to be sent, `error` what was not."""
 
     encode_s: float = 0.0
     decode_s: float = 0.0
