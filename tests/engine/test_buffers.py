@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.engine.batch_statistics import BufferGuard
+from shoal.engine.batch_statistics import BufferGuard, StepBuffers
 from shoal.errors import UserCodeError
 from tests.comm.groups import replicas
 from tests.engine.same_math import Case, Pictures, alone, trajectory
@@ -46,7 +46,7 @@ def refused(place) -> str:
 
 def test_a_buffer_that_follows_a_ranks_samples_is_refused_on_several_ranks(ranks) -> None:
     """Both ranks name it in the first step; one rank alone may keep it; a counter is no problem."""
-    assert all("its buffer seen" in sentence for sentence in ranks(2, refused))
+    assert all("changes seen in forward" in sentence for sentence in ranks(2, refused))
     alone(Case(model=of_samples, data=Pictures))
     _, _, weights = ranks(2, trajectory, Case(model=of_steps, data=Pictures), None)[1]
     assert weights["seen"] == Case().steps
@@ -54,14 +54,51 @@ def test_a_buffer_that_follows_a_ranks_samples_is_refused_on_several_ranks(ranks
 
 def skipped(place) -> float:
     model = Running(of_samples=True)
-    guard = BufferGuard(model, replicas(place).world)
+    buffers = StepBuffers(model)
+    guard = BufferGuard(buffers, replicas(place).world)
     for value, committed in ((1.0, True), (float("nan"), False)):
-        guard.start()
+        buffers.start()
+        buffers.rewind()
         model(torch.full((2, 64), value))
-        guard.finish(committed=committed)
+        guard.finish(committed=committed, moving_anywhere=guard.moving)
     return float(model.seen)
 
 
 def test_a_skipped_step_leaves_no_trace_in_a_buffer(ranks) -> None:
     """A NaN that a skipped step wrote into a running mean is taken back."""
     assert ranks(1, skipped) == [pytest.approx(1.0)]
+
+
+class Late(Running):
+    """Begins to follow its samples at the third forward; its buffer need not be saved."""
+
+    def __init__(self) -> None:
+        super().__init__(of_samples=True)
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+        self.forwards = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        return super().forward(x) if self.forwards >= 3 else self.layer(x.flatten(1))
+
+
+def refused_late(place) -> str:
+    try:
+        trajectory(place, Case(model=Late, data=Pictures), None)
+    except UserCodeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_buffer_that_begins_to_move_later_is_refused_too(ranks) -> None:
+    """In the step after, on every rank alike, whether it is saved or not."""
+    assert all("changes seen in forward" in sentence for sentence in ranks(2, refused_late))
+
+
+def test_microbatches_see_the_buffers_that_the_step_began_with() -> None:
+    """A counter counts steps, however they are cut; what follows samples is refused where microbatches would cut it."""
+    for micro_samples in (None, 4, 3):
+        _, _, weights = alone(Case(model=of_steps, data=Pictures), micro_samples)
+        assert weights["seen"] == Case().steps
+    with pytest.raises(UserCodeError, match="microbatches that see other samples"):
+        alone(Case(model=of_samples, data=Pictures), 4)

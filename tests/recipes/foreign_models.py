@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.models.roles import Part, Role, run_chain
+
 VOCABULARY, WIDTH = 61, 16
 
 
@@ -196,9 +198,111 @@ class Times:
         return 1_700_000_000 + fractions, float(fractions.sum())
 
 
+class Recurrent(nn.Module):
+    """An LSTM of three layers with dropout between them, and attention by `nn.MultiheadAttention` with its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=3, dropout=0.2, batch_first=True)
+        self.attention = nn.MultiheadAttention(WIDTH, 4, dropout=0.2, batch_first=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.lstm(self.embedding(tokens))[0]
+        return self.head(x + self.attention(x, x, x, need_weights=False)[0])
+
+
+class Noisy(nn.Module):
+    """Draws noise as a variational autoencoder and a diffusion model do; dropout of channels and of a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        times = torch.randint(0, 10, (len(tokens),))[:, None, None]
+        x = x + 0.1 * times * torch.randn_like(x) + 0.1 * torch.rand(len(tokens), 1, WIDTH)
+        x = F.dropout1d(x, 0.2, self.training)
+        return F.linear(x, F.dropout(self.head.weight, 0.1, self.training), self.head.bias)
+
+
+class Dropping(nn.Module):
+    """Declares roles and a chain, with dropout between split layers, behind them, and in attention by heads."""
+
+    def __init__(self, *, dropout: float = 0.2) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.blocks = nn.ModuleList(DroppingBlock(dropout) for _ in range(2))
+
+    def context(self, tokens: Tensor) -> Tensor:
+        return tokens
+
+    def parts(self) -> list[Part]:
+        blocks = [
+            Part(f"blocks.{i}", (f"blocks.{i}",), lambda x, _, block=block: block(x))
+            for i, block in enumerate(self.blocks)
+        ]
+        return [
+            Part("embedding", ("embedding",), lambda _, tokens: self.embedding(tokens)),
+            *blocks,
+            Part("head", ("head",), lambda x, _: self.head(x)),
+        ]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return run_chain(self, tokens)
+
+    def parameter_roles(self) -> dict[str, Role]:
+        return {
+            "embedding.*": Role("embedding", None, decay=True),
+            "head.*": Role("head", None, decay=True),
+            "*.query.*": Role("column", None, decay=True),
+            "*.key.*": Role("column", None, decay=True),
+            "*.value.*": Role("column", None, decay=True),
+            "*.output.weight": Role("row", None, decay=True),
+            "*.feed_forward.0.*": Role("column", None, decay=True),
+            "*.feed_forward.3.weight": Role("row", None, decay=True),
+            "*.bias": Role("bias", None, decay=False),
+        }
+
+
+class DroppingBlock(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.attention = DroppingAttention(dropout)
+        self.feed_forward = nn.Sequential(
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.GELU(),
+            nn.Dropout(dropout),
+            nn.Linear(2 * WIDTH, WIDTH),
+            nn.Dropout(dropout),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x)
+        return x + self.feed_forward(x)
+
+
+class DroppingAttention(nn.Module):
+    head_size = 4
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.output = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
+        p = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p)
+        return F.dropout(self.output(y.transpose(1, 2).flatten(2)), self.dropout, training=self.training)
+
+
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "nested": Nested, "cached": Cached, "conv_norm": ConvNorm, "spectral": Spectral, "distilled": Distilled,
-    "rotated": Rotated, "doubled": Doubled,
+    "rotated": Rotated, "doubled": Doubled, "recurrent": Recurrent, "noisy": Noisy, "dropping": Dropping,
 }  # fmt: skip
 
 

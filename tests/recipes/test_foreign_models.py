@@ -16,6 +16,7 @@ from tests.recipes.layouts import GPT, corpus, verified
 SHARD, REPLICATE = {"layout": {"shard": 2}}, {"layout": {"replicate": 2}}
 GROUPED = {"model": foreign("conv_norm", {"batch_norm": "grouped", "group_samples": 2}), "data": PICTURES}
 FROZEN = {"model": foreign("conv_norm", frozen=True), "data": PICTURES}
+MICRO: dict[str, Any] = {"batch": {"micro_samples": 3}}
 FULL = {"memory": {"recompute": "full"}}
 
 
@@ -44,6 +45,21 @@ SAME: dict[str, tuple[int, dict[str, Any]]] = {
     "grouped norms, zero 3": (2, {**GROUPED, **SHARD}),
     "grouped norms, microbatches": (1, {**GROUPED, "batch": {"micro_samples": 4}}),
     "cached, recomputed": (1, {"model": foreign("cached"), **FULL, "layout": {"replicate": 1}}),
+    "spectral norm, microbatches": (1, {"model": foreign("spectral"), **MICRO}),
+    "spectral norm": (2, {"model": foreign("spectral"), **REPLICATE, **MICRO}),
+    "a teacher that follows, microbatches": (1, {"model": foreign("distilled"), **MICRO}),
+    "a teacher that follows": (2, {"model": foreign("distilled"), **SHARD, **MICRO}),
+    "dropout, microbatches": (1, {"model": foreign("nested", dropout=0.1), **MICRO}),
+    "dropout": (2, {"model": foreign("nested", dropout=0.1), **SHARD, **MICRO}),
+    "dropout, recomputed": (2, {"model": foreign("nested", dropout=0.1), **REPLICATE, **FULL, **MICRO}),
+    "recurrent dropout": (2, {"model": foreign("recurrent"), **REPLICATE, **MICRO}),
+    "noise": (2, {"model": foreign("noisy"), **REPLICATE, **MICRO}),
+    "dropout, tensor": (2, {"model": foreign("dropping"), "layout": {"tensor": 2}, **MICRO}),
+    "dropout, sequence": (2, {"model": foreign("dropping"), "layout": {"tensor": 2, "sequence_parallel": True}}),
+    "dropout, pipeline": (2, {"model": foreign("dropping"), "layout": {"pipeline": 2}}),
+    "dropout, pipeline, recomputed": (2, {"model": foreign("dropping"), "layout": {"pipeline": 2}, **FULL}),
+    "bfloat16": (2, {"model": foreign("nested", dropout=0.1), "precision": {"kind": "bfloat16"}, **REPLICATE}),
+    "float16": (2, {"model": foreign("nested"), "precision": {"kind": "float16"}, **SHARD}),
     "one block, two stages": (4, {"model": GPT | {"layers": 1}, "layout": {"pipeline": 2, "context": 2}}),
 }
 

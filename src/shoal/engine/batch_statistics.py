@@ -1,19 +1,18 @@
-"""Buffers that a module changes in its forward, such as running statistics.
+"""State that a module changes in its forward: running statistics, power iterations, teachers that follow by an average.
 
-They are not gradients, so nothing sums them. Two things could go wrong in silence: ranks see other samples, so the
-buffers drift apart, and what is evaluated and saved depends on the layout; and a step that is skipped for a NaN has
-already written it.
+Nothing sums it as gradients are summed, so two things could go wrong in silence: it comes to depend on how a step's
+samples are cut, and a step that is skipped for a NaN has already written it. The rule is therefore: within a step,
+every forward begins with the state that the step began with (`StepBuffers`). What follows from the weights alone, such
+as spectral norm, is then changed once a step, and alike on every rank and by every microbatch. What follows from the
+samples is not alike, and `BufferGuard` refuses it by name, in whichever step it begins to move.
 
-So the first step shows which buffers change. On several ranks they must have changed alike, or the run is refused by
-name; and a skipped step puts them back. Modules that follow `StepStatistics` bring their own agreement, and buffers
-that are not saved are their module's business.
-
-Batch statistics that a model keeps for evaluation, summed over the replicas once a step.
+Modules that follow `StepStatistics` bring their own agreement: `StatisticsSync` sums it over the replicas once a step.
 """
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Iterator
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,56 +22,176 @@ from shoal.errors import UserCodeError
 from shoal.models.grouped_norm import StepStatistics
 
 
-class BufferGuard:
-    """Watches the persistent buffers of `model` over the ranks of `group`."""
+class StepBuffers:
+    """The buffers of `model`, saved or not, and its untrained parameters: what may change without a gradient.
 
-    def __init__(self, model: nn.Module, group: Collective) -> None:
-        self._group = group
-        agreeing = [module for module in model.modules() if isinstance(module, StepStatistics)]
-        agreed = {id(buffer) for module in agreeing for buffer in cast(nn.Module, module).buffers()}
-        saved = set(model.state_dict(keep_vars=True))
-        self._watched = {n: b for n, b in model.named_buffers() if n in saved and id(b) not in agreed}
-        self._before: dict[str, Tensor] = {}
-        self._known = not self._watched
+    Left out are those of `StepStatistics`, and caches, which begin as None or change their shape. Untrained parameters
+    are watched if there are no more of them than of trained ones (a teacher, not a base that adapters are added to);
+    those that have not moved in the first `WATCHED_STEPS` steps are let go.
+
+    `moving` are the names of what has changed so far; `of_samples` is one that two forwards of this step changed
+    otherwise, None where there is none.
+    """
+
+    WATCHED_STEPS = 3
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._places: dict[str, tuple[dict[str, Any], str]] = {}
+        self._start: dict[str, Tensor] = {}
+        self._after_first: dict[str, Tensor] = {}
+        self._versions: dict[str, int] = {}
+        self._forwards, self._steps = 0, 0
+        self.moving: set[str] = set()
+        self.of_samples: str | None = None
+
+    @property
+    def watched(self) -> list[str]:
+        """The names of what is watched, sorted: the same on every rank that holds the same layers."""
+        return sorted(self._start)
+
+    def now(self, name: str) -> Tensor:
+        """What is there under a watched name."""
+        owner, attribute = self._places[name]
+        return owner[attribute]
 
     def start(self) -> None:
-        """Before a step."""
-        self._before = {name: buffer.clone() for name, buffer in self._watched.items()}
+        """A step begins."""
+        if not self._steps:
+            self._places = dict(_places(self._model))
+            self._start = {name: self.now(name).detach().clone() for name in self._places}
+        for name in self.moving & set(self._start):
+            self._start[name].copy_(self.now(name).detach())
+        self._versions = {name: self.now(name)._version for name in self._start}
+        self._after_first, self._forwards, self.of_samples = {}, 0, None
+        self._steps += 1
 
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Between two steps something else, such as an evaluation, may have changed it: the next step starts there."""
+        for name in self._comparable():
+            self._start[name].copy_(self.now(name))
+
+    @torch.no_grad()
+    def rewind(self) -> None:
+        """Before each forward: back to the state with which the step began."""
+        self._forwards += 1
+        if self._forwards == 1:
+            return
+        for name in self._comparable():
+            tensor = self.now(name)
+            touched = name in self.moving or tensor._version != self._versions.get(name)
+            if touched and not _same(tensor, self._start[name]):
+                self._compare_forwards(name, tensor)
+                tensor.copy_(self._start[name])
+                self._versions[name] = tensor._version
+
+    @torch.no_grad()
     def finish(self, *, committed: bool) -> None:
-        """After a step. Raises `UserCodeError`, on every rank alike, for buffers that follow a rank's own samples."""
-        if not self._known:
+        """The step is over. A step that is not `committed` leaves no trace."""
+        self._start = {name: self._start[name] for name in self._comparable()}
+        for name, start in self._start.items():
+            tensor = self.now(name)
+            if not _same(tensor, start):
+                self.moving.add(name)
+                self._compare_forwards(name, tensor)
+                if not committed:
+                    tensor.copy_(start)
+        if self._steps == self.WATCHED_STEPS:
+            still = {name for name, _ in self._model.named_parameters()} - self.moving
+            self._start = {name: start for name, start in self._start.items() if name not in still}
+
+    def _compare_forwards(self, name: str, tensor: Tensor) -> None:
+        """`tensor` is what a forward has left: does another forward of this step leave something else?"""
+        if not _same(self._after_first.setdefault(name, tensor.detach().clone()), tensor):
+            self.of_samples = name
+
+    def _comparable(self) -> list[str]:
+        """The names of what is no cache."""
+        return [name for name, start in self._start.items() if _alike(self.now(name), start)]
+
+
+def _places(model: nn.Module) -> Iterator[tuple[str, tuple[dict[str, Any], str]]]:
+    """Where everything lies that may change without a gradient: its name, and the dictionary and key that hold it."""
+    agreed = {id(b) for m in model.modules() if isinstance(m, StepStatistics) for b in cast(nn.Module, m).buffers()}
+    sizes = dict.fromkeys((False, True), 0)
+    for parameter in model.parameters():
+        sizes[parameter.requires_grad] += parameter.numel()
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        for name, buffer in module._buffers.items():
+            if buffer is not None and id(buffer) not in agreed:
+                yield f"{prefix}{name}", (module._buffers, name)  # type: ignore[misc]
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not parameter.requires_grad and sizes[False] <= sizes[True]:
+                yield f"{prefix}{name}", (module._parameters, name)  # type: ignore[misc]
+
+
+def _alike(tensor: Tensor | None, start: Tensor) -> bool:
+    return tensor is not None and tensor.shape == start.shape and tensor.dtype == start.dtype
+
+
+class BufferGuard:
+    """Refuses state of `buffers` that is not the same on all ranks of `group`, which hold the same layers.
+
+    The first step is compared, and every step once something has moved anywhere: `moving` is to be made known to all
+    ranks before `finish`.
+    """
+
+    def __init__(self, buffers: StepBuffers, group: Collective) -> None:
+        self._buffers, self._group = buffers, group
+        self._first = True
+
+    @property
+    def moving(self) -> bool:
+        """Has anything changed on this rank so far?"""
+        return bool(self._buffers.moving)
+
+    def finish(self, *, committed: bool, moving_anywhere: bool) -> None:
+        """After a step. Raises `UserCodeError`, on every rank alike, for what follows a rank's own samples."""
+        buffers = self._buffers
+        buffers.finish(committed=committed)
+        if self._group.size > 1 and (self._first or moving_anywhere):
             self._require_alike()
-            self._watched = {n: b for n, b in self._watched.items() if not torch.equal(b, self._before[n])}
-            self._known = True
-        if not committed:
-            for name, buffer in self._watched.items():
-                buffer.copy_(self._before[name])
+        elif buffers.of_samples is not None and self._group.size == 1:
+            raise _follows_samples(buffers.of_samples, "microbatches")
+        self._first = False
 
     def _require_alike(self) -> None:
-        if self._group.size == 1:
+        buffers, names = self._buffers, self._buffers.watched
+        if not names:
             return
-        for name in self._unlike():
-            raise UserCodeError(
-                f"the module changes its buffer {name} in forward, and ranks that see other samples change it "
-                "otherwise; what is evaluated and saved would depend on the layout. Compute it without the samples, or "
-                "follow shoal.models.grouped_norm.StepStatistics, which sums over ranks once a step"
-            )
+        sums = [_checksum(buffers.now(name)) for name in names]
+        if buffers.of_samples is not None:
+            sums[names.index(buffers.of_samples)] = torch.tensor(float(self._group.rank), dtype=torch.float64)
+        own = torch.stack([total.to(sums[0].device) for total in sums])
+        extremes = torch.cat([own, -own])
+        self._group.all_reduce(extremes, "max").wait()
+        high, low = extremes.chunk(2)
+        for name, same in zip(names, (high == -low).tolist(), strict=True):
+            if not same:
+                raise _follows_samples(name, "ranks")
 
-    def _unlike(self) -> list[str]:
-        """The watched buffers that are not the same on every rank."""
-        names = sorted(self._watched)
-        largest = torch.stack([_checksum(self._watched[name]) for name in names])
-        smallest = largest.clone()
-        self._group.all_reduce(largest, "max").wait()
-        self._group.all_reduce(smallest, "min").wait()
-        return [name for name, high, low in zip(names, largest.tolist(), smallest.tolist(), strict=True) if high != low]
+
+def _follows_samples(name: str, what: str) -> UserCodeError:
+    return UserCodeError(
+        f"the module changes {name} in forward, and {what} that see other samples change it otherwise; what is "
+        "evaluated and saved would depend on the layout. Compute it without the samples, or follow "
+        "shoal.models.grouped_norm.StepStatistics, which sums over ranks once a step"
+    )
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """The same numbers; a NaN is itself."""
+    if torch.equal(a, b):
+        return True
+    return a.is_floating_point() and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
 def _checksum(buffer: Tensor) -> Tensor:
     flat = torch.view_as_real(buffer).flatten() if buffer.is_complex() else buffer.flatten()
     weights = torch.arange(1, flat.numel() + 1, dtype=torch.float64, device=flat.device)
-    return (flat.double().nan_to_num() * weights.sin()).sum()
+    return (flat.detach().double().nan_to_num() * weights.sin()).sum()
 
 
 class StatisticsSync:

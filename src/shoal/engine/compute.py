@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.data.sample import Batch, first_leaf, map_tree
+from shoal.engine.batch_statistics import StepBuffers
 from shoal.engine.loss import Loss, call_model
 from shoal.engine.precision import Precision
 from shoal.engine.randomness import Randomness
@@ -51,9 +52,11 @@ class Compute:
     cut: Cut = field(default=uncut)
     gathered: Callable[[Any], Any] = field(default=as_it_is)
     frozen: Sequence[nn.Module] = field(init=False)
+    buffers: StepBuffers = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "frozen", frozen_modules(self.model))
+        object.__setattr__(self, "buffers", StepBuffers(self.model))
 
     def train(self) -> None:
         """The model in training mode, what the user has frozen in evaluation mode."""
@@ -67,7 +70,9 @@ class Compute:
     def announce(self, microbatch: Microbatch, factor: Callable[[], float]) -> None:
         """Tells the model which samples come next; their losses will be multiplied by `factor()`."""
         batch = microbatch.batch
-        self.randomness.microbatch(batch.positions)
+        self.buffers.rewind()
+        first = first_leaf(batch.inputs)
+        self.randomness.microbatch(batch.positions, tokens=first.shape[1] if first.ndim > 1 else 0)
         if self._mixtures:
             weights = microbatch.weights
             whole = weights.flatten(1).sum(1) if weights.ndim > 1 else weights
@@ -75,7 +80,7 @@ class Compute:
 
     def losses(self, batch: Batch) -> tuple[Any, Tensor]:
         """The whole chain on a prepared batch: its outputs, and the loss of each sample or position."""
-        with self.precision.autocast(self.device):
+        with self.precision.autocast(self.device), self.randomness.drawing():
             outputs = call_model(self.model, batch.inputs)
             return outputs, self.loss(outputs, batch.targets)
 

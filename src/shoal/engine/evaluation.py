@@ -35,6 +35,7 @@ def evaluate(
     finally:
         for module, training in was_training.items():
             module.training = training
+        forward_backward.compute.buffers.refresh()
     if group.size > 1:
         group.all_reduce(sums).wait()
     total, weight, right, counted = sums.tolist()

@@ -98,7 +98,7 @@ class SequentialForwardBackward:
             scale = factor()
             if last:
                 on_loss(total if self.counts else torch.zeros_like(total))
-            with gradients.backward(last=last):
+            with gradients.backward(last=last), self.compute.randomness.drawing():
                 (loss_sum * scale).backward()
 
     def evaluate(self, batch: Batch) -> Evaluated | None:
@@ -198,11 +198,12 @@ class PipelinedForwardBackward:
         @contextmanager
         def around(action: Action) -> Iterator[None]:
             if action.kind != "F":  # a backward runs in the types of its forward
-                yield
+                with self.compute.randomness.drawing():
+                    yield
                 return
             if announced is not None:
                 self.compute.announce(microbatches[action.microbatch], partial(announced, action.microbatch))
-            with self.compute.precision.autocast(self.compute.device):
+            with self.compute.precision.autocast(self.compute.device), self.compute.randomness.drawing():
                 yield
 
         run = partial(run_pipeline, splits=self.splits) if update is None else partial(run_pipedream, update=update)

@@ -9,7 +9,7 @@ of the model's N numbers is compared on the scale of the larger of its own norm 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -18,24 +18,30 @@ from torch import Tensor
 
 from shoal.topology.box import Box
 
-NOISE_SHARE = 1e-3
-"""Below this share of its due part of the whole gradient, a tensor's gradient is taken for noise."""
-
-Quantity = Literal["loss", "norm", "gradient", "weight", "route", "neighbours"]
+Quantity = Literal["loss", "norm", "gradient", "weight", "buffer", "rate", "route", "neighbours"]
 
 
 @dataclass(frozen=True)
 class Tolerances:
-    """Largest relative differences; those of contracts.md for float32 and float64."""
+    """Largest relative differences. `noise_share`: below this share of its due part of the whole gradient, a tensor's
+    gradient is taken for noise.
+    """
 
     loss: float
     norm: float
     gradient: float
     weight: float
+    noise_share: float = 1e-3
 
 
 SINGLE = Tolerances(loss=1e-5, norm=1e-5, gradient=1e-5, weight=1e-6)
 EXACT = Tolerances(loss=1e-12, norm=1e-12, gradient=1e-12, weight=1e-12)
+HALF = Tolerances(loss=2**-8, norm=2**-5, gradient=2**-3, weight=2**-7, noise_share=0.3)
+"""Under autocast each product is rounded to 8 bits (bfloat16), otherwise in each layout: errors of a rounding in the
+loss, and of many in a gradient. What is wrong by a factor, or left out, is larger.
+"""
+
+RATE_TOLERANCE = 1e-12
 
 
 class Part(NamedTuple):
@@ -71,7 +77,7 @@ def compare_number(step: int, quantity: Quantity, found: float, wanted: float, *
 
 
 def compare_gradients(
-    step: int, parts: Iterable[Part], wanted: dict[str, Tensor], *, tolerance: float
+    step: int, parts: Iterable[Part], wanted: dict[str, Tensor], *, tolerances: Tolerances
 ) -> list[Finding]:
     """Every rank's boxes of every gradient beside the reference's."""
     numbers = sum(gradient.numel() for gradient in wanted.values())
@@ -79,15 +85,26 @@ def compare_gradients(
     own = {name: float(gradient.double().norm()) for name, gradient in wanted.items()}
 
     def scale(name: str) -> float:
-        return max(own[name], NOISE_SHARE * whole * math.sqrt(wanted[name].numel() / numbers))
+        return max(own[name], tolerances.noise_share * whole * math.sqrt(wanted[name].numel() / numbers))
 
-    return [_compared(step, "gradient", part, wanted, scale(part.name), tolerance) for part in parts]
+    return [_compared(step, "gradient", part, wanted, scale(part.name), tolerances.gradient) for part in parts]
 
 
-def compare_weights(step: int, parts: Iterable[Part], wanted: dict[str, Tensor], *, tolerance: float) -> list[Finding]:
-    """Every rank's boxes of every parameter after the step beside the reference's."""
+def compare_weights(
+    step: int, parts: Iterable[Part], wanted: dict[str, Tensor], *, tolerance: float, quantity: Quantity = "weight"
+) -> list[Finding]:
+    """Every rank's boxes of every parameter, or buffer, after the step beside the reference's."""
     scales = {name: float(weight.double().norm()) for name, weight in wanted.items()}
-    return [_compared(step, "weight", part, wanted, scales[part.name], tolerance) for part in parts]
+    return [_compared(step, quantity, part, wanted, scales[part.name], tolerance) for part in parts]
+
+
+def compare_rates(rates: Iterable[Sequence[float]], wanted: Mapping[int, float]) -> list[Finding]:
+    """Every rank's learning rates at the steps of `wanted`, in its order, beside those that the schedule asks for."""
+    return [
+        Finding(step, "rate", f"of step {step}", rank, abs(found - lr) / max(abs(lr), 1e-300), RATE_TOLERANCE)
+        for rank, own in enumerate(rates)
+        for (step, lr), found in zip(wanted.items(), own, strict=True)
+    ]
 
 
 def assembled(parts: Iterable[Part], like: dict[str, Tensor]) -> dict[str, Tensor]:

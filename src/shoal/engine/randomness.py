@@ -1,35 +1,51 @@
 """Where a step's random numbers come from: from (seed, step, sample), never from what was drawn before.
 
-Shoal's own dropout is keyed on the sample, so that its masks do not depend on the layout. A user's module may draw from
-PyTorch's generator: that is seeded anew in each step from (seed, step, replica), so that a resumed run draws what the
+Shoal's own dropout is keyed on the sample, and so is what a user's module draws through `F.dropout` and the common
+random functions (`shoal.models.keyed_draws`): neither depends on the layout. Whatever else is drawn from PyTorch's
+generator, which is seeded anew in each step from (seed, step, replica), so that a resumed run draws what the
 uninterrupted one would have drawn, and no generator state needs saving.
 """
 
 from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shoal.maths.counter import bits, key_of
 from shoal.models.dropout import KeyedDropout, set_sample_keys
+from shoal.models.keyed_draws import KeyedDraws
 
 
 class Randomness:
-    """Seeds what a step of `model` draws."""
+    """Seeds what a step of `model` draws. `draws`: the mode for a user's module; None for one of Shoal's own."""
 
-    def __init__(self, model: nn.Module, *, seed: int, replica: int) -> None:
-        self._seed, self._replica = seed, replica
-        self._sample_key = key_of(seed, "dropout")
+    def __init__(self, model: nn.Module, *, seed: int, replica: int, draws: KeyedDraws | None = None) -> None:
+        self._seed, self._replica, self.draws = seed, replica, draws
+        self._sample_key, self._step = key_of(seed, "dropout"), 0
         self._keyed = [m for m in model.modules() if isinstance(m, KeyedDropout) and m.p > 0]
 
     def step(self, step: int) -> None:
         """Before a step."""
+        self._step = step
         seed = key_of(self._seed, "step", step, self._replica)
         torch.default_generator.manual_seed(seed)  # `torch.manual_seed` takes a millisecond to note it for absent GPUs
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(seed)
 
-    def microbatch(self, positions: Tensor) -> None:
-        """Before the forward of a microbatch whose samples stand at `positions` (int64 [samples])."""
-        if self._keyed:
-            set_sample_keys(self._keyed, bits(self._sample_key, positions))
+    def microbatch(self, positions: Tensor, *, tokens: int = 0) -> None:
+        """Before the forward of a microbatch whose samples stand at `positions` (int64 [samples]).
+
+        `tokens`: of each sample this rank gets so many.
+        """
+        if self._keyed or self.draws is not None:
+            keys = bits(self._sample_key, positions)
+            set_sample_keys(self._keyed, keys)
+            if self.draws is not None:
+                self.draws.begin(self._step, keys, tokens=tokens)
+
+    def drawing(self) -> AbstractContextManager[Any]:
+        """Around every forward, and every backward, which may repeat one."""
+        return nullcontext() if self.draws is None else self.draws

@@ -44,28 +44,31 @@ class RankContext:
 
     def __post_init__(self) -> None:
         self.model, self.device = self.forward_backward.compute.model, self.forward_backward.compute.device
-        self.forward_backward.compute.train()
+        compute = self.forward_backward.compute
+        compute.train()
         self._statistics = StatisticsSync(self.model, self.data_parallel_group)
-        self._buffers = BufferGuard(self.model, self.data_parallel_group)
+        self._guard = BufferGuard(compute.buffers, self.data_parallel_group)
         self.mixtures = mixtures_of(self.model)
         self._begin_s = 0.0
 
     def begin(self, step: int) -> None:
         """Prepares the model for a step."""
         self._begin_s = time.perf_counter()
+        compute = self.forward_backward.compute
         if not self.model.training:  # after an evaluation
-            self.forward_backward.compute.train()
-        self._buffers.start()
-        self.forward_backward.compute.randomness.step(step)
+            compute.train()
+        compute.buffers.start()
+        compute.randomness.step(step)
 
     def tally(self, batches: Sequence[Batch], *, stop: bool) -> PendingTally:
         """Starts counting what all ranks train on, and who asks to stop."""
-        return PendingTally(batches if self.counts else (), self.lockstep, stop=stop, device=self.device)
+        counted, moving = batches if self.counts else (), self._guard.moving
+        return PendingTally(counted, self.lockstep, stop=stop, device=self.device, buffers_move=moving)
 
-    def finish(self, *, committed: bool) -> None:
+    def finish(self, tally: Tally, *, committed: bool) -> None:
         """Keeps what the forward changed beside the parameters, or takes it back."""
         self._statistics.finish(committed=committed)
-        self._buffers.finish(committed=committed)
+        self._guard.finish(committed=committed, moving_anywhere=tally.buffers_move)
 
     def result(
         self,

@@ -40,13 +40,14 @@ class Reference:
     """The whole model `compute.model` and its optimizer in this process.
 
     One forward takes all samples that it is given and that have the same shapes; `grouped`: the batches are groups that
-    the user has stated, and stay as they are.
+    the user has stated, and stay as they are. `scale`: the loss is multiplied by it in the backward, for float16.
     """
 
     compute: Compute
     optimizer: torch.optim.Optimizer
     clip_norm: float | None
     grouped: bool = False
+    scale: float = 1.0
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -60,6 +61,7 @@ class Reference:
         """Of step `step` over `batches`, which are the global batch."""
         self.compute.train()
         self.compute.randomness.step(step)
+        self.compute.buffers.start()
         for parameter in self.compute.model.parameters():
             parameter.grad = None
         denominator, total = sum(batch.weight for batch in batches), 0.0
@@ -68,10 +70,11 @@ class Reference:
             self.compute.announce(microbatch, lambda: 1.0 / denominator)
             _, losses = self.compute.losses(microbatch.batch)
             loss_sum = weighted_sum(losses, microbatch.batch.weights)
-            (loss_sum / denominator).backward()
+            with self.compute.randomness.drawing():
+                (loss_sum / denominator * self.scale).backward()
             total += float(loss_sum.detach().double())
         zero = {name: torch.zeros_like(parameter) for name, parameter in self.weights.items()}
-        found = {name: p.grad.clone() for name, p in self.weights.items() if p.grad is not None}
+        found = {name: p.grad / self.scale for name, p in self.weights.items() if p.grad is not None}
         return ReferenceGradient(total / denominator, norm_of(found), zero | found)
 
     @torch.no_grad()
@@ -110,6 +113,7 @@ class Reference:
         set_rate(self.optimizer, lr)
         self.optimizer.step()
         self._statistics.finish(committed=True)
+        self.compute.buffers.finish(committed=True)
 
 
 @dataclass(frozen=True)
@@ -152,8 +156,8 @@ def _pieces(batch: Batch, samples: int) -> Iterator[Batch]:
     """Pieces of `samples` samples, without the positions that are padding in all of them."""
     length = batch.weights.shape[1] if batch.weights.ndim > 1 else 0
     for first in range(0, len(batch), samples):
-        counted = batch.weights[first : first + samples].count_nonzero(0).nonzero() if length else torch.zeros(0, 1)
-        kept = int(counted[-1]) + 1 if len(counted) else length
+        counted = batch.weights[first : first + samples].flatten(1).count_nonzero(0).nonzero() if length else None
+        kept = length if counted is None or not len(counted) else int(counted[-1]) + 1
 
         def cut(leaf: Tensor, first: int = first, kept: int = kept) -> Tensor:
             own = leaf[first : first + samples]

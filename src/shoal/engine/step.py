@@ -44,8 +44,8 @@ class TrainStep:
         tally = context.tally(batches, stop=stop)
         work = Work(step, batches, lr, tally, GlobalSum(context.lockstep), on_gradients, on_microbatch)
         outcome = self.policy(context, work)
-        context.finish(committed=outcome.keeps_buffers)
         counted = tally.wait()
+        context.finish(counted, committed=outcome.keeps_buffers)
         agreed = self.agreement.after_update(step, stop=counted.stop, tokens=counted.tokens)
         return context.result(
             loss=outcome.loss,

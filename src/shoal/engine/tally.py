@@ -1,4 +1,5 @@
-"""What a step counts before its backward: the denominator of the loss, samples, tokens, and who wants to stop.
+"""What a step counts before its backward: the denominator of the loss, samples, tokens, who wants to stop, and whose
+buffers move.
 
 Each rank counts its own microbatches; one small all-reduce, hidden behind the first forward, adds them up. So every
 rank divides by the same global denominator, and all learn in the same step that one of them was told to stop.
@@ -25,17 +26,27 @@ class Tally:
     samples: int
     tokens: int
     stop: bool
+    buffers_move: bool = False
 
 
 class PendingTally:
     """A tally under way; `wait` gives it."""
 
-    def __init__(self, microbatches: Sequence[Batch], group: Collective, *, stop: bool, device: torch.device) -> None:
+    def __init__(
+        self,
+        microbatches: Sequence[Batch],
+        group: Collective,
+        *,
+        stop: bool,
+        device: torch.device,
+        buffers_move: bool = False,
+    ) -> None:
         own = [
             sum(batch.weight for batch in microbatches),
             sum(len(batch) for batch in microbatches),
             sum(_tokens(batch.weights) for batch in microbatches),
             float(stop),
+            float(buffers_move),
         ]
         self._sums = torch.tensor(own, dtype=torch.float64, device=device)
         self._handle: Handle | None = group.all_reduce(self._sums) if group.size > 1 else None
@@ -47,13 +58,13 @@ class PendingTally:
             return self._tally
         if self._handle is not None:
             self._handle.wait()
-        denominator, samples, tokens, stop = self._sums.tolist()
+        denominator, samples, tokens, stop, buffers_move = self._sums.tolist()
         if denominator <= 0:
             raise DataError(
                 f"the weights of a global batch of {int(samples)} samples sum to {denominator:g}; the loss is divided "
                 "by that sum. Every step needs at least one sample or token of positive weight"
             )
-        self._tally = Tally(denominator, int(samples), int(tokens), stop > 0)
+        self._tally = Tally(denominator, int(samples), int(tokens), stop > 0, buffers_move > 0)
         return self._tally
 
 

@@ -10,13 +10,14 @@ box of the unsplit parameter it is, with whom its gradient is summed, and who ho
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 from torch.nn import Parameter
 
 from shoal.comm.mesh import Mesh
 from shoal.errors import UserCodeError
+from shoal.models.keyed_draws import Inside
 from shoal.models.roles import Role, roles_of
 from shoal.parallel.context.put import ContextKind, check_context, put_context
 from shoal.parallel.expert.exchange import ExpertGroups
@@ -35,7 +36,8 @@ class Split:
 
     `shapes` and `roles` are those of all parameters of the unsplit model, in its order, tied ones once; `frozen` those
     that are not trained, `buffers` the names of its buffers that are saved; `holdings` are of the parameters of this
-    rank, by the names that they have here. `vocabulary` says how the logits are split over `tensor`, where they are.
+    rank, by the names that they have here. `vocabulary` says how the logits are split over `tensor`, where they are;
+    `columns` and `rows` what layers do to the features, see `TensorPlan`.
     """
 
     model: nn.Module
@@ -45,6 +47,8 @@ class Split:
     buffers: frozenset[str]
     holdings: Mapping[str, Holding]
     vocabulary: VocabularySplit | None
+    columns: Mapping[str, Inside] = field(default_factory=dict)
+    rows: frozenset[str] = frozenset()
 
     @property
     def held(self) -> list[tuple[Holding, Parameter]]:
@@ -88,7 +92,10 @@ def split_model(
     for name, _ in model.named_parameters():
         places = stages.holders(name) if stages is not None else ()
         holdings[name] = _holding(mesh, unsplit, name, tensor.parts.get(name), experts.get(name), places)
-    return Split(model, unsplit.shapes, unsplit.roles, unsplit.frozen, unsplit.buffers, holdings, tensor.vocabulary)
+    return Split(
+        model, unsplit.shapes, unsplit.roles, unsplit.frozen, unsplit.buffers, holdings, tensor.vocabulary,
+        tensor.columns, tensor.rows,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from shoal.launch.environment import Place
 from shoal.launch.rendezvous import STARTED
 from shoal.observe.facts import read_facts
 from shoal.observe.progress_bar import ProgressBar, track
+from shoal.optim.schedule import peak_rate, rate
 from shoal.recipes.assembly import Generation, build_agreement, build_run_gradients, build_state, coded_exchanges
 from shoal.recipes.lab import conditions_from
 from shoal.recipes.microbatching import Microbatching, microbatching
@@ -103,6 +104,12 @@ class Run:
             prefetch_steps=run_file.data.prefetch_steps,
             readers=run_file.data.readers,
         )
+
+    def rate(self, number: int) -> float:
+        """The learning rate of step `number`."""
+        run_file = self.run_file
+        peak, _ = peak_rate(run_file.optimizer, global_samples=run_file.batch.global_samples)
+        return rate(run_file.schedule, peak, step=number, steps=run_file.run.steps)
 
     def held_out(self) -> Iterator[Batch]:
         """This rank's part of the held-out samples."""

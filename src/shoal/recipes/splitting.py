@@ -22,7 +22,9 @@ from shoal.engine.microbatches import cut_sequences
 from shoal.engine.precision import Precision
 from shoal.engine.randomness import Randomness
 from shoal.memory.recompute import check_recompute, recompute
+from shoal.models.config import PythonModel
 from shoal.models.initialise import PartOf, initialise_parts
+from shoal.models.keyed_draws import Extent, KeyedDraws, Slices
 from shoal.models.roles import DeclaresParts
 from shoal.parallel.context.shard import positions
 from shoal.parallel.pipeline.cut import balanced_cut, cut_at, estimated_costs
@@ -94,7 +96,10 @@ def build_forward_backward(
 ) -> ForwardBackward:
     """Forward and backward of this rank's part."""
     model, arrange = parts.split.model, microbatching.uniform or as_they_are
-    randomness = Randomness(model, seed=run_file.run.seed, replica=mesh.batch_share[0])
+    draws = draws_of(run_file, model, one_at_a_time=parts.table is None)
+    if draws is not None:
+        draws.slices = _slices(run_file, parts, mesh)
+    randomness = Randomness(model, seed=run_file.run.seed, replica=mesh.batch_share[0], draws=draws)
     vocabulary = parts.split.vocabulary
     compute = Compute(
         model,
@@ -121,6 +126,33 @@ def build_forward_backward(
         counts=first and last,
         splits=run_file.memory.recompute != "full",
     )
+
+
+def draws_of(run_file: RunFile, model: nn.Module, *, one_at_a_time: bool = True) -> KeyedDraws | None:
+    """The mode that keys what a user's module draws; None for Shoal's own, and for one that is compiled."""
+    if not isinstance(run_file.model, PythonModel) or run_file.run.compile:
+        return None
+    return KeyedDraws(model, seed=run_file.run.seed, one_at_a_time=one_at_a_time)
+
+
+def _slices(run_file: RunFile, parts: Divided, mesh: Mesh) -> Slices:
+    """What this rank holds of each sample: places of the sequence, and features between split layers."""
+    size, rank = mesh.layout.context, mesh.layout.index("context", mesh.rank)
+    tensor, place = mesh.axis("tensor"), mesh.layout.index("tensor", mesh.rank)
+    sliced = tensor.size if run_file.layout.sequence_parallel else 1
+
+    def sequence(tokens: int) -> dict[int, Extent]:
+        if size * sliced == 1 or not tokens:
+            return {}
+        places = positions(tokens * size, size=size, rank=rank)
+        found = {tokens: Extent(places, tokens * size)}
+        if tokens % sliced == 0:
+            each = tokens // sliced
+            found[each] = Extent(places[place * each : (place + 1) * each], tokens * size)
+        return found
+
+    split = parts.split
+    return Slices(sequence, split.columns, split.rows)
 
 
 def blocks_in(model: nn.Module, stages: Stages | None, rank: int) -> list[nn.Module]:

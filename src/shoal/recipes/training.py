@@ -26,7 +26,7 @@ from shoal.observe.events import EventWriter
 from shoal.observe.facts import replace_file, write_facts
 from shoal.observe.logs import close_log, open_log
 from shoal.observe.report import write_report
-from shoal.optim.schedule import peak_rate, rate
+from shoal.optim.schedule import peak_rate
 from shoal.recipes.facts import run_facts
 from shoal.recipes.forecast import Forecast
 from shoal.recipes.objects import UserObjects
@@ -76,7 +76,6 @@ def _train(job: Job, directory: Path, place: Place) -> None:
 
 def _job(run: Run, directory: Path, display: Display, stop: StopRequest, stack: ExitStack) -> Job:
     run_file, mesh = run.run_file, run.mesh
-    peak, _ = peak_rate(run_file.optimizer, global_samples=run_file.batch.global_samples)
     saver = Saver(
         directory,
         rank=mesh.rank,
@@ -104,7 +103,7 @@ def _job(run: Run, directory: Path, display: Display, stop: StopRequest, stack: 
             save_every=run_file.checkpoint.every_steps,
             loads_every=_loads_every(run),
         ),
-        rate=lambda number: rate(run_file.schedule, peak, step=number, steps=run_file.run.steps),
+        rate=run.rate,
         evaluate=run.evaluate,
         stop_requested=lambda: stop.requested,
         figures=None if run.generation.coded is None else run.generation.coded.take_figures,

@@ -13,13 +13,15 @@ then sees an equal share of the tokens on each rank.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
+import torch
 from torch import nn
 
 from shoal.comm.collective import Collective
 from shoal.errors import UserCodeError
+from shoal.models.keyed_draws import Extent, Inside
 from shoal.models.roles import DeclaresRoles, role_of, roles_of
 from shoal.parallel.tensor.blocks import block_layers
 from shoal.parallel.tensor.crossings import Crossings
@@ -70,10 +72,15 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """The part of every parameter but experts', by its first name; and how the logits are split, where they are."""
+    """The part of every parameter but experts', by its first name; and how the logits are split, where they are.
+
+    `columns` say of the column layers, by name, what part of the features follows; `rows` end it.
+    """
 
     parts: dict[str, TensorPart]
     vocabulary: VocabularySplit | None
+    columns: Mapping[str, Inside] = field(default_factory=dict)
+    rows: frozenset[str] = frozenset()
 
 
 def split_tensor(
@@ -114,7 +121,22 @@ def split_tensor(
     inside = [region.module for region in regions if crossings.install(region)]
     if sequence_parallel:
         slice_positions(model, group, inside=inside)
-    return TensorPlan(parts, vocabulary)
+    columns = {region.full_name(name): _inside(region, crossings) for region in regions for name in region.columns}
+    rows = frozenset(region.full_name(name) for region in regions for name in region.rows)
+    return TensorPlan(parts, vocabulary, columns, rows)
+
+
+def _inside(region: Region, crossings: Crossings) -> Inside:
+    """The features between the column and row layers of a region, and the heads that they are, on this rank."""
+    if crossings.grid_of(region) is not None or not region.rows:
+        return Inside(None)
+    row, unit = next(iter(region.rows.values())), region.head_size
+    cut = even_cut(row.in_features, crossings.group.rank, crossings.group.size, what=region.name, unit=unit or 1)
+    features = Extent(torch.arange(cut.offset, cut.offset + cut.length), row.in_features)
+    if unit is None:
+        return Inside(features)
+    first, heads = cut.offset // unit, cut.length // unit
+    return Inside(features, Extent(torch.arange(first, first + heads), row.in_features // unit))
 
 
 def _kinds(model: nn.Module) -> dict[str, str]:

@@ -110,7 +110,7 @@ def _compare(
         wanted = stale.gradient(number, index, batches)
         loss_sum, weight = loss_sum + wanted.loss * own_weight, weight + own_weight
         squares.append(wanted.norm**2)
-        yield from compare_gradients(number, found.gradients[index], wanted.gradients, tolerance=tolerances.gradient)
+        yield from compare_gradients(number, found.gradients[index], wanted.gradients, tolerances=tolerances)
         stale.update(assembled(found.gradients[index], wanted.gradients), lr=lr)
     yield compare_number(number, "loss", found.result.loss, loss_sum / weight, tolerance=tolerances.loss)
     norm = math.sqrt(sum(squares) / len(squares))

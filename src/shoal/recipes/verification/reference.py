@@ -9,6 +9,7 @@ it.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from shoal.comm.gather import gather_named
 from shoal.data.sample import Batch
 from shoal.engine.compute import Compute
-from shoal.engine.proof import Finding, Part
+from shoal.engine.proof import Finding, Part, compare_rates, compare_weights
 from shoal.engine.randomness import Randomness
 from shoal.engine.reference import Reference
 from shoal.gradients.gradients import Gradients
@@ -27,8 +28,9 @@ from shoal.models.roles import roles_of
 from shoal.optim.build import build_optimizer
 from shoal.recipes.objects import loss_of, model_of
 from shoal.recipes.run import Run
-from shoal.runfile.run_file import declared_group
-from shoal.topology.box import Box
+from shoal.recipes.splitting import draws_of
+from shoal.runfile.run_file import RunFile, declared_group
+from shoal.topology.box import Box, whole
 
 
 def reference_of(run: Run) -> Reference:
@@ -37,7 +39,8 @@ def reference_of(run: Run) -> Reference:
     model = model_of(run_file, objects, device=device, dtype=precision.parameters)
     roles = roles_of(model)
     trained = [(name, p, roles[name].decay) for name, p in model.named_parameters() if p.requires_grad]
-    randomness = Randomness(model, seed=run_file.run.seed, replica=0)
+    draws = draws_of(run_file, model)
+    randomness = Randomness(model, seed=run_file.run.seed, replica=0, draws=draws)
     compute = Compute(model, loss_of(run_file, objects), precision, device, randomness)
     optimizer, grouped = build_optimizer(run_file.optimizer, trained, lr=1.0), declared_group(run_file) is not None
     return Reference(compute, optimizer, run_file.optimizer.clip_norm, grouped)
@@ -90,6 +93,49 @@ def neighbour_findings(
         return []
     where = f"sample {found.sample} among {found.among} samples instead of {found.of}"
     return [Finding(number, "neighbours", where, -1, found.difference, tolerance)]
+
+
+def buffers_of(run: Run) -> list[tuple[str, Box, Tensor]]:
+    """This rank's buffers that are saved, and what else its forwards have changed: name, box, values."""
+    split, moving = run.generation.parts.split, run.generation.forward_backward.compute.buffers.moving
+    named = dict(run.model.named_buffers()) | dict(run.model.named_parameters())
+    found = [(name, named[name].detach()) for name in sorted({*split.buffers, *moving} & set(named))]
+    found = [(name, torch.view_as_real(t) if t.is_complex() else t) for name, t in found]
+    return [(name, whole(tuple(tensor.shape)), tensor) for name, tensor in found]
+
+
+def compare_buffers(reference: Reference, number: int, parts: Sequence[Part], tolerance: float) -> list[Finding]:
+    """Every rank's buffers beside the reference's."""
+    named = dict(reference.compute.model.named_buffers()) | dict(reference.compute.model.named_parameters())
+    wanted = {name: torch.view_as_real(t) if t.is_complex() else t.detach() for name, t in named.items()}
+    return compare_weights(number, parts, wanted, tolerance=tolerance, quantity="buffer")
+
+
+SAMPLED_RATES = 16
+"""Steps of the whole run at which every rank's learning rate is compared."""
+
+
+def rate_findings(run: Run) -> list[Finding]:
+    """At rank 0: the learning rates that every rank would train with, beside the schedule written down plainly."""
+    steps = run.run_file.run.steps
+    numbers = sorted({1 + (steps - 1) * i // (SAMPLED_RATES - 1) for i in range(SAMPLED_RATES)})
+    own = torch.tensor([run.rate(number) for number in numbers], dtype=torch.float64)
+    ranks = gather_named([("rates", own)], run.mesh.world, device=run.device)
+    return compare_rates(
+        [values.tolist() for ((_, values),) in ranks], {n: _plain_rate(run.run_file, n) for n in numbers}
+    )
+
+
+def _plain_rate(run_file: RunFile, step: int) -> float:
+    optimizer, schedule = run_file.optimizer, run_file.schedule
+    peak = optimizer.lr * run_file.batch.global_samples / (optimizer.lr_for_samples or run_file.batch.global_samples)
+    warmup, steps = schedule.warmup_steps, run_file.run.steps
+    if step <= warmup:
+        return peak * step / warmup
+    progress = min(1.0, (step - warmup) / max(1, steps - warmup))
+    shares = {"constant": 1.0, "linear": 1 - progress, "cosine": math.cos(math.pi * progress / 2) ** 2}
+    share = shares[schedule.kind]
+    return peak * (share + (1 - share) * schedule.final_fraction)
 
 
 def axes_of(run: Run) -> dict[str, str]:

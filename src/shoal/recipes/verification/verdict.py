@@ -8,12 +8,14 @@ from typing import Any
 
 from shoal.engine.proof import Finding, Quantity
 
-_TELLING: tuple[Quantity, ...] = ("neighbours", "route", "gradient", "loss", "norm", "weight")
+_TELLING: tuple[Quantity, ...] = ("neighbours", "rate", "route", "gradient", "loss", "norm", "buffer", "weight")
 """Most telling first: a wrong gradient explains a wrong norm and a wrong weight, and names its parameter."""
 
 _SUBJECTS: dict[Quantity, str] = {
     "gradient": "the gradient of ",
     "weight": "the weight ",
+    "buffer": "the buffer ",
+    "rate": "the learning rate ",
     "route": "the routes of ",
     "neighbours": "the loss changes with its batch: that of ",
 }

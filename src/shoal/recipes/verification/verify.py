@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import torch
@@ -23,9 +23,11 @@ from shoal.comm.gather import gather_named
 from shoal.data.cursor import Cursor
 from shoal.data.feed import Feed
 from shoal.data.sample import Batch
-from shoal.engine.config import Float32, Float64
+from shoal.engine.config import BFloat16, Float16, Float32, Float64, PrecisionConfig
+from shoal.engine.precision import LossScaler, precision_of
 from shoal.engine.proof import (
     EXACT,
+    HALF,
     SINGLE,
     Finding,
     Part,
@@ -41,21 +43,29 @@ from shoal.errors import ConfigError
 from shoal.launch.environment import Place
 from shoal.models.mixture_routes import RecordRoutes, ReplayRoutes, RouteDifference, Routes, set_routes
 from shoal.observe.progress_bar import ProgressBar
-from shoal.optim.schedule import peak_rate
 from shoal.recipes.objects import UserObjects
 from shoal.recipes.run import Run, open_run
 from shoal.recipes.verification.pipedream import verify_pipedream
 from shoal.recipes.verification.reference import (
     axes_of,
+    buffers_of,
     collected,
+    compare_buffers,
     give_weights,
     neighbour_findings,
     owned_gradients,
+    rate_findings,
     reference_of,
     share_routes,
 )
 from shoal.recipes.verification.verdict import Verdict
 from shoal.runfile.run_file import RunFile, declared_group
+
+HALF_STEPS = 2
+"""Steps under the run's own precision, after those in float32, where that is bfloat16 or float16."""
+
+HALF_SCALE = 2.0**10
+"""The loss scale of float16 there: fixed, and too small to overflow."""
 
 
 def verify_rank(
@@ -71,6 +81,7 @@ def verify_rank(
     """The verdict at rank 0, None at the others. Stops at the first step that differs. `store`: as for `open_run`."""
     bar = bar or ProgressBar()
     bar.update(f"building the model and its layout over {units.plural(place.world_size, 'rank')}")
+    own_precision, tolerances = run_file.precision, EXACT if exact else SINGLE
     run_file = msgspec.structs.replace(run_file, precision=Float64() if exact else Float32())
     if run_file.codec != NoCodec():
         kind = type(run_file.codec).__struct_config__.tag
@@ -86,34 +97,72 @@ def verify_rank(
         )
     if run_file.pipeline.asynchronous:
         bar.update(f"comparing {units.plural(steps, 'step')} with one process")
-        return verify_pipedream(run, steps=steps, tolerances=EXACT if exact else SINGLE, exact=exact)
-    reference = reference_of(run) if place.rank == 0 else None
-    peak, _ = peak_rate(run_file.optimizer, global_samples=run_file.batch.global_samples)
-    tolerances, replayed = EXACT if exact else SINGLE, 0
-    findings: list[Finding] = []
+        return verify_pipedream(run, steps=steps, tolerances=tolerances, exact=exact)
+    notes: list[str] = []
     with closing(run.feed(Cursor())) as feed, closing(_whole_feed(run)) as whole:
-        for number in range(1, steps + 1):
-            bar.update(f"step {number} of {steps}: one process computes it", done=2 * number - 2, total=2 * steps)
-            batches = whole.next().microbatches if reference is not None else []
-            wanted, routes = _expect(reference, batches, number)
-            run.process.announce(f"verify/{number}/expected", str)  # a long wait, which no collective would allow
-            bar.update(f"step {number} of {steps}: the layout computes it", done=2 * number - 1, total=2 * steps)
-            give_weights(run, reference)
-            tap = ReplayRoutes(share_routes(run, routes, key=f"verify/{number}/routes"), tolerances.loss)
-            found = _take_step(run, number, feed.next().microbatches, peak, tap)
-            replayed += found.replayed
-            if reference is not None and wanted is not None:
-                findings += _compare(reference, wanted, found, number, peak, tolerances)
-                if not all(finding.holds for finding in findings):
-                    findings += neighbour_findings(run, reference, batches, number, tolerances.loss)
-            holds = all(finding.holds for finding in findings)
-            if run.process.announce(f"verify/{number}/holds", lambda holds=holds: str(holds)) == "False":
-                break
+        proof = _Proof(run, reference_of(run) if place.rank == 0 else None, feed, whole, rate_findings(run), bar)
+        holds = proof.take(range(1, steps + 1), tolerances)
+        if holds and not exact and isinstance(own_precision, BFloat16 | Float16):
+            proof.switch(own_precision)
+            proof.take(range(steps + 1, steps + HALF_STEPS + 1), HALF)
+            notes.append(f"the last {HALF_STEPS} steps are in {type(own_precision).__struct_config__.tag}")
     axes = axes_of(run)
-    if reference is None:
+    if proof.reference is None:
         return None
-    notes = (f"{replayed} routes of near-ties were taken from the reference",) if replayed else ()
-    return Verdict(run.mesh.layout.describe(), exact, findings, axes, notes)
+    if proof.replayed:
+        notes.append(f"{proof.replayed} routes of near-ties were taken from the reference")
+    return Verdict(run.mesh.layout.describe(), exact, proof.findings, axes, tuple(notes))
+
+
+@dataclass
+class _Proof:
+    """The layout and, at rank 0, the reference, which take the same steps."""
+
+    run: Run
+    reference: Reference | None
+    feed: Feed
+    whole: Feed
+    findings: list[Finding]
+    bar: ProgressBar
+    replayed: int = 0
+
+    def take(self, numbers: range, tolerances: Tolerances) -> bool:
+        """The steps `numbers`, up to the first that differs. Does everything hold so far?"""
+        for number in numbers:
+            self._take_one(number, tolerances, last=numbers[-1])
+            holds = all(finding.holds for finding in self.findings)
+            if self.run.process.announce(f"verify/{number}/holds", lambda holds=holds: str(holds)) == "False":
+                return False
+        return True
+
+    def switch(self, config: PrecisionConfig) -> None:
+        """From now on both compute under the autocast of `config`; the weights stay float32."""
+        precision, context = precision_of(config), self.run.step.context
+        compute = replace(context.forward_backward.compute, precision=precision)
+        forward_backward = replace(context.forward_backward, compute=compute)  # type: ignore[type-var]
+        scale = HALF_SCALE if isinstance(config, Float16) else 1.0
+        scaler = LossScaler(scale, dynamic=False, growth_steps=1)
+        self.run.step.context = replace(context, forward_backward=forward_backward, scaler=scaler)
+        if self.reference is not None:
+            compute = replace(self.reference.compute, precision=precision)
+            self.reference = replace(self.reference, compute=compute, scale=scale)
+
+    def _take_one(self, number: int, tolerances: Tolerances, *, last: int) -> None:
+        run, reference = self.run, self.reference
+        self.bar.update(f"step {number} of {last}: one process computes it", done=2 * number - 2, total=2 * last)
+        batches = self.whole.next().microbatches if reference is not None else []
+        wanted, routes = _expect(reference, batches, number)
+        run.process.announce(f"verify/{number}/expected", str)  # a long wait, which no collective would allow
+        self.bar.update(f"step {number} of {last}: the layout computes it", done=2 * number - 1, total=2 * last)
+        give_weights(run, reference)
+        tap = ReplayRoutes(share_routes(run, routes, key=f"verify/{number}/routes"), tolerances.loss)
+        found = _take_step(run, number, self.feed.next().microbatches, tap)
+        self.replayed += found.replayed
+        if reference is not None and wanted is not None:
+            own = list(_compare(reference, wanted, found, number, run.rate(number), tolerances))
+            if not all(finding.holds for finding in own):
+                own += neighbour_findings(run, reference, batches, number, tolerances.loss)
+            self.findings += own
 
 
 @dataclass(frozen=True)
@@ -124,6 +173,7 @@ class _LayoutStep:
     norm: float
     gradients: list[Part]
     weights: list[Part]
+    buffers: list[Part]
     routes: list[RouteDifference]
     replayed: int
 
@@ -139,35 +189,38 @@ def _expect(
     return reference.gradient(number, batches), routes
 
 
-def _take_step(run: Run, number: int, batches: list[Batch], lr: float, tap: ReplayRoutes) -> _LayoutStep:
+def _take_step(run: Run, number: int, batches: list[Batch], tap: ReplayRoutes) -> _LayoutStep:
     """A step under the layout on the reference's routes, with what every rank holds of gradients and new weights."""
     set_routes(run.model, tap)
     gradients = run.generation.gradients
     seen: list[tuple[float, list[Part]]] = []
 
     def record(norm: float) -> None:
-        seen.append((norm, collected(run, list(owned_gradients(gradients)))))
+        scale = run.step.context.scaler.scale
+        own = [(name, box, values / scale) for name, box, values in owned_gradients(gradients)]
+        seen.append((norm, collected(run, own)))
 
-    result = run.step(number, batches, lr=lr, on_gradients=record)
+    result = run.step(number, batches, lr=run.rate(number), on_gradients=record)
     with gradients.full_parameters():
         weights = collected(run, [(t.holding.name, t.holding.box, t.parameter) for t in run.trained])
     differences, replayed = _gather_routes(run, tap)
-    return _LayoutStep(result, *seen[0], weights, differences, replayed)
+    return _LayoutStep(result, *seen[0], weights, collected(run, buffers_of(run)), differences, replayed)
 
 
 def _compare(
     reference: Reference, wanted: ReferenceGradient, found: _LayoutStep, number: int, lr: float, tolerances: Tolerances
 ) -> Iterator[Finding]:
-    """Loss, norm, every gradient, routes, and every weight after the step."""
+    """Loss, norm, every gradient, routes, and every weight and buffer after the step."""
     for difference in found.routes:
         where = f"{difference.layer}, token {difference.place} of sample {difference.sample}"
         yield Finding(number, "route", where, -1, difference.gap, tolerances.loss)
     yield compare_number(number, "loss", found.result.loss, wanted.loss, tolerance=tolerances.loss)
     yield compare_number(number, "norm", found.norm, wanted.norm, tolerance=tolerances.norm)
-    yield from compare_gradients(number, found.gradients, wanted.gradients, tolerance=tolerances.gradient)
+    yield from compare_gradients(number, found.gradients, wanted.gradients, tolerances=tolerances)
     reference.update(assembled(found.gradients, wanted.gradients), lr=lr)
     after = {name: parameter.detach() for name, parameter in reference.weights.items()}
     yield from compare_weights(number, found.weights, after, tolerance=tolerances.weight)
+    yield from compare_buffers(reference, number, found.buffers, tolerances.gradient)
 
 
 def _whole_feed(run: Run) -> Feed:
