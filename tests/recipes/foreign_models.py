@@ -271,9 +271,12 @@ class DroppingBlock(nn.Module):
         super().__init__()
         self.attention = DroppingAttention(dropout)
         self.feed_forward = nn.Sequential(
-            nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Dropout(dropout), nn.Linear(2 * WIDTH, WIDTH),
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.GELU(),
             nn.Dropout(dropout),
-        )  # fmt: skip
+            nn.Linear(2 * WIDTH, WIDTH),
+            nn.Dropout(dropout),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(x)

@@ -178,6 +178,112 @@ def panel_unsummed(rank: int) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def statistics_unsummed(rank: int) -> Iterator[None]:
+    """Every rank keeps the running statistics of its own samples."""
+    from shoal.comm.collective import Alone
+    from shoal.engine.batch_statistics import StatisticsSync
+
+    original = StatisticsSync.__init__
+
+    def alone(self: Any, model: Any, group: Any) -> None:
+        original(self, model, Alone())
+
+    with patch.object(StatisticsSync, "__init__", alone):
+        yield
+
+
+@contextmanager
+def rate_of_one_rank(rank: int) -> Iterator[None]:
+    """One rank's schedule ends later than the others'."""
+    from shoal.recipes.run import Run
+
+    original = Run.rate
+    with patch.object(Run, "rate", lambda self, number: original(self, max(1, number - rank))):
+        yield
+
+
+@contextmanager
+def wrong_under_autocast(rank: int) -> Iterator[None]:
+    """A gradient that is twice as large, in half precision alone."""
+    from shoal.engine.forward_backward import SequentialForwardBackward
+
+    original = SequentialForwardBackward._forward
+
+    def doubled(self: Any, microbatch: Any, factor: Any) -> Any:
+        loss = original(self, microbatch, factor)
+        return loss if self.compute.precision.compute is None else 2 * loss - loss.detach()
+
+    with patch.object(SequentialForwardBackward, "_forward", doubled):
+        yield
+
+
+@contextmanager
+def masks_of_other_samples(rank: int) -> Iterator[None]:
+    """One rank's dropout is keyed on the place in its own share."""
+    from shoal.engine.randomness import Randomness
+
+    original = Randomness.microbatch
+
+    def shifted(self: Any, positions: Any, **others: Any) -> None:
+        original(self, positions - 4 * rank, **others)
+
+    with patch.object(Randomness, "microbatch", shifted):
+        yield
+
+
+@contextmanager
+def shares_of_rank_0(rank: int) -> Iterator[None]:
+    """Every rank takes the samples of rank 0."""
+    from shoal.data import feed
+
+    original = feed.share
+
+    def first(interval: Any, *, replicas: int, replica: int, group: int = 1) -> Any:
+        return original(interval, replicas=replicas, replica=0, group=group)
+
+    with patch.object(feed, "share", first):
+        yield
+
+
+@contextmanager
+def clipped_by_half_the_norm(rank: int) -> Iterator[None]:
+    """Gradients are clipped to half of what the run file says."""
+    from shoal.recipes import train_step
+
+    original = train_step.clip_by_global_norm
+    with patch.object(train_step, "clip_by_global_norm", lambda limit: original(limit / 2)):
+        yield
+
+
+@contextmanager
+def buffers_not_rewound(rank: int) -> Iterator[None]:
+    """Every microbatch of the layout begins with the buffers that the one before has left."""
+    from shoal.engine.batch_statistics import StepBuffers
+
+    original = StepBuffers.rewind
+
+    def first_only(self: Any) -> None:
+        original(self) if self._forwards == 0 else None
+
+    with patch.object(StepBuffers, "rewind", first_only):
+        yield
+
+
+@contextmanager
+def decay_left_out(rank: int) -> Iterator[None]:
+    """The layout's optimizer does not decay weights."""
+    from shoal.recipes import assembly
+
+    original = assembly.build_optimizer
+
+    def undecayed(config: Any, parameters: Any, **others: Any) -> Any:
+        return original(config, [(name, parameter, False) for name, parameter, _ in parameters], **others)
+
+    with patch.object(assembly, "build_optimizer", undecayed):
+        yield
+
+
 def verified_with(place: TestPlace, fault: str, tables: dict[str, Any], folder: str) -> dict[str, Any] | None:
     """The verdict on a run with a fault, at rank 0."""
     plant: Callable[[int], Any] = globals()[fault]

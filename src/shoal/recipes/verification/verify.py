@@ -9,7 +9,7 @@ last bit of a gradient.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 
@@ -100,8 +100,7 @@ def verify_rank(
         return verify_pipedream(run, steps=steps, tolerances=tolerances, exact=exact)
     notes: list[str] = []
     with closing(run.feed(Cursor())) as feed, closing(_whole_feed(run)) as whole:
-        reference = reference_of(run) if place.rank == 0 else None
-        proof = _Proof(run, reference, feed, whole, bar, rate_findings(run))
+        proof = _Proof(run, reference_of(run) if place.rank == 0 else None, feed, whole, rate_findings(run), bar)
         holds = proof.take(range(1, steps + 1), tolerances)
         if holds and not exact and isinstance(own_precision, BFloat16 | Float16):
             proof.switch(own_precision)
@@ -123,14 +122,14 @@ class _Proof:
     reference: Reference | None
     feed: Feed
     whole: Feed
-    bar: ProgressBar
     findings: list[Finding]
+    bar: ProgressBar
     replayed: int = 0
 
-    def take(self, numbers: Iterable[int], tolerances: Tolerances) -> bool:
+    def take(self, numbers: range, tolerances: Tolerances) -> bool:
         """The steps `numbers`, up to the first that differs. Does everything hold so far?"""
         for number in numbers:
-            self._take_one(number, tolerances)
+            self._take_one(number, tolerances, last=numbers[-1])
             holds = all(finding.holds for finding in self.findings)
             if self.run.process.announce(f"verify/{number}/holds", lambda holds=holds: str(holds)) == "False":
                 return False
@@ -148,13 +147,13 @@ class _Proof:
             compute = replace(self.reference.compute, precision=precision)
             self.reference = replace(self.reference, compute=compute, scale=scale)
 
-    def _take_one(self, number: int, tolerances: Tolerances) -> None:
+    def _take_one(self, number: int, tolerances: Tolerances, *, last: int) -> None:
         run, reference = self.run, self.reference
-        self.bar.update(f"step {number}: one process computes it")
+        self.bar.update(f"step {number} of {last}: one process computes it", done=2 * number - 2, total=2 * last)
         batches = self.whole.next().microbatches if reference is not None else []
         wanted, routes = _expect(reference, batches, number)
         run.process.announce(f"verify/{number}/expected", str)  # a long wait, which no collective would allow
-        self.bar.update(f"step {number}: the layout computes it")
+        self.bar.update(f"step {number} of {last}: the layout computes it", done=2 * number - 1, total=2 * last)
         give_weights(run, reference)
         tap = ReplayRoutes(share_routes(run, routes, key=f"verify/{number}/routes"), tolerances.loss)
         found = _take_step(run, number, self.feed.next().microbatches, tap)
