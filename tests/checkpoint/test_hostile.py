@@ -133,10 +133,10 @@ def test_a_changed_manifest_is_read_or_refused(run, data):
 
 
 @pytest.mark.stress
-@settings(deadline=None, max_examples=20_000, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=10_000, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_many_changed_manifests_are_read_or_refused(run, data):
-    """The same with two hundred times the examples."""
+    """The same with a hundred times the examples."""
     property_of_a_changed_manifest(run, data)
 
 
@@ -173,7 +173,7 @@ def test_a_changed_object_is_read_or_refused(tmp_path, data):
 
 
 @pytest.mark.stress
-@settings(deadline=None, max_examples=50_000, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=20_000, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_many_changed_objects_are_read_or_refused(tmp_path, data):
     """The same with many more examples."""

@@ -149,10 +149,10 @@ def test_a_changed_file_is_read_or_refused(tmp_path, kind, data):
 
 @pytest.mark.stress
 @pytest.mark.parametrize("kind", READERS)
-@settings(deadline=None, max_examples=20_000, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=10_000, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_many_changed_files_are_read_or_refused(tmp_path, kind, data):
-    """The same property with two hundred times the examples."""
+    """The same property with a hundred times the examples."""
     property_of_a_changed_file(tmp_path, kind, data)
 
 

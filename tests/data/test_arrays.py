@@ -82,8 +82,8 @@ def test_a_changed_file_is_read_or_refused(tmp_path: Path, data: st.DataObject):
 
 
 @pytest.mark.stress
-@settings(deadline=None, max_examples=20_000, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=10_000, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_many_changed_files_are_read_or_refused(tmp_path: Path, data: st.DataObject):
-    """The same with two hundred times the examples."""
+    """The same with a hundred times the examples."""
     property_of_a_changed_file(tmp_path, data)
