@@ -10,8 +10,9 @@ import importlib
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
 from typer.main import get_command
+
+from shoal.cli.verbs import Verbs
 
 MODULES = {
     "step": "shoal.bench.step",
@@ -21,7 +22,7 @@ MODULES = {
 }
 
 
-class Benchmarks(TyperGroup):
+class Benchmarks(Verbs):
     """A group of commands that are imported one by one, when they are needed."""
 
     def list_commands(self, ctx: Any) -> list[str]:

@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
 import shoal
 from shoal.cli import bench, checkpoint, doctor, evaluate, plan, report, simulate, train, verify
+from shoal.cli.verbs import Verbs
 from shoal.errors import ShoalError
-
-
-class Verbs(TyperGroup):
-    """A list of verbs with their whole first paragraph, which click would cut at 45 characters."""
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the list; called for `--help`."""
-        verbs = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
-        texts = {name: (verb.help or "").partition("\n\n")[0] for name, verb in verbs if verb and not verb.hidden}
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, " ".join(text.split())) for name, text in texts.items()])
-
 
 app = typer.Typer(
     name="shoal",
@@ -58,7 +46,7 @@ app.command("evaluate")(evaluate.evaluate)
 app.command("report")(report.report)
 app.command("doctor")(doctor.doctor)
 app.add_typer(checkpoint.app, name="checkpoint", cls=Verbs)
-app.add_typer(bench.app, name="bench", cls=Verbs)
+app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:
