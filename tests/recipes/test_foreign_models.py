@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from shoal.recipes.splitting import blocks_in
-from tests.recipes.foreign_models import PICTURES, TIMES, ConvNorm, Nested, foreign
-from tests.recipes.layouts import GPT, corpus, verified
+from shoal.recipes.verification.passed import missing_proof
+from tests.recipes.foreign_models import PICTURES, TIMES, ConvNorm, Dropping, Nested, foreign
+from tests.recipes.layouts import GPT, corpus, run_file_of, verified
 
 SHARD, REPLICATE = {"layout": {"shard": 2}}, {"layout": {"replicate": 2}}
 GROUPED = {"model": foreign("conv_norm", {"batch_norm": "grouped", "group_samples": 2}), "data": PICTURES}
@@ -138,3 +139,15 @@ def test_the_sentence_about_a_read_outside_names_no_harmless_question() -> None:
 
 class _Released:
     here = False
+
+
+def test_a_tensor_split_without_a_proof_is_said_until_verify_has_passed(ranks, tmp_path: Path) -> None:
+    """A wrong role trains without an error, so a start offers `verify`; after it has passed, nothing is said."""
+    tables = {"model": foreign("dropping"), "layout": {"tensor": 2}}
+    corpus(tmp_path)
+    run_file = run_file_of(tmp_path, **tables)
+    shapes = {name: tuple(parameter.shape) for name, parameter in Dropping().named_parameters()}
+    assert "`shoal verify`" in (missing_proof(run_file, shapes) or "")
+    ranks(2, verified, tables, str(tmp_path), False, 1)
+    assert missing_proof(run_file, shapes) is None
+    assert missing_proof(run_file, shapes | {"head.weight": (3, 3)}) is not None

@@ -32,6 +32,7 @@ from shoal.recipes.forecast import Forecast
 from shoal.recipes.objects import UserObjects
 from shoal.recipes.run import Run, open_run
 from shoal.recipes.sampling import sample_text, unsplit_model
+from shoal.recipes.verification.passed import missing_proof
 from shoal.runfile.run_file import RunFile, run_directory
 
 
@@ -141,6 +142,9 @@ def _introduce(display: Display, run: Run, resumed_step: int | None) -> None:
     _, scaling = peak_rate(run.run_file.optimizer, global_samples=run.run_file.batch.global_samples)
     if scaling is not None:
         display.note(scaling)
+    unproved = missing_proof(run.run_file, run.generation.parts.split.shapes)
+    if unproved is not None:
+        display.note(unproved)
     if resumed_step is not None:
         display.note(f"going on from the checkpoint of step {resumed_step}")
     if resumed_step is not None and resumed_step >= run.run_file.run.steps:

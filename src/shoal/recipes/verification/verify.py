@@ -41,10 +41,12 @@ from shoal.engine.reference import Reference, ReferenceGradient
 from shoal.engine.step_result import StepResult
 from shoal.errors import ConfigError
 from shoal.launch.environment import Place
+from shoal.models.config import PythonModel
 from shoal.models.mixture_routes import RecordRoutes, ReplayRoutes, RouteDifference, Routes, set_routes
 from shoal.observe.progress_bar import ProgressBar
 from shoal.recipes.objects import UserObjects
 from shoal.recipes.run import Run, open_run
+from shoal.recipes.verification.passed import remember
 from shoal.recipes.verification.pipedream import verify_pipedream
 from shoal.recipes.verification.reference import (
     axes_of,
@@ -111,7 +113,10 @@ def verify_rank(
         return None
     if proof.replayed:
         notes.append(f"{proof.replayed} routes of near-ties were taken from the reference")
-    return Verdict(run.mesh.layout.describe(), exact, proof.findings, axes, tuple(notes))
+    verdict = Verdict(run.mesh.layout.describe(), exact, proof.findings, axes, tuple(notes))
+    if verdict.holds and isinstance(run_file.model, PythonModel):
+        remember(run_file, run.generation.parts.split.shapes)
+    return verdict
 
 
 @dataclass

@@ -1,0 +1,60 @@
+"""Which splits of a user's own module have passed `shoal verify`: remembered in the run directory.
+
+A tensor split follows from roles that the user declares. A wrong role (heads that are not kept together, a parameter
+between split layers, arithmetic on split logits) trains without an error and computes something else, so that a start
+without a proof says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from shoal.models.config import PythonModel
+from shoal.observe.facts import replace_file
+from shoal.runfile.run_file import RunFile, run_directory
+from shoal.topology.box import Dims
+
+_FILE = "verified.json"
+
+Shapes = Mapping[str, Dims]
+
+
+def remember(run_file: RunFile, shapes: Shapes) -> None:
+    """The module whose unsplit parameters have these `shapes` is under this layout the same as in one process."""
+    path = _path(run_file)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, json.dumps(sorted({*_passed(path), _key(run_file, shapes)})).encode())
+
+
+def missing_proof(run_file: RunFile, shapes: Shapes) -> str | None:
+    """A sentence where a user's module is split by its roles and has not passed; None where nothing is to be said."""
+    if not isinstance(run_file.model, PythonModel) or run_file.layout.tensor == 1:
+        return None
+    if _key(run_file, shapes) in _passed(_path(run_file)):
+        return None
+    return (
+        f"layout.tensor = {run_file.layout.tensor} splits a module of your own by the roles that it declares, and a "
+        "wrong role trains wrongly without an error; `shoal verify` with this run file proves the split"
+    )
+
+
+def _path(run_file: RunFile) -> Path:
+    return run_directory(run_file) / _FILE
+
+
+def _passed(path: Path) -> list[str]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return []
+    return [key for key in found if isinstance(key, str)] if isinstance(found, list) else []
+
+
+def _key(run_file: RunFile, shapes: Shapes) -> str:
+    tables = msgspec.json.encode([run_file.model, run_file.layout, run_file.pipeline, run_file.context, dict(shapes)])
+    return hashlib.blake2b(tables, digest_size=16).hexdigest()
