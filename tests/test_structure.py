@@ -11,6 +11,16 @@ import shoal
 
 SOURCE = Path(shoal.__file__).parent
 MOST_IMPORTS, MOST_ARGUMENTS = 25, 9
+LONG_SIGNATURES = {
+    "shoal.comm.shm.transport:collective": "one call of the interpreter between c10d and the core, without objects",
+    "shoal.comm.shm.transport:at_once": "the same",
+    "shoal.comm.shm.transport:collective_of_lists": "the same",
+    "shoal.models.keyed_draws:_attention": "stands in for scaled_dot_product_attention, with its signature",
+    "shoal.data.feed:__init__": "to be divided: what is read, whose share, and how far ahead",
+    "shoal.parallel.pipeline.execute:run_pipeline": "to be divided: a schedule, a stage, and what surrounds them",
+    "shoal.parallel.pipeline.pipedream:run_pipedream": "the same",
+}
+"""Functions that take more, and why."""
 
 
 def modules() -> dict[str, ast.Module]:
@@ -58,8 +68,8 @@ def test_no_function_asks_for_too_much() -> None:
                 arguments = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
                 count = len([argument for argument in arguments if argument not in ("self", "cls")])
                 if count > MOST_ARGUMENTS:
-                    asking.append(f"{name}:{node.name} takes {count}")
-    assert not asking
+                    asking.append(f"{name}:{node.name}")
+    assert sorted(asking) == sorted(LONG_SIGNATURES)
 
 
 def test_modules_import_each_other_in_no_circle() -> None:
