@@ -70,6 +70,7 @@ class _Call:
     number: int | None
     draws: int = 0
     inside: Inside | None = None
+    entered_here: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,8 @@ class KeyedDraws(TorchFunctionMode):
         self._go_to(moment)
         self._replays += 1
         try:
-            yield
+            with self:  # autograd leaves every mode
+                yield
         finally:
             self._replays -= 1
             self._go_to(before)
@@ -157,7 +159,8 @@ class KeyedDraws(TorchFunctionMode):
             count = self._counts.get(name, 0)
             if _in_backward() and not self._replays:
                 known = count == 1 and self.one_at_a_time
-                self._calls.append(_Call(name, 0 if known else None))
+                self._calls.append(_Call(name, 0 if known else None, entered_here=True))
+                self.__enter__()  # autograd leaves every mode
             else:
                 self._counts[name] = count + 1
                 self._calls.append(_Call(name, count))
@@ -168,7 +171,8 @@ class KeyedDraws(TorchFunctionMode):
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if not self._entered or not self._calls:
                 return
-            self._calls.pop()
+            if self._calls.pop().entered_here:
+                self.__exit__(None, None, None)
             if self._calls and name in self.slices.columns:
                 self._calls[-1].inside = self.slices.columns[name]
             elif self._calls and name in self.slices.rows:
