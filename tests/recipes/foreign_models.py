@@ -293,7 +293,8 @@ class DroppingAttention(nn.Module):
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.query, self.key, self.value, self.output = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.query, self.value, self.output = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.key = nn.Linear(WIDTH, WIDTH, bias=False)  # the gradient of a bias here is zero, and all noise
         self.dropout = dropout
 
     def forward(self, x: Tensor) -> Tensor:
