@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from shoal.models.roles import Part, Role, run_chain
 
@@ -36,24 +37,28 @@ class Block(nn.Module):
 class Body(nn.Module):
     """What a Hugging Face model calls `transformer`: the blocks lie one level below the model."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float, checkpointed: bool) -> None:
         super().__init__()
+        self.checkpointed = checkpointed
         self.wte, self.drop = nn.Embedding(VOCABULARY, WIDTH), nn.Dropout(dropout)
         self.h = nn.ModuleList(Block(dropout) for _ in range(2))
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.drop(self.wte(tokens))
         for block in self.h:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
         return x
 
 
 class Nested(nn.Module):
-    """`direct`: the head also reads a block's weight, outside of the block."""
+    """`direct`: the head also reads a block's weight, outside of the block.
 
-    def __init__(self, *, dropout: float = 0.0, direct: bool = False) -> None:
+    `checkpointed`: the blocks are recomputed by PyTorch's own function, as by `gradient_checkpointing_enable()`.
+    """
+
+    def __init__(self, *, dropout: float = 0.0, direct: bool = False, checkpointed: bool = False) -> None:
         super().__init__()
-        self.transformer, self.lm_head = Body(dropout), nn.Linear(WIDTH, VOCABULARY)
+        self.transformer, self.lm_head = Body(dropout, checkpointed), nn.Linear(WIDTH, VOCABULARY)
         self.direct = direct
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -288,7 +293,8 @@ class DroppingAttention(nn.Module):
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.query, self.key, self.value, self.output = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.query, self.value, self.output = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.key = nn.Linear(WIDTH, WIDTH, bias=False)  # the gradient of a bias here is zero, and all noise
         self.dropout = dropout
 
     def forward(self, x: Tensor) -> Tensor:

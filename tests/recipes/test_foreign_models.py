@@ -53,6 +53,7 @@ SAME: dict[str, tuple[int, dict[str, Any]]] = {
     "dropout, microbatches": (1, {"model": foreign("nested", dropout=0.1), **MICRO}),
     "dropout": (2, {"model": foreign("nested", dropout=0.1), **SHARD, **MICRO}),
     "dropout, recomputed": (2, {"model": foreign("nested", dropout=0.1), **REPLICATE, **FULL, **MICRO}),
+    "dropout, checkpointed": (2, {"model": foreign("nested", dropout=0.1, checkpointed=True), **REPLICATE, **MICRO}),
     "recurrent dropout": (2, {"model": foreign("recurrent"), **REPLICATE, **MICRO}),
     "noise": (2, {"model": foreign("noisy"), **REPLICATE, **MICRO}),
     "dropout, tensor": (2, {"model": foreign("dropping"), "layout": {"tensor": 2}, **MICRO}),

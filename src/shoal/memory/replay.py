@@ -29,15 +29,15 @@ class Replay(AbstractContextManager[None]):
     def __init__(self, module: nn.Module) -> None:
         self._module, self._attributes = module, _attributes(module)
         self._draws = active_draws()
-        self._keys = None if self._draws is None else self._draws.sample_keys
+        self._moment = None if self._draws is None else self._draws.moment()
         self._entered: list[tuple[Attributes, ExitStack]] = []
 
     def __enter__(self) -> None:
         later, buffers = _attributes(self._module), ExitStack()
         _set(self._attributes)
         buffers.enter_context(_copied_buffers(self._module))
-        if self._draws is not None:
-            buffers.enter_context(self._draws.replaying(self._keys))
+        if self._draws is not None and self._moment is not None:
+            buffers.enter_context(self._draws.replaying(self._moment))
         self._entered.append((later, buffers))
 
     def __exit__(self, *error: object) -> None:

@@ -19,7 +19,7 @@ import math
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -70,6 +70,18 @@ class _Call:
     number: int | None
     draws: int = 0
     inside: Inside | None = None
+    entered_here: bool = False
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The state of `KeyedDraws` between two draws of a forward."""
+
+    step: int
+    keys: Tensor | None
+    sequence: Mapping[int, Extent]
+    calls: Sequence[_Call]
+    counts: Mapping[str, int]
 
 
 class KeyedDraws(TorchFunctionMode):
@@ -99,21 +111,26 @@ class KeyedDraws(TorchFunctionMode):
         self._calls, self._counts = [], {}
         self._sequence = {} if self.slices.sequence is None else self.slices.sequence(tokens)
 
-    @property
-    def sample_keys(self) -> Tensor | None:
-        """Those of the last forward."""
-        return self._keys
+    def moment(self) -> Moment:
+        """Where this forward stands: what `replaying` goes back to."""
+        return Moment(self._step, self._keys, self._sequence, [replace(c) for c in self._calls], dict(self._counts))
 
     @contextmanager
-    def replaying(self, sample_keys: Tensor | None) -> Iterator[None]:
-        """Around a forward that is repeated in the backward, of samples with these keys."""
-        before, self._keys = self._keys, sample_keys
+    def replaying(self, moment: Moment) -> Iterator[None]:
+        """Around the part of a forward that began at `moment` and is repeated in the backward."""
+        before = self.moment()
+        self._go_to(moment)
         self._replays += 1
         try:
-            yield
+            with self:  # autograd leaves every mode
+                yield
         finally:
-            self._keys = before
             self._replays -= 1
+            self._go_to(before)
+
+    def _go_to(self, moment: Moment) -> None:
+        self._step, self._keys, self._sequence = moment.step, moment.keys, moment.sequence
+        self._calls, self._counts = [replace(call) for call in moment.calls], dict(moment.counts)
 
     def __enter__(self) -> KeyedDraws:
         self._entered += 1
@@ -131,9 +148,7 @@ class KeyedDraws(TorchFunctionMode):
         if func in _BODIES:
             with self:
                 return _BODIES[func](*args, **kwargs)
-        if not self._calls:
-            if handler is _dropout and _in_backward():
-                raise _repeated("a function that is no module")
+        if not self._calls and not (_in_backward() and handler in _DROPPING):
             return func(*args, **kwargs)
         return handler(self, func, *args, **kwargs)
 
@@ -142,9 +157,10 @@ class KeyedDraws(TorchFunctionMode):
             if not self._entered:
                 return
             count = self._counts.get(name, 0)
-            if _in_backward():
-                known = count == 1 and (self.one_at_a_time or self._replays > 0)
-                self._calls.append(_Call(name, 0 if known else None))
+            if _in_backward() and not self._replays:
+                known = count == 1 and self.one_at_a_time
+                self._calls.append(_Call(name, 0 if known else None, entered_here=True))
+                self.__enter__()  # autograd leaves every mode
             else:
                 self._counts[name] = count + 1
                 self._calls.append(_Call(name, count))
@@ -155,7 +171,8 @@ class KeyedDraws(TorchFunctionMode):
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if not self._entered or not self._calls:
                 return
-            self._calls.pop()
+            if self._calls.pop().entered_here:
+                self.__exit__(None, None, None)
             if self._calls and name in self.slices.columns:
                 self._calls[-1].inside = self.slices.columns[name]
             elif self._calls and name in self.slices.rows:
@@ -165,6 +182,8 @@ class KeyedDraws(TorchFunctionMode):
 
     def bits_for(self, shape: Sequence[int], *, device: torch.device, samples: bool = True) -> Tensor:
         """64 random bits for each element of a tensor of this shape, the next draw of the module that is called."""
+        if not self._calls:
+            raise _repeated("a function that is no module")
         call = self._calls[-1]
         if call.number is None:
             raise _repeated(f"the module {call.module}")
@@ -387,6 +406,9 @@ def _body(function: Any) -> Any:
 _BODIES: Mapping[Any, Any] = types.MappingProxyType(
     {function: _body(function) for function in (F.multi_head_attention_forward, F.gumbel_softmax)}
 )
+
+_DROPPING = frozenset({_dropout, _channel_dropout, _alpha_dropout, _attention, _recurrent})
+"""Handlers that take nothing from the generator but what they drop."""
 
 _HANDLERS: Mapping[Any, Any] = types.MappingProxyType(
     {
