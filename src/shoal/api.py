@@ -123,7 +123,7 @@ def _own_command() -> list[str]:
     if spec is not None and spec.name:
         return [sys.executable, "-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]
     script = getattr(main, "__file__", None)
-    if script is None:
+    if script is None or not os.path.exists(script):
         raise UsageError(
             "shoal.train starts its ranks by running the script again, and there is no script here (a notebook, a "
             "prompt or standard input); put the call into a file, or start the process under torchrun"
