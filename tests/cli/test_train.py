@@ -232,11 +232,11 @@ def test_out_of_memory_is_said_in_a_few_lines(own: Project) -> None:
 
 
 def test_a_run_directory_that_is_removed_is_named(own: Project) -> None:
-    """Removed in mid-run: exit 3 and a sentence, no traceback."""
+    """Removed in mid-run: exit 3 and a sentence at the next step, no traceback."""
     running = own.start("train", "run.toml", "model.arguments={pause=0.1}", "run.steps=500")
     own.wait_for_step(2)
     shutil.rmtree(own.folder / "runs", ignore_errors=True)
-    assert running.wait(60) == 3
+    assert running.wait(20) == 3
     assert "the run directory runs/own was removed" in own.said()
     assert "Traceback" not in own.said()
 

@@ -53,7 +53,8 @@ class EventWriter:
     """Appends one rank's lines; each is one `write` to the system, so a reader sees it at once and whole.
 
     A disk that is full must not end a training run: with `warn`, a line that cannot be written is given up, `warn` is
-    called once for each spell of it, and the run goes on. Without `warn`, `OSError` is raised.
+    called once for each spell of it, and the run goes on. Without `warn`, `OSError` is raised. A file that somebody
+    removed ends the run: nobody will find what is written from then on.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class EventWriter:
             ) from fault
 
     def write(self, step: int, values: Mapping[str, float], *, time_s: float) -> None:
-        """Appends the measurements of one step; `time_s` is Unix time."""
+        """Appends the measurements of one step; `time_s` is Unix time. Raises `EnvironmentFault` if the file is gone."""
         numbers = {name: float(value) for name, value in values.items()}
         event = Event(step=step, time_s=time_s, generation=self.generation, values=dict(numbers))
         self._append(msgspec.json.encode(event) + b"\n")
@@ -101,6 +102,11 @@ class EventWriter:
 
     def _append(self, line: bytes) -> None:
         whole = b"\n" + line if self._torn else line
+        if os.fstat(self._file).st_nlink == 0:
+            raise EnvironmentFault(
+                f"the run directory {self.path.parents[1]} was removed while the run wrote to it, or {self.path.name} "
+                "in it: start the run again, and remove a run directory only when its run is over"
+            )
         try:
             written = os.write(self._file, whole)
             if written < len(whole):
