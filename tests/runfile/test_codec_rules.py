@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shoal.codec.config import TopKConfig
 from shoal.errors import ConfigError
 from shoal.runfile.load import load_run
 from shoal.runfile.rules import codec_refusal
@@ -56,16 +58,21 @@ def test_what_it_serves(tmp_path: Path, tables: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "named"),
+    ("overrides", "named"),
     [
-        ('codec.kind="top-k"', "top_k"),
-        ("codec={kind='top_k', fraction=0.0}", "fraction"),
-        ("codec={kind='blockwise', bits=5}", "bits"),
-        ("codec={kind='cast', fraction=0.1}", "fraction"),
-        ("codec={kind='qsgd', feedback=true}", "feedback"),
+        (["codec.kind=top-k"], "top_k"),
+        (["codec.kind=top_k", "codec.fraction=0.0"], "codec.fraction"),
+        (["codec.kind=blockwise", "codec.bits=5"], "codec.bits"),
+        (["codec.kind=cast", "codec.fraction=0.1"], "fraction"),
+        (["codec.kind=qsgd", "codec.feedback=true"], "feedback"),
+        (["codec.kind=blockwise", "codec.bits=4", "codec.rounding=stochastic"], "195 or less"),
     ],
 )
-def test_values_that_make_no_sense(override: str, named: str) -> None:
-    """Refused by the table itself, with what is allowed."""
-    with pytest.raises(ConfigError, match=named):
-        load_run(DIGITS, [override])
+def test_values_that_make_no_sense(tmp_path: Path, overrides: list[str], named: str) -> None:
+    """Refused by the table itself, with what is allowed; without the wrong key the file is read."""
+    path = tmp_path / "digits.toml"
+    path.write_text(DIGITS.read_text())
+    with pytest.raises(ConfigError) as refused:
+        load_run(path, overrides)
+    assert re.search(named, str(refused.value).partition(": ")[2])
+    assert load_run(path, ["codec.kind=top_k", "codec.fraction=0.5"]).codec == TopKConfig(fraction=0.5)

@@ -73,7 +73,13 @@ def choices_of(declared: Any) -> tuple[Any, ...]:
 
 def takes_text(declared: Any) -> bool:
     """Whether a bare word on the command line is this key's value as it stands."""
-    return any(option is str or typing.get_origin(option) is Literal for option in _options(declared))
+    options = [value for option in _options(declared) for value in _values(option)]
+    return any(option is str or isinstance(option, str) for option in options)
+
+
+def _values(option: Any) -> tuple[Any, ...]:
+    """What a `Literal` allows; any other type itself."""
+    return typing.get_args(option) if typing.get_origin(option) is Literal else (option,)
 
 
 def _key(field: msgspec.structs.FieldInfo, hint: Any) -> Key:
