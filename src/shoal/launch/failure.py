@@ -76,14 +76,14 @@ def report_failure(place: Place, folder: Path | None, *, torchrun_file: Path | N
 def failure_of(error: BaseException, rank: int) -> Failure:
     """The record of `error`. Errors that Shoal raises on purpose, and requests to exit, carry no traceback."""
     purposeful = isinstance(error, ShoalError | SystemExit | KeyboardInterrupt)
-    trace = "" if purposeful or _is_lost_peer(error) or _is_out_of_memory(error) else _trace(error)
+    trace = "" if purposeful or _is_lost_peer(error) or is_out_of_memory(error) else _trace(error)
     return Failure(
         rank=rank,
         host=socket.gethostname(),
         pid=os.getpid(),
         time_ns=time.time_ns(),
         exit_code=_exit_code(error),
-        kind=type(error).__name__,
+        kind=OutOfMemory.__name__ if is_out_of_memory(error) else type(error).__name__,
         # The end of a traceback says most; the start of a message does.
         message=_message(error)[:_MOST_TEXT],
         traceback=trace[-_MOST_TEXT:],
@@ -144,7 +144,7 @@ def _exit_code(error: BaseException) -> int:
         return 130
     if _is_lost_peer(error):
         return CollectiveError.exit_code
-    return OutOfMemory.exit_code if _is_out_of_memory(error) else 1
+    return OutOfMemory.exit_code if is_out_of_memory(error) else 1
 
 
 def _system_exit_code(code: object) -> int:
@@ -158,7 +158,7 @@ def _message(error: BaseException) -> str:
         return error.code if isinstance(error.code, str) else f"exit({error.code})"
     if _is_lost_peer(error):
         return f"lost the connection to another rank ({str(error).partition(chr(10))[0]})"
-    return _memory_message(error) if _is_out_of_memory(error) else str(error)
+    return _memory_message(error) if is_out_of_memory(error) else str(error)
 
 
 def _memory_message(error: BaseException) -> str:
@@ -179,7 +179,8 @@ def _is_lost_peer(error: BaseException) -> bool:
     return type(error).__name__ in _LOST_PEER
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device or the host ran out of memory."""
     named = any(kind.__name__ in _OUT_OF_MEMORY for kind in type(error).__mro__)
     # PyTorch's allocator for the host raises a plain RuntimeError.
     return named or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))

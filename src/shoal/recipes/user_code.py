@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shoal.errors import ShoalError, UserCodeError
+from shoal.launch.failure import is_out_of_memory
 
 GIVEN = "given:object"
 """What stands in the run file for an object that a script passed."""
@@ -27,6 +28,8 @@ def call_named(name: str, arguments: Mapping[str, Any], *, key: str) -> Any:
     except ShoalError:
         raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise UserCodeError(f"{key} = {name!r} raised:\n{users_traceback(error)}") from None
 
 
