@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.launch.failure import Failure
+from shoal.launch.failure import Failure, failure_of
 from shoal.launch.root_cause import Exit, failure_report, root_cause
 
 
@@ -36,6 +36,15 @@ def test_no_rank_repeats_what_the_cause_said():
     assert report.count("run.steps: found 0") == 1
     assert report.splitlines()[2:] == [*(f"rank {rank} (pid {100 + rank}): the same" for rank in (1, 2, 3)),
                                        "rank 4 (pid 104): Kind: no disk"]  # fmt: skip
+
+
+def test_ranks_that_ran_out_of_memory_together_say_so_once():
+    """Each was left another number of bytes: the first one's numbers stand, the others ran out, too."""
+    exits = [Exit(rank, 100 + rank, 5, rank) for rank in range(2)]
+    records = [failure_of(MemoryError(f"you tried to allocate {rank + 1} bytes"), rank) for rank in range(2)]
+    report = failure_report(root_cause(records, exits), exits, stopped={}, log_tails={})
+    assert report.count("asked for") == 1
+    assert report.splitlines()[-1] == "rank 1 (pid 101): out of memory, too"
 
 
 def test_among_echoes_an_explained_one_leads():

@@ -128,13 +128,15 @@ def test_ranks_that_never_come_are_named():
 def test_a_wait_is_reported_before_it_ends(monkeypatch, capfd):
     """The first sentence comes long before the timeout, names who is missing, and the wait goes on after it."""
     monkeypatch.setattr(wait, "SAY_AFTER_S", 0.2)
-    one, two = met(60)
+    one, two = met(10)
     found: Future[str] = Future()
     with ThreadPoolExecutor() as pool:
         ends = [pool.submit(rank.announce, "slow", found.result) for rank in (one, two)]
-        while "rank 1 waits for rank 0, which finds out and tells the others: slow" not in capfd.readouterr().err:
-            assert not ends[1].done()
-        found.set_result("it")
+        try:
+            while "rank 1 waits for rank 0, which finds out and tells the others: slow" not in capfd.readouterr().err:
+                assert not ends[1].done()
+        finally:
+            found.set_result("it")
     assert [end.result() for end in ends] == ["it", "it"]
 
 

@@ -83,7 +83,7 @@ def failure_of(error: BaseException, rank: int) -> Failure:
         pid=os.getpid(),
         time_ns=time.time_ns(),
         exit_code=_exit_code(error),
-        kind=type(error).__name__,
+        kind=OutOfMemory.__name__ if is_out_of_memory(error) else type(error).__name__,
         # The end of a traceback says most; the start of a message does.
         message=_message(error)[:_MOST_TEXT],
         traceback=trace[-_MOST_TEXT:],
@@ -180,6 +180,7 @@ def _is_lost_peer(error: BaseException) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device or the host ran out of memory."""
     named = any(kind.__name__ in _OUT_OF_MEMORY for kind in type(error).__mro__)
     # PyTorch's allocator for the host raises a plain RuntimeError.
     return named or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))

@@ -21,7 +21,7 @@ import socket
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shoal.errors import CollectiveError, Stopped
+from shoal.errors import CollectiveError, OutOfMemory, Stopped
 from shoal.launch.failure import Failure
 
 
@@ -133,6 +133,8 @@ def _line(end: Exit, failed: End | None, cause: End, stopped: Collection[int]) -
     if failed.failure is not None:
         if failed.failure.secondary:
             return f"{start}lost another rank"
+        if failed.failure.kind == OutOfMemory.__name__ and cause.exit.code == OutOfMemory.exit_code:
+            return f"{start}out of memory, too"
         return start + ("the same" if failed.sentence == cause.sentence else failed.sentence)
     if end.by_launcher:
         return f"{start}ended by the launcher{' while it was stopped' if end.rank in stopped else ''}"
