@@ -119,8 +119,9 @@ def test_a_second_signal_stops_at_once(own: Project) -> None:
 
 
 def test_what_a_user_module_raises_comes_first_and_whole(own: Project) -> None:
-    """Rank 1 raises: its traceback is shown first, with host and pid; the others get a line each; exit 1."""
-    done = own.shoal("train", "run.toml", "model.arguments={fail_at=3}")
+    """Rank 1 raises: its traceback is shown first, with host and pid; the others get a line each; exit 1. The report of
+    the failed run names cause and rank."""
+    done = own.shoal("train", "run.toml", "model.arguments={fail_at=3}", "observe.report=true")
     assert done.returncode == 1
     first, *others = [line for line in done.stderr.splitlines() if line.startswith("rank ")]
     assert first.startswith("rank 1 of 2 failed (host ")
@@ -129,6 +130,10 @@ def test_what_a_user_module_raises_comes_first_and_whole(own: Project) -> None:
     assert "ArithmeticError: a mistake in the user's own module" in done.stderr
     assert len(others) == 1
     assert others[0].startswith("rank 0 ")
+    facts = json.loads((own.folder / "runs/own/facts.json").read_text())
+    cause = "ArithmeticError: a mistake in the user's own module"
+    assert (facts["state"], facts["failure"]) == ("failed", {"cause": cause, "rank": 1, "exit_code": 1})
+    assert "a mistake in the user" in (own.folder / "runs/own/report.html").read_text()
 
 
 def test_a_killed_rank_is_noticed_in_seconds_and_leaves_nothing(own: Project) -> None:

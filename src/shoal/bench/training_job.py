@@ -29,8 +29,8 @@ from shoal.engine.recovery import NonfiniteGuard
 from shoal.engine.step_result import StepResult
 from shoal.launch.environment import Place
 from shoal.models.config import GPTConfig
-from shoal.observe.display import SilentDisplay
-from shoal.observe.events import EventWriter
+from shoal.observe.events import EventSink
+from shoal.observe.sink import RunStart, Sinks
 from shoal.recipes.objects import UserObjects
 from shoal.recipes.run import Run, open_run
 from shoal.runfile.run_file import RunConfig, RunFile
@@ -98,14 +98,15 @@ def training_job(training: Training, folder: Path, stack: ExitStack, *, shared_s
         keep=1,
     )
     stack.callback(saver.close)
+    sinks = stack.enter_context(Sinks(EventSink(folder, rank=place.rank)))
+    sinks.start(RunStart(name=run.run_file.run.name, total_steps=ENDLESS))
     return Job(
         state=run.state,
         step=run.step,
         feed=training.feed,
         guard=NonfiniteGuard(5, run.step.context),
         saver=saver,
-        events=stack.enter_context(EventWriter(folder, rank=place.rank)),
-        display=SilentDisplay(),
+        sinks=sinks,
         cadence=Cadence(ENDLESS),
         rate=lambda number: LR,
         evaluate=dict,

@@ -15,8 +15,7 @@ from shoal.engine.state import Progress, TrainState
 from shoal.engine.step import TrainStep
 from shoal.engine.step_result import StepResult
 from shoal.errors import EnvironmentFault, Stopped
-from shoal.observe.display import Display
-from shoal.observe.events import EventWriter
+from shoal.observe.sink import Sinks
 
 CHECKPOINT_TIMEOUT_S = 1200.0
 
@@ -51,8 +50,7 @@ class Job:
     feed: Feed
     guard: NonfiniteGuard
     saver: Saver
-    events: EventWriter
-    display: Display
+    sinks: Sinks
     cadence: Cadence
     rate: Callable[[int], float]
     evaluate: Callable[[], Mapping[str, float]]
@@ -100,7 +98,7 @@ def take_step(job: Job, stall_s: float = 0.0) -> StepResult:
     job.progress.advance(fed.interval, tokens=tokens, committed=result.committed)
     step_s = time.perf_counter() - begin_s
     _record(job, result, lr=lr, data_s=fed.wait_s, step_s=step_s, stall_s=stall_s)
-    job.guard.check(number, result, fed.microbatches, warn=job.display.warn)
+    job.guard.check(number, result, fed.microbatches, warn=job.sinks.warn)
     return result
 
 
@@ -119,8 +117,7 @@ def _record(job: Job, result: StepResult, *, lr: float, data_s: float, step_s: f
     )
     if job.figures is not None:
         values |= job.figures()
-    job.events.write(progress.step, values, time_s=time.time())
-    job.display.step(progress.step, values)
+    job.sinks.record(progress.step, values, time_s=time.time())
 
 
 def _save(job: Job) -> float:
@@ -131,17 +128,18 @@ def _save(job: Job) -> float:
 
 def _evaluate(job: Job) -> None:
     job.step.settle()
+    job.sinks.activity("evaluating")
     values = job.evaluate()
+    job.sinks.activity("")
     if values:
-        job.events.write(job.progress.step, values, time_s=time.time())
-        job.display.step(job.progress.step, values)
+        job.sinks.record(job.progress.step, values, time_s=time.time())
 
 
 def _warn_of_saves(job: Job, reports: Sequence[SaveReport]) -> None:
     """Says what went wrong with finished saves; training goes on without them."""
     for report in reports:
         if report.error is not None:
-            job.display.warn(report.error)
+            job.sinks.warn(report.error)
 
 
 def _end(job: Job, first: int) -> None:

@@ -24,6 +24,7 @@ import time
 from dataclasses import dataclass, field
 
 from shoal.errors import Stopped
+from shoal.escape import escape_controls
 from shoal.launch.rank_process import RankProcess
 from shoal.launch.root_cause import Exit
 from shoal.launch.signals import Debounce
@@ -150,4 +151,4 @@ def say(text: str) -> None:
     """Tell the user, on standard error."""
     # The terminal may be gone (SIGHUP); the ranks still have to be watched.
     with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+        print(escape_controls(text, encoding=sys.stderr.encoding or "utf-8"), file=sys.stderr, flush=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.comm.mpi.world import why_no_mpi
-from shoal.errors import EnvironmentFault, OutOfMemory, Stopped
+from shoal.errors import EnvironmentFault, OutOfMemory, ShoalError, Stopped
 from shoal.launch.devices import gpus
 from shoal.launch.environment import Place, place_from
 from shoal.launch.failure import FAILURE_FOLDER, TORCHRUN_FILE, failure_of, report_failure
@@ -27,6 +27,8 @@ from shoal.launch.signals import end_at_once
 from shoal.launch.spawn import run_ranks
 from shoal.launch.temporary_folder import temporary_folder
 from shoal.launch.versions import check_torch_version
+from shoal.observe.ending import Ending, write_ending
+from shoal.observe.facts import facts_path, read_facts, write_facts
 from shoal.recipes.lab import processes_in
 from shoal.runfile.rules import check_across
 from shoal.runfile.run_file import RunFile, statistics_group, with_processes
@@ -86,12 +88,16 @@ def run(
         with ExitStack() as stack:
             keep_fds = [stack.enter_context(RunLock(directory)).fd] if writes else []
             logs = directory if writes else stack.enter_context(temporary_folder())
+            if writes and facts_path(directory).is_file():
+                write_facts(directory, {"state": ""})  # that of the start before
             if lab is not None:
                 code = run_in_lab(lab, command, run_directory=logs, environ=environ, keep_fds=keep_fds)
             else:
                 code = run_ranks(command, processes=processes, run_directory=logs, environ=environ, keep_fds=keep_fds)
         if code == OutOfMemory.exit_code and planner is not None:
             print(planner.memory_advice(run_file), file=sys.stderr, flush=True)
+        if writes and code not in (0, Stopped.exit_code):
+            _record_failure(run_file, directory, code)
         return code
 
     def ranked() -> None:
@@ -109,6 +115,21 @@ def run(
 
     as_rank(place, ranked, environ)
     return ExitCode(0)
+
+
+def _record_failure(run_file: RunFile, directory: Path, code: ExitCode) -> None:
+    """Into the facts and the report of a run that began; one that ended by a decision of its own, as when it diverged,
+    has said so itself."""
+    try:
+        if not facts_path(directory).is_file() or read_facts(directory).get("state"):
+            return
+        write_ending(directory, Ending("failed", code.sentence, code.rank, int(code)))
+        if run_file.observe.report:
+            from shoal.observe.report import write_report
+
+            print(f"report: {write_report(directory)}", file=sys.stderr, flush=True)
+    except (ShoalError, OSError) as error:
+        print(f"shoal: how the run ended could not be recorded: {error}", file=sys.stderr, flush=True)
 
 
 def as_rank(place: Place, work: Callable[[], None], environ: Mapping[str, str]) -> None:

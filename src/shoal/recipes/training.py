@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
@@ -18,14 +17,12 @@ from shoal.config.load import dumps
 from shoal.engine.loop import Cadence, Job, train
 from shoal.engine.recovery import NonfiniteGuard
 from shoal.engine.resume import load_weights, resume
-from shoal.errors import ConfigError, Diverged, Stopped
+from shoal.errors import ConfigError
 from shoal.launch.environment import Place
 from shoal.launch.signals import StopRequest
-from shoal.observe.display import Display, LoggedDisplay, display_for
-from shoal.observe.events import EventWriter
 from shoal.observe.facts import replace_file, write_facts
-from shoal.observe.logs import close_log, open_log
-from shoal.observe.report import write_report
+from shoal.observe.sink import RunStart, Sinks
+from shoal.observe.sinks import open_sinks
 from shoal.optim.schedule import peak_rate
 from shoal.recipes.facts import run_facts
 from shoal.recipes.forecast import Forecast
@@ -39,43 +36,42 @@ from shoal.runfile.run_file import RunFile, run_directory
 def train_rank(run_file: RunFile, place: Place, objects: UserObjects, *, forecast: Forecast | None = None) -> None:
     """Trains to the end of the run file. Raises the errors of `shoal.errors`; the run directory stays whole."""
     directory = run_directory(run_file)
-    with ExitStack() as stack:
-        log = open_log(directory, rank=place.rank)
-        stack.callback(close_log, log)
-        terminal = display_for(sys.stdout, place.rank, plain=None if run_file.observe.live else True)
-        display = LoggedDisplay(terminal, log)
+    sinks = open_sinks(
+        run_file.observe,
+        directory,
+        rank=place.rank,
+        stream=sys.stdout,
+        reports_failure=place.launcher != "shoal",  # else the launcher does, which knows whose failure came first
+    )
+    with sinks, ExitStack() as stack:
         run = open_run(run_file, place, objects)
-        resumed_step = _restore(run, directory, display)
+        resumed_step = _restore(run, directory, sinks)
         if place.rank == 0:
             replace_file(directory / "run.toml", dumps(run_file).encode())
             write_facts(directory, run_facts(run) | _predicted(run, forecast))
-        _introduce(display, run, resumed_step)
+        _introduce(sinks, run, resumed_step)
         stop = stack.enter_context(StopRequest())  # until here there is nothing to save: a signal ends the rank
-        job = _job(run, directory, display, stop, stack)
+        job = _job(run, directory, sinks, stop, stack)
         first = job.progress.step
-        if resumed_step is not None:
-            job.events.resume(resumed_step, time_s=time.time())
         run.mesh.ledger.take()  # what the start sent belongs to no step
-        display.start(run_file.run.name, run_file.run.steps, first_step=first + 1)
-        stack.callback(display.finish)
-        _train(job, directory, place)
+        sinks.start(_start_of(run))
+        train(job)  # if it raises, no save is waited for: another rank may be gone
         job.saver.close()
-        display.finish()
         if place.rank == 0:
-            _conclude(run, directory, display, forecast if job.progress.step > first else None)
+            _conclude(run, directory, sinks, forecast if job.progress.step > first else None)
 
 
-def _train(job: Job, directory: Path, place: Place) -> None:
-    """If it raises, no save is waited for: another rank may be gone."""
-    try:
-        train(job)
-    except (Stopped, Diverged) as end:
-        if place.rank == 0:
-            write_facts(directory, {"state": type(end).__name__.lower()})
-        raise
+def _start_of(run: Run) -> RunStart:
+    return RunStart(
+        name=run.run_file.run.name,
+        total_steps=run.run_file.run.steps,
+        first_step=run.state.progress.step + 1,
+        generation=run.mesh.generation,
+        epoch_samples=len(run.workload.data.train),
+    )
 
 
-def _job(run: Run, directory: Path, display: Display, stop: StopRequest, stack: ExitStack) -> Job:
+def _job(run: Run, directory: Path, sinks: Sinks, stop: StopRequest, stack: ExitStack) -> Job:
     run_file, mesh = run.run_file, run.mesh
     saver = Saver(
         directory,
@@ -88,7 +84,6 @@ def _job(run: Run, directory: Path, display: Display, stop: StopRequest, stack: 
         or not run.generation.sync.keeps_replicas_equal
         or run.generation.coded is not None,
     )
-    events = EventWriter(directory, rank=mesh.rank, generation=mesh.generation, warn=display.warn)
     context, forward = run.step.context, mesh.layout.replica_size == 1
     return Job(
         state=run.state,
@@ -96,8 +91,7 @@ def _job(run: Run, directory: Path, display: Display, stop: StopRequest, stack: 
         feed=stack.enter_context(run.feed()),
         guard=NonfiniteGuard(run_file.run.nonfinite_limit, context, forward=forward),
         saver=saver,
-        events=stack.enter_context(events),
-        display=display,
+        sinks=sinks,
         cadence=Cadence(
             run_file.run.steps,
             evaluate_every=run_file.observe.evaluate_every_steps,
@@ -118,46 +112,46 @@ def _loads_every(run: Run) -> int:
     return run.run_file.observe.expert_loads_every_steps if first else 0
 
 
-def _restore(run: Run, directory: Path, display: Display) -> int | None:
+def _restore(run: Run, directory: Path, sinks: Sinks) -> int | None:
     """The step that the run goes on from; None for a fresh start, with the weights of a warm start if one is named."""
-    step = resume(run.state, directory, announce=run.process.announce, warn=display.warn)
+    step = resume(run.state, directory, announce=run.process.announce, warn=sinks.warn)
     source = run.run_file.run.warm_start
     if step is None and source is not None:
         loaded = load_weights(run.state, Path(source), announce=run.process.announce)
-        display.note(f"weights from step {loaded} of {source}")
+        sinks.note(f"weights from step {loaded} of {source}")
     return step
 
 
-def _introduce(display: Display, run: Run, resumed_step: int | None) -> None:
+def _introduce(sinks: Sinks, run: Run, resumed_step: int | None) -> None:
     count = sum(prod(shape) for shape in run.generation.parts.split.shapes.values())
-    display.note(f"{run.mesh.layout.describe()} on {run.device.type}, {count:,} parameters, "
+    sinks.note(f"{run.mesh.layout.describe()} on {run.device.type}, {count:,} parameters, "
                  f"{units.plural(len(run.workload.data.train), 'training sample')}")  # fmt: skip
     if run.mesh.layout.world_size > 1:
-        display.note(run.mesh.world.wire)
+        sinks.note(run.mesh.world.wire)
     table = run.generation.parts.table
     if table is not None and not table.flushes:
-        display.note(
+        sinks.note(
             f"PipeDream: {table.microbatches} updates a step, from weights up to {table.stages - 1} updates old"
         )
     _, scaling = peak_rate(run.run_file.optimizer, global_samples=run.run_file.batch.global_samples)
     if scaling is not None:
-        display.note(scaling)
+        sinks.note(scaling)
     unproved = missing_proof(run.run_file, run.generation.parts.split.shapes)
     if unproved is not None:
-        display.note(unproved)
+        sinks.note(unproved)
     if resumed_step is not None:
-        display.note(f"going on from the checkpoint of step {resumed_step}")
+        sinks.note(f"going on from the checkpoint of step {resumed_step}")
     if resumed_step is not None and resumed_step >= run.run_file.run.steps:
-        display.warn(f"run.steps = {run.run_file.run.steps} are done already: nothing to train; raise it to go on")
+        sinks.warn(f"run.steps = {run.run_file.run.steps} are done already: nothing to train; raise it to go on")
 
 
-def _sampled(run: Run, display: Display) -> str | None:
+def _sampled(run: Run, sinks: Sinks) -> str | None:
     """Text from the model; a model that gives none is no reason to end a finished run with an error."""
     observe = run.run_file.observe
     try:
         return sample_text(run, unsplit_model(run), observe.sample_prompt, observe.sample_bytes)
     except ConfigError as error:
-        display.warn(str(error))
+        sinks.warn(str(error))
         return None
 
 
@@ -174,23 +168,21 @@ def _predicted(run: Run, forecast: Forecast | None) -> dict[str, Any]:
     )
 
 
-def _conclude(run: Run, directory: Path, display: Display, forecast: Forecast | None) -> None:
-    """What rank 0 does when training is over: text from the model, the bigram beside the loss, the report.
+def _conclude(run: Run, directory: Path, sinks: Sinks, forecast: Forecast | None) -> None:
+    """What rank 0 does when training is over: text from the model, the bigram beside the loss.
 
     `forecast`: None if this start took no steps, and so measured nothing.
     """
     observe = run.run_file.observe
-    text = _sampled(run, display) if observe.sample_bytes else None
+    text = _sampled(run, sinks) if observe.sample_bytes else None
     if text is not None:
         write_facts(
             directory,
             {"samples": [{"step": run.run_file.run.steps, "prompt": observe.sample_prompt, "text": text}]},
         )
-        display.note(f"the model continues {observe.sample_prompt!r}:\n{observe.sample_prompt}{text}")
+        sinks.note(f"the model continues {observe.sample_prompt!r}:\n{observe.sample_prompt}{text}")
     baseline = run.workload.data.facts.get("baseline/bigram_nats_per_byte")
     if baseline is not None:
-        display.note(f"a bigram model of the same split reaches {baseline:.3f} nats/byte")
+        sinks.note(f"a bigram model of the same split reaches {baseline:.3f} nats/byte")
     if forecast is not None:
         forecast.remember(directory, run.process.environ)
-    if observe.report:
-        display.note(f"report: {write_report(directory)}")
