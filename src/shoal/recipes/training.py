@@ -130,9 +130,7 @@ def _introduce(sinks: Sinks, run: Run, resumed_step: int | None) -> None:
         sinks.note(run.mesh.world.wire)
     table = run.generation.parts.table
     if table is not None and not table.flushes:
-        sinks.note(
-            f"PipeDream: {table.microbatches} updates a step, from weights up to {table.stages - 1} updates old"
-        )
+        sinks.note(f"PipeDream: {table.microbatches} updates a step, from weights up to {table.stages - 1} updates old")
     _, scaling = peak_rate(run.run_file.optimizer, global_samples=run.run_file.batch.global_samples)
     if scaling is not None:
         sinks.note(scaling)
