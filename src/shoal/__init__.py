@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Any
 from shoal.errors import RunFailed, RunStopped, ShoalError
 
 if TYPE_CHECKING:
-    from shoal.api import train
+    from shoal.api import start, train
 
     __version__: str
 
-__all__ = ["RunFailed", "RunStopped", "ShoalError", "__version__", "train"]
+__all__ = ["RunFailed", "RunStopped", "ShoalError", "__version__", "start", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "train":
-        from shoal.api import train
+    if name in ("start", "train"):
+        from shoal import api
 
-        return train
+        return getattr(api, name)
     if name == "__version__":
         from importlib.metadata import version
 

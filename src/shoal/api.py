@@ -1,4 +1,4 @@
-"""`shoal.train`: a run from a script, with the script's own objects.
+"""Runs from a script, with the script's own objects: `shoal.train` takes the loop over, `shoal.start` leaves it there.
 
 A process that no launcher started starts the ranks, each with the script's own command line, and waits for them; in
 each of them the same call trains, and other calls of the script are passed over. So one script serves a laptop,
@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.config.load import apply, read
 from shoal.errors import RunEnded, RunFailed, RunStopped, ShoalError, UsageError
@@ -23,6 +23,9 @@ from shoal.recipes.start import run
 from shoal.recipes.user_code import GIVEN
 from shoal.runfile.load import run_file_of
 from shoal.runfile.run_file import RunFile, run_directory
+
+if TYPE_CHECKING:
+    from shoal.recipes.own_loop import Training
 
 ONLY_RUN = "SHOAL_ONLY_RUN"
 """Which run the ranks of a script were started for: they pass over its other calls of `train`."""
@@ -88,6 +91,48 @@ def _trained(config: Configuration, overrides: Sequence[str], *, model: Any, dat
     return directory
 
 
+def start(
+    config: str | Path | Mapping[str, Any] | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    model: Any,
+    optimizer: Any,
+    data: Any,
+    batch_samples: int | None = None,
+    epochs: int | None = None,
+    state: Mapping[str, Any] | None = None,
+) -> Training:
+    """Begin a run whose loop is the script's own, and return its `Training`: see `shoal.recipes.own_loop`.
+
+    `config` is a run file or its tables as dictionaries; with the keywords below it may be left out. `model` is an
+    `nn.Module`, `optimizer` a `torch.optim.Optimizer` over its parameters that has taken no step, `data` a map-style
+    data set, a PyTorch DataLoader (its data set, batch size, order and `collate_fn` are taken over) or a pair
+    (training, held out).
+    `batch_samples` are the samples of one step over all ranks; `epochs` how often the data is gone through, if
+    `run.steps` does not say how far the run goes. `state` are objects with `state_dict()` that are saved with the run
+    and restored by a resume, by name, such as {"scheduler": scheduler}.
+
+    Under a launcher every rank calls it. Without one, a run of several processes (`run.processes`; by default one a
+    GPU, else one) starts them with this script, and ends the process with their exit code: what follows runs in the
+    ranks alone. A run directory that holds a checkpoint is gone on with.
+
+    A refusal is one sentence on standard error, and the exit code of its kind.
+    """
+    from shoal.recipes.own_start import start_own_loop
+
+    tables, file = _tables(config)
+    return start_own_loop(
+        tables,
+        overrides,
+        file=file,
+        command=_own_command,
+        objects={"model": model, "optimizer": optimizer, "data": data, "state": dict(state or {})},
+        batch_samples=batch_samples,
+        epochs=epochs,
+        planner=PLANNER,
+    )
+
+
 def _give_back(model: Any, directory: Path) -> None:
     """The trained weights and buffers to the script's own module: the ranks have trained copies of it."""
     torch = sys.modules.get("torch")
@@ -105,15 +150,20 @@ def _give_back(model: Any, directory: Path) -> None:
 def _resolved(config: Configuration, overrides: Sequence[str], **objects: Any) -> tuple[RunFile, str]:
     if isinstance(config, RunFile):
         return config, "the configuration"
-    tables, file = (
-        (read(Path(config)), str(config)) if isinstance(config, str | Path) else (dict(config), "the configuration")
-    )
+    tables, file = _tables(config)
     for name, value in objects.items():
         if value is not None:
             written = tables.get(name, {})
             own = written if isinstance(written, Mapping) and written.get("kind") == "python" else {}
             tables[name] = {**own, "kind": "python", "build": GIVEN}
     return run_file_of(apply(tables, overrides, RunFile), file=file), file
+
+
+def _tables(config: str | Path | Mapping[str, Any] | None) -> tuple[dict[str, Any], str]:
+    """The tables, and how messages call what they are from."""
+    if isinstance(config, str | Path):
+        return read(Path(config)), str(config)
+    return ({} if config is None else dict(config)), "the configuration"
 
 
 def _own_command() -> list[str]:

@@ -111,7 +111,7 @@ def parse_sample(raw: Any) -> Sample:
         parts = dict(zip(KEYS, raw, strict=False))
     else:
         raise UserCodeError(f"The data set returned {describe(raw)}: {WANTED}.")
-    inputs, targets = (_as_tree(parts[name], name) for name in KEYS[:2])
+    inputs, targets = (as_tree(parts[name], name) for name in KEYS[:2])
     if len(parts) == 2:
         return Sample(inputs, targets, weights=None)
     return Sample(inputs, targets, weights=_as_weights(parts["weights"], targets))
@@ -138,11 +138,12 @@ def _parts_of_mapping(raw: Mapping[str, Any]) -> dict[str, Any]:
     return dict(raw)
 
 
-def _as_tree(value: Any, name: str) -> Tree:
+def as_tree(value: Any, name: str) -> Tree:
+    """`value`, the `name` of a sample, as tensors. Raises `UserCodeError` where it is none and holds none."""
     if isinstance(value, tuple) and value:
-        return tuple(_as_tree(branch, f"{name}[{index}]") for index, branch in enumerate(value))
+        return tuple(as_tree(branch, f"{name}[{index}]") for index, branch in enumerate(value))
     if isinstance(value, Mapping) and value:
-        return {str(key): _as_tree(branch, f"{name}[{key!r}]") for key, branch in value.items()}
+        return {str(key): as_tree(branch, f"{name}[{key!r}]") for key, branch in value.items()}
     if isinstance(value, Tensor):
         return value.detach()
     if isinstance(value, np.ndarray | np.generic | bool | int | float):
@@ -165,7 +166,7 @@ def _from_numpy(array: np.ndarray, name: str) -> Tensor:
 
 
 def _as_weights(value: Any, targets: Tree) -> Tensor:
-    weights = _as_tree(value, "weights")
+    weights = as_tree(value, "weights")
     if not isinstance(weights, Tensor):
         raise UserCodeError(f"The data set's weights are {describe(value)}: give one number, or one per position.")
     if isinstance(targets, Tensor) and weights.shape != targets.shape[: weights.ndim]:

@@ -1,14 +1,21 @@
-"""The loop. It reads from top to bottom; what it calls knows nothing of it."""
+"""The loop: `steps` gives one step after the other to whoever takes it, and does what is due after each.
+
+    for pending in steps(job):
+        pending.result = ...        # from pending.microbatches to new weights
+
+`train` takes them by `job.step`; a user's own loop in its own way (`shoal.recipes.own_loop`).
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from shoal.checkpoint.save import Saver, SaveReport
 from shoal.data.feed import Feed
+from shoal.data.sample import Batch
 from shoal.engine.measure import measurements
 from shoal.engine.recovery import NonfiniteGuard
 from shoal.engine.state import Progress, TrainState
@@ -41,8 +48,8 @@ class Cadence:
 class Job:
     """The parts of one run on one rank. Everything is an argument: the loop fetches nothing.
 
-    `rate` gives the learning rate of a step; `origin` is what a checkpoint records about its writer (layout,
-    generation). `figures`: more measurements of the step just taken.
+    `rate` gives the learning rate of a step (None: the optimizer has its own); `origin` is what a checkpoint records
+    about its writer (layout, generation). `figures`: more measurements of the step just taken.
     """
 
     state: TrainState
@@ -52,7 +59,7 @@ class Job:
     saver: Saver
     sinks: Sinks
     cadence: Cadence
-    rate: Callable[[int], float]
+    rate: Callable[[int], float | None]
     evaluate: Callable[[], Mapping[str, float]]
     stop_requested: Callable[[], bool]
     origin: Mapping[str, Any]
@@ -64,12 +71,35 @@ class Job:
         return self.state.progress
 
 
+@dataclass
+class PendingStep:
+    """Step `number` on this rank's `microbatches`, at the learning rate `lr`. `stop`: this rank was told to stop.
+
+    Whoever takes it sets `result`, and `lr` if it is None: the rate that the optimizer had.
+    """
+
+    number: int
+    microbatches: Sequence[Batch]
+    lr: float | None
+    stop: bool
+    result: StepResult | None = None
+
+
 def train(job: Job) -> None:
-    """Runs to the last step. Raises `Stopped` after a signal and a good checkpoint, `Diverged` if it is hopeless."""
+    """Takes the steps by `job.step`, to the last one. Raises what `steps` does."""
+    for pending in steps(job):
+        pending.result = job.step(pending.number, pending.microbatches, lr=pending.lr, stop=pending.stop)
+
+
+def steps(job: Job) -> Iterator[PendingStep]:
+    """Every step to the last one, each with what is due after it: measurements, evaluation, checkpoint.
+
+    Raises `Stopped` after a signal and a good checkpoint, `Diverged` if it is hopeless.
+    """
     stall_s, cadence, first = 0.0, job.cadence, job.progress.step
     evaluating = saving = False
     while job.progress.step < cadence.steps:
-        result = take_step(job, stall_s)
+        result = yield from _one_step(job, stall_s)
         step, stall_s = job.progress.step, 0.0
         evaluating |= cadence.due(cadence.evaluate_every, step)
         saving |= cadence.due(cadence.save_every, step)
@@ -87,17 +117,28 @@ def train(job: Job) -> None:
     _end(job, first)
 
 
-def take_step(job: Job, stall_s: float = 0.0) -> StepResult:
+def take_step(job: Job) -> StepResult:
+    """One step by `job.step`, and nothing after it."""
+    pending = next(taken := _one_step(job, 0.0))
+    pending.result = job.step(pending.number, pending.microbatches, lr=pending.lr, stop=pending.stop)
+    for _ in taken:
+        raise AssertionError("one step was asked for")
+    return pending.result
+
+
+def _one_step(job: Job, stall_s: float) -> Generator[PendingStep, None, StepResult]:
     """One step from its data to its measurements. The save that delayed it by `stall_s` counts in its time."""
     begin_s = time.perf_counter() - stall_s
     number = job.progress.step + 1
-    lr = job.rate(number)
     fed = job.feed.next()
-    result = job.step(number, fed.microbatches, lr=lr, stop=job.stop_requested())
+    pending = PendingStep(number, fed.microbatches, job.rate(number), job.stop_requested())
+    yield pending
+    result = pending.result
+    assert result is not None, "whoever takes a step sets its result"
     tokens = 0 if result.agreed is None else result.agreed.tokens
     job.progress.advance(fed.interval, tokens=tokens, committed=result.committed)
     step_s = time.perf_counter() - begin_s
-    _record(job, result, lr=lr, data_s=fed.wait_s, step_s=step_s, stall_s=stall_s)
+    _record(job, result, lr=pending.lr or 0.0, data_s=fed.wait_s, step_s=step_s, stall_s=stall_s)
     job.guard.check(number, result, fed.microbatches, warn=job.sinks.warn)
     return result
 

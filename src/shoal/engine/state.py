@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from shoal.data.cursor import Cursor, Interval
+from shoal.engine.extra_state import ExtraSection
 from shoal.errors import UsageError, UserCodeError
 from shoal.optim.config import Slot
 from shoal.optim.slots import local, make_slots, named_slots, slot_and_parameter
@@ -278,6 +279,12 @@ class TrainState:
             saved = state.get(section.name)
             if saved is not None:
                 section.load(saved)
+
+    def restore_extra(self) -> None:
+        """After everything was read: hands a script's objects what was read for them."""
+        for section in self.others:
+            if isinstance(section, ExtraSection):
+                section.restore()
 
     @property
     def _sections(self) -> Sequence[Section]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from shoal.data.sample import Batch
 from shoal.engine.rank_context import GlobalSum, RankContext
 from shoal.engine.step_result import StepResult
-from shoal.engine.updates import OnGradients, OnMicrobatch, UpdatePolicy, Work
+from shoal.engine.updates import OnGradients, OnMicrobatch, Outcome, UpdatePolicy, Work
 from shoal.gradients.gradients import Gradients
 from shoal.sync.strategy import Agreement
 
@@ -25,7 +25,7 @@ class TrainStep:
         step: int,
         batches: Sequence[Batch],
         *,
-        lr: float,
+        lr: float | None,
         stop: bool = False,
         on_gradients: OnGradients | None = None,
         on_microbatch: OnMicrobatch | None = None,
@@ -36,17 +36,33 @@ class TrainStep:
         of the whole gradient, and where the policy allows it before the update; `on_microbatch` by PipeDream with the
         number of each microbatch, before its update.
         """
+        work = self.begin(step, batches, lr=lr, stop=stop, on_gradients=on_gradients, on_microbatch=on_microbatch)
+        return self.end(work, self.policy(self.context, work))
+
+    def begin(
+        self,
+        step: int,
+        batches: Sequence[Batch],
+        *,
+        lr: float | None,
+        stop: bool = False,
+        on_gradients: OnGradients | None = None,
+        on_microbatch: OnMicrobatch | None = None,
+    ) -> Work:
+        """The first half of a step: what its policy gets. `lr` None: the optimizer's groups have their own rates."""
         context = self.context
         if not self.policy.overlaps_steps:
             context.ledger.take()  # what an evaluation has sent belongs to no step
         self.agreement.before_step()
         context.begin(step)
         tally = context.tally(batches, stop=stop)
-        work = Work(step, batches, lr, tally, GlobalSum(context.lockstep), on_gradients, on_microbatch)
-        outcome = self.policy(context, work)
-        counted = tally.wait()
+        return Work(step, batches, lr, tally, GlobalSum(context.lockstep), on_gradients, on_microbatch)
+
+    def end(self, work: Work, outcome: Outcome) -> StepResult:
+        """The second half: agreement between replicas, and an account of the step."""
+        context, counted = self.context, work.tally.wait()
         context.finish(counted, committed=outcome.keeps_buffers)
-        agreed = self.agreement.after_update(step, stop=counted.stop, tokens=counted.tokens)
+        agreed = self.agreement.after_update(work.step, stop=counted.stop, tokens=counted.tokens)
         return context.result(
             loss=outcome.loss,
             norm=outcome.norm,

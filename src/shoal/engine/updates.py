@@ -24,7 +24,7 @@ from shoal.engine.forward_backward import PipelinedForwardBackward
 from shoal.engine.noise import NoiseMeter, NoiseReading
 from shoal.engine.rank_context import GlobalSum, RankContext
 from shoal.engine.tally import PendingTally, Tally
-from shoal.engine.transforms import AgreedGradient, Transform
+from shoal.engine.transforms import AgreedGradient, Transform, clip_by_global_norm
 from shoal.errors import Diverged
 from shoal.gradients.gradients import Gradients
 from shoal.gradients.priority import PriorityGradients
@@ -43,7 +43,7 @@ class Work:
 
     step: int
     batches: Sequence[Batch]
-    lr: float
+    lr: float | None
     tally: PendingTally
     loss: GlobalSum
     on_gradients: OnGradients | None = None
@@ -97,31 +97,48 @@ class AtOnce:
         self._optimizer, self._transforms, self._noise = optimizer, transforms, noise
 
     def __call__(self, context: RankContext, work: Work) -> Outcome:
+        self.begin(work)
         scale = context.scaler.scale
-        if self._noise is not None:
-            self._noise.start(work.step)
-        self.gradients.start()
         context.forward_backward(
             work.batches,
             gradients=self.gradients,
             factor=lambda: scale / work.tally.wait().denominator,
             on_loss=work.loss.start,
         )
+        return self.update(context, work)
+
+    def begin(self, work: Work) -> None:
+        """Before the first backward of an update."""
+        if self._noise is not None:
+            self._noise.start(work.step)
+        self.gradients.start()
+
+    def update(
+        self, context: RankContext, work: Work, *, denominator: float | None = None, clip_norm: float | None = None
+    ) -> Outcome:
+        """After the last backward: the vote and the update.
+
+        `denominator`: by which the gradient is still to be divided, and the loss; None: it was, by that of the tally.
+        `clip_norm`: the largest 2-norm of this update, beside the policy's own transforms.
+        """
         tally, clock = work.tally.wait(), _UpdateClock(context)
+        loss_scale = context.scaler.scale
+        scale = loss_scale * (1.0 if denominator is None else denominator)
         norm = float(self.gradients.reduce()) / scale
         if work.on_gradients is not None:
             work.on_gradients(norm)
-        loss = work.loss.wait() / tally.denominator
+        loss = work.loss.wait() / (tally.denominator if denominator is None else denominator)
         finite = math.isfinite(norm) and math.isfinite(loss)
         noise = self._measure(work.batches, tally, norm, scale) if finite else None
         if finite:
-            self._update(norm, work.lr, scale)
+            more = () if clip_norm is None else (clip_by_global_norm(clip_norm),)
+            self._apply(norm, work.lr, factor=1.0 / scale, transforms=(*self._transforms, *more))
         context.scaler.update(finite=finite)
-        return Outcome(loss, norm, finite, clock.seconds(), scale=scale, keeps_buffers=finite, noise=noise)
+        return Outcome(loss, norm, finite, clock.seconds(), scale=loss_scale, keeps_buffers=finite, noise=noise)
 
-    def _update(self, norm: float, lr: float, scale: float) -> None:
-        gradient = AgreedGradient(self.gradients, norm, factor=1.0 / scale)
-        for transform in self._transforms:
+    def _apply(self, norm: float, lr: float | None, *, factor: float, transforms: Sequence[Transform]) -> None:
+        gradient = AgreedGradient(self.gradients, norm, factor=factor)
+        for transform in transforms:
             transform(gradient)
         gradient.apply()
         set_rate(self._optimizer, lr)
@@ -152,7 +169,8 @@ class ByBucket:
     def __init__(self, gradients: PriorityGradients, optimizer: torch.optim.Optimizer) -> None:
         self.gradients = gradients
         self._parts = [part_of(optimizer, parameters) for parameters in gradients.parts]
-        self._step, self._lr, self._update_s = 0, 0.0, 0.0
+        self._step, self._update_s = 0, 0.0
+        self._lr: float | None = None
         gradients.on_arrival(self._update)
 
     def __call__(self, context: RankContext, work: Work) -> Outcome:

@@ -21,7 +21,7 @@ from shoal.errors import EnvironmentFault
 from shoal.launch import slurm
 
 Environ = Mapping[str, str]
-Launcher = Literal["shoal", "torchrun", "slurm", "mpi"]
+Launcher = Literal["shoal", "torchrun", "slurm", "mpi", "none"]
 
 LOOPBACK = "127.0.0.1"
 # The descriptor of a socket that already listens on MASTER_PORT, for rank 0 of Shoal's own launcher.
@@ -47,6 +47,10 @@ class Place:
     def one_host(self) -> bool:
         """Whether all ranks share this host."""
         return self.local_world_size == self.world_size
+
+
+ALONE = Place(rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, launcher="none")
+"""The place of a process that no launcher started and that trains by itself."""
 
 
 def place_from(environ: Environ) -> Place | None:

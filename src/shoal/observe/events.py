@@ -77,7 +77,7 @@ class EventWriter:
             ) from fault
 
     def write(self, step: int, values: Mapping[str, float], *, time_s: float) -> None:
-        """Appends the measurements of one step; `time_s` is Unix time. Raises `EnvironmentFault` if the file is gone."""
+        """Appends the measurements of one step; `time_s` is Unix time. Raises `EnvironmentFault` if it is gone."""
         numbers = {name: float(value) for name, value in values.items()}
         event = Event(step=step, time_s=time_s, generation=self.generation, values=dict(numbers))
         self._append(msgspec.json.encode(event) + b"\n")

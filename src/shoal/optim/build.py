@@ -39,10 +39,11 @@ def sgd(config: SGD, groups: list[dict[str, Any]], lr: float) -> torch.optim.Opt
     return torch.optim.SGD(groups, lr=lr, momentum=config.momentum, nesterov=config.nesterov, fused=True)
 
 
-def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Makes `lr` the rate of every group."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+def set_rate(optimizer: torch.optim.Optimizer, lr: float | None) -> None:
+    """Makes `lr` the rate of every group; None: they keep their own."""
+    if lr is not None:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
 
 
 def part_of(optimizer: torch.optim.Optimizer, parameters: Collection[Parameter]) -> torch.optim.Optimizer:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
 from shoal.codec.config import NoCodec
 from shoal.comm.exchanges.coded import CodedExchanges
 from shoal.comm.exchanges.exchange import NewExchange
 from shoal.comm.mesh import Mesh
 from shoal.config.table import implementation_of
-from shoal.data.build import Dataset
+from shoal.engine.extra_state import ExtraSection
 from shoal.engine.forward_backward import ForwardBackward
 from shoal.engine.precision import LossScaler
 from shoal.engine.state import (
@@ -30,7 +32,9 @@ from shoal.optim.build import build_optimizer
 from shoal.optim.schedule import peak_rate
 from shoal.recipes.microbatching import Microbatching
 from shoal.recipes.splitting import Divided, blocks_in, trained_in
+from shoal.recipes.workload import Workload
 from shoal.runfile.run_file import RunFile
+from shoal.state.section import Section
 from shoal.sync.strategy import Agreement, Replica, Sync
 from shoal.topology.axes import Axis
 
@@ -80,10 +84,12 @@ def build_run_gradients(
     *,
     exchange: NewExchange,
     one_host: bool,
+    whole: bool,
 ) -> Gradients:
     """How this rank's gradients are reduced, and what its optimizer runs on. The parameters' memory may be moved.
 
-    Ranks that sum a gradient do so by `exchange`. `one_host`: all ranks are on one host.
+    Ranks that sum a gradient do so by `exchange`. `one_host`: all ranks are on one host. `whole`: the optimizer sees
+    parameters whole.
     """
     config, trained = run_file.gradients, trained_in(parts)
     if mesh.device.type == "cpu" and not one_host:
@@ -103,7 +109,7 @@ def build_run_gradients(
             sync.gradient_ranks,
             exchange,
             lockstep=mesh.axis(*sync.lockstep_axes),
-            whole=run_file.optimizer.works_on == "matrices",
+            whole=whole,
         ),
     )
 
@@ -116,16 +122,14 @@ def build_agreement(run_file: RunFile, parts: Divided, gradients: Gradients, syn
     return sync.agreement(Replica(gradients.owned, gradients.gather, buffers, run_file.run.steps))
 
 
-def build_state(run_file: RunFile, generation: Generation, data: Dataset, scaler: LossScaler) -> TrainState:
+def build_state(run_file: RunFile, generation: Generation, workload: Workload, scaler: LossScaler) -> TrainState:
     """The state before the first step."""
-    split, gradients, optimizer = generation.parts.split, generation.gradients, run_file.optimizer
-    parameters = [(owned.name, owned.parameter, split.roles[owned.name].decay) for owned in gradients.owned]
-    peak, _ = peak_rate(optimizer, global_samples=run_file.batch.global_samples)
+    split, gradients, own = generation.parts.split, generation.gradients, workload.optimizer
     identity = {
         "run.seed": run_file.run.seed,
         "data.shuffle": run_file.data.shuffle,
-        "the number of training samples": len(data.train),
-        "optimizer.kind": type(optimizer).__struct_config__.tag,
+        "the number of training samples": len(workload.data.train),
+        "optimizer.kind": type(run_file.optimizer).__struct_config__.tag if own is None else own.kind,
     }
     model, owned, names = ModelSection(split.model), None, ()
     layout = generation.mesh.layout
@@ -138,16 +142,30 @@ def build_state(run_file: RunFile, generation: Generation, data: Dataset, scaler
     return TrainState(
         model,
         OptimizerSection(
-            build_optimizer(optimizer, parameters, lr=peak),
-            optimizer.slots,
+            _built(run_file, generation) if own is None else own.adopt((o.name, o.parameter) for o in gradients.owned),
+            run_file.optimizer.slots if own is None else own.slots,
             split.model,
             owned,
             names,
             replica=None if generation.sync.keeps_replicas_equal else layout.index("replicate", generation.mesh.rank),
         ),
         Progress(identity),
-        [FactsSection("scaler", scaler), *tuned, residuals, *generation.agreement.sections],
+        [FactsSection("scaler", scaler), *tuned, residuals, *generation.agreement.sections, *_of_script(workload)],
     )
+
+
+def _built(run_file: RunFile, generation: Generation) -> torch.optim.Optimizer:
+    """The run file's optimizer, over what this rank owns."""
+    roles = generation.parts.split.roles
+    parameters = [(owned.name, owned.parameter, roles[owned.name].decay) for owned in generation.gradients.owned]
+    peak, _ = peak_rate(run_file.optimizer, global_samples=run_file.batch.global_samples)
+    return build_optimizer(run_file.optimizer, parameters, lr=peak)
+
+
+def _of_script(workload: Workload) -> list[Section]:
+    """The state of what a script passed."""
+    own = [] if workload.optimizer is None else [FactsSection("optimizer_groups", workload.optimizer)]
+    return [*own, *([ExtraSection(workload.objects.state)] if workload.objects.state else [])]
 
 
 def _held(run_file: RunFile, generation: Generation) -> list[HeldWeight]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -19,6 +19,7 @@ from shoal.data.config import PythonData
 from shoal.data.corpora import cache_folder
 from shoal.engine.compute import enter_training, frozen_modules
 from shoal.engine.config import PythonLoss, SquaredError
+from shoal.engine.extra_state import HasStateDict
 from shoal.engine.loss import Loss, cross_entropy, squared_error
 from shoal.errors import UserCodeError
 from shoal.maths.counter import key_of
@@ -32,11 +33,14 @@ from shoal.runfile.run_file import RunFile
 
 @dataclass(frozen=True)
 class UserObjects:
-    """What a script passes instead of naming it in a run file; None: the run file says."""
+    """What a script passes instead of naming it in a run file; None: the run file says. `state` are objects whose state
+    is saved with the run's."""
 
     model: Any = None
     data: Any = None
     loss: Any = None
+    optimizer: Any = None
+    state: Mapping[str, HasStateDict] = field(default_factory=dict)
 
 
 def model_of(run_file: RunFile, given: UserObjects, *, device: torch.device, dtype: torch.dtype) -> nn.Module:

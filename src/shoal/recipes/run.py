@@ -157,7 +157,7 @@ def open_run(
     )  # fmt: skip
     generation = _generation(run_file, process, workload, mesh, plan)
     scaler = scaler_of(run_file.precision)
-    state = build_state(run_file, generation, workload.data, scaler)
+    state = build_state(run_file, generation, workload, scaler)
     step = build_step(run_file, generation, state.optimizer.optimizer, scaler)
     return Run(run_file, process, workload, generation, state, step)
 
@@ -177,7 +177,13 @@ def _generation(run_file: RunFile, process: Process, workload: Workload, mesh: M
     sync = build_sync(run_file.sync, mesh)
     coded = coded_exchanges(run_file)
     gradients = build_run_gradients(
-        run_file, parts, mesh, sync, exchange=coded or sync.exchange, one_host=process.place.one_host
+        run_file,
+        parts,
+        mesh,
+        sync,
+        exchange=coded or sync.exchange,
+        one_host=process.place.one_host,
+        whole=(workload.optimizer or run_file.optimizer).works_on == "matrices",
     )
     agreement = build_agreement(run_file, parts, gradients, sync)
     return Generation(mesh, parts, plan, forward_backward, sync, gradients, agreement, coded)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,11 +77,7 @@ def run(
     place = place_from(environ)
     started_here = processes_of(run_file, environ) if lab is None else processes_in(lab, run_file, place)
     processes = place.world_size if place is not None else started_here
-    run_file = with_processes(run_file, processes)
-    if planner is not None:
-        run_file = planner.arrange(run_file, place)
-    check_across(run_file, file=file)
-    check_torch_version()
+    run_file = checked(with_processes(run_file, processes), place, file=file, planner=planner)
     if place is None and run_file.wire.transport == "mpi":
         raise EnvironmentFault(f'wire.transport = "mpi", but {why_no_mpi(environ)}; or set it to "auto"')
     if place is None:
@@ -117,6 +113,15 @@ def run(
     return ExitCode(0)
 
 
+def checked(run_file: RunFile, place: Place | None, *, file: str, planner: Planner | None) -> RunFile:
+    """The run file with its layout completed, after every check that needs no rank. Raises `ConfigError` and others."""
+    if planner is not None:
+        run_file = planner.arrange(run_file, place)
+    check_across(run_file, file=file)
+    check_torch_version()
+    return run_file
+
+
 def _record_failure(run_file: RunFile, directory: Path, code: ExitCode) -> None:
     """Into the facts and the report of a run that began; one that ended by a decision of its own, as when it diverged,
     has said so itself."""
@@ -133,7 +138,15 @@ def _record_failure(run_file: RunFile, directory: Path, code: ExitCode) -> None:
 
 
 def as_rank(place: Place, work: Callable[[], None], environ: Mapping[str, str]) -> None:
-    """Does a rank's `work`: it ends with the launcher, and leaves a record of its failure."""
+    """Does a rank's `work`."""
+    with in_rank(place, environ):
+        work()
+    sys.stdout.flush()
+
+
+@contextmanager
+def in_rank(place: Place, environ: Mapping[str, str]) -> Iterator[None]:
+    """A rank's work: the process ends with its launcher; if it fails, it leaves a record and never comes out."""
     folder, torchrun_file = (
         Path(path) if (path := environ.get(name)) else None for name in (FAILURE_FOLDER, TORCHRUN_FILE)
     )
@@ -141,12 +154,11 @@ def as_rank(place: Place, work: Callable[[], None], environ: Mapping[str, str]) 
         if place.launcher == "shoal":
             die_with_parent(environ)
         try:
-            work()
+            yield
         except Exception as error:
             if place.launcher != "shoal" and place.world_size > 1:
                 _tell_others(place, environ, error)
             raise
-    sys.stdout.flush()
 
 
 def _tell_others(place: Place, environ: Mapping[str, str], error: Exception) -> None:

@@ -4,32 +4,25 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shoal import units
-from shoal.checkpoint.save import Saver
-from shoal.comm.board import Board
 from shoal.config.load import dumps
-from shoal.engine.loop import Cadence, Job, train
-from shoal.engine.recovery import NonfiniteGuard
-from shoal.engine.resume import load_weights, resume
+from shoal.engine.loop import train
 from shoal.errors import ConfigError
 from shoal.launch.environment import Place
 from shoal.launch.signals import StopRequest
 from shoal.observe.facts import replace_file, write_facts
-from shoal.observe.sink import RunStart, Sinks
+from shoal.observe.sink import Sinks
 from shoal.observe.sinks import open_sinks
-from shoal.optim.schedule import peak_rate
 from shoal.recipes.facts import run_facts
 from shoal.recipes.forecast import Forecast
+from shoal.recipes.job import build_job, introduce, restore, run_start
 from shoal.recipes.objects import UserObjects
 from shoal.recipes.run import Run, open_run
 from shoal.recipes.sampling import sample_text, unsplit_model
-from shoal.recipes.verification.passed import missing_proof
 from shoal.runfile.run_file import RunFile, run_directory
 
 
@@ -45,102 +38,20 @@ def train_rank(run_file: RunFile, place: Place, objects: UserObjects, *, forecas
     )
     with sinks, ExitStack() as stack:
         run = open_run(run_file, place, objects)
-        resumed_step = _restore(run, directory, sinks)
+        resumed_step = restore(run, directory, sinks)
         if place.rank == 0:
             replace_file(directory / "run.toml", dumps(run_file).encode())
             write_facts(directory, run_facts(run) | _predicted(run, forecast))
-        _introduce(sinks, run, resumed_step)
+        introduce(sinks, run, resumed_step)
         stop = stack.enter_context(StopRequest())  # until here there is nothing to save: a signal ends the rank
-        job = _job(run, directory, sinks, stop, stack)
+        job = build_job(run, directory, sinks, stack, stop_requested=lambda: stop.requested)
         first = job.progress.step
         run.mesh.ledger.take()  # what the start sent belongs to no step
-        sinks.start(_start_of(run))
+        sinks.start(run_start(run))
         train(job)  # if it raises, no save is waited for: another rank may be gone
         job.saver.close()
         if place.rank == 0:
             _conclude(run, directory, sinks, forecast if job.progress.step > first else None)
-
-
-def _start_of(run: Run) -> RunStart:
-    return RunStart(
-        name=run.run_file.run.name,
-        total_steps=run.run_file.run.steps,
-        first_step=run.state.progress.step + 1,
-        generation=run.mesh.generation,
-        epoch_samples=len(run.workload.data.train),
-    )
-
-
-def _job(run: Run, directory: Path, sinks: Sinks, stop: StopRequest, stack: ExitStack) -> Job:
-    run_file, mesh = run.run_file, run.mesh
-    saver = Saver(
-        directory,
-        rank=mesh.rank,
-        world_size=mesh.layout.world_size,
-        exchange=Board(run.process.store, timeout_s=run.run_file.wire.timeout_s).clone(),
-        keep=run_file.checkpoint.keep,
-        object_bytes=run_file.checkpoint.object_bytes,
-        split=mesh.layout.replica_size > 1
-        or not run.generation.sync.keeps_replicas_equal
-        or run.generation.coded is not None,
-    )
-    context, forward = run.step.context, mesh.layout.replica_size == 1
-    return Job(
-        state=run.state,
-        step=run.step,
-        feed=stack.enter_context(run.feed()),
-        guard=NonfiniteGuard(run_file.run.nonfinite_limit, context, forward=forward),
-        saver=saver,
-        sinks=sinks,
-        cadence=Cadence(
-            run_file.run.steps,
-            evaluate_every=run_file.observe.evaluate_every_steps,
-            save_every=run_file.checkpoint.every_steps,
-            loads_every=_loads_every(run),
-        ),
-        rate=run.rate,
-        evaluate=run.evaluate,
-        stop_requested=lambda: stop.requested,
-        figures=None if run.generation.coded is None else run.generation.coded.take_figures,
-        origin={"layout": mesh.layout.to_dict(), "generation": mesh.generation},
-    )
-
-
-def _loads_every(run: Run) -> int:
-    """Of the ranks that hold the same layers, the first tells how loaded their experts are."""
-    first = run.mesh.axis("replicate", "shard", "context", "tensor").rank == 0
-    return run.run_file.observe.expert_loads_every_steps if first else 0
-
-
-def _restore(run: Run, directory: Path, sinks: Sinks) -> int | None:
-    """The step that the run goes on from; None for a fresh start, with the weights of a warm start if one is named."""
-    step = resume(run.state, directory, announce=run.process.announce, warn=sinks.warn)
-    source = run.run_file.run.warm_start
-    if step is None and source is not None:
-        loaded = load_weights(run.state, Path(source), announce=run.process.announce)
-        sinks.note(f"weights from step {loaded} of {source}")
-    return step
-
-
-def _introduce(sinks: Sinks, run: Run, resumed_step: int | None) -> None:
-    count = sum(prod(shape) for shape in run.generation.parts.split.shapes.values())
-    sinks.note(f"{run.mesh.layout.describe()} on {run.device.type}, {count:,} parameters, "
-                 f"{units.plural(len(run.workload.data.train), 'training sample')}")  # fmt: skip
-    if run.mesh.layout.world_size > 1:
-        sinks.note(run.mesh.world.wire)
-    table = run.generation.parts.table
-    if table is not None and not table.flushes:
-        sinks.note(f"PipeDream: {table.microbatches} updates a step, from weights up to {table.stages - 1} updates old")
-    _, scaling = peak_rate(run.run_file.optimizer, global_samples=run.run_file.batch.global_samples)
-    if scaling is not None:
-        sinks.note(scaling)
-    unproved = missing_proof(run.run_file, run.generation.parts.split.shapes)
-    if unproved is not None:
-        sinks.note(unproved)
-    if resumed_step is not None:
-        sinks.note(f"going on from the checkpoint of step {resumed_step}")
-    if resumed_step is not None and resumed_step >= run.run_file.run.steps:
-        sinks.warn(f"run.steps = {run.run_file.run.steps} are done already: nothing to train; raise it to go on")
 
 
 def _sampled(run: Run, sinks: Sinks) -> str | None:

@@ -10,6 +10,7 @@ from torch import nn
 from shoal.data.build import Dataset
 from shoal.engine.loss import Loss
 from shoal.engine.precision import Precision, precision_of
+from shoal.optim.adopt import OwnOptimizer, own_optimizer
 from shoal.recipes.objects import UserObjects, check_layout_independent, data_of, loss_of, model_of, skeleton_of
 from shoal.recipes.process import Process
 from shoal.recipes.sameness import require_same, samples_of, shapes_of
@@ -21,7 +22,7 @@ from shoal.topology.layout import Layout
 class Workload:
     """The unsplit model, without storage if it is one of Shoal's own (`drawn_later`); data, loss and precision.
 
-    `objects` are what a script passed.
+    `objects` are what a script passed, `optimizer` the one among them; None: the run file's is built.
     """
 
     model: nn.Module
@@ -30,6 +31,7 @@ class Workload:
     loss: Loss
     precision: Precision
     objects: UserObjects
+    optimizer: OwnOptimizer | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -52,4 +54,5 @@ def build_workload(
     check_layout_independent(model, run_file, shares=shares, micro_samples=micro_samples)
     loss, data = loss_of(run_file, objects), data_of(run_file, objects, process.environ)
     require_same(process.place.rank, process.announce, {"model": shapes_of(model), "data": samples_of(data)})
-    return Workload(model, skeleton is not None, data, loss, precision, objects)
+    optimizer = None if objects.optimizer is None else own_optimizer(objects.optimizer, model)
+    return Workload(model, skeleton is not None, data, loss, precision, objects, optimizer)

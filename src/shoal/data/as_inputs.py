@@ -1,0 +1,45 @@
+"""Data sets of a user's own loop: whatever a sample is, it is all inputs, and what is a target the loop knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from shoal.data.sample import Sample, Source, as_tree
+
+
+class AsInputs:
+    """`source`, each sample as inputs that count once: a tensor, an array, a number, or a tuple, list or dict of them.
+
+    Raises `UserCodeError` where a sample is something else.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> Sample:
+        inputs = as_tree(_with_tuples(self.source[index]), "sample")
+        return Sample(inputs, torch.zeros((), dtype=torch.int64), torch.ones(()))
+
+
+class Collated(AsInputs):
+    """The same with the loop's own way to put samples side by side, as `collate_fn` of PyTorch's DataLoader."""
+
+    def __init__(self, source: Source, collate: Callable[[list[Any]], Any]) -> None:
+        super().__init__(source)
+        self._collate = collate
+
+    def samples_at(self, ids: np.ndarray) -> Sample:
+        """What `collate` makes of the samples with these ids; every tensor in it has their number as its first dim."""
+        inputs = as_tree(_with_tuples(self._collate([self.source[int(i)] for i in ids])), "batch")
+        return Sample(inputs, torch.zeros(len(ids), dtype=torch.int64), torch.ones(len(ids)))
+
+
+def _with_tuples(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

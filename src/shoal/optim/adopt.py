@@ -1,0 +1,164 @@
+"""An optimizer that a user has built, made to step what a rank owns.
+
+A user writes `torch.optim.AdamW(model.parameters())`. What a rank steps may be pieces of those parameters, in memory of
+their own (ZeRO). `OwnOptimizer.adopt` puts the pieces in their place, group by group, so that the user's own object
+goes on to work: its options, its learning rate, a scheduler that holds it.
+
+Which state it will keep is not declared anywhere, and it keeps none before its first step. `slots_of` asks the class: a
+second optimizer with the same options steps two small parameters of different shapes, and what it then keeps for each
+has the shape of the parameter, or one number, or neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from shoal.errors import UserCodeError
+from shoal.optim.config import Granularity, Slot, counter
+
+ON_ELEMENTS = {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"}
+"""Optimizers of `torch.optim` that treat every number alone, so that a parameter may be cut anywhere."""
+
+_PROBES = ((3, 2), (5, 4))
+
+
+def works_on(optimizer: torch.optim.Optimizer) -> Granularity:
+    """What an update needs to see together: single numbers, or (of a class that is not known) whole parameters."""
+    kind = type(optimizer)
+    known = kind.__module__.startswith("torch.optim") and kind.__name__ in ON_ELEMENTS
+    return "elements" if known else "matrices"
+
+
+def check_fresh(optimizer: Any, model: nn.Module) -> None:
+    """Raises `UserCodeError` unless `optimizer` has taken no step and steps every parameter of `model` that trains, and
+    no other.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserCodeError(f"the optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer")
+    if any(float(state.get("step", 1)) != 0 for state in optimizer.state.values()):
+        raise UserCodeError(
+            "the optimizer has taken steps already; hand it over as it was built: a resumed run gets its state from "
+            "the checkpoint"
+        )
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    stepped = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    if any(number not in names for number in stepped):
+        raise UserCodeError(
+            "the optimizer steps a parameter that is not in the model; build it from the parameters of the model that "
+            "is handed over with it"
+        )
+    forgotten = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in set(stepped)]
+    if forgotten:
+        raise UserCodeError(
+            f"the optimizer does not step {forgotten[0]}, which requires a gradient; give it to the optimizer, or "
+            "freeze it with requires_grad_(False)"
+        )
+
+
+@dataclass(frozen=True)
+class OwnOptimizer:
+    """A user's optimizer before the model is divided. `groups` are the names of the parameters of each group."""
+
+    optimizer: torch.optim.Optimizer
+    groups: Sequence[Sequence[str]]
+    slots: Sequence[Slot]
+    works_on: Granularity
+
+    @property
+    def kind(self) -> str:
+        """What it is called."""
+        return type(self.optimizer).__name__
+
+    def adopt(self, owned: Iterable[tuple[str, Parameter]]) -> torch.optim.Optimizer:
+        """Makes it step, in each group, what this rank owns of the parameters of that group."""
+        pieces: dict[str, list[Parameter]] = {}
+        for name, parameter in owned:
+            pieces.setdefault(name, []).append(parameter)
+        self.optimizer.state.clear()
+        for group, names in zip(self.optimizer.param_groups, self.groups, strict=True):
+            group["params"] = [parameter for name in names for parameter in pieces.get(name, ())]
+        if isinstance(self.optimizer, torch.optim.Adagrad):  # which makes its state before the first step
+            _start_adagrad(self.optimizer)
+        return self.optimizer
+
+    def to_state(self) -> dict[str, Any]:
+        """The options of each group that are numbers, such as a learning rate that a scheduler has changed."""
+        return {"groups": [{n: v for n, v in g.items() if _is_number(v)} for g in self.optimizer.param_groups]}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Takes the saved learning rates over, and what else schedulers change."""
+        for group, saved in zip(self.optimizer.param_groups, state["groups"], strict=False):
+            group.update({name: saved[name] for name in SCHEDULED if name in saved and name in group})
+
+
+SCHEDULED = ("lr", "initial_lr", "momentum")
+"""What PyTorch's schedulers keep in an optimizer's groups."""
+
+
+def own_optimizer(optimizer: Any, model: nn.Module) -> OwnOptimizer:
+    """Raises `UserCodeError` unless it can train `model`: see `check_fresh` and `slots_of`."""
+    check_fresh(optimizer, model)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = [[names[id(p)] for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
+    return OwnOptimizer(optimizer, groups, slots_of(optimizer), works_on(optimizer))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _start_adagrad(optimizer: torch.optim.Adagrad) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            first = torch.full_like(parameter, group["initial_accumulator_value"])
+            optimizer.state[parameter] = {"step": torch.tensor(0.0), "sum": first}
+
+
+def slots_of(optimizer: torch.optim.Optimizer) -> tuple[Slot, ...]:
+    """The state that it keeps for each parameter. Raises `UserCodeError` for state of a shape that is neither the
+    parameter's nor one number, which a checkpoint could not divide.
+    """
+    found: dict[str, Slot] = {}
+    for group in optimizer.param_groups:
+        probes = [Parameter(torch.ones(shape)) for shape in _PROBES]
+        for probe in probes:
+            probe.grad = torch.full_like(probe, 1e-3)
+        for probe, state in _stepped(optimizer, group, probes):
+            for name, value in state.items():
+                if not isinstance(value, Tensor):
+                    continue
+                if value.shape == probe.shape:
+                    found[name] = Slot(name)
+                elif value.numel() == 1:
+                    found[name] = counter(name)
+                else:
+                    raise UserCodeError(
+                        f"{type(optimizer).__name__} keeps '{name}' of shape {tuple(value.shape)} for a parameter of "
+                        f"{tuple(probe.shape)}; Shoal's checkpoints hold state of the parameter's shape, or one number"
+                    )
+    return tuple(found.values())
+
+
+def _stepped(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], probes: Sequence[Parameter]
+) -> list[tuple[Parameter, Mapping[str, Any]]]:
+    """The state of an optimizer of the same class and options, after a step on `probes`."""
+    options = {name: value for name, value in group.items() if name != "params"}
+    twin = object.__new__(type(optimizer))
+    twin.__dict__.update(
+        {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
+    )
+    torch.optim.Optimizer.__init__(twin, [{"params": list(probes), **options}], dict(optimizer.defaults))
+    try:
+        type(twin).step(twin)  # of the class: a scheduler puts a wrapper of the optimizer's own into its attributes
+    except Exception as error:
+        raise UserCodeError(
+            f"{type(optimizer).__name__} cannot step without a closure ({error}); Shoal steps it once for each update"
+        ) from error
+    return [(probe, twin.state.get(probe, {})) for probe in probes]

@@ -1,0 +1,118 @@
+"""What `shoal train` and a user's own loop have in common: where a run goes on, what it says first, its `Job`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from math import prod
+from pathlib import Path
+
+from shoal import units
+from shoal.checkpoint.save import Saver
+from shoal.comm.board import Board
+from shoal.engine.loop import Cadence, Job
+from shoal.engine.recovery import NonfiniteGuard
+from shoal.engine.resume import load_weights, resume
+from shoal.observe.sink import RunStart, Sinks
+from shoal.optim.schedule import peak_rate
+from shoal.recipes.run import Run
+from shoal.recipes.verification.passed import missing_proof
+
+
+def run_start(run: Run) -> RunStart:
+    """What sinks are told at the start."""
+    return RunStart(
+        name=run.run_file.run.name,
+        total_steps=run.run_file.run.steps,
+        first_step=run.state.progress.step + 1,
+        generation=run.mesh.generation,
+        epoch_samples=len(run.workload.data.train),
+    )
+
+
+def build_job(
+    run: Run,
+    directory: Path,
+    sinks: Sinks,
+    stack: ExitStack,
+    *,
+    stop_requested: Callable[[], bool],
+    own_loop: bool = False,
+) -> Job:
+    """What the loop of this rank is made of; `stack` closes it. `own_loop`: the script sets learning rates, evaluates
+    and runs the model.
+    """
+    run_file, mesh = run.run_file, run.mesh
+    saver = Saver(
+        directory,
+        rank=mesh.rank,
+        world_size=mesh.layout.world_size,
+        exchange=Board(run.process.store, timeout_s=run.run_file.wire.timeout_s).clone(),
+        keep=run_file.checkpoint.keep,
+        object_bytes=run_file.checkpoint.object_bytes,
+        split=mesh.layout.replica_size > 1
+        or not run.generation.sync.keeps_replicas_equal
+        or run.generation.coded is not None,
+    )
+    context, forward = run.step.context, mesh.layout.replica_size == 1 and not own_loop
+    return Job(
+        state=run.state,
+        step=run.step,
+        feed=stack.enter_context(run.feed()),
+        guard=NonfiniteGuard(run_file.run.nonfinite_limit, context, forward=forward),
+        saver=saver,
+        sinks=sinks,
+        cadence=Cadence(
+            run_file.run.steps,
+            evaluate_every=run_file.observe.evaluate_every_steps,
+            save_every=run_file.checkpoint.every_steps,
+            loads_every=_loads_every(run),
+        ),
+        rate=_none if own_loop else run.rate,
+        evaluate=dict if own_loop else run.evaluate,
+        stop_requested=stop_requested,
+        figures=None if run.generation.coded is None else run.generation.coded.take_figures,
+        origin={"layout": mesh.layout.to_dict(), "generation": mesh.generation},
+    )
+
+
+def _loads_every(run: Run) -> int:
+    """Of the ranks that hold the same layers, the first tells how loaded their experts are."""
+    first = run.mesh.axis("replicate", "shard", "context", "tensor").rank == 0
+    return run.run_file.observe.expert_loads_every_steps if first else 0
+
+
+def restore(run: Run, directory: Path, sinks: Sinks) -> int | None:
+    """The step that the run goes on from; None for a fresh start, with the weights of a warm start if one is named."""
+    step = resume(run.state, directory, announce=run.process.announce, warn=sinks.warn)
+    source = run.run_file.run.warm_start
+    if step is None and source is not None:
+        loaded = load_weights(run.state, Path(source), announce=run.process.announce)
+        sinks.note(f"weights from step {loaded} of {source}")
+    return step
+
+
+def introduce(sinks: Sinks, run: Run, resumed_step: int | None) -> None:
+    """Says what is about to run."""
+    count = sum(prod(shape) for shape in run.generation.parts.split.shapes.values())
+    sinks.note(f"{run.mesh.layout.describe()} on {run.device.type}, {count:,} parameters, "
+                 f"{units.plural(len(run.workload.data.train), 'training sample')}")  # fmt: skip
+    if run.mesh.layout.world_size > 1:
+        sinks.note(run.mesh.world.wire)
+    table = run.generation.parts.table
+    if table is not None and not table.flushes:
+        sinks.note(f"PipeDream: {table.microbatches} updates a step, from weights up to {table.stages - 1} updates old")
+    if run.workload.optimizer is None:
+        _, scaling = peak_rate(run.run_file.optimizer, global_samples=run.run_file.batch.global_samples)
+        unproved = missing_proof(run.run_file, run.generation.parts.split.shapes)
+        for said in (scaling, unproved):
+            if said is not None:
+                sinks.note(said)
+    if resumed_step is not None:
+        sinks.note(f"going on from the checkpoint of step {resumed_step}")
+    if resumed_step is not None and resumed_step >= run.run_file.run.steps:
+        sinks.warn(f"run.steps = {run.run_file.run.steps} are done already: nothing to train; raise it to go on")
+
+
+def _none(number: int) -> None:
+    """No learning rate but the optimizer's own."""

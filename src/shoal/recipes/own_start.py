@@ -1,0 +1,214 @@
+"""The start of a user's own loop: from what a script hands over to its `Training`."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from math import ceil
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch._C._distributed_c10d import HashStore
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, default_collate
+
+from shoal.config.load import apply, dumps
+from shoal.data.as_inputs import AsInputs, Collated
+from shoal.errors import ConfigError, ShoalError, UserCodeError
+from shoal.launch.devices import gpus
+from shoal.launch.environment import ALONE, Place, place_from
+from shoal.launch.lock import RunLock
+from shoal.launch.signals import StopRequest
+from shoal.observe.facts import replace_file, write_facts
+from shoal.observe.sinks import open_sinks
+from shoal.recipes.facts import run_facts
+from shoal.recipes.job import build_job, introduce, restore, run_start
+from shoal.recipes.objects import UserObjects
+from shoal.recipes.own_loop import Training
+from shoal.recipes.run import open_run
+from shoal.recipes.start import Planner, checked, in_rank, run
+from shoal.recipes.user_code import GIVEN
+from shoal.runfile.load import run_file_of
+from shoal.runfile.run_file import RunFile, run_directory, with_processes
+
+
+def start_own_loop(
+    tables: Mapping[str, Any],
+    overrides: Sequence[str],
+    *,
+    file: str,
+    command: Callable[[], list[str]],
+    objects: Mapping[str, Any],
+    batch_samples: int | None,
+    epochs: int | None,
+    planner: Planner | None,
+) -> Training:
+    """See `shoal.start`. `command` gives the command that starts the script again; `objects` what the script handed
+    over, by the names of `UserObjects`.
+    """
+    try:
+        data, loader = _data_of(objects["data"])
+        run_file = _run_file(
+            tables, overrides, file=file, loader=loader, data=data, samples=batch_samples, epochs=epochs
+        )
+        place = place_from(os.environ)
+        if place is None:
+            processes = run_file.run.processes or run_file.layout.default_processes or gpus(os.environ) or 1
+            if processes > 1:
+                run_file = with_processes(run_file, processes)
+                code = run(run_file, command(), _never, directory=run_directory(run_file), file=file, planner=planner)
+                sys.exit(int(code))
+            place = ALONE
+        run_file = checked(with_processes(run_file, place.world_size), place, file=file, planner=planner)
+        _check_layout(run_file)
+    except ShoalError as refusal:
+        print(f"shoal: {refusal}", file=sys.stderr, flush=True)
+        sys.exit(refusal.exit_code)
+    stack = ExitStack()
+    stack.enter_context(in_rank(place, os.environ))
+    _leave_through(stack)
+    try:
+        return _training(run_file, place, UserObjects(**{**objects, "data": data}), stack)
+    except BaseException:
+        stack.__exit__(*sys.exc_info())  # leaves with the exit code and the sentence of the error
+        raise
+
+
+def _training(run_file: RunFile, place: Place, objects: UserObjects, stack: ExitStack) -> Training:
+    directory = run_directory(run_file)
+    if place.rank == 0 and place.launcher != "shoal":
+        stack.enter_context(RunLock(directory))
+    sinks = open_sinks(
+        run_file.observe, directory, rank=place.rank, stream=sys.stdout, reports_failure=place.launcher != "shoal"
+    )
+    stack.enter_context(sinks)
+    opened = open_run(run_file, place, objects, store=HashStore() if place is ALONE else None)
+    resumed_step = restore(opened, directory, sinks)
+    opened.state.restore_extra()
+    if place.rank == 0:
+        replace_file(directory / "run.toml", dumps(run_file).encode())
+        write_facts(directory, run_facts(opened))
+    introduce(sinks, opened, resumed_step)
+    stop = stack.enter_context(StopRequest())
+    job = build_job(opened, directory, sinks, stack, stop_requested=lambda: stop.requested, own_loop=True)
+    stack.callback(job.saver.close)
+    opened.mesh.ledger.take()  # what the start sent belongs to no step
+    sinks.start(run_start(opened))
+    return Training(opened, job, stack)
+
+
+def _leave_through(stack: ExitStack) -> None:
+    """However the script ends, the run ends with it: with its failure, or as finished."""
+    before = sys.excepthook
+
+    def failed(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        stack.__exit__(kind, error, trace)
+        before(kind, error, trace)
+
+    sys.excepthook = failed
+    atexit.register(stack.close)
+
+
+def _never(run_file: RunFile, place: Place) -> None:
+    raise AssertionError("this process starts ranks and is none")
+
+
+def _data_of(data: Any) -> tuple[Any, DataLoader | None]:
+    """The data sets, each sample as inputs alone; and the DataLoader they came in."""
+    loader: DataLoader | None = data if isinstance(data, DataLoader) else None
+    sets: Any = (loader.dataset, None) if loader is not None else data if _is_pair(data) else (data, None)
+    for part in sets:
+        if part is not None and not (hasattr(part, "__len__") and hasattr(part, "__getitem__")):
+            raise UserCodeError(
+                f"the data is a {type(part).__name__}; shoal.start takes a data set with len(d) and d[i], a "
+                "DataLoader of one, or a pair (training, held out)"
+            )
+    if loader is not None and loader.collate_fn is not default_collate:
+        collate = loader.collate_fn
+        return (Collated(sets[0], collate), None), loader
+    return tuple(None if part is None else AsInputs(part) for part in sets), loader
+
+
+def _is_pair(data: Any) -> bool:
+    return isinstance(data, tuple) and len(data) == 2 and all(hasattr(part, "__getitem__") for part in data)
+
+
+def _run_file(
+    tables: Mapping[str, Any],
+    overrides: Sequence[str],
+    *,
+    file: str,
+    loader: DataLoader | None,
+    data: Any,
+    samples: int | None,
+    epochs: int | None,
+) -> RunFile:
+    """The run file of a loop: what the script leaves out follows from what it handed over."""
+    unread = next((name for name in ("optimizer", "schedule", "loss") if name in tables), None)
+    if unread is not None:
+        raise ConfigError(
+            f"{file}: [{unread}] has no meaning where the loop is the script's own; set it in the script, and leave "
+            "the table out"
+        )
+    whole = apply(
+        {**tables, "model": {}, "data": _without(tables.get("data"), "kind", "build", "arguments")}, overrides, RunFile
+    )
+    run_table, batch = dict(whole.get("run", {})), dict(whole.get("batch", {}))
+    run_table.setdefault("name", Path(sys.argv[0]).stem or "script")
+    if "global_samples" not in batch:
+        size = samples if samples is not None else getattr(loader, "batch_size", None)
+        if size is None:
+            raise ConfigError(f"{file}: batch.global_samples is missing; pass batch_samples, the samples of one step")
+        batch["global_samples"] = size
+    if "steps" not in run_table:
+        if epochs is None:
+            raise ConfigError(f"{file}: run.steps is missing; pass epochs, or set it")
+        run_table["steps"] = ceil(epochs * len(data[0]) / batch["global_samples"])
+    given = {"kind": "python", "build": GIVEN}
+    data_table = {**_of_loader(loader), **whole.get("data", {}), **given}
+    return run_file_of(
+        {**whole, "run": run_table, "batch": batch, "model": {**whole.get("model", {}), **given}, "data": data_table},
+        file=file,
+    )
+
+
+def _without(table: Any, *keys: str) -> dict[str, Any]:
+    return {} if table is None else {key: value for key, value in dict(table).items() if key not in keys}
+
+
+def _of_loader(loader: DataLoader | None) -> dict[str, Any]:
+    """The order of a DataLoader. Raises `UserCodeError` for one that Shoal cannot reproduce."""
+    if loader is None:
+        return {}
+    if not isinstance(loader.sampler, RandomSampler | SequentialSampler) or loader.batch_size is None:
+        raise UserCodeError(
+            f"the DataLoader has a {type(loader.sampler).__name__} of its own; Shoal divides the samples among ranks "
+            "itself, so that a resumed run uses each once: leave the sampler out"
+        )
+    return {"shuffle": isinstance(loader.sampler, RandomSampler)}
+
+
+def _check_layout(run_file: RunFile) -> None:
+    """Raises `ConfigError` for what takes the loop's own work from it."""
+    layout = run_file.layout
+    for axis in ("tensor", "pipeline", "context", "expert"):
+        if getattr(layout, axis, 1) not in (1, None):
+            raise ConfigError(
+                f"layout.{axis} = {getattr(layout, axis)}: a script's own loop can be replicated and sharded "
+                "(layout.replicate, layout.shard); for the other axes let shoal.train run the loop"
+            )
+    if run_file.gradients.schedule == "priority" or run_file.observe.noise_every_steps:
+        raise ConfigError(
+            'gradients.schedule = "priority" and observe.noise_every_steps need the loop of shoal.train; leave them out'
+        )
+    shares = (run_file.run.processes or 1) if layout.shard != 1 else 1
+    micro = run_file.batch.micro_samples or max(1, run_file.batch.global_samples // shares)
+    if shares > 1 and run_file.batch.global_samples % (shares * micro):
+        raise ConfigError(
+            f"batch.global_samples = {run_file.batch.global_samples} is not {shares} shares of whole microbatches of "
+            f"{micro}: under layout.shard every rank computes the same number of them; make it a multiple of "
+            f"{shares * micro}"
+        )

@@ -1,0 +1,75 @@
+"""What is asked of an optimizer that a user built."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.errors import UserCodeError
+from shoal.optim.adopt import own_optimizer, slots_of, works_on
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "like_parameter", "numbers"),
+    [
+        (torch.optim.SGD, {"lr": 0.1}, set(), set()),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, {"momentum_buffer"}, set()),
+        (torch.optim.AdamW, {"fused": True}, {"exp_avg", "exp_avg_sq"}, {"step"}),
+        (torch.optim.Adam, {"amsgrad": True}, {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}, {"step"}),
+        (torch.optim.NAdam, {}, {"exp_avg", "exp_avg_sq"}, {"step", "mu_product"}),
+        (torch.optim.Adagrad, {}, {"sum"}, {"step"}),
+    ],
+)
+def test_slots_are_what_the_optimizer_keeps_after_a_step(kind, options, like_parameter, numbers):
+    """Found without a step of the optimizer itself, also where a scheduler holds it: its state stays empty, its
+    parameters stay as they are, and its scheduler counts nothing."""
+    model = nn.Linear(3, 2)
+    before = model.weight.detach().clone()
+    optimizer = kind(model.parameters(), **options)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    slots = slots_of(optimizer)
+    assert {slot.name for slot in slots if slot.like_parameter} == like_parameter
+    assert {slot.name for slot in slots if not slot.like_parameter} == numbers
+    assert all(float(state["step"]) == 0 for state in optimizer.state.values())
+    assert torch.equal(model.weight, before)
+    assert scheduler.last_epoch == 0
+
+
+def test_only_optimizers_of_elements_may_see_pieces():
+    model = nn.Linear(3, 2)
+    assert works_on(torch.optim.AdamW(model.parameters())) == "elements"
+    assert works_on(torch.optim.Adafactor(model.parameters())) == "matrices"
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [(torch.optim.LBFGS, "cannot step without a closure"), (torch.optim.Adafactor, "keeps 'row_var' of shape")],
+)
+def test_optimizers_that_a_checkpoint_cannot_hold_are_refused(kind, sentence):
+    with pytest.raises(UserCodeError, match=sentence):
+        slots_of(kind(nn.Linear(3, 2).parameters()))
+
+
+def test_an_optimizer_that_has_stepped_is_refused():
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    with pytest.raises(UserCodeError, match="has taken steps already"):
+        own_optimizer(optimizer, model)
+
+
+def test_the_groups_get_what_this_rank_owns():
+    """Names stay in their groups; what a rank does not own is in none; the options of a group stay."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    groups = [{"params": model[0].parameters(), "lr": 0.5}, {"params": model[1].parameters(), "lr": 0.25}]
+    optimizer = torch.optim.SGD(groups, lr=1.0)
+    own = own_optimizer(optimizer, model)
+    pieces = {name: nn.Parameter(torch.zeros(1)) for name in ("1.weight", "0.bias", "0.weight")}
+    assert own.adopt(pieces.items()) is optimizer
+    assert [[id(p) for p in group["params"]] for group in optimizer.param_groups] == [
+        [id(pieces["0.weight"]), id(pieces["0.bias"])],
+        [id(pieces["1.weight"])],
+    ]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.25]
