@@ -179,6 +179,15 @@ def test_what_a_loop_may_not_do(own: Project, change: tuple[str, str], sentence:
     assert "Traceback" not in done.stderr
 
 
+def test_the_script_of_the_documentation_runs(own: Project) -> None:
+    """The first block of docs/own-loop.md, as it stands."""
+    page = (Path(__file__).parents[2] / "docs/own-loop.md").read_text()
+    (own.folder / "mine.py").write_text(page.split("```python\n")[1].split("```")[0])
+    done = own.python("mine.py", "run.processes=2")
+    assert done.returncode == 0, done.stderr
+    assert len(losses_of(own, "mine")) == 16
+
+
 def test_weights_of_the_loop(own: Project) -> None:
     """A loss that is the mean over tokens, with their number as weight: on three ranks the mean over all tokens of the
     global batch, as in one process."""
