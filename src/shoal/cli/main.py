@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import shoal
-from shoal.cli import bench, checkpoint, doctor, evaluate, plan, report, simulate, train, verify
+from shoal.cli import bench, checkpoint, doctor, evaluate, plan, report, simulate, train, verify, watch
 from shoal.cli.verbs import Verbs
 from shoal.errors import ShoalError
 
@@ -44,6 +44,7 @@ app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)
 app.command("evaluate")(evaluate.evaluate)
 app.command("report")(report.report)
+app.command("watch")(watch.watch)
 app.command("doctor")(doctor.doctor)
 app.add_typer(checkpoint.app, name="checkpoint", cls=Verbs)
 app.add_typer(bench.app, name="bench")

@@ -1,0 +1,91 @@
+"""Where the time of a run went since its first start, as parts that add up to it: the goodput waterfall. Pure.
+
+    trained      steps that last and changed the weights, less the two below
+    data         waiting for data in steps that last
+    stall        standing still for checkpoints
+    skipped      steps whose loss or gradient was not finite
+    redone       steps that a restart computed again
+    restarting   from the last line of an attempt to the start of the next
+    other        what is left: evaluations, and whatever lies between steps
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+
+import msgspec
+
+from shoal.observe.events import Event
+
+
+class Waterfall(msgspec.Struct, frozen=True):
+    """Seconds. `whole_s` is the sum of the others."""
+
+    whole_s: float
+    trained_s: float
+    data_s: float
+    stall_s: float
+    skipped_s: float
+    redone_s: float
+    restarting_s: float
+    other_s: float
+
+
+class Goodput:
+    """Adds up the lines of the lead rank; 20 bytes are kept for each step, which a restart may void."""
+
+    def __init__(self) -> None:
+        self._steps = array("q")
+        self._parts = [array("f") for _ in range(4)]
+        self._sums = [0.0] * 4
+        self._redone_s = self._away_s = 0.0
+        self._first_s: float | None = None
+        self._last_s = 0.0
+
+    def add(self, event: Event, *, new_attempt: bool) -> None:
+        """One line; `new_attempt`: the first one behind a start that was not the first."""
+        step_s = event.get("time/step")
+        step_s = step_s if step_s is not None and math.isfinite(step_s) else 0.0
+        begin_s = event.time_s - step_s
+        if self._first_s is None:
+            self._first_s = self._last_s = begin_s
+        if new_attempt:
+            self._away_s += max(0.0, begin_s - self._last_s)
+            self._void_after(event.step - bool(event.values))
+        self._last_s = max(self._last_s, event.time_s)
+        if step_s > 0:
+            self._append(event, step_s)
+
+    def waterfall(self) -> Waterfall | None:
+        """None before the first line."""
+        if self._first_s is None:
+            return None
+        whole_s = self._last_s - self._first_s
+        trained_s, data_s, stall_s, skipped_s = (max(0.0, total) for total in self._sums)
+        known_s = trained_s + data_s + stall_s + skipped_s + self._redone_s + self._away_s
+        whole_s = max(whole_s, known_s)
+        return Waterfall(
+            whole_s, trained_s, data_s, stall_s, skipped_s, self._redone_s, self._away_s, whole_s - known_s
+        )
+
+    def _append(self, event: Event, step_s: float) -> None:
+        data_s, stall_s = (_seconds(event.get(f"time/{name}")) for name in ("data", "checkpoint_stall"))
+        rest_s = max(0.0, step_s - data_s - stall_s)
+        good = all(math.isfinite(event.get(name) or 0.0) for name in ("loss/train", "grad/norm"))
+        self._steps.append(event.step)
+        for index, value in enumerate((rest_s * good, data_s, stall_s, rest_s * (not good))):
+            self._parts[index].append(value)
+            self._sums[index] += self._parts[index][-1]  # as it is stored, so that it can be taken off again
+
+    def _void_after(self, step: int) -> None:
+        while self._steps and self._steps[-1] > step:
+            self._steps.pop()
+            for index, part in enumerate(self._parts):
+                value = part.pop()
+                self._sums[index] -= value
+                self._redone_s += value
+
+
+def _seconds(value: float | None) -> float:
+    return value if value is not None and 0 < value < math.inf else 0.0
