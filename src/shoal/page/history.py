@@ -55,13 +55,13 @@ class History:
     def add(self, step: int, value: float) -> None:
         """The value of `step`."""
         self.last = value if math.isfinite(value) else math.nan
-        self._buckets.setdefault(step // self.width, Bucket(step)).add(step, value)
+        self._buckets.setdefault(max(0, step - 1) // self.width, Bucket(step)).add(step, value)
         while len(self._buckets) > self.limit:
             self._widen()
 
     def void_after(self, step: int) -> None:
         """Forgets the steps behind `step`. A bucket that lies on both sides of it keeps all its values."""
-        for index in [index for index in self._buckets if index * self.width > step]:
+        for index in [index for index in self._buckets if index * self.width >= step]:
             del self._buckets[index]
 
     def points(self) -> list[tuple[int, float | None, float | None, float | None]]:

@@ -116,7 +116,7 @@ class RankTimes:
         ranks = [self.ranks[index] for index in order]
         return HeatMap(
             rows=[_row_name(ranks[start : start + group]) for start in starts],
-            last_steps=[min((column + 1) * self.width - 1, int(self.last_step.max())) for column in range(used)],
+            last_steps=[min((column + 1) * self.width, int(self.last_step.max())) for column in range(used)],
             excess={
                 name: [_cells(excess[start : start + group, :, index]) for start in starts]
                 for index, name in enumerate(("work", *PARTS))
@@ -155,14 +155,14 @@ class RankTimes:
     def _sum(self, row: int, steps: Sequence[int], seconds: Sequence[Sequence[float]]) -> None:
         if not steps:
             return
-        while max(steps) // self.width >= self._columns:
+        while (max(steps) - 1) // self.width >= self._columns:
             self._widen()
-        columns = np.asarray(steps) // self.width
+        columns = np.maximum(np.asarray(steps) - 1, 0) // self.width
         np.add.at(self._sums[row], columns, np.asarray(seconds))
         np.add.at(self._counts[row], columns, 1)
 
     def _void_from(self, row: int, step: int) -> None:
-        column = min(step // self.width, self._columns)
+        column = min(max(0, step - 1) // self.width, self._columns)
         self._sums[row, column:] = 0.0
         self._counts[row, column:] = 0
 
@@ -198,7 +198,7 @@ class RankTimes:
         column = int(np.flatnonzero(~np.isnan(share))[-1])
         while column > 0 and not share[column - 1] < EVEN_SPREAD:
             column -= 1
-        return max(1, column * self.width)
+        return column * self.width + 1
 
 
 def _row_name(ranks: Sequence[int]) -> str:

@@ -1,0 +1,162 @@
+"""What the page shows in a real browser is what the events say. Needs Chromium and the package playwright."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.observe.events import EventWriter
+from tests.page.runs import START_S, STEP_S, loss, values, write_run
+from tests.page.watching import watching
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium here: apt-get install chromium")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        running = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+@pytest.fixture
+def opened(browser: Any) -> Iterator[Any]:
+    """`opened(address, **options)` is a page that has drawn its first snapshot; its scripts raise nothing."""
+    contexts, errors = [], []
+
+    def goto(address: str, **options: Any) -> Any:
+        context = browser.new_context(**options)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.goto(address)
+        page.wait_for_selector(".run")
+        return page
+
+    yield goto
+    for context in contexts:
+        context.close()
+    assert not errors
+
+
+def figures(page: Any, run: int = 0) -> dict[str, str]:
+    """The figures of a run's card by name."""
+    cells = page.locator(".run").nth(run).locator(".figures > div")
+    return {cell.locator("dt").inner_text(): cell.locator("dd").inner_text().split("\n")[0] for cell in cells.all()}
+
+
+def readout(page: Any, title: str, *keys: str) -> str:
+    """What a chart says of the step that these keys lead to."""
+    figure = page.locator("figure", has=page.get_by_role("heading", name=title, exact=True))
+    plot = figure.locator(".plot")
+    plot.focus()
+    for key in keys:
+        plot.press(key)
+    return " · ".join(figure.locator("output > span").all_inner_texts())
+
+
+def test_figures_and_curves_are_those_of_the_events(tmp_path: Path, opened: Any) -> None:
+    """Newest figures, the first and a middle step of the loss, the held-out loss, a step that was not finite."""
+    write_run(tmp_path, steps=60, planned=100, nan_at=31)
+    with watching(tmp_path) as (address, _):
+        page = opened(address)
+        shown = figures(page)
+        assert shown["training loss"] == f"{loss(60):.4g}".ljust(5, "0")
+        assert shown["held-out loss"] == f"{loss(60) + 0.1:.4g}".ljust(5, "0")
+        assert shown["tokens/s"] == "20.5k"
+        assert shown["step"] == "100 ms"
+        assert shown["peak memory"] == "103 MiB"
+        assert page.locator(".position").inner_text() == "step 60 of 100"
+        assert readout(page, "Loss", "Home") == f"step 60 · training {loss(60):.4g} · held out {loss(60) + 0.1:.4g}"
+        assert readout(page, "Loss", "Home") == f"step 1 · training {loss(1):.4g}"
+        assert readout(page, "Loss", *["ArrowRight"] * 30) == "step 31 · training not finite"
+        assert readout(page, "Learning rate", "End") == "step 60 · 0.001"
+        text = page.locator("#notices").inner_text()
+        assert "killed" in text
+        assert "1 step had a loss or a gradient norm that was not finite, and changed no weight; the last was step 31." in text
+
+
+def test_the_slow_rank_is_named_in_words_and_in_the_map(tmp_path: Path, opened: Any) -> None:
+    """The sentence, the table and the cells of the map agree on rank 2, forward and backward, from step 41 on."""
+    write_run(tmp_path, steps=90, planned=90, slow={2: 41})
+    with watching(tmp_path) as (address, _):
+        page = opened(address)
+        lead = page.locator("#ranks .lead").inner_text()
+        assert lead == ("Rank 2 is the slowest now: 60 % more work of its own than the median rank, "
+                        "most of it in forward and backward.")  # fmt: skip
+        assert page.locator("#ranks tbody tr").inner_text().split("\t") == ["2", "60 %", "forward and backward", "41"]
+        canvas = page.locator("#ranks canvas")
+        canvas.focus()
+        said = []
+        for key in ("End", "ArrowDown", "ArrowDown", "Home"):
+            canvas.press(key)
+            said.append(page.locator("#ranks output").inner_text())
+        assert said[0].startswith("rank 0, step 90: 0.0 % of a median step more")
+        assert said[2] == "rank 2, step 90: 40 % of a median step more than the median rank"
+        assert said[3].startswith("rank 2, step 1: 0.0 %")
+        page.get_by_text("waiting for data", exact=True).first.click()
+        canvas.focus()
+        canvas.press("End")
+        canvas.press("ArrowDown")
+        assert "0.0 % of a median step" in page.locator("#ranks output").inner_text()
+
+
+def test_goodput_communication_and_experts(tmp_path: Path, opened: Any) -> None:
+    """The waterfall of a restarted run, the collectives of a mean step, and an expert's load in multiples of the mean."""
+    write_run(tmp_path, steps=60, restart_at=30)
+    with watching(tmp_path) as (address, _):
+        page = opened(address)
+        parts = {row.get_attribute("data-part"): row.inner_text().split("\n") for row in page.locator(".fall").all()}
+        assert parts["restarting"] == ["restarting", "61 %", "10 s"]
+        assert parts["redone"] == ["steps redone", "3.0 %", "500 ms"]
+        assert page.locator("#communication tbody tr").inner_text().split("\t") == ["all-reduce", "3.65 MB", "20 ms", "10 ms"]
+        canvas = page.locator("#experts canvas")
+        for key in ("End", "ArrowDown", "ArrowDown"):
+            canvas.press(key)
+        assert page.locator("#experts output").inner_text() == "expert 2, steps 51 to 60: 1.5 times the mean load"
+
+
+def test_the_page_follows_the_run_without_a_reload(tmp_path: Path, opened: Any) -> None:
+    """A new line in the events is shown, and a server that ends is said."""
+    write_run(tmp_path, steps=10, planned=99)
+    with watching(tmp_path) as (address, process):
+        page = opened(address)
+        with EventWriter(tmp_path, rank=0) as writer:
+            writer.write(11, values(11, 0, 99, None) | {"loss/train": 1.25}, time_s=START_S + 11 * STEP_S)
+        playwright.expect(page.locator(".position")).to_have_text("step 11 of 99")
+        assert figures(page)["training loss"] == "1.250"
+        process.terminate()
+        playwright.expect(page.locator("#link")).to_have_text("not connected")
+
+
+def test_several_runs_are_side_by_side(tmp_path: Path, opened: Any) -> None:
+    """A card each, curves that name their run, the keys that differ, and the details of the run that is chosen."""
+    write_run(tmp_path / "a", name="first", ranks=2)
+    write_run(tmp_path / "b", name="<b>second</b>", ranks=3, lr=0.002, slow={1: 5})
+    with watching(tmp_path / "a", tmp_path / "b") as (address, _):
+        page = opened(address)
+        assert page.locator(".run h2").all_inner_texts() == ["first", "<b>second</b>"]
+        assert page.locator("#keys tbody tr").inner_text().split("\t") == ["optimizer.lr", "0.001", "0.002"]
+        said = readout(page, "Learning rate", "End")
+        assert said == "step 60 · first 0.001 · <b>second</b> 0.002"
+        assert "even" in page.locator("#ranks .lead").inner_text()
+        page.locator(".run button").nth(1).press("Enter")
+        assert page.locator("#ranks .lead").inner_text().startswith("Rank 1 is the slowest now")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_shows_all_of_it(tmp_path: Path, opened: Any, scheme: str) -> None:
+    """At 380 pixels nothing is wider than the screen; colours follow the light or dark that the device asks for."""
+    write_run(tmp_path, ranks=6, slow={3: 20}, restart_at=40, nan_at=30)
+    with watching(tmp_path) as (address, _):
+        page = opened(address, viewport={"width": 380, "height": 800}, color_scheme=scheme)
+        assert page.evaluate("document.documentElement.scrollWidth") == 380
+        dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(12, 21, 25)"
+        assert dark == (scheme == "dark")
