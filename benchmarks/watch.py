@@ -1,6 +1,6 @@
 """The live page of 2,000 ranks: the time to its first figures, to answer a request, to take in a new step, its memory.
 
-Beside it, in a process of its own, the report's reader, which keeps every event: what following without bounds costs.
+Beside it, in a process of its own, the report's reader, which reads the same files once and does not follow them.
 
     python -m benchmarks.watch --json
 """

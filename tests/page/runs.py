@@ -75,5 +75,7 @@ def values(step: int, rank: int, slow_from: int, nan_at: int | None, lr: float =
         "wire/all_reduce/hidden_s": 0.01,
     }
     if step % 10 == 0:
-        found |= {f"moe/load/blocks.1.moe/{expert}": 64.0 + 32.0 * (expert == 2) - 32.0 * (expert == 3) for expert in range(4)}
+        found |= {
+            f"moe/load/blocks.1.moe/{expert}": 64.0 + 32.0 * (expert == 2) - 32.0 * (expert == 3) for expert in range(4)
+        }
     return found

@@ -80,7 +80,10 @@ def test_figures_and_curves_are_those_of_the_events(tmp_path: Path, opened: Any)
         assert readout(page, "Learning rate", "End") == "step 60 · 0.001"
         text = page.locator("#notices").inner_text()
         assert "killed" in text
-        assert "1 step had a loss or a gradient norm that was not finite, and changed no weight; the last was step 31." in text
+        assert (
+            "1 step had a loss or a gradient norm that was not finite, and changed no weight; the last was step 31."
+            in text
+        )
 
 
 def test_the_slow_rank_is_named_in_words_and_in_the_map(tmp_path: Path, opened: Any) -> None:
@@ -116,7 +119,12 @@ def test_goodput_communication_and_experts(tmp_path: Path, opened: Any) -> None:
         parts = {row.get_attribute("data-part"): row.inner_text().split("\n") for row in page.locator(".fall").all()}
         assert parts["restarting"] == ["restarting", "61 %", "10 s"]
         assert parts["redone"] == ["steps redone", "3.0 %", "500 ms"]
-        assert page.locator("#communication tbody tr").inner_text().split("\t") == ["all-reduce", "3.65 MB", "20 ms", "10 ms"]
+        assert page.locator("#communication tbody tr").inner_text().split("\t") == [
+            "all-reduce",
+            "3.65 MB",
+            "20 ms",
+            "10 ms",
+        ]
         canvas = page.locator("#experts canvas")
         for key in ("End", "ArrowDown", "ArrowDown"):
             canvas.press(key)

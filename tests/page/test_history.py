@@ -13,7 +13,7 @@ from shoal.observe.events import Event, read_events
 from shoal.page.history import History
 from shoal.page.lead import Lead
 from shoal.page.rank_times import PARTS, RankTimes
-from shoal.page.tail import Tail
+from shoal.observe.tail import Tail
 from tests.page.runs import STEP_S, write_run
 
 EXACT = 1e-9  # sums of the same floats in another order

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from shoal.config.table import Positive, Table, says
 
@@ -27,3 +27,19 @@ class ObserveConfig(Table, frozen=True):
         says("Steps between two measurements of the gradient noise scale (arXiv:1812.06162); 0: none.", ge=0),
     ] = 0
     report: Annotated[bool, says("Write `report.html` and `loss.png` at the end.")] = True
+    prometheus_port: Annotated[
+        int | None,
+        says("Port of the host's endpoint for Prometheus, 0: any that is free (extra `prometheus`).", ge=0, le=65535),
+    ] = None
+    prometheus_host: Annotated[str, says("Address of that endpoint; 0.0.0.0: reachable from other hosts.")] = (
+        "127.0.0.1"
+    )
+    tensorboard: Annotated[bool, says("Write `tensorboard/` in the run directory (extra `tensorboard`).")] = False
+    mlflow: Annotated[
+        str | None,
+        says("Tracking URI of MLflow, such as `http://host:5000` or `sqlite:///mlflow.db` (extra `mlflow`)."),
+    ] = None
+    wandb: Annotated[
+        Literal["off", "offline", "online"],
+        says("Weights & Biases; offline: files in the run directory for `wandb sync` (extra `wandb`)."),
+    ] = "off"

@@ -1,12 +1,12 @@
 """Where the time of a run went since its first start, as parts that add up to it: the goodput waterfall. Pure.
 
-    trained      steps that last and changed the weights, less the two below
-    data         waiting for data in steps that last
-    stall        standing still for checkpoints
-    skipped      steps whose loss or gradient was not finite
-    redone       steps that a restart computed again
-    restarting   from the last line of an attempt to the start of the next
-    other        what is left: evaluations, and whatever lies between steps
+trained      steps that last and changed the weights, less the two below
+data         waiting for data in steps that last
+stall        standing still for checkpoints
+skipped      steps whose loss or gradient was not finite
+redone       steps that a restart computed again
+restarting   from the last line of an attempt to the start of the next
+other        what is left: evaluations, and whatever lies between steps
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from shoal.page.notices import (
     slow_notices,
 )
 from shoal.page.rank_times import HeatMap, RankTimes, RankValues, SlowRank
-from shoal.page.tail import Tail
+from shoal.observe.tail import Tail
 
 CURVES = (
     "loss/train", "loss/eval", "accuracy/eval", "throughput/tokens_per_second", "throughput/samples_per_second",
@@ -104,16 +104,17 @@ class LiveRun:
         self._stamps: dict[str, tuple[int, int]] = {}
         self._facts: dict[str, Any] = {}
         self._locked = False
-        self._unread_bytes = 0
+        self.unread_bytes = 0
+        """Of the events, left for the next poll."""
         self._lead_line = msgspec.json.Decoder(Event).decode
         self._rank_line = msgspec.json.Decoder(RankLine).decode
 
     def poll(self, *, most_bytes: int = POLL_BYTES) -> bool:
         """Takes in what is new, up to about `most_bytes` of events; whether there was anything."""
-        before = (self._locked, self._unread_bytes)
+        before = (self._locked, self.unread_bytes)
         self._locked = is_locked(self.directory)
         changed = self._read_settings() | self._read_facts() | self._read_logs() | self._read_events(most_bytes)
-        return changed or before != (self._locked, self._unread_bytes)
+        return changed or before != (self._locked, self.unread_bytes)
 
     def snapshot(self) -> RunSnapshot:
         """What is known now."""
@@ -154,14 +155,18 @@ class LiveRun:
                 *nonfinite_notice(lead.nonfinite_steps),
                 *self._logs.notices(),
             ],
-            unread_bytes=self._unread_bytes,
+            unread_bytes=self.unread_bytes,
         )
 
     def _read_events(self, most_bytes: int) -> bool:
-        sizes = {int(match[1]): size for name, size in _sizes(self.directory / "events") if (match := _EVENTS.fullmatch(name))}
+        sizes = {
+            int(match[1]): size
+            for name, size in _sizes(self.directory / "events")
+            if (match := _EVENTS.fullmatch(name))
+        }
         self.times.add_ranks(sorted(sizes))
         changed, left = False, most_bytes
-        self._unread_bytes = 0
+        self.unread_bytes = 0
         for rank, size in sorted(sizes.items()):
             tail = self._tails.setdefault(rank, Tail(events_path(self.directory, rank)))
             if tail.offset == size:
@@ -170,7 +175,7 @@ class LiveRun:
             self._read_rank(rank, tail, left)
             changed = True
             left = max(0, left - abs(tail.offset - before))
-            self._unread_bytes += max(0, size - tail.offset)
+            self.unread_bytes += max(0, size - tail.offset)
         return changed
 
     def _read_rank(self, rank: int, tail: Tail, most_bytes: int) -> None:

@@ -13,7 +13,7 @@ from shoal import units
 from shoal.escape import escape_controls
 from shoal.observe.ending import Ending
 from shoal.page.rank_times import RankTimes, SlowRank
-from shoal.page.tail import Tail
+from shoal.observe.tail import Tail
 
 Level = Literal["failure", "warning", "note"]
 MOST = 40

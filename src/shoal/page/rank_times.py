@@ -189,9 +189,7 @@ class RankTimes:
         means = self._means()
         with_work = np.concatenate([means[:, :, list(WORK)].sum(axis=2, keepdims=True), means], axis=2)
         step_s = _median(means[:, :, :1])
-        return np.divide(
-            with_work - _median(with_work), step_s, out=np.full_like(with_work, np.nan), where=step_s > 0
-        )
+        return np.divide(with_work - _median(with_work), step_s, out=np.full_like(with_work, np.nan), where=step_s > 0)
 
     def _since(self, share: NDArray) -> int:
         """The first step of the stretch, up to the newest column, in which a rank was slow."""

@@ -78,7 +78,8 @@ class Follower:
     def _follow(self) -> None:
         while not self._stopping.is_set():
             self.poll()
-            self._stopping.wait(self._poll_s)
+            if not any(run.unread_bytes for run in self._runs):
+                self._stopping.wait(self._poll_s)
 
 
 def open_page(follower: Follower, *, token: str | None) -> Starlette:

@@ -1,0 +1,43 @@
+"""TensorBoard: every measurement as a scalar, in `tensorboard/` of the run directory (package tensorboardX)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import MissingExtra
+from shoal.observe.background import Background
+from shoal.observe.ending import Ending
+from shoal.observe.sink import RunStart, Sink
+
+FOLDER = "tensorboard"
+
+
+def tensorboard_sink(run_directory: Path, *, warn: Callable[[str], None]) -> Sink:
+    """The sink, in a thread of its own. Raises `MissingExtra` without tensorboardX."""
+    if find_spec("tensorboardX") is None:
+        raise MissingExtra("tensorboardX", extra="tensorboard", purpose="observe.tensorboard = true")
+    return Background(lambda: TensorBoardSink(run_directory / FOLDER), name="TensorBoard", warn=warn)
+
+
+class TensorBoardSink(Sink):
+    """Writes event files. A run that resumes tells TensorBoard to drop the steps that it computes again."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._writer: Any = None
+
+    def start(self, run: RunStart) -> None:
+        from tensorboardX import SummaryWriter
+
+        purge_step = None if run.resumed_from is None else run.first_step
+        self._writer = SummaryWriter(str(self._folder), purge_step=purge_step)
+
+    def record(self, step: int, values: Mapping[str, float], *, time_s: float) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, global_step=step, walltime=time_s)
+
+    def finish(self, ending: Ending) -> None:
+        self._writer.close()

@@ -1,0 +1,158 @@
+"""TensorBoard, MLflow and Weights & Biases get what the events get; one that fails costs a warning, and no step."""
+
+from __future__ import annotations
+
+import math
+import struct
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.observe.background import Background
+from shoal.observe.ending import Ending
+from shoal.observe.mlflow import EXPERIMENT, mlflow_sink
+from shoal.observe.sink import RunStart, Sink
+from shoal.observe.tensorboard import FOLDER, tensorboard_sink
+from shoal.observe.wandb import wandb_sink
+
+RUN = RunStart(name="own", total_steps=3)
+STEPS = {
+    1: {"loss/train": 3.0, "lr": 0.5},
+    2: {"loss/train": math.nan, "lr": 0.25},
+    3: {"loss/train": 1.0, "lr": 0.125},
+}
+
+
+def train(sink: Sink, run: RunStart = RUN) -> None:
+    """Three steps, the second not finite."""
+    sink.start(run)
+    for step, values in STEPS.items():
+        sink.record(step, values, time_s=1e9 + step)
+    sink.finish(Ending("finished"))
+
+
+class Broken(Sink):
+    """Raises on the step `at`; hears, and waits for `gate` first."""
+
+    def __init__(self, at: int = 0, gate: threading.Event | None = None) -> None:
+        self.at, self.gate = at, gate
+        self.heard: list[int] = []
+
+    def record(self, step: int, values: Mapping[str, float], *, time_s: float) -> None:
+        if self.gate is not None:
+            self.gate.wait(20)
+        self.heard.append(step)
+        if step == self.at:
+            raise ConnectionError("the server\nis down")
+
+
+def test_a_failure_is_one_warning_and_the_run_goes_on() -> None:
+    """Whether the sink cannot be opened or breaks in a step: one sentence, on the thread that trains."""
+
+    def refuse() -> Sink:
+        raise OSError("no such server")
+
+    for opened, cause in (
+        (refuse, "OSError: no such server"),
+        (lambda: Broken(2), "ConnectionError: the server is down"),
+    ):
+        told: list[tuple[str, int]] = []
+        sink = Background(
+            opened, name="MLflow", warn=lambda text, told=told: told.append((text, threading.get_ident()))
+        )
+        train(sink)
+        ((text, thread),) = told
+        assert text == f"MLflow failed ({cause}): training goes on without it; the events have every step"
+        assert thread == threading.get_ident()
+
+
+def test_a_slow_sink_holds_nobody_up() -> None:
+    """A sink that stands still: steps beyond the queue are left out with one warning, the end waits as long as said."""
+    told: list[str] = []
+    gate = threading.Event()
+    slow = Broken(gate=gate)
+    sink = Background(lambda: slow, name="W", warn=told.append, queued=4, finish_s=0.05)
+    sink.start(RUN)
+    for step in range(100):
+        sink.record(step, {}, time_s=0.0)
+    assert told == ["W takes in steps more slowly than the run makes them: some are missing there"]
+    assert slow.heard == []
+    sink.finish(Ending("finished"))
+    assert told[1:] == ["W has not taken in the last steps after 0.05 s: they are missing there"]
+    gate.set()
+
+
+def test_tensorboard_has_every_scalar(tmp_path: Path) -> None:
+    """The event file holds each measurement under its own name, with its step and time."""
+    pytest.importorskip("tensorboardX", reason="pip install 'shoal[tensorboard]'")
+    train(tensorboard_sink(tmp_path, warn=pytest.fail))
+    found = scalars(tmp_path / FOLDER)
+    assert {(name, step): value for name, step, value, _ in found if not math.isnan(value)} == {
+        (name, step): value for step, values in STEPS.items() for name, value in values.items() if value == value
+    }
+    assert [time_s for name, _, _, time_s in found if name == "lr"] == [1e9 + 1, 1e9 + 2, 1e9 + 3]
+
+
+def scalars(folder: Path) -> list[tuple[str, int, float, float]]:
+    """(name, step, value, time) of every scalar in TensorBoard's files: records of length, checksum, event, checksum."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    found = []
+    for path in folder.glob("events.out.*"):
+        content, at = path.read_bytes(), 0
+        while at < len(content):
+            (length,) = struct.unpack_from("<Q", content, at)
+            event: Any = Event.FromString(content[at + 12 : at + 12 + length])
+            found += [(value.tag, event.step, value.simple_value, event.wall_time) for value in event.summary.value]
+            at += length + 16
+    return found
+
+
+def test_mlflow_has_every_finite_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run is finished and has each metric's history; what is not finite is left out."""
+    pytest.importorskip("mlflow", reason="pip install 'shoal[mlflow]'")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    from mlflow.tracking import MlflowClient
+
+    address = (tmp_path / "mlruns").as_uri()
+    train(mlflow_sink(address, warn=pytest.fail))
+    client = MlflowClient(tracking_uri=address)
+    experiment = client.get_experiment_by_name(EXPERIMENT)
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.info.status) == ("own", "FINISHED")
+    losses = client.get_metric_history(run.info.run_id, "loss/train")
+    assert [(metric.step, metric.value) for metric in losses] == [(1, 3.0), (3, 1.0)]
+
+
+def test_wandb_writes_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offline, every record is in the run's file, and nothing is asked of a network."""
+    pytest.importorskip("wandb", reason="pip install 'shoal[wandb]'")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    train(wandb_sink(tmp_path, mode="offline", warn=pytest.fail))
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    assert wandb_history(file) == [(1, "0.5"), (2, "0.25"), (3, "0.125")]
+
+
+def wandb_history(file: Path) -> list[tuple[int, str]]:
+    """(step, learning rate as JSON) of each record in a file of Weights & Biases, which is a LevelDB log of records."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, at, pieces = file.read_bytes(), 7, b""
+    found = []
+    while at + 7 <= len(content):
+        _, length, kind = struct.unpack_from("<IHB", content, at)
+        pieces += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if 2**15 - at % 2**15 < 7:  # a header never lies across two blocks
+            at += 2**15 - at % 2**15
+        if kind in (1, 4):  # the record is whole
+            record: Any = Record.FromString(pieces)
+            pieces = b""
+            items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+            if "lr" in items:
+                found.append((int(float(items["step"])), items["lr"]))
+    return found

@@ -1,0 +1,153 @@
+"""The endpoint says what the events say, and the Grafana dashboard asks for what the endpoint has."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import socket
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shoal
+from shoal.observe.ending import Ending
+from shoal.observe.events import EventWriter
+from shoal.observe.prometheus import PrometheusSink
+from shoal.observe.sink import RunStart
+from tests.page.runs import START_S, loss, values, write_run
+
+pytest.importorskip("prometheus_client", reason="pip install 'shoal[prometheus]'")
+from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
+
+DASHBOARD = Path(shoal.__file__).parents[2] / "docs/grafana/shoal.json"
+
+
+@contextmanager
+def endpoint(directory: Path, **options: Any) -> Iterator[tuple[str, list[str]]]:
+    """The address of the metrics of a run, and the warnings."""
+    notes: list[str] = []
+    warnings: list[str] = []
+    address = ("127.0.0.1", options.pop("port", 0))
+    sink = PrometheusSink(directory, address, ranks=None, note=notes.append, warn=warnings.append, **options)
+    sink.start(RunStart(name="tiny", total_steps=60))
+    try:
+        yield (notes[0].split(": ", 1)[1] if notes else ""), warnings
+    finally:
+        sink.finish(Ending("finished"))
+
+
+def scraped(address: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """The value of every sample, by its name and labels without the run's."""
+    with urllib.request.urlopen(address, timeout=20) as answer:
+        text = answer.read().decode()
+    return {
+        (sample.name, tuple(sorted(item for item in sample.labels.items() if item[0] != "run"))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_the_endpoint_says_what_the_events_say(tmp_path: Path) -> None:
+    """Newest values as gauges, sums of all steps as counters, for every rank; the next scrape has the next step."""
+    write_run(tmp_path, ranks=3, steps=40, nan_at=7)
+    with endpoint(tmp_path) as (address, _):
+        found = scraped(address)
+        for rank in "012":
+            assert found["shoal_step", (("rank", rank),)] == 40
+            assert found["shoal_loss_train", (("rank", rank),)] == pytest.approx(loss(40), rel=1e-12)
+            assert found["shoal_wire_sent_bytes_total", (("rank", rank),)] == pytest.approx(40 * 3.65e6)
+            assert found["shoal_steps_nonfinite_total", (("rank", rank),)] == 1
+            labels = (("collective", "all_reduce"), ("rank", rank))
+            assert found["shoal_collective_exposed_seconds_total", labels] == pytest.approx(40 * 0.02)
+        assert found["shoal_moe_load_tokens", (("expert", "2"), ("mixture", "blocks.1.moe"), ("rank", "0"))] == 96
+        assert found["shoal_host_memory_bytes", ()] > 2**20
+        with EventWriter(tmp_path, rank=1) as writer:
+            writer.write(41, values(41, 1, 99, None), time_s=START_S)
+        found = scraped(address)
+        assert found["shoal_step", (("rank", "1"),)] == 41
+        assert found["shoal_wire_sent_bytes_total", (("rank", "1"),)] == pytest.approx(41 * 3.65e6)
+
+
+def test_a_port_that_is_taken_is_a_warning_and_training_goes_on(tmp_path: Path) -> None:
+    """Nothing is raised, and the sentence names the key to change."""
+    write_run(tmp_path, steps=2)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with endpoint(tmp_path, port=taken.getsockname()[1]) as (_, warnings):
+            assert len(warnings) == 1
+            assert "another observe.prometheus_port helps the next start" in warnings[0]
+
+
+def test_the_dashboard_asks_for_metrics_that_exist(tmp_path: Path) -> None:
+    """Every name in every query of the dashboard is one that the endpoint of a run exposes, with the labels it uses."""
+    write_run(tmp_path, steps=20, ranks=2)
+    with EventWriter(tmp_path, rank=0) as writer:  # of two hosts, and with a checkpoint
+        writer.write(21, {"wire/between_bytes": 1.0, "wire/inside_bytes": 1.0}, time_s=START_S + 9)
+    (tmp_path / "checkpoints/step-00000020").mkdir(parents=True)
+    (tmp_path / "checkpoints/step-00000020/manifest.json").write_text("{}")
+    with endpoint(tmp_path) as (address, _):
+        exposed = {name for name, _ in scraped(address)}
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    queries = [target["expr"] for panel in panels for target in panel["targets"]]
+    asked = {name for query in queries for name in re.findall(r"shoal_[a-z_]+", query)}
+    assert len(asked) > 20
+    assert asked <= exposed
+    assert len({panel["id"] for panel in panels}) == len(panels)
+
+
+@pytest.mark.stress
+@pytest.mark.skipif(
+    shutil.which("prometheus") is None, reason="there is no prometheus here: apt-get install prometheus"
+)
+def test_a_real_prometheus_scrapes_it_and_answers_the_dashboard(tmp_path: Path) -> None:
+    """Debian's Prometheus takes every sample in; each query of the dashboard is one that it can answer."""
+    write_run(tmp_path / "run", steps=20, ranks=2)
+    with endpoint(tmp_path / "run") as (address, _), socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        target = urllib.parse.urlsplit(address).netloc
+        config = tmp_path / "prometheus.yml"
+        config.write_text(
+            f"global: {{scrape_interval: 1s}}\nscrape_configs:\n- job_name: shoal\n  static_configs:\n  - targets: ['{target}']\n"
+        )
+        command = ["prometheus", f"--config.file={config}", f"--web.listen-address=127.0.0.1:{port}",
+                   f"--storage.tsdb.path={tmp_path / 'tsdb'}", "--log.level=error"]  # fmt: skip
+        with subprocess.Popen(command) as server:
+            try:
+                assert waited(port, 'shoal_step{rank="1"}') == "20"
+                for panel in json.loads(DASHBOARD.read_text())["panels"]:
+                    for query in panel["targets"]:
+                        assert ask(port, query["expr"].replace("$run", ".*"))["status"] == "success"
+            finally:
+                server.terminate()
+
+
+def ask(port: int, query: str) -> dict[str, Any]:
+    """Prometheus's answer to a query."""
+    address = f"http://127.0.0.1:{port}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
+    with urllib.request.urlopen(address, timeout=20) as answer:
+        return json.load(answer)
+
+
+def waited(port: int, query: str) -> str:
+    """The first value that the query has, when the server is up and has scraped."""
+    deadline_s = time.monotonic() + 60
+    while time.monotonic() < deadline_s:
+        try:
+            result = ask(port, query)["data"]["result"]
+        except OSError:
+            result = []
+        if result:
+            return result[0]["value"][1]
+        time.sleep(0.1)
+    raise AssertionError(f"{query} had no value")
