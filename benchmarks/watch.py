@@ -45,7 +45,8 @@ def measure(directory: Path, *, ranks: int, steps: int) -> dict[str, Any]:
         while _snapshot(address)["runs"] in ([],) or _snapshot(address)["runs"][0]["unread_bytes"]:
             time.sleep(0.05)
         ready_s = time.perf_counter() - begin_s
-        answers = []
+        answers: list[float] = []
+        size_bytes = 0
         for _ in range(9):
             begin_s = time.perf_counter()
             size_bytes = len(_get(address, "/")) + len(_get(address, "/page.js")) + len(_get(address, "/snapshot"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,9 @@ def test_wandb_writes_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     train(wandb_sink(tmp_path, mode="offline", warn=pytest.fail))
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    deadline_s = time.monotonic() + 30
+    while len(wandb_history(file)) < 3 and time.monotonic() < deadline_s:  # a process of wandb's own writes the file
+        time.sleep(0.05)
     assert wandb_history(file) == [(1, "0.5"), (2, "0.25"), (3, "0.125")]
 
 

@@ -25,7 +25,7 @@ from shoal.observe.sink import RunStart
 from tests.page.runs import START_S, loss, values, write_run
 
 pytest.importorskip("prometheus_client", reason="pip install 'shoal[prometheus]'")
-from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
+from prometheus_client.parser import text_string_to_metric_families
 
 DASHBOARD = Path(shoal.__file__).parents[2] / "docs/grafana/shoal.json"
 
@@ -118,7 +118,8 @@ def test_a_real_prometheus_scrapes_it_and_answers_the_dashboard(tmp_path: Path) 
         target = urllib.parse.urlsplit(address).netloc
         config = tmp_path / "prometheus.yml"
         config.write_text(
-            f"global: {{scrape_interval: 1s}}\nscrape_configs:\n- job_name: shoal\n  static_configs:\n  - targets: ['{target}']\n"
+            f"global: {{scrape_interval: 1s}}\nscrape_configs:\n"
+            f"- job_name: shoal\n  static_configs:\n  - targets: ['{target}']\n"
         )
         command = ["prometheus", f"--config.file={config}", f"--web.listen-address=127.0.0.1:{port}",
                    f"--storage.tsdb.path={tmp_path / 'tsdb'}", "--log.level=error"]  # fmt: skip

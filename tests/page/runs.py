@@ -25,8 +25,8 @@ def write_run(
     restart_at: int | None = None,
     lr: float = 0.001,
 ) -> None:
-    """A run of `ranks` whose steps take 100 ms. `slow`: rank and the step from which its forward and backward takes 40 ms
-    more. `restart_at`: killed behind this step, and gone on 5 steps before it, 10 s later."""
+    """A run of `ranks` whose steps take 100 ms. `slow`: rank and the step from which its forward and backward takes
+    40 ms more. `restart_at`: killed behind this step, and gone on 5 steps before it, 10 s later."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "run.toml").write_text(RUN_FILE.format(name=name, planned=planned, lr=lr))
     for rank in range(ranks):
@@ -55,7 +55,7 @@ def loss(step: int, lr: float = 0.001) -> float:
 
 
 def values(step: int, rank: int, slow_from: int, nan_at: int | None, lr: float = 0.001) -> dict[str, float]:
-    """One rank's measurements of one step: 70 ms of work, or 110 ms, and the rest of 100 or 140 ms waiting for others."""
+    """One rank's measurements of one step: 70 ms of work, or 110 ms, and waiting for others."""
     slow_s = 0.04 if step >= slow_from else 0.0
     found = {
         "loss/train": math.nan if step == nan_at else loss(step, lr),

@@ -112,7 +112,7 @@ def test_the_slow_rank_is_named_in_words_and_in_the_map(tmp_path: Path, opened: 
 
 
 def test_goodput_communication_and_experts(tmp_path: Path, opened: Any) -> None:
-    """The waterfall of a restarted run, the collectives of a mean step, and an expert's load in multiples of the mean."""
+    """The waterfall of a restarted run, the collectives of a mean step, and an expert's load over the mean."""
     write_run(tmp_path, steps=60, restart_at=30)
     with watching(tmp_path) as (address, _):
         page = opened(address)

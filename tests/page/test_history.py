@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.observe.events import Event, read_events
+from shoal.observe.tail import Tail
 from shoal.page.history import History
 from shoal.page.lead import Lead
 from shoal.page.rank_times import PARTS, RankTimes
-from shoal.observe.tail import Tail
 from tests.page.runs import STEP_S, write_run
 
 EXACT = 1e-9  # sums of the same floats in another order

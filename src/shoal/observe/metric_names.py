@@ -1,4 +1,4 @@
-"""The names of the measurements in Prometheus: `loss/train` is `shoal_loss_train`, a time in seconds ends in `_seconds`.
+"""The names of the measurements in Prometheus: `loss/train` is `shoal_loss_train`, times end in `_seconds`.
 
 Units and suffixes follow https://prometheus.io/docs/practices/naming/. What is per step in the events (bytes sent,
 checkpoint stall) adds up to a counter, so that `rate()` gives it per second whatever the scraping interval.

@@ -26,7 +26,8 @@ class WandbSink(Sink):
     """Logs every record under its step; a run that resumes is a run of its own in the same group."""
 
     def __init__(self, run_directory: Path, *, mode: Literal["offline", "online"]) -> None:
-        self._directory, self._mode = run_directory, mode
+        self._directory = run_directory
+        self._mode: Literal["offline", "online"] = mode
         self._run: Any = None
 
     def start(self, run: RunStart) -> None:

@@ -1,7 +1,7 @@
 """One measurement over the steps in bounded memory: buckets of neighbouring steps, each with its mean and its range.
 
 A bucket is one step wide at first, so a short run is kept as it is. When there are more than `limit` buckets, each two
-neighbours become one, twice as wide: a run of any length takes between `limit / 2` and `limit` buckets, all equally wide.
+neighbours become one, twice as wide: a run of any length takes at most `limit` buckets, all equally wide.
 """
 
 from __future__ import annotations

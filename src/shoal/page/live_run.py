@@ -1,7 +1,7 @@
 """One run directory, followed: `poll` takes in what is new, `snapshot` says what the page shows of it.
 
-Everything comes from files: events, logs, `facts.json` and `run.toml`. So it works while a run trains, after it, and for
-a run of another machine whose directory can be seen from here.
+Everything comes from files: events, logs, `facts.json` and `run.toml`. So it works while a run trains, after it, and
+for a run of another machine whose directory can be seen from here.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from shoal.launch.lock import is_locked
 from shoal.observe.ending import Ending, ending_in
 from shoal.observe.events import Event, events_path
 from shoal.observe.facts import facts_path, read_facts, text_of
+from shoal.observe.tail import Tail
 from shoal.page.goodput import Waterfall
 from shoal.page.lead import CollectiveMean, ExpertMap, Lead
 from shoal.page.notices import (
@@ -32,7 +33,6 @@ from shoal.page.notices import (
     slow_notices,
 )
 from shoal.page.rank_times import HeatMap, RankTimes, RankValues, SlowRank
-from shoal.observe.tail import Tail
 
 CURVES = (
     "loss/train", "loss/eval", "accuracy/eval", "throughput/tokens_per_second", "throughput/samples_per_second",
@@ -203,7 +203,8 @@ class LiveRun:
     def _read_logs(self) -> bool:
         folder = self.directory / "logs"
         logs = [(folder / name, size) for name, size in _sizes(folder) if _LOG.fullmatch(name)]
-        return any([self._logs.read(path, size) for path, size in sorted(logs)])
+        read = [self._logs.read(path, size) for path, size in sorted(logs)]
+        return any(read)
 
     def _read_facts(self) -> bool:
         if not self._is_new(facts_path(self.directory)):

@@ -12,8 +12,8 @@ import msgspec
 from shoal import units
 from shoal.escape import escape_controls
 from shoal.observe.ending import Ending
-from shoal.page.rank_times import RankTimes, SlowRank
 from shoal.observe.tail import Tail
+from shoal.page.rank_times import RankTimes, SlowRank
 
 Level = Literal["failure", "warning", "note"]
 MOST = 40
@@ -86,7 +86,8 @@ def nonfinite_notice(steps: list[int]) -> list[Notice]:
     if not steps:
         return []
     count = units.plural(len(steps), "step")
-    text = f"{count} had a loss or a gradient norm that was not finite, and changed no weight; the last was step {steps[-1]:,}."
+    text = f"{count} had a loss or a gradient norm that was not finite, and changed no weight; "
+    text += f"the last was step {steps[-1]:,}."
     return [Notice("warning", text)]
 
 

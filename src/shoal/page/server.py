@@ -61,7 +61,8 @@ class Follower:
 
     def poll(self) -> None:
         """Takes in what is new, and makes a snapshot of it."""
-        if any([run.poll() for run in self._runs]) or not self.json:
+        changed = [run.poll() for run in self._runs]
+        if any(changed) or not self.json:
             self.version += 1
             differing = differing_keys([run.settings for run in self._runs])
             snapshot = Snapshot(self.version, [run.snapshot() for run in self._runs], differing)
