@@ -8,7 +8,21 @@ from typing import Annotated
 import typer
 
 import shoal
-from shoal.cli import bench, checkpoint, doctor, evaluate, plan, report, simulate, train, verify, watch
+from shoal.cli import (
+    bench,
+    checkpoint,
+    diff,
+    doctor,
+    evaluate,
+    plan,
+    report,
+    reproduce,
+    simulate,
+    sweep,
+    train,
+    verify,
+    watch,
+)
 from shoal.cli.verbs import Verbs
 from shoal.errors import ShoalError
 
@@ -45,6 +59,9 @@ app.command("simulate")(simulate.simulate)
 app.command("evaluate")(evaluate.evaluate)
 app.command("report")(report.report)
 app.command("watch")(watch.watch)
+app.command("diff")(diff.diff)
+app.command("reproduce")(reproduce.reproduce)
+app.command("sweep")(sweep.sweep)
 app.command("doctor")(doctor.doctor)
 app.add_typer(checkpoint.app, name="checkpoint", cls=Verbs)
 app.add_typer(bench.app, name="bench")

@@ -18,7 +18,7 @@ from shoal.observe.summary import Summary
 
 MAX_ROWS = 12
 MAX_SAMPLE_CHARACTERS = 20_000
-SHOWN_ELSEWHERE = {"name", "samples", "baseline", "loss_unit", "state", "failure"}
+SHOWN_ELSEWHERE = {"name", "samples", "baseline", "loss_unit", "state", "failure", "provenance"}
 
 
 def evaluation_section(record: Record, summary: Summary) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from shoal.recipes.provenance import provenance
 from shoal.recipes.run import Run
 
 
@@ -30,6 +31,7 @@ def run_facts(run: Run) -> dict[str, Any]:
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
+        "provenance": provenance(run.process.environ),
         **_text_facts(run, data),
     }
 

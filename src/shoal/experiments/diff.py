@@ -1,0 +1,156 @@
+"""Where two runs part: keys, environment, the first step with another loss, the first tensor with other bits."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shoal.checkpoint.inspect import Comparison, compare
+from shoal.checkpoint.verify import checkpoints
+from shoal.errors import UsageError
+from shoal.observe.events import read_events, series
+from shoal.observe.facts import read_facts
+from shoal.observe.settings import differing_keys
+
+COMPARED = ("loss/train", "grad/norm", "loss/eval")
+
+
+class Parting(msgspec.Struct, frozen=True):
+    """The first step at which a measurement is not the same number in both runs."""
+
+    measurement: str
+    step: int
+    first: float | None
+    second: float | None
+
+
+class RunDiff(msgspec.Struct, frozen=True):
+    """What differs between two runs.
+
+    `steps` are those that both recorded, `parting` the earliest difference in them, `largest_relative` the largest
+    relative difference of the training loss. `tensors` compares the checkpoints of `checkpoint_step`, the last that
+    both have; None without one. `data` and `environment` are sentences.
+    """
+
+    keys: dict[str, list[Any]]
+    environment: list[str]
+    steps: int
+    parting: Parting | None
+    largest_relative: float
+    checkpoint_step: int | None
+    tensors: Comparison | None
+
+    @property
+    def same(self) -> bool:
+        """Whether every loss and every tensor that both have is bitwise the same, and there is something to compare."""
+        return self.steps > 0 and self.parting is None and not (self.tensors and self.tensors.differences)
+
+
+def diff_runs(first: Path, second: Path) -> RunDiff:
+    """Compares two run directories. Raises `UsageError` where one holds no run."""
+    events = [_events(directory) for directory in (first, second)]
+    losses = [dict(zip(*series(found, "loss/train"), strict=True)) for found in events]
+    common = losses[0].keys() & losses[1].keys()
+    partings = [found for name in COMPARED if (found := _parting(name, *events)) is not None]
+    folders = [{folder.name: folder for folder in checkpoints(directory)} for directory in (first, second)]
+    both = sorted(folders[0].keys() & folders[1].keys())
+    return RunDiff(
+        keys=differing_keys([_settings(first), _settings(second)]),
+        environment=environment_differences(*(_provenance(directory) for directory in (first, second))),
+        steps=len(common),
+        parting=min(partings, key=lambda one: one.step, default=None),
+        largest_relative=max((_relative(losses[0][step], losses[1][step]) for step in common), default=0.0),
+        checkpoint_step=int(both[-1].removeprefix("step-")) if both else None,
+        tensors=compare(folders[0][both[-1]], folders[1][both[-1]]) if both else None,
+    )
+
+
+def environment_differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+    """A sentence for each package, file, variable and version that is not the same in two records of provenance."""
+    if not first or not second:
+        return ["code and packages were not recorded by both runs, so they are not compared"]
+    found = []
+    if first.get("python") != second.get("python"):
+        found.append(f"Python was {first.get('python')}, is {second.get('python')}")
+    if first.get("git") != second.get("git"):
+        found.append(f"the repository was at {_commit(first)}, is at {_commit(second)}")
+    for kind, label in (("packages", "package"), ("environment", "environment variable")):
+        for name, (before, after) in _changed(first.get(kind), second.get(kind)).items():
+            found.append(f"{label} {name} was {before or 'not there'}, is {after or 'not there'}")
+    for name, (before, after) in _changed(first.get("files"), second.get("files")).items():
+        found.append(f"file {name} {'has changed' if before and after else 'is gone' if before else 'is new'}")
+    return found
+
+
+def draw(first: Path, second: Path, picture: Path) -> None:
+    """Both training losses over the steps, as a picture."""
+    # Half a second of imports that nobody else should wait for.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=160, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for directory, colour in ((first, "#0b7a75"), (second, "#d9532c")):
+        axes.plot(*series(_events(directory), "loss/train"), label=str(directory), color=colour, linewidth=1.5)
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("training loss")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(picture)
+
+
+def _parting(name: str, first: list, second: list) -> Parting | None:
+    ours, theirs = (dict(zip(*series(events, name), strict=True)) for events in (first, second))
+    for step in sorted(ours.keys() & theirs.keys()):
+        a, b = ours[step], theirs[step]
+        if a != b and not (math.isnan(a) and math.isnan(b)):
+            return Parting(name, step, *(value if math.isfinite(value) else None for value in (a, b)))
+    return None
+
+
+def _relative(a: float, b: float) -> float:
+    if a == b or (math.isnan(a) and math.isnan(b)):
+        return 0.0
+    found = abs(a - b) / max(abs(a), abs(b))
+    return found if math.isfinite(found) else math.inf
+
+
+def _changed(first: object, second: object) -> dict[str, tuple[Any, Any]]:
+    ours, theirs = (one if isinstance(one, dict) else {} for one in (first, second))
+    pairs = {name: (ours.get(name), theirs.get(name)) for name in sorted(ours.keys() | theirs.keys())}
+    return {name: pair for name, pair in pairs.items() if any(a != b for a, b in pairwise(pair))}
+
+
+def _commit(record: Mapping[str, Any]) -> str:
+    git = record.get("git")
+    if not isinstance(git, dict):
+        return "no commit"
+    return f"{str(git.get('commit'))[:12]}{' with changes' if git.get('dirty') else ''}"
+
+
+def _events(directory: Path) -> list:
+    if not (directory / "run.toml").is_file():
+        found = "holds no run" if directory.is_dir() else "is not there"
+        raise UsageError(f"{directory} {found}: give a directory that 'shoal train' wrote, such as runs/NAME")
+    return read_events(directory)
+
+
+def _settings(directory: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads((directory / "run.toml").read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as fault:
+        raise UsageError(
+            f"{directory}/run.toml is not TOML ({fault}); it should be as 'shoal train' wrote it"
+        ) from fault
+
+
+def _provenance(directory: Path) -> Mapping[str, Any]:
+    found = read_facts(directory).get("provenance")
+    return found if isinstance(found, dict) else {}

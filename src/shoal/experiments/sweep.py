@@ -1,0 +1,237 @@
+"""`shoal sweep`: starts the trials of a sweep side by side, stops the worse early, and goes on where it was killed.
+
+    sweeps/NAME/
+      sweep.json              what was decided: {"trial-0003": {"stopped_at": 50, "rungs": {"50": 2.31}}}
+      trial-0003/             the run directory of a trial, as `shoal train` writes it
+
+How a trial ended is read from its own run directory, so a sweep that was killed loses nothing: trials that had finished
+are not trained again, those that had not go on from their checkpoints. A trial that fails costs itself.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import tomli_w
+
+from shoal.errors import UsageError
+from shoal.experiments.config import ASHA, SweepFile
+from shoal.experiments.search import Trial, goes_on, rungs, trials
+from shoal.launch.devices import gpus
+from shoal.launch.lock import RunLock
+from shoal.observe.ending import ending_in
+from shoal.observe.events import Event, read_events, series
+from shoal.observe.facts import read_facts, replace_file
+from shoal.runfile.load import load_run
+
+LOOK_S = 0.2
+DECISIONS = "sweep.json"
+
+
+class Decision(msgspec.Struct):
+    """Of one trial: its value at each rung (null: not finite), and the rung at which it was stopped."""
+
+    rungs: dict[int, float | None] = {}
+    stopped_at: int | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a trial went: "finished", "stopped early", "failed" or "not finished", its steps and its objective."""
+
+    trial: Trial
+    state: str
+    step: int
+    value: float | None
+    seconds: float
+
+
+@dataclass
+class _Running:
+    trial: Trial
+    slot: int
+    process: subprocess.Popen
+
+
+@dataclass
+class Sweep:
+    """A sweep in its folder; `say` is told what happens."""
+
+    file: SweepFile
+    run_file: Path
+    directory: Path
+    say: Callable[[str], None]
+    decisions: dict[str, Decision] = field(default_factory=dict)
+    _running: list[_Running] = field(default_factory=list)
+
+    def run(self, environ: Mapping[str, str] = os.environ) -> list[Outcome]:
+        """Trains what is not finished; every trial's outcome. Raises `UsageError` where the objective is not measured."""
+        all_trials = trials(self.file)
+        steps = {trial.name: self._checked(trial) for trial in all_trials}
+        with RunLock(self.directory):
+            self._restore()
+            waiting = [trial for trial in all_trials if self.outcome(trial).state in ("not finished", "failed")]
+            free = list(range(self.file.parallel))
+            try:
+                while waiting or self._running:
+                    while waiting and free:
+                        self._start(waiting.pop(0), free.pop(0), environ)
+                    free += self._reap()
+                    for one in self._running:
+                        self._judge(one, steps[one.trial.name])
+                    time.sleep(LOOK_S)
+            finally:
+                self._end_all()
+        return [self.outcome(trial) for trial in all_trials]
+
+    def outcome(self, trial: Trial) -> Outcome:
+        """Read from the trial's run directory and from what was decided of it."""
+        folder = self.directory / trial.name
+        events = read_events(folder)
+        steps, values = series(events, self.file.objective)
+        ending = ending_in(read_facts(folder))
+        decision = self.decisions.get(trial.name, Decision())
+        if decision.stopped_at is not None:
+            state = "stopped early"
+        elif ending is None or ending.state == "stopped":
+            state = "not finished"
+        else:
+            state = "finished" if ending.state == "finished" else "failed"
+        value = values[-1] if values and math.isfinite(values[-1]) else None
+        seconds = sum(value for value in series(events, "time/step")[1] if math.isfinite(value))
+        return Outcome(trial, state, _last_step(events), value, seconds)
+
+    def _checked(self, trial: Trial) -> int:
+        """The steps of a trial; a key of the run file that is wrong is refused before any trial starts."""
+        return load_run(self.run_file, self._overrides(trial)).run.steps
+
+    def _overrides(self, trial: Trial) -> list[str]:
+        own = {
+            "run.seed": trial.seed,
+            "run.name": trial.name,
+            "run.directory": str((self.directory / trial.name).resolve()),
+        }
+        return [f"{key}={_toml(value)}" for key, value in (dict(trial.parameters) | own).items()]
+
+    def _start(self, trial: Trial, slot: int, environ: Mapping[str, str]) -> None:
+        folder = self.directory / trial.name
+        folder.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "shoal", "train", str(self.run_file), *self._overrides(trial)]
+        with (folder / "output.txt").open("ab") as output:
+            process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                env={**environ, **devices_of(slot, self.file.parallel, environ)},
+            )  # fmt: skip
+        self._running.append(_Running(trial, slot, process))
+        chosen = ", ".join(f"{key} = {value}" for key, value in trial.parameters.items())
+        self.say(f"{trial.name} starts: {chosen}, seed {trial.seed}")
+
+    def _reap(self) -> list[int]:
+        """The slots of the trials that have ended."""
+        ended = [one for one in self._running if one.process.poll() is not None]
+        self._running = [one for one in self._running if one.process.poll() is None]
+        for one in ended:
+            found = self.outcome(one.trial)
+            if found.state == "finished" and found.value is None and not series(
+                read_events(self.directory / one.trial.name), self.file.objective
+            )[0]:  # fmt: skip
+                raise UsageError(
+                    f"objective = {self.file.objective!r} was not measured by {one.trial.name}: name a measurement that "
+                    "its events hold, such as loss/train, or loss/eval with held-out data"
+                )
+            if found.state in ("failed", "not finished"):
+                code = one.process.returncode
+                self.say(f"{one.trial.name} failed with exit code {code if code >= 0 else 128 - code}; "
+                         f"{self.directory / one.trial.name / 'output.txt'} says why, and the sweep goes on")  # fmt: skip
+            else:
+                shown = "no value" if found.value is None else f"{self.file.objective} {found.value:.6g}"
+                self.say(f"{one.trial.name} {found.state} at step {found.step:,}: {shown}")
+        return [one.slot for one in ended]
+
+    def _judge(self, one: _Running, steps: int) -> None:
+        """Stops a trial at a rung where it is not among the best, with a checkpoint."""
+        search = self.file.search
+        decision = self.decisions.setdefault(one.trial.name, Decision(rungs={}))
+        if not isinstance(search, ASHA) or decision.stopped_at is not None:
+            return
+        events = read_events(self.directory / one.trial.name)
+        last = _last_step(events)
+        for rung in rungs(search, steps):
+            if rung in decision.rungs or last < rung:
+                continue
+            value = self._value_at(events, rung, one.trial)
+            decision.rungs[rung] = value if math.isfinite(value) else None
+            seen = self._seen(rung, one.trial.seed)
+            if not goes_on(value, seen, factor=search.factor, minimize=self.file.goal == "minimize"):
+                decision.stopped_at = rung
+                one.process.send_signal(signal.SIGTERM)
+            self._save()
+            if decision.stopped_at is not None:
+                return
+
+    def _value_at(self, events: Sequence[Event], rung: int, trial: Trial) -> float:
+        known = [value for step, value in zip(*series(events, self.file.objective), strict=True) if step <= rung]
+        if not known:
+            raise UsageError(
+                f"objective = {self.file.objective!r} was not measured by {trial.name} in its first {rung} steps, where "
+                "it is judged: measure it as often (observe.evaluate_every_steps), or raise search.first_steps"
+            )
+        return known[-1]
+
+    def _seen(self, rung: int, seed: int) -> list[float]:
+        """The values at a rung of all trials of a seed."""
+        same_seed = {trial.name for trial in trials(self.file) if trial.seed == seed}
+        found = (one.rungs[rung] for name, one in self.decisions.items() if name in same_seed and rung in one.rungs)
+        return [math.nan if value is None else value for value in found]
+
+    def _restore(self) -> None:
+        path = self.directory / DECISIONS
+        if not path.is_file():
+            return
+        try:
+            self.decisions = msgspec.json.decode(path.read_bytes(), type=dict[str, Decision])
+        except msgspec.DecodeError as fault:
+            raise UsageError(f"{path} is damaged ({fault}); remove it, and stopped trials are trained on") from fault
+
+    def _save(self) -> None:
+        replace_file(self.directory / DECISIONS, msgspec.json.encode(self.decisions))
+
+    def _end_all(self) -> None:
+        """Asks the trials that still run to save and stop."""
+        for one in self._running:
+            one.process.send_signal(signal.SIGTERM)
+        for one in self._running:
+            one.process.wait()
+
+
+def devices_of(slot: int, parallel: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """The GPUs of one of `parallel` slots, as an environment variable; nothing where there are none to divide."""
+    count = gpus(environ)
+    if count < parallel or parallel == 1:
+        return {}
+    visible = environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if environ.get("CUDA_VISIBLE_DEVICES") else None
+    names = visible or [str(index) for index in range(count)]
+    share = count // parallel
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[slot * share : (slot + 1) * share])}
+
+
+def _last_step(events: Sequence[Event]) -> int:
+    return events[-1].step if events else 0
+
+
+def _toml(value: Any) -> str:
+    return tomli_w.dumps({"x": value}).partition("=")[2].strip() if not isinstance(value, dict) else _inline(value)
+
+
+def _inline(table: Mapping[str, Any]) -> str:
+    return "{" + ", ".join(f"{key} = {_toml(value)}" for key, value in table.items()) + "}"

@@ -1,0 +1,107 @@
+"""The same run again is bitwise the same; what has changed since is named, and so is where two runs part."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shoal.experiments.diff import environment_differences
+from shoal.observe.facts import facts_path, read_facts
+from tests.cli.project import Project, project
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A finished run of nine steps on two ranks."""
+    own = project(tmp_path_factory.mktemp("reproduced"))
+    done = own.shoal("train", "run.toml")
+    assert done.returncode == 0, done.stderr
+    return own
+
+
+def test_a_run_is_bitwise_the_same_again(trained: Project) -> None:
+    """`shoal reproduce` trains it into runs/own-again: every loss and every tensor is the same; exit 0."""
+    done = trained.shoal("reproduce", "runs/own", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert found["same"] is True
+    assert found["changed"] == []
+    assert found["diff"]["steps"] == 9
+    assert found["diff"]["checkpoint_step"] == 9
+    assert found["diff"]["tensors"]["same"] > 10
+    refused = trained.shoal("reproduce", "runs/own")
+    assert refused.returncode == 2
+    assert "own-again exists" in refused.stderr
+
+
+def test_a_changed_file_and_package_are_named(trained: Project) -> None:
+    """Another width of the model and a package of another version: not the same, exit 6, and both are named."""
+    original = (trained.folder / "own.py").read_text()
+    facts = read_facts(trained.folder / "runs/own")
+    facts["provenance"]["packages"]["numpy"] = "1.0.0"
+    facts_path(trained.folder / "runs/own").write_text(json.dumps(facts))
+    (trained.folder / "own.py").write_text(original.replace("nn.Tanh()", "nn.ReLU()"))
+    try:
+        done = trained.shoal("reproduce", "runs/own", "--into", "changed")
+    finally:
+        (trained.folder / "own.py").write_text(original)
+    assert done.returncode == 6, done.stdout + done.stderr
+    assert "changed: not the same" in done.stdout
+    assert "changed since: file own.py has changed" in done.stdout
+    assert "changed since: package numpy was 1.0.0, is " in done.stdout
+    assert "the runs part at step 1: " in done.stdout
+
+
+def test_two_runs_part_where_they_part(trained: Project) -> None:
+    """Another learning rate from a common start: the key, the first step whose loss is another, and the first tensor."""
+    done = trained.shoal("train", "run.toml", "optimizer.lr=0.02", "run.directory=other")
+    assert done.returncode == 0, done.stderr
+    found = trained.shoal("diff", "runs/own", "other", "--plot", "losses.png")
+    assert found.returncode == 6
+    assert "optimizer.lr: 0.01 | 0.02" in found.stdout
+    assert "the runs part at step 2: " in found.stdout  # the first loss is that of the common start
+    assert "of the checkpoints of step 9, " in found.stdout
+    assert (trained.folder / "losses.png").read_bytes().startswith(b"\x89PNG")
+    same = trained.shoal("diff", "runs/own", "runs/own")
+    assert same.returncode == 0
+    assert "bitwise the same in all 9 common steps" in same.stdout
+
+
+def test_a_directory_without_a_run_is_one_sentence(trained: Project) -> None:
+    """`diff` and `reproduce` say what they need."""
+    for verb in (("diff", "runs/own", "cache"), ("reproduce", "cache")):
+        done = trained.shoal(*verb)
+        assert done.returncode == 2, done.stderr
+        assert "cache" in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+
+
+def test_each_difference_of_the_environment_is_a_sentence() -> None:
+    """Python, commit, package, variable, file: changed, gone and new."""
+    before = {"python": "3.11", "git": {"commit": "a" * 40, "dirty": False}, "packages": {"x": "1"},
+              "files": {"gone.py": "1", "own.py": "1"}, "environment": {"OMP_NUM_THREADS": "1"}}  # fmt: skip
+    after = {"python": "3.12", "git": {"commit": "a" * 40, "dirty": True}, "packages": {"x": "2", "y": "1"},
+             "files": {"new.py": "1", "own.py": "2"}, "environment": {"OMP_NUM_THREADS": "1"}}  # fmt: skip
+    assert environment_differences(before, after) == [
+        "Python was 3.11, is 3.12",
+        "the repository was at aaaaaaaaaaaa, is at aaaaaaaaaaaa with changes",
+        "package x was 1, is 2",
+        "package y was not there, is 1",
+        "file gone.py is gone",
+        "file new.py is new",
+        "file own.py has changed",
+    ]
+    assert environment_differences(before, before) == []
+
+
+def test_secrets_are_not_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of the environment, variables that change numbers are kept, and no token, whatever its prefix."""
+    from shoal.recipes.provenance import provenance
+
+    monkeypatch.chdir(tmp_path)
+    found = provenance({"OMP_NUM_THREADS": "2", "TORCH_TOKEN": "secret", "HOME": "/root", "CUDA_API_KEY": "secret"})
+    assert found["environment"] == {"OMP_NUM_THREADS": "2"}
+    assert "secret" not in json.dumps(found)
+    assert found["files"]["shoal/recipes/provenance.py"]
