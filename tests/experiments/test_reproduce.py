@@ -55,7 +55,7 @@ def test_a_changed_file_and_package_are_named(trained: Project) -> None:
 
 
 def test_two_runs_part_where_they_part(trained: Project) -> None:
-    """Another learning rate from a common start: the key, the first step whose loss is another, and the first tensor."""
+    """Another learning rate from a common start: the key, the first step with another loss, and the first tensor."""
     done = trained.shoal("train", "run.toml", "optimizer.lr=0.02", "run.directory=other")
     assert done.returncode == 0, done.stderr
     found = trained.shoal("diff", "runs/own", "other", "--plot", "losses.png")

@@ -98,7 +98,7 @@ def test_tensorboard_has_every_scalar(tmp_path: Path) -> None:
 
 
 def scalars(folder: Path) -> list[tuple[str, int, float, float]]:
-    """(name, step, value, time) of every scalar in TensorBoard's files: records of length, checksum, event, checksum."""
+    """(name, step, value, time) of every scalar in TensorBoard's files: length, checksum, event, checksum."""
     from tensorboardX.proto.event_pb2 import Event
 
     found = []

@@ -33,7 +33,10 @@ def diff(
     found = diff_runs(first, second)
     if plot is not None:
         draw(first, second, plot)
-    print(msgspec.json.encode(found, enc_hook=str).decode() if as_json else "\n".join(sentences(found)))
+    if as_json:
+        print(msgspec.json.encode({**msgspec.structs.asdict(found), "same": found.same}, enc_hook=str).decode())
+    else:
+        print("\n".join(sentences(found)))
     raise typer.Exit(0 if found.same else 6)
 
 

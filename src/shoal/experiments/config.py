@@ -63,7 +63,9 @@ class SweepFile(Table, frozen=True):
     parameters: Annotated[dict[str, Choices | Range], says("Keys of the run file: values to try, or a range.")]
     search: Annotated[Grid | Random | ASHA, says("Which configurations are tried, and how long.")] = Grid()
     goal: Annotated[Literal["minimize", "maximize"], says("What is better.")] = "minimize"
-    seeds: Annotated[list[int], says("Each configuration is trained with each of these seeds.", min_length=1)] = [0]  # noqa: RUF012
+    seeds: Annotated[list[int], says("Each configuration is trained with each of these seeds.", min_length=1)] = (
+        msgspec.field(default_factory=lambda: [0])
+    )
     parallel: Annotated[Positive, says("Trials that run side by side; GPUs are divided between them.")] = 1
 
     def __post_init__(self) -> None:

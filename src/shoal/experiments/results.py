@@ -13,8 +13,10 @@ import msgspec
 from shoal.experiments.sweep import Outcome, Sweep
 from shoal.observe.events import read_events, series
 
-_T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
-          2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)  # fmt: skip
+_T_975 = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
 """Student's t, 0.975 quantile, of 1 to 30 degrees of freedom; beyond, that of the normal distribution."""
 
 
@@ -72,9 +74,8 @@ def draw(sweep: Sweep, outcomes: Sequence[Outcome], picture: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    keys = [
-        key for key in outcomes[0].trial.parameters if all(_is_number(one.trial.parameters[key]) for one in outcomes)
-    ]
+    chosen = [outcome.trial.parameters for outcome in outcomes]
+    keys = [key for key in chosen[0] if all(_is_number(parameters[key]) for parameters in chosen)]
     figure = Figure(figsize=(6 * (1 + len(keys)), 4.5), dpi=130, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     curves, *scatters = figure.subplots(1, 1 + len(keys), squeeze=False)[0]

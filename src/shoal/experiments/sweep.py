@@ -28,7 +28,7 @@ from shoal.errors import UsageError
 from shoal.experiments.config import ASHA, SweepFile
 from shoal.experiments.search import Trial, goes_on, rungs, trials
 from shoal.launch.devices import gpus
-from shoal.launch.lock import RunLock
+from shoal.launch.lock import RunLock, is_locked
 from shoal.observe.ending import ending_in
 from shoal.observe.events import Event, read_events, series
 from shoal.observe.facts import read_facts, replace_file
@@ -75,7 +75,10 @@ class Sweep:
     _running: list[_Running] = field(default_factory=list)
 
     def run(self, environ: Mapping[str, str] = os.environ) -> list[Outcome]:
-        """Trains what is not finished; every trial's outcome. Raises `UsageError` where the objective is not measured."""
+        """Trains what is not finished; every trial's outcome.
+
+        Raises `UsageError` where the objective is not measured.
+        """
         all_trials = trials(self.file)
         steps = {trial.name: self._checked(trial) for trial in all_trials}
         with RunLock(self.directory):
@@ -84,8 +87,10 @@ class Sweep:
             free = list(range(self.file.parallel))
             try:
                 while waiting or self._running:
-                    while waiting and free:
-                        self._start(waiting.pop(0), free.pop(0), environ)
+                    while free and (trial := self._next(waiting)) is not None:
+                        waiting.remove(trial)
+                        if self.outcome(trial).state in ("not finished", "failed"):
+                            self._start(trial, free.pop(0), environ)
                     free += self._reap()
                     for one in self._running:
                         self._judge(one, steps[one.trial.name])
@@ -98,7 +103,7 @@ class Sweep:
         """Read from the trial's run directory and from what was decided of it."""
         folder = self.directory / trial.name
         events = read_events(folder)
-        steps, values = series(events, self.file.objective)
+        values = series(events, self.file.objective)[1]
         ending = ending_in(read_facts(folder))
         decision = self.decisions.get(trial.name, Decision())
         if decision.stopped_at is not None:
@@ -111,16 +116,17 @@ class Sweep:
         seconds = sum(value for value in series(events, "time/step")[1] if math.isfinite(value))
         return Outcome(trial, state, _last_step(events), value, seconds)
 
+    def _next(self, waiting: Sequence[Trial]) -> Trial | None:
+        """The next trial whose directory is free: one that a killed sweep left running is not started twice."""
+        return next((trial for trial in waiting if not is_locked(self.directory / trial.name)), None)
+
     def _checked(self, trial: Trial) -> int:
         """The steps of a trial; a key of the run file that is wrong is refused before any trial starts."""
         return load_run(self.run_file, self._overrides(trial)).run.steps
 
     def _overrides(self, trial: Trial) -> list[str]:
-        own = {
-            "run.seed": trial.seed,
-            "run.name": trial.name,
-            "run.directory": str((self.directory / trial.name).resolve()),
-        }
+        folder = str((self.directory / trial.name).resolve())
+        own = {"run.seed": trial.seed, "run.name": trial.name, "run.directory": folder}
         return [f"{key}={_toml(value)}" for key, value in (dict(trial.parameters) | own).items()]
 
     def _start(self, trial: Trial, slot: int, environ: Mapping[str, str]) -> None:
@@ -142,12 +148,11 @@ class Sweep:
         self._running = [one for one in self._running if one.process.poll() is None]
         for one in ended:
             found = self.outcome(one.trial)
-            if found.state == "finished" and found.value is None and not series(
-                read_events(self.directory / one.trial.name), self.file.objective
-            )[0]:  # fmt: skip
+            measured = series(read_events(self.directory / one.trial.name), self.file.objective)[0]
+            if found.state == "finished" and not measured:
                 raise UsageError(
-                    f"objective = {self.file.objective!r} was not measured by {one.trial.name}: name a measurement that "
-                    "its events hold, such as loss/train, or loss/eval with held-out data"
+                    f"objective = {self.file.objective!r} was not measured by {one.trial.name}: name a measurement "
+                    "that its events hold, such as loss/train, or loss/eval with held-out data"
                 )
             if found.state in ("failed", "not finished"):
                 code = one.process.returncode
@@ -183,8 +188,8 @@ class Sweep:
         known = [value for step, value in zip(*series(events, self.file.objective), strict=True) if step <= rung]
         if not known:
             raise UsageError(
-                f"objective = {self.file.objective!r} was not measured by {trial.name} in its first {rung} steps, where "
-                "it is judged: measure it as often (observe.evaluate_every_steps), or raise search.first_steps"
+                f"objective = {self.file.objective!r} was not measured by {trial.name} in its first {rung} steps, "
+                "where it is judged: measure it as often (observe.evaluate_every_steps), or raise search.first_steps"
             )
         return known[-1]
 

@@ -1,7 +1,8 @@
 """A sink that works in a thread of its own, so that a slow disk or a dead server costs the training loop nothing.
 
 The training loop puts calls into a queue, which takes microseconds. When the sink raises, one warning says so, and
-it hears nothing more. When it is slower than the run, steps that find the queue full are left out, and one warning says so.
+it hears nothing more. When it is slower than the run, steps that find the queue full are left out, and one warning
+says so.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ def open_sinks(
     reports_failure: bool = True,
     host_ranks: Sequence[int] | None = None,
 ) -> Sinks:
-    """The sinks of one rank. Every rank has its log and its events; rank 0 also the display on `stream`, the report, and
-    what goes to TensorBoard, MLflow and Weights & Biases; the first rank of each host has the endpoint for Prometheus.
+    """The sinks of one rank. Every rank has its log and its events; rank 0 also the display on `stream`, the report,
+    and what goes to TensorBoard, MLflow and Weights & Biases; each host's first rank has the endpoint for Prometheus.
 
     `reports_failure`: rank 0 writes the report of a failed run, too; False where a launcher does, which knows better
     which rank was the cause. `host_ranks`: the ranks of this host; None: all, and rank 0 is the first. Raises
