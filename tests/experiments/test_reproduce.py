@@ -101,7 +101,9 @@ def test_secrets_are_not_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     from shoal.recipes.provenance import provenance
 
     monkeypatch.chdir(tmp_path)
-    found = provenance({"OMP_NUM_THREADS": "2", "TORCH_TOKEN": "secret", "HOME": "/root", "CUDA_API_KEY": "secret"})
+    found = provenance(
+        {"OMP_NUM_THREADS": "2", "TORCH_TOKEN": "hush-hush", "HOME": "/root", "CUDA_API_KEY": "hush-hush"}
+    )
     assert found["environment"] == {"OMP_NUM_THREADS": "2"}
-    assert "secret" not in json.dumps(found)
+    assert "hush-hush" not in json.dumps(found)
     assert found["files"]["shoal/recipes/provenance.py"]

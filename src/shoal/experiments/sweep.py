@@ -156,8 +156,11 @@ class Sweep:
                 )
             if found.state in ("failed", "not finished"):
                 code = one.process.returncode
-                self.say(f"{one.trial.name} failed with exit code {code if code >= 0 else 128 - code}; "
-                         f"{self.directory / one.trial.name / 'output.txt'} says why, and the sweep goes on")  # fmt: skip
+                output = self.directory / one.trial.name / "output.txt"
+                self.say(
+                    f"{one.trial.name} failed with exit code {code if code >= 0 else 128 - code}; {output} says why, "
+                    "and the sweep goes on"
+                )
             else:
                 shown = "no value" if found.value is None else f"{self.file.objective} {found.value:.6g}"
                 self.say(f"{one.trial.name} {found.state} at step {found.step:,}: {shown}")

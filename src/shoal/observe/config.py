@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+import msgspec
+
 from shoal.config.table import Positive, Table, says
 
 
@@ -28,8 +30,8 @@ class ObserveConfig(Table, frozen=True):
     ] = 0
     report: Annotated[bool, says("Write `report.html` and `loss.png` at the end.")] = True
     prometheus_port: Annotated[
-        int | None,
-        says("Port of the host's endpoint for Prometheus, 0: any that is free (extra `prometheus`).", ge=0, le=65535),
+        Annotated[int, msgspec.Meta(ge=0, le=65535)] | None,
+        says("Port of the host's endpoint for Prometheus, 0: any that is free (extra `prometheus`)."),
     ] = None
     prometheus_host: Annotated[str, says("Address of that endpoint; 0.0.0.0: reachable from other hosts.")] = (
         "127.0.0.1"
