@@ -17,9 +17,7 @@ from typing import Any
 
 from blake3 import blake3
 
-import shoal
-
-PACKAGE = Path(shoal.__file__).parent
+PACKAGE = Path(__file__).parents[1]
 PREFIXES = ("OMP_", "MKL_", "KMP_", "OPENBLAS_", "NCCL_", "GLOO_", "CUDA_", "CUBLAS_", "TORCH_", "PYTORCH_")
 SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 GIT_TIMEOUT_S = 10.0
