@@ -31,6 +31,7 @@ def own(tmp_path: Path) -> Project:
     return made
 
 
+@pytest.mark.stress
 def test_a_killed_trial_costs_itself_and_a_second_start_trains_it_alone(own: Project) -> None:
     """The first trial's process is killed: the second is finished, the first has no value. Started again, the sweep
     trains the first on from its checkpoint, leaves the second as it is, and the higher rate is best."""

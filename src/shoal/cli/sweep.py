@@ -17,7 +17,7 @@ def sweep(
 ) -> None:
     """Trains a run file with other keys, many times; started again, it goes on where it was.
 
-    Example: shoal sweep recipes/digits-sweep.toml
+    Example: shoal sweep recipes/sweeps/digits.toml
     """
     from shoal.experiments.config import load_sweep
     from shoal.experiments.results import draw, lines, rows
