@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from math import prod
@@ -13,10 +14,26 @@ from shoal.comm.board import Board
 from shoal.engine.loop import Cadence, Job
 from shoal.engine.recovery import NonfiniteGuard
 from shoal.engine.resume import load_weights, resume
+from shoal.launch.environment import Place
 from shoal.observe.sink import RunStart, Sinks
+from shoal.observe.sinks import open_sinks
 from shoal.optim.schedule import peak_rate
 from shoal.recipes.run import Run
 from shoal.recipes.verification.passed import missing_proof
+from shoal.runfile.run_file import RunFile, run_directory
+
+
+def sinks_of(run_file: RunFile, place: Place) -> Sinks:
+    """Who hears how this rank's run goes."""
+    first = place.rank - place.local_rank
+    return open_sinks(
+        run_file.observe,
+        run_directory(run_file),
+        rank=place.rank,
+        stream=sys.stdout,
+        reports_failure=place.launcher != "shoal",  # else the launcher does, which knows whose failure came first
+        host_ranks=range(first, first + place.local_world_size),
+    )
 
 
 def run_start(run: Run) -> RunStart:

@@ -23,9 +23,8 @@ from shoal.launch.environment import ALONE, Place, place_from
 from shoal.launch.lock import RunLock
 from shoal.launch.signals import StopRequest
 from shoal.observe.facts import replace_file, write_facts
-from shoal.observe.sinks import open_sinks
 from shoal.recipes.facts import run_facts
-from shoal.recipes.job import build_job, introduce, restore, run_start
+from shoal.recipes.job import build_job, introduce, restore, run_start, sinks_of
 from shoal.recipes.objects import UserObjects
 from shoal.recipes.own_loop import Training
 from shoal.recipes.run import open_run
@@ -81,10 +80,7 @@ def _training(run_file: RunFile, place: Place, objects: UserObjects, stack: Exit
     directory = run_directory(run_file)
     if place.rank == 0 and place.launcher != "shoal":
         stack.enter_context(RunLock(directory))
-    sinks = open_sinks(
-        run_file.observe, directory, rank=place.rank, stream=sys.stdout, reports_failure=place.launcher != "shoal"
-    )
-    stack.enter_context(sinks)
+    sinks = stack.enter_context(sinks_of(run_file, place))
     opened = open_run(run_file, place, objects, store=HashStore() if place is ALONE else None)
     resumed_step = restore(opened, directory, sinks)
     opened.state.restore_extra()

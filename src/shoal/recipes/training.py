@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,9 @@ from shoal.launch.environment import Place
 from shoal.launch.signals import StopRequest
 from shoal.observe.facts import replace_file, write_facts
 from shoal.observe.sink import Sinks
-from shoal.observe.sinks import open_sinks
 from shoal.recipes.facts import run_facts
 from shoal.recipes.forecast import Forecast
-from shoal.recipes.job import build_job, introduce, restore, run_start
+from shoal.recipes.job import build_job, introduce, restore, run_start, sinks_of
 from shoal.recipes.objects import UserObjects
 from shoal.recipes.run import Run, open_run
 from shoal.recipes.sampling import sample_text, unsplit_model
@@ -29,14 +27,7 @@ from shoal.runfile.run_file import RunFile, run_directory
 def train_rank(run_file: RunFile, place: Place, objects: UserObjects, *, forecast: Forecast | None = None) -> None:
     """Trains to the end of the run file. Raises the errors of `shoal.errors`; the run directory stays whole."""
     directory = run_directory(run_file)
-    sinks = open_sinks(
-        run_file.observe,
-        directory,
-        rank=place.rank,
-        stream=sys.stdout,
-        reports_failure=place.launcher != "shoal",  # else the launcher does, which knows whose failure came first
-    )
-    with sinks, ExitStack() as stack:
+    with sinks_of(run_file, place) as sinks, ExitStack() as stack:
         run = open_run(run_file, place, objects)
         resumed_step = restore(run, directory, sinks)
         if place.rank == 0:
