@@ -291,11 +291,13 @@ class Membership:
 
     def _reconsider(self) -> None:
         """Proposes, and forms, what the present replicas ask for."""
-        serving = self.holders if self.ledger.step == self.formed_step else ()
+        unused = self.known and self.ledger.step == self.formed_step  # its state may still have to be copied
+        serving = self.holders if unused else ()
         for name in [n for n, r in self.replicas.items() if r.leaving and n not in (*self.members, *serving)]:
             self._fence(name, "it left", ended=True)
         wanted = self._wanted()
-        if self.number == self.generation and set(wanted) != set(self.members):
+        holders_lost = unused and self.holders and not any(name in self.replicas for name in self.holders)
+        if self.number == self.generation and (set(wanted) != set(self.members) or holders_lost):
             self._propose()
         if self.number > self.generation and self._may_form(wanted):
             self._form(wanted)
@@ -307,7 +309,8 @@ class Membership:
     def _wanted(self) -> tuple[str, ...]:
         """Members first, in their order, then spares, those first that came first."""
         staying = [name for name in self.members if name in self.replicas]
-        names = staying + [name for name in self.replicas if name not in self.members]
+        stayed = set(staying)
+        names = staying + [name for name in self.replicas if name not in stayed]
         return tuple(name for name in names if not self.replicas[name].leaving)[: self.target]
 
     def _may_form(self, wanted: tuple[str, ...]) -> bool:

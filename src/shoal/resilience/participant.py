@@ -57,6 +57,8 @@ class Participant:
         if pulse.number > self.generation:
             self.broken = None
         if pulse.generation == self.generation:
+            if self.restored is not None and pulse.committed >= max(1, self.restored.step):
+                self.restored = None
             while self.reports and self.reports[0].step <= pulse.committed:
                 self.reports.popleft()
 
