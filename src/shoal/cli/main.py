@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import shoal
-from shoal.cli import bench, checkpoint, doctor, evaluate, plan, report, simulate, train, verify
+from shoal.cli import bench, checkpoint, coordinator, doctor, evaluate, plan, report, simulate, train, verify
 from shoal.cli.verbs import Verbs
 from shoal.errors import ShoalError
 
@@ -46,6 +46,7 @@ app.command("evaluate")(evaluate.evaluate)
 app.command("report")(report.report)
 app.command("doctor")(doctor.doctor)
 app.add_typer(checkpoint.app, name="checkpoint", cls=Verbs)
+app.add_typer(coordinator.app, name="coordinator", cls=Verbs)
 app.add_typer(bench.app, name="bench")
 
 

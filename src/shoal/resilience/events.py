@@ -48,7 +48,7 @@ class Report(Message, frozen=True):
     step: Count
     start: Count
     stop: Count
-    fingerprint: Annotated[int, msgspec.Meta(ge=0, lt=2**63)] = 0
+    fingerprint: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
     step_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
 
