@@ -138,10 +138,11 @@ def test_one_byte_at_a_time_is_cut_off(service: Running, honest: Client) -> None
     with knock(service) as connection:
         frames.receive(connection, most_bytes=512)
         connection.settimeout(1)
+        drops = (100).to_bytes(4, "big") + b"\x83" * 100  # a frame of legal size that never ends
         sent, closed, wait = 0, False, threading.Event()
         while not closed and sent < 40:
             try:
-                connection.sendall(b"\x00")
+                connection.sendall(drops[sent : sent + 1])
                 sent += 1
                 wait.wait(0.5)
                 connection.settimeout(0.01)
@@ -151,6 +152,7 @@ def test_one_byte_at_a_time_is_cut_off(service: Running, honest: Client) -> None
             except OSError:
                 closed = True
         assert closed
+        assert sent > 4
     assert still_trains(service, honest)
 
 

@@ -53,7 +53,7 @@ def test_steps_are_committed_through_a_kill_of_the_coordinator(tmp_path: Path) -
             assert not a.ending
             service = start(tmp_path, "--min", "2", "--max", "2", port=service.port)
             view = committed(service.address, 3)
-            assert (view.generation, view.members) == (1, ("a", "b"))
+            assert (view.generation, {*view.members}) == (1, {"a", "b"})
             assert not a.ending
     finally:
         service.process.kill()
@@ -86,7 +86,7 @@ def test_survivors_are_woken_and_form_the_next_generation(tmp_path: Path) -> Non
             b.ready(step=2, position=16)
             for client in (a, b):
                 client.applied(stop=24)
-            assert committed(service.address, 3).members == ("a", "b")
+            assert {*committed(service.address, 3).members} == {"a", "b"}
 
 
 def test_a_spare_joins_without_a_restart(tmp_path: Path) -> None:

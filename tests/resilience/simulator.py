@@ -315,8 +315,7 @@ class World:
                 continue
             members = self.formed[generation]
             if names != set(members) or any(
-                not self.processes[n].awake(self.now)
-                or (self.processes[n].apart_until > self.now and len(members) > 1)
+                not self.processes[n].awake(self.now) or (self.processes[n].apart_until > self.now and len(members) > 1)
                 for n in members
             ):
                 continue
@@ -328,7 +327,9 @@ class World:
         self.require(len(states) == 1, f"members of generation {generation} begin step {step} with different states")
         before = states.pop()
         assert before is not None
-        self.require(generation >= self.newest_generation, f"generation {generation} takes step {step} after a newer one")
+        self.require(
+            generation >= self.newest_generation, f"generation {generation} takes step {step} after a newer one"
+        )
         self.require(before.step == step - 1, f"step {step} follows step {before.step}")
         self.newest_generation = generation
         state = Applied(before, generation, step, before.stop, before.stop + 8 + step % 3)

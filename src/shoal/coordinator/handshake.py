@@ -88,7 +88,9 @@ def welcome(token: bytes, greeting: Hello, proof: Proof) -> Welcome | None:
 def check_welcome(token: bytes, greeting: Hello, proof: Proof, answer: Welcome) -> None:
     """Raises `TokenRefused` unless the coordinator knows the token, too."""
     if not hmac.compare_digest(_mac(token, b"coordinator", greeting.challenge, proof.challenge), answer.mac):
-        raise TokenRefused("what listens at the coordinator's address does not know this job's token: check the address")
+        raise TokenRefused(
+            "what listens at the coordinator's address does not know this job's token: check the address"
+        )
 
 
 def read_token(path: Path) -> bytes:
@@ -115,7 +117,9 @@ def make_token(path: Path) -> bytes:
     except FileExistsError:
         return read_token(path)
     except OSError as error:
-        raise EnvironmentFault(f"{path} cannot be written ({error.strerror}): give another path for the token") from error
+        raise EnvironmentFault(
+            f"{path} cannot be written ({error.strerror}): give another path for the token"
+        ) from error
     with os.fdopen(descriptor, "w", encoding="ascii") as file:
         file.write(f"{secrets.token_hex(32)}\n")
     return read_token(path)

@@ -107,9 +107,7 @@ class Service:
             writer.write(frames.encode(greeting))
             await writer.drain()
             wait_s = self._limits.handshake_s
-            body = await frames.read(
-                reader, most_bytes=handshake.MOST_HANDSHAKE_BYTES, begin_s=wait_s, rest_s=wait_s
-            )
+            body = await frames.read(reader, most_bytes=handshake.MOST_HANDSHAKE_BYTES, begin_s=wait_s, rest_s=wait_s)
             answer = handshake.welcome(self._token, greeting, frames.decode(body, handshake.PROOFS))
             if answer is None:
                 LOG.warning("%s does not know the job's token", writer.get_extra_info("peername"))

@@ -148,9 +148,7 @@ class Membership:
         kept += [ev.Admitted(name, replica.ranks) for name, replica in self.replicas.items()]
         kept += self.fenced.values()
         if self.generation:
-            kept.append(
-                ev.Formed(self.generation, self.members, self.holders, self.formed_step, self.formed_position)
-            )
+            kept.append(ev.Formed(self.generation, self.members, self.holders, self.formed_step, self.formed_position))
             if self.known and not self.holders:
                 kept.append(ev.Rewound(self.generation, self.formed_step, self.formed_position))
             kept.append(ev.Continued(self.generation, self.ledger.step, self.ledger.position))

@@ -117,9 +117,7 @@ class Participant:
                 "wait for the next generation"
             )
         self.step += 1
-        self.reports.append(
-            Report(self.replica, self.generation, self.step, self.position, stop, fingerprint, step_s)
-        )
+        self.reports.append(Report(self.replica, self.generation, self.step, self.position, stop, fingerprint, step_s))
         self.position = stop
 
     def failed(self, suspect: str = "") -> None:
