@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import socket
 import ssl
@@ -72,9 +73,8 @@ def test_a_wrong_token_is_refused(service: Running, honest: Client) -> None:
     """With a sentence for whoever made a mistake, and nothing else for anybody."""
     with pytest.raises(handshake.TokenRefused, match="use the token file of the job"):
         Connection(Address("127.0.0.1", service.port, b"x" * 64))
-    with Client(Address("127.0.0.1", service.port, b"x" * 64), "b") as client:
-        with pytest.raises(handshake.TokenRefused):
-            client.generation(10)
+    with Client(Address("127.0.0.1", service.port, b"x" * 64), "b") as client, pytest.raises(handshake.TokenRefused):
+        client.generation(10)
     assert still_trains(service, honest)
 
 
@@ -85,10 +85,8 @@ def test_nothing_is_answered_before_the_proof(service: Running, honest: Client, 
         frames.receive(connection, most_bytes=512)
         connection.sendall(frames.encode(message))
         connection.settimeout(10)
-        try:
+        with contextlib.suppress(ConnectionResetError):
             assert connection.recv(1) == b""
-        except ConnectionResetError:
-            pass
     assert still_trains(service, honest)
 
 
@@ -123,10 +121,8 @@ def test_many_silent_strangers_stall_nobody(service: Running, honest: Client) ->
     strangers = [knock(service) for _ in range(3 * Limits().strangers)]
     try:
         for connection in strangers:
-            try:
+            with contextlib.suppress(OSError):  # closed already, where there are newer ones
                 connection.sendall(b"\x00\x00")
-            except OSError:
-                pass  # closed already: there are newer ones
         assert still_trains(service, honest)
     finally:
         for connection in strangers:
@@ -171,10 +167,13 @@ def test_a_peer_that_does_not_read_is_closed(service: Running, honest: Client) -
     connection = Connection(service.address)
     raw = connection._socket
     raw.settimeout(30)
-    asked = frames.encode(Look()) * 1000
-    with pytest.raises(OSError):
+
+    def ask_for_ever() -> None:
         for _ in range(4000):
-            raw.sendall(asked)
+            raw.sendall(frames.encode(Look()) * 1000)
+
+    with pytest.raises(OSError):
+        ask_for_ever()
     assert still_trains(service, honest)
 
 

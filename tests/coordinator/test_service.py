@@ -91,7 +91,7 @@ def test_survivors_are_woken_and_form_the_next_generation(tmp_path: Path) -> Non
 
 def test_a_spare_joins_without_a_restart(tmp_path: Path) -> None:
     """One replica trains; a second comes, and both go on from the first one's state."""
-    with running(tmp_path, "--min", "1", "--max", "2", "--start", "0") as service:
+    with running(tmp_path, "--min", "1", "--max", "2", "--start", "0") as service:  # noqa: SIM117
         with Client(service.address, "a") as a:
             first_generation(a)
             a.applied(stop=8)
@@ -107,7 +107,7 @@ def test_a_spare_joins_without_a_restart(tmp_path: Path) -> None:
 
 def test_an_expelled_replica_is_told(tmp_path: Path) -> None:
     """`shoal coordinator expel` fences it; its next step is refused with the reason."""
-    with running(tmp_path, "--min", "1", "--max", "2") as service:
+    with running(tmp_path, "--min", "1", "--max", "2") as service:  # noqa: SIM117
         with Client(service.address, "a") as a, Client(service.address, "b") as b:
             first_generation(a, b)
             where = ["coordinator", "expel", f"127.0.0.1:{service.port}", "b", "--token", str(tmp_path / "token")]

@@ -90,9 +90,13 @@ class CommitsTooEarly(Membership):
 @pytest.mark.parametrize("planted", [FormsAlone, ForgetsItsNumber, TakesAnyState, CommitsTooEarly])
 def test_the_simulator_finds_planted_faults(planted: Callable[..., Membership]) -> None:
     """A machine that breaks a rule is found within a few hundred worlds."""
-    with pytest.raises((AssertionError, ValueError, FencedOut)):
+
+    def search() -> None:
         for seed in range(400):
             play(seed, membership_of=planted)
+
+    with pytest.raises((AssertionError, ValueError, FencedOut)):
+        search()
 
 
 def ready(count: int, *, minimum: int = 1, maximum: int | None = None) -> tuple[Membership, dict[str, Participant]]:

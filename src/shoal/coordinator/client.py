@@ -92,8 +92,8 @@ class Begin:
 class Client:
     """One rank's client. Rank 0 of a replica speaks for it; the other ranks send their heartbeats, and follow.
 
-    `on_ending` is called in the client's thread when the generation is over or about to be: it wakes those who wait in a
-    collective. Use it as a context manager.
+    `on_ending` is called in the client's thread when the generation is over or about to be: it wakes those who wait in
+    a collective. Use it as a context manager.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
 """A fingerprint of tensors: 63 bits that change with any bit of them. One pass over memory; not cryptographic.
 
-The bytes are taken as 64-bit words x_i. With odd weights that differ within a block, and between blocks,
+The bytes are taken as 32-bit words x_i, and multiplied in 64 bits. With odd weights that differ within a block, and between blocks,
 
     h = sum_b v_b sum_i w_i x_(b, i)   modulo 2^64
 
-A changed bit k of one word changes h by 2^k times an odd number, which is never 0 modulo 2^64. Sums modulo 2^64 do not
+A changed bit k < 32 of one word changes h by 2^k times an odd number, which is never 0 modulo 2^64. Sums modulo 2^64 do not
 depend on their order, so that devices and numbers of threads agree.
 """
 
@@ -35,8 +35,8 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> int:
 
 def _words_sum(tensor: Tensor) -> int:
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    whole = data.numel() // 8 * 8
-    words = data[:whole].view(torch.int64) if data.data_ptr() % 8 == 0 else data[:whole].clone().view(torch.int64)
+    whole = data.numel() // 4 * 4
+    words = data[:whole].view(torch.int32) if data.data_ptr() % 4 == 0 else data[:whole].clone().view(torch.int32)
     blocks = words.numel() // BLOCK_WORDS
     weights = _odd(torch.arange(BLOCK_WORDS, dtype=torch.int64, device=data.device))
     body = words[: blocks * BLOCK_WORDS].view(blocks, BLOCK_WORDS)

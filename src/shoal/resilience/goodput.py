@@ -2,8 +2,8 @@
 
     effective = 1 - (detecting + restarting + redone + stalled) / total
 
-*Detecting* lasts from a failure to its notice, *restarting* from there to the next step, *redone* are steps whose result
-was lost and that were taken again, *stalled* is what training stood still for saves. What is left is training.
+*Detecting* lasts from a failure to its notice, *restarting* from there to the next step, *redone* are steps whose
+result was lost and that were taken again, *stalled* is what training stood still for saves. What is left is training.
 
 The interval between saves follows from the failures so far: `mean_between_failures_s` starts from what was expected and
 moves to what is seen, as the mean of a gamma distribution does; `cost.interval` has Young's and Daly's formulas.

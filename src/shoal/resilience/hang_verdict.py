@@ -2,8 +2,8 @@
 
 A rank's report holds its newest call in each of its groups, and its stack. A rank that is in a collective waits for the
 members of the group that have made fewer calls there. Followed from rank to rank, these edges end at a rank that is in
-no collective (it is to blame, and its stack says where), at one that has not reported (dead, stopped, or cut off), or in
-a circle (two groups used in different orders). Ranks that have made the same call with different arguments are found
+no collective (it is to blame, and its stack says where), at one that has not reported (dead, stopped, or cut off), or
+in a circle (two groups used in different orders). Ranks that have made the same call with different arguments are found
 first: they wait for nobody and never end.
 """
 
@@ -145,8 +145,8 @@ def _different(name: str, members: Sequence[int], reports: Mapping[int, RankRepo
             return HangVerdict(
                 odd,
                 mine.place,
-                f"{_ranks(odd)} made call {number} of group '{name}' as {mine.signature} at {mine.place}, the others as "
-                f"{other.signature} at {other.place}: all ranks must make the same calls in the same order",
+                f"{_ranks(odd)} made call {number} of group '{name}' as {mine.signature} at {mine.place}, the others "
+                f"as {other.signature} at {other.place}: all ranks must make the same calls in the same order",
             )
     return None
 

@@ -1,16 +1,15 @@
 """Membership: which replicas take the next steps together. A state machine: events and the time are arguments.
 
-Replicas join, and form **generations**, numbered upwards; the number is the fencing token of all that they write (Gray
-and Cheriton, "Leases", SOSP 1989, has the idea of refusing whoever comes late). In a generation all members apply a step
-or none does: they agree on it among themselves, since each has put its gradient into the sum, and each reports it. A
-step is **committed** when all members have reported it.
+Replicas join, and form **generations**, numbered upwards; the number is the fencing token of all that they write. In a
+generation a step needs all members, as each puts its gradient into the sum: they agree on it among themselves, and each
+reports it. A step is **committed** when all members have reported it.
 
 A generation ends when a replica is lost, wants to go, or can be added:
 
-1. A number is proposed. A replica that accepts it promises to apply nothing more in earlier generations, as acceptors do
-   in Paxos (Lamport, "The part-time parliament", ACM TOCS 1998).
-2. When all that are wanted have accepted, the new generation is formed. Its state is the newest that a member of the last
-   generation holds; without one, it is the newest checkpoint.
+1. A number is proposed. A replica that accepts it promises to apply nothing more in earlier generations, as acceptors
+   do in Paxos (Lamport, "The part-time parliament", ACM TOCS 1998).
+2. When all that are wanted have accepted, the new generation is formed. Its state is the newest that a member of the
+   last generation holds; without one, it is the newest checkpoint.
 
 A generation needs all its members for each step. So it is enough that *one* of them has promised to leave: a new
 generation forms only with a member of the last one, or when the launcher says that none of its processes is left.
@@ -120,9 +119,12 @@ class Membership:
             if silent_s > self.rules.silence_s:
                 rank = replica.seen_s.index(min(replica.seen_s))
                 self._fence(name, f"its rank {rank} was silent for {silent_s:.1f} s")
-            elif name in wanted and not self._accepted(replica):
-                if now_s - max(self._proposed_s, replica.since_s) > self.rules.accept_s:
-                    self._fence(name, f"it did not accept generation {self.number} in {self.rules.accept_s:g} s")
+            elif (
+                name in wanted
+                and not self._accepted(replica)
+                and now_s - max(self._proposed_s, replica.since_s) > self.rules.accept_s
+            ):
+                self._fence(name, f"it did not accept generation {self.number} in {self.rules.accept_s:g} s")
         self._reconsider()
         return self._outcome(self.pulse())
 

@@ -1,7 +1,7 @@
 """A replica's side of membership: what it may do, and what it has to say. A state machine without time or sockets.
 
-Per step, a trainer asks `ending` at the boundary; while it is false the trainer takes the step and calls `applied`. When
-it is true it calls `accept`, which is a promise: no step of an earlier generation is applied from then on. When a view
+Per step, a trainer asks `ending` at the boundary; while it is false the trainer takes the step and calls `applied`.
+When it is true it calls `accept`, which is a promise: no step of an earlier generation is applied from then on. When a view
 names this replica as a member of the number it accepted, `enter` starts the new generation: with the state that it
 holds, a copy from a holder, or the newest checkpoint; `ready` says that the state is there.
 
@@ -34,7 +34,7 @@ class Participant:
     position: int = 0
     generation: int = 0
     promised: int = 0
-    heard: Pulse = Pulse(0, 0, 0)
+    heard: Pulse = field(default_factory=lambda: Pulse(0, 0, 0))
     view: View | None = None
     fenced: str = ""
     admitted: bool = False

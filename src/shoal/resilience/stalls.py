@@ -29,10 +29,12 @@ class Stalls:
         self.since_s.pop(rank, None)
 
     def suspects(self, now_s: float) -> list[Hashable]:
-        """Those that hang; nobody where all stand still with the same progress: then `hang_verdict` has to say."""
+        """Those that hang; nobody where one that is behind still moves, or where all have made the same progress:
+        then `hang_verdict` has to say."""
         still = [rank for rank, since_s in self.since_s.items() if now_s - since_s > self.limit_s]
         if not still:
             return []
         least = min(self.progress[rank] for rank in still)
-        found = [rank for rank in still if self.progress[rank] == least]
-        return found if len(found) < len(self.progress) else []
+        if min(self.progress.values()) < least or max(self.progress.values()) == least:
+            return []
+        return [rank for rank in still if self.progress[rank] == least]
