@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import ssl
 import time
 from collections.abc import Callable
@@ -55,16 +56,15 @@ class Service:
         self._peers: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Future[None] | None = None
 
-    async def run(self, listener: object, *, tls: ssl.SSLContext | None = None) -> None:
+    async def run(self, listener: socket.socket, *, tls: ssl.SSLContext | None = None) -> None:
         """Serves on a bound socket until it is cancelled. Raises `EnvironmentFault` where the journal fails."""
         self._failed = asyncio.get_running_loop().create_future()
-        waits = {"ssl_handshake_timeout": self._limits.handshake_s} if tls is not None else {}
         server = await asyncio.start_server(
             self._connected,
-            sock=listener,  # pyright: ignore[reportArgumentType]
+            sock=listener,
             ssl=tls,
             limit=frames.MOST_REQUEST_BYTES,
-            **waits,
+            ssl_handshake_timeout=self._limits.handshake_s if tls is not None else None,
         )
         ticking = asyncio.create_task(self._tick())
         try:

@@ -1,11 +1,12 @@
 """A fingerprint of tensors: 63 bits that change with any bit of them. One pass over memory; not cryptographic.
 
-The bytes are taken as 32-bit words x_i, and multiplied in 64 bits. With odd weights that differ within a block, and between blocks,
+The bytes are taken as 32-bit words x_i, and multiplied in 64 bits. With odd weights that differ within a block, and
+between blocks,
 
     h = sum_b v_b sum_i w_i x_(b, i)   modulo 2^64
 
-A changed bit k < 32 of one word changes h by 2^k times an odd number, which is never 0 modulo 2^64. Sums modulo 2^64 do not
-depend on their order, so that devices and numbers of threads agree.
+A changed bit k < 32 of one word changes h by 2^k times an odd number, which is never 0 modulo 2^64. Sums modulo 2^64
+do not depend on their order, so that devices and numbers of threads agree.
 """
 
 from __future__ import annotations

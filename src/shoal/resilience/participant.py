@@ -1,8 +1,8 @@
 """A replica's side of membership: what it may do, and what it has to say. A state machine without time or sockets.
 
 Per step, a trainer asks `ending` at the boundary; while it is false the trainer takes the step and calls `applied`.
-When it is true it calls `accept`, which is a promise: no step of an earlier generation is applied from then on. When a view
-names this replica as a member of the number it accepted, `enter` starts the new generation: with the state that it
+When it is true it calls `accept`, which is a promise: no step of an earlier generation is applied from then on. When a
+view names this replica as a member of the number it accepted, `enter` starts the new generation: with the state that it
 holds, a copy from a holder, or the newest checkpoint; `ready` says that the state is there.
 
 Messages may be lost: `unsent` is everything that the coordinator has not yet confirmed, to be sent again as it is.
