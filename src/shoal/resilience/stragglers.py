@@ -6,8 +6,8 @@ median m_r, and its noise s_r is 1.4826 times the median absolute deviation. Aga
     z = (m_r - M) / (1.2533 s sqrt(1 / WINDOW) sqrt(1 + 1 / (n - 1))),   s the median of all s_r
 
 is about standard normal while all are alike: 1.2533 is the ratio of a median's standard error to a mean's (Huber,
-"Robust statistics", 1981). A replica is slow when z > `SIGMAS` and it costs `RATIO` of the others: the first keeps noise
-from being an alarm, the second what is too little to matter.
+"Robust statistics", 1981). A replica is slow when z > `SIGMAS` and it costs `RATIO` of the others: the first keeps
+noise from being an alarm, the second what is too little to matter.
 """
 
 from __future__ import annotations
