@@ -11,6 +11,7 @@ import shoal
 from shoal.cli import (
     bench,
     checkpoint,
+    coordinator,
     diff,
     doctor,
     evaluate,
@@ -64,6 +65,7 @@ app.command("reproduce")(reproduce.reproduce)
 app.command("sweep")(sweep.sweep)
 app.command("doctor")(doctor.doctor)
 app.add_typer(checkpoint.app, name="checkpoint", cls=Verbs)
+app.add_typer(coordinator.app, name="coordinator", cls=Verbs)
 app.add_typer(bench.app, name="bench")
 
 

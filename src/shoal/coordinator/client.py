@@ -1,0 +1,259 @@
+"""A rank's side: one thread that keeps a connection, sends heartbeats, and says what the coordinator has not confirmed.
+
+The trainer's thread only reads and changes the `Participant`, under a lock; it never waits for the network, but in
+`generation`, between two of them. Where the coordinator does not answer, nothing stops: reports wait until it is back,
+and the present generation goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from shoal.coordinator import frames, handshake
+from shoal.errors import CollectiveError, EnvironmentFault
+from shoal.resilience.events import Answer, Event, Heartbeat, Leave, Look, View
+from shoal.resilience.participant import FencedOut, Participant, StateFrom
+
+HEARTBEAT_S = 0.5
+RETRY_S = 0.2
+ANSWER_S = 10.0
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where the coordinator listens, and what proves who is there. `certificates`: a file of the authorities that are
+    trusted; without one the connection is plain, and the host must be this one."""
+
+    host: str
+    port: int
+    token: bytes = field(repr=False)
+    certificates: str | None = None
+
+
+class Connection:
+    """Asks one event at a time. Raises `OSError` and `EnvironmentFault` where the coordinator does not answer."""
+
+    def __init__(self, address: Address) -> None:
+        plain = socket.create_connection((address.host, address.port), ANSWER_S)
+        plain.settimeout(ANSWER_S)
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            self._socket = plain
+            if address.certificates is not None:
+                context = ssl.create_default_context(cafile=address.certificates)
+                context.minimum_version = ssl.TLSVersion.TLSv1_3
+                self._socket = context.wrap_socket(plain, server_hostname=address.host)
+            self._shake_hands(address.token)
+        except BaseException:
+            plain.close()
+            raise
+
+    def ask(self, event: Event) -> Answer:
+        """The coordinator's answer."""
+        self._socket.sendall(frames.encode(event))
+        return frames.decode(frames.receive(self._socket, most_bytes=frames.MOST_ANSWER_BYTES), frames.ANSWERS)
+
+    def close(self) -> None:
+        """Ends it; a thread that waits for an answer gets an `OSError`."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _shake_hands(self, token: bytes) -> None:
+        greeting = frames.decode(self._receive_short(), handshake.HELLOS)
+        proof = handshake.prove(token, greeting)
+        self._socket.sendall(frames.encode(proof))
+        try:
+            answer = frames.decode(self._receive_short(), handshake.WELCOMES)
+        except ConnectionResetError:
+            raise handshake.TokenRefused(
+                "the coordinator refuses this process's token: use the token file of the job that it serves"
+            ) from None
+        handshake.check_welcome(token, greeting, proof, answer)
+
+    def _receive_short(self) -> bytes:
+        return frames.receive(self._socket, most_bytes=handshake.MOST_HANDSHAKE_BYTES)
+
+
+@dataclass(frozen=True)
+class Begin:
+    """A generation that this replica has entered, and where its state comes from."""
+
+    view: View
+    state_from: StateFrom
+
+
+class Client:
+    """One rank's client. Rank 0 of a replica speaks for it; the other ranks send their heartbeats, and follow.
+
+    `on_ending` is called in the client's thread when the generation is over or about to be: it wakes those who wait in
+    a collective. Use it as a context manager.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        replica: str,
+        *,
+        ranks: int = 1,
+        rank: int = 0,
+        heartbeat_s: float = HEARTBEAT_S,
+        on_ending: Callable[[], None] | None = None,
+    ) -> None:
+        self._address, self._rank, self._heartbeat_s, self._on_ending = address, rank, heartbeat_s, on_ending
+        self._part = Participant(replica, ranks)
+        self._changed = threading.Condition()
+        self._wake = threading.Event()
+        self._progress, self._leaving, self._closed, self._ending_told = 0, False, False, 0
+        self._error: EnvironmentFault | None = None
+        self._last_answer_s = time.monotonic()
+        self._connection: Connection | None = None
+        self._thread = threading.Thread(target=self._run, name="shoal-coordinator-client", daemon=True)
+
+    def __enter__(self) -> Client:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed = True
+        self._wake.set()
+        if self._connection is not None:
+            self._connection.close()
+        self._thread.join(ANSWER_S)
+
+    @property
+    def ending(self) -> bool:
+        """Whether the present generation is over or about to be: then `accept`, at the end of a step."""
+        return self._part.ending
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the coordinator's last answer."""
+        return time.monotonic() - self._last_answer_s
+
+    def progressed(self) -> None:
+        """Something was done; a rank that does not say so for long is taken to hang."""
+        self._progress += 1
+
+    def applied(self, *, stop: int, fingerprint: int = 0, step_s: float = 0.0) -> None:
+        """The next step was applied, on the positions up to `stop`. Does not wait. Raises `FencedOut`."""
+        with self._changed:
+            self._part.applied(stop=stop, fingerprint=fingerprint, step_s=step_s)
+            self._progress += 1
+        self._wake.set()
+
+    def failed(self, suspect: str = "") -> None:
+        """A collective failed because `suspect` did not answer: a new generation is needed."""
+        with self._changed:
+            self._part.failed(suspect)
+        self._wake.set()
+
+    def accept(self) -> None:
+        """Leaves the present generation: no step of it is applied any more."""
+        with self._changed:
+            self._part.accept()
+        self._wake.set()
+
+    def generation(self, timeout_s: float) -> Begin:
+        """Waits for the next generation with this replica, accepting what is proposed, and enters it.
+
+        Raises `FencedOut`, `TokenRefused`, and `CollectiveError` when there is none in `timeout_s`.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        with self._changed:
+            while not self._part.may_enter:
+                self._require_well()
+                if self._part.promised < self._part.heard.number:
+                    self._part.accept()
+                    self._wake.set()
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    raise CollectiveError(self._why_none(timeout_s))
+                self._changed.wait(left_s)
+            state_from = self._part.enter()
+            view = self._part.view
+            assert view is not None
+            return Begin(view, state_from)
+
+    def ready(self, *, step: int, position: int) -> None:
+        """The state after `step` was copied or loaded."""
+        with self._changed:
+            self._part.ready(step=step, position=position)
+        self._wake.set()
+
+    def leave(self) -> None:
+        """Asks to go after the present step; go on until `FencedOut` says that the state was handed over."""
+        self._leaving = True
+        self._wake.set()
+
+    def _why_none(self, timeout_s: float) -> str:
+        head = f"replica {self._part.replica} waited {timeout_s:g} s for a generation"
+        if self.silent_s > self._heartbeat_s + ANSWER_S or not self._part.admitted:
+            return f"{head}, and the coordinator at {self._address.host}:{self._address.port} does not answer: start it"
+        return f"{head}: fewer replicas than the minimum are there, or one does not answer; start more, or wait longer"
+
+    def _require_well(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._part.fenced:
+            raise FencedOut(f"{self._part.fenced}: drop the state, and join again under a new name")
+
+    def _run(self) -> None:
+        while not self._closed and not self._part.fenced:
+            try:
+                self._connection = Connection(self._address)
+                self._talk(self._connection)
+            except handshake.TokenRefused as error:
+                with self._changed:
+                    self._error = error
+                    self._changed.notify_all()
+                return
+            except (OSError, EnvironmentFault):
+                if not self._closed:
+                    self._wake.wait(RETRY_S)
+                    self._wake.clear()
+            finally:
+                if self._connection is not None:
+                    self._connection.close()
+
+    def _talk(self, connection: Connection) -> None:
+        while not self._closed:
+            for event in self._to_say():
+                self._hear(connection.ask(event))
+            if self._behind():
+                self._hear(connection.ask(Look()))
+            if self._part.fenced:
+                return
+            self._wake.wait(self._heartbeat_s)
+            self._wake.clear()
+
+    def _to_say(self) -> list[Event]:
+        with self._changed:
+            part = self._part
+            said: list[Event] = [*part.unsent()] if self._rank == 0 else []
+            if part.admitted or self._rank:
+                said.append(Heartbeat(part.replica, self._rank, self._progress))
+            if self._leaving and part.admitted and self._rank == 0:
+                said.append(Leave(part.replica))
+            return said
+
+    def _behind(self) -> bool:
+        heard, view = self._part.heard, self._part.view
+        return heard.generation > (view.generation if view else 0)
+
+    def _hear(self, answer: Answer) -> None:
+        self._last_answer_s = time.monotonic()
+        with self._changed:
+            self._part.hear(answer)
+            over = self._part.ending and self._part.generation > self._ending_told
+            if over:
+                self._ending_told = self._part.generation
+            self._changed.notify_all()
+        if over and self._on_ending is not None:
+            self._on_ending()

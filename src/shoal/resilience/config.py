@@ -1,0 +1,37 @@
+"""Table `[elastic]`: how many replicas train, and what decides it. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from shoal.config.table import Positive, PositiveFloat, Table, says
+
+
+class ElasticConfig(Table, frozen=True):
+    """Replicas may come and go while the run trains."""
+
+    min: Annotated[Positive, says("Fewest replicas that train; with fewer the run waits.")] = 1
+    max: Annotated[Positive, says("Most replicas that train; more stand by.")] = 1
+    policy: Annotated[
+        Literal["available", "throughput", "price"],
+        says(
+            "What decides between min and max: all that are there; those that make the run faster by `min_gain`; "
+            "or max while the price is at most `price_limit`, else min."
+        ),
+    ] = "available"
+    min_gain: Annotated[
+        float, says("throughput: the share of a replica's own speed that one more must bring.", gt=0, le=1)
+    ] = 0.5
+    price_limit: Annotated[PositiveFloat | None, says("price: highest price of a replica's hour.")] = None
+    price_file: Annotated[str | None, says("price: file that holds the present price, a number.")] = None
+    silence_s: Annotated[float, says("Seconds without a heartbeat after which a rank is lost.", ge=1)] = 5.0
+    accept_s: Annotated[float, says("Seconds that a replica may need to the end of its step.", ge=1)] = 300.0
+
+    def __post_init__(self) -> None:
+        if self.min > self.max:
+            raise ValueError(f"min = {self.min} is more than max = {self.max}: lower min or raise max")
+        priced = self.price_limit is not None and self.price_file is not None
+        if self.policy == "price" and not priced:
+            raise ValueError('policy = "price" compares a price with a limit: set price_limit and price_file')
+        if self.policy != "price" and (self.price_limit is not None or self.price_file is not None):
+            raise ValueError(f'policy = "{self.policy}" looks at no price: remove the price keys, or policy = "price"')

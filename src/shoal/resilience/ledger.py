@@ -1,0 +1,86 @@
+"""The sample ledger: which positions of the data's order the present state has used, each exactly once.
+
+A generation holds the only lease on all positions from its first on, open-ended: no message is needed per step, and
+positions that it has not committed when it ends go to the next generation. Committed positions are a `Cursor`; they
+follow the state: where a run goes back to an earlier state, the positions used after it are free again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from shoal.data.cursor import Cursor, Interval
+from shoal.resilience.events import Committed, Continued, Decision, Formed, Rewound
+
+
+@dataclass
+class SampleLedger:
+    """`step` is the newest committed one, `redone` counts positions that were used by a state that was lost."""
+
+    generation: int = 0
+    step: int = 0
+    cursor: Cursor = field(default_factory=Cursor)
+    redone: int = 0
+
+    @property
+    def position(self) -> int:
+        """The next position to be used."""
+        return self.cursor.next_position
+
+    def begin(self, generation: int, *, step: int, position: int) -> None:
+        """A generation takes over the lease, with the state after `step`.
+
+        Raises `ValueError` for a generation that is older than one that held the lease.
+        """
+        if generation < self.generation:
+            raise ValueError(f"generation {generation} cannot begin: generation {self.generation} holds the lease")
+        self.redone += max(0, self.position - position)
+        self.generation, self.step, self.cursor = generation, step, Cursor.at(position)
+
+    def commit(self, generation: int, step: int, *, start: int, stop: int) -> None:
+        """Marks the positions of one step as used.
+
+        Raises `ValueError` where `generation` does not hold the lease, or the step is not the next one, on the next
+        positions.
+        """
+        if generation != self.generation:
+            raise ValueError(f"generation {generation} commits step {step}, but {self.generation} holds the lease")
+        if step != self.step + 1 or start != self.position or stop < start:
+            raise ValueError(
+                f"step {step} on positions [{start}, {stop}) does not follow step {self.step}, "
+                f"which ended at position {self.position}: each position is used once, in order"
+            )
+        if stop > start:
+            cursor, interval = self.cursor.lease(stop - start)
+            self.cursor = cursor.commit(interval)
+        self.step = step
+
+
+def audit(decisions: Iterable[Decision]) -> SampleLedger:
+    """The ledger that a journal adds up to. Raises `ValueError` at the first decision that breaks a rule."""
+    ledger = SampleLedger()
+    for decision in decisions:
+        if isinstance(decision, Formed):
+            ledger.begin(decision.number, step=decision.step, position=decision.position)
+        elif isinstance(decision, Rewound | Continued):
+            ledger.begin(decision.generation, step=decision.step, position=decision.position)
+        elif isinstance(decision, Committed):
+            ledger.commit(decision.generation, decision.step, start=decision.start, stop=decision.stop)
+    return ledger
+
+
+def shares(interval: Interval, members: Sequence[str]) -> dict[str, Interval]:
+    """One step's positions, divided over the members in their order: consecutive, and even to one sample.
+
+    Raises `ValueError` where there are no members.
+    """
+    if not members:
+        raise ValueError("a step's samples cannot be divided over no members: form a generation first")
+    size, larger = divmod(len(interval), len(members))
+    found, start = {}, interval.start
+    for index, member in enumerate(members):
+        stop = start + size + (index < larger)
+        found[member] = Interval(start, stop)
+        start = stop
+    return found

@@ -1,0 +1,168 @@
+"""The coordinator as a process: its own death, and that of replicas."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from shoal.coordinator.client import Client, Connection
+from shoal.coordinator.journal import Journal
+from shoal.errors import CollectiveError
+from shoal.resilience.events import Ended, Look, View
+from shoal.resilience.ledger import audit
+from shoal.resilience.participant import FencedOut
+from tests.coordinator.services import first_generation, running, start, together
+
+PATIENCE_S = 20.0
+
+
+def committed(service_address: object, step: int) -> View:
+    """The view when `step` is committed."""
+    connection = Connection(service_address)  # pyright: ignore[reportArgumentType]
+    event = threading.Event()
+    for _ in range(int(PATIENCE_S / 0.02)):
+        view = connection.ask(Look())
+        assert isinstance(view, View)
+        if view.committed >= step:
+            connection.close()
+            return view
+        event.wait(0.02)
+    raise AssertionError(f"step {step} was not committed, but {view}")
+
+
+def test_steps_are_committed_through_a_kill_of_the_coordinator(tmp_path: Path) -> None:
+    """kill -9 of the coordinator and a new one on the same journal and port: the same generation goes on, steps that
+    were taken meanwhile are committed, each sample once."""
+    service = start(tmp_path, "--min", "2", "--max", "2")
+    try:
+        with Client(service.address, "a") as a, Client(service.address, "b") as b:
+            first_generation(a, b)
+            for step in (1, 2):
+                a.applied(stop=8 * step)
+                b.applied(stop=8 * step)
+            committed(service.address, 2)
+            service.process.kill()
+            service.process.wait()
+            a.applied(stop=24)
+            b.applied(stop=24)
+            assert not a.ending
+            service = start(tmp_path, "--min", "2", "--max", "2", port=service.port)
+            view = committed(service.address, 3)
+            assert (view.generation, {*view.members}) == (1, {"a", "b"})
+            assert not a.ending
+    finally:
+        service.process.kill()
+        service.process.wait()
+    journal = Journal(tmp_path / "journal")
+    ledger = audit(journal.read())
+    journal.close()
+    assert (ledger.step, ledger.position, ledger.redone) == (3, 24, 0)
+
+
+def test_survivors_are_woken_and_form_the_next_generation(tmp_path: Path) -> None:
+    """The launcher's word that a replica ended reaches the others in their own threads; the one with the newest step
+    holds the state, and the other copies it."""
+    with running(tmp_path, "--min", "2", "--max", "3") as service:
+        woken = threading.Event()
+        with Client(service.address, "a", on_ending=woken.set) as a, Client(service.address, "b") as b:
+            with Client(service.address, "c") as c:
+                first_generation(a, b, c)
+                for client in (a, b, c):
+                    client.applied(stop=8)
+                committed(service.address, 1)
+                a.applied(stop=16)
+            connection = Connection(service.address)
+            connection.ask(Ended("c"))
+            connection.close()
+            assert woken.wait(PATIENCE_S)
+            begin, copied = together(a, b)
+            assert (begin.state_from, begin.view.step, begin.view.position) == ("here", 2, 16)
+            assert copied.state_from == "peer"
+            b.ready(step=2, position=16)
+            for client in (a, b):
+                client.applied(stop=24)
+            assert {*committed(service.address, 3).members} == {"a", "b"}
+
+
+def test_a_spare_joins_without_a_restart(tmp_path: Path) -> None:
+    """One replica trains; a second comes, and both go on from the first one's state."""
+    with running(tmp_path, "--min", "1", "--max", "2", "--start", "0") as service:  # noqa: SIM117
+        with Client(service.address, "a") as a:
+            first_generation(a)
+            a.applied(stop=8)
+            committed(service.address, 1)
+            with Client(service.address, "b") as b:
+                mine, joined = together(a, b)
+                assert (mine.state_from, joined.state_from, joined.view.holders) == ("here", "peer", ("a",))
+                b.ready(step=1, position=8)
+                for client in (a, b):
+                    client.applied(stop=16)
+                assert committed(service.address, 2).members == ("a", "b")
+
+
+def test_an_expelled_replica_is_told(tmp_path: Path) -> None:
+    """`shoal coordinator expel` fences it; its next step is refused with the reason."""
+    with running(tmp_path, "--min", "1", "--max", "2") as service:  # noqa: SIM117
+        with Client(service.address, "a") as a, Client(service.address, "b") as b:
+            first_generation(a, b)
+            where = ["coordinator", "expel", f"127.0.0.1:{service.port}", "b", "--token", str(tmp_path / "token")]
+            subprocess.run([sys.executable, "-m", "shoal", *where], check=True)
+            with pytest.raises(FencedOut, match="an operator expelled it"):
+                b.generation(PATIENCE_S)
+
+
+def test_a_second_coordinator_on_one_journal_is_refused(tmp_path: Path) -> None:
+    """One journal, one coordinator: the second ends with exit code 3 and says why."""
+    with running(tmp_path):
+        command = [sys.executable, "-m", "shoal", "coordinator", "serve", str(tmp_path / "journal")]
+        done = subprocess.run(
+            [*command, "--token", str(tmp_path / "token")], capture_output=True, text=True, check=False, timeout=60
+        )
+        assert done.returncode == 3
+        assert "is open in another process" in done.stderr
+
+
+def test_without_tls_only_loopback_is_served(tmp_path: Path) -> None:
+    """An address that others reach needs a certificate."""
+    command = [sys.executable, "-m", "shoal", "coordinator", "serve", str(tmp_path / "journal")]
+    done = subprocess.run(
+        [*command, "--token", str(tmp_path / "token"), "--address", "0.0.0.0"],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "give --certificate and --key" in done.stderr
+
+
+def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
+    """And left as it is."""
+    (tmp_path / "journal").write_text("not a database, but somebody's notes\n" * 40)
+    command = [sys.executable, "-m", "shoal", "coordinator", "serve", str(tmp_path / "journal")]
+    done = subprocess.run(
+        [*command, "--token", str(tmp_path / "token")], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 3
+    assert "cannot be used" in done.stderr
+    assert (tmp_path / "journal").read_text().startswith("not a database")
+
+
+def test_the_view_is_one_json_object(tmp_path: Path) -> None:
+    """`shoal coordinator view --json`."""
+    with running(tmp_path) as service:
+        command = [sys.executable, "-m", "shoal", "coordinator", "view", f"127.0.0.1:{service.port}"]
+        done = subprocess.run(
+            [*command, "--token", str(tmp_path / "token"), "--json"], capture_output=True, text=True, check=True
+        )
+        assert json.loads(done.stdout)["generation"] == 0
+
+
+def test_no_coordinator_is_a_sentence(tmp_path: Path) -> None:
+    """A client whose coordinator never answers says so, and does not hang."""
+    with running(tmp_path) as service:
+        address = service.address
+    with Client(address, "a") as client, pytest.raises(CollectiveError, match="does not answer: start it"):
+        client.generation(0.5)

@@ -1,0 +1,83 @@
+"""The goodput ledger, the interval between saves, and how many replicas are wanted."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from shoal.resilience.config import ElasticConfig
+from shoal.resilience.goodput import (
+    Failure,
+    Goodput,
+    StepTaken,
+    goodput,
+    mean_between_failures_s,
+    steps_between_saves,
+)
+from shoal.resilience.scaling import wanted_replicas
+
+
+def test_every_second_is_in_one_place() -> None:
+    """Ten steps of a second, a failure in the third after a save behind the first, 2 s noticed, 3 s restarted."""
+    first = [StepTaken(n, float(n - 1), float(n)) for n in (1, 2)]
+    again = [StepTaken(n, n + 6.0, n + 7.0) for n in range(2, 11)]
+    found = goodput([*first, *again], [Failure(2.5, 4.5, 7.5)], [0.5], total_s=18.0)
+    assert found == Goodput(18.0, 2.0, 3.0, 1.0, 0.5)
+    assert found.effective == pytest.approx(1 - 6.5 / 18)
+
+
+def test_without_failures_all_time_is_effective() -> None:
+    """And an empty run has none."""
+    assert goodput([StepTaken(1, 0, 1)], [], [], total_s=1.0).effective == 1.0
+    assert goodput([], [], [], total_s=0.0).effective == 0.0
+
+
+def test_a_failure_that_ends_before_it_begins_is_refused() -> None:
+    """Clocks of two hosts."""
+    with pytest.raises(ValueError, match="record them with one clock"):
+        Failure(2.0, 1.0, 3.0)
+
+
+def test_the_failure_rate_moves_to_what_is_seen() -> None:
+    """From the expectation, to the measured mean."""
+    assert mean_between_failures_s(0, 0.0, expected_s=3600) == 3600
+    assert mean_between_failures_s(999, 999 * 60.0, expected_s=3600) == pytest.approx(60, rel=0.07)
+
+
+def test_the_interval_is_daly_s() -> None:
+    """sqrt(2 d M) - d, in steps; never less than one."""
+    assert steps_between_saves(1.0, 2.0, 3600.0) == round(math.sqrt(2 * 2 * 3600) - 2)
+    assert steps_between_saves(100.0, 2.0, 60.0) == 1
+    with pytest.raises(ValueError, match="measure one first"):
+        steps_between_saves(0.0, 1.0, 60.0)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"min": 3, "max": 2}, "min = 3 is more than max = 2"),
+        ({"policy": "price"}, "set price_limit and price_file"),
+        ({"price_limit": 1.0}, "looks at no price"),
+    ],
+)
+def test_impossible_tables_are_refused(keys: dict, words: str) -> None:
+    """With the repair."""
+    with pytest.raises(ValueError, match=words):
+        ElasticConfig(**keys)
+
+
+def test_policies() -> None:
+    """All that are there; while another pays; while it is cheap."""
+    every = ElasticConfig(min=1, max=4)
+    assert wanted_replicas(every, 2, samples_per_s={}) == 4
+    fast = ElasticConfig(min=1, max=4, policy="throughput")
+    assert wanted_replicas(fast, 1, samples_per_s={1: 100.0}) == 2
+    assert wanted_replicas(fast, 2, samples_per_s={1: 100.0, 2: 190.0}) == 3
+    assert wanted_replicas(fast, 3, samples_per_s={1: 100.0, 2: 190.0, 3: 200.0}) == 2
+    assert wanted_replicas(fast, 2, samples_per_s={1: 100.0, 2: 190.0, 3: 200.0}) == 2
+    cheap = ElasticConfig(min=1, max=4, policy="price", price_limit=2.0, price_file="price")
+    assert wanted_replicas(cheap, 2, samples_per_s={}, price=1.5) == 4
+    assert wanted_replicas(cheap, 2, samples_per_s={}, price=2.5) == 1
+    with pytest.raises(ValueError, match="the present price is not known"):
+        wanted_replicas(cheap, 2, samples_per_s={})

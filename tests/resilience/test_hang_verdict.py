@@ -1,0 +1,128 @@
+"""Ten planted hangs, as ranks would report them: each verdict names the right rank and line."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal.resilience.hang_verdict import HangVerdict, LastCall, Place, RankReport, hang_verdict
+
+WORLD = {"world": (0, 1, 2, 3)}
+TRAIN = Place("/home/u/train.py", 40, "step")
+ELSEWHERE = Place("/home/u/train.py", 77, "on_step")
+SUM = "all_reduce (sum) of float32 [1000]"
+INSIDE = (TRAIN, Place("/lib/shoal/comm/seam_work.py", 200, "wait"))
+
+
+def waiting(rank: int, number: int = 9, signature: str = SUM, place: Place = TRAIN, **more: bool) -> RankReport:
+    return RankReport(rank, f"host{rank // 2}", {"world": LastCall(number, signature, place, **more)}, INSIDE)
+
+
+def busy(rank: int, *stack: Place, number: int = 8) -> RankReport:
+    """Its last call is over, and it is somewhere else."""
+    return RankReport(rank, f"host{rank // 2}", {"world": LastCall(number, SUM, TRAIN, ended=True)}, stack)
+
+
+def all_but(*special: RankReport) -> dict[int, RankReport]:
+    return {rank: waiting(rank) for rank in range(4)} | {report.rank: report for report in special}
+
+
+PLANTED: dict[str, tuple[dict[int, RankReport], tuple[int, ...], Place | None, str]] = {
+    "skips a collective": (
+        all_but(waiting(2, 9, "all_gather of float32 [8]", ELSEWHERE)),
+        (2,),
+        ELSEWHERE,
+        "as all_gather of float32 [8] at /home/u/train.py:77 (on_step), the others as all_reduce",
+    ),
+    "sleeps": (
+        all_but(busy(1, ELSEWHERE, Place("<built-in>", 0, "sleep"))),
+        (1,),
+        Place("<built-in>", 0, "sleep"),
+        "sleeps",
+    ),
+    "dead-locks on a lock": (
+        all_but(busy(3, ELSEWHERE, Place("/usr/lib/python3/threading.py", 300, "acquire"))),
+        (3,),
+        ELSEWHERE,
+        "waits for a lock at /home/u/train.py:77",
+    ),
+    "other shapes": (
+        all_but(waiting(0, 9, "all_reduce (sum) of float32 [999]")),
+        (0,),
+        TRAIN,
+        "rank 0 made call 9 of group 'world' as all_reduce (sum) of float32 [999]",
+    ),
+    "data starves": (
+        all_but(busy(2, TRAIN, Place("/lib/shoal/data/feed.py", 90, "next_step"))),
+        (2,),
+        TRAIN,
+        "waits for data at /home/u/train.py:40",
+    ),
+    "the backend's thread is stuck": (
+        all_but(waiting(1, started=False)),
+        (1,),
+        TRAIN,
+        "the backend's thread of rank 1 has not taken call 9 of group 'world'",
+    ),
+    "the disk hangs": (
+        all_but(busy(0, ELSEWHERE, Place("/lib/shoal/checkpoint/objects.py", 180, "fsync"))),
+        (0,),
+        ELSEWHERE,
+        "waits for the disk at /home/u/train.py:77",
+    ),
+    "partition": (
+        {0: waiting(0), 1: waiting(1)},
+        (2, 3),
+        None,
+        "ranks 2, 3 did not report: killed, stopped, or cut off",
+    ),
+    "stopped": ({rank: waiting(rank) for rank in (0, 1, 2)}, (3,), None, "rank 3 did not report"),
+    "killed": ({rank: waiting(rank) for rank in (1, 2, 3)}, (0,), None, "for it wait ranks 1, 2, 3 in call 9"),
+}
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+def test_planted_hangs_are_named(kind: str) -> None:
+    """The rank, the line, and what it does there."""
+    reports, ranks, place, words = PLANTED[kind]
+    found = hang_verdict(WORLD, reports)
+    assert (found.ranks, found.place) == (ranks, place)
+    assert words in found.sentence
+
+
+def test_the_chain_of_waits_is_followed_over_groups() -> None:
+    """Rank 0 waits for 1 in one group, 1 for 2 in another; 2 is in neither, and to blame."""
+    groups = {"pipeline": (0, 1), "data": (1, 2)}
+    call = LastCall(4, SUM, TRAIN)
+    reports = {
+        0: RankReport(0, "a", {"pipeline": LastCall(6, SUM, TRAIN)}, INSIDE),
+        1: RankReport(1, "a", {"pipeline": LastCall(5, SUM, TRAIN, ended=True), "data": call}, INSIDE),
+        2: RankReport(2, "b", {"data": LastCall(3, SUM, TRAIN, ended=True)}, (ELSEWHERE,)),
+    }
+    found = hang_verdict(groups, reports)
+    assert (found.ranks, found.place) == ((2,), ELSEWHERE)
+    assert "for it wait rank 1 in call 4" in found.sentence
+
+
+def test_groups_in_different_orders_are_a_circle() -> None:
+    """Rank 0 is in group a and waits for 1, which is in group b and waits for 0."""
+    groups = {"a": (0, 1), "b": (0, 1)}
+    reports = {
+        0: RankReport(0, "h", {"a": LastCall(3, SUM, TRAIN)}, INSIDE),
+        1: RankReport(1, "h", {"b": LastCall(3, SUM, ELSEWHERE)}, INSIDE),
+    }
+    found = hang_verdict(groups, reports)
+    assert found.ranks == (0, 1)
+    assert "rank 0 waits for rank 1 in call 3 of group 'a'" in found.sentence
+    assert "use the groups in the same order" in found.sentence
+
+
+def test_where_nobody_is_missing_the_network_is_named() -> None:
+    """All are in the same call."""
+    found: HangVerdict = hang_verdict(WORLD, all_but())
+    assert "the network between them carries nothing" in found.sentence
+
+
+def test_without_reports_nothing_is_claimed() -> None:
+    """No guess."""
+    with pytest.raises(ValueError, match="no rank has reported"):
+        hang_verdict(WORLD, {})
