@@ -54,7 +54,7 @@ def build_workload(
     model = skeleton or model_of(run_file, objects, device=process.device, dtype=precision.parameters)
     shares = layout.replicate * layout.shard
     if isinstance(run_file.model, TransformersConfig) and objects.model is None:
-        check_plans(model, tensor=layout.tensor, pipeline=layout.pipeline, context=layout.context)
+        check_plans(model, layout, sequence_parallel=run_file.layout.sequence_parallel)
     check_layout_independent(model, run_file, shares=shares, micro_samples=micro_samples)
     loss, data = loss_of(run_file, objects), data_of(run_file, objects, process.environ)
     require_same(process.place.rank, process.announce, {"model": shapes_of(model), "data": samples_of(data)})

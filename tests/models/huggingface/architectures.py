@@ -33,6 +33,9 @@ def data(function: str) -> dict[str, Any]:
 LLAMA = model("LlamaForCausalLM", _DECODER)
 TIED_LLAMA = model("LlamaForCausalLM", {**_DECODER, "tie_word_embeddings": True})
 QWEN3 = model("Qwen3ForCausalLM", {**_DECODER, "head_dim": 8})
+ADAPTED = {"lora_rank": 4, "lora_targets": ["q_proj", "v_proj", "o_proj", "down_proj", "up_proj"]}
+LORA_LLAMA = LLAMA | ADAPTED
+LORA_QWEN3 = QWEN3 | ADAPTED | {"lora_dropout": 0.1}
 GPT2 = model(
     "GPT2LMHeadModel",
     {

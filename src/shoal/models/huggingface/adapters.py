@@ -32,7 +32,9 @@ def add_adapters(model: Any, table: TransformersConfig) -> None:
     try:
         model.add_adapter(config)
     except ValueError as error:
-        layers = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if hasattr(module, "weight")})
+        layers = sorted(
+            {name.rpartition(".")[2] for name, module in model.named_modules() if hasattr(module, "weight")}
+        )
         raise ConfigError(
             f"model.lora_targets = {table.lora_targets}: peft finds no layer to put adapters on "
             f"({' '.join(str(error).split())}); {type(model).__name__} has layers named {', '.join(layers)}"

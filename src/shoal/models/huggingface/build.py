@@ -77,7 +77,8 @@ def configuration_of(table: TransformersConfig, architecture: Any) -> Any:
     """The config, every key of it known to the class. Raises `ConfigError` for one that is not, or a wrong value."""
     keys, config_class = config_keys(table), architecture.config_class
     own = config_class()
-    known = {*own.to_dict(), *own.attribute_map, *vars(own), *_WRITTEN_ANYWHERE}
+    generation = import_transformers().GenerationConfig().to_dict()  # older folders keep its keys here
+    known = {*own.to_dict(), *own.attribute_map, *vars(own), *generation, *_WRITTEN_ANYWHERE}
     inline = table.config if isinstance(table.config, dict) else {}
     for key in inline:
         if key not in known:

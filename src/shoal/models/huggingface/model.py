@@ -24,6 +24,7 @@ from shoal.models.huggingface.chain import Probe, declares_chain, head_output, p
 from shoal.models.huggingface.tensor_plan import declares_tensors, roles_by_plan
 from shoal.models.layers import CausalAttention
 from shoal.models.roles import Part, Role
+from shoal.topology.layout import Layout
 from shoal.topology.refusal import nearest_divisors
 
 
@@ -101,12 +102,13 @@ class Stages(nn.Module):
         return parts_of(self, head_output)
 
 
-def check_plans(model: nn.Module, *, tensor: int, pipeline: int, context: int) -> None:
+def check_plans(model: nn.Module, layout: Layout, *, sequence_parallel: bool = False) -> None:
     """Refuses axes for which a model of transformers declares nothing.
 
     Raises `UserCodeError` with the class's name and the layouts that are left.
     """
     name, config = type(model).__name__, model.config
+    tensor, pipeline, context = layout.tensor, layout.pipeline, layout.context
     others = "use layout.replicate or layout.shard"
     if tensor > 1:
         if not isinstance(model, Tensors):
@@ -115,6 +117,11 @@ def check_plans(model: nn.Module, *, tensor: int, pipeline: int, context: int) -
                 f"{type(config).__name__}), which says how its layers are split; {others}"
             )
         _check_heads(config, tensor)
+    if tensor > 1 and sequence_parallel and getattr(model, "peft_config", None):
+        raise UserCodeError(
+            f"layout.sequence_parallel = true: adapters of {name} stand inside its attention, which reads the length of "
+            "the sequence off its input; set it to false"
+        )
     if pipeline > 1 and not isinstance(model, Stages):
         raise UserCodeError(
             f"layout.pipeline = {pipeline}: {name} declares no pipeline plan (base_model_pp_plan of "
