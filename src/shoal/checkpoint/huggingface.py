@@ -20,7 +20,7 @@ from shoal.checkpoint.load import read_all
 from shoal.checkpoint.objects import temporary
 from shoal.checkpoint.verify import checkpoint_in, checkpoints, read_manifest, run_directory_of
 from shoal.errors import EnvironmentFault, UsageError
-from shoal.models.huggingface.build import build, plain
+from shoal.models.huggingface.build import build, plain, without_bars
 from shoal.models.huggingface.config import TransformersConfig
 
 
@@ -39,7 +39,8 @@ def export_folder(source: Path, folder: Path, table: TransformersConfig) -> int:
     _fill(model, {name.removeprefix(PREFIX): weight for name, weight in weights.items()}, checkpoint)
     unfinished = temporary(folder, "export")
     try:
-        model.save_pretrained(unfinished)
+        with without_bars():
+            model.save_pretrained(unfinished)
         os.replace(unfinished, folder)
     except OSError as error:
         shutil.rmtree(unfinished, ignore_errors=True)

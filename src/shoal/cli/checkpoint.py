@@ -144,9 +144,7 @@ def _export_folder(source: Path, folder: Path) -> int:
 
 @app.command("import")
 def import_(
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="A safetensors file with the model's own names, or a folder.")
-    ],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A safetensors file by the model's names, or a folder.")],
     directory: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A new folder for the checkpoint.")],
     as_json: AsJson = False,
 ) -> None:

@@ -37,8 +37,8 @@ def with_prediction(outputs: Any, prediction: Tensor) -> Any:
     if isinstance(outputs, tuple | list):
         place = next(index for index, entry in enumerate(outputs) if isinstance(entry, Tensor))
         changed = [*outputs[:place], prediction, *outputs[place + 1 :]]
-        named_tuple = hasattr(outputs, "_make")
-        return outputs._make(changed) if named_tuple else type(outputs)(changed)  # type: ignore[union-attr]
+        make: Any = getattr(outputs, "_make", list if isinstance(outputs, list) else tuple)
+        return make(changed)
     key = _key_in(outputs)
     assert key is not None, "outputs without a prediction"
     if dataclasses.is_dataclass(outputs) and not isinstance(outputs, type):

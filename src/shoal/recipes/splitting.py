@@ -219,8 +219,8 @@ def _logits(outputs: Any) -> Tensor:
     found = prediction_in(outputs)
     if found is None:
         raise UserCodeError(
-            f"the model returned {described(outputs)}, and layout.tensor splits its logits: name them 'logits', so that "
-            "the ranks know what to put together"
+            f"the model returned {described(outputs)}, and layout.tensor splits its logits: name them 'logits', so "
+            "that ranks know what to put together"
         )
     return found
 

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685) by peft: y = W x + (lora_alpha / rank) B A x, of which A and B are trained.
+"""Low-rank adapters (LoRA, arXiv:2106.09685) by peft: y = W x + (lora_alpha / rank) B A x; A and B are trained.
 
 The layers W stay frozen: they get no gradient, no optimizer state, and nothing of them is sent.
 """

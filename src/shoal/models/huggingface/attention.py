@@ -65,7 +65,7 @@ def attend(
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' form: query `[batch, heads, seq, size]`, key and value with `kv_heads`; `[batch, seq, heads, size]`.
+    """Query `[batch, heads, seq, size]`, key and value with `kv_heads`, to `[batch, seq, heads, size]` and no weights.
 
     Raises `UserCodeError` for what a core over parts of sequences cannot compute.
     """

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -110,10 +112,11 @@ def _made(table: TransformersConfig, model_class: Any, config: Any) -> Any:
             "write its weights as safetensors"
         )
     try:
-        model, told = model_class.from_pretrained(
-            os.fspath(folder.absolute()), config=config, dtype="auto", local_files_only=True, use_safetensors=True,
-            output_loading_info=True,
-        )  # fmt: skip
+        with without_bars():
+            model, told = model_class.from_pretrained(
+                os.fspath(folder.absolute()), config=config, dtype="auto", local_files_only=True, use_safetensors=True,
+                output_loading_info=True,
+            )  # fmt: skip
     except Exception as error:  # of a damaged file safetensors raises its own kinds
         raise ConfigError(f"model.folder = {table.folder!r} cannot be loaded: {_one_line(error)}") from error
     lacking = [n for n in sorted(told["missing_keys"]) if not any(fnmatchcase(n, p) for p in table.missing)]
@@ -133,6 +136,20 @@ def import_transformers() -> Any:
     except ImportError as error:
         raise MissingExtra("transformers", extra="huggingface", purpose='model.kind = "transformers"') from error
     return transformers
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Without transformers' progress bars, of which every rank would draw one into its log."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _one_line(error: BaseException) -> str:

@@ -1,8 +1,8 @@
 """A transformers model as a chain of parts, from the pipeline plan that it declares.
 
-A plan (`base_model_pp_plan` of a config, `_pp_plan` of a class) names the modules of the chain in order: an embedding, a
-list of layers, a norm, a head. What the layers get beside the activations (masks, rotary factors, positions) is made by
-the architecture's own forward. So a `Probe` runs that forward with recorders in place of all parts, which keep what
+A plan (`base_model_pp_plan` of a config, `_pp_plan` of a class) names the modules of the chain in order: an embedding,
+a list of layers, a norm, a head. What the layers get beside the activations (masks, rotary factors, positions) is made
+by the architecture's own forward. So a `Probe` runs that forward with recorders in place of all parts, which keep what
 they are called with; a stage then calls its own layers with it.
 
 The recorders also show whether the architecture does anything between its parts, such as scaling the embedding: then
@@ -156,6 +156,6 @@ def _check_untouched(model: Any, name: str, recorder: _Recorder, stream: Tensor)
 
 def _computes_between(model: Any, where: str) -> UserCodeError:
     return UserCodeError(
-        f"{type(model).__name__} computes something of its own {where}, outside of the modules in its pipeline plan, so "
-        "it is no chain of them: set layout.pipeline = 1"
+        f"{type(model).__name__} computes something of its own {where}, outside of the modules in its pipeline plan, "
+        "so it is no chain of them: set layout.pipeline = 1"
     )

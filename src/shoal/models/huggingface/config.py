@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import msgspec
+
 from shoal.config.table import Positive, PositiveFloat, Table, says
 from shoal.errors import ConfigError
 from shoal.files import read_file
@@ -34,7 +36,7 @@ class TransformersConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag
     missing: Annotated[
         list[str],
         says('Patterns of parameters that `folder` may lack, such as "classifier.*"; they are drawn from run.seed.'),
-    ] = []
+    ] = msgspec.field(default_factory=list)
     attention: Annotated[
         Literal["auto", "sdpa", "eager"],
         says("transformers' attention function; auto: Shoal's own in causal decoders, which context needs, else sdpa."),

@@ -35,7 +35,8 @@ def declared_class(architecture: Any, config: Any) -> Any:
         bases.append(Tensors)
     if declares_chain(architecture, config):
         bases.append(Stages)
-    return type(architecture.__name__, (*bases, architecture), {"__module__": __name__})
+    # transformers treats classes of other modules as custom code, whose first values it draws in another order.
+    return type(architecture.__name__, (*bases, architecture), {"__module__": architecture.__module__})
 
 
 class Called(nn.Module):
@@ -119,8 +120,8 @@ def check_plans(model: nn.Module, layout: Layout, *, sequence_parallel: bool = F
         _check_heads(config, tensor)
     if tensor > 1 and sequence_parallel and getattr(model, "peft_config", None):
         raise UserCodeError(
-            f"layout.sequence_parallel = true: adapters of {name} stand inside its attention, which reads the length of "
-            "the sequence off its input; set it to false"
+            f"layout.sequence_parallel = true: adapters of {name} stand inside its attention, which reads the length "
+            "of the sequence off its input; set it to false"
         )
     if pipeline > 1 and not isinstance(model, Stages):
         raise UserCodeError(
