@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -43,7 +43,7 @@ def with_prediction(outputs: Any, prediction: Tensor) -> Any:
     assert key is not None, "outputs without a prediction"
     if dataclasses.is_dataclass(outputs) and not isinstance(outputs, type):
         return dataclasses.replace(outputs, **{key: prediction})
-    twin = copy.copy(outputs)
+    twin = cast(Any, copy.copy(outputs))
     twin[key] = prediction
     return twin
 
