@@ -9,7 +9,7 @@ checkpoint gives them; an imported one becomes a checkpoint that holds weights a
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -236,10 +236,15 @@ def import_weights(file: Path, directory: Path) -> Path:
             weights = load_file(file)
     except (SafetensorError, ValueError, RuntimeError, MemoryError) as error:
         raise UsageError(f"{printable(file)} cannot be read as a safetensors file ({error}): {repair}") from error
+    return save_weights(weights, file, directory)
+
+
+def save_weights(weights: Mapping[str, Tensor], source: Path, directory: Path) -> Path:
+    """Make `weights`, read from `source`, the checkpoint of step 0 of a new run directory; its folder."""
     saver = Saver(directory, rank=0, world_size=1, exchange=LocalExchange(), keep=1)
     tensors = {f"{PREFIX}{name}": weight for name, weight in weights.items()}
-    saver.save(0, tensors, {"imported": printable(file.name)}, layout={})
+    saver.save(0, tensors, {"imported": printable(source.name)}, layout={})
     (report,) = saver.wait()
     if not report.committed:
-        raise EnvironmentFault(f"{file} was not imported: {report.error}")
+        raise EnvironmentFault(f"{source} was not imported: {report.error}")
     return Places(directory).step(0)

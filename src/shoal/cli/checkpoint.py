@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import typer
@@ -106,30 +106,58 @@ def _line(difference: Difference) -> str:
 @app.command("export")
 def export(
     source: Source,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The safetensors file to write.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The safetensors file, or the folder, to write.")],
+    to: Annotated[
+        Literal["safetensors", "huggingface"],
+        typer.Option(help='One file, or a folder for from_pretrained (of a model of kind "transformers").'),
+    ] = "safetensors",
     as_json: AsJson = False,
 ) -> None:
     """Writes the weights of the unsplit model, whatever layout trained it, to one safetensors file.
+
+    With --to huggingface: to a folder that transformers' from_pretrained loads; of a run with adapters, the adapters.
 
     Example: shoal checkpoint export runs/stdlib-gpt weights.safetensors
     """
     from shoal.checkpoint.inspect import export as write
 
-    step = write(source, file)
+    step = write(source, file) if to == "safetensors" else _export_folder(source, file)
     print(json.dumps({"step": step, "file": str(file)}) if as_json else f"{file}: the weights of step {step}")
+
+
+def _export_folder(source: Path, folder: Path) -> int:
+    from shoal.checkpoint.huggingface import export_folder
+    from shoal.checkpoint.verify import checkpoint_in, run_directory_of
+    from shoal.errors import UsageError
+    from shoal.models.huggingface.config import TransformersConfig
+    from shoal.runfile.load import load_run
+
+    written = run_directory_of(checkpoint_in(source)) / "run.toml"
+    model = load_run(written).model
+    if not isinstance(model, TransformersConfig):
+        kind = type(model).__struct_config__.tag
+        raise UsageError(
+            f'{written} trains model.kind = "{kind}", which transformers does not know: leave out --to huggingface'
+        )
+    return export_folder(source, folder, model)
 
 
 @app.command("import")
 def import_(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A safetensors file with the model's own names.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A safetensors file by the model's names, or a folder.")],
     directory: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A new folder for the checkpoint.")],
     as_json: AsJson = False,
 ) -> None:
     """Makes the weights in a safetensors file a checkpoint, for run.warm_start in any layout.
 
+    A folder is one of transformers', with config.json and safetensors files.
+
     Example: shoal checkpoint import weights.safetensors imported
     """
-    from shoal.checkpoint.inspect import import_weights
+    if file.is_dir():
+        from shoal.checkpoint.huggingface import import_folder as read
+    else:
+        from shoal.checkpoint.inspect import import_weights as read
 
-    folder = import_weights(file, directory)
+    folder = read(file, directory)
     print(json.dumps({"checkpoint": str(folder)}) if as_json else f"{folder}: start from it with run.warm_start")

@@ -11,6 +11,7 @@ from shoal.comm.collective import Collective
 from shoal.data.sample import Batch
 from shoal.engine.forward_backward import ForwardBackward
 from shoal.engine.loss import weighted_sum
+from shoal.engine.outputs import prediction_in
 
 
 @torch.no_grad()
@@ -48,10 +49,11 @@ def _right_and_counted(outputs: object, batch: Batch) -> Tensor:
     """How many samples that count were classified rightly, and how many count; 0, 0 where targets are no classes."""
     targets = batch.targets
     none = batch.weights.new_zeros(2, dtype=torch.float64)
-    if not isinstance(targets, Tensor) or not isinstance(outputs, Tensor):
+    prediction = prediction_in(outputs)
+    if not isinstance(targets, Tensor) or prediction is None:
         return none
-    if targets.ndim != 1 or targets.is_floating_point() or outputs.ndim != 2:
+    if targets.ndim != 1 or targets.is_floating_point() or prediction.ndim != 2:
         return none
     counted = batch.weights > 0
-    right = torch.eq(outputs.argmax(-1), targets) & counted
+    right = torch.eq(prediction.argmax(-1), targets) & counted
     return torch.stack([right.sum(dtype=torch.float64), counted.sum(dtype=torch.float64)])

@@ -13,16 +13,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shoal.engine.outputs import described, prediction_in
 from shoal.errors import UserCodeError
 
 Loss = Callable[[Any, Any], Tensor]
 
 
-def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Logits [..., classes] and integer targets [...] to losses [...], in float32 at least."""
-    if not isinstance(outputs, Tensor) or outputs.ndim != targets.ndim + 1 or outputs.shape[:-1] != targets.shape:
+def cross_entropy(outputs: Any, targets: Tensor) -> Tensor:
+    """Logits [..., classes] and integer targets [...] to losses [...], in float32 at least.
+
+    Of outputs that hold several things it takes the prediction (`shoal.engine.outputs`).
+    """
+    logits = prediction_in(outputs)
+    if logits is None or logits.ndim != targets.ndim + 1 or logits.shape[:-1] != targets.shape:
         raise UserCodeError(
-            f"the model returned {_shape(outputs)} for targets {_shape(targets)}; cross-entropy needs logits "
+            f"the model returned {described(outputs)} for targets {_shape(targets)}; cross-entropy needs logits "
             "[*targets, classes]. Return those, or name a loss of your own in [loss]"
         )
     if targets.dtype != torch.int64:
@@ -30,21 +35,22 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
             f"targets are {str(targets.dtype).removeprefix('torch.')}; cross-entropy needs integers (int64). For "
             'regression set loss.kind = "squared_error"'
         )
-    logits = at_least_float32(outputs.flatten(0, -2) if outputs.ndim > 1 else outputs)
+    wide = at_least_float32(logits.flatten(0, -2) if logits.ndim > 1 else logits)
     try:
-        return F.cross_entropy(logits, targets.reshape(-1), reduction="none").view(targets.shape)
+        return F.cross_entropy(wide, targets.reshape(-1), reduction="none").view(targets.shape)
     except IndexError:
         raise UserCodeError(
             f"targets lie between {int(targets.min())} and {int(targets.max())}, and the model gives logits of "
-            f"{outputs.shape[-1]} classes; targets must lie between 0 and {outputs.shape[-1] - 1} (-100 is left out)"
+            f"{logits.shape[-1]} classes; targets must lie between 0 and {logits.shape[-1] - 1} (-100 is left out)"
         ) from None
 
 
-def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    """(outputs - targets)^2, elementwise. The shapes must be equal: broadcasting hides mistakes."""
-    if not isinstance(outputs, Tensor) or outputs.shape != targets.shape:
-        raise UserCodeError(f"the model returned {_shape(outputs)} for targets {_shape(targets)}; make them equal")
-    return (at_least_float32(outputs) - targets).square()
+def squared_error(outputs: Any, targets: Tensor) -> Tensor:
+    """(prediction - targets)^2, elementwise. The shapes must be equal: broadcasting hides mistakes."""
+    prediction = prediction_in(outputs)
+    if prediction is None or prediction.shape != targets.shape:
+        raise UserCodeError(f"the model returned {described(outputs)} for targets {_shape(targets)}; make them equal")
+    return (at_least_float32(prediction) - targets).square()
 
 
 def weighted_sum(losses: Any, weights: Tensor) -> Tensor:

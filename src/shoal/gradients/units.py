@@ -32,6 +32,7 @@ looking would cost time, a released parameter is NaN in its own shape, and not m
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -257,7 +258,7 @@ def _in_backward() -> bool:
 
 
 def _differentiable(tree: Any) -> Iterator[Tensor]:
-    """The tensors of a tree of tuples, lists and dictionaries that autograd follows."""
+    """The tensors of a tree of tuples, lists, dictionaries and dataclasses that autograd follows."""
     return (tensor for tensor in _tensors(tree) if tensor.requires_grad)
 
 
@@ -270,3 +271,6 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
     elif isinstance(tree, tuple | list):
         for branch in tree:
             yield from _tensors(branch)
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        for field in dataclasses.fields(tree):
+            yield from _tensors(getattr(tree, field.name))

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from shoal.config.table import Positive, PositiveFloat, Table, says
+from shoal.models.huggingface.config import TransformersConfig
 
 SWIGLU_ROUNDING = 32
 CHANNEL_MULTIPLE = 8
@@ -218,7 +219,10 @@ class PythonModel(Table, frozen=True, kw_only=True, tag_field="kind", tag="pytho
 
 
 BuiltInModel = GPTConfig | MoEConfig | ConvNetConfig | MLPConfig
-ModelConfig = GPTConfig | MoEConfig | ConvNetConfig | MLPConfig | PythonModel
+ForeignModel = PythonModel | TransformersConfig
+"""Models that Shoal did not write: they are built whole, with their first values."""
+
+ModelConfig = GPTConfig | MoEConfig | ConvNetConfig | MLPConfig | PythonModel | TransformersConfig
 
 
 def _nearest(found: int, step: int) -> str:

@@ -19,7 +19,7 @@ from shoal.engine.loss import Loss, cross_entropy, weighted_sum
 from shoal.engine.precision import precision_of
 from shoal.engine.randomness import Randomness
 from shoal.models.build import build as build_model
-from shoal.models.config import PythonModel
+from shoal.models.config import ForeignModel
 from shoal.parallel.tensor.vocabulary import VocabularySplit, gather_logits, vocabulary_cross_entropy
 from shoal.planner.predict.bill import Constants
 from shoal.planner.predict.measured import Measured
@@ -94,7 +94,7 @@ class _Steps:
 
 
 def _model(run_file: RunFile) -> nn.Module:
-    if isinstance(run_file.model, PythonModel):
+    if isinstance(run_file.model, ForeignModel):
         return users_model(run_file, UserObjects())
     return build_model(run_file.model)
 

@@ -24,8 +24,9 @@ from shoal.engine.loss import Loss, cross_entropy, squared_error
 from shoal.errors import UserCodeError
 from shoal.maths.counter import key_of
 from shoal.models.build import build as build_model
-from shoal.models.config import ModelConfig, PythonModel
+from shoal.models.config import ForeignModel, ModelConfig, PythonModel
 from shoal.models.grouped_norm import with_grouped_norm
+from shoal.models.huggingface.config import TransformersConfig, vocabulary_of
 from shoal.models.initialise import initialise
 from shoal.recipes.user_code import call_named
 from shoal.runfile.run_file import RunFile
@@ -83,7 +84,7 @@ def _refuse_complex(model: nn.Module) -> None:
 
 def skeleton_of(run_file: RunFile, given: UserObjects) -> nn.Module | None:
     """One of Shoal's own models without storage; None where the model is the user's."""
-    if given.model is not None or isinstance(run_file.model, PythonModel):
+    if given.model is not None or isinstance(run_file.model, ForeignModel):
         return None
     with torch.device("meta"):
         return build_model(run_file.model)
@@ -124,7 +125,9 @@ def data_of(run_file: RunFile, given: UserObjects, environ: Mapping[str, str] = 
     """The data to train and evaluate on. A user's function returns a data set, or a pair (training, held out)."""
     config = run_file.data
     if given.data is None and not isinstance(config, PythonData):
-        vocabulary = getattr(run_file.model, "vocabulary", None)
+        model = run_file.model
+        foreign = isinstance(model, TransformersConfig)
+        vocabulary = vocabulary_of(model) if foreign else getattr(model, "vocabulary", None)
         return data_build.build(config, batch=run_file.batch, vocabulary=vocabulary, cache=cache_folder(environ))
     data = given.data
     if isinstance(config, PythonData) and data is None:
@@ -161,6 +164,10 @@ def _users_model(config: ModelConfig, given: UserObjects) -> Any:
         return given.model if ready else given.model()
     if isinstance(config, PythonModel):
         return call_named(config.build, config.arguments, key="model.build")
+    if isinstance(config, TransformersConfig):
+        from shoal.models.huggingface.build import build
+
+        return build(config)
     return None
 
 

@@ -8,6 +8,7 @@ from torch import nn
 from shoal.checkpoint.load import read_into
 from shoal.checkpoint.verify import checkpoints, read_manifest
 from shoal.engine.loss import call_model
+from shoal.engine.outputs import described, prediction_in
 from shoal.errors import ConfigError
 from shoal.maths.counter import key_of, uniform
 from shoal.recipes.objects import model_of
@@ -28,10 +29,11 @@ def sample_text(run: Run, model: nn.Module, prompt: str, count: int) -> str:
     tokens = torch.tensor([list(prompt.encode())], device=device)
     draws = uniform(key_of(run.run_file.run.seed, "sample text"), torch.arange(count), dtype=torch.float64)
     for draw in draws.tolist():
-        logits = call_model(model, tokens[:, -run.run_file.batch.sequence :])
-        if logits.ndim != 3 or logits.shape[-1] < 256:
+        outputs = call_model(model, tokens[:, -run.run_file.batch.sequence :])
+        logits = prediction_in(outputs)
+        if logits is None or logits.ndim != 3 or logits.shape[-1] < 256:
             raise ConfigError(
-                f"observe.sample_bytes = {count} needs a model of bytes; this one returned {tuple(logits.shape)}, "
+                f"observe.sample_bytes = {count} needs a model of bytes; this one returned {described(outputs)}, "
                 "not [batch, sequence, 256 or more]"
             )
         chances = torch.softmax(logits[0, -1, :256].double() / TEMPERATURE, dim=-1)

@@ -19,10 +19,12 @@ from shoal.engine.forward_backward import (
 )
 from shoal.engine.loss import Loss, cross_entropy
 from shoal.engine.microbatches import cut_sequences
+from shoal.engine.outputs import described, prediction_in, with_prediction
 from shoal.engine.precision import Precision
 from shoal.engine.randomness import Randomness
+from shoal.errors import UserCodeError
 from shoal.memory.recompute import check_recompute, recompute
-from shoal.models.config import PythonModel
+from shoal.models.config import ForeignModel
 from shoal.models.initialise import PartOf, initialise_parts
 from shoal.models.keyed_draws import Extent, KeyedDraws, Slices
 from shoal.models.roles import DeclaresParts
@@ -130,7 +132,7 @@ def build_forward_backward(
 
 def draws_of(run_file: RunFile, model: nn.Module, *, one_at_a_time: bool = True) -> KeyedDraws | None:
     """The mode that keys what a user's module draws; None for Shoal's own, and for one that is compiled."""
-    if not isinstance(run_file.model, PythonModel) or run_file.run.compile:
+    if not isinstance(run_file.model, ForeignModel) or run_file.run.compile:
         return None
     return KeyedDraws(model, seed=run_file.run.seed, one_at_a_time=one_at_a_time)
 
@@ -190,10 +192,11 @@ def split_loss(loss: Loss, vocabulary: VocabularySplit | None, mesh: Mesh) -> Lo
         return loss
     group = mesh.axis("tensor")
 
-    def of_parts(outputs: Tensor, targets: Tensor) -> Tensor:
+    def of_parts(outputs: Any, targets: Tensor) -> Tensor:
+        logits = _logits(outputs)
         if loss is cross_entropy:
-            return vocabulary_cross_entropy(outputs, targets, split=vocabulary, group=group)
-        return loss(gather_logits(outputs, vocabulary, group), targets)
+            return vocabulary_cross_entropy(logits, targets, split=vocabulary, group=group)
+        return loss(with_prediction(outputs, gather_logits(logits, vocabulary, group)), targets)
 
     return of_parts
 
@@ -202,7 +205,24 @@ def _gathered(vocabulary: VocabularySplit | None, mesh: Mesh) -> Callable[[Any],
     """Outputs `[samples, classes]`, of which accuracy is judged, over all classes; those of a sequence as they are."""
     if vocabulary is None:
         return as_it_is
-    return lambda outputs: gather_logits(outputs, vocabulary, mesh.axis("tensor")) if outputs.ndim == 2 else outputs
+    group = mesh.axis("tensor")
+
+    def whole(outputs: Any) -> Any:
+        logits = _logits(outputs)
+        return with_prediction(outputs, gather_logits(logits, vocabulary, group)) if logits.ndim == 2 else outputs
+
+    return whole
+
+
+def _logits(outputs: Any) -> Tensor:
+    """The logits of a model whose head is split. Raises `UserCodeError` where the outputs do not say which they are."""
+    found = prediction_in(outputs)
+    if found is None:
+        raise UserCodeError(
+            f"the model returned {described(outputs)}, and layout.tensor splits its logits: name them 'logits', so "
+            "that ranks know what to put together"
+        )
+    return found
 
 
 def _stages(run_file: RunFile, model: nn.Module, table: Table) -> Stages:

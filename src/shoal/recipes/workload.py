@@ -10,6 +10,8 @@ from torch import nn
 from shoal.data.build import Dataset
 from shoal.engine.loss import Loss
 from shoal.engine.precision import Precision, precision_of
+from shoal.models.huggingface.config import TransformersConfig
+from shoal.models.huggingface.model import check_plans
 from shoal.optim.adopt import OwnOptimizer, own_optimizer
 from shoal.recipes.objects import UserObjects, check_layout_independent, data_of, loss_of, model_of, skeleton_of
 from shoal.recipes.process import Process
@@ -51,6 +53,8 @@ def build_workload(
     skeleton = skeleton_of(run_file, objects)
     model = skeleton or model_of(run_file, objects, device=process.device, dtype=precision.parameters)
     shares = layout.replicate * layout.shard
+    if isinstance(run_file.model, TransformersConfig) and objects.model is None:
+        check_plans(model, layout, sequence_parallel=run_file.layout.sequence_parallel)
     check_layout_independent(model, run_file, shares=shares, micro_samples=micro_samples)
     loss, data = loss_of(run_file, objects), data_of(run_file, objects, process.environ)
     require_same(process.place.rank, process.announce, {"model": shapes_of(model), "data": samples_of(data)})

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from math import lcm
 
 from shoal.errors import ShoalError
-from shoal.models.config import GPTConfig, MoEConfig, PythonModel
+from shoal.models.config import ForeignModel, GPTConfig, MoEConfig
 from shoal.runfile.run_file import RunFile
 from shoal.schedules.build import build
 from shoal.topology.refusal import nearest_divisors, nearest_multiples
@@ -89,7 +89,7 @@ def layout_refusal(run_file: RunFile) -> str | None:
 def _only_chains(run_file: RunFile) -> str | None:
     """Models that cannot be split along an axis: those that are neither a GPT nor the user's own."""
     layout, model = run_file.layout, run_file.model
-    if isinstance(model, GPTConfig | PythonModel):
+    if isinstance(model, GPTConfig | ForeignModel):
         return None
     kind = type(model).__struct_config__.tag
     for axis in ("pipeline", "context", "tensor"):
@@ -119,7 +119,7 @@ def _feed_forward(run_file: RunFile) -> str | None:
 def _experts(run_file: RunFile) -> str | None:
     model, layout = run_file.model, run_file.layout
     if not isinstance(model, MoEConfig):
-        if layout.expert == 1 or isinstance(model, PythonModel):
+        if layout.expert == 1 or isinstance(model, ForeignModel):
             return None
         return f'layout.expert = {layout.expert} splits experts, and the model has none: set model.kind = "moe"'
     shared = model.shared_experts * model.width_of_expert

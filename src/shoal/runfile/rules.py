@@ -13,6 +13,7 @@ from shoal.data.config import StdlibText, TextFiles
 from shoal.engine.config import Float16
 from shoal.errors import ConfigError
 from shoal.models.config import GPTConfig, MoEConfig
+from shoal.models.huggingface.config import TransformersConfig, vocabulary_of
 from shoal.runfile.layout_rules import layout_refusal
 from shoal.runfile.microbatches import microbatch_sizes, most_samples
 from shoal.runfile.run_file import RunFile, statistics_group
@@ -77,8 +78,11 @@ def _groups_rule(run_file: RunFile) -> str | None:
 
 def _vocabulary_rule(run_file: RunFile) -> str | None:
     model, reads_bytes = run_file.model, isinstance(run_file.data, StdlibText | TextFiles)
-    if reads_bytes and isinstance(model, GPTConfig) and model.vocabulary < 256:
-        return f"model.vocabulary = {model.vocabulary}: text is read as bytes, so it must be at least 256"
+    key, vocabulary = "model.vocabulary", model.vocabulary if isinstance(model, GPTConfig) else None
+    if reads_bytes and isinstance(model, TransformersConfig):
+        key, vocabulary = "model.config.vocab_size", vocabulary_of(model)
+    if reads_bytes and vocabulary is not None and vocabulary < 256:
+        return f"{key} = {vocabulary}: text is read as bytes, so it must be at least 256"
     return None
 
 

@@ -2,8 +2,8 @@
 
 The roles say what is split, but not always in which units, nor where in a module the whole stream ends:
 
-    head_size    an integer attribute of the module: so many features of a layer stay together. The row layer then has
-                 all query heads, a column layer with fewer heads is one of keys or values that they share.
+    head_size    an integer attribute of the module (or head_dim): so many features of a layer stay together. The row
+                 layer then has all query heads, a column layer with fewer is one of keys or values that they share.
     closed       all parameters of the module are those of its column layers and its one row layer, or act on single
                  heads between them. The module as a whole then takes the stream and gives it back.
     takes_blocks a module with heads says by this attribute that it reads no length off its input: on a grid its column
@@ -38,7 +38,7 @@ class Region:
     @property
     def head_size(self) -> int | None:
         """Features that stay together; None: each stands alone."""
-        return getattr(self.module, "head_size", None)
+        return getattr(self.module, "head_size", getattr(self.module, "head_dim", None))
 
     @property
     def takes_blocks(self) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.models.config import PythonModel
+from shoal.models.config import ForeignModel
 from shoal.observe.facts import replace_file
 from shoal.runfile.run_file import RunFile, run_directory
 from shoal.topology.box import Dims
@@ -33,12 +33,12 @@ def remember(run_file: RunFile, shapes: Shapes) -> None:
 
 def missing_proof(run_file: RunFile, shapes: Shapes) -> str | None:
     """A sentence where a user's module is split by its roles and has not passed; None where nothing is to be said."""
-    if not isinstance(run_file.model, PythonModel) or run_file.layout.tensor == 1:
+    if not isinstance(run_file.model, ForeignModel) or run_file.layout.tensor == 1:
         return None
     if _key(run_file, shapes) in _passed(_path(run_file)):
         return None
     return (
-        f"layout.tensor = {run_file.layout.tensor} splits a module of your own by the roles that it declares, and a "
+        f"layout.tensor = {run_file.layout.tensor} splits a module by the roles that it declares, and a "
         "wrong role trains wrongly without an error; `shoal verify` with this run file proves the split"
     )
 

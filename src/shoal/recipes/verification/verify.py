@@ -41,7 +41,7 @@ from shoal.engine.reference import Reference, ReferenceGradient
 from shoal.engine.step_result import StepResult
 from shoal.errors import ConfigError
 from shoal.launch.environment import Place
-from shoal.models.config import PythonModel
+from shoal.models.config import ForeignModel
 from shoal.models.mixture_routes import RecordRoutes, ReplayRoutes, RouteDifference, Routes, set_routes
 from shoal.observe.progress_bar import ProgressBar
 from shoal.recipes.objects import UserObjects
@@ -114,7 +114,7 @@ def verify_rank(
     if proof.replayed:
         notes.append(f"{proof.replayed} routes of near-ties were taken from the reference")
     verdict = Verdict(run.mesh.layout.describe(), exact, proof.findings, axes, tuple(notes))
-    if verdict.holds and isinstance(run_file.model, PythonModel):
+    if verdict.holds and isinstance(run_file.model, ForeignModel):
         remember(run_file, run.generation.parts.split.shapes)
     return verdict
 

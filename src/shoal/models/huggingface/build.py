@@ -1,0 +1,156 @@
+"""From a `[model]` table of kind "transformers" to the module: class, config, weights, attention, adapters.
+
+Nothing is read from a network: a folder is a folder on this machine, and weights are safetensors. transformers itself
+reads them, so that sharded files, tied weights and renamed keys are those that `from_pretrained` knows.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from shoal.errors import ConfigError, MissingExtra
+from shoal.models.huggingface.adapters import add_adapters
+from shoal.models.huggingface.attention import use_causal_cores
+from shoal.models.huggingface.config import TransformersConfig, config_keys
+from shoal.models.huggingface.model import declared_class
+
+_WRITTEN_ANYWHERE = frozenset({"architectures", "model_type", "transformers_version", "torch_dtype", "auto_map"})
+"""Keys of a config.json that no config class declares."""
+
+
+def build(table: TransformersConfig) -> nn.Module:
+    """The model on the CPU, with the folder's weights or with values drawn from PyTorch's generator.
+
+    Its parameters have transformers' own names; its caches are off. It is called as `shoal.models.huggingface.model`
+    says. Raises `ConfigError` for a class, a key or a folder that is not there, `MissingExtra` without transformers.
+    """
+    architecture = architecture_of(table)
+    config = configuration_of(table, architecture)
+    model = _made(table, declared_class(architecture, config), config)
+    model.config.use_cache = False
+    model.set_attn_implementation("sdpa" if table.attention == "auto" else table.attention)
+    if table.attention == "auto":
+        use_causal_cores(model)
+    if table.lora_rank is not None:
+        add_adapters(model, table)
+    return model.train()
+
+
+def plain(table: TransformersConfig) -> Any:
+    """transformers' own class with that config, its weights drawn, and the adapters: what an export is written with."""
+    architecture = architecture_of(table)
+    model = architecture(configuration_of(table, architecture))
+    if table.lora_rank is not None:
+        add_adapters(model, table)
+    return model
+
+
+def architecture_of(table: TransformersConfig) -> Any:
+    """The class that the table names. Raises `ConfigError` for a name that is no model class of transformers."""
+    transformers = import_transformers()
+    names = config_keys(table).get("architectures") or []
+    name = table.architecture or (names[0] if names else None)
+    if name is None:
+        raise ConfigError(
+            'model.architecture is missing, and the config names no "architectures": name the class, such as '
+            "LlamaForCausalLM"
+        )
+    found = getattr(transformers, str(name), None)
+    if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
+        near = difflib.get_close_matches(str(name), dir(transformers), n=1)
+        hint = f", did you mean '{near[0]}'?" if near else ""
+        raise ConfigError(
+            f"model.architecture = {name!r} is no model class of transformers {transformers.__version__}{hint}"
+        )
+    if getattr(found, "config_class", None) is None:
+        raise ConfigError(f"model.architecture = {name!r} is a base class without a config: name a class that is built")
+    return found
+
+
+def configuration_of(table: TransformersConfig, architecture: Any) -> Any:
+    """The config, every key of it known to the class. Raises `ConfigError` for one that is not, or a wrong value."""
+    keys, config_class = config_keys(table), architecture.config_class
+    own = config_class()
+    generation = import_transformers().GenerationConfig().to_dict()  # older folders keep its keys here
+    known = {*own.to_dict(), *own.attribute_map, *vars(own), *generation, *_WRITTEN_ANYWHERE}
+    inline = table.config if isinstance(table.config, dict) else {}
+    for key in inline:
+        if key not in known:
+            near = difflib.get_close_matches(key, sorted(known), n=1)
+            hint = f", did you mean '{near[0]}'?" if near else f"; it has {', '.join(sorted(own.to_dict()))}"
+            raise ConfigError(f"model.config.{key}: {config_class.__name__} has no such key{hint}")
+    wanted, found = config_class.model_type, keys.get("model_type")
+    if found is not None and found != wanted:
+        raise ConfigError(
+            f'the config is of model_type "{found}", and {architecture.__name__} takes "{wanted}": name a class of '
+            "that type in model.architecture"
+        )
+    try:
+        return config_class.from_dict({name: value for name, value in keys.items() if name != "dtype"})
+    except Exception as error:
+        raise ConfigError(f"{config_class.__name__} refuses model.config: {_one_line(error)}") from None
+
+
+def _made(table: TransformersConfig, model_class: Any, config: Any) -> Any:
+    if table.folder is None:
+        try:
+            return model_class(config)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"{model_class.__name__} cannot be built of model.config: {_one_line(error)}") from None
+    folder = Path(table.folder)
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(
+            f"model.folder = {table.folder!r} holds no safetensors file: name a folder that save_pretrained wrote, or "
+            "write its weights as safetensors"
+        )
+    try:
+        with without_bars():
+            model, told = model_class.from_pretrained(
+                os.fspath(folder.absolute()), config=config, dtype="auto", local_files_only=True, use_safetensors=True,
+                output_loading_info=True,
+            )  # fmt: skip
+    except Exception as error:  # of a damaged file safetensors raises its own kinds
+        raise ConfigError(f"model.folder = {table.folder!r} cannot be loaded: {_one_line(error)}") from error
+    lacking = [n for n in sorted(told["missing_keys"]) if not any(fnmatchcase(n, p) for p in table.missing)]
+    if lacking:
+        raise ConfigError(
+            f"model.folder = {table.folder!r} has no weights for {', '.join(lacking[:4])}"
+            f"{f' and {len(lacking) - 4} others' if len(lacking) > 4 else ''} of {model_class.__name__}: name another "
+            "model.architecture, or list in model.missing what is to be drawn"
+        )
+    return model
+
+
+def import_transformers() -> Any:
+    """The package. Raises `MissingExtra`."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingExtra("transformers", extra="huggingface", purpose='model.kind = "transformers"') from error
+    return transformers
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Without transformers' progress bars, of which every rank would draw one into its log."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(f"{error}".split()) or type(error).__name__

@@ -1,0 +1,98 @@
+"""Table `[model]` of kind "transformers". Imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from shoal.config.table import Positive, PositiveFloat, Table, says
+from shoal.errors import ConfigError
+from shoal.files import read_file
+
+CONFIG_FILE = "config.json"
+MOST_CONFIG_BYTES = 1 << 24
+
+
+class TransformersConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag="transformers"):
+    """A model of Hugging Face's transformers (extra `huggingface`), from its config or a local folder."""
+
+    architecture: Annotated[
+        str | None,
+        says(
+            "Its class in transformers, such as LlamaForCausalLM; default: the first of `architectures` in its config."
+        ),
+    ] = None
+    config: Annotated[
+        dict[str, Any] | str | None,
+        says("Keys of the class's own config, or a JSON file of them. Beside `folder`: keys that replace its own."),
+    ] = None
+    folder: Annotated[
+        str | None,
+        says("A folder with config.json and safetensors files, sharded or not. Nothing is read from a network."),
+    ] = None
+    missing: Annotated[
+        list[str],
+        says('Patterns of parameters that `folder` may lack, such as "classifier.*"; they are drawn from run.seed.'),
+    ] = msgspec.field(default_factory=list)
+    attention: Annotated[
+        Literal["auto", "sdpa", "eager"],
+        says("transformers' attention function; auto: Shoal's own in causal decoders, which context needs, else sdpa."),
+    ] = "auto"
+    lora_rank: Annotated[
+        Positive | None, says("Rank of low-rank adapters (arXiv:2106.09685); they alone are trained. Needs `peft`.")
+    ] = None
+    lora_alpha: Annotated[
+        PositiveFloat | None, says("Adapters are scaled by lora_alpha / lora_rank; default: 2 x lora_rank.")
+    ] = None
+    lora_targets: Annotated[
+        list[str] | None, says('Layers that get adapters, such as ["q_proj", "v_proj"]; default: peft\'s own choice.')
+    ] = None
+    lora_dropout: Annotated[float, says("Share of the adapters' inputs dropped, keyed per sample.", ge=0, lt=1)] = 0.0
+
+    def __post_init__(self) -> None:
+        if self.folder is None and self.config is None:
+            raise ValueError("neither config nor folder is given: write the model's config, or name its folder")
+        if self.folder is not None and isinstance(self.config, str):
+            raise ValueError(
+                f"config = {self.config!r} beside folder: the folder has its own config.json; name the file alone, or "
+                "write the keys that differ as a table"
+            )
+        if self.missing and self.folder is None:
+            raise ValueError("missing is given without folder: a model from its config is drawn whole; leave it out")
+        if self.lora_rank is None and (self.lora_alpha or self.lora_targets or self.lora_dropout):
+            raise ValueError("lora_alpha, lora_targets or lora_dropout without lora_rank: give the adapters a rank")
+
+    @property
+    def config_file(self) -> Path | None:
+        """The JSON file that the config is read from."""
+        if self.folder is not None:
+            return Path(self.folder) / CONFIG_FILE
+        return Path(self.config) if isinstance(self.config, str) else None
+
+
+def config_keys(table: TransformersConfig) -> dict[str, Any]:
+    """The model's config as written: the file's keys, then those of the table. Raises `ConfigError`."""
+    file = table.config_file
+    written = {} if file is None else _keys_of(file, key="model.config" if table.folder is None else "model.folder")
+    return written | (table.config if isinstance(table.config, dict) else {})
+
+
+def vocabulary_of(table: TransformersConfig) -> int | None:
+    """The number of token ids that its config states; None where it leaves it to the class. Raises `ConfigError`."""
+    found = config_keys(table).get("vocab_size")
+    return found if isinstance(found, int) else None
+
+
+def _keys_of(file: Path, *, key: str) -> dict[str, Any]:
+    repair = f"correct {key}; nothing is downloaded"
+    text = read_file(file, limit_bytes=MOST_CONFIG_BYTES, error=ConfigError, repair=repair)
+    try:
+        keys = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{file} is no JSON ({error}): {repair}") from None
+    if not isinstance(keys, dict):
+        raise ConfigError(f"{file} holds a {type(keys).__name__}, not the keys of a config: {repair}")
+    return keys

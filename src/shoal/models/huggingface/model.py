@@ -1,0 +1,146 @@
+"""What Shoal adds to a class of transformers: how it is called, and its plans as roles and as a chain.
+
+A subclass of the architecture is made for each model, so that parameters and modules keep their names:
+
+    Called      one tensor is the main input (`input_ids`, `pixel_values`, ...); several inputs are a dictionary
+    Tensors     `parameter_roles`, where a tensor plan is declared        (`shoal.models.huggingface.tensor_plan`)
+    Stages      `context` and `parts`, where a pipeline plan is declared  (`shoal.models.huggingface.chain`)
+
+Outputs are transformers' own (`ModelOutput`): a loss takes their `logits`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import UserCodeError
+from shoal.models.huggingface.attention import has_causal_cores, whole_order
+from shoal.models.huggingface.chain import Probe, declares_chain, head_output, parts_of, probed
+from shoal.models.huggingface.tensor_plan import declares_tensors, roles_by_plan
+from shoal.models.layers import CausalAttention
+from shoal.models.roles import Part, Role
+from shoal.topology.layout import Layout
+from shoal.topology.refusal import nearest_divisors
+
+
+def declared_class(architecture: Any, config: Any) -> Any:
+    """The subclass of `architecture` for models of `config`, with roles and chain where these declare plans."""
+    bases: list[Any] = [Called]
+    if declares_tensors(architecture, config):
+        bases.append(Tensors)
+    if declares_chain(architecture, config):
+        bases.append(Stages)
+    # transformers treats classes of other modules as custom code, whose first values it draws in another order.
+    return type(architecture.__name__, (*bases, architecture), {"__module__": architecture.__module__})
+
+
+class Called(nn.Module):
+    """How Shoal calls a model of transformers."""
+
+    main_input_name: str
+    config: Any
+
+    def forward(self, main: Tensor | None = None, positions: Tensor | None = None, **named: Any) -> Any:
+        """Inputs of any shape that the architecture takes, to its `ModelOutput`.
+
+        `main` is the architecture's main input. `positions` `[samples, tokens]` say which tokens of a sequence this
+        rank holds; attention then sees the others by `layout.context`. Raises `UserCodeError` for labels, which are
+        targets, and for masks beside `positions`.
+        """
+        return self.architecture_forward(**self.named_inputs(main, positions, named))
+
+    def architecture_forward(self, **named: Any) -> Any:
+        """The forward of the class in transformers."""
+        return super().forward(**named)  # type: ignore[misc]
+
+    def named_inputs(self, main: Tensor | None, positions: Tensor | None, named: Mapping[str, Any]) -> dict[str, Any]:
+        """The keywords of the architecture's own forward."""
+        inputs = dict(named) if main is None else {self.main_input_name: main, **named}
+        if "labels" in inputs:
+            raise UserCodeError(
+                f"the inputs of {type(self).__name__} hold labels: return them as targets; the loss is that of [loss]"
+            )
+        if positions is not None:
+            taken = [name for name in ("attention_mask", "position_ids") if inputs.get(name) is not None]
+            if taken:
+                raise UserCodeError(
+                    f"the inputs of {type(self).__name__} hold {taken[0]}, and layout.context cuts sequences: there "
+                    "every token sees those before it; leave it out, or set layout.context = 1"
+                )
+            return inputs | {"position_ids": positions, "attention_mask": whole_order(positions)}
+        if main is not None and main.ndim == 2 and self._takes_position_ids and "position_ids" not in inputs:
+            # The length of a slice of the sequence (layout.sequence_parallel) is not that of the sequence.
+            inputs["position_ids"] = torch.arange(main.shape[1], device=main.device)[None]
+        return inputs
+
+    @property
+    def _takes_position_ids(self) -> bool:
+        return has_causal_cores(self) and "position_ids" in inspect.signature(super().forward).parameters
+
+
+class Tensors(nn.Module):
+    """Roles from the tensor plan."""
+
+    def parameter_roles(self) -> dict[str, Role]:
+        """See `shoal.models.roles`."""
+        return roles_by_plan(self)
+
+
+class Stages(nn.Module):
+    """A chain from the pipeline plan."""
+
+    def context(self, main: Tensor | None = None, positions: Tensor | None = None, **named: Any) -> Probe:
+        """What every layer is called with beside the activations: see `shoal.models.huggingface.chain`."""
+        return probed(self, self.named_inputs(main, positions, named))  # type: ignore[operator]
+
+    def parts(self) -> list[Part]:
+        """See `shoal.models.roles`."""
+        return parts_of(self, head_output)
+
+
+def check_plans(model: nn.Module, layout: Layout, *, sequence_parallel: bool = False) -> None:
+    """Refuses axes for which a model of transformers declares nothing.
+
+    Raises `UserCodeError` with the class's name and the layouts that are left.
+    """
+    name, config = type(model).__name__, model.config
+    tensor, pipeline, context = layout.tensor, layout.pipeline, layout.context
+    others = "use layout.replicate or layout.shard"
+    if tensor > 1:
+        if not isinstance(model, Tensors):
+            raise UserCodeError(
+                f"layout.tensor = {tensor}: {name} declares no tensor plan (base_model_tp_plan of "
+                f"{type(config).__name__}), which says how its layers are split; {others}"
+            )
+        _check_heads(config, tensor)
+    if tensor > 1 and sequence_parallel and getattr(model, "peft_config", None):
+        raise UserCodeError(
+            f"layout.sequence_parallel = true: adapters of {name} stand inside its attention, which reads the length "
+            "of the sequence off its input; set it to false"
+        )
+    if pipeline > 1 and not isinstance(model, Stages):
+        raise UserCodeError(
+            f"layout.pipeline = {pipeline}: {name} declares no pipeline plan (base_model_pp_plan of "
+            f"{type(config).__name__}) of embedding, layers, norm and head; {others}"
+        )
+    if context > 1 and not any(isinstance(module, CausalAttention) for module in model.modules()):
+        raise UserCodeError(
+            f"layout.context = {context}: {name} has layers whose attention is not plain causal self-attention called "
+            f'through transformers\' AttentionInterface, or model.attention is not "auto"; {others}'
+        )
+
+
+def _check_heads(config: Any, tensor: int) -> None:
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, key, None)
+        if isinstance(heads, int) and heads % tensor:
+            nearest = " or ".join(map(str, nearest_divisors(heads, tensor)))
+            raise UserCodeError(
+                f"layout.tensor = {tensor} does not divide model.config.{key} = {heads}: every rank has whole heads; "
+                f"nearest: layout.tensor = {nearest}"
+            )

@@ -1,0 +1,184 @@
+"""Models of transformers are built from a config or a folder as transformers builds them, or refused in a sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from shoal.errors import ConfigError, UserCodeError
+from shoal.models.huggingface.build import build
+from shoal.models.huggingface.config import TransformersConfig
+from shoal.models.huggingface.model import check_plans
+from shoal.models.layers import CausalAttention
+from shoal.runfile.rules import refusal
+from shoal.topology.layout import Layout
+from tests.models.huggingface.architectures import LLAMA, QWEN3, TABLES, TIED_LLAMA
+from tests.recipes.layouts import run_file_of
+
+transformers = pytest.importorskip("transformers")
+
+TOKENS = torch.randint(3, 61, (2, 9), generator=torch.Generator().manual_seed(2))
+
+
+def table(model: dict[str, Any], **keys: Any) -> TransformersConfig:
+    return msgspec.convert({**model, **keys}, TransformersConfig)
+
+
+def llama(**keys: Any) -> TransformersConfig:
+    return table(LLAMA, config={**LLAMA["config"], **keys})
+
+
+def built(config: TransformersConfig) -> Any:
+    torch.manual_seed(7)
+    return build(config)
+
+
+def saved(folder: Path, model: dict[str, Any], **options: Any) -> Any:
+    """transformers' own model, its folder written by transformers."""
+    torch.manual_seed(7)
+    architecture = getattr(transformers, model["architecture"])
+    own = architecture(architecture.config_class(**model["config"])).eval()
+    own.save_pretrained(folder, **options)
+    return own
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_parameters_are_those_of_transformers_by_name_and_value(name: str) -> None:
+    """A model drawn from the same generator is the same bit by bit: adding what Shoal needs draws nothing."""
+    model = TABLES[name]["model"]
+    torch.manual_seed(7)
+    architecture = getattr(transformers, model["architecture"])
+    wanted = architecture(architecture.config_class(**model["config"])).state_dict()
+    found = built(table(model)).state_dict()
+    assert list(found) == list(wanted)
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+@pytest.mark.parametrize("model", [LLAMA, TIED_LLAMA, QWEN3, TABLES["GPT-2"]["model"], TABLES["Mixtral"]["model"]])
+@pytest.mark.parametrize("size", ["50GB", "20KB"])
+def test_a_folder_gives_the_logits_of_transformers(tmp_path: Path, model: dict[str, Any], size: str) -> None:
+    """In one file or many, tied or not, and where parameters have other names in files (experts)."""
+    own = saved(tmp_path, model, max_shard_size=size)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (size == "20KB")
+    found = build(TransformersConfig(folder=str(tmp_path))).eval()
+    assert torch.equal(found(TOKENS).logits, own(TOKENS).logits)
+
+
+def test_padding_reaches_attention(tmp_path: Path) -> None:
+    """A causal core stands in the model, and a mask of padding on the left is still obeyed."""
+    own = saved(tmp_path, LLAMA)
+    found = build(TransformersConfig(folder=str(tmp_path))).eval()
+    assert sum(type(module) is CausalAttention for module in found.modules()) == LLAMA["config"]["num_hidden_layers"]
+    mask = torch.ones_like(TOKENS)
+    mask[0, :4] = 0
+    wanted = own(TOKENS, attention_mask=mask).logits
+    assert torch.equal(found(input_ids=TOKENS, attention_mask=mask).logits, wanted)
+    assert not torch.equal(wanted, own(TOKENS).logits)
+
+
+def test_a_config_may_be_a_json_file(tmp_path: Path) -> None:
+    file = tmp_path / "small.json"
+    file.write_text(json.dumps(LLAMA["config"]))
+    found = built(table(LLAMA, config=str(file)))
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), built(table(LLAMA)).parameters(), strict=True))
+
+
+def test_keys_beside_a_folder_replace_its_own(tmp_path: Path) -> None:
+    saved(tmp_path, LLAMA)
+    assert (
+        build(TransformersConfig(folder=str(tmp_path), config={"attention_dropout": 0.25})).config.attention_dropout
+        == 0.25
+    )
+
+
+def test_what_a_folder_lacks_is_drawn_only_where_it_is_listed(tmp_path: Path) -> None:
+    """A classifier on a language model's folder is drawn from the seed; without the list it is refused by name."""
+    saved(tmp_path, LLAMA)
+    tables = {"architecture": "LlamaForSequenceClassification", "folder": str(tmp_path)}
+    with pytest.raises(ConfigError, match=r"has no weights for score\.weight of LlamaForSequenceClassification"):
+        build(TransformersConfig(**tables))
+    first, second = (built(TransformersConfig(**tables, missing=["score.*"])) for _ in range(2))
+    assert torch.equal(first.score.weight, second.score.weight)
+
+
+REFUSED: dict[str, tuple[TransformersConfig, str]] = {
+    "a class that is not there": (table(LLAMA, architecture="LlamaForCausalML"), "did you mean 'LlamaForCausalLM'"),
+    "a class that is no model": (table(LLAMA, architecture="LlamaConfig"), "is no model class of transformers"),
+    "no class": (table(LLAMA, architecture=None), "model.architecture is missing"),
+    "an unknown key": (llama(hiden_size=8), "did you mean 'hidden_size'"),
+    "a wrong value": (llama(hidden_size="wide"), "LlamaConfig refuses model.config"),
+    "another type": (llama(model_type="bert"), 'of model_type "bert", and LlamaForCausalLM takes "llama"'),
+    "no file": (table(LLAMA, config="nowhere.json"), "nowhere.json is missing"),
+    "no folder": (TransformersConfig(folder="nowhere"), "nowhere/config.json is missing: correct model.folder"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_built_is_refused(case: str) -> None:
+    config, said = REFUSED[case]
+    with pytest.raises(ConfigError, match=said):
+        build(config)
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "none"])
+def test_a_damaged_folder_is_refused_by_name(tmp_path: Path, damage: str) -> None:
+    saved(tmp_path, LLAMA)
+    file = tmp_path / "model.safetensors"
+    content = {"empty": b"", "cut": file.read_bytes()[:1000], "none": None}[damage]
+    file.unlink() if content is None else file.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"{tmp_path.name}.*(cannot be loaded|holds no safetensors file)"):
+        build(TransformersConfig(folder=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"folder": "x", "config": "y"}, {"config": {}, "missing": ["a"]}, {"config": {}, "lora_alpha": 2.0}],
+)  # fmt: skip
+def test_keys_that_contradict_each_other_are_refused(keys: dict[str, Any]) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"kind": "transformers", **keys}, TransformersConfig)
+
+
+def test_bytes_need_a_vocabulary_of_256(tmp_path: Path) -> None:
+    """Before any process starts."""
+    said = refusal(run_file_of(tmp_path, model=LLAMA, data={"kind": "stdlib"}))
+    assert said == "model.config.vocab_size = 61: text is read as bytes, so it must be at least 256"
+
+
+def test_labels_belong_to_the_targets() -> None:
+    with pytest.raises(UserCodeError, match="the inputs of LlamaForCausalLM hold labels"):
+        built(llama())(input_ids=TOKENS, labels=TOKENS)
+
+
+def test_heads_that_tensor_does_not_divide_are_refused() -> None:
+    with pytest.raises(UserCodeError, match=r"model\.config\.num_key_value_heads = 2: .*nearest: layout\.tensor = 2"):
+        check_plans(built(llama()), Layout(tensor=4))
+
+
+def test_an_architecture_that_computes_between_its_parts_is_no_chain() -> None:
+    """Granite scales its embedding and its logits outside of the modules of its plan: stages would leave that out."""
+    config = {**LLAMA["config"], "embedding_multiplier": 2.0, "logits_scaling": 3.0}
+    model = built(table(LLAMA, architecture="GraniteForCausalLM", config=config))
+    with pytest.raises(UserCodeError, match=r"GraniteForCausalLM computes something of its own before layers\.0"):
+        model.context(TOKENS)
+    model = built(table(LLAMA, architecture="GraniteForCausalLM", config=config | {"embedding_multiplier": 1.0}))
+    with pytest.raises(UserCodeError, match="GraniteForCausalLM computes something of its own behind lm_head"):
+        model.context(TOKENS)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Mixtral"])
+def test_the_chain_gives_the_logits_of_the_model(name: str) -> None:
+    """Bit by bit, and the model is left as it was."""
+    model = built(table(TABLES[name]["model"])).eval()
+    names = [name for name, _ in model.named_modules()]
+    context = model.context(TOKENS)
+    x: Any = None
+    for part in model.parts():
+        x = part.run(x, context)
+    assert torch.equal(x.logits, model(TOKENS).logits)
+    assert [name for name, _ in model.named_modules()] == names

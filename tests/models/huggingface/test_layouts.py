@@ -1,0 +1,50 @@
+"""Models of transformers are the same in every layout that they declare a plan for, and refused by name in others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.models.huggingface.cells import LAYOUTS, MODELS, expected, tables_of, world_of
+from tests.recipes.layouts import corpus, verified
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+CELLS = [(model, layout) for model in MODELS for layout in LAYOUTS]
+FAST = {
+    ("Llama", "replicate 2"), ("Llama", "tensor 2, sequence"), ("Qwen3", "tensor 2, pipeline 2"),
+    ("Qwen3", "context 2"), ("tied Llama", "pipeline 2, interleaved"), ("Mixtral", "tensor 2"), ("GPT-2", "context 2"),
+    ("GPT-2", "tensor 2"), ("GPT-2", "pipeline 2"), ("BERT", "ZeRO-3"), ("BERT", "context 2"), ("ViT", "ZeRO-2"),
+    ("T5", "ZeRO-3, recompute"), ("Whisper", "ZeRO-3"), ("LoRA", "tensor 2"), ("LoRA", "ZeRO-3"),
+    ("LoRA", "tensor 2, sequence"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        pytest.param(*cell, id=" ".join(cell), marks=() if cell in FAST else pytest.mark.stress)
+        for cell in CELLS
+    ],
+)  # fmt: skip
+def test_an_architecture_is_the_same_model_or_refused(ranks, tmp_path: Path, model: str, layout: str) -> None:
+    """`verify` compares loss, norm, every gradient and the weights after two steps with one process."""
+    corpus(tmp_path)
+    wanted = expected(model, layout)
+    outcomes = ranks.outcomes(world_of(layout), verified, tables_of(model, layout), str(tmp_path), False, 2)
+    said = [str(value) for worked, value in outcomes if not worked]
+    if wanted != "same":
+        assert len(said) == len(outcomes)
+        assert all(wanted in sentence for sentence in said), said[0]
+        return
+    assert not said, said[0]
+    verdict = outcomes[0][1]
+    assert verdict["holds"], verdict["sentence"]
+
+
+def test_the_table_has_eighty_cells_or_more_that_are_the_same() -> None:
+    """What the documentation says of the table."""
+    assert sum(expected(*cell) == "same" for cell in CELLS) >= 80
+    assert {model for model, _ in FAST} == set(MODELS)
