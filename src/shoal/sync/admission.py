@@ -244,15 +244,16 @@ class Accounts:
         """`effects` of any event, which happened at `now_s`."""
         for update in effects.updates:
             for contribution in update.contributions:
-                account = self._of(contribution.worker)
+                account = self.of(contribution.worker)
                 account.counted += 1
                 account.staleness += staleness_of(contribution, update)
         if effects.dropped is not None:
-            self._of(effects.dropped.worker).dropped += 1
+            self.of(effects.dropped.worker).dropped += 1
         for worker in effects.released:
-            self._of(worker).waited_s += now_s - self._since_s.pop(worker, now_s)
+            self.of(worker).waited_s += now_s - self._since_s.pop(worker, now_s)
 
-    def _of(self, worker: int) -> Account:
+    def of(self, worker: int) -> Account:
+        """The account of `worker`, which begins with nothing."""
         return self.by_worker.setdefault(worker, Account())
 
 
