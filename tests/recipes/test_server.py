@@ -27,6 +27,12 @@ LR, STEPS = 0.05, 12
 LONG = 50
 SGD: Tables = {"optimizer": {"kind": "sgd", "clip_norm": None}, "precision": {"kind": "float64"}}
 ADAM: Tables = {"optimizer": {"clip_norm": None}, "precision": {"kind": "float64"}}
+LEAST: Tables = {
+    "run": {"name": "least", "steps": 1},
+    "model": {"kind": "gpt", "vocabulary": 61, "layers": 1, "width": 8, "heads": 1},
+    "data": {"kind": "stdlib"},
+    "batch": {"global_samples": 2},
+}
 BATCH: Tables = {"batch": {"global_samples": 12, "denominator": "samples"}}
 SUM_ORDER = 1e-12  # float64
 AMPLIFIED = 1e-9  # float64, 12 steps of Adam
@@ -151,17 +157,50 @@ def test_asynchronous_workers_agree_at_the_end(ranks, folder: Path, staleness: s
     assert all(one.equal for one in found)
     assert found[0].agreed == [step % 6 == 0 for step in range(1, STEPS + 1)]
     last = [one.figures[-1] for one in found]
-    assert max(figures["server/version"] for figures in last) == 3 * 6
+    assert all(figures["server/updates"] == 3 * 6 for figures in last)
+    assert all(figures["server/counted"] == 6 for figures in last)
     assert all(figures["server/staleness"] >= 0 for figures in last)
     assert all(figures["server/wait_s"] > 0 for figures in last)
+
+
+def train_late(place: TestPlace, tables: Tables, folder: str) -> tuple[list[bool], dict[str, float], bool]:
+    """One round in which rank 2 ends its first step when rank 0 has made five: which steps it skipped, its figures
+    after the last, and whether its parameters are those of rank 0.
+    """
+    run = opened(place, tables, folder, Path(folder) / "late", STEPS)
+    skipped = []
+    with closing(run.feed()) as feed:
+        for number in range(1, STEPS + 1):
+            late = place.rank == 2 and number == 1
+            wait = (lambda norm: place.store.wait(["five steps"])) if late else None
+            skipped.append(run.step(number, feed.next().microbatches, lr=LR, on_gradients=wait).skipped)
+            if place.rank == 0 and number == 5:
+                place.store.set("five steps", "made")
+    mine = torch.cat([p.detach().flatten() for p in run.model.parameters()])
+    first_ranks = mine.clone()
+    run.mesh.world.broadcast(first_ranks).wait()
+    return skipped, dict(run.generation.agreement.take_figures()), torch.equal(mine, first_ranks)
+
+
+def test_a_late_worker_holds_up_nobody_and_goes_on_with_the_others(ranks, folder: Path) -> None:
+    """Two of three make an update: the late gradient is dropped, its worker skips the steps made without it, there are
+    as many updates as steps, and all agree at the end.
+    """
+    tables = SGD | BATCH | server("backup", backup=1)
+    found = ranks(3, train_late, tables, str(folder))
+    skipped, figures, _ = found[2]
+    assert skipped[1:5] == [True] * 4
+    assert not skipped[0]
+    assert figures["server/dropped"] >= 1
+    assert all(figures["server/updates"] == STEPS for _, figures, _ in found)
+    assert all(equal for _, _, equal in found)
 
 
 def test_bounded_workers_wait_for_the_slowest(ranks, folder: Path) -> None:
     """Every step of all workers is one update, whatever the bound."""
     found = ranks(3, train, SGD | BATCH | server("bounded", bound=2), str(folder))
     assert all(one.equal for one in found)
-    assert all(one.figures[-1]["server/version"] <= STEPS for one in found)
-    assert max(one.figures[-1]["server/version"] for one in found) == STEPS
+    assert all(one.figures[-1]["server/updates"] == STEPS for one in found)
     assert all(figures["server/staleness"] <= 2 for one in found for figures in one.figures)
 
 
@@ -200,4 +239,4 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path, tables: Tables, words:
 def test_keys_that_make_no_sense_together_are_refused(keys: Tables, words: str) -> None:
     """Nothing is silently ignored."""
     with pytest.raises(ConfigError, match=words):
-        checked({"sync": {"kind": "server", **keys}}, RunFile, file="server.toml")
+        checked(LEAST | {"sync": {"kind": "server", **keys}}, RunFile, file="server.toml")

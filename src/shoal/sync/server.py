@@ -7,6 +7,9 @@ The optimizer's state of a part lies at its server alone, as under ZeRO-1. Worke
 agreement all of them have made equally many steps, and take every part from its server. Under synchronous admission all
 have the same parameters after every step, and the steps are those of all-reduce with a mean over the workers.
 
+Under backup admission, a worker that is late skips the steps that were made without it, and so goes on with the others.
+Its gradient was of the version before: each part drops it by that.
+
 A worker whose gradient is not finite takes part in the update and adds nothing. Clipping is of each worker's own
 gradient. Persistent buffers, such as running statistics, are averaged at agreements.
 """
@@ -95,9 +98,8 @@ class ServerAgreement:
         self._worker = Worker(self._flat, lanes, self._part, dtype=dtype)
         self._gradient = torch.zeros(self._flat.numel, dtype=dtype)
         self._serving: Serving | None = None
-        self._contributed, self._stop, self._tokens = 0, False, 0
-        self._waited_s = 0.0
-        self._steps_begun = 0
+        self._number, self._contributed = -1, True
+        self._stop, self._tokens, self._waited_s = False, 0, 0.0
 
     def stepped_by(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimizer of a worker: it pushes the gradients of its parameters and pulls what servers made of all."""
@@ -116,10 +118,17 @@ class ServerAgreement:
             rule = rule_of(self._config, self._replicas.size)
             self._part.begin(rule, self._worker.row[self._flat.spans[self._replicas.rank]])
             self._worker.begin()
-            self._contributed, self._steps_begun = 0, 0
+            self._number = -1
             self._serving = Serving(self._part, self._lanes)
             self.equal = False
-        self._steps_begun += 1
+        self._contributed = self.skips_step
+        self._number += 1
+
+    @property
+    def skips_step(self) -> bool:
+        """Backup workers: the updates that this step would contribute to have been made without it."""
+        late = self._config.admission == "backup" and not self.equal
+        return late and not self._worker.awaited(self._number + 1)
 
     def push_pull(self, lr: float | None) -> None:
         """Contributes the gradients of the parameters, or nothing if `lr` is None, and reads the newest parameters."""
@@ -128,13 +137,14 @@ class ServerAgreement:
             self._flat.pack([_gradient_of(parameter) for parameter in self._parameters], self._gradient)
             gradient = self._gradient
         begin_s = time.perf_counter()
-        self._worker.push_pull(Push(self._contributed, gradient, lr or 0.0))
+        servers = None if self._config.admission != "backup" else self._worker.awaited(self._number)
+        self._worker.push_pull(Push(self._number, gradient, lr or 0.0), servers)
         self._waited_s = time.perf_counter() - begin_s
-        self._contributed += 1
+        self._contributed = True
         self._flat.unpack(self._worker.row, self._parameters)
 
     def after_update(self, step: int, *, stop: bool, tokens: int) -> Agreed | None:
-        if self._contributed < self._steps_begun:  # the step was not finite
+        if not self._contributed:  # the step was not finite
             self.push_pull(None)
         self._stop, self._tokens = self._stop or stop, self._tokens + tokens
         if step % self._config.steps_between and step != self._replica.steps:
@@ -145,13 +155,16 @@ class ServerAgreement:
         return agreed
 
     def take_figures(self) -> dict[str, float]:
-        """`server/version`, the mean over the parts; of this round: gradients `dropped`, the mean `staleness` of those
-        that counted; the seconds from the last push to the end of its pull.
+        """Of this round, of this worker: the `version` that it read last, its gradients that `counted` and those that
+        were `dropped` (all three means over the parts), the mean `staleness` of those that counted, in updates, and the
+        seconds from the last push to the end of its pull. `updates`: those of the part that this rank serves.
         """
         standings = self._worker.standings.values()
         counted = sum(standing.counted for standing in standings)
         return {
             "server/version": sum(standing.version for standing in standings) / len(standings),
+            "server/updates": float(self._part.version),
+            "server/counted": counted / len(standings),
             "server/dropped": sum(standing.dropped for standing in standings) / len(standings),
             "server/staleness": sum(standing.staleness for standing in standings) / max(1, counted),
             "server/wait_s": self._waited_s,

@@ -119,6 +119,12 @@ class ServedPart:
             self._failed = self._failed or error
             self._changed.notify_all()
 
+    @property
+    def version(self) -> int:
+        """The updates made in this round."""
+        with self._changed:
+            return self._present_rule.version
+
     def final(self) -> Tensor:
         """The parameters when all workers have left, [numel]. Raises `CollectiveError`: see `await_release`."""
         with self._changed:

@@ -93,20 +93,26 @@ class Worker:
         """A round begins: `row` is what all servers have."""
         self.standings = dict.fromkeys(self._parts.servers, Standing())
 
-    def push_pull(self, push: Push) -> None:
-        """Returns when every server has let this worker go on; `row` is then what they have.
+    def awaited(self, number: int) -> list[int]:
+        """The servers that have not made update `number` yet, as far as this worker knows."""
+        return [server for server, standing in self.standings.items() if standing.version <= number]
+
+    def push_pull(self, push: Push, servers: Sequence[int] | None = None) -> None:
+        """Returns when every one of `servers` (None: all) has let this worker go on; `row` is then what they have.
 
         Raises `CollectiveError` where a server is lost.
         """
-        handles = [handle for server in self._others for handle in self._send(server, push)]
-        if self._rank in self._heads:
+        servers = list(self._heads) if servers is None else servers
+        others = [server for server in servers if server != self._rank]
+        handles = [handle for server in others for handle in self._send(server, push)]
+        if self._rank in servers:
             self._contribute_here(push)
-        handles += [handle for server in self._others for handle in self._receive(server)]
+        handles += [handle for server in others for handle in self._receive(server)]
         for handle in handles:
             handle.wait()
-        for server in self._others:
+        for server in others:
             self.standings[server] = Standing(*map(int, self._answers[server].tolist()))
-        if self._rank in self._heads:
+        if self._rank in servers:
             values, self.standings[self._rank] = self._own.await_release(self._rank)
             self.row[self._parts.spans[self._rank]].copy_(values)
 

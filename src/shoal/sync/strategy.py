@@ -78,6 +78,11 @@ class Agreement(Protocol):
         """Before the first change that step makes."""
         ...
 
+    @property
+    def skips_step(self) -> bool:
+        """Whether other replicas have made the next step already, so that this one's part would come too late."""
+        ...
+
     def after_update(self, step: int, *, stop: bool, tokens: int) -> Agreed | None:
         """After the optimizer's step `step`; None if replicas did not agree in it.
 
@@ -90,6 +95,7 @@ class OwnOptimizer:
     """What an `Agreement` answers where each replica's optimizer updates all that the replica has."""
 
     served: Sequence[Owned] | None = None
+    skips_step: bool = False
 
     def stepped_by(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         return optimizer
