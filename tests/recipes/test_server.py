@@ -163,6 +163,34 @@ def test_asynchronous_workers_agree_at_the_end(ranks, folder: Path, staleness: s
     assert all(figures["server/wait_s"] > 0 for figures in last)
 
 
+def train_with_a_gap(place: TestPlace, tables: Tables, folder: str) -> tuple[dict[str, float], bool]:
+    """Rank 1's gradient of step 2 is not finite, as its update policy tells: it makes no update. Figures after the
+    last step, and whether parameters are those of rank 0.
+    """
+    run = opened(place, tables, folder, Path(folder) / "gap", 4)
+    agreement = run.generation.agreement
+    with closing(run.feed()) as feed:
+        for number in range(1, 5):
+            batches = feed.next().microbatches
+            if place.rank == 1 and number == 2:
+                agreement.before_step()
+                agreement.after_update(number, stop=False, tokens=0)
+            else:
+                run.step(number, batches, lr=LR)
+    mine = torch.cat([p.detach().flatten() for p in run.model.parameters()])
+    first_ranks = mine.clone()
+    run.mesh.world.broadcast(first_ranks).wait()
+    return dict(agreement.take_figures()), torch.equal(mine, first_ranks)
+
+
+@pytest.mark.parametrize("sync", [server(period=4), server("bounded", bound=1, period=4)], ids=["sync", "bounded"])
+def test_a_gradient_that_is_not_finite_holds_up_nobody(ranks, folder: Path, sync: Tables) -> None:
+    """Its worker takes part with nothing: there are as many updates as steps."""
+    for figures, equal in ranks(2, train_with_a_gap, SGD | BATCH | sync, str(folder)):
+        assert figures["server/updates"] == 4
+        assert equal
+
+
 def train_late(place: TestPlace, tables: Tables, folder: str) -> tuple[list[bool], dict[str, float], bool]:
     """One round in which rank 2 ends its first step when rank 0 has made five: which steps it skipped, its figures
     after the last, and whether its parameters are those of rank 0.
@@ -207,7 +235,7 @@ def test_bounded_workers_wait_for_the_slowest(ranks, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("tables", "words"),
     [
-        ({"run": {"processes": 1}}, "one replica: there is nobody to serve"),
+        ({"run": {"processes": 1}}, "one replica: there is no other to work with"),
         ({"layout": {"shard": 2}, "run": {"processes": 4}}, "layout.shard = 2: its workers are replicas of one rank"),
         ({"sync": {"admission": "backup", "backup": 2}}, "backup = 2: of 2 workers none would be left"),
         ({"batch": {"global_samples": 3}}, "batch.global_samples = 3: every worker's gradient counts the same"),

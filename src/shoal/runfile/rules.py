@@ -13,10 +13,11 @@ from shoal.data.config import StdlibText, TextFiles
 from shoal.engine.config import Float16
 from shoal.errors import ConfigError
 from shoal.models.config import GPTConfig, MoEConfig
+from shoal.optim.config import SGD
 from shoal.runfile.layout_rules import layout_refusal
 from shoal.runfile.microbatches import microbatch_sizes, most_samples
 from shoal.runfile.run_file import RunFile, statistics_group
-from shoal.sync.config import AllReduceConfig, LocalConfig, ServerConfig
+from shoal.sync.config import AllReduceConfig, HogwildConfig, LocalConfig, ServerConfig
 
 
 def check_across(run_file: RunFile, *, file: str) -> None:
@@ -290,6 +291,8 @@ def sync_refusal(run_file: RunFile) -> str | None:
         found = next(_against_local(run_file), None)
     elif isinstance(run_file.sync, ServerConfig):
         found = next(_against_server(run_file, run_file.sync), None)
+    elif isinstance(run_file.sync, HogwildConfig):
+        found = next(_against_hogwild(run_file), None)
     else:
         return None
     kind = type(run_file.sync).__struct_config__.tag
@@ -315,6 +318,26 @@ def _against_local(run_file: RunFile) -> Iterator[tuple[str, str]]:
 
 def _against_server(run_file: RunFile, sync: ServerConfig) -> Iterator[tuple[str, str]]:
     """(key and value, why not and what to do)"""
+    workers = run_file.run.processes or run_file.layout.default_processes
+    if workers is not None and sync.backup is not None and sync.backup >= workers > 1:
+        why = f"of {workers} workers none would be left to count; backup must be at most {workers - 1}"
+        yield f"backup = {sync.backup}", why
+    yield from _against_workers(run_file)
+
+
+def _against_hogwild(run_file: RunFile) -> Iterator[tuple[str, str]]:
+    """(key and value, why not and what to do)"""
+    optimizer = run_file.optimizer
+    if not isinstance(optimizer, SGD):
+        why = 'its state would be shared too; use optimizer.kind = "sgd"'
+        yield f'optimizer.kind = "{type(optimizer).__struct_config__.tag}"', why
+    elif optimizer.momentum:
+        yield f"optimizer.momentum = {optimizer.momentum:g}", "it would be shared too; leave optimizer.momentum out"
+    yield from _against_workers(run_file)
+
+
+def _against_workers(run_file: RunFile) -> Iterator[tuple[str, str]]:
+    """What neither servers nor shared parameters can work with: (key and value, why not and what to do)"""
     layout = run_file.layout
     for axis in ("pipeline", "shard", "context", "tensor", "expert"):
         if getattr(layout, axis) > 1:
@@ -322,7 +345,7 @@ def _against_server(run_file: RunFile, sync: ServerConfig) -> Iterator[tuple[str
             yield f"layout.{axis} = {getattr(layout, axis)}", why
     workers = run_file.run.processes or layout.default_processes
     if workers is not None:
-        yield from _against_workers(run_file, sync, workers)
+        yield from _against_shares(run_file, workers)
     if run_file.gradients.schedule == "priority":
         yield 'gradients.schedule = "priority"', "replicas sum no gradients; leave it out"
     if isinstance(run_file.precision, Float16):
@@ -330,15 +353,12 @@ def _against_server(run_file: RunFile, sync: ServerConfig) -> Iterator[tuple[str
     if run_file.observe.noise_every_steps:
         yield "observe.noise_every_steps", "the noise is measured on gradients of the global batch; leave it out"
     if run_file.run.device == "cuda":
-        yield 'run.device = "cuda"', "servers run on processors so far; leave run.device out"
+        yield 'run.device = "cuda"', "it runs on processors so far; leave run.device out"
 
 
-def _against_workers(run_file: RunFile, sync: ServerConfig, workers: int) -> Iterator[tuple[str, str]]:
+def _against_shares(run_file: RunFile, workers: int) -> Iterator[tuple[str, str]]:
     if workers == 1:
-        yield "one replica", "there is nobody to serve; raise layout.replicate or run.processes"
-    if sync.backup is not None and sync.backup >= workers:
-        why = f"of {workers} workers none would be left to count; backup must be at most {workers - 1}"
-        yield f"backup = {sync.backup}", why
+        yield "one replica", "there is no other to work with; raise layout.replicate or run.processes"
     if run_file.batch.global_samples % workers:
         why = (
             f"every worker's gradient counts the same, so {workers} workers need equal shares; "

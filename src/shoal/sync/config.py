@@ -102,4 +102,19 @@ class ServerConfig(Table, frozen=True, tag_field="kind", tag="server"):
         return self.period or (1 if self.admission == "sync" else 50)
 
 
-SyncConfig = AllReduceConfig | LocalConfig | ServerConfig
+class HogwildConfig(Table, frozen=True, tag_field="kind", tag="hogwild"):
+    """The processes of one host update the same parameters in shared memory, without locks (arXiv:1106.5730)."""
+
+    implemented_by: ClassVar[str] = "shoal.sync.hogwild:HogwildSync"
+
+    period: Annotated[
+        int,
+        says(
+            "Steps of each process between two agreements, where all wait for each other: evaluations, saves and stops "
+            "happen there.",
+            ge=1,
+        ),
+    ] = 50
+
+
+SyncConfig = AllReduceConfig | LocalConfig | ServerConfig | HogwildConfig
