@@ -153,10 +153,10 @@ class ServedPart:
         ordered = sorted(update.contributions)
         counted = [c for c in ordered if self._sent[c].gradient is not None]
         if counted:
-            self.gradient.zero_()
-            for contribution in counted:
-                self.gradient.add_(self._weighed(contribution, staleness_of(contribution, update)))
-            self.gradient.div_(self._merge.divisor or len(counted))
+            first, *others = [self._weighed(c, staleness_of(c, update)) for c in counted]
+            for other in others:
+                first.add_(other)
+            torch.div(first, self._merge.divisor or len(counted), out=self.gradient)
             assert self.step is not None, "the optimizer is there before the first round"
             self.step(self._sent[max(counted, key=lambda c: c.number)].lr)
         for contribution in ordered:
