@@ -130,7 +130,7 @@ def build_state(run_file: RunFile, generation: Generation, workload: Workload, s
     served = generation.agreement.served
     if served is not None and own is not None:
         raise ConfigError(
-            'sync.kind = "server" with an optimizer of the script: servers make theirs from the table [optimizer]; leave '
+            'sync.kind = "server" with an optimizer of the script: servers make theirs from [optimizer]; leave '
             "one of the two out"
         )
     identity = {
