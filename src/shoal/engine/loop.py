@@ -137,6 +137,8 @@ def _one_step(job: Job, stall_s: float) -> Generator[PendingStep, None, StepResu
     assert result is not None, "whoever takes a step sets its result"
     tokens = 0 if result.agreed is None else result.agreed.tokens
     job.progress.advance(fed.interval, tokens=tokens, committed=result.committed)
+    if result.skipped:
+        return result  # there is nothing to measure
     step_s = time.perf_counter() - begin_s
     _record(job, result, lr=pending.lr or 0.0, data_s=fed.wait_s, step_s=step_s, stall_s=stall_s)
     job.guard.check(number, result, fed.microbatches, warn=job.sinks.warn)

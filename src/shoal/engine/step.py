@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from shoal.data.sample import Batch
 from shoal.engine.rank_context import GlobalSum, RankContext
-from shoal.engine.step_result import StepResult
+from shoal.engine.step_result import StepResult, StepTimes
+from shoal.engine.tally import Tally
 from shoal.engine.updates import OnGradients, OnMicrobatch, Outcome, UpdatePolicy, Work
 from shoal.gradients.gradients import Gradients
 from shoal.sync.strategy import Agreement
@@ -36,6 +38,8 @@ class TrainStep:
         of the whole gradient, and where the policy allows it before the update; `on_microbatch` by PipeDream with the
         number of each microbatch, before its update.
         """
+        if self.agreement.skips_step:
+            return self._skip(step, stop=stop)
         work = self.begin(step, batches, lr=lr, stop=stop, on_gradients=on_gradients, on_microbatch=on_microbatch)
         return self.end(work, self.policy(self.context, work))
 
@@ -72,6 +76,25 @@ class TrainStep:
             agreed=agreed,
             update_s=outcome.update_s,
             noise=outcome.noise,
+        )
+
+    def _skip(self, step: int, *, stop: bool) -> StepResult:
+        """The step was made by other replicas: this one goes on with the next."""
+        self.agreement.before_step()
+        agreed = self.agreement.after_update(step, stop=stop, tokens=0)
+        nothing = Tally(denominator=0.0, samples=0, tokens=0, stop=stop)
+        sent = self.context.ledger.take()
+        return StepResult(
+            loss=math.nan,
+            norm=math.nan,
+            scale=self.context.scaler.scale,
+            committed=True,
+            tally=nothing,
+            times=StepTimes(0.0, 0.0, 0.0),
+            bytes_sent=sum(entry.bytes_sent for entry in sent.values()),
+            agreed=agreed,
+            wire=sent,
+            skipped=True,
         )
 
     @property

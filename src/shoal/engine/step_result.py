@@ -28,7 +28,8 @@ class StepResult:
     """What a step did. `norm` and `loss` are those of the whole global batch; `scale` is the loss scale it used.
 
     `agreed` is what all replicas know since; None if they did not agree in this step. `noise` is None where it was not
-    due, or the step not finite. `wire` is what this rank sent, by operation.
+    due, or the step not finite. `wire` is what this rank sent, by operation. `skipped`: other replicas made the step
+    without this one, which computed nothing.
     """
 
     loss: float
@@ -41,3 +42,4 @@ class StepResult:
     agreed: Agreed | None = None
     noise: NoiseReading | None = None
     wire: Mapping[str, Entry] = field(default_factory=dict)
+    skipped: bool = False

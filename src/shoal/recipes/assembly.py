@@ -24,6 +24,7 @@ from shoal.engine.state import (
     TrainState,
     held_pieces,
 )
+from shoal.errors import ConfigError
 from shoal.gradients.build import Summing, build_gradients
 from shoal.gradients.gradients import Gradients
 from shoal.gradients.priority import PriorityGradients
@@ -119,12 +120,19 @@ def build_agreement(run_file: RunFile, parts: Divided, gradients: Gradients, syn
     model = parts.split.model
     saved = model.state_dict(keep_vars=True)
     buffers = [b for name, b in model.named_buffers() if name in saved and b.is_floating_point()]
-    return sync.agreement(Replica(gradients.owned, gradients.gather, buffers, run_file.run.steps))
+    whole = run_file.optimizer.works_on == "matrices"
+    return sync.agreement(Replica(gradients.owned, gradients.gather, buffers, run_file.run.steps, whole))
 
 
 def build_state(run_file: RunFile, generation: Generation, workload: Workload, scaler: LossScaler) -> TrainState:
-    """The state before the first step."""
+    """The state before the first step. Raises `ConfigError` for an optimizer of the script that servers cannot use."""
     split, gradients, own = generation.parts.split, generation.gradients, workload.optimizer
+    served = generation.agreement.served
+    if served is not None and own is not None:
+        raise ConfigError(
+            'sync.kind = "server" with an optimizer of the script: servers make theirs from [optimizer]; leave '
+            "one of the two out"
+        )
     identity = {
         "run.seed": run_file.run.seed,
         "data.shuffle": run_file.data.shuffle,
@@ -136,6 +144,9 @@ def build_state(run_file: RunFile, generation: Generation, workload: Workload, s
     if layout.replica_size > 1:
         owned, names = gradients.owned, {*split.shapes, *split.buffers}
         model = ModelSection(split.model, _held(run_file, generation), owned, names)
+    elif served is not None:
+        owned, names = served, {*split.shapes}
+    shared = served is not None or generation.sync.keeps_replicas_equal
     tuned = [] if gradients.tuned is None else [FactsSection("gradients", gradients.tuned)]
     exchanges = [] if generation.coded is None else generation.coded.made
     residuals = ResidualSection(str(type(run_file.codec).__struct_config__.tag), exchanges, gradients.owned)
@@ -147,7 +158,7 @@ def build_state(run_file: RunFile, generation: Generation, workload: Workload, s
             split.model,
             owned,
             names,
-            replica=None if generation.sync.keeps_replicas_equal else layout.index("replicate", generation.mesh.rank),
+            replica=None if shared else layout.index("replicate", generation.mesh.rank),
         ),
         Progress(identity),
         [FactsSection("scaler", scaler), *tuned, residuals, *generation.agreement.sections, *_of_script(workload)],
@@ -155,9 +166,10 @@ def build_state(run_file: RunFile, generation: Generation, workload: Workload, s
 
 
 def _built(run_file: RunFile, generation: Generation) -> torch.optim.Optimizer:
-    """The run file's optimizer, over what this rank owns."""
-    roles = generation.parts.split.roles
-    parameters = [(owned.name, owned.parameter, roles[owned.name].decay) for owned in generation.gradients.owned]
+    """The run file's optimizer, over what this rank owns, or serves to all."""
+    roles, served = generation.parts.split.roles, generation.agreement.served
+    stepped = generation.gradients.owned if served is None else served
+    parameters = [(owned.name, owned.parameter, roles[owned.name].decay) for owned in stepped]
     peak, _ = peak_rate(run_file.optimizer, global_samples=run_file.batch.global_samples)
     return build_optimizer(run_file.optimizer, parameters, lr=peak)
 

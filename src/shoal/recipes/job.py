@@ -88,7 +88,7 @@ def build_job(
         rate=_none if own_loop else run.rate,
         evaluate=dict if own_loop else run.evaluate,
         stop_requested=stop_requested,
-        figures=None if run.generation.coded is None else run.generation.coded.take_figures,
+        figures=lambda: _figures(run),
         origin={"layout": mesh.layout.to_dict(), "generation": mesh.generation},
     )
 
@@ -133,3 +133,9 @@ def introduce(sinks: Sinks, run: Run, resumed_step: int | None) -> None:
 
 def _none(number: int) -> None:
     """No learning rate but the optimizer's own."""
+
+
+def _figures(run: Run) -> dict[str, float]:
+    """What the codec and the strategy measured in the step just taken."""
+    coded = run.generation.coded
+    return {**({} if coded is None else coded.take_figures()), **run.generation.agreement.take_figures()}

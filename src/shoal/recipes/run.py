@@ -158,7 +158,7 @@ def open_run(
     generation = _generation(run_file, process, workload, mesh, plan)
     scaler = scaler_of(run_file.precision)
     state = build_state(run_file, generation, workload, scaler)
-    step = build_step(run_file, generation, state.optimizer.optimizer, scaler)
+    step = build_step(run_file, generation, generation.agreement.stepped_by(state.optimizer.optimizer), scaler)
     return Run(run_file, process, workload, generation, state, step)
 
 

@@ -8,7 +8,7 @@ from shoal.comm.exchanges.exchange import AllReduce, NewExchange
 from shoal.comm.mesh import Mesh
 from shoal.state.section import Section
 from shoal.sync.config import AllReduceConfig
-from shoal.sync.strategy import Agreed, Replica
+from shoal.sync.strategy import Agreed, OwnOptimizer, Replica
 from shoal.topology.axes import DENSE, Axis
 from shoal.topology.holding import Holding, Ranks
 
@@ -30,7 +30,7 @@ class AllReduceSync:
         return AlwaysEqual()
 
 
-class AlwaysEqual:
+class AlwaysEqual(OwnOptimizer):
     """`Agreement` of replicas that make the same update: equal gradients have met equal states."""
 
     equal = True

@@ -29,7 +29,7 @@ from shoal.state.ownership import Owned
 from shoal.state.section import Section
 from shoal.state.target import Held, views
 from shoal.sync.config import LocalConfig
-from shoal.sync.strategy import Agreed, Replica
+from shoal.sync.strategy import Agreed, OwnOptimizer, Replica
 from shoal.topology.axes import INSIDE_REPLICA, Axis
 from shoal.topology.holding import Holding, Ranks
 
@@ -53,7 +53,7 @@ class LocalSync:
         return LocalAgreement(self._config, replica, self._replicas)
 
 
-class LocalAgreement:
+class LocalAgreement(OwnOptimizer):
     """`Agreement` every `config.period` steps, over `replicas`: the ranks at this rank's place in each of them."""
 
     def __init__(self, config: LocalConfig, replica: Replica, replicas: Collective) -> None:

@@ -13,10 +13,11 @@ more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from shoal.comm.exchanges.exchange import NewExchange
@@ -30,13 +31,14 @@ from shoal.topology.holding import Holding, Ranks
 class Replica:
     """What a rank updates, as strategies see it. `owned` are the tensors that its optimizer steps; after they have been
     written, `gather` makes the model compute with them. `buffers` are the model's persistent buffers of floating point.
-    `steps` is the length of the run.
+    `steps` is the length of the run. `whole`: its optimizer works on whole matrices.
     """
 
     owned: Sequence[Owned]
     gather: Callable[[], None]
     buffers: Sequence[Tensor]
     steps: int
+    whole: bool = False
 
 
 class Agreed(NamedTuple):
@@ -59,8 +61,26 @@ class Agreement(Protocol):
         """What a checkpoint holds of it."""
         ...
 
+    @property
+    def served(self) -> Sequence[Owned] | None:
+        """The pieces that this rank's optimizer updates for all replicas; None: it updates its replica's own."""
+        ...
+
+    def stepped_by(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """What a step calls to update its replica; `optimizer` updates what this rank is to update (`served`)."""
+        ...
+
+    def take_figures(self) -> Mapping[str, float]:
+        """The strategy's own measurements of the last step, by name."""
+        ...
+
     def before_step(self) -> None:
         """Before the first change that step makes."""
+        ...
+
+    @property
+    def skips_step(self) -> bool:
+        """Whether other replicas have made the next step already, so that this one's part would come too late."""
         ...
 
     def after_update(self, step: int, *, stop: bool, tokens: int) -> Agreed | None:
@@ -69,6 +89,19 @@ class Agreement(Protocol):
         `stop`: the ranks in lock-step were told to stop; `tokens` are those that they used in it.
         """
         ...
+
+
+class OwnOptimizer:
+    """What an `Agreement` answers where each replica's optimizer updates all that the replica has."""
+
+    served: Sequence[Owned] | None = None
+    skips_step: bool = False
+
+    def stepped_by(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        return optimizer
+
+    def take_figures(self) -> Mapping[str, float]:
+        return {}
 
 
 class Sync(Protocol):

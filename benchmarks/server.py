@@ -1,0 +1,201 @@
+"""`python -m benchmarks.server`: pushes and pulls of a parameter server, and updates of shared memory without locks.
+
+push, pull   every rank is a worker and serves an even part; the peer does the same through torch.distributed.rpc,
+             whose call takes a gradient to the server and brings parameters back. Both make plain SGD's update
+hogwild      logistic regression on generated sparse samples; the peer takes a lock around each update
+"""
+
+from __future__ import annotations
+
+import fcntl
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.distributed.rpc as rpc
+import typer
+from torch import Tensor
+
+from benchmarks.command import run
+from shoal.bench.groups import gathered, join_group, join_store
+from shoal.bench.options import AsJson, Processes
+from shoal.bench.ranks import is_rank, on_ranks, result_folder, run_as_rank
+from shoal.bench.report import Result, Row, check, print_report
+from shoal.comm.collective import Collective
+from shoal.comm.ledger import Ledger
+from shoal.launch.environment import Place
+from shoal.sync.admission import Asynchronous
+from shoal.sync.server_part import Merge, ServedPart
+from shoal.sync.server_partition import partition
+from shoal.sync.server_wire import FlatParts, Lanes, Push, Serving, Worker
+from shoal.sync.shared_row import share_row
+
+LR = 1e-3
+PROMISED = 3.0
+"""Times the bytes a second of the peer."""
+FEATURES, PER_SAMPLE, BATCH, UPDATES, RATE = 20_000, 20, 32, 3_000, 0.2
+
+
+def server(
+    megabytes: Annotated[int, typer.Option(help="Size of the parameters.", min=1)] = 32,
+    rounds: Annotated[int, typer.Option(help="Pushes and pulls of each worker.", min=2)] = 20,
+    processes: Processes = 2,
+    as_json: AsJson = False,
+) -> None:
+    """Bytes a second of pushes and pulls beside torch.distributed.rpc, and Hogwild beside locks.
+
+    Example: python -m benchmarks.server --megabytes 32
+    """
+    if is_rank():
+        run_as_rank(lambda place: measure(place, numel=megabytes * 2**18, rounds=rounds))
+        return
+    command = ["benchmarks.server", "--megabytes", str(megabytes), "--rounds", str(rounds)]
+    print_report("server", on_ranks(command, processes=processes), as_json=as_json)
+
+
+def measure(place: Place, *, numel: int, rounds: int) -> Result | None:
+    """All rows and checks at rank 0, None elsewhere."""
+    store = join_store(place)
+    groups = [join_group(name, place, store) for name in ("clock", "push", "pull")]
+    clock, ledger = groups[0], Ledger()
+    ours = _served(Lanes(groups[1], groups[2], ledger), clock, numel, rounds)
+    folder = result_folder()
+    theirs = _by_rpc(place, clock, folder / "rpc", numel, rounds)
+    locked, free = (_regression(place, clock, folder / "lock", locked=locked) for locked in (True, False))
+    if place.rank != 0:
+        return None
+    remote = 2 * 4 * numel * (place.world_size - 1) / place.world_size * rounds * place.world_size  # pushes and pulls
+    rows: list[Row] = [
+        {"what": "push + pull", "by": by, "seconds": round(seconds, 3), "GB_a_second": round(remote / seconds / 1e9, 3)}
+        for by, seconds in (("shoal", ours), ("torch.distributed.rpc", theirs))
+    ]
+    rows += [
+        {"what": "sparse regression", "by": by, "seconds": round(seconds, 3), "loss": round(loss, 5)}
+        for by, (seconds, loss) in (("hogwild", free), ("a lock", locked))
+    ]
+    checks = [
+        check("throughput beside rpc", theirs / ours, PROMISED, at_most=False),
+        check("hogwild's seconds beside a lock's", free[0] / locked[0], 1.0, at_most=True),
+        check("hogwild's loss beside a lock's", free[1] / locked[1], 1.01, at_most=True),
+    ]
+    return {"rows": rows, "checks": checks}
+
+
+def _slowest(clock: Collective, work: Callable[[], None]) -> float:
+    """Seconds until all ranks have done `work`, which they begin together."""
+    clock.barrier().wait()
+    begin_s = time.perf_counter()
+    work()
+    return max(seconds for (seconds,) in gathered(clock, [time.perf_counter() - begin_s]))
+
+
+def _served(lanes: Lanes, clock: Collective, numel: int, rounds: int) -> float:
+    """Seconds of `rounds` pushes and pulls of every worker; each makes an update."""
+    rank, size = clock.rank, clock.size
+    parts = FlatParts(partition([numel], size))
+    own = parts.spans[rank]
+    part = ServedPart(torch.zeros(own.stop - own.start), torch.zeros(own.stop - own.start), merge=Merge(divisor=1))
+    part.step = lambda lr: part.values.sub_(part.gradient, alpha=lr)  # pyright: ignore[reportAttributeAccessIssue]
+    worker, gradient = Worker(parts, lanes, part, dtype=torch.float32), torch.ones(numel)
+    part.begin(Asynchronous(range(size)), worker.row[own])
+    worker.begin()
+    serving = Serving(part, lanes)
+    worker.push_pull(Push(0, gradient, LR))
+
+    def work() -> None:
+        for number in range(1, rounds + 1):
+            worker.push_pull(Push(number, gradient, LR))
+
+    seconds = _slowest(clock, work)
+    worker.leave()
+    serving.wait()
+    return seconds
+
+
+class RpcServer:
+    """A part of the parameters that calls from other processes update."""
+
+    def __init__(self, numel: int) -> None:
+        self.values = torch.zeros(numel)
+
+    def push_pull(self, gradient: Tensor) -> Tensor:
+        """Plain SGD's update; the parameters in return."""
+        self.values.sub_(gradient, alpha=LR)
+        return self.values
+
+
+def _call(server: rpc.RRef, gradient: Tensor) -> Tensor:
+    return server.local_value().push_pull(gradient)
+
+
+def _by_rpc(place: Place, clock: Collective, meeting: Path, numel: int, rounds: int) -> float:
+    """The same through remote calls: one object on every rank, which all other ranks call."""
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{meeting}", rpc_timeout=300.0)
+    rpc.init_rpc(f"rank-{place.rank}", rank=place.rank, world_size=place.world_size, rpc_backend_options=options)
+    others = [rank for rank in range(place.world_size) if rank != place.rank]
+    share = numel // place.world_size
+    servers = {rank: rpc.remote(f"rank-{rank}", RpcServer, args=(share,)) for rank in others}
+    own, gradient = RpcServer(share), torch.ones(share)
+
+    def work(count: int = rounds) -> None:
+        for _ in range(count):
+            calls = [rpc.rpc_async(f"rank-{rank}", _call, args=(servers[rank], gradient)) for rank in others]
+            own.push_pull(gradient).clone()
+            for call in calls:
+                call.wait()
+
+    work(1)
+    seconds = _slowest(clock, work)
+    servers.clear()
+    rpc.shutdown()
+    return seconds
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _held(file: int) -> Iterator[None]:
+    fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _regression(place: Place, clock: Collective, path: Path, *, locked: bool) -> tuple[float, float]:
+    """(seconds, loss over fresh samples) of UPDATES updates by every process, with or without a lock around each."""
+    truth = torch.randn(FEATURES, generator=torch.Generator().manual_seed(1))
+    draw = torch.Generator().manual_seed(100 + place.rank)
+    batches = [_samples(truth, BATCH, draw) for _ in range(UPDATES)]
+    weights = share_row(clock, torch.zeros(FEATURES))
+    with path.open("w") as file:
+
+        def work() -> None:
+            for features, labels in batches:
+                with _held(file.fileno()) if locked else _nothing():
+                    error = torch.sigmoid(weights[features].sum(1)) - labels
+                    step = (error * (-RATE)).unsqueeze(1).expand(-1, PER_SAMPLE)
+                    weights.index_add_(0, features.flatten(), step.flatten())
+
+        seconds = _slowest(clock, work)
+    features, labels = _samples(truth, 20_000, torch.Generator().manual_seed(2))
+    margins = weights[features].sum(1)
+    loss = float(torch.nn.functional.binary_cross_entropy_with_logits(margins, labels))
+    clock.barrier().wait()
+    return seconds, loss
+
+
+def _samples(truth: Tensor, count: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Features [count, PER_SAMPLE] that are 1, few of them often, and labels [count] by the sign of their weights."""
+    features = (FEATURES * torch.rand(count, PER_SAMPLE, generator=draw).square()).long()
+    return features, (truth[features].sum(1) > 0).float()
+
+
+if __name__ == "__main__":
+    run(server)

@@ -1,0 +1,178 @@
+"""`ServedPart`: the part of the parameters that one server has, and what it does with contributions to it.
+
+Threads bring contributions, one for each worker; the rule of `admission` says which of them make an update, and who may
+read. An update is the mean of its contributions, added in the order of the workers, so that the same contributions make
+the same bits; an asynchronous one is a contribution divided by the number of workers: its share of the gradient of the
+global batch. All rules so move the parameters equally far for the same samples.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shoal.errors import CollectiveError
+from shoal.sync.admission import Accounts, Contribution, Effects, Rule, Update, staleness_of
+from shoal.sync.staleness import compensate_delay, scale_by_staleness
+
+StalenessPolicy = Literal["plain", "scaled", "compensated"]
+
+
+class Merge(NamedTuple):
+    """How contributions become a gradient. `divisor`: what their sum is divided by (None: their number).
+
+    `staleness` and `strength`: see `shoal.sync.staleness`.
+    """
+
+    divisor: int | None = None
+    staleness: StalenessPolicy = "plain"
+    strength: float = 0.0
+
+
+class Sent(NamedTuple):
+    """A contribution's gradient of this part, [numel], and the learning rate that it was made for.
+
+    None: the worker's gradient was not finite; it takes part in the update and adds nothing.
+    """
+
+    gradient: Tensor | None
+    lr: float
+
+
+class Standing(NamedTuple):
+    """What a worker learns with its read: the part's version, and what became of its contributions of this round."""
+
+    version: int = 0
+    counted: int = 0
+    dropped: int = 0
+    staleness: int = 0
+
+
+class ServedPart:
+    """`values` are its parameters, [numel]; `gradient` is what its optimizer finds, [numel]. `step` makes an update of
+    `values` from `gradient`, at a learning rate.
+
+    A round is what happens between two agreements of all workers. Methods may be called from any thread.
+    """
+
+    def __init__(self, values: Tensor, gradient: Tensor, *, merge: Merge) -> None:
+        self.values, self.gradient = values, gradient
+        self.step: Callable[[float], None] | None = None
+        self._merge = merge
+        self._changed = threading.Condition()
+        self._rule: Rule | None = None
+        self._accounts = Accounts()
+        self._sent: dict[Contribution, Sent] = {}
+        self._spare: list[Tensor] = []
+        self._read: dict[int, Tensor] = {}
+        self._released: set[int] = set()
+        self._failed: BaseException | None = None
+
+    def begin(self, rule: Rule, values: Tensor) -> None:
+        """A round begins, from these values, [numel]; all workers have read them."""
+        with self._changed:
+            self.values.copy_(values)
+            self._rule, self._accounts = rule, Accounts()
+            self._sent, self._released = {}, set()
+            for worker in rule.present:
+                self._read.setdefault(worker, torch.empty_like(values)).copy_(values)
+
+    def buffer(self) -> Tensor:
+        """Memory for a gradient, [numel], until its contribution has been used."""
+        with self._changed:
+            return self._spare.pop() if self._spare else torch.empty_like(self.values)
+
+    def contribute(self, contribution: Contribution, sent: Sent) -> None:
+        """A contribution is here; `await_release` says when its worker may go on."""
+        with self._changed:
+            self._sent[contribution] = sent
+            effects = self._present_rule.arrive(contribution)
+            self._accounts.followed(effects, now_s=0.0)  # how long it waits, the worker measures itself
+            self._follow(effects)
+
+    def await_release(self, worker: int) -> tuple[Tensor, Standing]:
+        """Blocks until `worker` may read: the parameters, [numel], which stay as they are until its next read.
+
+        Raises `CollectiveError` if another thread of this server had to give up.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: worker in self._released or self._failed is not None)
+            self._check()
+            self._released.discard(worker)
+            self._read[worker].copy_(self.values)
+            account = self._accounts.of(worker)
+            standing = Standing(self._present_rule.version, account.counted, account.dropped, account.staleness)
+            return self._read[worker], standing
+
+    def leave(self, worker: int) -> None:
+        """`worker` has made all its contributions of this round."""
+        with self._changed:
+            self._follow(self._present_rule.leave(worker))
+
+    def fail(self, error: BaseException) -> None:
+        """A thread cannot go on: those that wait raise."""
+        with self._changed:
+            self._failed = self._failed or error
+            self._changed.notify_all()
+
+    @property
+    def version(self) -> int:
+        """The updates made in this round."""
+        with self._changed:
+            return self._present_rule.version
+
+    def final(self) -> Tensor:
+        """The parameters when all workers have left, [numel]. Raises `CollectiveError`: see `await_release`."""
+        with self._changed:
+            self._check()
+            return self.values
+
+    def _check(self) -> None:
+        if self._failed is not None:
+            raise CollectiveError(f"this rank can serve its parameters no longer: {self._failed}") from self._failed
+
+    @property
+    def _present_rule(self) -> Rule:
+        assert self._rule is not None, "a round has begun"
+        return self._rule
+
+    def _follow(self, effects: Effects) -> None:
+        for update in effects.updates:
+            self._make(update)
+        if effects.dropped is not None:
+            self._forget(effects.dropped)
+        self._released.update(effects.released)
+        self._changed.notify_all()
+
+    @torch.no_grad()
+    def _make(self, update: Update) -> None:
+        ordered = sorted(update.contributions)
+        counted = [c for c in ordered if self._sent[c].gradient is not None]
+        if counted:
+            first, *others = [self._weighed(c, staleness_of(c, update)) for c in counted]
+            for other in others:
+                first.add_(other)
+            torch.div(first, self._merge.divisor or len(counted), out=self.gradient)
+            assert self.step is not None, "the optimizer is there before the first round"
+            self.step(self._sent[max(counted, key=lambda c: c.number)].lr)
+        for contribution in ordered:
+            self._forget(contribution)
+
+    def _weighed(self, contribution: Contribution, tau: int) -> Tensor:
+        gradient, _ = self._sent[contribution]
+        assert gradient is not None, "those without are left out"
+        if self._merge.staleness == "scaled":
+            scale_by_staleness(gradient, tau)
+        elif self._merge.staleness == "compensated" and tau > 0:
+            then = self._read[contribution.worker]
+            compensate_delay(gradient, self.values, then, strength=self._merge.strength)
+        return gradient
+
+    def _forget(self, contribution: Contribution) -> None:
+        gradient, _ = self._sent.pop(contribution)
+        if gradient is not None:
+            self._spare.append(gradient)
