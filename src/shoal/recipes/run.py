@@ -20,7 +20,6 @@ from torch._C._distributed_c10d import Store
 from shoal.comm.mesh import Mesh, build_mesh
 from shoal.data.cursor import Cursor
 from shoal.data.feed import Feed, evaluation_batches
-from shoal.data.order import Order
 from shoal.data.sample import Batch
 from shoal.engine.evaluation import evaluate
 from shoal.engine.microbatches import topped_up
@@ -90,9 +89,12 @@ class Run:
         """
         run_file, data = self.run_file, self.workload.data.train
         replica, replicas = self.mesh.batch_share if share is None else share
+        order = self.workload.data.order(
+            run_file.run.seed, shuffle=run_file.data.shuffle, window=run_file.data.shuffle_window
+        )
         return Feed(
             data,
-            Order(len(data), run_file.run.seed, shuffle=run_file.data.shuffle),
+            order,
             replicas=replicas,
             replica=replica,
             global_samples=run_file.batch.global_samples,
