@@ -81,7 +81,8 @@ def image_folders(config: ImageFolders, around: Surroundings) -> Dataset:
 
 
 def _fields(config: Records) -> Fields:
-    assert config.inputs is not None and config.targets is not None
+    assert config.inputs is not None
+    assert config.targets is not None
     form = ImageForm(config.image_channels, config.image_size)
     return Fields(config.inputs, config.targets, config.weights, images=form)
 

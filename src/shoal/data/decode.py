@@ -100,9 +100,7 @@ def decode_image(content: bytes, form: ImageForm) -> np.ndarray:
     try:
         with pillow.open(BytesIO(content)) as image:
             if image.width * image.height > MOST_PIXELS:
-                raise DataError(
-                    f"The image has {image.width} x {image.height} pixels, more than 2^28: make it smaller."
-                )
+                raise DataError(f"The image has {image.width} x {image.height} pixels: shrink it to 2^28 at most.")
             return image_array(image, form)
     except DataError:
         raise

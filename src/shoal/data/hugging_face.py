@@ -31,9 +31,7 @@ class SavedDataset:
             raise DataError(f"{self.folder} is not what save_to_disk writes ({error}): save it anew.") from error
         if isinstance(loaded, dict) != (split is not None):
             found = f"the splits {', '.join(loaded)}" if isinstance(loaded, dict) else "no splits"
-            raise DataError(
-                f"{self.folder} holds {found}: set data.split to one of them, and leave it out without any."
-            )
+            raise DataError(f"{self.folder} holds {found}: set data.split to one of them; leave it out without splits.")
         if split is not None:
             if split not in loaded:
                 raise DataError(f"{self.folder} has no split {split!r}: it has {', '.join(loaded)}.")

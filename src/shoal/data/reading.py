@@ -18,8 +18,8 @@ class Reading(Table, frozen=True):
     shuffle_window: Annotated[
         Annotated[int, msgspec.Meta(ge=16)] | None,
         says(
-            "Keep the order local: within this many positions all samples come from 16 runs of neighbours in the files. "
-            "Default: over all samples."
+            "Shuffle locally: this many positions in a row draw from 16 runs of neighbours in the files. Default: "
+            "shuffle over all samples."
         ),
     ] = None
     prefetch_steps: Annotated[int, says("Steps that are read ahead of the one that trains.", ge=1, le=1024)] = 2
@@ -40,5 +40,5 @@ class Reading(Table, frozen=True):
         for name in self.augment:
             if name not in ("flip", "crop") and ":" not in name:
                 raise ValueError(
-                    f'augment names {name!r}: it takes "flip", "crop" or the name of a function, package.module:function'
+                    f'augment names {name!r}: it takes "flip", "crop" or a function, as package.module:function'
                 )

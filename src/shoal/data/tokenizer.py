@@ -58,9 +58,7 @@ class FileTokenizer:
         try:
             self._tokenizer: Any = Loaded.from_buffer(content)
         except Exception as error:  # tokenizers raises Exception itself
-            raise DataError(
-                f"{path} is no tokenizer ({error}): give the JSON file that Tokenizer.save wrote."
-            ) from None
+            raise DataError(f"{path} is no tokenizer ({error}): give what Tokenizer.save wrote.") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
