@@ -16,8 +16,9 @@ import numpy as np
 from shoal.data.augment import Augmentation
 from shoal.data.collate import collate, collate_stacked
 from shoal.data.config import Denominator
+from shoal.data.cursor import Interval
 from shoal.data.sample import Batch, BatchSource, Sample, SkipsSamples, Source, parse_sample
-from shoal.errors import DataError, MissingExtra, UserCodeError
+from shoal.errors import DataError, ShoalError, UserCodeError
 
 MOST_STAND_INS = 64
 """Samples that are tried as a stand-in where no sample of a batch is readable."""
@@ -45,15 +46,17 @@ class BatchRead:
 class BatchReader(Protocol):
     """Reads batches; used by one thread."""
 
-    def read(self, positions: np.ndarray) -> BatchRead:
-        """The batch at `positions` (int64 [samples]).
+    def read(self, part: Interval) -> BatchRead:
+        """The batch at the positions `part`.
 
         Raises:
             DataError, UserCodeError: the source raised or returned what no sample may be.
         """
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends the reading. May be called again."""
+        ...
 
 
 class SourceReader:
@@ -71,8 +74,9 @@ class SourceReader:
         self._denominator: Denominator = denominator
         self._augmentation = augmentation
 
-    def read(self, positions: np.ndarray) -> BatchRead:
+    def read(self, part: Interval) -> BatchRead:
         """See `BatchReader.read`."""
+        positions = part.positions()
         ids = self._order.ids(positions)
         if self._augmentation is None:
             return read_batch(self._source, ids, positions, denominator=self._denominator)
@@ -169,7 +173,7 @@ def _guarded(function: Any, argument: Any, *, where: str) -> Any:
         raise DataError(f"{where}: {error}") from error
     except UserCodeError as error:
         raise UserCodeError(f"{where}: {error}") from error
-    except MissingExtra:
+    except ShoalError:
         raise
     except (Exception, SystemExit) as error:
         raise UserCodeError(

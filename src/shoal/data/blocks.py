@@ -14,6 +14,7 @@ import tempfile
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol
@@ -21,10 +22,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from shoal.data.shard_files import ShardFile, Store
-from shoal.errors import DataError
+from shoal.errors import DataError, EnvironmentFault
 
 BLOCK_BYTES = 2**16
 """Neighbouring records of fewer bytes than this share a block, where the format leaves the choice."""
+EVICTIONS = 5
+"""How often a file may be dropped from a shared cache between its fetching and its reading."""
 
 
 class Block(Protocol):
@@ -108,7 +111,13 @@ class BlockFiles:
 
     def _read(self, number: int) -> Block:
         file = self._files[int(np.searchsorted(self._blocks_before, number, side="right")) - 1]
-        return self._format.read(self._store.path(file), int(self._start[number]), int(self._stop[number]))
+        for _ in range(EVICTIONS):
+            with suppress(FileNotFoundError):  # another process took its place in the cache: fetch it again
+                return self._format.read(self._store.path(file), int(self._start[number]), int(self._stop[number]))
+        raise EnvironmentFault(
+            f"{file.name} was dropped from the cache {EVICTIONS} times before it could be read: raise "
+            "data.remote_cache_bytes, or set data.shuffle_window."
+        )
 
 
 def _and_others(files: Sequence[ShardFile]) -> str:

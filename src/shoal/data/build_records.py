@@ -45,7 +45,9 @@ def _store(config: RecordFiles, around: Surroundings) -> Store:
     if remote == {False}:
         return LocalStore()
     folder = around.cache / "remote"
-    return RemoteStore(folder, limit_bytes=config.remote_cache_bytes, attempts=config.remote_attempts)
+    return RemoteStore(
+        folder, limit_bytes=config.remote_cache_bytes, attempts=config.remote_attempts, options=config.remote_options
+    )
 
 
 def _format_of(config: RecordFiles) -> Format:

@@ -18,7 +18,8 @@ class Dataset:
     """What a run trains and evaluates on, and what is worth recording about it (hashes, sizes, baselines).
 
     `parts` are the sizes of a mixture's sources, which stand one after the other in `train`, and `quotas` how many
-    samples of each stand in every window; both are empty for data of one source.
+    samples of each stand in every window; both are empty for data of one source. `endless` data is a stream: its length
+    is a bound, not a number of samples, and it is taken in its own order.
     """
 
     train: Source
@@ -26,13 +27,14 @@ class Dataset:
     facts: Facts = field(default_factory=dict)
     parts: Sequence[int] = ()
     quotas: Sequence[int] = ()
+    endless: bool = False
 
     def order(self, seed: int, *, shuffle: bool, window: int | None = None) -> Order | MixtureOrder:
         """Which sample of `train` stands at which position. Raises DataError: see `Order`."""
         if self.parts:
             orders = [Order(size, seed + 1 + i, shuffle=shuffle, window=window) for i, size in enumerate(self.parts)]
             return MixtureOrder(orders, self.quotas, seed)
-        return Order(len(self.train), seed, shuffle=shuffle, window=window)
+        return Order(len(self.train), seed, shuffle=shuffle and not self.endless, window=window)
 
 
 @dataclass(frozen=True)

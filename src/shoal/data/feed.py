@@ -166,7 +166,7 @@ class Feed:
         for part in microbatches(own, self._micro_samples or max(1, len(own))):
             if self._closed.is_set():
                 return
-            yield reader.read(part.positions())
+            yield reader.read(part)
 
 
 def evaluation_batches(

@@ -122,6 +122,8 @@ def _named(path: Path, kind: str) -> Iterator[None]:
     """What pyarrow raises, as a DataError that names the file."""
     try:
         yield
+    except FileNotFoundError:
+        raise
     except (OSError, ValueError, NotImplementedError) as error:  # pyarrow's errors derive from ValueError and OSError
         sentence = " ".join(str(error).split())[:200]
         raise DataError(f"{path} cannot be read as {kind} ({sentence}): write the file anew.") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -58,6 +58,9 @@ class RecordFiles(Records, frozen=True, kw_only=True):
     cache_bytes: Annotated[int, says("Memory in each rank for neighbouring records that were read.", ge=1)] = 2**28
     remote_cache_bytes: Annotated[int, says("Disk for files fetched from URLs.", ge=1)] = 2**34
     remote_attempts: Annotated[int, says("How often a failed request is tried before the run stops.", ge=1, le=100)] = 8
+    remote_options: Annotated[
+        dict[str, Any], says("Keywords of fsspec's file system, such as an endpoint; keep secrets in the environment.")
+    ] = msgspec.field(default_factory=dict)
 
     implemented_by: ClassVar[str] = "shoal.data.build_records:record_files"
 
@@ -107,21 +110,24 @@ class HuggingFace(Records, frozen=True, kw_only=True, tag_field="kind", tag="dat
 class Stream(Reading, frozen=True, kw_only=True, tag_field="kind", tag="stream"):
     """JSON lines without end: a file that grows, or a socket. Each sample is taken once, in the order of arrival."""
 
-    path: Annotated[str | None, says("The file that grows.")] = None
+    path: Annotated[str, says("The file that grows; with a socket, where its lines are kept for a run that resumes.")]
     socket: Annotated[
-        str | None, says("host:port of a sender; its lines are kept in a file, from which a run resumes.")
+        Annotated[str, msgspec.Meta(pattern=r".+:\d+")] | None,
+        says("host:port of a sender of lines, which is told how many have arrived."),
     ] = None
     inputs: Annotated[str | list[str], says("The field of the inputs; several become keyword arguments.")]
     targets: Annotated[str | list[str], says("The field of the targets, or several.")]
     weights: Annotated[str | None, says("The field that weighs each sample's loss.")] = None
     patience_s: Annotated[float, says("Longest wait for a new line, after which the run stops.", gt=0)] = 600.0
 
+    bad_records: Annotated[
+        Literal["stop", "skip"], says("A line that cannot be read stops the run, or is left out, named and counted.")
+    ] = "stop"
+
     implemented_by: ClassVar[str] = "shoal.data.stream:build_stream"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.path is None) == (self.socket is None):
-            raise ValueError("name either path or socket: a stream has one origin")
         if self.augment or self.shuffle_window is not None:
             raise ValueError("a stream is taken as it comes: leave out augment and shuffle_window")
 

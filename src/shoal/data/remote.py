@@ -38,7 +38,7 @@ class RemoteStore:
     Args:
         folder: the cache.
         limit_bytes: what the cache may hold; the file that is being read stays in any case.
-        attempts: how often a failing request is made before DataError is raised.
+        attempts: how often a failing request is made before EnvironmentFault is raised.
         options: keywords of the fsspec file system, such as an endpoint.
         sleep: waits so many seconds; for tests.
     """
@@ -78,7 +78,7 @@ class RemoteStore:
         """The file in the cache, fetched if it is not there.
 
         Raises:
-            DataError: it cannot be fetched, or is no longer the file that was listed.
+            EnvironmentFault: it cannot be fetched, or is no longer the file that was listed.
         """
         kept = self._folder / f"{file.fingerprint}{Path(file.name).suffix[:16]}"
         if not _touched(kept):
@@ -104,7 +104,9 @@ class RemoteStore:
 
     def _fetch(self, file: ShardFile, kept: Path) -> None:
         if self._described(file.name) != file:
-            raise DataError(f"{file.name} has changed since the run listed it: leave data alone while a run reads it.")
+            raise EnvironmentFault(
+                f"{file.name} has changed since the run listed it: leave data alone while a run reads it."
+            )
         file_system, path = self._open(file.name)
         descriptor, building = tempfile.mkstemp(dir=self._folder, prefix=f".{kept.name}-")
         try:
@@ -131,7 +133,7 @@ class RemoteStore:
                 os.unlink(entry.path)
 
     def _tried(self, request: Callable[[], T], name: str) -> T:
-        """What `request` returns, made again when it fails. Raises DataError after the last attempt."""
+        """What `request` returns, made again when it fails. Raises EnvironmentFault after the last attempt."""
         for attempt in range(1, self._attempts + 1):
             try:
                 return request()
@@ -141,7 +143,7 @@ class RemoteStore:
                 raise _missing(name, error) from error
             except Exception as error:  # each file system has errors of its own
                 if attempt == self._attempts:
-                    raise DataError(
+                    raise EnvironmentFault(
                         f"{name}: {attempt} attempts failed, the last with {type(error).__name__}: {error}. See that "
                         "the store can be reached, or raise data.remote_attempts."
                     ) from error

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from shoal.errors import DataError
+from shoal.errors import DataError, EnvironmentFault
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,11 @@ class Store(Protocol):
         ...
 
     def path(self, file: ShardFile) -> Path:
-        """The file as one of this machine's, fetched if it has to be."""
+        """The file as one of this machine's, fetched if it has to be.
+
+        Raises:
+            EnvironmentFault: it cannot be fetched, or is no longer the file that was listed.
+        """
         ...
 
 
@@ -58,11 +62,13 @@ class LocalStore:
         """The file itself.
 
         Raises:
-            DataError: it is no longer what it was when the data was opened.
+            EnvironmentFault: it is no longer what it was when the data was opened.
         """
         path = Path(file.name)
         if local_file(path) != file:
-            raise DataError(f"{path} has changed since the run opened it: leave data alone while a run reads it.")
+            raise EnvironmentFault(
+                f"{path} has changed since the run opened it: leave data alone while a run reads it."
+            )
         return path
 
 

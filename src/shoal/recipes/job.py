@@ -26,7 +26,7 @@ def run_start(run: Run) -> RunStart:
         total_steps=run.run_file.run.steps,
         first_step=run.state.progress.step + 1,
         generation=run.mesh.generation,
-        epoch_samples=len(run.workload.data.train),
+        epoch_samples=None if run.workload.data.endless else len(run.workload.data.train),
     )
 
 

@@ -35,6 +35,7 @@ from shoal.recipes.assembly import Generation, build_agreement, build_run_gradie
 from shoal.recipes.microbatching import Microbatching, microbatching
 from shoal.recipes.objects import UserObjects
 from shoal.recipes.process import Process, open_process
+from shoal.recipes.reading import reader_opener
 from shoal.recipes.splitting import build_forward_backward, divided, draw_parts, trained_in
 from shoal.recipes.train_step import build_step
 from shoal.recipes.workload import Workload, build_workload
@@ -104,6 +105,7 @@ class Run:
             start=self.state.progress.cursor if cursor is None else cursor,
             prefetch_steps=run_file.data.prefetch_steps,
             readers=run_file.data.readers,
+            open_reader=reader_opener(run_file, self.workload.data),
         )
 
     def rate(self, number: int) -> float:
