@@ -62,7 +62,7 @@ def test_ids_come_exactly_once_in_the_order_of_the_seed(kind: str, window: int |
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_samples_are_what_was_written(kind: str, tmp_path: Path):
-    """Every sample by number, with its target; a second opening, which finds its indexes in the cache, gives the same."""
+    """Every sample by number, with its target; a second opening, with indexes from the cache, gives the same."""
     table = written(kind, tmp_path / "data")
     for _ in range(2):
         train = built(table, tmp_path / "cache").train

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from shoal.data.blocks import BlockFiles, Format
-from shoal.data.dataset import Dataset, Surroundings, with_sizes
+from shoal.data.dataset import Dataset, Facts, Surroundings, with_sizes
 from shoal.data.decode import ImageForm
 from shoal.data.hugging_face import SavedDataset
 from shoal.data.images import ImageFolder
@@ -78,7 +78,7 @@ def image_folders(config: ImageFolders, around: Surroundings) -> Dataset:
     held_out = None
     if config.held_out_folder is not None:
         held_out = RecordSamples(ImageFolder(config.held_out_folder, classes=train.classes), fields, skips_bad=skips)
-    facts = {"classes": len(train.classes)}
+    facts: Facts = {"classes": len(train.classes)}
     return with_sizes(RecordSamples(train, fields, skips_bad=skips), held_out, facts)
 
 

@@ -26,7 +26,7 @@ class SavedDataset:
         if not self.folder.is_dir():
             raise DataError(f"There is no folder {self.folder}: give one that save_to_disk wrote, data is not fetched.")
         try:
-            loaded = datasets.load_from_disk(str(self.folder))
+            loaded: Any = datasets.load_from_disk(str(self.folder))
         except Exception as error:  # whatever a damaged folder makes pyarrow, json or datasets raise
             raise DataError(f"{self.folder} is not what save_to_disk writes ({error}): save it anew.") from error
         if isinstance(loaded, dict) != (split is not None):
@@ -44,7 +44,7 @@ class SavedDataset:
             )
         if not len(loaded):
             raise DataError(f"{self.folder} holds no rows: save a data set that has some.")
-        self._rows = loaded.select_columns(columns)
+        self._rows: Any = loaded.select_columns(columns)
 
     @property
     def version(self) -> str:

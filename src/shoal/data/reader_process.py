@@ -151,7 +151,7 @@ def _write(pipe: IO[bytes], header: Mapping[str, Any], pieces: list[Tensor]) -> 
     payload_bytes = sum(_aligned(piece.nbytes) for piece in pieces)
     pipe.write(len(content).to_bytes(8, "little") + payload_bytes.to_bytes(8, "little") + content)
     for piece in pieces:
-        pipe.write(piece.reshape(-1).view(torch.uint8).numpy() if piece.numel() else b"")
+        pipe.write(piece.reshape(-1).view(torch.uint8).numpy().tobytes())
         pipe.write(bytes(_aligned(piece.nbytes) - piece.nbytes))
     pipe.flush()
 

@@ -37,7 +37,7 @@ class RemoteStore:
 
     Args:
         folder: the cache.
-        limit_bytes: what the cache may hold; the file that is being read stays in any case.
+        limit_bytes: what the cache may hold, beside the files that are just being fetched.
         attempts: how often a failing request is made before EnvironmentFault is raised.
         options: keywords of the fsspec file system, such as an endpoint.
         sleep: waits so many seconds; for tests.
@@ -85,7 +85,6 @@ class RemoteStore:
             self._folder.mkdir(parents=True, exist_ok=True)
             with locked(self._folder / f".{file.fingerprint}.lock"):
                 if not _touched(kept):
-                    self._make_room(file.size_bytes)
                     self._fetch(file, kept)
         return kept
 
@@ -116,21 +115,25 @@ class RemoteStore:
                     target.write(
                         self._tried(lambda a=start, b=stop: _part(file_system, path, a, b, file.size_bytes), file.name)
                     )
-            os.replace(building, kept)
+            self._admit(building, kept, file.size_bytes)
         except BaseException:
             os.unlink(building)
             raise
 
-    def _make_room(self, wanted_bytes: int) -> None:
-        """Deletes the files that were used longest ago. Who has one open goes on reading it."""
+    def _admit(self, building: str, kept: Path, size_bytes: int) -> None:
+        """Deletes the files that were used longest ago until there is room, and gives the new one its name.
+
+        Who has a deleted file open goes on reading it.
+        """
         with locked(self._folder / ".room.lock"):
-            kept = [entry for entry in os.scandir(self._folder) if not entry.name.startswith(".")]
-            held_bytes = sum(entry.stat().st_size for entry in kept)
-            for entry in sorted(kept, key=lambda entry: entry.stat().st_mtime_ns):
-                if held_bytes + wanted_bytes <= self._limit_bytes:
-                    return
-                held_bytes -= entry.stat().st_size
-                os.unlink(entry.path)
+            held = [(entry.stat(), entry.path) for entry in os.scandir(self._folder) if not entry.name.startswith(".")]
+            held_bytes = sum(status.st_size for status, _ in held)
+            for status, path in sorted(held, key=lambda entry: entry[0].st_mtime_ns):
+                if held_bytes + size_bytes <= self._limit_bytes:
+                    break
+                held_bytes -= status.st_size
+                os.unlink(path)
+            os.replace(building, kept)
 
     def _tried(self, request: Callable[[], T], name: str) -> T:
         """What `request` returns, made again when it fails. Raises EnvironmentFault after the last attempt."""

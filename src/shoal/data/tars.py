@@ -87,7 +87,8 @@ def key_and_field(name: str) -> tuple[str, str]:
 def _members(file: IO[bytes], name: str) -> Iterator[tarfile.TarInfo]:
     """The regular members in their order."""
     try:
-        with tarfile.open(fileobj=file, mode="r:") as tar:
+        with tarfile.open(fileobj=file, mode="r:") as opened:
+            tar: Any = opened  # whose list of members is no part of its types
             while (member := tar.next()) is not None:
                 tar.members.clear()  # tarfile would keep all of them
                 if member.isreg() and not member.name.rpartition("/")[2].startswith("."):

@@ -155,7 +155,7 @@ def _write(building: Path, texts: Iterable[str], tokenizer: Tokenizer, dtype: np
     with (building / TOKENS).open("wb") as token_file, (building / ENDS).open("wb") as end_file:
         for text in texts:
             ids = tokenizer.encode(text).astype(dtype)
-            digest.update(ids)
+            digest.update(ids.tobytes())
             token_file.write(ids.tobytes())
             documents, tokens = documents + 1, tokens + len(ids)
             end_file.write(tokens.to_bytes(8, "little"))
