@@ -55,11 +55,11 @@ def cost_of(table: dict, cache: Path, samples: int) -> int:
 
 
 def test_parquet_of_a_billion_rows(tmp_path: Path):
-    """10^9 rows in ten files (links to one) of 100 row groups: index, order and the blocks that were read stay below
+    """10^9 rows in ten files (links to one) of 1,000 row groups: index, order and the blocks that were read stay below
     100 MB beside the libraries."""
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
-    rows, groups, files = 10**6, 100, 10
+    rows, groups, files = 10**5, 1000, 10
     values = pyarrow.array(np.zeros(rows, dtype=np.int8))
     with parquet.ParquetWriter(tmp_path / "0.parquet", pyarrow.schema({"x": pyarrow.int8(), "y": pyarrow.int8()})) as w:
         table = pyarrow.table({"x": values, "y": values})

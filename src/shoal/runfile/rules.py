@@ -76,7 +76,8 @@ def _groups_rule(run_file: RunFile) -> str | None:
 
 
 def _vocabulary_rule(run_file: RunFile) -> str | None:
-    model, reads_bytes = run_file.model, isinstance(run_file.data, StdlibText | TextFiles)
+    model, data = run_file.model, run_file.data
+    reads_bytes = isinstance(data, StdlibText) or (isinstance(data, TextFiles) and data.tokenizer is None)
     if reads_bytes and isinstance(model, GPTConfig) and model.vocabulary < 256:
         return f"model.vocabulary = {model.vocabulary}: text is read as bytes, so it must be at least 256"
     return None
