@@ -95,8 +95,9 @@ def restore(run: Run, directory: Path, sinks: Sinks) -> int | None:
 def introduce(sinks: Sinks, run: Run, resumed_step: int | None) -> None:
     """Says what is about to run."""
     count = sum(prod(shape) for shape in run.generation.parts.split.shapes.values())
-    sinks.note(f"{run.mesh.layout.describe()} on {run.device.type}, {count:,} parameters, "
-                 f"{units.plural(len(run.workload.data.train), 'training sample')}")  # fmt: skip
+    data = run.workload.data
+    samples = "a stream" if data.endless else units.plural(len(data.train), "training sample")
+    sinks.note(f"{run.mesh.layout.describe()} on {run.device.type}, {count:,} parameters, {samples}")
     if run.mesh.layout.world_size > 1:
         sinks.note(run.mesh.world.wire)
     table = run.generation.parts.table

@@ -89,8 +89,8 @@ def _packing_rule(run_file: RunFile) -> str | None:
     limited = isinstance(model, MoEConfig) and model.capacity_factor is not None
     if getattr(run_file.data, "packing", None) == "documents" and limited:
         return (
-            'data.packing = "documents" with model.capacity_factor: an expert takes the first tokens of a sequence, and '
-            "positions that restart do not say which are first; leave capacity_factor out, or pack otherwise"
+            'data.packing = "documents" with model.capacity_factor: an expert takes the first tokens of a sequence, '
+            "and positions that restart do not say which are first; leave capacity_factor out, or pack otherwise"
         )
     return None
 
