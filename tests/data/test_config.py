@@ -55,3 +55,27 @@ def test_no_torch_is_needed():
     """Importing the tables imports neither torch nor numpy."""
     code = "import sys, shoal.data.config; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+RECORDS = {"kind": "jsonl", "files": ["a"], "inputs": "x", "targets": "y"}
+
+
+@pytest.mark.parametrize(
+    ("table", "sentence"),
+    [
+        ({"kind": "jsonl", "files": ["a"]}, "name either inputs and targets, or text"),
+        ({"kind": "jsonl", "files": ["a"], "inputs": "x"}, "name either inputs and targets, or text"),
+        (RECORDS | {"text": "t"}, "name either inputs and targets, or text"),
+        (RECORDS | {"tokenizer": "t.json"}, "a tokenizer needs text"),
+        (RECORDS | {"augment": ["spin"]}, "augment names 'spin'"),
+        (RECORDS | {"shuffle_window": 8}, ">= 16"),
+        (RECORDS | {"image_channels": 2}, "image_channels"),
+        ({"kind": "text", "files": ["a"], "end_token": "<end>"}, "give the tokenizer too"),
+        ({"kind": "stream", "path": "p", "inputs": "x", "targets": "y", "socket": "here"}, "socket"),
+        ({"kind": "stream", "path": "p", "inputs": "x", "targets": "y", "augment": ["flip"]}, "taken as it comes"),
+    ],
+)
+def test_wrong_records_and_streams_are_refused(table: dict, sentence: str):
+    """The message has the rule."""
+    with pytest.raises(msgspec.ValidationError, match=sentence):
+        read(table)

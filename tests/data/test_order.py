@@ -89,3 +89,19 @@ def test_refusals():
 def test_the_order_is_frozen_in_time():
     """These ids are part of the contract with old checkpoints: a resumed run must meet the same order."""
     assert Order(10, seed=42).ids(np.arange(20)).tolist() == FROZEN
+
+
+@given(samples=st.integers(1, 3000), window=st.integers(16, 500), seed=st.integers(0, 2**60))
+def test_a_window_permutes_and_stays_local(samples: int, window: int, seed: int):
+    """With a window each epoch is still a permutation, whatever is asked for first; an aligned stretch of 16 runs comes
+    from 16 runs of neighbours, and one more where the last run is shorter."""
+    order = Order(samples, seed, window=window)
+    ids = order.ids(np.arange(3 * samples))
+    for epoch in range(3):
+        assert sorted(ids[epoch * samples : (epoch + 1) * samples]) == list(range(samples))
+    backwards = np.arange(3 * samples)[::-1]
+    assert (order.ids(backwards) == ids[::-1]).all()
+    run = max(1, window // 16)
+    for start in range(0, samples, 16 * run):
+        stretch = ids[start : min(start + 16 * run, samples)]
+        assert len(np.unique(stretch // run)) <= 17

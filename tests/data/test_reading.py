@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shoal.data.feed import read_batch
+from shoal.data.batches import read_batch
 from shoal.errors import DataError, UserCodeError
 
 

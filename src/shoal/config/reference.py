@@ -46,6 +46,8 @@ def _type(key: Key) -> str:
         return ", ".join(f"`{_toml(choice)}`" for choice in choices)
     bounds = ", ".join(f"{_SIGNS[name]} {value}" for name, value in key.bounds.items() if name in _SIGNS)
     names = [getattr(o, "__name__", str(o)) for o in (typing.get_args(key.type) or (key.type,)) if o is not type(None)]
+    if typing.get_origin(key.type) is dict and variants_of(typing.get_args(key.type)[1]):
+        return "tables by name"
     if typing.get_origin(key.type) in (list, tuple, dict):
         names = [str(key.type).replace("typing.", "")]
     return " or ".join(dict.fromkeys(names)) + (f" {bounds}" if bounds else "")

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import glob
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any
 
+from shoal.config.table import implementation_of
 from shoal.data.arrays import Arrays, digits
-from shoal.data.config import ArrayFiles, BatchConfig, BuiltInData, Digits, Packing, StdlibText, TextFiles, Tokens
+from shoal.data.config import ArrayFiles, BatchConfig, BuiltInData, Digits, Mixture, StdlibText, TextFiles, Tokens
 from shoal.data.corpora import stdlib_folder, stdlib_sources
+from shoal.data.dataset import Dataset, Facts, Surroundings, with_sizes
+from shoal.data.mixture import Joined, quotas_of
+from shoal.data.record_config import Packing
 from shoal.data.sample import Source, describe
+from shoal.data.shard_files import globbed
 from shoal.data.text import SEPARATOR, VOCABULARY, TextCorpus, prepare_text
+from shoal.data.tokenised import prepare_files
 from shoal.data.tokens import Documents, TokenFile, Windows
 from shoal.errors import DataError, UserCodeError
-
-Facts = dict[str, str | int | float]
-
-
-@dataclass(frozen=True, eq=False)
-class Dataset:
-    """What a run trains and evaluates on, and what is worth recording about it (hashes, sizes, baselines)."""
-
-    train: Source
-    held_out: Source | None = None
-    facts: Facts = field(default_factory=dict)
 
 
 def build(config: BuiltInData, *, batch: BatchConfig, vocabulary: int | None, cache: Path) -> Dataset:
@@ -52,9 +45,11 @@ def build(config: BuiltInData, *, batch: BatchConfig, vocabulary: int | None, ca
             return _arrays(config)
         case Digits():
             train, held_out = digits()
-            return _with_sizes(train, held_out)
+            return with_sizes(train, held_out)
+        case Mixture():
+            return mixture(config, Surroundings(batch.sequence, vocabulary, cache))
         case _:
-            assert_never(config)
+            return implementation_of(config)(config, Surroundings(batch.sequence, vocabulary, cache))
 
 
 def from_objects(train: Any, held_out: Any = None) -> Dataset:
@@ -67,7 +62,7 @@ def from_objects(train: Any, held_out: Any = None) -> Dataset:
     _check_source(train, "the training data")
     if held_out is not None:
         _check_source(held_out, "the held-out data")
-    return _with_sizes(train, held_out)
+    return with_sizes(train, held_out)
 
 
 def _check_source(source: Any, name: str) -> None:
@@ -82,13 +77,6 @@ def _check_source(source: Any, name: str) -> None:
         raise DataError(f"{name[0].upper()}{name[1:]} has no samples ({what}): give at least one.")
 
 
-def _with_sizes(train: Source, held_out: Source | None, facts: Facts | None = None) -> Dataset:
-    sizes: Facts = {"train/samples": len(train)}
-    if held_out is not None:
-        sizes["held_out/samples"] = len(held_out)
-    return Dataset(train, held_out, facts=sizes | (facts or {}))
-
-
 def _stdlib(config: StdlibText, sequence: int, *, vocabulary: int | None, cache: Path) -> Dataset:
     root = stdlib_folder()
     corpus = prepare_text(
@@ -98,21 +86,12 @@ def _stdlib(config: StdlibText, sequence: int, *, vocabulary: int | None, cache:
 
 
 def _text_files(config: TextFiles, sequence: int, *, vocabulary: int | None, cache: Path) -> Dataset:
-    files = _globbed(config.files)
+    files = globbed(config.files, key="data.files")
     root = Path(os.path.commonpath([path.parent for path in files]))
+    if config.tokenizer is not None:
+        return prepare_files(config, files, root, Surroundings(sequence, vocabulary, cache))
     corpus = prepare_text(files, cache, root=root, held_out_fraction=config.held_out_fraction)
     return _text(corpus, sequence, packing=config.packing, vocabulary=vocabulary)
-
-
-def _globbed(patterns: Sequence[str]) -> list[Path]:
-    files: set[Path] = set()
-    for pattern in patterns:
-        found = {Path(name).resolve() for name in glob.glob(os.path.expanduser(pattern), recursive=True)}
-        found = {path for path in found if path.is_file()}
-        if not found:
-            raise DataError(f"data.files names {pattern!r}, and no file matches it from {Path.cwd()}: correct it.")
-        files |= found
-    return sorted(files)
 
 
 def _text(corpus: TextCorpus, sequence: int, *, packing: Packing, vocabulary: int | None) -> Dataset:
@@ -131,22 +110,44 @@ def _text(corpus: TextCorpus, sequence: int, *, packing: Packing, vocabulary: in
     }
     if meta.bigram_nats_per_byte is not None:
         facts["baseline/bigram_nats_per_byte"] = meta.bigram_nats_per_byte
-    return _with_sizes(packed(corpus.train), packed(corpus.held_out) if corpus.held_out else None, facts)
+    return with_sizes(packed(corpus.train), packed(corpus.held_out) if corpus.held_out else None, facts)
 
 
 def _tokens(config: Tokens, sequence: int, *, vocabulary: int | None) -> Dataset:
     train = TokenFile(config.path, dtype=config.dtype, vocabulary=vocabulary).tokens
     facts: Facts = {"train/tokens": len(train)}
     if config.held_out is None:
-        return _with_sizes(Windows(train, sequence), None, facts)
+        return with_sizes(Windows(train, sequence), None, facts)
     held_out = TokenFile(config.held_out, dtype=config.dtype, vocabulary=vocabulary).tokens
-    return _with_sizes(
-        Windows(train, sequence), Windows(held_out, sequence), facts | {"held_out/tokens": len(held_out)}
-    )
+    return with_sizes(Windows(train, sequence), Windows(held_out, sequence), facts | {"held_out/tokens": len(held_out)})
 
 
 def _arrays(config: ArrayFiles) -> Dataset:
     held_out = None
     if config.held_out_inputs is not None and config.held_out_targets is not None:
         held_out = Arrays(config.held_out_inputs, config.held_out_targets)
-    return _with_sizes(Arrays(config.inputs, config.targets), held_out)
+    return with_sizes(Arrays(config.inputs, config.targets), held_out)
+
+
+def mixture(config: Mixture, around: Surroundings) -> Dataset:
+    """Several sources in fixed proportions. Held-out samples are those of all sources that have some.
+
+    Raises:
+        DataError: a source fails to build, or has no sample in `data.window` samples.
+    """
+    batch = BatchConfig(global_samples=1, sequence=around.sequence)
+    parts: dict[str, Dataset] = {}
+    for name, source in config.sources.items():
+        try:
+            parts[name] = build(source, batch=batch, vocabulary=around.vocabulary, cache=around.cache)
+        except DataError as error:
+            raise DataError(f"data.sources.{name}: {error}") from error
+    sizes = [len(part.train) for part in parts.values()]
+    weights = [config.weights.get(name, size) for name, size in zip(parts, sizes, strict=True)]
+    quotas = quotas_of(weights, config.window)
+    held_out = [part.held_out for part in parts.values() if part.held_out is not None]
+    facts: Facts = {f"{name}/{fact}": value for name, part in parts.items() for fact, value in part.facts.items()}
+    facts |= {f"{name}/quota": quota for name, quota in zip(parts, quotas, strict=True)}
+    train = Joined([part.train for part in parts.values()])
+    joined = with_sizes(train, Joined(held_out) if held_out else None, facts)
+    return replace(joined, parts=sizes, quotas=quotas)

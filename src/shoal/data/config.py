@@ -2,42 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from shoal.config.table import Table, says
+from shoal.config.table import Positive, Table, says
+from shoal.data.reading import Reading
+from shoal.data.record_config import END_TOKEN, PACKING, TOKENIZER, Packing, RecordData, Stream
 
 Denominator = Literal["auto", "samples", "tokens", "weights"]
-Packing = Literal["concatenate", "pad"]
 TokenType = Literal["uint8", "uint16", "uint32"]
-
-
-class Reading(Table, frozen=True):
-    """What every kind of data has: the order of its samples, and how far ahead they are read."""
-
-    shuffle: Annotated[bool, says("Draw a new order of the samples in each epoch.")] = True
-    prefetch_steps: Annotated[int, says("Steps that are read ahead of the one that trains.", ge=1, le=1024)] = 2
-    readers: Annotated[int, says("Threads in each rank that read samples.", ge=1, le=256)] = 1
 
 
 class StdlibText(Reading, frozen=True, kw_only=True, tag_field="kind", tag="stdlib"):
     """The source of this interpreter's standard library as bytes: a corpus that is already on the machine."""
 
     held_out_fraction: Annotated[float, says("Share of the files kept for evaluation.", gt=0, lt=1)] = 0.05
-    packing: Annotated[
-        Packing, says("Windows over the joined files (concatenate), or pieces of one file each (pad).")
-    ] = "concatenate"
+    packing: Annotated[Packing, says(PACKING)] = "concatenate"
 
 
 class TextFiles(Reading, frozen=True, kw_only=True, tag_field="kind", tag="text"):
-    """The user's own text files, as bytes."""
+    """The user's own text files, as bytes or as a tokenizer's tokens."""
 
     files: Annotated[list[str], says("Paths or globs (** goes down folders) of the files.", min_length=1)]
     held_out_fraction: Annotated[float, says("Share of the files kept for evaluation; 0: none.", ge=0, lt=1)] = 0.05
-    packing: Annotated[
-        Packing, says("Windows over the joined files (concatenate), or pieces of one file each (pad).")
-    ] = "concatenate"
+    packing: Annotated[Packing, says(PACKING)] = "concatenate"
+    tokenizer: Annotated[str | None, says(TOKENIZER)] = None
+    end_token: Annotated[str | None, says(END_TOKEN)] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.end_token is not None and self.tokenizer is None:
+            raise ValueError("end_token names a token of a tokenizer: give the tokenizer too")
 
 
 class Tokens(Reading, frozen=True, kw_only=True, tag_field="kind", tag="tokens"):
@@ -57,6 +53,7 @@ class ArrayFiles(Reading, frozen=True, kw_only=True, tag_field="kind", tag="arra
     held_out_targets: Annotated[str | None, says("The .npy file of the targets to evaluate on.")] = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if (self.held_out_inputs is None) != (self.held_out_targets is None):
             raise ValueError("only one of held_out_inputs and held_out_targets is given: give both or neither")
 
@@ -76,7 +73,36 @@ class PythonData(Reading, frozen=True, kw_only=True, tag_field="kind", tag="pyth
     )
 
 
-BuiltInData = StdlibText | TextFiles | Tokens | ArrayFiles | Digits
+SourceData = StdlibText | TextFiles | Tokens | ArrayFiles | Digits | RecordData
+
+
+class Mixture(Reading, frozen=True, kw_only=True, tag_field="kind", tag="mixture"):
+    """Several sources in fixed proportions, each with its own table `[data.sources.NAME]`."""
+
+    sources: Annotated[dict[str, SourceData], says("The sources by name, each a table of another kind.", min_length=1)]
+    weights: Annotated[
+        dict[str, float], says("Each source's share of the samples, over the sum of the weights; default: by its size.")
+    ] = msgspec.field(default_factory=dict)
+    window: Annotated[
+        Positive, says("Samples in which the proportions are exact: positions 0 to window - 1, and so on.")
+    ] = 1000
+
+    implemented_by: ClassVar[str] = "shoal.data.build:mixture"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.weights and set(self.weights) != set(self.sources):
+            raise ValueError(
+                f"weights are given for {sorted(self.weights)}, and the sources are {sorted(self.sources)}: give one "
+                "for each, or none"
+            )
+        if any(not 0 < weight < float("inf") for weight in self.weights.values()):
+            raise ValueError(f"weights are {self.weights}: each must be above 0")
+        if any(source.augment for source in self.sources.values()):
+            raise ValueError("a source of the mixture names augment: name it in [data], for all of them")
+
+
+BuiltInData = SourceData | Mixture | Stream
 DataConfig = BuiltInData | PythonData
 
 

@@ -2,90 +2,43 @@
 
 The feed leases the steps' intervals from a cursor of its own, so they are those that the engine's cursor will lease.
 One reader reads this replica's share of a step; steps are handed over in their order, whichever reader is ready first.
-Errors of the data source name the sample and its position. Threads suffice: reading waits for disks, and numpy and
-torch release the interpreter while they copy. They are daemons, so that a data source that hangs cannot keep the
-interpreter from leaving.
+Threads suffice where reading waits for disks, and where numpy and torch release the interpreter while they copy; where
+Python itself decodes, each thread waits for a process of its own (`reader_process`). The threads are daemons, so that a
+data source that hangs cannot keep the interpreter from leaving.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from threading import Event, Thread
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-import numpy as np
-
-from shoal.data.collate import collate, collate_stacked
+from shoal.data.batches import BatchRead, BatchReader, OrderOfSamples, SourceReader, read_batch
 from shoal.data.config import Denominator
 from shoal.data.cursor import Cursor, Interval
-from shoal.data.order import Order, microbatches, share
-from shoal.data.sample import Batch, BatchSource, Sample, Source, parse_sample
-from shoal.errors import ConfigError, DataError, UserCodeError
-
-
-def read_batch(source: Source, ids: np.ndarray, positions: np.ndarray, *, denominator: Denominator) -> Batch:
-    """The samples `ids` at `positions` (both int64 [samples]) as a batch.
-
-    Raises:
-        DataError, UserCodeError: the source raised (its exception is the cause) or returned what no sample may be; the
-            message names the sample id and the position.
-    """
-    if isinstance(source, BatchSource):
-        stacked = _guarded(source.samples_at, ids, where=_where(ids, positions))
-        return _guarded(
-            lambda rows: collate_stacked(rows, positions, denominator=denominator),
-            stacked,
-            where=_where(ids, positions),
-        )
-    samples = [_read_sample(source, int(i), position=int(p)) for i, p in zip(ids, positions, strict=True)]
-    return _guarded(
-        lambda rows: collate(rows, positions, denominator=denominator), samples, where=_where(ids, positions)
-    )
-
-
-def _read_sample(source: Source, index: int, *, position: int) -> Sample:
-    return _guarded(lambda i: parse_sample(source[i]), index, where=f"Sample {index} at position {position}")
-
-
-def _guarded(function: Any, argument: Any, *, where: str) -> Any:
-    """`function(argument)`; what it raises is raised again with `where` in front, and itself as the cause."""
-    try:
-        return function(argument)
-    except DataError as error:
-        raise DataError(f"{where}: {error}") from error
-    except UserCodeError as error:
-        raise UserCodeError(f"{where}: {error}") from error
-    except (Exception, SystemExit) as error:
-        raise UserCodeError(
-            f"{where}: the data source raised {type(error).__name__}: {error}. Mend the sample or the code "
-            "that reads it."
-        ) from error
-
-
-def _where(ids: np.ndarray, positions: np.ndarray) -> str:
-    if len(ids) == 1:
-        return f"Sample {int(ids[0])} at position {int(positions[0])}"
-    return (
-        f"Samples {int(ids[0])} .. {int(ids[-1])} ({len(ids)} of them) at positions {int(positions[0])} .. "
-        f"{int(positions[-1])}"
-    )
-
+from shoal.data.order import microbatches, share
+from shoal.data.sample import Batch, Source
+from shoal.errors import ConfigError, DataError
 
 CLOSING_S = 1.0  # how long `close` waits for readers that are inside the data source
 
 
 @dataclass(frozen=True)
 class FedStep:
-    """One step's data: the whole step's `interval`, this replica's microbatches, and how long the caller waited."""
+    """One step's data: the whole step's `interval`, this replica's microbatches, and how long the caller waited.
+
+    `skipped` has a sentence for each damaged sample of this replica's that was left out.
+    """
 
     interval: Interval
     microbatches: list[Batch]
     wait_s: float
+    skipped: tuple[str, ...] = ()
 
 
 @dataclass
@@ -95,6 +48,7 @@ class _Slot:
     interval: Interval
     filled: Event = field(default_factory=Event)
     batches: list[Batch] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
     error: BaseException | None = None
 
 
@@ -107,6 +61,7 @@ class Feed:
         start: a position, or the run's cursor, whose committed and leased positions are left out.
         micro_samples: samples of one microbatch; None: this replica's whole share.
         group: samples that batch statistics are taken over; no share or microbatch cuts one.
+        open_reader: what each of the `readers` threads reads with; default: from `source`, as it is.
 
     Raises:
         ConfigError: the samples of a step or of a microbatch are not whole groups.
@@ -116,7 +71,7 @@ class Feed:
     def __init__(
         self,
         source: Source,
-        order: Order,
+        order: OrderOfSamples,
         *,
         replicas: int,
         replica: int,
@@ -127,6 +82,7 @@ class Feed:
         start: Cursor | int = 0,
         prefetch_steps: int = 2,
         readers: int = 1,
+        open_reader: Callable[[], BatchReader] | None = None,
     ) -> None:
         if len(source) != order.samples:
             raise DataError(f"The source has {len(source)} samples, its order {order.samples}: they must be equal.")
@@ -135,8 +91,7 @@ class Feed:
                 f"batch.micro_samples = {micro_samples} would cut statistics groups of {group}: make it a multiple."
             )
         share(Interval(0, global_samples), replicas=replicas, replica=replica, group=group)  # refuses here, not later
-        self._source, self._order = source, order
-        self._denominator: Denominator = denominator
+        self._open_reader = open_reader or (lambda: SourceReader(source, order, denominator=denominator))
         self._replicas, self._replica, self._group = replicas, replica, group
         self._global_samples, self._micro_samples = global_samples, micro_samples
         self._cursor = Cursor.at(start) if isinstance(start, int) else start
@@ -167,7 +122,7 @@ class Feed:
             raise slot.error
         self._slots.popleft()
         self._plan_step()
-        return FedStep(slot.interval, slot.batches, wait_s=wait_s)
+        return FedStep(slot.interval, slot.batches, wait_s=wait_s, skipped=tuple(slot.skipped))
 
     def close(self) -> None:
         """Ends the readers; one that is inside the data source ends when it comes out. May be called again."""
@@ -193,20 +148,25 @@ class Feed:
         self._work.put(slot)
 
     def _read(self) -> None:
+        reader: BatchReader | None = None
         while (slot := self._work.get()) is not None and not self._closed.is_set():
             try:
-                slot.batches = list(self._batches(slot.interval))
+                reader = reader or self._open_reader()
+                for read in self._batches(reader, slot.interval):
+                    slot.batches.append(read.batch)
+                    slot.skipped += read.skipped
             except BaseException as error:  # whatever ends a reader must reach the caller, or it would wait for ever
                 slot.error = error
             slot.filled.set()
+        if reader is not None:
+            reader.close()
 
-    def _batches(self, interval: Interval) -> Iterator[Batch]:
+    def _batches(self, reader: BatchReader, interval: Interval) -> Iterator[BatchRead]:
         own = share(interval, replicas=self._replicas, replica=self._replica, group=self._group)
         for part in microbatches(own, self._micro_samples or max(1, len(own))):
             if self._closed.is_set():
                 return
-            positions = part.positions()
-            yield read_batch(self._source, self._order.ids(positions), positions, denominator=self._denominator)
+            yield reader.read(part)
 
 
 def evaluation_batches(
@@ -229,4 +189,4 @@ def evaluation_batches(
     own = share(Interval(0, samples), replicas=replicas, replica=replica)
     for part in microbatches(own, micro_samples or max(1, len(own))):
         positions = part.positions()
-        yield read_batch(source, positions * len(source) // samples, positions, denominator=denominator)
+        yield read_batch(source, positions * len(source) // samples, positions, denominator=denominator).batch

@@ -11,6 +11,10 @@ with Arbitrary Finite Domains", CT-RSA 2002), which keeps it a permutation; the 
 than four passes on average. Nothing is stored: an order of 10^12 samples costs no memory, and neither the world size
 nor the batch size has a part in it.
 
+With a `window` of w, the samples are cut into runs of w // 16 neighbours; the runs are permuted, and then the samples
+within every 16 runs. A stretch of w positions then touches 16 runs of the files (32 where it is not aligned), which a
+reader can hold in memory.
+
 A step's positions are cut into contiguous parts, one for each replica that is present, and those into microbatches.
 Parts may differ in size by one group of samples, because the loss is a sum over a global denominator. A *group* is
 what batch statistics are taken over; no cut goes through one, so that statistics do not depend on the number of
@@ -28,12 +32,16 @@ from shoal.data.cursor import Interval
 from shoal.errors import ConfigError, DataError
 
 ROUNDS = 8
+RUNS = 16
 MOST_SAMPLES = 2**62
 
 
 @dataclass(frozen=True)
 class Order:
     """The order of `samples` samples in every epoch, drawn from `seed`, or the natural one.
+
+    Args:
+        window: positions that share 16 runs of neighbouring samples; None: the order is drawn over all samples.
 
     Raises:
         DataError: there are no samples, or more than 2^62.
@@ -42,6 +50,7 @@ class Order:
     samples: int
     seed: int
     shuffle: bool = True
+    window: int | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.samples <= MOST_SAMPLES:
@@ -60,13 +69,39 @@ class Order:
         ids = np.empty_like(indices)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            ids[here] = _permute(indices[here], self.samples, keys=_round_keys(self.seed, int(epoch)))
+            if self.window is None:
+                ids[here] = permuted(indices[here], self.samples, key=f"{self.seed}/{epoch}")
+            else:
+                ids[here] = self._within_windows(indices[here], self.window, key=f"{self.seed}/{epoch}")
         return ids
 
+    def epochs(self, positions: np.ndarray) -> np.ndarray:
+        """The epoch in which each position falls, int64."""
+        return np.asarray(positions, dtype=np.int64) // self.samples
 
-def _round_keys(seed: int, epoch: int) -> np.ndarray:
-    """Keys of the rounds, uint64 [ROUNDS]; any integers will do for `seed` and `epoch`."""
-    digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8 * ROUNDS, person=b"shoal-order").digest()
+    def _within_windows(self, indices: np.ndarray, window: int, *, key: str) -> np.ndarray:
+        run = max(1, window // RUNS)
+        whole_runs, window = self.samples // run, RUNS * run
+        places = np.empty_like(indices)
+        numbers = indices // window
+        for number in np.unique(numbers):
+            here, start = numbers == number, int(number) * window
+            size = min(window, self.samples - start)
+            places[here] = start + permuted(indices[here] - start, size, key=f"{key}/window {number}")
+        inside = places < whole_runs * run  # what is left of a last, shorter run stays at the end
+        runs = permuted(places[inside] // run, max(1, whole_runs), key=f"{key}/runs")
+        places[inside] = runs * run + places[inside] % run
+        return places
+
+
+def permuted(indices: np.ndarray, samples: int, *, key: str) -> np.ndarray:
+    """The images of `indices` (int64) under the permutation of [0, samples) that `key` picks."""
+    return _permute(indices, samples, keys=_round_keys(key))
+
+
+def _round_keys(key: str) -> np.ndarray:
+    """Keys of the rounds, uint64 [ROUNDS]."""
+    digest = hashlib.blake2b(key.encode(), digest_size=8 * ROUNDS, person=b"shoal-order").digest()
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
 

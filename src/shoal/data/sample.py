@@ -41,6 +41,13 @@ class BatchSource(Source, Protocol):
         ...
 
 
+@runtime_checkable
+class SkipsSamples(Protocol):
+    """A source that says of a sample that raises DataError whether it is left out."""
+
+    def skips(self, index: int) -> bool: ...
+
+
 @dataclass(frozen=True)
 class Sample:
     """A sample, or several stacked ones, as tensors."""

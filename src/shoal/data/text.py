@@ -1,19 +1,13 @@
 """Text files as two files of bytes: one to train on, one of held-out files.
 
-Each document ends with byte 0, which no text may hold. What was prepared is kept in the cache under a fingerprint of
-the files' names, sizes and times; it is written beside its place, synced and renamed into it under a lock, so that any
-number of ranks may ask at once and a crash leaves nothing half-made.
+Each document ends with byte 0, which no text may hold. What was prepared is kept in the cache (`prepared`) under a
+fingerprint of the files' names, sizes and times.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import os
-import shutil
-import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +15,7 @@ import msgspec
 import numpy as np
 
 from shoal.data.corpora import bigram_nats_per_byte, split_by_path
+from shoal.data.prepared import made_once
 from shoal.errors import DataError
 from shoal.files import read_file
 
@@ -60,11 +55,7 @@ def prepare_text(
     """
     paths = {path.relative_to(root).as_posix(): path for path in files}
     folder = cache / f"{name}-{_fingerprint(paths, held_out_fraction)}"
-    if not folder.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        with _locked(cache / f".{folder.name}.lock"):
-            if not folder.exists():
-                _make(folder, paths, held_out_fraction)
+    made_once(folder, lambda building: _make(building, paths, held_out_fraction))
     return _opened(folder)
 
 
@@ -78,40 +69,22 @@ def _fingerprint(paths: dict[str, Path], fraction: float) -> str:
     return digest.hexdigest()
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock on `path` among all processes of this machine; a process that dies lets go of it."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _make(folder: Path, paths: dict[str, Path], fraction: float) -> None:
+def _make(building: Path, paths: dict[str, Path], fraction: float) -> None:
     train, held_out = split_by_path(paths, fraction)
-    for abandoned in folder.parent.glob(f".{folder.name}-*"):  # by builders that were killed: the lock is ours
-        shutil.rmtree(abandoned)
-    building = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        digest = hashlib.blake2b(digest_size=16)
-        train_bytes = _join([paths[name] for name in train], building / TRAIN, digest)
-        held_out_bytes = _join([paths[name] for name in held_out], building / HELD_OUT, digest)
-        if train_bytes == len(train):
-            raise DataError(f"The {len(train)} text files to train on are empty: correct data.files.")
-        meta = TextMeta(
-            hash=digest.hexdigest(),
-            train_files=len(train),
-            train_bytes=train_bytes,
-            held_out_files=len(held_out),
-            held_out_bytes=held_out_bytes,
-            bigram_nats_per_byte=_baseline(building) if held_out_bytes > 1 else None,
-        )
-        _write(building / META, [msgspec.json.encode(meta)])
-        building.chmod(0o755)
-        _sync_folder(building)
-        os.replace(building, folder)
-        _sync_folder(folder.parent)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
+    digest = hashlib.blake2b(digest_size=16)
+    train_bytes = _join([paths[name] for name in train], building / TRAIN, digest)
+    held_out_bytes = _join([paths[name] for name in held_out], building / HELD_OUT, digest)
+    if train_bytes == len(train):
+        raise DataError(f"The {len(train)} text files to train on are empty: correct data.files.")
+    meta = TextMeta(
+        hash=digest.hexdigest(),
+        train_files=len(train),
+        train_bytes=train_bytes,
+        held_out_files=len(held_out),
+        held_out_bytes=held_out_bytes,
+        bigram_nats_per_byte=_baseline(building) if held_out_bytes > 1 else None,
+    )
+    (building / META).write_bytes(msgspec.json.encode(meta))
 
 
 def _join(paths: Sequence[Path], target: Path, digest: hashlib.blake2b) -> int:
@@ -124,28 +97,13 @@ def _join(paths: Sequence[Path], target: Path, digest: hashlib.blake2b) -> int:
                 raise DataError(f"{path} holds byte 0, which separates documents: it is no text, leave it out.")
             yield text + bytes([SEPARATOR])
 
-    written = _write(target, documents(), digest)
+    with target.open("wb") as file:
+        for piece in documents():
+            file.write(piece)
+            digest.update(piece)
+        written = file.tell()
     digest.update(written.to_bytes(8))
     return written
-
-
-def _write(target: Path, pieces: Iterable[bytes], digest: hashlib.blake2b | None = None) -> int:
-    with target.open("wb") as file:
-        for piece in pieces:
-            file.write(piece)
-            if digest is not None:
-                digest.update(piece)
-        file.flush()
-        os.fsync(file.fileno())
-        return file.tell()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _baseline(folder: Path) -> float:

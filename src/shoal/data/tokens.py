@@ -1,10 +1,11 @@
 """Token files, and their tokens as samples.
 
 A token file is nothing but ids, one after the other, little-endian; it is mapped into memory, never read whole. There
-are two ways to make samples of at most `sequence` tokens of it. `Windows` ("concatenate") cuts the documents end to
+are three ways to make samples of at most `sequence` tokens of it. `Windows` ("concatenate") cuts the documents end to
 end: sample i of length S is tokens[i S : i S + S + 1], the first S of them as inputs and the last S as targets, so that
 every token but the first is a target once. `Pieces` ("pad") lets no sample cross the border of a document: a document
-of L tokens, which has L - 1 targets, becomes ceil((L - 1) / sequence) pieces, the last one shorter.
+of L tokens, which has L - 1 targets, becomes ceil((L - 1) / sequence) pieces, the last one shorter. `PackedDocuments`
+("documents") cuts windows as the first does, and tells the model which tokens share a document.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from shoal.data.config import Packing, TokenType
+from shoal.data.config import TokenType
+from shoal.data.denominator import IGNORED
+from shoal.data.record_config import Packing
 from shoal.data.sample import Source
 from shoal.errors import DataError
 
@@ -140,10 +143,10 @@ class Documents:
         return Documents(tokens, ends)
 
     def packed(self, packing: Packing, *, sequence: int) -> Source:
-        """The samples of at most `sequence` tokens: (inputs, targets), int64."""
+        """The samples of at most `sequence` tokens: (inputs, targets), int64; for "documents" see `PackedDocuments`."""
         if packing == "concatenate":
             return Windows(self.tokens[: self.ends[-1]], sequence)
-        return Pieces(self, sequence)
+        return Pieces(self, sequence) if packing == "pad" else PackedDocuments(self, sequence)
 
 
 class Pieces:
@@ -174,3 +177,33 @@ class Pieces:
         stop = min(start + self._sequence + 1, int(self._ends[document]))
         piece = self._tokens[start:stop].astype(np.int64)
         return piece[:-1], piece[1:]
+
+
+class PackedDocuments:
+    """Windows of `sequence` tokens in which every piece of a document stands by itself.
+
+    The inputs are keywords of the model: `tokens`, `positions`, which restart at 0 with every piece, and `documents`,
+    which number the pieces of a window, all int64 [sequence]. Attention must stay within equal `documents`. The last
+    token of a document has no target: -100, which the loss leaves out.
+
+    Raises:
+        DataError: there are too few tokens for one window.
+    """
+
+    def __init__(self, documents: Documents, sequence: int) -> None:
+        self._windows = Windows(documents.tokens[: documents.ends[-1]], sequence)
+        self._sequence, self._ends = sequence, documents.ends
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def __getitem__(self, index: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        tokens, targets = self._windows[index]
+        places = index * self._sequence + np.arange(self._sequence)
+        owners = np.searchsorted(self._ends, places, side="right")
+        starts = np.flatnonzero(np.diff(owners, prepend=owners[0] - 1))
+        pieces = np.searchsorted(starts, np.arange(self._sequence), side="right") - 1
+        positions = np.arange(self._sequence) - starts[pieces]
+        last = self._ends[owners] == places + 1
+        inputs = {"tokens": tokens, "positions": positions, "documents": pieces}
+        return inputs, np.where(last, IGNORED, targets)

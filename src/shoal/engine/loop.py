@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.checkpoint.save import Saver, SaveReport
-from shoal.data.feed import Feed
+from shoal.data.feed import FedStep, Feed
 from shoal.data.sample import Batch
 from shoal.engine.measure import measurements
 from shoal.engine.recovery import NonfiniteGuard
@@ -140,24 +140,28 @@ def _one_step(job: Job, stall_s: float) -> Generator[PendingStep, None, StepResu
     if result.skipped:
         return result  # there is nothing to measure
     step_s = time.perf_counter() - begin_s
-    _record(job, result, lr=pending.lr or 0.0, data_s=fed.wait_s, step_s=step_s, stall_s=stall_s)
+    _record(job, result, fed, lr=pending.lr or 0.0, step_s=step_s, stall_s=stall_s)
+    for sentence in fed.skipped:
+        job.sinks.warn(f"left out: {sentence}")
     job.guard.check(number, result, fed.microbatches, warn=job.sinks.warn)
     return result
 
 
-def _record(job: Job, result: StepResult, *, lr: float, data_s: float, step_s: float, stall_s: float) -> None:
+def _record(job: Job, result: StepResult, fed: FedStep, *, lr: float, step_s: float, stall_s: float) -> None:
     cadence, progress, context = job.cadence, job.progress, job.step.context
     values = measurements(
         result,
         progress,
         context.mixtures,
         lr=lr,
-        data_s=data_s,
+        data_s=fed.wait_s,
         step_s=step_s,
         stall_s=stall_s,
         device=context.device,
         with_loads=cadence.loads_every > 0 and cadence.due(cadence.loads_every, progress.step),
     )
+    if fed.skipped:
+        values["samples/skipped"] = len(fed.skipped)
     if job.figures is not None:
         values |= job.figures()
     job.sinks.record(progress.step, values, time_s=time.time())

@@ -43,7 +43,7 @@ def run_start(run: Run) -> RunStart:
         total_steps=run.run_file.run.steps,
         first_step=run.state.progress.step + 1,
         generation=run.mesh.generation,
-        epoch_samples=len(run.workload.data.train),
+        epoch_samples=None if run.workload.data.endless else len(run.workload.data.train),
     )
 
 
@@ -112,8 +112,9 @@ def restore(run: Run, directory: Path, sinks: Sinks) -> int | None:
 def introduce(sinks: Sinks, run: Run, resumed_step: int | None) -> None:
     """Says what is about to run."""
     count = sum(prod(shape) for shape in run.generation.parts.split.shapes.values())
-    sinks.note(f"{run.mesh.layout.describe()} on {run.device.type}, {count:,} parameters, "
-                 f"{units.plural(len(run.workload.data.train), 'training sample')}")  # fmt: skip
+    data = run.workload.data
+    samples = "a stream" if data.endless else units.plural(len(data.train), "training sample")
+    sinks.note(f"{run.mesh.layout.describe()} on {run.device.type}, {count:,} parameters, {samples}")
     if run.mesh.layout.world_size > 1:
         sinks.note(run.mesh.world.wire)
     table = run.generation.parts.table

@@ -20,7 +20,6 @@ from torch._C._distributed_c10d import Store
 from shoal.comm.mesh import Mesh, build_mesh
 from shoal.data.cursor import Cursor
 from shoal.data.feed import Feed, evaluation_batches
-from shoal.data.order import Order
 from shoal.data.sample import Batch
 from shoal.engine.evaluation import evaluate
 from shoal.engine.microbatches import topped_up
@@ -36,6 +35,7 @@ from shoal.recipes.assembly import Generation, build_agreement, build_run_gradie
 from shoal.recipes.microbatching import Microbatching, microbatching
 from shoal.recipes.objects import UserObjects
 from shoal.recipes.process import Process, open_process
+from shoal.recipes.reading import reader_opener
 from shoal.recipes.splitting import build_forward_backward, divided, draw_parts, trained_in
 from shoal.recipes.train_step import build_step
 from shoal.recipes.workload import Workload, build_workload
@@ -90,9 +90,12 @@ class Run:
         """
         run_file, data = self.run_file, self.workload.data.train
         replica, replicas = self.mesh.batch_share if share is None else share
+        order = self.workload.data.order(
+            run_file.run.seed, shuffle=run_file.data.shuffle, window=run_file.data.shuffle_window
+        )
         return Feed(
             data,
-            Order(len(data), run_file.run.seed, shuffle=run_file.data.shuffle),
+            order,
             replicas=replicas,
             replica=replica,
             global_samples=run_file.batch.global_samples,
@@ -102,6 +105,7 @@ class Run:
             start=self.state.progress.cursor if cursor is None else cursor,
             prefetch_steps=run_file.data.prefetch_steps,
             readers=run_file.data.readers,
+            open_reader=reader_opener(run_file, self.workload.data),
         )
 
     def rate(self, number: int) -> float:

@@ -39,6 +39,8 @@ def shapes_of(model: nn.Module) -> list[str]:
 
 def samples_of(data: Dataset) -> list[str]:
     """Lines for the first, the middle and the last sample of the training and the held-out data, by their hash."""
+    if data.endless:
+        return ["a stream"]
     held_out = _lines("held-out", data.held_out) if data.held_out is not None else []
     return _lines("training", data.train) + held_out
 

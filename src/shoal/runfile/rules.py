@@ -34,6 +34,7 @@ def refusal(run_file: RunFile) -> str | None:
         _batch_rule,
         _groups_rule,
         _vocabulary_rule,
+        _packing_rule,
         layout_refusal,
         pipedream_refusal,
         noise_refusal,
@@ -78,12 +79,24 @@ def _groups_rule(run_file: RunFile) -> str | None:
 
 
 def _vocabulary_rule(run_file: RunFile) -> str | None:
-    model, reads_bytes = run_file.model, isinstance(run_file.data, StdlibText | TextFiles)
+    model, data = run_file.model, run_file.data
+    reads_bytes = isinstance(data, StdlibText) or (isinstance(data, TextFiles) and data.tokenizer is None)
     key, vocabulary = "model.vocabulary", model.vocabulary if isinstance(model, GPTConfig) else None
     if reads_bytes and isinstance(model, TransformersConfig):
         key, vocabulary = "model.config.vocab_size", vocabulary_of(model)
     if reads_bytes and vocabulary is not None and vocabulary < 256:
         return f"{key} = {vocabulary}: text is read as bytes, so it must be at least 256"
+    return None
+
+
+def _packing_rule(run_file: RunFile) -> str | None:
+    model = run_file.model
+    limited = isinstance(model, MoEConfig) and model.capacity_factor is not None
+    if getattr(run_file.data, "packing", None) == "documents" and limited:
+        return (
+            'data.packing = "documents" with model.capacity_factor: an expert takes the first tokens of a sequence, '
+            "and positions that restart do not say which are first; leave capacity_factor out, or pack otherwise"
+        )
     return None
 
 

@@ -1,0 +1,191 @@
+"""From positions to a batch: the samples that stand there, read one by one or at once, augmented, side by side.
+
+Errors of the data source name the sample and its position. A sample that raises DataError may be left out, if its
+source says so: its place in the batch is filled with a copy of a readable one, of weight 0, which counts for nothing in
+the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from shoal.data.augment import Augmentation
+from shoal.data.collate import collate, collate_stacked
+from shoal.data.config import Denominator
+from shoal.data.cursor import Interval
+from shoal.data.sample import Batch, BatchSource, Sample, SkipsSamples, Source, parse_sample
+from shoal.errors import DataError, ShoalError, UserCodeError
+
+MOST_STAND_INS = 64
+"""Samples that are tried as a stand-in where no sample of a batch is readable."""
+
+
+class OrderOfSamples(Protocol):
+    """`Order` or `MixtureOrder`: which sample stands at a position, and in which epoch."""
+
+    @property
+    def samples(self) -> int: ...
+
+    def ids(self, positions: np.ndarray) -> np.ndarray: ...
+
+    def epochs(self, positions: np.ndarray) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class BatchRead:
+    """A batch, and a sentence for each sample that was left out of it."""
+
+    batch: Batch
+    skipped: tuple[str, ...] = ()
+
+
+class BatchReader(Protocol):
+    """Reads batches; used by one thread."""
+
+    def read(self, part: Interval) -> BatchRead:
+        """The batch at the positions `part`.
+
+        Raises:
+            DataError, UserCodeError: the source raised or returned what no sample may be.
+        """
+        ...
+
+    def close(self) -> None:
+        """Ends the reading. May be called again."""
+        ...
+
+
+class SourceReader:
+    """Reads from `source` in the thread that asks. See `BatchReader`."""
+
+    def __init__(
+        self,
+        source: Source,
+        order: OrderOfSamples,
+        *,
+        denominator: Denominator,
+        augmentation: Augmentation | None = None,
+    ) -> None:
+        self._source, self._order = source, order
+        self._denominator: Denominator = denominator
+        self._augmentation = augmentation
+
+    def read(self, part: Interval) -> BatchRead:
+        """See `BatchReader.read`."""
+        positions = part.positions()
+        ids = self._order.ids(positions)
+        if self._augmentation is None:
+            return read_batch(self._source, ids, positions, denominator=self._denominator)
+        changed = (self._augmentation, self._order.epochs(positions))
+        return read_batch(self._source, ids, positions, denominator=self._denominator, changed=changed)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def read_batch(
+    source: Source,
+    ids: np.ndarray,
+    positions: np.ndarray,
+    *,
+    denominator: Denominator,
+    changed: tuple[Augmentation, np.ndarray] | None = None,
+) -> BatchRead:
+    """The samples `ids` at `positions` (both int64 [samples]) as a batch; `changed` is by what, in which epochs.
+
+    Raises:
+        DataError, UserCodeError: the source raised (its exception is the cause) or returned what no sample may be; the
+            message names the sample id and the position.
+    """
+    if isinstance(source, BatchSource) and changed is None:
+        stacked = _guarded(source.samples_at, ids, where=_where(ids, positions))
+        return BatchRead(
+            _guarded(
+                lambda rows: collate_stacked(rows, positions, denominator=denominator),
+                stacked,
+                where=_where(ids, positions),
+            )
+        )
+    samples: list[Sample | None] = []
+    skipped: list[str] = []
+    for place, index in enumerate(ids.tolist()):
+        where = f"Sample {index} at position {int(positions[place])}"
+        augmentation, epoch = (None, 0) if changed is None else (changed[0], int(changed[1][place]))
+        try:
+            samples.append(_read_sample(source, index, where=where, epoch=epoch, augmentation=augmentation))
+        except DataError as error:
+            if not (isinstance(source, SkipsSamples) and source.skips(index)):
+                raise
+            skipped.append(str(error))
+            samples.append(None)
+    filled = _filled(source, ids, samples) if skipped else samples
+    batch = _guarded(
+        lambda rows: collate(rows, positions, denominator=denominator), filled, where=_where(ids, positions)
+    )
+    return BatchRead(_without_weight(batch, samples) if skipped else batch, tuple(skipped))
+
+
+def _filled(source: Source, ids: np.ndarray, samples: Sequence[Sample | None]) -> list[Sample]:
+    """`samples` with a readable one in the place of each that is missing."""
+    stand_in = next((sample for sample in samples if sample is not None), None)
+    if stand_in is None:
+        stand_in = _stand_in(source, int(ids[0]))
+    return [stand_in if sample is None else sample for sample in samples]
+
+
+def _stand_in(source: Source, index: int) -> Sample:
+    for other in range(index + 1, index + 1 + MOST_STAND_INS):
+        try:
+            return _read_sample(source, other % len(source), where=f"Sample {other % len(source)}", epoch=0)
+        except DataError:
+            continue
+    raise DataError(
+        f"Sample {index} and the {MOST_STAND_INS} after it cannot be read: there is too much damage to skip, write the "
+        "files anew."
+    )
+
+
+def _without_weight(batch: Batch, samples: Sequence[Sample | None]) -> Batch:
+    weights = batch.weights.clone()
+    weights[[sample is None for sample in samples]] = 0
+    return replace(batch, weights=weights)
+
+
+def _read_sample(
+    source: Source, index: int, *, where: str, epoch: int, augmentation: Augmentation | None = None
+) -> Sample:
+    def read(index: int) -> Sample:
+        sample = source[index]
+        return parse_sample(sample if augmentation is None else augmentation(sample, epoch=epoch, sample_id=index))
+
+    return _guarded(read, index, where=where)
+
+
+def _guarded(function: Any, argument: Any, *, where: str) -> Any:
+    """`function(argument)`; what it raises is raised again with `where` in front, and itself as the cause."""
+    try:
+        return function(argument)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
+    except UserCodeError as error:
+        raise UserCodeError(f"{where}: {error}") from error
+    except ShoalError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UserCodeError(
+            f"{where}: the data source raised {type(error).__name__}: {error}. Mend the sample or the code "
+            "that reads it."
+        ) from error
+
+
+def _where(ids: np.ndarray, positions: np.ndarray) -> str:
+    if len(ids) == 1:
+        return f"Sample {int(ids[0])} at position {int(positions[0])}"
+    return (
+        f"Samples {int(ids[0])} .. {int(ids[-1])} ({len(ids)} of them) at positions {int(positions[0])} .. "
+        f"{int(positions[-1])}"
+    )

@@ -1,0 +1,54 @@
+"""What a run trains and evaluates on, as one value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shoal.data.mixture import MixtureOrder
+from shoal.data.order import Order
+from shoal.data.sample import Source
+
+Facts = dict[str, str | int | float]
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """What a run trains and evaluates on, and what is worth recording about it (hashes, sizes, baselines).
+
+    `parts` are the sizes of a mixture's sources, which stand one after the other in `train`, and `quotas` how many
+    samples of each stand in every window; both are empty for data of one source. `endless` data is a stream: its length
+    is a bound, not a number of samples, and it is taken in its own order.
+    """
+
+    train: Source
+    held_out: Source | None = None
+    facts: Facts = field(default_factory=dict)
+    parts: Sequence[int] = ()
+    quotas: Sequence[int] = ()
+    endless: bool = False
+
+    def order(self, seed: int, *, shuffle: bool, window: int | None = None) -> Order | MixtureOrder:
+        """Which sample of `train` stands at which position. Raises DataError: see `Order`."""
+        if self.parts:
+            orders = [Order(size, seed + 1 + i, shuffle=shuffle, window=window) for i, size in enumerate(self.parts)]
+            return MixtureOrder(orders, self.quotas, seed)
+        return Order(len(self.train), seed, shuffle=shuffle and not self.endless, window=window)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What data is built for: tokens in a sample, the model's token ids (None: unknown), the cache's folder."""
+
+    sequence: int
+    vocabulary: int | None
+    cache: Path
+
+
+def with_sizes(train: Source, held_out: Source | None, facts: Facts | None = None) -> Dataset:
+    """A data set whose facts begin with its sizes."""
+    sizes: Facts = {"train/samples": len(train)}
+    if held_out is not None:
+        sizes["held_out/samples"] = len(held_out)
+    return Dataset(train, held_out, facts=sizes | (facts or {}))

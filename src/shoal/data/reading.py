@@ -1,0 +1,44 @@
+"""The keys that every kind of `[data]` has. Imports neither torch nor numpy."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from shoal.config.table import Table, says
+
+ReaderKind = Literal["threads", "processes"]
+
+
+class Reading(Table, frozen=True):
+    """What every kind of data has: the order of its samples, and how far ahead they are read."""
+
+    shuffle: Annotated[bool, says("Draw a new order of the samples in each epoch.")] = True
+    shuffle_window: Annotated[
+        Annotated[int, msgspec.Meta(ge=16)] | None,
+        says(
+            "Shuffle locally: this many positions in a row draw from 16 runs of neighbours in the files. Default: "
+            "shuffle over all samples."
+        ),
+    ] = None
+    prefetch_steps: Annotated[int, says("Steps that are read ahead of the one that trains.", ge=1, le=1024)] = 2
+    readers: Annotated[int, says("Threads or processes in each rank that read samples.", ge=1, le=256)] = 1
+    reader_kind: Annotated[
+        ReaderKind, says("Read in threads, or in processes of their own where decoding is Python's own work.")
+    ] = "threads"
+    augment: Annotated[
+        list[str],
+        says(
+            'What changes the training samples, in order: "flip", "crop", or package.module:function, called with '
+            "(sample, generator)."
+        ),
+    ] = msgspec.field(default_factory=list)
+    crop_padding: Annotated[int, says('Pixels of zeros around an image that "crop" cuts from.', ge=1, le=4096)] = 4
+
+    def __post_init__(self) -> None:
+        for name in self.augment:
+            if name not in ("flip", "crop") and ":" not in name:
+                raise ValueError(
+                    f'augment names {name!r}: it takes "flip", "crop" or a function, as package.module:function'
+                )

@@ -1,0 +1,135 @@
+"""The kinds of `[data]` whose samples are records with named fields. Imports neither torch nor numpy."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+
+from shoal.config.table import Positive, says
+from shoal.data.reading import Reading
+
+Packing = Literal["concatenate", "pad", "documents"]
+PACKING = (
+    "Windows over the joined documents (concatenate), pieces of one document each (pad), or windows in which no token "
+    "sees another document and positions restart (documents)."
+)
+TOKENIZER = "A tokenizer's JSON file, as the package `tokenizers` saves it; default: bytes of UTF-8."
+END_TOKEN = "The token that ends each document; default: none, and byte 0 without a tokenizer."
+
+
+class Records(Reading, frozen=True, kw_only=True):
+    """What every kind with fields has: which of them make a sample."""
+
+    inputs: Annotated[
+        str | list[str] | None, says("The field of the inputs; several become keyword arguments of the model.")
+    ] = None
+    targets: Annotated[str | list[str] | None, says("The field of the targets, or several.")] = None
+    weights: Annotated[str | None, says("The field that weighs each sample's loss.")] = None
+    text: Annotated[str | None, says("The field of text to train a language model on, instead of the three above.")] = (
+        None
+    )
+    tokenizer: Annotated[str | None, says(TOKENIZER)] = None
+    end_token: Annotated[str | None, says(END_TOKEN)] = None
+    packing: Annotated[Packing, says(PACKING)] = "concatenate"
+    image_size: Annotated[Positive | None, says("Resize images to so many pixels each way; default: leave them.")] = (
+        None
+    )
+    image_channels: Annotated[Literal[1, 3], says("Channels of decoded images: 1 for grey, 3 for colour.")] = 3
+    bad_records: Annotated[
+        Literal["stop", "skip"],
+        says("A record that cannot be read stops the run, or is left out (with weight 0), named and counted."),
+    ] = "stop"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fields = self.inputs is not None and self.targets is not None
+        if fields == (self.text is not None):
+            raise ValueError("name either inputs and targets, or text: a sample is made of fields or of tokens")
+        if self.text is None and (self.tokenizer or self.end_token):
+            raise ValueError("a tokenizer needs text: name the field that holds it")
+
+
+class RecordFiles(Records, frozen=True, kw_only=True):
+    """What every kind of files of records has."""
+
+    files: Annotated[list[str], says("Paths, globs (** goes down folders) or URLs of the files.", min_length=1)]
+    held_out_files: Annotated[list[str], says("Files to evaluate on.")] = msgspec.field(default_factory=list)
+    cache_bytes: Annotated[int, says("Memory in each rank for neighbouring records that were read.", ge=1)] = 2**28
+    remote_cache_bytes: Annotated[int, says("Disk for files fetched from URLs.", ge=1)] = 2**34
+    remote_attempts: Annotated[int, says("How often a failed request is tried before the run stops.", ge=1, le=100)] = 8
+    remote_options: Annotated[
+        dict[str, Any], says("Keywords of fsspec's file system, such as an endpoint; keep secrets in the environment.")
+    ] = msgspec.field(default_factory=dict)
+
+    implemented_by: ClassVar[str] = "shoal.data.build_records:record_files"
+
+
+class Parquet(RecordFiles, frozen=True, kw_only=True, tag_field="kind", tag="parquet"):
+    """Parquet files; a field is a column, and row groups are read when one of their rows is needed (extra `data`)."""
+
+
+class Arrow(RecordFiles, frozen=True, kw_only=True, tag_field="kind", tag="arrow"):
+    """Arrow IPC files and streams, mapped into memory; a field is a column (extra `data`)."""
+
+
+class JSONL(RecordFiles, frozen=True, kw_only=True, tag_field="kind", tag="jsonl"):
+    """Files with a JSON object in each line; a field is a key of it."""
+
+
+class WebDataset(RecordFiles, frozen=True, kw_only=True, tag_field="kind", tag="webdataset"):
+    """Tar files in WebDataset's form: neighbours that share a name are a sample, a field is a file's extension."""
+
+
+class ImageFolders(Reading, frozen=True, kw_only=True, tag_field="kind", tag="images"):
+    """A folder for each class with its images (extra `data`); samples are (image, number of the class)."""
+
+    folder: Annotated[str, says("The folder that holds the classes' folders.")]
+    held_out_folder: Annotated[str | None, says("The same for the images to evaluate on.")] = None
+    image_size: Annotated[Positive | None, says("Resize images to so many pixels each way; default: leave them.")] = (
+        None
+    )
+    image_channels: Annotated[Literal[1, 3], says("Channels of decoded images: 1 for grey, 3 for colour.")] = 3
+    bad_records: Annotated[
+        Literal["stop", "skip"], says("An image that cannot be read stops the run, or is left out, named and counted.")
+    ] = "stop"
+
+    implemented_by: ClassVar[str] = "shoal.data.build_records:image_folders"
+
+
+class HuggingFace(Records, frozen=True, kw_only=True, tag_field="kind", tag="datasets"):
+    """A data set that Hugging Face's `datasets` saved to disk (extra `data`); nothing is fetched from the network."""
+
+    folder: Annotated[str, says("The folder that `save_to_disk` wrote.")]
+    split: Annotated[str | None, says("The split to train on, where the folder holds several.")] = None
+    held_out_split: Annotated[str | None, says("The split to evaluate on.")] = None
+
+    implemented_by: ClassVar[str] = "shoal.data.build_records:hugging_face"
+
+
+class Stream(Reading, frozen=True, kw_only=True, tag_field="kind", tag="stream"):
+    """JSON lines without end: a file that grows, or a socket. Each sample is taken once, in the order of arrival."""
+
+    path: Annotated[str, says("The file that grows; with a socket, where its lines are kept for a run that resumes.")]
+    socket: Annotated[
+        Annotated[str, msgspec.Meta(pattern=r".+:\d+")] | None,
+        says("host:port of a sender of lines, which is told how many have arrived."),
+    ] = None
+    inputs: Annotated[str | list[str], says("The field of the inputs; several become keyword arguments.")]
+    targets: Annotated[str | list[str], says("The field of the targets, or several.")]
+    weights: Annotated[str | None, says("The field that weighs each sample's loss.")] = None
+    patience_s: Annotated[float, says("Longest wait for a new line, after which the run stops.", gt=0)] = 600.0
+
+    bad_records: Annotated[
+        Literal["stop", "skip"], says("A line that cannot be read stops the run, or is left out, named and counted.")
+    ] = "stop"
+
+    implemented_by: ClassVar[str] = "shoal.data.stream:build_stream"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.augment or self.shuffle_window is not None:
+            raise ValueError("a stream is taken as it comes: leave out augment and shuffle_window")
+
+
+RecordData = Parquet | Arrow | JSONL | WebDataset | ImageFolders | HuggingFace

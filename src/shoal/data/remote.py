@@ -1,0 +1,192 @@
+"""Files behind URLs, through fsspec (`https://`, `s3://`, `gs://`, `memory://`, ...), in a bounded cache on disk.
+
+A file is fetched in parts, each request tried again after a growing pause when it fails; what was fetched has to have
+the promised size. It is kept under its fingerprint, so a new version of it is another file, and the files that were not
+used for longest go when the cache is full. All processes of a machine share the cache: a lock lets one of them fetch.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from shoal.data.prepared import locked
+from shoal.data.shard_files import ShardFile
+from shoal.errors import ConfigError, DataError, EnvironmentFault, MissingExtra
+
+PART_BYTES = 2**23
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
+VERSIONS = ("ETag", "etag", "Last-Modified", "LastModified", "mtime", "updated", "created")
+"""What file systems call the thing that changes with a file's content; the first that is there counts."""
+
+T = TypeVar("T")
+
+
+def is_remote(name: str) -> bool:
+    """Whether `name` is a URL and not a path."""
+    return "://" in name
+
+
+class RemoteStore:
+    """Files behind URLs. See `shard_files.Store`.
+
+    Args:
+        folder: the cache.
+        limit_bytes: what the cache may hold, beside the files that are just being fetched.
+        attempts: how often a failing request is made before EnvironmentFault is raised.
+        options: keywords of the fsspec file system, such as an endpoint.
+        sleep: waits so many seconds; for tests.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        limit_bytes: int,
+        attempts: int = 8,
+        options: Mapping[str, Any] | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._folder, self._limit_bytes, self._attempts = folder, limit_bytes, attempts
+        self._options, self._sleep = dict(options or {}), sleep
+
+    def listed(self, patterns: Sequence[str], *, key: str) -> list[ShardFile]:
+        """The files that URLs and globs of URLs name, sorted.
+
+        Raises:
+            DataError: one is missing, larger than the cache, or its server does not tell its size.
+            ConfigError, MissingExtra: the protocol is unknown, or its package is not installed.
+        """
+        names: set[str] = set()
+        for pattern in patterns:
+            found = [pattern]
+            if any(sign in pattern for sign in "*["):
+                file_system, path = self._open(pattern)
+                matches = self._tried(lambda fs=file_system, p=path: fs.glob(p), pattern)
+                found = [file_system.unstrip_protocol(name) for name in matches]
+            if not found:
+                raise DataError(f"{key} names {pattern!r}, and nothing matches it there: correct it.")
+            names |= set(found)
+        return [self._described(name) for name in sorted(names)]
+
+    def path(self, file: ShardFile) -> Path:
+        """The file in the cache, fetched if it is not there.
+
+        Raises:
+            EnvironmentFault: it cannot be fetched, or is no longer the file that was listed.
+        """
+        kept = self._folder / f"{file.fingerprint}{Path(file.name).suffix[:16]}"
+        if not _touched(kept):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with locked(self._folder / f".{file.fingerprint}.lock"):
+                if not _touched(kept):
+                    self._fetch(file, kept)
+        return kept
+
+    def _described(self, name: str) -> ShardFile:
+        file_system, path = self._open(name)
+        info = self._tried(lambda: file_system.info(path), name)
+        size_bytes = info.get("size")
+        if not isinstance(size_bytes, int):
+            raise DataError(f"{name}: the server does not tell the file's size: serve it with Content-Length.")
+        if size_bytes > self._limit_bytes:
+            raise DataError(
+                f"{name} has {size_bytes} bytes and data.remote_cache_bytes is {self._limit_bytes}: raise it, or cut "
+                "the file into smaller ones."
+            )
+        return ShardFile(name, size_bytes, str(next((info[key] for key in VERSIONS if info.get(key)), "")))
+
+    def _fetch(self, file: ShardFile, kept: Path) -> None:
+        if self._described(file.name) != file:
+            raise EnvironmentFault(
+                f"{file.name} has changed since the run listed it: leave data alone while a run reads it."
+            )
+        file_system, path = self._open(file.name)
+        descriptor, building = tempfile.mkstemp(dir=self._folder, prefix=f".{kept.name}-")
+        try:
+            with os.fdopen(descriptor, "wb") as target:
+                for start in range(0, file.size_bytes, PART_BYTES):
+                    stop = min(start + PART_BYTES, file.size_bytes)
+                    target.write(
+                        self._tried(lambda a=start, b=stop: _part(file_system, path, a, b, file.size_bytes), file.name)
+                    )
+            self._admit(building, kept, file.size_bytes)
+        except BaseException:
+            os.unlink(building)
+            raise
+
+    def _admit(self, building: str, kept: Path, size_bytes: int) -> None:
+        """Deletes the files that were used longest ago until there is room, and gives the new one its name.
+
+        Who has a deleted file open goes on reading it.
+        """
+        with locked(self._folder / ".room.lock"):
+            held = [(entry.stat(), entry.path) for entry in os.scandir(self._folder) if not entry.name.startswith(".")]
+            held_bytes = sum(status.st_size for status, _ in held)
+            for status, path in sorted(held, key=lambda entry: entry[0].st_mtime_ns):
+                if held_bytes + size_bytes <= self._limit_bytes:
+                    break
+                held_bytes -= status.st_size
+                os.unlink(path)
+            os.replace(building, kept)
+
+    def _tried(self, request: Callable[[], T], name: str) -> T:
+        """What `request` returns, made again when it fails. Raises EnvironmentFault after the last attempt."""
+        for attempt in range(1, self._attempts + 1):
+            try:
+                return request()
+            except (FileNotFoundError, PermissionError) as error:
+                raise DataError(f"{name} is not there or not for us to read ({error}): correct data.files.") from error
+            except ImportError as error:
+                raise _missing(name, error) from error
+            except Exception as error:  # each file system has errors of its own
+                if attempt == self._attempts:
+                    raise EnvironmentFault(
+                        f"{name}: {attempt} attempts failed, the last with {type(error).__name__}: {error}. See that "
+                        "the store can be reached, or raise data.remote_attempts."
+                    ) from error
+            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (attempt - 1))
+            self._sleep(pause_s * random.uniform(0.5, 1.0))  # apart from the other ranks, who failed at the same time
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _open(self, name: str) -> tuple[Any, str]:
+        try:
+            import fsspec
+        except ImportError as error:
+            raise MissingExtra("fsspec", extra="data", purpose=f"reading {name}") from error
+        try:
+            return fsspec.core.url_to_fs(name, **self._options)
+        except ValueError as error:
+            raise ConfigError(f"data.files names {name}: {error}. Correct the protocol.") from error
+        except ImportError as error:
+            raise _missing(name, error) from error
+
+
+def _missing(name: str, error: ImportError) -> EnvironmentFault:
+    package = {"s3": "s3fs", "gs": "gcsfs", "http": "aiohttp", "https": "aiohttp"}.get(name.split("://")[0])
+    if package is None:
+        return EnvironmentFault(f"Reading {name} needs a package that is not installed ({error}): install it.")
+    return MissingExtra(package, extra="data", purpose=f"reading {name}")
+
+
+def _touched(path: Path) -> bool:
+    """Marks the file as used now; whether it is there."""
+    try:
+        os.utime(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _part(file_system: Any, path: str, start: int, stop: int, size_bytes: int) -> bytes:
+    content = file_system.cat_file(path, start=start, end=stop)
+    if len(content) == size_bytes:  # a server that knows no ranges sends the whole file
+        content = content[start:stop]
+    if len(content) != stop - start:
+        raise OSError(f"{len(content)} bytes came instead of {stop - start}")
+    return content

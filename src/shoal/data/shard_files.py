@@ -1,0 +1,97 @@
+"""The files of a data set, here or behind a URL: what a pattern names, and what has to be known of each.
+
+A file is known by its name, its size and a version: the time of its last change, or what the remote store says instead
+(an ETag). Indexes are kept under a hash of these three, so an edited file gets a new one.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from shoal.errors import DataError, EnvironmentFault
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """One file: a path or a URL, its bytes, and what changes when its content does."""
+
+    name: str
+    size_bytes: int
+    version: str
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of name, size and version."""
+        return hashlib.blake2b(f"{self.name}\0{self.size_bytes}\0{self.version}".encode(), digest_size=12).hexdigest()
+
+
+class Store(Protocol):
+    """Where files come from: `LocalStore`, or `RemoteStore` with its cache."""
+
+    def listed(self, patterns: Sequence[str], *, key: str) -> list[ShardFile]:
+        """The files that the patterns name, sorted by name; `key` is the run file's, for messages."""
+        ...
+
+    def path(self, file: ShardFile) -> Path:
+        """The file as one of this machine's, fetched if it has to be.
+
+        Raises:
+            EnvironmentFault: it cannot be fetched, or is no longer the file that was listed.
+        """
+        ...
+
+
+class LocalStore:
+    """Files of this machine."""
+
+    def listed(self, patterns: Sequence[str], *, key: str) -> list[ShardFile]:
+        """The files that paths and globs (** goes down folders) name, sorted.
+
+        Raises:
+            DataError: a pattern matches no file.
+        """
+        return [local_file(path) for path in globbed(patterns, key=key)]
+
+    def path(self, file: ShardFile) -> Path:
+        """The file itself.
+
+        Raises:
+            EnvironmentFault: it is no longer what it was when the data was opened.
+        """
+        path = Path(file.name)
+        if local_file(path) != file:
+            raise EnvironmentFault(
+                f"{path} has changed since the run opened it: leave data alone while a run reads it."
+            )
+        return path
+
+
+def local_file(path: Path) -> ShardFile:
+    """What is known of a local file. Raises DataError where it is missing."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}): put it back, or correct its name.") from error
+    return ShardFile(str(path), status.st_size, str(status.st_mtime_ns))
+
+
+def globbed(patterns: Sequence[str], *, key: str) -> list[Path]:
+    """The files that `patterns` match, each once, sorted.
+
+    Raises:
+        DataError: a pattern matches no file; `key` is where it stood.
+    """
+    files: set[Path] = set()
+    for pattern in patterns:
+        found = {Path(name).resolve() for name in glob.glob(os.path.expanduser(pattern), recursive=True)}
+        found = {path for path in found if path.is_file()}
+        if not found:
+            raise DataError(f"{key} names {pattern!r}, and no file matches it from {Path.cwd()}: correct it.")
+        files |= found
+    return sorted(files)

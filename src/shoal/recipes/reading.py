@@ -1,0 +1,40 @@
+"""What a rank reads its batches with: its own threads, or processes that open the run file's data anew."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from shoal.config.load import dumps, parse
+from shoal.data.augment import augmentation_of
+from shoal.data.batches import BatchReader, SourceReader
+from shoal.data.dataset import Dataset
+from shoal.data.reader_process import Opening, ReaderProcess
+from shoal.recipes.objects import UserObjects, data_of
+from shoal.runfile.load import run_file_of
+from shoal.runfile.run_file import RunFile
+
+
+def reader_opener(run_file: RunFile, data: Dataset) -> Callable[[], BatchReader]:
+    """What each reading thread of a feed calls for its reader."""
+    if run_file.data.reader_kind == "processes":
+        opening = Opening("shoal.recipes.reading:reader_of", {"text": dumps(run_file)})
+        return lambda: ReaderProcess(opening)
+    return lambda: _reader(run_file, data)
+
+
+def reader_of(text: str) -> BatchReader:
+    """The reader of a resolved run file, in a process that has nothing else of the run.
+
+    Raises:
+        UserCodeError: the data is an object that a script passed, which no other process has; or see `data_of`.
+    """
+    run_file = run_file_of(parse(text), file="the run file")
+    return _reader(run_file, data_of(run_file, UserObjects(), os.environ))
+
+
+def _reader(run_file: RunFile, data: Dataset) -> BatchReader:
+    config, seed = run_file.data, run_file.run.seed
+    order = data.order(seed, shuffle=config.shuffle, window=config.shuffle_window)
+    augmentation = augmentation_of(config, seed)
+    return SourceReader(data.train, order, denominator=run_file.batch.denominator, augmentation=augmentation)

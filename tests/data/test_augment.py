@@ -1,0 +1,116 @@
+"""Augmentation belongs to (seed, epoch, sample): readers, ranks and restarts do not change it; epochs do."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from shoal.data.augment import Augmentation, augmentation_of, crop, flip, generator_of
+from shoal.data.batches import SourceReader
+from shoal.data.config import Digits
+from shoal.data.feed import Feed
+from shoal.data.order import Order
+from shoal.data.sample import Sample
+from shoal.errors import UserCodeError
+from tests.data.sources import built, written
+
+SEED = 5
+
+
+def noised(sample: object, generator: np.random.Generator) -> dict:
+    """A user's own change: noise on the inputs."""
+    assert isinstance(sample, dict)
+    return sample | {"inputs": np.asarray(sample["inputs"]) + generator.normal()}
+
+
+def epochs(tmp_path: Path, *, ranks: int, readers: int, start: int = 0, steps: int = 24) -> dict[int, torch.Tensor]:
+    """The augmented inputs by position."""
+    dataset = built(written("images", tmp_path / "data"), tmp_path / "cache")
+    order = dataset.order(SEED, shuffle=True)
+    changes = Augmentation([flip, lambda s, g: crop(s, g, padding=2)], SEED)
+    found = {}
+    for rank in range(ranks):
+        with Feed(
+            dataset.train,
+            order,
+            replicas=ranks,
+            replica=rank,
+            global_samples=7,
+            start=start,
+            readers=readers,
+            open_reader=lambda: SourceReader(dataset.train, order, denominator="auto", augmentation=changes),
+        ) as feed:
+            for _ in range(steps):
+                for batch in feed.next().microbatches:
+                    assert isinstance(batch.inputs, torch.Tensor)
+                    found |= dict(zip(batch.positions.tolist(), batch.inputs, strict=True))
+    return found
+
+
+def test_any_number_of_readers_and_ranks_changes_a_sample_alike(tmp_path: Path):
+    """Two epochs and more are the same bit for bit with 1 to 4 ranks and readers, and after a restart in the middle."""
+    reference = epochs(tmp_path, ranks=1, readers=1)
+    for ranks, readers, start in ((2, 3, 0), (4, 1, 0), (3, 4, 70)):
+        again = epochs(tmp_path, ranks=ranks, readers=readers, start=start, steps=24 - start // 7)
+        assert set(again) == {p for p in reference if p >= start}
+        for position, inputs in again.items():
+            assert torch.equal(inputs, reference[position]), position
+
+
+def test_epochs_differ():
+    """The same sample gets other numbers in another epoch, of another seed, and beside another sample."""
+    draws = {generator_of(*key).integers(2**60) for key in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (10, 0, 0))}
+    assert len(draws) == 5
+
+
+def test_a_batch_that_straddles_epochs(tmp_path: Path):
+    """A sample that stands twice in one batch, in two epochs, is changed twice."""
+    order = Order(2, SEED, shuffle=False)
+    source = [{"inputs": np.zeros(1), "targets": 0}, {"inputs": np.zeros(1), "targets": 1}]
+    with Feed(
+        source,
+        order,
+        replicas=1,
+        replica=0,
+        global_samples=6,
+        open_reader=lambda: SourceReader(source, order, denominator="auto", augmentation=Augmentation([noised], SEED)),
+    ) as feed:
+        (batch,) = feed.next().microbatches
+    wanted = [generator_of(SEED, p // 2, p % 2).normal() for p in range(6)]
+    assert batch.inputs[:, 0].tolist() == pytest.approx(wanted)  # type: ignore[index]
+    assert len(set(wanted)) == 6
+
+
+def test_flip_and_crop():
+    """Flips mirror the width in about half of the readings; crops move by up to the padding, and zeros come in."""
+    image = torch.arange(1, 13, dtype=torch.float32).reshape(1, 3, 4)
+    sample = Sample(image, torch.tensor(0), None)
+    flipped = [not torch.equal(flip(sample, generator_of(0, 0, i)).inputs, image) for i in range(400)]  # type: ignore[arg-type]
+    assert 150 < sum(flipped) < 250
+    offsets = set()
+    for i in range(200):
+        moved = crop(sample, generator_of(0, 0, i), padding=1).inputs
+        padded = torch.nn.functional.pad(image, (1, 1, 1, 1))
+        offsets |= {
+            (t, left)
+            for t in range(3)
+            for left in range(3)
+            if torch.equal(padded[:, t : t + 3, left : left + 4], moved)  # type: ignore[arg-type]
+        }
+    assert offsets == {(t, left) for t in range(3) for left in range(3)}
+
+
+def test_functions_are_named():
+    """A run file names built-in changes and functions of the user's; what is not there is refused."""
+    assert augmentation_of(Digits(), 0) is None
+    made = augmentation_of(Digits(augment=["flip", "tests.data.test_augment:noised"]), 3)
+    assert made is not None
+    assert made.changes[1].__name__ == "noised"
+    with pytest.raises(ValueError, match="augment names 'rotate'"):
+        Digits(augment=["rotate"])
+    for wrong in ("tests.data.nowhere:noised", "tests.data.test_augment:nothing", "tests.data.test_augment:SEED"):
+        with pytest.raises(UserCodeError, match=wrong):
+            augmentation_of(Digits(augment=[wrong]), 0)
+    with pytest.raises(UserCodeError, match="flip and crop take one image"):
+        flip((np.zeros(3), 0), generator_of(0, 0, 0))
