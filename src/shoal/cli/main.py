@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import shoal
-from shoal.cli import bench, checkpoint, doctor, evaluate, plan, report, simulate, train, verify
+from shoal.cli import bench, checkpoint, doctor, evaluate, launch, plan, report, simulate, submit, train, verify
 from shoal.cli.verbs import Verbs
 from shoal.errors import ShoalError
 
@@ -42,8 +42,10 @@ app.command("train")(train.train)
 app.command("verify")(verify.verify)
 app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)
+app.command("launch", context_settings=launch.SETTINGS)(launch.launch)
 app.command("evaluate")(evaluate.evaluate)
 app.command("report")(report.report)
+app.add_typer(submit.app, name="submit", cls=submit.WithDefault)
 app.command("doctor")(doctor.doctor)
 app.add_typer(checkpoint.app, name="checkpoint", cls=Verbs)
 app.add_typer(bench.app, name="bench")
