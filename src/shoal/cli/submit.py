@@ -71,6 +71,20 @@ def job(
     account: Annotated[str | None, typer.Option("--account", help="Slurm: account.")] = None,
     qos: Annotated[str | None, typer.Option("--qos", help="Slurm: quality of service.")] = None,
     constraint: Annotated[str | None, typer.Option("--constraint", help="Slurm: features of the hosts.")] = None,
+    image: Annotated[str | None, typer.Option("--image", help="Kubernetes: container image.")] = None,
+    volume: Annotated[str | None, typer.Option("--volume", help="Kubernetes: claim that holds run directories.")] = None,
+    kind: Annotated[Literal["jobset", "trainjob"], typer.Option("--kind", help="Kubernetes: object.")] = "jobset",
+    namespace: Annotated[str, typer.Option("--namespace", help="Kubernetes: namespace.")] = "default",
+    queue: Annotated[str | None, typer.Option("--queue", help="Kubernetes: Kueue's queue; all pods or none.")] = None,
+    secret: Annotated[str | None, typer.Option("--secret", help="Kubernetes: Secret with --env's secrets.")] = None,
+    spot: Annotated[
+        list[str] | None, typer.Option("--spot", metavar="TAINT[=VALUE]", help="Kubernetes: a taint of spot hosts.")
+    ] = None,
+    address: Annotated[str, typer.Option("--address", help="Ray: address of the cluster.")] = "auto",
+    strategy: Annotated[
+        Literal["STRICT_SPREAD", "PACK"], typer.Option("--strategy", help="Ray: how hosts are placed.")
+    ] = "STRICT_SPREAD",
+    wait: Annotated[float, typer.Option("--wait", min=1, metavar="S", help="Ray: longest wait for room.")] = 600.0,
     as_json: AS_JSON = False,
 ) -> None:
     """Writes the job files beside the run and submits them (meant where no other command is named).
@@ -80,6 +94,9 @@ def job(
     from shoal.errors import UsageError
     from shoal.runfile.load import load_run
     from shoal.submit.job import Resources, divide, job_of, seconds_of, split_variables, world_size_of
+    from shoal.submit.kubernetes import Kubernetes
+    from shoal.submit.pods import KubernetesOptions
+    from shoal.submit.ray import Ray
     from shoal.submit.scheduler import write_files, write_record
     from shoal.submit.slurm import Slurm
     from shoal.submit.slurm_script import SlurmOptions
@@ -103,7 +120,13 @@ def job(
         secrets=secrets,
         restarts=restarts,
     )
-    scheduler: Scheduler = Slurm(SlurmOptions(partition, account, qos, constraint))
+    pods = KubernetesOptions(image, volume, namespace, queue, secret, tuple(spot or ())) if image and volume else None
+    schedulers: dict[str, Scheduler] = {
+        "slurm": Slurm(SlurmOptions(partition, account, qos, constraint)),
+        "kubernetes": Kubernetes(pods, kind),
+        "ray": Ray(address, strategy=strategy, wait_s=wait),
+    }
+    scheduler = schedulers[to]
     files = scheduler.files(made)
     if dry_run:
         if as_json:
@@ -163,9 +186,11 @@ def cancel(directory: RUN_DIRECTORY) -> None:
 
 
 def _submitted(directory: Path) -> tuple[Submission, Scheduler]:
+    from shoal.submit.kubernetes import Kubernetes
+    from shoal.submit.ray import Ray
     from shoal.submit.scheduler import read_record
     from shoal.submit.slurm import Slurm
 
     submission = read_record(directory)
-    schedulers: dict[To, type[Scheduler]] = {"slurm": Slurm}
+    schedulers: dict[To, type[Scheduler]] = {"slurm": Slurm, "kubernetes": Kubernetes, "ray": Ray}
     return submission, schedulers[submission.to]()

@@ -11,12 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shoal.errors import UsageError
+from shoal.errors import Diverged, UsageError, VerificationFailed
 from shoal.runfile.rules import check_across
 from shoal.runfile.run_file import RunFile, run_directory, with_processes
 
 DEFAULT_CPUS = 1
 SAVE_S = 120
+FATAL_CODES = (UsageError.exit_code, Diverged.exit_code, VerificationFailed.exit_code)
+"""Exit codes after which another start would end alike."""
 RESTARTS = 100
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|PRIVATE", re.IGNORECASE)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

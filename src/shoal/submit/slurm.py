@@ -47,7 +47,10 @@ class Slurm:
         return {SCRIPT: batch_script(job, self._options), RUN_FILE: dumps(job.run_file)}
 
     def submit(self, job: Job) -> Submission:
-        """Hand the script to `sbatch`. Raises `UsageError` for a partition that there is not."""
+        """Hand the script to `sbatch`. Raises `UsageError` for a partition that there is not, and `EnvironmentFault` for
+        a job that would wait for ever.
+        """
+        self._check_size(job)
         done = call(["sbatch", "--parsable", str(job.job_files / SCRIPT)])
         identity, _, cluster = done.stdout.strip().partition(";")
         if done.returncode != 0 or not identity.isdigit():
@@ -75,6 +78,23 @@ class Slurm:
         if done.returncode != 0:
             raise EnvironmentFault(f"Slurm did not cancel job {submission.identity} ({said(done)}): try scancel by hand")
 
+    def _check_size(self, job: Job) -> None:
+        # Most clusters queue a job that asks for more hosts than there are: it would wait for them without an end.
+        where = [f"--partition={self._options.partition}"] if self._options.partition else []
+        counts = call(["sinfo", "--noheader", "--format=%D", *where]).stdout.split()
+        there = sum(int(count) for count in counts if count.isdigit())
+        if 0 < there < job.resources.nodes:
+            raise self._too_large(job, f"{plural(there, 'host')} in all")
+
+    def _too_large(self, job: Job, complaint: str) -> EnvironmentFault:
+        there = call(["sinfo", "--noheader", "--format=%R: %D hosts of %c cores, %m MB, %G"]).stdout.splitlines()
+        asked = job.resources
+        return EnvironmentFault(
+            f"the cluster cannot hold the job ({complaint}): it asks for {plural(asked.nodes, 'host')} of "
+            f"{plural(asked.cpus_per_node, 'core')} and {plural(asked.gpus_per_node, 'GPU')}, and there are "
+            f"{'; '.join(there) or 'none'}; ask for less, or let shoal plan find a layout that fits"
+        )
+
     def _refusal(self, complaint: str, job: Job) -> UsageError | EnvironmentFault:
         if "invalid partition" in complaint.lower():
             there = call(["sinfo", "--noheader", "--format=%R"]).stdout.split()
@@ -83,13 +103,7 @@ class Slurm:
                 "give one of them with --partition"
             )
         if "node configuration is not available" in complaint.lower() or "node count" in complaint.lower():
-            there = call(["sinfo", "--noheader", "--format=%R: %D hosts of %c cores, %m MB, %G"]).stdout.splitlines()
-            asked = job.resources
-            return EnvironmentFault(
-                f"the cluster cannot hold the job ({complaint}): it asks for {plural(asked.nodes, 'host')} of "
-                f"{plural(asked.cpus_per_node, 'core')} and {plural(asked.gpus_per_node, 'GPU')}, and there are "
-                f"{'; '.join(there) or 'none'}; ask for less, or let shoal plan find a layout that fits"
-            )
+            return self._too_large(job, complaint)
         return EnvironmentFault(f"Slurm did not take the job ({complaint}): change what it names, then submit again")
 
 
