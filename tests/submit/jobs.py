@@ -21,7 +21,7 @@ RUNS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "context": ("stdlib-gpt", ("layout.context=2",), {"nodes": 2}),
     "three-axes": ("stdlib-gpt-3d", (), {"nodes": 2}),
     "experts": ("stdlib-moe", (), {"nodes": 2}),
-    "quoted": ("digits", ('run.directory="runs/with \'quotes\' and blanks"',), {"nodes": 1, "ranks_per_node": 1}),
+    "quoted": ("digits", ("run.directory=\"runs/with 'quotes' and blanks\"",), {"nodes": 1, "ranks_per_node": 1}),
 }
 """Twelve run files: a recipe, its overrides, what each host gives."""
 

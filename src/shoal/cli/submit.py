@@ -72,7 +72,9 @@ def job(
     qos: Annotated[str | None, typer.Option("--qos", help="Slurm: quality of service.")] = None,
     constraint: Annotated[str | None, typer.Option("--constraint", help="Slurm: features of the hosts.")] = None,
     image: Annotated[str | None, typer.Option("--image", help="Kubernetes: container image.")] = None,
-    volume: Annotated[str | None, typer.Option("--volume", help="Kubernetes: claim that holds run directories.")] = None,
+    volume: Annotated[
+        str | None, typer.Option("--volume", help="Kubernetes: claim that holds run directories.")
+    ] = None,
     kind: Annotated[Literal["jobset", "trainjob"], typer.Option("--kind", help="Kubernetes: object.")] = "jobset",
     namespace: Annotated[str, typer.Option("--namespace", help="Kubernetes: namespace.")] = "default",
     queue: Annotated[str | None, typer.Option("--queue", help="Kubernetes: Kueue's queue; all pods or none.")] = None,

@@ -93,7 +93,9 @@ def _torchrun(environ: Environ) -> Place:
 def _in_slurm_step(environ: Environ) -> bool:
     if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
         return False
-    return whole_number(environ, "SLURM_STEP_ID") < _FIRST_SPECIAL_STEP and whole_number(environ, _slurm_size(environ)) > 1
+    return (
+        whole_number(environ, "SLURM_STEP_ID") < _FIRST_SPECIAL_STEP and whole_number(environ, _slurm_size(environ)) > 1
+    )
 
 
 def _slurm(environ: Environ) -> Place:

@@ -133,6 +133,7 @@ def job_of(
             f"a time limit of {resources.time_s} s leaves nothing to train in: ranks are told to save "
             f"{resources.save_s} s before it; give a longer --time or a shorter --save-before"
         )
+    run_file.layout.layout(resources.world_size)
     run_file = with_processes(run_file, resources.world_size)
     check_across(run_file, file=file)
     return Job(run_file, resources, folder, python, dict(variables or {}), tuple(secrets), restarts)
@@ -161,13 +162,15 @@ def split_variables(assignments: Sequence[str], environ: Mapping[str, str]) -> t
         else:
             raise UsageError(f"--env {name}: the variable is not set here; write --env {name}=value")
         if any(not character.isprintable() for character in variables.get(name, "")):
-            raise UsageError(f"--env {name}: its value has a control character, which a job file cannot hold; change it")
+            raise UsageError(
+                f"--env {name}: its value has a control character, which a job file cannot hold; change it"
+            )
     return variables, tuple(secrets)
 
 
 def seconds_of(text: str) -> int:
     """A time limit: minutes, or as Slurm writes it, [D-]H:MM:SS. Raises `UsageError`."""
-    found = re.fullmatch(r"(?:(\d{1,4})-)?(\d{1,6})(?::(\d{1,2}))?(?::(\d{1,2}))?", text)
+    found = re.fullmatch(r"(?:(\d{1,4})-)?(\d{1,6})(?::(\d{1,2}))?(?::(\d{1,2}))?", text, re.ASCII)
     if found is None:
         raise UsageError(f"--time {text[:40]!r} is no time: write minutes (90), or D-HH:MM:SS (1-12:00:00)")
     days, first, second, third = found.groups()

@@ -28,6 +28,7 @@ from shoal.submit.job import FATAL_CODES
 from shoal.submit.ray_host import RayHost
 from shoal.submit.ray_job import RayJob
 from shoal.submit.scheduler import State
+from shoal.units import plural
 
 STATUS = "ray-status.json"
 _MOST_BYTES = 1 << 20
@@ -53,10 +54,12 @@ def drive(job: RayJob, status: Path) -> int:
     """Run the job to its end; its exit code. Raises `EnvironmentFault` where the cluster cannot hold it."""
     ray = import_ray()
     _connect(ray, job)
+    for number in (signal.SIGTERM, signal.SIGINT):  # after `ray.init`, which sets a handler of its own
+        signal.signal(number, _raise_asked)
     _say(status, "waiting", f"{job.name} waits for {_wanted(job)}; no rank has started")
     with _reserved(ray, job) as group:
         for start in range(job.restarts + 1):
-            again = f", started again {start} times" if start else ""
+            again = f", started again {plural(start, 'time')}" if start else ""
             _say(status, "running", f"{job.name} runs on {job.hosts} hosts{again}")
             code, sentence = _start(ray, job, group)
             if code == 0 or code in FATAL_CODES:
@@ -201,8 +204,6 @@ def main(path: Path) -> int:
     """Run the job that `path` describes; the exit code."""
     content = read_file(path, limit_bytes=_MOST_BYTES, error=UsageError, repair="give ray-job.json of a submitted run")
     status = path.with_name(STATUS)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _raise_asked)
     try:
         return drive(msgspec.json.decode(content, type=RayJob), status)
     except _Asked:

@@ -1,8 +1,8 @@
 """What every scheduler does with a job, and the record that lies beside a run of what was submitted.
 
-    runs/NAME/submit/   run.toml            resolved, as the ranks read it
-                        job.sbatch, ...     what the scheduler was given
-                        submission.json     to whom, and under which name it knows the job
+runs/NAME/submit/   run.toml            resolved, as the ranks read it
+                    job.sbatch, ...     what the scheduler was given
+                    submission.json     to whom, and under which name it knows the job
 """
 
 from __future__ import annotations

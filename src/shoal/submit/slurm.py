@@ -76,7 +76,9 @@ class Slurm:
         call(["scontrol", *on, "update", f"JobId={submission.identity}", "Requeue=0"])
         done = call(["scancel", *on, submission.identity])
         if done.returncode != 0:
-            raise EnvironmentFault(f"Slurm did not cancel job {submission.identity} ({said(done)}): try scancel by hand")
+            raise EnvironmentFault(
+                f"Slurm did not cancel job {submission.identity} ({said(done)}): try scancel by hand"
+            )
 
     def _check_size(self, job: Job) -> None:
         # Most clusters queue a job that asks for more hosts than there are: it would wait for them without an end.

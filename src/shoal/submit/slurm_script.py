@@ -32,7 +32,6 @@ class SlurmOptions:
     constraint: str | None = None
 
 
-
 def batch_script(job: Job, options: SlurmOptions) -> str:
     """The text for `sbatch`. Raises `UsageError` for a path that its header cannot hold."""
     header = "\n".join(f"#SBATCH --{name}={value}" for name, value in _header(job, options).items())
