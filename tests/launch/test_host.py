@@ -50,7 +50,8 @@ def test_the_ranks_of_all_hosts_are_all_ranks_once(nodes: int, each: int) -> Non
 def test_a_host_knows_itself_by_torchruns_names() -> None:
     """As Kubeflow's Trainer sets them."""
     given_names = {
-        "PET_NNODES": "3", "PET_NODE_RANK": "2", "PET_NPROC_PER_NODE": "4", "PET_MASTER_ADDR": "a", "PET_MASTER_PORT": "5"
+        "PET_NNODES": "3", "PET_NODE_RANK": "2", "PET_NPROC_PER_NODE": "4", "PET_MASTER_ADDR": "a",
+        "PET_MASTER_PORT": "5",
     }  # fmt: skip
     assert host_from(given_names) == Host(3, 2, 4, "a", 5)
 

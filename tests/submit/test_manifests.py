@@ -106,7 +106,8 @@ def test_75_starts_again_and_2_does_not(writer: Callable[..., list[dict[str, Any
             if code is None and "onPodConditions" in rule:
                 message = f"Pod default/x has condition DisruptionTarget matching FailJob rule at index {index}"
             elif code in rule.get("onExitCodes", {}).get("values", ()):
-                message = f"Container node for pod default/x failed with exit code {code} matching FailJob rule at index {index}"
+                why = f"failed with exit code {code} matching FailJob rule at index {index}"
+                message = f"Container node for pod default/x {why}"
             else:
                 continue
             for wanted in policy["rules"]:

@@ -1,4 +1,4 @@
-"""A job on a real Ray cluster of two hosts: gang start, a killed actor, a cluster that is too small, a cancelled job."""
+"""A job on a real Ray cluster of two hosts: gang start, a killed actor, a cluster too small, a cancelled job."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def processes(word: str) -> dict[int, int]:
 
 
 def test_a_killed_actor_is_named_and_every_sample_is_used_in_order(address: str, own: Project) -> None:
-    """`kill -9` of one of two actors in mid-run: its launcher and rank end with it, the driver says which host was lost,
+    """`kill -9` of one of two actors in mid-run: its launcher and rank end with it, the driver names the lost host,
     all start again from the newest checkpoint, and the steps that count use the samples of an undisturbed run."""
     submit(own, address, f"run.steps={STEPS}", "model.arguments={pause=0.2}")
     own.wait_for_step(4)

@@ -35,7 +35,7 @@ def run(text: str, folder: Path, *, code: int, restarts: int = 0) -> tuple[int, 
 
 @pytest.mark.parametrize("name", NEAT)
 def test_the_header_asks_for_what_the_job_needs(name: str) -> None:
-    """Hosts, a task on each with the cores of all of its ranks, and GPUs, memory and time only where they were given."""
+    """Hosts, a task on each with the cores of all its ranks, and GPUs, memory and time only where they were given."""
     made = job(name)
     found, asked = header(batch_script(made, SlurmOptions())), made.resources
     assert found["nodes"] == str(asked.nodes)

@@ -31,7 +31,8 @@ def main(arguments: list[str]) -> None:
             if leaving.code not in (0, None):
                 raise
         except Exception as error:
-            raise error.with_traceback(_own_part(error.__traceback__))
+            error.__traceback__ = _own_part(error.__traceback__)
+            raise
 
 
 def _own_part(trace: TracebackType | None) -> TracebackType | None:

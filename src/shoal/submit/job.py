@@ -1,7 +1,7 @@
 """What a scheduler is asked for: hosts, ranks on each, what they compute on, how long, and the command of each host.
 
-A `Job` knows no scheduler. `slurm_script`, `jobset`, `trainjob` and `ray_job` write it down for theirs; all of them start
-`shoal launch` once on each host, which starts that host's ranks and keeps their exit code (`launch.host`).
+A `Job` knows no scheduler. `slurm_script`, `jobset`, `trainjob` and `ray_job` write it down for theirs; all of them
+start `shoal launch` once on each host, which starts that host's ranks and keeps their exit code (`launch.host`).
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Job:
 
 
 def world_size_of(run_file: RunFile, *, nodes: int | None, ranks_per_node: int | None) -> int:
-    """How many ranks the job has: as the run file says, else hosts times ranks. Raises `UsageError` where neither does."""
+    """How many ranks the job has: as the run file says, else hosts times ranks. Raises `UsageError` without either."""
     stated = run_file.run.processes or run_file.layout.default_processes
     if stated is not None:
         return stated
@@ -153,8 +153,8 @@ def split_variables(assignments: Sequence[str], environ: Mapping[str, str]) -> t
         if _SECRET.search(name):
             if given:
                 raise UsageError(
-                    f"--env {name}=... would write a secret into the job file, which others can read: give --env {name} "
-                    "alone; Slurm takes it from your environment, Kubernetes from --secret"
+                    f"--env {name}=... would write a secret into the job file, which others can read: "
+                    f"give --env {name} alone; Slurm takes it from your environment, Kubernetes from --secret"
                 )
             secrets.append(name)
         elif given or name in environ:

@@ -48,12 +48,12 @@ class KubernetesOptions:
 
 
 def object_name(job: Job) -> str:
-    """The run's name as Kubernetes takes one: a label of DNS, short enough for what is appended. Raises `UsageError`."""
+    """The run's name as a label of DNS, short enough for what Kubernetes appends. Raises `UsageError`."""
     name = re.sub(r"[^a-z0-9-]+", "-", job.name.lower()).strip("-")
     if not name or len(name) > 40 or not name[0].isalpha():
         raise UsageError(
-            f"run.name is {job.name!r}, which makes no name for Kubernetes: it should begin with a letter and have at most "
-            "40 letters, digits and hyphens; rename the run (run.name=...)"
+            f"run.name is {job.name!r}, which makes no name for Kubernetes: it should begin with a letter and have at "
+            "most 40 letters, digits and hyphens; rename the run (run.name=...)"
         )
     return name
 

@@ -26,7 +26,8 @@ class Ray:
     """The Ray cluster at `address` ("auto": the one that this host belongs to)."""
 
     def __init__(self, address: str = "auto", *, strategy: Strategy = "STRICT_SPREAD", wait_s: float = 600.0) -> None:
-        self._address, self._strategy, self._wait_s = address, strategy, wait_s
+        self._address, self._wait_s = address, wait_s
+        self._strategy: Strategy = strategy
 
     def files(self, job: Job) -> Mapping[str, str]:
         """The driver's description of the job, and the run file."""

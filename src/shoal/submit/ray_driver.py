@@ -3,8 +3,9 @@
     python -m shoal.submit.ray_driver RUN_DIR/submit/ray-job.json
 
 An actor runs `shoal launch`, as a task of srun would; the ranks know nothing of Ray. When an actor or its host is
-lost, that is said by name, the other actors end, and all start again from the newest checkpoint. How the job stands lies in
-`ray-status.json` beside its description. The driver leaves with the job's exit code, and with 75 after SIGTERM.
+lost, that is said by name, the other actors end, and all start again from the newest checkpoint. How the job
+stands lies in `ray-status.json` beside its description. The driver leaves with the job's exit
+code, and with 75 after SIGTERM.
 """
 
 from __future__ import annotations
@@ -58,15 +59,16 @@ def drive(job: RayJob, status: Path) -> int:
         signal.signal(number, _raise_asked)
     _say(status, "waiting", f"{job.name} waits for {_wanted(job)}; no rank has started")
     with _reserved(ray, job) as group:
-        for start in range(job.restarts + 1):
-            again = f", started again {plural(start, 'time')}" if start else ""
-            _say(status, "running", f"{job.name} runs on {job.hosts} hosts{again}")
+        starts = 0
+        while True:
+            again = f", started again {plural(starts, 'time')}" if starts else ""
+            _say(status, "running", f"{job.name} runs on {plural(job.hosts, 'host')}{again}")
             code, sentence = _start(ray, job, group)
-            if code == 0 or code in FATAL_CODES:
-                break
+            if code == 0 or code in FATAL_CODES or starts == job.restarts:
+                _say(status, "done" if code == 0 else "failed", f"{job.name}: {sentence}{again}")
+                return code
             _say(status, "waiting", f"{job.name}: {sentence}; starts again from its newest checkpoint")
-        _say(status, "done" if code == 0 else "failed", f"{job.name}: {sentence}{again}")
-    return code
+            starts += 1
 
 
 def exit_code(codes: Sequence[int]) -> int:

@@ -47,8 +47,9 @@ class Slurm:
         return {SCRIPT: batch_script(job, self._options), RUN_FILE: dumps(job.run_file)}
 
     def submit(self, job: Job) -> Submission:
-        """Hand the script to `sbatch`. Raises `UsageError` for a partition that there is not, and `EnvironmentFault` for
-        a job that would wait for ever.
+        """Hand the script to `sbatch`.
+
+        Raises `UsageError` for a partition that there is not, and `EnvironmentFault` for a job too large to start.
         """
         self._check_size(job)
         done = call(["sbatch", "--parsable", str(job.job_files / SCRIPT)])
@@ -101,8 +102,8 @@ class Slurm:
         if "invalid partition" in complaint.lower():
             there = call(["sinfo", "--noheader", "--format=%R"]).stdout.split()
             return UsageError(
-                f"there is no partition {self._options.partition} in this cluster: it has {', '.join(there) or 'none'}; "
-                "give one of them with --partition"
+                f"there is no partition {self._options.partition} in this cluster: it has "
+                f"{', '.join(there) or 'none'}; give one of them with --partition"
             )
         if "node configuration is not available" in complaint.lower() or "node count" in complaint.lower():
             return self._too_large(job, complaint)

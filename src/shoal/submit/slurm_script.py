@@ -87,8 +87,8 @@ def _header(job: Job, options: SlurmOptions) -> Mapping[str, object]:
     for name, value in header.items():
         if any(character.isspace() or character in "\"'%" for character in str(value).replace("%j", "")):
             raise UsageError(
-                f"{name} is {str(value)!r}: a line of #SBATCH cannot hold blanks, quotes or %; rename it, or submit from "
-                "another folder"
+                f"{name} is {str(value)!r}: a line of #SBATCH cannot hold blanks, quotes or %; rename it, or submit "
+                "from another folder"
             )
     return header
 
