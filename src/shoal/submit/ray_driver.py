@@ -33,6 +33,7 @@ from shoal.units import plural
 
 STATUS = "ray-status.json"
 _MOST_BYTES = 1 << 20
+_LOOK_S = 0.5
 
 
 class DriverStatus(msgspec.Struct, frozen=True):
@@ -56,7 +57,7 @@ def drive(job: RayJob, status: Path) -> int:
     ray = import_ray()
     _connect(ray, job)
     for number in (signal.SIGTERM, signal.SIGINT):  # after `ray.init`, which sets a handler of its own
-        signal.signal(number, _raise_asked)
+        signal.signal(number, _note_asked)
     _say(status, "waiting", f"{job.name} waits for {_wanted(job)}; no rank has started")
     with _reserved(ray, job) as group:
         starts = 0
@@ -142,7 +143,13 @@ def _until_over(ray: Any, job: RayJob, hosts: list[Any]) -> tuple[int, str]:
     }
     codes: list[int] = []
     while running:
-        (ended,), _ = ray.wait(list(running), num_returns=1)
+        # Ray swallows what a handler raises inside its calls: the handler makes a note, and this loop looks at it.
+        ready, _ = ray.wait(list(running), num_returns=1, timeout=_LOOK_S)
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
+            raise _Asked
+        if not ready:
+            continue
+        (ended,) = ready
         index = running.pop(ended)
         try:
             codes.append(ray.get(ended))
@@ -196,10 +203,10 @@ class _Asked(BaseException):
     """SIGTERM or SIGINT to the driver."""
 
 
-def _raise_asked(number: int, frame: FrameType | None) -> None:
+def _note_asked(number: int, frame: FrameType | None) -> None:
+    """The note is that both signals are ignored from now on: a second request changes nothing."""
     for both in (signal.SIGTERM, signal.SIGINT):
         signal.signal(both, signal.SIG_IGN)
-    raise _Asked
 
 
 def main(path: Path) -> int:

@@ -88,6 +88,9 @@ class Slurm:
         there = sum(int(count) for count in counts if count.isdigit())
         if 0 < there < job.resources.nodes:
             raise self._too_large(job, f"{plural(there, 'host')} in all")
+        cores = re.findall(r"\d+", call(["sinfo", "--noheader", "--format=%c", *where]).stdout)
+        if cores and max(map(int, cores)) < job.resources.cpus_per_node:
+            raise self._too_large(job, f"hosts of at most {max(map(int, cores))} cores")
 
     def _too_large(self, job: Job, complaint: str) -> EnvironmentFault:
         there = call(["sinfo", "--noheader", "--format=%R: %D hosts of %c cores, %m MB, %G"]).stdout.splitlines()
