@@ -115,7 +115,8 @@ class Project:
 
     def environ(self, **more: str) -> dict[str, str]:
         """The environment of a plain shell: nothing of a launcher in it."""
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("SHOAL_", "SLURM_", "RANK", "WORLD_"))}
+        launchers = ("SHOAL_", "SLURM_", "RANK", "WORLD_")
+        kept = {k: v for k, v in os.environ.items() if k == "SLURM_CONF" or not k.startswith(launchers)}
         return {**kept, "OMP_NUM_THREADS": "1", "SHOAL_CACHE": str(self.folder / "cache"), **more}
 
     def shoal(

@@ -15,10 +15,12 @@ from shoal.cli import (
     diff,
     doctor,
     evaluate,
+    launch,
     plan,
     report,
     reproduce,
     simulate,
+    submit,
     sweep,
     train,
     verify,
@@ -57,12 +59,14 @@ app.command("train")(train.train)
 app.command("verify")(verify.verify)
 app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)
+app.command("launch", context_settings=launch.SETTINGS)(launch.launch)
 app.command("evaluate")(evaluate.evaluate)
 app.command("report")(report.report)
 app.command("watch")(watch.watch)
 app.command("diff")(diff.diff)
 app.command("reproduce")(reproduce.reproduce)
 app.command("sweep")(sweep.sweep)
+app.add_typer(submit.app, name="submit", cls=submit.WithDefault)
 app.command("doctor")(doctor.doctor)
 app.add_typer(checkpoint.app, name="checkpoint", cls=Verbs)
 app.add_typer(coordinator.app, name="coordinator", cls=Verbs)

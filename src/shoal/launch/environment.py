@@ -71,21 +71,21 @@ def master_from(environ: Environ) -> tuple[str, int]:
     """Address and port where rank 0 hosts the store. Raises `EnvironmentFault` where neither is given nor derivable."""
     address = environ.get("MASTER_ADDR") or _derived_address(environ)
     if environ.get("MASTER_PORT"):
-        port = _whole(environ, "MASTER_PORT")
+        port = whole_number(environ, "MASTER_PORT")
         if not 0 < port < 1 << 16:
             raise EnvironmentFault(f"MASTER_PORT is {port}: a port lies between 1 and 65535; set one that is free")
     else:
-        port = _derived_port(environ)
+        port = derived_port(environ)
     return address, port
 
 
 def _torchrun(environ: Environ) -> Place:
-    rank, world_size = _whole(environ, "RANK"), _whole(environ, "WORLD_SIZE")
+    rank, world_size = whole_number(environ, "RANK"), whole_number(environ, "WORLD_SIZE")
     # Kubernetes' operators set these two alone: one process a pod.
-    local_rank, local_size = _whole(environ, "LOCAL_RANK", 0), _whole(environ, "LOCAL_WORLD_SIZE", 1)
+    local_rank, local_size = whole_number(environ, "LOCAL_RANK", 0), whole_number(environ, "LOCAL_WORLD_SIZE", 1)
     _check_below("RANK", rank, "WORLD_SIZE", world_size)
     _check_below("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_size)
-    node_rank = _whole(environ, "GROUP_RANK", rank // local_size)
+    node_rank = whole_number(environ, "GROUP_RANK", rank // local_size)
     launcher = "shoal" if environ.get("SHOAL_LAUNCHER") else "torchrun"
     return _place(rank, world_size, local_rank, local_size, node_rank=node_rank, launcher=launcher)
 
@@ -93,13 +93,15 @@ def _torchrun(environ: Environ) -> Place:
 def _in_slurm_step(environ: Environ) -> bool:
     if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
         return False
-    return _whole(environ, "SLURM_STEP_ID") < _FIRST_SPECIAL_STEP and _whole(environ, _slurm_size(environ)) > 1
+    return (
+        whole_number(environ, "SLURM_STEP_ID") < _FIRST_SPECIAL_STEP and whole_number(environ, _slurm_size(environ)) > 1
+    )
 
 
 def _slurm(environ: Environ) -> Place:
     size_name = _slurm_size(environ)
-    rank, world_size = _whole(environ, "SLURM_PROCID"), _whole(environ, size_name)
-    local_rank, node = _whole(environ, "SLURM_LOCALID"), _whole(environ, "SLURM_NODEID")
+    rank, world_size = whole_number(environ, "SLURM_PROCID"), whole_number(environ, size_name)
+    local_rank, node = whole_number(environ, "SLURM_LOCALID"), whole_number(environ, "SLURM_NODEID")
     _check_below("SLURM_PROCID", rank, size_name, world_size)
     local_size = _slurm_local_size(environ, node)
     _check_below("SLURM_LOCALID", local_rank, "the node's task count", local_size)
@@ -117,12 +119,12 @@ def _slurm_local_size(environ: Environ, node: int) -> int:
             counts = slurm.tasks_per_node(environ[name])
             _check_below("SLURM_NODEID", node, f"the number of nodes in {name}", len(counts))
             return counts[node]
-    return _whole(environ, "SLURM_NTASKS_PER_NODE")
+    return whole_number(environ, "SLURM_NTASKS_PER_NODE")
 
 
 def _mpi(environ: Environ, rank_name: str, size_name: str, local_rank_name: str, local_size_name: str) -> Place:
-    rank, world_size = _whole(environ, rank_name), _whole(environ, size_name)
-    local_rank, local_size = _whole(environ, local_rank_name), _whole(environ, local_size_name)
+    rank, world_size = whole_number(environ, rank_name), whole_number(environ, size_name)
+    local_rank, local_size = whole_number(environ, local_rank_name), whole_number(environ, local_size_name)
     _check_below(rank_name, rank, size_name, world_size)
     _check_below(local_rank_name, local_rank, local_size_name, local_size)
     return _place(rank, world_size, local_rank, local_size, node_rank=rank // local_size, launcher="mpi")
@@ -139,7 +141,8 @@ def _place(
     return Place(rank, world_size, local_rank, local_size, node_rank, launcher)
 
 
-def _whole(environ: Environ, name: str, default: int | None = None) -> int:
+def whole_number(environ: Environ, name: str, default: int | None = None) -> int:
+    """The variable `name` as a whole number. Raises `EnvironmentFault` where it is none, or missing without default."""
     text = environ.get(name)
     if text is None and default is not None:
         return default
@@ -171,9 +174,10 @@ def _derived_address(environ: Environ) -> str:
     raise EnvironmentFault("MASTER_ADDR is missing: ranks on several hosts need rank 0's address; set it on every rank")
 
 
-def _derived_port(environ: Environ) -> int:
+def derived_port(environ: Environ) -> int:
+    """A port that all ranks of a job find alike. Raises `EnvironmentFault` where nothing identifies the job."""
     if environ.get("SLURM_JOB_ID"):
-        number = _whole(environ, "SLURM_JOB_ID") + _whole(environ, "SLURM_STEP_ID", 0)
+        number = whole_number(environ, "SLURM_JOB_ID") + whole_number(environ, "SLURM_STEP_ID", 0)
     elif environ.get("PMIX_NAMESPACE"):
         number = zlib.crc32(environ["PMIX_NAMESPACE"].encode())
     else:

@@ -159,14 +159,15 @@ def die_with_parent(environ: Mapping[str, str]) -> None:
     """Arm both guards in a rank that Shoal's launcher started. Raises `EnvironmentFault` where the kernel refuses."""
     launcher_pid = int(environ[LAUNCHER_PID])
     if sys.platform == "linux":
-        _ask_kernel()
+        ask_kernel()
     _watch(int(environ[LAUNCHER_PIPE]))
     # The launcher may have died before the guard was armed: then a foster parent adopted this process.
     if os.getppid() != launcher_pid:
         _end()
 
 
-def _ask_kernel() -> None:
+def ask_kernel() -> None:
+    """Have the kernel end this process with the thread that started it. Raises `EnvironmentFault` where it refuses."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL.value, 0, 0, 0) != 0:
         reason = os.strerror(ctypes.get_errno())

@@ -98,12 +98,20 @@ _SIGKILL_HINT = "the launcher did not send it; where memory runs out the kernel 
 
 
 def failure_report(
-    ends: Sequence[End], exits: Sequence[Exit], *, stopped: Mapping[int, int], log_tails: Mapping[int, str]
+    ends: Sequence[End],
+    exits: Sequence[Exit],
+    *,
+    stopped: Mapping[int, int],
+    log_tails: Mapping[int, str],
+    world_size: int | None = None,
 ) -> str:
-    """The report's text. `ends`: failed ranks, the cause first; `stopped`: pid by rank, of those held by SIGSTOP."""
+    """The report's text. `ends`: failed ranks, the cause first; `stopped`: pid by rank, of those held by SIGSTOP.
+
+    `world_size` counts the ranks of all hosts; without it, those of `exits` are all.
+    """
     cause = ends[0]
     held = [f"rank {rank} (pid {pid}) is stopped (SIGSTOP); kill -CONT lets it go on" for rank, pid in stopped.items()]
-    headline = _headline(cause, len(exits), log_tails.get(cause.exit.rank, ""))
+    headline = _headline(cause, world_size or len(exits), log_tails.get(cause.exit.rank, ""))
     # Where all the failed ranks only lost a peer, a rank that is held is the peer that they lost.
     lines = [headline, *held] if cause.primary else [*held, headline]
     failures = {end.exit.rank: end for end in ends}

@@ -36,44 +36,51 @@ def run_ranks(
     keep_fds: Sequence[int] = (),
     patience: Patience | None = None,
     entry_of: Callable[[int], HostEntry] | None = None,
+    first_rank: int = 0,
+    world_size: int | None = None,
 ) -> ExitCode:
     """Run `command` as `processes` ranks, and return the exit code that the launcher should exit with.
+
+    On one host of several, they are `first_rank` and those that follow, of `world_size` on all hosts.
 
     Call it from the main thread: signals arrive there, and the ranks end when that thread does. `keep_fds` (the run
     directory's lock) are open in every rank; `entry_of` says on which host each rank runs, if not on this one. What
     went wrong is written to standard error. Raises `EnvironmentFault` where ranks cannot be started at all.
     """
-    watch = Watch(Supervision(set(range(processes)), patience or Patience()))
+    ranks = range(first_rank, first_rank + processes)
+    watch = Watch(Supervision(set(ranks), patience or Patience()))
     with temporary_folder() as folder, _listening(watch.events), _no_survivors(watch.ranks):
         environ = {**environ, FAILURE_FOLDER: str(folder)}
         # Held open in this frame, and in no rank: its end of file is how ranks learn that the launcher is gone.
         with _pipe() as read_end:
             environ |= {LAUNCHER_PID: str(os.getpid()), LAUNCHER_PIPE: str(read_end)}
             fds = (read_end, *keep_fds)
-            _start_all(watch.ranks, command, processes, run_directory, environ, fds, entry_of or _here)
+            _start_all(watch.ranks, command, ranks, run_directory, environ, fds, entry_of or _here)
             watch.until_all_left()
-        return _conclude(watch, folder)
+        return _conclude(watch, folder, world_size or processes)
 
 
 def _start_all(
     ranks: list[RankProcess],
     command: Sequence[str],
-    processes: int,
+    numbers: range,
     run_directory: Path,
     environ: Environ,
     keep_fds: Sequence[int],
     entry_of: Callable[[int], HostEntry],
 ) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    environ = {"GLOO_SOCKET_IFNAME": sockets.interface_name(), **environ}
+    loopback = {"GLOO_SOCKET_IFNAME": sockets.interface_name()}
     with sockets.listen_on_loopback() as listener:
         port, store_fd = listener.getsockname()[1], listener.fileno()
-        for rank in range(processes):
+        for rank in numbers:
             prefix, variables = entry_of(rank)
-            own = rank_environment(environ, rank, processes=processes, port=port, cores=cores) | dict(variables)
-            fds = [*keep_fds]
             # Ranks that are told to meet elsewhere cannot reach this socket: there, rank 0 makes its own.
-            if rank == 0 and "MASTER_ADDR" not in variables:
+            meet_here = "MASTER_ADDR" not in variables
+            found = {**loopback, **environ} if meet_here else environ
+            own = rank_environment(found, rank, processes=len(numbers), port=port, cores=cores) | dict(variables)
+            fds = [*keep_fds]
+            if rank == 0 and meet_here:
                 own[STORE_FD] = str(store_fd)
                 fds.append(store_fd)
             whole = [*prefix, *command]
@@ -84,7 +91,7 @@ def _here(rank: int) -> HostEntry:
     return HostEntry((), {})
 
 
-def _conclude(watch: Watch, folder: Path) -> ExitCode:
+def _conclude(watch: Watch, folder: Path, world_size: int) -> ExitCode:
     """Say how the run ended, and with which code."""
     ends = root_cause(read_failures(folder), watch.exits)
     stop_signal = watch.supervision.stop_signal
@@ -96,7 +103,7 @@ def _conclude(watch: Watch, folder: Path) -> ExitCode:
     code = exit_code(watch.exits, ends)
     if ends:
         tails = {rank.rank: rank.log_tail() for rank in watch.ranks if rank.rank == ends[0].exit.rank}
-        say(failure_report(ends, watch.exits, stopped=watch.stopped, log_tails=tails))
+        say(failure_report(ends, watch.exits, world_size=world_size, stopped=watch.stopped, log_tails=tails))
         return ExitCode(code, rank=ends[0].exit.rank, sentence=ends[0].sentence)
     if code == Stopped.exit_code:
         sentence = "stopped after a good checkpoint; the same command goes on from there"

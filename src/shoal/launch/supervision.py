@@ -143,8 +143,9 @@ class Watch:
             self.stopped |= {rank.rank: rank.pid for rank in held}
 
     def _send(self, sending: Sends) -> None:
+        processes = {process.rank: process for process in self.ranks}
         for rank, number in sending:
-            self.ranks[rank].send(number)
+            processes[rank].send(number)
 
 
 def say(text: str) -> None:

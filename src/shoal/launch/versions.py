@@ -10,7 +10,7 @@ from shoal.errors import EnvironmentFault
 # `torch>=2.11,<2.14`, as in pyproject.toml.
 TORCH_FROM, TORCH_BELOW = (2, 11), (2, 14)
 PYTHON_FROM = (3, 11)
-EXTRAS = {"vision": "scikit-learn", "mpi": "mpi4py"}
+EXTRAS = {"vision": "scikit-learn", "mpi": "mpi4py", "ray": "ray"}
 
 
 def installed(package: str) -> str | None:

@@ -1,0 +1,41 @@
+"""`shoal launch`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
+"""What follows the script belongs to it."""
+
+
+def launch(
+    script: Annotated[str, typer.Argument(metavar="SCRIPT.py", help="The script, or with -m a module.")],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Its own arguments.")] = None,
+    ranks_per_node: Annotated[
+        int | None,
+        typer.Option("--ranks-per-node", "-n", min=1, help="Ranks on this host; default: one per GPU, else one."),
+    ] = None,
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module.")] = False,
+    directory: Annotated[
+        Path | None, typer.Option("--directory", metavar="DIR", help="Holds logs/; default runs/<script>.")
+    ] = None,
+) -> None:
+    """Starts the ranks of a script on this host; on each of several hosts under srun, Kubernetes or Ray.
+
+    Example: shoal launch -n 2 my_training.py --epochs 3
+    """
+    from shoal.errors import UsageError
+    from shoal.launch.host import host_from, run_host
+
+    if not module and not Path(script).is_file():
+        raise UsageError(f"there is no file {script}: shoal launch takes a Python script, or with -m a module")
+    target = ["-m", script] if module else [script]
+    command = [sys.executable, "-m", "shoal.launch.script", *target, *(arguments or ())]
+    host = host_from(os.environ, ranks=ranks_per_node)
+    logs = directory or Path("runs") / (script if module else Path(script).stem)
+    raise typer.Exit(run_host(command, host, directory=logs, environ=os.environ))

@@ -1,0 +1,198 @@
+"""`shoal submit`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from shoal.cli.verbs import Verbs
+
+if TYPE_CHECKING:
+    from shoal.submit.scheduler import Scheduler, Submission, To
+
+JOB = "job"
+RUN_DIRECTORY = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The directory of a submitted run.")]
+AS_JSON = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")]
+
+
+class WithDefault(Verbs):
+    """Commands, of which `job` is meant where none is named."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Called with what follows `shoal submit`."""
+        if args and args[0] not in (*self.commands, "-h", "--help"):
+            args = [JOB, *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(cls=WithDefault, no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.callback()
+def submit() -> None:
+    """Writes a run's job for Slurm, Kubernetes or Ray, and sends it; status, logs, cancel.
+
+    Example: shoal submit RUN.toml --to slurm --nodes 2 --gpus 8 --time 12:00:00 --dry-run
+    """
+
+
+@app.command(JOB)
+def job(
+    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[key=value]...", help="Keys that replace the file's.")
+    ] = None,
+    to: Annotated[Literal["slurm", "kubernetes", "ray"] | None, typer.Option("--to", help="The scheduler.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job files; write and send nothing.")] = False,
+    nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="Hosts; default one.")] = None,
+    ranks_per_node: Annotated[
+        int | None, typer.Option("--ranks-per-node", min=1, help="Ranks on each host; default: as many as GPUs.")
+    ] = None,
+    gpus: Annotated[int, typer.Option("--gpus", min=0, help="GPUs of each host.")] = 0,
+    cpus: Annotated[int, typer.Option("--cpus", min=1, help="Cores of each rank.")] = 1,
+    memory: Annotated[int | None, typer.Option("--memory", min=1, metavar="GIB", help="Memory of each host.")] = None,
+    time: Annotated[
+        str | None, typer.Option("--time", metavar="MINUTES|D-HH:MM:SS", help="Limit of one start.")
+    ] = None,
+    save_before: Annotated[
+        int, typer.Option("--save-before", min=1, metavar="S", help="Seconds before the limit in which ranks save.")
+    ] = 120,
+    restarts: Annotated[int, typer.Option("--restarts", min=0, help="How often the job starts again.")] = 100,
+    env: Annotated[
+        list[str] | None, typer.Option("--env", metavar="NAME[=VALUE]", help="A variable for every rank; repeatable.")
+    ] = None,
+    partition: Annotated[str | None, typer.Option("--partition", help="Slurm: partition.")] = None,
+    account: Annotated[str | None, typer.Option("--account", help="Slurm: account.")] = None,
+    qos: Annotated[str | None, typer.Option("--qos", help="Slurm: quality of service.")] = None,
+    constraint: Annotated[str | None, typer.Option("--constraint", help="Slurm: features of the hosts.")] = None,
+    image: Annotated[str | None, typer.Option("--image", help="Kubernetes: container image.")] = None,
+    volume: Annotated[
+        str | None, typer.Option("--volume", help="Kubernetes: claim that holds run directories.")
+    ] = None,
+    kind: Annotated[Literal["jobset", "trainjob"], typer.Option("--kind", help="Kubernetes: object.")] = "jobset",
+    namespace: Annotated[str, typer.Option("--namespace", help="Kubernetes: namespace.")] = "default",
+    queue: Annotated[str | None, typer.Option("--queue", help="Kubernetes: Kueue's queue; all pods or none.")] = None,
+    secret: Annotated[str | None, typer.Option("--secret", help="Kubernetes: Secret with --env's secrets.")] = None,
+    spot: Annotated[
+        list[str] | None, typer.Option("--spot", metavar="TAINT[=VALUE]", help="Kubernetes: a taint of spot hosts.")
+    ] = None,
+    address: Annotated[str, typer.Option("--address", help="Ray: address of the cluster.")] = "auto",
+    strategy: Annotated[
+        Literal["STRICT_SPREAD", "PACK"], typer.Option("--strategy", help="Ray: how hosts are placed.")
+    ] = "STRICT_SPREAD",
+    wait: Annotated[float, typer.Option("--wait", min=1, metavar="S", help="Ray: longest wait for room.")] = 600.0,
+    as_json: AS_JSON = False,
+) -> None:
+    """Writes the job files beside the run and submits them (meant where no other command is named).
+
+    Example: shoal submit RUN.toml --to slurm --nodes 2 --gpus 8 --time 12:00:00
+    """
+    from shoal.errors import UsageError
+    from shoal.runfile.load import load_run
+    from shoal.submit.job import Resources, divide, job_of, seconds_of, split_variables, world_size_of
+    from shoal.submit.kubernetes import Kubernetes
+    from shoal.submit.pods import KubernetesOptions
+    from shoal.submit.ray import Ray
+    from shoal.submit.scheduler import write_files, write_record
+    from shoal.submit.slurm import Slurm
+    from shoal.submit.slurm_script import SlurmOptions
+
+    if to is None:
+        raise UsageError("shoal submit does not know where to: give --to slurm, --to kubernetes or --to ray")
+    loaded = load_run(run_file, overrides or ())
+    wanted = ranks_per_node or gpus or None
+    world_size = world_size_of(loaded, nodes=nodes, ranks_per_node=wanted)
+    hosts, each = divide(world_size, nodes=nodes, ranks_per_node=wanted)
+    limit_s = None if time is None else seconds_of(time)
+    resources = Resources(hosts, each, gpus, cpus, memory, limit_s, save_before)
+    variables, secrets = split_variables(env or (), os.environ)
+    made = job_of(
+        loaded,
+        resources,
+        file=str(run_file),
+        folder=Path.cwd(),
+        python=sys.executable,
+        variables=variables,
+        secrets=secrets,
+        restarts=restarts,
+    )
+    pods = KubernetesOptions(image, volume, namespace, queue, secret, tuple(spot or ())) if image and volume else None
+    schedulers: dict[str, Scheduler] = {
+        "slurm": Slurm(SlurmOptions(partition, account, qos, constraint)),
+        "kubernetes": Kubernetes(pods, kind),
+        "ray": Ray(address, strategy=strategy, wait_s=wait),
+    }
+    scheduler = schedulers[to]
+    files = scheduler.files(made)
+    if dry_run:
+        if as_json:
+            print(json.dumps({"files": dict(files)}))
+        for name, text in files.items() if not as_json else ():
+            print(f"# {made.job_files / name}\n{text}")
+        return
+    write_files(made, files)
+    submission = scheduler.submit(made)
+    write_record(made, submission)
+    if as_json:
+        print(json.dumps({"to": to, "id": submission.identity, "directory": str(made.directory)}))
+    else:
+        print(f"{to} took {made.name} as {submission.identity}: shoal submit status {os.path.relpath(made.directory)}")
+
+
+@app.command("status")
+def status(directory: RUN_DIRECTORY, as_json: AS_JSON = False) -> None:
+    """Says how the job of a submitted run stands.
+
+    Example: shoal submit status runs/my-run
+    """
+    submission, scheduler = _submitted(directory)
+    found = scheduler.status(submission)
+    if as_json:
+        print(json.dumps({"id": submission.identity, "state": found.state, "sentence": found.sentence}))
+    else:
+        print(found.sentence)
+
+
+@app.command("logs")
+def logs(
+    directory: RUN_DIRECTORY,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until interrupted.")] = False,
+) -> None:
+    """Shows what the job of a submitted run prints.
+
+    Example: shoal submit logs runs/my-run --follow
+    """
+    submission, scheduler = _submitted(directory)
+    command = scheduler.log_command(submission, directory)
+    if not command:
+        print(f"nothing yet: {scheduler.status(submission).sentence}")
+        return
+    raise typer.Exit(subprocess.call([*command, "-f"] if follow else command))
+
+
+@app.command("cancel")
+def cancel(directory: RUN_DIRECTORY) -> None:
+    """Ends the job of a submitted run; its ranks save first.
+
+    Example: shoal submit cancel runs/my-run
+    """
+    submission, scheduler = _submitted(directory)
+    scheduler.cancel(submission)
+    print(f"{submission.to} was asked to end {submission.identity}")
+
+
+def _submitted(directory: Path) -> tuple[Submission, Scheduler]:
+    from shoal.submit.kubernetes import Kubernetes
+    from shoal.submit.ray import Ray
+    from shoal.submit.scheduler import read_record
+    from shoal.submit.slurm import Slurm
+
+    submission = read_record(directory)
+    schedulers: dict[To, type[Scheduler]] = {"slurm": Slurm, "kubernetes": Kubernetes, "ray": Ray}
+    return submission, schedulers[submission.to]()

@@ -1,0 +1,208 @@
+"""What a job is in any of Kubernetes' own terms: its run file as a ConfigMap, and the pod of a host.
+
+A pod is a host: it runs `shoal launch`, which starts the host's ranks. The pod's index among the job's is its number as
+a host. Pods never restart alone (`restartPolicy: Never`), as ranks that have lost one another start together.
+
+    exit code of a host        the Job says                     the set of jobs
+    0                          done
+    2, 4, 6                    FailJob, "exit code 2"           fails: the same would happen again
+    75, or an evicted pod      FailJob, "exit code 75"          starts again, uncounted: it goes on from its checkpoint
+    anything else              BackoffLimitExceeded             starts again, at most `--restarts` times
+
+What is alive has taken a step: the probes look for events that are younger than the stall limit.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from shoal.config.load import dumps
+from shoal.errors import Stopped, UsageError
+from shoal.launch.host import MASTER_ADDR, MASTER_PORT, MASTER_PORT_DEFAULT, NNODES, NODE_RANK, NPROC_PER_NODE
+from shoal.submit.job import FATAL_CODES, Job
+
+CONTAINER = "node"
+RUN_FILE, RUN_FOLDER = "run.toml", "/etc/shoal"
+RUNS = "/runs"
+INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+_PROBE_S = 60
+
+
+@dataclass(frozen=True)
+class KubernetesOptions:
+    """Where in the cluster the job goes. `volume` is a claim for run directories, which all pods mount at `/runs`."""
+
+    image: str
+    volume: str
+    namespace: str = "default"
+    queue: str | None = None
+    secret: str | None = None
+    spot: tuple[str, ...] = ()
+    gpu_resource: str = "nvidia.com/gpu"
+    stall_minutes: int = 30
+
+
+def object_name(job: Job) -> str:
+    """The run's name as a label of DNS, short enough for what Kubernetes appends. Raises `UsageError`."""
+    name = re.sub(r"[^a-z0-9-]+", "-", job.name.lower()).strip("-")
+    if not name or len(name) > 40 or not name[0].isalpha():
+        raise UsageError(
+            f"run.name is {job.name!r}, which makes no name for Kubernetes: it should begin with a letter and have at "
+            "most 40 letters, digits and hyphens; rename the run (run.name=...)"
+        )
+    return name
+
+
+def config_map(job: Job, options: KubernetesOptions) -> dict[str, Any]:
+    """The run file as pods mount it; its directory lies on the volume."""
+    inside = msgspec.structs.replace(
+        job.run_file, run=msgspec.structs.replace(job.run_file.run, directory=run_directory_inside(job))
+    )
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": f"{object_name(job)}-run", "namespace": options.namespace},
+        "data": {RUN_FILE: dumps(inside)},
+    }
+
+
+def run_directory_inside(job: Job) -> str:
+    """The run's folder as pods see it."""
+    return f"{RUNS}/{job.name}"
+
+
+def pod_template(job: Job, options: KubernetesOptions, *, variables: list[dict[str, Any]]) -> dict[str, Any]:
+    """The pod of a host; `variables` say which host it is and where rank 0 listens."""
+    asked = job.resources
+    container: dict[str, Any] = {
+        "name": CONTAINER,
+        "image": options.image,
+        "command": list(
+            job.host_command(f"{RUN_FOLDER}/{RUN_FILE}", directory=run_directory_inside(job), python="python3")
+        ),
+        "env": [*variables, *_own_variables(job, options)],
+        "resources": _resources(job, options),
+        "ports": [{"name": "store", "containerPort": MASTER_PORT_DEFAULT}],
+        "volumeMounts": [
+            {"name": "run-file", "mountPath": RUN_FOLDER, "readOnly": True},
+            {"name": "runs", "mountPath": RUNS},
+            {"name": "shared-memory", "mountPath": "/dev/shm"},
+        ],
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        **_probes(job, options),
+    }
+    spec: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": asked.save_s,
+        "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000},
+        "containers": [container],
+        "volumes": [
+            {"name": "run-file", "configMap": {"name": f"{object_name(job)}-run"}},
+            {"name": "runs", "persistentVolumeClaim": {"claimName": options.volume}},
+            {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+        ],
+    }
+    if tolerations := _tolerations(job, options):
+        spec["tolerations"] = tolerations
+    return {"spec": spec}
+
+
+def job_spec(job: Job, options: KubernetesOptions, *, variables: list[dict[str, Any]]) -> dict[str, Any]:
+    """A Job of one pod a host, which fails as a whole with the first pod that does."""
+    hosts = job.resources.nodes
+    spec: dict[str, Any] = {
+        "completionMode": "Indexed",
+        "completions": hosts,
+        "parallelism": hosts,
+        "backoffLimit": 0,
+        "podFailurePolicy": {"rules": _pod_failure_rules()},
+        "template": pod_template(job, options, variables=variables),
+    }
+    if job.resources.time_s is not None:
+        spec["activeDeadlineSeconds"] = job.resources.time_s
+    return spec
+
+
+def failure_policy(job: Job) -> dict[str, Any]:
+    """The set's answer to a Job that failed; the messages are those that Kubernetes writes of its rules."""
+    again = [f"exit code {Stopped.exit_code} ", "condition DisruptionTarget "]
+    return {
+        "maxRestarts": job.restarts,
+        "rules": [
+            {
+                "name": "savedOrEvicted",
+                "action": "RestartJobSetAndIgnoreMaxRestarts",
+                "onJobFailureReasons": ["PodFailurePolicy"],
+                "onJobFailureMessagePatterns": again,
+            },
+            {"name": "wrong", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]},
+        ],
+    }
+
+
+def host_variables(job: Job, master: str) -> list[dict[str, Any]]:
+    """Which host a pod is: the names that torchrun reads, too."""
+    return [
+        {"name": NNODES, "value": str(job.resources.nodes)},
+        {"name": NPROC_PER_NODE, "value": str(job.resources.ranks_per_node)},
+        {"name": NODE_RANK, "valueFrom": {"fieldRef": {"fieldPath": INDEX}}},
+        {"name": MASTER_ADDR, "value": master},
+        {"name": MASTER_PORT, "value": str(MASTER_PORT_DEFAULT)},
+    ]
+
+
+def _own_variables(job: Job, options: KubernetesOptions) -> list[dict[str, Any]]:
+    if job.secrets and options.secret is None:
+        raise UsageError(
+            f"--env {job.secrets[0]} is a secret, and a job file must not hold its value: "
+            "name the cluster's Secret that has it as a key (--secret NAME)"
+        )
+    plain = [{"name": name, "value": value} for name, value in sorted(job.variables.items())]
+    hidden = [
+        {"name": name, "valueFrom": {"secretKeyRef": {"name": options.secret, "key": name}}} for name in job.secrets
+    ]
+    return plain + hidden
+
+
+def _resources(job: Job, options: KubernetesOptions) -> dict[str, Any]:
+    asked = job.resources
+    amounts: dict[str, str] = {"cpu": str(asked.cpus_per_node)}
+    if asked.memory_gib is not None:
+        amounts["memory"] = f"{asked.memory_gib}Gi"
+    if asked.gpus_per_node:
+        amounts[options.gpu_resource] = str(asked.gpus_per_node)
+    return {"requests": amounts, "limits": dict(amounts)}
+
+
+def _tolerations(job: Job, options: KubernetesOptions) -> list[dict[str, Any]]:
+    tolerations: list[dict[str, Any]] = []
+    if job.resources.gpus_per_node:
+        tolerations.append({"key": options.gpu_resource, "operator": "Exists", "effect": "NoSchedule"})
+    for taint in options.spot:
+        key, equals, value = taint.partition("=")
+        match = {"operator": "Equal", "value": value} if equals else {"operator": "Exists"}
+        tolerations.append({"key": key, **match, "effect": "NoSchedule"})
+    return tolerations
+
+
+def _probes(job: Job, options: KubernetesOptions) -> dict[str, Any]:
+    events = shlex.quote(f"{run_directory_inside(job)}/events")
+    recent = f'test -n "$(find {events} -name "rank-*.jsonl" -mmin -{options.stall_minutes} -print -quit)"'
+    probe = {"exec": {"command": ["sh", "-c", recent]}, "periodSeconds": _PROBE_S, "timeoutSeconds": 30}
+    # Before the first step the ranks wait for each other, up to `run.start_timeout_s`, and load data.
+    starts = int(job.run_file.run.start_timeout_s // _PROBE_S) + options.stall_minutes
+    return {"startupProbe": {**probe, "failureThreshold": starts}, "livenessProbe": {**probe, "failureThreshold": 3}}
+
+
+def _pod_failure_rules() -> list[dict[str, Any]]:
+    def fails(codes: tuple[int, ...]) -> dict[str, Any]:
+        codes_in = {"containerName": CONTAINER, "operator": "In", "values": list(codes)}
+        return {"action": "FailJob", "onExitCodes": codes_in}
+
+    evicted = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    return [fails((Stopped.exit_code,)), evicted, fails(FATAL_CODES)]

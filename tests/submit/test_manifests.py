@@ -1,0 +1,213 @@
+"""Manifests for Kubernetes: against the published schemas, and as what they start."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shoal.data.order import Order
+from shoal.errors import UsageError
+from shoal.launch.sockets import listen_on_loopback
+from shoal.runfile.load import load_run
+from shoal.submit import yaml
+from shoal.submit.job import Job, Resources, job_of
+from shoal.submit.jobset import QUEUE_LABEL, jobset
+from shoal.submit.pods import RUN_FILE, RUN_FOLDER, RUNS, KubernetesOptions
+from shoal.submit.trainjob import trainjob
+from tests.cli.project import project
+from tests.submit.jobs import RUNS as RUN_FILES
+from tests.submit.jobs import job
+from tests.submit.structural import faults
+
+OPTIONS = KubernetesOptions("registry.site/shoal:0.1", "runs", queue="team", spot=("cloud/spot=true", "cloud/cheap"))
+WRITERS = {"jobset": jobset, "trainjob": trainjob}
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every value that is no container."""
+    if isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(inner, (*path, key))
+    else:
+        yield path
+
+
+def at(value: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        value = value[key]
+    return value
+
+
+@pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)
+@pytest.mark.parametrize("name", RUN_FILES)
+def test_manifests_of_twelve_run_files_are_valid(name: str, writer: Callable[..., list[dict[str, Any]]]) -> None:
+    """Every object that is no ConfigMap satisfies the published schema, with no field unknown to it."""
+    objects = writer(job(name), OPTIONS)
+    assert objects[0]["kind"] == "ConfigMap"
+    assert [fault for found in objects[1:] for fault in faults(found)] == []
+
+
+@pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)
+def test_every_renamed_field_is_refused(writer: Callable[..., list[dict[str, Any]]]) -> None:
+    """A misspelt key anywhere on the way to a value of the specification is an unknown field; labels, names of
+    resources and the object's own metadata are free."""
+    tried = 0
+    for found in writer(job("gpus"), OPTIONS)[1:]:
+        for path in leaves(found["spec"]):
+            last = max(index for index, key in enumerate(path) if isinstance(key, str))
+            if path[last - 1] in ("labels", "requests", "limits"):
+                continue
+            mutated = copy.deepcopy(found)
+            holder = at(mutated["spec"], path[:last])
+            holder[path[last] + "x"] = holder.pop(path[last])
+            assert any("unknown field" in fault for fault in faults(mutated)), path
+            tried += 1
+    assert tried > 60
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("failurePolicy", "rules", 0, "action"), "Restart"),
+        (("failurePolicy", "maxRestarts"), "many"),
+        (("replicatedJobs", 0, "replicas"), -1),
+        (("replicatedJobs", 0, "template", "spec", "template", "spec", "containers", 0, "name"), None),
+        (("network", "enableDNSHostnames"), "yes"),
+    ],
+)
+def test_wrong_values_are_refused(path: tuple[Any, ...], value: Any) -> None:
+    """A word outside an enumeration, a text for a number, a number below its bound."""
+    found = jobset(job("replicas"), OPTIONS)[1]
+    at(found["spec"], path[:-1])[path[-1]] = value
+    assert faults(found)
+
+
+@pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)
+def test_75_starts_again_and_2_does_not(writer: Callable[..., list[dict[str, Any]]]) -> None:
+    """Kubernetes' messages for exit codes run through both policies: 75 and evictions start again without being
+    counted, 2, 4 and 6 fail the set, and what no rule of the Job names starts again, counted."""
+    found = writer(job("replicas", restarts=7), OPTIONS)[1]
+    spec = found["spec"]["template"]["spec"] if found["kind"] == "TrainingRuntime" else found["spec"]
+    pods, policy = spec["replicatedJobs"][0]["template"]["spec"], spec["failurePolicy"]
+    assert pods["backoffLimit"] == 0
+    assert pods["template"]["spec"]["restartPolicy"] == "Never"
+
+    def answer(code: int | None) -> str:
+        for index, rule in enumerate(pods["podFailurePolicy"]["rules"]):
+            if code is None and "onPodConditions" in rule:
+                message = f"Pod default/x has condition DisruptionTarget matching FailJob rule at index {index}"
+            elif code in rule.get("onExitCodes", {}).get("values", ()):
+                why = f"failed with exit code {code} matching FailJob rule at index {index}"
+                message = f"Container node for pod default/x {why}"
+            else:
+                continue
+            for wanted in policy["rules"]:
+                patterns = wanted.get("onJobFailureMessagePatterns", [""])
+                if any(pattern in message for pattern in patterns):
+                    return wanted["action"]
+        return "RestartJobSet"  # BackoffLimitExceeded
+
+    assert {code: answer(code) for code in (75, None, 2, 4, 6, 1, 3, 5, 137)} == {
+        75: "RestartJobSetAndIgnoreMaxRestarts",
+        None: "RestartJobSetAndIgnoreMaxRestarts",
+        2: "FailJobSet",
+        4: "FailJobSet",
+        6: "FailJobSet",
+        1: "RestartJobSet",
+        3: "RestartJobSet",
+        5: "RestartJobSet",
+        137: "RestartJobSet",
+    }
+    assert policy["maxRestarts"] == 7
+
+
+def test_the_queue_stands_on_what_kueue_admits() -> None:
+    """On the JobSet, or on the TrainJob but not on its runtime, which is only a template."""
+    assert jobset(job("replicas"), OPTIONS)[1]["metadata"]["labels"] == {QUEUE_LABEL: "team"}
+    _, runtime, train = trainjob(job("replicas"), OPTIONS)
+    assert "labels" not in runtime["metadata"]
+    assert train["metadata"]["labels"] == {QUEUE_LABEL: "team"}
+
+
+def test_a_secret_is_a_reference_and_needs_a_name() -> None:
+    """The value of a secret is in no object; without the name of a Secret the job is refused."""
+    made = job("replicas", secrets=("HF_TOKEN",), variables={"HF_HOME": "/runs/hf"})
+    with pytest.raises(UsageError, match="--secret NAME"):
+        jobset(made, OPTIONS)
+    options = KubernetesOptions("x", "runs", secret="tokens")
+    container = jobset(made, options)[1]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    variables = {entry["name"]: entry for entry in container["containers"][0]["env"]}
+    assert variables["HF_TOKEN"]["valueFrom"] == {"secretKeyRef": {"name": "tokens", "key": "HF_TOKEN"}}
+    assert variables["HF_HOME"]["value"] == "/runs/hf"
+
+
+@pytest.mark.parametrize("name", ["0own", "-", "a" * 41])
+def test_names_that_kubernetes_cannot_hold_are_refused(name: str, tmp_path: Path) -> None:
+    """Too long, or without a letter to begin with; refused before anything is written."""
+    (tmp_path / "run.toml").write_text((project(tmp_path).folder / "run.toml").read_text())
+    own = load_run(tmp_path / "run.toml")
+    made = job_of(own, Resources(1, 2), file="run.toml", folder=tmp_path)
+    import msgspec
+
+    renamed = msgspec.structs.replace(own, run=msgspec.structs.replace(made.run_file.run, name=name))
+    with pytest.raises(UsageError, match=r"makes no name for Kubernetes"):
+        jobset(Job(renamed, made.resources, tmp_path), OPTIONS)
+
+
+@pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)
+@pytest.mark.parametrize("name", ["gpus", "quoted", "limit"])
+def test_yaml_reads_back_as_what_was_written(name: str, writer: Callable[..., list[dict[str, Any]]]) -> None:
+    """By PyYAML: every object, every text, and the run file with its quotes and lines."""
+    reader = pytest.importorskip("yaml", reason="PyYAML reads the manifests back")
+    objects = writer(job(name, variables={"A": "a: b # c", "B": "true", "C": "", "D": "1e3", "E": "- x"}), OPTIONS)
+    assert list(reader.safe_load_all(yaml.documents(objects))) == json.loads(json.dumps(objects))
+
+
+def test_what_pods_start_trains(tmp_path: Path) -> None:
+    """The commands of both pods of a JobSet, as processes with the pods' variables, train to the end: the pods' folders
+    are folders here, and the name that the headless service gives to pod 0 is this host's."""
+    own = project(tmp_path)
+    made = job_of(load_run(tmp_path / "run.toml"), Resources(2, 1), file="run.toml", folder=tmp_path)
+    config, found = jobset(made, OPTIONS)
+    for name in (RUNS, RUN_FOLDER):
+        (tmp_path / name.lstrip("/")).mkdir(parents=True)
+
+    def here(text: str) -> str:
+        for name in (RUNS, RUN_FOLDER):
+            text = text.replace(f"{name}/", f"{tmp_path}{name}/")
+        return text
+
+    (tmp_path / RUN_FOLDER.lstrip("/") / RUN_FILE).write_text(here(config["data"][RUN_FILE]))
+    pods = found["spec"]["replicatedJobs"][0]["template"]["spec"]
+    container = pods["template"]["spec"]["containers"][0]
+    with listen_on_loopback() as listener:
+        port = listener.getsockname()[1]
+    running = []
+    for index in range(pods["completions"]):
+        given = {entry["name"]: entry.get("value", str(index)) for entry in container["env"]}
+        assert given["PET_MASTER_ADDR"] == "own-hosts-0-0.own"
+        given |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+        python, *arguments = container["command"]
+        assert python == "python3"
+        running.append(
+            subprocess.Popen(
+                [sys.executable, *map(here, arguments)],
+                cwd=tmp_path, env=own.environ(**given), stderr=subprocess.PIPE, text=True,
+            )
+        )  # fmt: skip
+    ends = [(pod.communicate(timeout=90)[1], pod.returncode) for pod in running]
+    assert [code for _, code in ends] == [0, 0], ends
+    lines = [json.loads(line) for line in (tmp_path / "used.jsonl").read_text().splitlines()]
+    used = [i for line in sorted(lines, key=lambda line: (line["step"], line["rank"])) for i in line["ids"]]
+    assert used == Order(30, seed=0).ids(np.arange(45)).tolist()
+    assert (tmp_path / "runs/own/checkpoints/latest").exists()
+    assert os.path.exists(tmp_path / "runs/own/logs/rank-00001.log")

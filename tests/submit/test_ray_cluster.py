@@ -1,0 +1,120 @@
+"""A job on a real Ray cluster of two hosts: gang start, a killed actor, a cluster too small, a cancelled job."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shoal.data.order import Order
+from tests.cli.project import Project, project
+from tests.services.ray import ray_cluster, why_not
+from tests.services.slurm import wait_until
+
+pytestmark = [pytest.mark.stress, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
+STEPS = 30
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with ray_cluster() as running:
+        yield running
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Project:
+    return project(tmp_path)
+
+
+def submit(own: Project, address: str, *options: str, hosts: int = 2) -> str:
+    """Submit to as many hosts of one rank each; the driver's number."""
+    here = ("--env", "OMP_NUM_THREADS=1", "--env", "GLOO_SOCKET_IFNAME=lo")
+    done = own.shoal("submit", "run.toml", "--to", "ray", "--address", address, "--nodes", str(hosts),
+                     "--ranks-per-node", "1", "--json", *here, *options)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)["id"]
+
+
+def status(own: Project) -> dict[str, str]:
+    done = own.shoal("submit", "status", "runs/own", "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def log(own: Project) -> str:
+    return (own.folder / "runs/own/submit/ray.log").read_text(errors="replace")
+
+
+def until(own: Project, state: str, *, within_s: float = 60.0) -> str:
+    """Wait for the state; the driver's last sentence."""
+    wait_until(lambda: status(own)["state"] == state, state, lambda: log(own), within_s=within_s)
+    return status(own)["sentence"]
+
+
+def processes(word: str) -> dict[int, int]:
+    """Parent by process, of those whose command has the word."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if word in (entry / "cmdline").read_bytes().decode(errors="replace"):
+                found[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+    return found
+
+
+def test_a_killed_actor_is_named_and_every_sample_is_used_in_order(address: str, own: Project) -> None:
+    """`kill -9` of one of two actors in mid-run: its launcher and rank end with it, the driver names the lost host,
+    all start again from the newest checkpoint, and the steps that count use the samples of an undisturbed run."""
+    submit(own, address, f"run.steps={STEPS}", "model.arguments={pause=0.2}")
+    own.wait_for_step(4)
+    launchers = {
+        pid: parent for pid, parent in processes("-m\0shoal\0launch").items() if pid in processes(str(own.folder))
+    }
+    actors = processes("ray::RayHost")
+    victim = next(parent for parent in launchers.values() if parent in actors)
+    mine = [pid for pid, parent in processes(str(own.folder)).items() if parent == victim]
+    os.kill(victim, signal.SIGKILL)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in mine), "the launcher's end", lambda: log(own))
+    sentence = until(own, "done")
+    assert sentence == "own: is done, started again 1 time"
+    assert "of 2 was lost (" in log(own)
+    assert "starts again from its newest checkpoint" in log(own)
+    assert "resumed after step" in log(own)
+    last: dict[tuple[int, int], list[int]] = {}
+    for line in map(json.loads, (own.folder / "used.jsonl").read_text().splitlines()):
+        last[line["step"], line["rank"]] = line["ids"]
+    used = [sample for _, ids in sorted(last.items()) for sample in ids]
+    assert used == Order(30, seed=0).ids(np.arange(STEPS * 5)).tolist()
+
+
+def test_a_cluster_that_is_too_small_starts_no_rank(address: str, own: Project) -> None:
+    """Three hosts asked of two: after the wait a sentence says what was asked and what is there, and nothing ran."""
+    submit(own, address, "--wait", "3", hosts=3)
+    sentence = until(own, "failed")
+    assert "had no room within 3 s for 3 bundles of 1 CPU on different hosts" in sentence
+    assert "no rank was started; it has 2 hosts (2 CPU; 2 CPU)" in sentence
+    assert not (own.folder / "used.jsonl").exists()
+
+
+def test_a_cancelled_job_saves(address: str, own: Project) -> None:
+    """`cancel` reaches the ranks: they save, and nothing starts again."""
+    submit(own, address, "run.steps=500", "model.arguments={pause=0.2}", "checkpoint.every_steps=1000")
+    own.wait_for_step(2)
+    assert own.shoal("submit", "cancel", "runs/own").returncode == 0
+    assert until(own, "failed") == "cancelled; ranks that trained have saved"
+    assert (own.folder / "runs/own/checkpoints/latest").exists()
+    again = own.shoal("submit", "cancel", "runs/own")
+    assert again.returncode == 2
+    assert "is gone from this host: there is nothing to cancel" in again.stderr
+
+
+def test_no_cluster_is_a_sentence(own: Project) -> None:
+    """An address where nothing answers."""
+    submit(own, "127.0.0.1:1")
+    assert "no Ray cluster answers at '127.0.0.1:1'" in until(own, "failed", within_s=90)
