@@ -10,6 +10,7 @@ import pytest
 from shoal.data.cursor import Cursor
 from shoal.data.dataset import Dataset
 from shoal.data.feed import Feed
+from shoal.data.stream import GrowingFile
 from shoal.errors import DataError
 from tests.data.sources import built
 
@@ -127,3 +128,19 @@ def test_a_socket_is_asked_for_what_is_missing(tmp_path: Path):
     assert sender.asked[0] == 0
     assert all(start % 25 == 0 for start in sender.asked)
     sender.server.close()
+
+
+def test_a_torn_line_may_be_cut_off_and_replaced(tmp_path: Path):
+    """A reader has seen half a line; the receiver that starts again cuts it off and writes other lines: none is lost."""
+    path = tmp_path / "kept.jsonl"
+    path.write_text(line(0) + '{"x": [')
+    lines = GrowingFile(path, patience_s=0.05)
+    assert lines.line(0).decode() + "\n" == line(0)
+    with pytest.raises(DataError, match="none came"):
+        lines.line(1)
+    path.write_text(line(0) + "\n" + line(2))  # an empty line stands where the torn one began
+    assert lines.line(1) == b""
+    assert lines.line(2).decode() + "\n" == line(2)
+    path.write_text("")
+    with pytest.raises(DataError, match="only grows"):
+        lines.line(3)

@@ -53,7 +53,7 @@ class GrowingFile:
         self.path, self._patience_s, self._receiver = path, patience_s, receiver
         self._lock = Lock()
         self._marks: list[tuple[int, int]] = [(0, 0)]
-        self._lines, self._whole_bytes, self._seen_bytes = 0, 0, 0
+        self._lines, self._whole_bytes = 0, 0
 
     def line(self, index: int) -> bytes:
         """Line `index` without its newline, waiting for it where it is not there yet.
@@ -92,28 +92,31 @@ class GrowingFile:
             time.sleep(POLL_S)
 
     def _scan(self) -> None:
-        """Counts the whole lines that were appended."""
+        """Counts the whole lines that were appended. What follows the last newline may still be cut off and replaced:
+        it is looked at anew each time."""
         size_bytes = self.path.stat().st_size if self.path.exists() else 0
-        if size_bytes < self._seen_bytes:
+        if size_bytes < self._whole_bytes:
             raise DataError(
-                f"{self.path} has {size_bytes} bytes after it had {self._seen_bytes}: a stream's file only grows; give "
-                "a new one a new name."
+                f"{self.path} has {size_bytes} bytes after it had lines in {self._whole_bytes}: a stream's file only "
+                "grows; give a new one a new name."
             )
-        if size_bytes == self._seen_bytes:
+        if size_bytes == self._whole_bytes:
             return
         with self.path.open("rb") as file:
-            file.seek(self._seen_bytes)
+            file.seek(self._whole_bytes)
+            begin = self._whole_bytes
             while chunk := file.read(CHUNK_BYTES):
-                self._count(chunk)
+                self._count(chunk, begin)
+                begin += len(chunk)
 
-    def _count(self, chunk: bytes) -> None:
+    def _count(self, chunk: bytes, begin: int) -> None:
+        """The newlines of `chunk`, which begins at byte `begin`."""
         place = -1
         while (place := chunk.find(b"\n", place + 1)) >= 0:
             self._lines += 1
-            self._whole_bytes = self._seen_bytes + place + 1
+            self._whole_bytes = begin + place + 1
             if self._whole_bytes - self._marks[-1][1] >= BLOCK_BYTES:
                 self._marks.append((self._lines, self._whole_bytes))
-        self._seen_bytes += len(chunk)
 
 
 class StreamSamples:
