@@ -131,7 +131,7 @@ def test_a_socket_is_asked_for_what_is_missing(tmp_path: Path):
 
 
 def test_a_torn_line_may_be_cut_off_and_replaced(tmp_path: Path):
-    """A reader has seen half a line; the receiver that starts again cuts it off and writes other lines: none is lost."""
+    """A reader has seen half a line; the receiver that starts again cuts it off and writes others: none is lost."""
     path = tmp_path / "kept.jsonl"
     path.write_text(line(0) + '{"x": [')
     lines = GrowingFile(path, patience_s=0.05)
