@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from shoal.launch.environment import Place
 from shoal.recipes.run import Run, open_run
 from shoal.runfile.rules import check_across
 from shoal.runfile.run_file import RunFile
+from shoal.sync.strategy import Taken
 from tests.ranks import TestPlace
 from tests.recipes.journey import save, whole_state
 from tests.recipes.layouts import corpus, run_file_of
@@ -174,7 +176,7 @@ def train_with_a_gap(place: TestPlace, tables: Tables, folder: str) -> tuple[dic
             batches = feed.next().microbatches
             if place.rank == 1 and number == 2:
                 agreement.before_step()
-                agreement.after_update(number, stop=False, tokens=0)
+                agreement.after_update(number, Taken(False, 0, math.nan, LR))
             else:
                 run.step(number, batches, lr=LR)
     mine = torch.cat([p.detach().flatten() for p in run.model.parameters()])

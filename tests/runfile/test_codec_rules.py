@@ -22,7 +22,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"layout": {"shard": 4}}, "one replica"),
     ({"layout": {"shard": 2, "pipeline": 2}}, "one replica"),
     ({"layout": {"pipeline": 2}, "pipeline": {"schedule": "PipeDream"}}, "PipeDream"),
-    ({"sync": {"kind": "local"}}, 'sync.kind = "local"'),
+    ({"sync": {"kind": "gossip"}}, 'sync.kind = "gossip"'),
     ({"gradients": {"bucket": "auto"}}, 'gradients.bucket = "auto"'),
     ({"gradients": {"schedule": "priority"}}, 'gradients.schedule = "priority"'),
     ({"precision": {"kind": "float16"}}, 'precision.kind = "float16"'),

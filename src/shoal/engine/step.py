@@ -11,7 +11,7 @@ from shoal.engine.step_result import StepResult, StepTimes
 from shoal.engine.tally import Tally
 from shoal.engine.updates import OnGradients, OnMicrobatch, Outcome, UpdatePolicy, Work
 from shoal.gradients.gradients import Gradients
-from shoal.sync.strategy import Agreement
+from shoal.sync.strategy import Agreement, Taken
 
 
 class TrainStep:
@@ -66,7 +66,7 @@ class TrainStep:
         """The second half: agreement between replicas, and an account of the step."""
         context, counted = self.context, work.tally.wait()
         context.finish(counted, committed=outcome.keeps_buffers)
-        agreed = self.agreement.after_update(work.step, stop=counted.stop, tokens=counted.tokens)
+        agreed = self.agreement.after_update(work.step, Taken(counted.stop, counted.tokens, outcome.loss, work.lr))
         return context.result(
             loss=outcome.loss,
             norm=outcome.norm,
@@ -81,7 +81,7 @@ class TrainStep:
     def _skip(self, step: int, *, stop: bool) -> StepResult:
         """The step was made by other replicas: this one goes on with the next."""
         self.agreement.before_step()
-        agreed = self.agreement.after_update(step, stop=stop, tokens=0)
+        agreed = self.agreement.after_update(step, Taken(stop, 0, math.nan, None))
         nothing = Tally(denominator=0.0, samples=0, tokens=0, stop=stop)
         sent = self.context.ledger.take()
         return StepResult(

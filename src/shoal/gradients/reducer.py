@@ -116,6 +116,8 @@ class Reducer:
             self._sending = False
         if self.eager and not last:
             self._send_rest()
+            for _, parameter in self.parameters:
+                parameter.grad = None  # else the next microbatch would be added to this one
         if not last:
             self._look_at(self._filled)
             self.own.close()

@@ -7,14 +7,14 @@ nothing is averaged. Parameters then stay equal because equal gradients meet equ
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from shoal.comm.collective import Collective
-from shoal.comm.exchanges.exchange import AllReduce, NewExchange
+from shoal.comm.exchanges.exchange import AllReduce, Exchange, NewExchange, Segment
 from shoal.gradients.bucket import Bucket
 from shoal.gradients.bucket_search import BucketSearch, candidates
 from shoal.gradients.config import GradientsConfig
@@ -23,6 +23,9 @@ from shoal.gradients.gradients import Groups, global_norm
 from shoal.gradients.partition import GradientRanks, Part, parts_by_size, segments_of
 from shoal.gradients.reducer import OwnGradient, Reducer
 from shoal.state.ownership import Owned, Trained, owned_whole
+
+MakeExchange = Callable[[Collective, Tensor, Sequence[Segment]], Exchange]
+"""From a group, a flat buffer and what lies in it, to their exchange."""
 
 
 class ReplicatedGradients:
@@ -48,7 +51,7 @@ class ReplicatedGradients:
         self._trained, self._config, self._ranks, self._groups = trained, config, ranks, groups
         self._replica, self._lockstep, self._exchange = replica, lockstep, exchange
         self._device = trained[0].parameter.device if trained else torch.device("cpu")
-        self._sharing = self._sharing_norm() if replica.size == 1 else None
+        self._sharing = self._sharing_norm() if replica.size == 1 and not exchange.by_microbatch else None
         searches = config.bucket == "auto" and lockstep is not None
         self.tuned = self._search(lockstep) if searches and lockstep is not None else None
         self._fill_buckets(config.bucket_size if self.tuned is None else self.tuned.size)
@@ -104,7 +107,12 @@ class ReplicatedGradients:
             )
             for part in parts
         ]
-        self._reducer = Reducer([(t.holding.name, t.parameter) for t in self._trained], self._buckets, own=self.own)
+        self._reducer = Reducer(
+            [(t.holding.name, t.parameter) for t in self._trained],
+            self._buckets,
+            eager=self._exchange.by_microbatch,
+            own=self.own,
+        )
 
     def _sharing_norm(self) -> Collective | None:
         """The ranks that share the work of the norm: all have the same sums, and count everything in them."""
@@ -125,7 +133,7 @@ class ReplicatedGradients:
 
 
 def replicated_bucket(
-    trained: Sequence[Trained], part: Part, group: Collective, exchange: NewExchange, *, share_norm: bool = False
+    trained: Sequence[Trained], part: Part, group: Collective, exchange: MakeExchange, *, share_norm: bool = False
 ) -> Bucket:
     """A kept bucket of these parameters. `share_norm`: the ranks of `group` share the work of its norm."""
     parameters = {index: trained[index].parameter for index in part.indices}

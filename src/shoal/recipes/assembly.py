@@ -9,7 +9,7 @@ import torch
 
 from shoal.codec.config import NoCodec
 from shoal.comm.exchanges.coded import CodedExchanges
-from shoal.comm.exchanges.exchange import NewExchange
+from shoal.comm.exchanges.exchange import AllReduce, NewExchange
 from shoal.comm.mesh import Mesh
 from shoal.config.table import implementation_of
 from shoal.engine.extra_state import ExtraSection
@@ -115,13 +115,20 @@ def build_run_gradients(
     )
 
 
-def build_agreement(run_file: RunFile, parts: Divided, gradients: Gradients, sync: Sync) -> Agreement:
-    """The running side of the strategy, on the parameters that this rank's optimizer updates."""
+def build_agreement(
+    run_file: RunFile, parts: Divided, gradients: Gradients, sync: Sync, *, exchange: NewExchange | None = None
+) -> Agreement:
+    """The running side of the strategy, on the parameters that this rank's optimizer updates.
+
+    Replicas that agree on what they changed sum it by `exchange`; None: as it is.
+    """
     model = parts.split.model
     saved = model.state_dict(keep_vars=True)
     buffers = [b for name, b in model.named_buffers() if name in saved and b.is_floating_point()]
     whole = run_file.optimizer.works_on == "matrices"
-    return sync.agreement(Replica(gradients.owned, gradients.gather, buffers, run_file.run.steps, whole))
+    return sync.agreement(
+        Replica(gradients.owned, gradients.gather, buffers, run_file.run.steps, whole, exchange or AllReduce)
+    )
 
 
 def build_state(run_file: RunFile, generation: Generation, workload: Workload, scaler: LossScaler) -> TrainState:

@@ -14,7 +14,7 @@ from shoal.errors import EnvironmentFault
 from shoal.launch.environment import Place
 from shoal.launch.rendezvous import Rendezvous, interface_for, open_store
 from shoal.recipes.lab import conditions_from
-from shoal.runfile.run_file import RunFile
+from shoal.runfile.run_file import RunFile, in_canonical_order
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ def open_process(
     """
     device = device_of(run_file.run.device, place)
     _share_host(place, environ)
+    if in_canonical_order(run_file):
+        torch.set_num_threads(1)  # a matrix product adds in another order on another number of threads
     if store is None:
         store = open_store(place, environ, timeout_s=run_file.run.start_timeout_s)
     rendezvous = Rendezvous(store, place, timeout_s=run_file.run.start_timeout_s)

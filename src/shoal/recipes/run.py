@@ -179,17 +179,17 @@ def _generation(run_file: RunFile, process: Process, workload: Workload, mesh: M
         run_file, parts, mesh, loss=workload.loss, precision=workload.precision, microbatching=plan
     )
     sync = build_sync(run_file.sync, mesh)
-    coded = coded_exchanges(run_file)
+    coded, equal = coded_exchanges(run_file), sync.keeps_replicas_equal
     gradients = build_run_gradients(
         run_file,
         parts,
         mesh,
         sync,
-        exchange=coded or sync.exchange,
+        exchange=(coded if equal else None) or sync.exchange,
         one_host=process.place.one_host,
         whole=(workload.optimizer or run_file.optimizer).works_on == "matrices",
     )
-    agreement = build_agreement(run_file, parts, gradients, sync)
+    agreement = build_agreement(run_file, parts, gradients, sync, exchange=None if equal else coded)
     return Generation(mesh, parts, plan, forward_backward, sync, gradients, agreement, coded)
 
 

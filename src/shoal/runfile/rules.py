@@ -14,11 +14,11 @@ from shoal.engine.config import Float16
 from shoal.errors import ConfigError
 from shoal.models.config import GPTConfig, MoEConfig
 from shoal.models.huggingface.config import TransformersConfig, vocabulary_of
-from shoal.optim.config import SGD
 from shoal.runfile.layout_rules import layout_refusal
 from shoal.runfile.microbatches import microbatch_sizes, most_samples
 from shoal.runfile.run_file import RunFile, statistics_group
-from shoal.sync.config import AllReduceConfig, HogwildConfig, LocalConfig, ServerConfig
+from shoal.runfile.sync_rules import sync_refusal
+from shoal.sync.config import AllReduceConfig, LocalConfig, StreamingConfig
 
 
 def check_across(run_file: RunFile, *, file: str) -> None:
@@ -269,9 +269,9 @@ def _against_codec(run_file: RunFile) -> Iterator[tuple[str, str]]:
         if getattr(layout, axis) > 1:
             why = f"copies of a parameter along {axis} would decode to different bits; leave one of them out"
             yield f"layout.{axis} = {getattr(layout, axis)}", why
-    if not isinstance(run_file.sync, AllReduceConfig):
+    if not isinstance(run_file.sync, AllReduceConfig | LocalConfig | StreamingConfig):
         kind = type(run_file.sync).__struct_config__.tag
-        why = "it codes gradients that all replicas sum in every step; leave one of the two out"
+        why = "it codes gradients, or outer gradients, that all replicas sum; leave one of the two out"
         yield f'sync.kind = "{kind}"', why
     if layout.shard > 1 and layout.context == 1 and processes == layout.shard * layout.pipeline:
         why = "it codes what replicas send each other, and there is one; set layout.replicate to 2 or more"
@@ -300,85 +300,3 @@ def wire_refusal(run_file: RunFile) -> str | None:
             'set wire.transport = "gloo", or leave one of them out'
         )
     return None
-
-
-def sync_refusal(run_file: RunFile) -> str | None:
-    """One sentence if the strategy cannot work with this layout or these keys."""
-    if isinstance(run_file.sync, LocalConfig):
-        found = next(_against_local(run_file), None)
-    elif isinstance(run_file.sync, ServerConfig):
-        found = next(_against_server(run_file, run_file.sync), None)
-    elif isinstance(run_file.sync, HogwildConfig):
-        found = next(_against_hogwild(run_file), None)
-    else:
-        return None
-    kind = type(run_file.sync).__struct_config__.tag
-    return None if found is None else f'sync.kind = "{kind}" with {found[0]}: {found[1]}'
-
-
-def _against_local(run_file: RunFile) -> Iterator[tuple[str, str]]:
-    """(key and value, why not and what to do)"""
-    layout = run_file.layout
-    processes = run_file.run.processes or layout.default_processes
-    inside = layout.pipeline * layout.shard * layout.context * layout.tensor
-    if processes is not None and processes == inside:
-        yield "one replica", "there is no other to agree with; raise layout.replicate or run.processes"
-    if run_file.gradients.schedule == "priority":
-        yield 'gradients.schedule = "priority"', "replicas send no gradients; leave it out"
-    if run_file.pipeline.asynchronous:
-        yield f"pipeline.schedule = {run_file.pipeline.schedule!r}", "choose a schedule that updates once a step"
-    if isinstance(run_file.precision, Float16):
-        yield 'precision.kind = "float16"', "each replica would have a loss scale of its own; use bfloat16"
-    if run_file.observe.noise_every_steps:
-        yield "observe.noise_every_steps", "the noise is measured on gradients of the global batch; leave it out"
-
-
-def _against_server(run_file: RunFile, sync: ServerConfig) -> Iterator[tuple[str, str]]:
-    """(key and value, why not and what to do)"""
-    workers = run_file.run.processes or run_file.layout.default_processes
-    if workers is not None and sync.backup is not None and sync.backup >= workers > 1:
-        why = f"of {workers} workers none would be left to count; backup must be at most {workers - 1}"
-        yield f"backup = {sync.backup}", why
-    yield from _against_workers(run_file)
-
-
-def _against_hogwild(run_file: RunFile) -> Iterator[tuple[str, str]]:
-    """(key and value, why not and what to do)"""
-    optimizer = run_file.optimizer
-    if not isinstance(optimizer, SGD):
-        why = 'its state would be shared too; use optimizer.kind = "sgd"'
-        yield f'optimizer.kind = "{type(optimizer).__struct_config__.tag}"', why
-    elif optimizer.momentum:
-        yield f"optimizer.momentum = {optimizer.momentum:g}", "it would be shared too; leave optimizer.momentum out"
-    yield from _against_workers(run_file)
-
-
-def _against_workers(run_file: RunFile) -> Iterator[tuple[str, str]]:
-    """What neither servers nor shared parameters can work with: (key and value, why not and what to do)"""
-    layout = run_file.layout
-    for axis in ("pipeline", "shard", "context", "tensor", "expert"):
-        if getattr(layout, axis) > 1:
-            why = "its workers are replicas of one rank; leave it out, or choose another sync.kind"
-            yield f"layout.{axis} = {getattr(layout, axis)}", why
-    workers = run_file.run.processes or layout.default_processes
-    if workers is not None:
-        yield from _against_shares(run_file, workers)
-    if run_file.gradients.schedule == "priority":
-        yield 'gradients.schedule = "priority"', "replicas sum no gradients; leave it out"
-    if isinstance(run_file.precision, Float16):
-        yield 'precision.kind = "float16"', "each worker would have a loss scale of its own; use bfloat16"
-    if run_file.observe.noise_every_steps:
-        yield "observe.noise_every_steps", "the noise is measured on gradients of the global batch; leave it out"
-    if run_file.run.device == "cuda":
-        yield 'run.device = "cuda"', "it runs on processors so far; leave run.device out"
-
-
-def _against_shares(run_file: RunFile, workers: int) -> Iterator[tuple[str, str]]:
-    if workers == 1:
-        yield "one replica", "there is no other to work with; raise layout.replicate or run.processes"
-    if run_file.batch.global_samples % workers:
-        why = (
-            f"every worker's gradient counts the same, so {workers} workers need equal shares; "
-            f"use a multiple of {workers}"
-        )
-        yield f"batch.global_samples = {run_file.batch.global_samples}", why

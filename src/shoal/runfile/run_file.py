@@ -101,10 +101,20 @@ def declared_group(run_file: RunFile) -> int | None:
 
 
 def default_micro_samples(run_file: RunFile) -> int | None:
-    """`batch.micro_samples`, or one group of a user's model that states groups; None: nothing asks for a size."""
-    model = run_file.model
+    """`batch.micro_samples`, a logical shard of canonical order, or one group of a user's model that states groups.
+
+    None: nothing asks for a size.
+    """
+    model, sync = run_file.model, run_file.sync
+    if isinstance(sync, AllReduceConfig) and in_canonical_order(run_file):
+        return run_file.batch.global_samples // sync.logical_shards
     one_group = model.group_samples if isinstance(model, PythonModel) and model.batch_norm == "refused" else None
     return run_file.batch.micro_samples or one_group
+
+
+def in_canonical_order(run_file: RunFile) -> bool:
+    """Whether the number of replicas may change no bit."""
+    return isinstance(run_file.sync, AllReduceConfig) and run_file.sync.order == "canonical"
 
 
 def with_processes(run_file: RunFile, processes: int) -> RunFile:

@@ -7,6 +7,15 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 
 from shoal.config.table import Positive, Table, says
+from shoal.maths.mixing import (
+    Matrix,
+    check_mixing,
+    equal_shares,
+    metropolis,
+    one_peer_exponential,
+    ring,
+    torus,
+)
 
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 """A whole number from 0."""
@@ -17,24 +26,62 @@ class AllReduceConfig(Table, frozen=True, tag_field="kind", tag="allreduce"):
 
     implemented_by: ClassVar[str] = "shoal.sync.allreduce:AllReduceSync"
 
+    order: Annotated[
+        Literal["any", "canonical"],
+        says(
+            "canonical: gradients of `logical_shards` equal parts of the batch are summed in one fixed tree, so that "
+            "the number of replicas changes no bit of the weights."
+        ),
+    ] = "any"
+    logical_shards: Annotated[
+        int, says('Parts of the batch for `order = "canonical"`; no more replicas than these.', ge=1, le=4096)
+    ] = 8
 
-class LocalConfig(Table, frozen=True, tag_field="kind", tag="local"):
-    """Each replica takes steps of its own; every `period` steps they agree on what they changed, by an outer optimizer.
 
-    The defaults are DiLoCo's (arXiv:2311.08105). outer_lr = 1 and outer_momentum = 0 average the parameters: local SGD
-    (arXiv:1805.09767).
-    """
-
-    implemented_by: ClassVar[str] = "shoal.sync.local:LocalSync"
+class OuterKeys(Table, frozen=True):
+    """The outer optimizer: SGD on what replicas changed. Its defaults are DiLoCo's (arXiv:2311.08105)."""
 
     period: Annotated[int, says("Steps of each replica between two agreements.", ge=1)] = 50
     outer_lr: Annotated[float, says("Learning rate of the outer optimizer.", gt=0, le=10)] = 0.7
     outer_momentum: Annotated[float, says("Momentum of the outer optimizer.", ge=0, lt=1)] = 0.9
     nesterov: Annotated[bool, says("Nesterov's form of the outer momentum.")] = True
+
+
+class LocalConfig(OuterKeys, frozen=True, tag_field="kind", tag="local"):
+    """Each replica takes steps of its own; every `period` steps they agree on what they changed, by an outer optimizer.
+
+    The defaults are DiLoCo's (arXiv:2311.08105). outer_lr = 1 and outer_momentum = 0 average the parameters: local SGD
+    (arXiv:1805.09767). nesterov = false, outer_lr = 1 and per_lr = true: SlowMo (arXiv:1910.00643).
+    """
+
+    implemented_by: ClassVar[str] = "shoal.sync.local:LocalSync"
+
+    per_lr: Annotated[
+        bool,
+        says(
+            "Divide what changed by the learning rate before the outer momentum, and multiply after it, so that a "
+            "schedule does not distort the momentum (SlowMo, arXiv:1910.00643)."
+        ),
+    ] = False
+    adapt_every: Annotated[
+        int,
+        says(
+            "Steps after which the period follows the training loss down from `period` (AdaComm, arXiv:1810.08313); "
+            "0: it stays.",
+            ge=0,
+        ),
+    ] = 0
     warmup_steps: Annotated[
         int,
         says("First steps after each of which parameters are averaged (post-local SGD, arXiv:1808.07217).", ge=0),
     ] = 0
+
+    def __post_init__(self) -> None:
+        if self.adapt_every and self.adapt_every < self.period:
+            raise ValueError(
+                f"adapt_every = {self.adapt_every} with period = {self.period}: losses are compared once replicas "
+                f"have agreed; set it to {self.period} or more, or to 0"
+            )
 
 
 class ServerConfig(Table, frozen=True, tag_field="kind", tag="server"):
@@ -117,4 +164,110 @@ class HogwildConfig(Table, frozen=True, tag_field="kind", tag="hogwild"):
     ] = 50
 
 
-SyncConfig = AllReduceConfig | LocalConfig | ServerConfig | HogwildConfig
+class StreamingConfig(OuterKeys, frozen=True, tag_field="kind", tag="streaming"):
+    """Streaming DiLoCo (arXiv:2501.18512): fragments of the model are agreed on in turn, behind further steps."""
+
+    implemented_by: ClassVar[str] = "shoal.sync.streaming:StreamingSync"
+
+    fragments: Annotated[
+        int, says("Parts of the model, whole tensors, that are agreed on one after the other in a period.", ge=1)
+    ] = 8
+    delay: Annotated[
+        int, says("Steps that replicas take while a fragment is on the wire, before it is applied.", ge=0)
+    ] = 5
+    mixing: Annotated[
+        float,
+        says("The part of its own parameters that a replica keeps where it applies a fragment.", ge=0, lt=1),
+    ] = 0.5
+
+    def __post_init__(self) -> None:
+        if self.fragments > self.period:
+            raise ValueError(
+                f"fragments = {self.fragments} with period = {self.period}: each has a step of its own in a period; "
+                f"set fragments to {self.period} or less"
+            )
+        if self.delay >= self.period // self.fragments:
+            raise ValueError(
+                f"delay = {self.delay} with period = {self.period} and fragments = {self.fragments}: a fragment must "
+                f"arrive before the next one leaves; set delay to {self.period // self.fragments - 1} or less"
+            )
+
+
+class EASGDConfig(Table, frozen=True, tag_field="kind", tag="easgd"):
+    """Elastic averaging SGD (arXiv:1412.6651): replicas and a centre pull each other together, and stay different."""
+
+    implemented_by: ClassVar[str] = "shoal.sync.easgd:EASGDSync"
+
+    period: Annotated[int, says("Steps of each replica between two pulls.", ge=1)] = 10
+    beta: Annotated[
+        float,
+        says("Part of the way to the mean of the replicas that the centre goes in a pull.", gt=0, le=1),
+    ] = 0.9
+
+
+class GossipConfig(Table, frozen=True, tag_field="kind", tag="gossip"):
+    """After each step a replica mixes its parameters with those of its neighbours in a graph; replicas differ."""
+
+    implemented_by: ClassVar[str] = "shoal.sync.gossip:GossipSync"
+
+    algorithm: Annotated[
+        Literal["d_psgd", "sgp"],
+        says(
+            "d_psgd: D-PSGD (arXiv:1705.09056), for doubly stochastic weights. sgp: push-sum SGP (arXiv:1811.10792), "
+            "for any connected graph."
+        ),
+    ] = "d_psgd"
+    graph: Annotated[
+        Literal["ring", "torus", "exponential", "neighbours", "weights"],
+        says(
+            "Who sends to whom: exponential is the one-peer graph, in which step k sends half to the replica 2^k "
+            "further on; neighbours and weights are given by the keys of these names."
+        ),
+    ] = "exponential"
+    neighbours: Annotated[
+        list[list[int]], says('For each replica those that it sends to, for `graph = "neighbours"`.')
+    ] = msgspec.field(default_factory=list)
+    weights: Annotated[
+        list[list[float]],
+        says('The mixing matrix, for `graph = "weights"`: row i has what replica i takes from each.'),
+    ] = msgspec.field(default_factory=list)
+    delay: Annotated[
+        int,
+        says("Steps after which shares are added; they are on the wire behind computation. For sgp.", ge=0, le=64),
+    ] = 0
+    meet_every: Annotated[
+        int,
+        says(
+            "Steps after which the replicas' average is taken, for evaluations and saves; it changes no replica.", ge=1
+        ),
+    ] = 100
+
+    def __post_init__(self) -> None:
+        for key in ("neighbours", "weights"):
+            given = bool(getattr(self, key))
+            if given != (self.graph == key):
+                found = f'{key} with graph = "{self.graph}"' if given else f'graph = "{key}" without {key}'
+                raise ValueError(f"{found}: each asks for the other; give both or neither")
+        if self.delay and self.algorithm == "d_psgd":
+            raise ValueError(
+                f'delay = {self.delay} with algorithm = "d_psgd": what is on its way would be missing from the '
+                'average; use algorithm = "sgp", whose weights count it'
+            )
+
+    def matrices(self, replicas: int) -> tuple[Matrix, ...]:
+        """One mixing matrix a step, in turn. Raises `ValueError` for a graph that cannot serve so many replicas."""
+        doubly = self.algorithm == "d_psgd"
+        if self.graph == "exponential":
+            found = one_peer_exponential(replicas)
+        elif self.graph == "weights":
+            found = (tuple(tuple(row) for row in self.weights),)
+        else:
+            neighbours = {"ring": ring, "torus": torus}.get(self.graph, lambda _: self.neighbours)(replicas)
+            if len(neighbours) != replicas:
+                raise ValueError(f"neighbours has {len(neighbours)} rows for {replicas} replicas: give one for each")
+            found = (metropolis(neighbours) if doubly else equal_shares(neighbours),)
+        check_mixing(found, replicas=replicas, doubly=doubly)
+        return found
+
+
+SyncConfig = AllReduceConfig | LocalConfig | StreamingConfig | EASGDConfig | GossipConfig | ServerConfig | HogwildConfig

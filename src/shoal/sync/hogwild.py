@@ -24,7 +24,7 @@ from shoal.errors import ConfigError
 from shoal.state.section import Section
 from shoal.sync.config import HogwildConfig
 from shoal.sync.shared_row import share_row
-from shoal.sync.strategy import Agreed, OwnOptimizer, Replica
+from shoal.sync.strategy import Agreed, OwnOptimizer, Replica, Taken
 from shoal.topology.axes import INSIDE_REPLICA, Axis
 from shoal.topology.holding import Holding, Ranks
 
@@ -78,8 +78,8 @@ class HogwildAgreement(OwnOptimizer):
             self._replicas.barrier().wait()
             self.equal = False
 
-    def after_update(self, step: int, *, stop: bool, tokens: int) -> Agreed | None:
-        self._stop, self._tokens = self._stop or stop, self._tokens + tokens
+    def after_update(self, step: int, taken: Taken) -> Agreed | None:
+        self._stop, self._tokens = self._stop or taken.stop, self._tokens + taken.tokens
         if step % self._config.period and step != self._replica.steps:
             return None
         shared = torch.tensor([float(self._stop), float(self._tokens)], dtype=torch.float64)

@@ -33,7 +33,7 @@ from shoal.sync.config import ServerConfig
 from shoal.sync.server_part import Merge, ServedPart
 from shoal.sync.server_partition import Run, partition
 from shoal.sync.server_wire import FlatParts, Lanes, Push, Serving, Worker
-from shoal.sync.strategy import Agreed, Replica
+from shoal.sync.strategy import Agreed, Replica, Taken
 from shoal.topology.axes import INSIDE_REPLICA, Axis
 from shoal.topology.holding import Holding, Ranks
 
@@ -143,10 +143,10 @@ class ServerAgreement:
         self._contributed = True
         self._flat.unpack(self._worker.row, self._parameters)
 
-    def after_update(self, step: int, *, stop: bool, tokens: int) -> Agreed | None:
+    def after_update(self, step: int, taken: Taken) -> Agreed | None:
         if not self._contributed:  # the step was not finite
             self.push_pull(None)
-        self._stop, self._tokens = self._stop or stop, self._tokens + tokens
+        self._stop, self._tokens = self._stop or taken.stop, self._tokens + taken.tokens
         if step % self._config.steps_between and step != self._replica.steps:
             return None
         self._end_round()

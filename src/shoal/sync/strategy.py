@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from shoal.comm.exchanges.exchange import NewExchange
+from shoal.comm.exchanges.exchange import AllReduce, NewExchange
 from shoal.state.ownership import Owned
 from shoal.state.section import Section
 from shoal.topology.axes import Axis
@@ -31,7 +31,8 @@ from shoal.topology.holding import Holding, Ranks
 class Replica:
     """What a rank updates, as strategies see it. `owned` are the tensors that its optimizer steps; after they have been
     written, `gather` makes the model compute with them. `buffers` are the model's persistent buffers of floating point.
-    `steps` is the length of the run. `whole`: its optimizer works on whole matrices.
+    `steps` is the length of the run. `whole`: its optimizer works on whole matrices. `exchange` sums what replicas send
+    each other: as it is, or with the run's codec.
     """
 
     owned: Sequence[Owned]
@@ -39,6 +40,18 @@ class Replica:
     buffers: Sequence[Tensor]
     steps: int
     whole: bool = False
+    exchange: NewExchange = AllReduce
+
+
+class Taken(NamedTuple):
+    """What the ranks in lock-step did in a step: were they told to stop, the tokens they used, their mean loss, and the
+    learning rate (None: the optimizer's groups have rates of their own).
+    """
+
+    stop: bool
+    tokens: int
+    loss: float
+    lr: float | None
 
 
 class Agreed(NamedTuple):
@@ -53,7 +66,7 @@ class Agreement(Protocol):
 
     @property
     def equal(self) -> bool:
-        """Whether all replicas have the same parameters now."""
+        """Whether all replicas show the same parameters now: those that an evaluation and a save see."""
         ...
 
     @property
@@ -83,10 +96,9 @@ class Agreement(Protocol):
         """Whether other replicas have made the next step already, so that this one's part would come too late."""
         ...
 
-    def after_update(self, step: int, *, stop: bool, tokens: int) -> Agreed | None:
-        """After the optimizer's step `step`; None if replicas did not agree in it.
-
-        `stop`: the ranks in lock-step were told to stop; `tokens` are those that they used in it.
+    def after_update(self, step: int, taken: Taken) -> Agreed | None:
+        """After the optimizer's step `step`, in which the ranks in lock-step did what `taken` says; None if replicas
+        did not agree in it.
         """
         ...
 

@@ -113,7 +113,7 @@ class CodedExchanges:
 
     def __init__(self, codec: Codec, *, feedback: bool, seed: int) -> None:
         self._codec, self._feedback, self._seed = codec, feedback, seed
-        self._spent = Spent()
+        self._spent, self.by_microbatch = Spent(), False
         self.made: list[Coded] = []
 
     def __call__(self, group: Collective, buffer: Tensor, segments: Sequence[Segment]) -> Coded:

@@ -4,6 +4,7 @@
     reduce-scatter   each rank ends with its piece of the sum, which another exchange may then take further
     credited         an all-reduce in parts, which leave in a given order, a credit of bytes at a time
     coded            a sum of which less is sent, by a codec
+    canonical        a sum in one fixed order, whatever the number of ranks
 
 A step is `start`, `send` (once, or once a microbatch), `settle` and `wait`; then `result` holds the agreed numbers, and
 `commit` says that an update was made from them. All ranks of a group call these in the same order.
@@ -11,9 +12,9 @@ A step is `start`, `send` (once, or once a microbatch), `settle` and `wait`; the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -67,12 +68,22 @@ class Segment(NamedTuple):
         return slice(self.start, self.start + prod(self.shape))
 
 
-NewExchange = Callable[[Collective, Tensor, Sequence[Segment]], Exchange]
-"""From a group, the flat buffer that its ranks agree on in place, and what lies in it, to their exchange."""
+class NewExchange(Protocol):
+    """From a group, the flat buffer that its ranks agree on in place, and what lies in it, to their exchange.
+
+    `by_microbatch`: the gradient of each microbatch is to be sent apart, and the sum must not depend on how many ranks
+    there are; so neither may its norm.
+    """
+
+    by_microbatch: bool
+
+    def __call__(self, group: Collective, buffer: Tensor, segments: Sequence[Segment], /) -> Exchange: ...
 
 
 class AllReduce:
     """The sum over `group`, in place, whatever lies in the buffer."""
+
+    by_microbatch: ClassVar[bool] = False
 
     def __init__(self, group: Collective, buffer: Tensor, segments: Sequence[Segment] = ()) -> None:
         self.group, self.result = group, buffer

@@ -1,0 +1,162 @@
+"""The rules between `[sync]` and the other tables. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shoal.codec.config import NoCodec
+from shoal.engine.config import Float16
+from shoal.models.config import MoEConfig
+from shoal.optim.config import SGD
+from shoal.runfile.run_file import RunFile, in_canonical_order, statistics_group
+from shoal.sync.config import (
+    AllReduceConfig,
+    EASGDConfig,
+    GossipConfig,
+    LocalConfig,
+    ServerConfig,
+    StreamingConfig,
+)
+
+
+def sync_refusal(run_file: RunFile) -> str | None:
+    """One sentence if the strategy cannot work with this layout or these keys."""
+    sync = run_file.sync
+    if isinstance(sync, AllReduceConfig):
+        found = next(_against_canonical(run_file, sync), None) if in_canonical_order(run_file) else None
+        return None if found is None else f'sync.order = "canonical" with {found[0]}: {found[1]}'
+    if isinstance(sync, LocalConfig | StreamingConfig | EASGDConfig | GossipConfig):
+        found = next(_against_own_steps(run_file), None)
+    elif isinstance(sync, ServerConfig):
+        found = next(_against_server(run_file, sync), None)
+    else:
+        found = next(_against_hogwild(run_file), None)
+    return None if found is None else f'sync.kind = "{_kind(run_file)}" with {found[0]}: {found[1]}'
+
+
+def _against_own_steps(run_file: RunFile) -> Iterator[tuple[str, str]]:
+    """(key and value, why not and what to do), for strategies under which replicas take steps of their own."""
+    replicas = _replicas(run_file)
+    if replicas == 1:
+        yield "one replica", "there is no other to agree with; raise layout.replicate or run.processes"
+    if run_file.gradients.schedule == "priority":
+        yield 'gradients.schedule = "priority"', "replicas send no gradients; leave it out"
+    if run_file.pipeline.asynchronous:
+        yield f"pipeline.schedule = {run_file.pipeline.schedule!r}", "choose a schedule that updates once a step"
+    if isinstance(run_file.precision, Float16):
+        yield 'precision.kind = "float16"', "each replica would have a loss scale of its own; use bfloat16"
+    if run_file.observe.noise_every_steps:
+        yield "observe.noise_every_steps", "the noise is measured on gradients of the global batch; leave it out"
+    if isinstance(run_file.sync, GossipConfig) and replicas is not None:
+        yield from _against_graph(run_file.sync, replicas)
+
+
+def _against_graph(sync: GossipConfig, replicas: int) -> Iterator[tuple[str, str]]:
+    try:
+        sync.matrices(replicas)
+    except ValueError as error:
+        yield f'graph = "{sync.graph}"', str(error)
+
+
+def _against_canonical(run_file: RunFile, sync: AllReduceConfig) -> Iterator[tuple[str, str]]:
+    """(key and value, why not and what to do): what would add in another order on another number of replicas."""
+    layout, batch, shards = run_file.layout, run_file.batch, sync.logical_shards
+    for axis in ("pipeline", "shard", "context", "tensor", "expert"):
+        if getattr(layout, axis) > 1:
+            yield f"layout.{axis} = {getattr(layout, axis)}", "it is for replicas of one rank; use layout.replicate"
+    group = statistics_group(run_file)
+    if batch.global_samples % (shards * group):
+        down = max(1, batch.global_samples // (shards * group)) * shards * group
+        why = f"logical shards must be equally large; nearest global_samples: {down} or {down + shards * group}"
+        yield f"sync.logical_shards = {shards} and batch.global_samples = {batch.global_samples}", why
+    if batch.micro_samples not in (None, batch.global_samples // shards):
+        yield f"batch.micro_samples = {batch.micro_samples}", "a microbatch is one logical shard there; leave it out"
+    replicas = _replicas(run_file)
+    if replicas is not None and not divides_evenly(shards, replicas):
+        fitting = [str(n) for n in range(1, shards + 1) if divides_evenly(shards, n)]
+        why = f"each replica must add whole branches of the tree of {shards}; use {', '.join(fitting)}"
+        yield f"{replicas} replicas", why
+    if run_file.codec != NoCodec():
+        yield "[codec]", "a codec's sum depends on the ranks that encode; leave one of the two out"
+    if run_file.gradients.schedule == "priority":
+        yield 'gradients.schedule = "priority"', "its partitions are summed by all-reduce; leave one of the two out"
+    if run_file.gradients.bucket == "auto":
+        yield 'gradients.bucket = "auto"', "the norm is added up by bucket; leave gradients.bucket out"
+    if getattr(run_file.model, "norm", None) == "batch":
+        yield 'model.norm = "batch"', "running statistics are summed over ranks by all-reduce; choose another norm"
+    if isinstance(run_file.model, MoEConfig):
+        yield 'model.kind = "moe"', "loads of experts are summed over ranks by all-reduce; choose another model"
+    if run_file.observe.noise_every_steps:
+        yield (
+            "observe.noise_every_steps",
+            "it takes the first of a rank's microbatches, which are another; leave it out",
+        )
+
+
+def _against_server(run_file: RunFile, sync: ServerConfig) -> Iterator[tuple[str, str]]:
+    """(key and value, why not and what to do)"""
+    workers = run_file.run.processes or run_file.layout.default_processes
+    if workers is not None and sync.backup is not None and sync.backup >= workers > 1:
+        why = f"of {workers} workers none would be left to count; backup must be at most {workers - 1}"
+        yield f"backup = {sync.backup}", why
+    yield from _against_workers(run_file)
+
+
+def _against_hogwild(run_file: RunFile) -> Iterator[tuple[str, str]]:
+    """(key and value, why not and what to do)"""
+    optimizer = run_file.optimizer
+    if not isinstance(optimizer, SGD):
+        why = 'its state would be shared too; use optimizer.kind = "sgd"'
+        yield f'optimizer.kind = "{type(optimizer).__struct_config__.tag}"', why
+    elif optimizer.momentum:
+        yield f"optimizer.momentum = {optimizer.momentum:g}", "it would be shared too; leave optimizer.momentum out"
+    yield from _against_workers(run_file)
+
+
+def _against_workers(run_file: RunFile) -> Iterator[tuple[str, str]]:
+    """What neither servers nor shared parameters can work with: (key and value, why not and what to do)"""
+    layout = run_file.layout
+    for axis in ("pipeline", "shard", "context", "tensor", "expert"):
+        if getattr(layout, axis) > 1:
+            why = "its workers are replicas of one rank; leave it out, or choose another sync.kind"
+            yield f"layout.{axis} = {getattr(layout, axis)}", why
+    workers = run_file.run.processes or layout.default_processes
+    if workers is not None:
+        yield from _against_shares(run_file, workers)
+    if run_file.gradients.schedule == "priority":
+        yield 'gradients.schedule = "priority"', "replicas sum no gradients; leave it out"
+    if isinstance(run_file.precision, Float16):
+        yield 'precision.kind = "float16"', "each worker would have a loss scale of its own; use bfloat16"
+    if run_file.observe.noise_every_steps:
+        yield "observe.noise_every_steps", "the noise is measured on gradients of the global batch; leave it out"
+    if run_file.run.device == "cuda":
+        yield 'run.device = "cuda"', "it runs on processors so far; leave run.device out"
+
+
+def _against_shares(run_file: RunFile, workers: int) -> Iterator[tuple[str, str]]:
+    if workers == 1:
+        yield "one replica", "there is no other to work with; raise layout.replicate or run.processes"
+    if run_file.batch.global_samples % workers:
+        why = (
+            f"every worker's gradient counts the same, so {workers} workers need equal shares; "
+            f"use a multiple of {workers}"
+        )
+        yield f"batch.global_samples = {run_file.batch.global_samples}", why
+
+
+def divides_evenly(shards: int, replicas: int) -> bool:
+    """Whether each of `replicas` holds a whole branch of the tree that adds `shards` in pairs."""
+    each, rest = divmod(shards, replicas)
+    return rest == 0 and (replicas == 1 or each & (each - 1) == 0)
+
+
+def _replicas(run_file: RunFile) -> int | None:
+    """None before the number of processes is known."""
+    layout = run_file.layout
+    processes = run_file.run.processes or layout.default_processes
+    inside = layout.pipeline * layout.shard * layout.context * layout.tensor
+    return None if processes is None else processes // inside
+
+
+def _kind(run_file: RunFile) -> str:
+    return str(type(run_file.sync).__struct_config__.tag)

@@ -1,0 +1,75 @@
+"""The outer optimizer: SGD, with momentum, on what replicas changed since they last agreed.
+
+    g = mean over k of (x - x_k)          the outer gradient: x where the round began, x_k where replica k has come
+    m = mu m + g                          the outer momentum
+    x = x - lr (g + mu m)                 Nesterov; without it x - lr m
+
+(DiLoCo, arXiv:2311.08105, algorithm 1.) SlowMo (arXiv:1910.00643, algorithm 1) counts its momentum in units of the
+inner learning rate, gamma: g / gamma goes into m, and gamma lr m comes out.
+
+The mean is an exchange between replicas: as it is, or with a codec, which then codes outer gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.comm.collective import Collective
+from shoal.comm.exchanges.exchange import Exchange
+from shoal.state.ownership import Owned
+from shoal.sync.config import OuterKeys
+from shoal.sync.flat_copy import FlatCopy
+from shoal.sync.strategy import Replica
+
+
+class OuterStep:
+    """The outer optimizer of the tensors `owned`. `start` is where the round began, `momentum` None without one.
+
+    A step is `send`, `arrive` and `apply`; steps of the replica may lie between the first two.
+    """
+
+    def __init__(self, config: OuterKeys, replica: Replica, replicas: Collective, owned: Sequence[Owned]) -> None:
+        self.start = FlatCopy(owned)
+        self.momentum = FlatCopy(owned) if config.outer_momentum else None
+        self._config, self._replicas, self._change = config, replicas, FlatCopy(owned)
+        self._exchanges: list[Exchange] = [
+            replica.exchange(replicas, buffer, segments)
+            for buffer, segments in zip(self._change.buffers, self._change.segments, strict=True)
+        ]
+        self.start.read()
+
+    def send(self) -> None:
+        """Starts to sum what replicas changed."""
+        self._change.read()
+        for exchange, change, start in zip(self._exchanges, self._change.buffers, self.start.buffers, strict=True):
+            torch.sub(start, change, out=change)
+            exchange.start()
+            exchange.send(change)
+            exchange.settle()
+
+    def arrive(self) -> None:
+        """Returns when the outer gradient is there."""
+        for exchange, change in zip(self._exchanges, self._change.buffers, strict=True):
+            exchange.wait()
+            exchange.commit()
+            change /= self._replicas.size
+
+    def apply(self, *, unit: float = 1.0, plain: bool = False) -> None:
+        """`start` takes the outer step; parameters stay. `unit`: that of the momentum, SlowMo's gamma. `plain`: the
+        mean of the replicas, which leaves the momentum as it is.
+        """
+        for index, (start, change) in enumerate(zip(self.start.buffers, self._change.buffers, strict=True)):
+            momentum = None if plain or self.momentum is None else self.momentum.buffers[index]
+            start.sub_(self._step(change, momentum, unit) if not plain else change)
+
+    def _step(self, change: Tensor, momentum: Tensor | None, unit: float) -> Tensor:
+        config = self._config
+        if momentum is None:
+            return config.outer_lr * change
+        momentum.mul_(config.outer_momentum).add_(change / unit)
+        if config.nesterov:
+            return config.outer_lr * (change + unit * config.outer_momentum * momentum)
+        return config.outer_lr * unit * momentum
