@@ -19,6 +19,7 @@ then ranks agree on the gradient, vote, and the optimizer updates what this rank
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple, cast
@@ -139,8 +140,6 @@ class Training:
 
     def log(self, values: Mapping[str, float | Tensor]) -> None:
         """Records measurements of this rank beside those of the step: name and number, such as "accuracy/train"."""
-        import time
-
         number = self.steps_done + (self._open is not None)
         self._job.sinks.record(number, {name: float(value) for name, value in values.items()}, time_s=time.time())
 
