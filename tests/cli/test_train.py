@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import time
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -199,12 +200,19 @@ def test_a_single_bad_step_is_skipped_and_the_run_goes_on(own: Project) -> None:
     assert "was skipped" in done.stdout + done.stderr
 
 
-def test_ranks_started_by_hand_hear_why_another_failed(own: Project) -> None:
-    """Rank 1's model has another width: it says so with its code, rank 0 ends at once with the same sentence."""
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        ("optimizer.lr=0.02", "rank 1 was started with optimizer.lr = 0.02, and rank 0 with 0.01"),
+        ("run.seed=1", "rank 1 was started with run.seed = 1, and rank 0 with 0"),
+        ("model.arguments={width=9}", "rank 1 was started with model.arguments.width = 9, and rank 0 with nothing"),
+    ],
+)
+def test_ranks_started_by_hand_hear_why_another_failed(own: Project, other: str, sentence: str) -> None:
+    """Rank 1 was started with another key: it says so with its code, rank 0 ends at once with the same sentence."""
     port = free_port()
-    ranks = [own.start_rank(r, "train", "run.toml", f"model.arguments={{width={8 + r}}}", port=port) for r in (0, 1)]
+    ranks = [own.start_rank(r, "train", "run.toml", *[other][:r], port=port) for r in (0, 1)]
     assert [rank.wait(60) for rank in ranks] == [3, 2]
-    sentence = "rank 1 has another model than rank 0"
     assert own.said("rank-1.txt").count(sentence) == 1
     assert f"rank 1 failed: {sentence}" in own.said("rank-0.txt")
     assert not any(
@@ -224,6 +232,17 @@ def test_a_rank_that_never_comes_is_named_and_signals_end_the_wait(own: Project)
     said = own.said("rank-0.txt").splitlines()
     assert [line for line in said if "waited 3 s in vain for rank 1 of 2 to reach the store" in line]
     assert len(said) == 1
+
+
+def test_a_resume_says_which_keys_have_changed(own: Project) -> None:
+    """The key, what it was and what it is; the run file of each start is kept."""
+    assert own.shoal("train", "run.toml", "run.steps=2").returncode == 0
+    done = own.shoal("train", "run.toml", "run.steps=3", "optimizer.lr=0.02")
+    assert done.returncode == 0, done.stderr
+    assert "since the start before, optimizer.lr has changed from 0.01 to 0.02" in done.stdout
+    assert "since the start before, run.steps has changed from 2 to 3" in done.stdout
+    kept = [tomllib.loads((own.folder / f"runs/own/{name}.toml").read_text()) for name in ("run-0", "run")]
+    assert [file["optimizer"]["lr"] for file in kept] == [0.01, 0.02]
 
 
 def test_out_of_memory_is_said_in_a_few_lines(own: Project) -> None:

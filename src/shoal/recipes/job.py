@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from math import prod
 from pathlib import Path
 
 from shoal import units
 from shoal.checkpoint.save import Saver
 from shoal.comm.board import Board
+from shoal.config.load import dumps
 from shoal.engine.loop import Cadence, Job
 from shoal.engine.recovery import NonfiniteGuard
 from shoal.engine.resume import load_weights, resume
 from shoal.launch.environment import Place
+from shoal.observe.facts import replace_file
+from shoal.observe.settings import differing_keys
 from shoal.observe.sink import RunStart, Sinks
 from shoal.observe.sinks import open_sinks
 from shoal.optim.schedule import peak_rate
@@ -34,6 +38,21 @@ def sinks_of(run_file: RunFile, place: Place) -> Sinks:
         reports_failure=place.launcher != "shoal",  # else the launcher does, which knows whose failure came first
         host_ranks=range(first, first + place.local_world_size),
     )
+
+
+def write_run_file(run: Run, directory: Path, sinks: Sinks) -> None:
+    """Writes the resolved run file. If keys have changed since the start before, says which, and keeps the file of that
+    start as `run-<generation>.toml`.
+    """
+    path, written = directory / "run.toml", dumps(run.run_file).encode()
+    if path.is_file() and path.read_bytes() != written:
+        with suppress(tomllib.TOMLDecodeError, UnicodeDecodeError):
+            before = tomllib.loads(path.read_text(encoding="utf-8"))
+            changed = differing_keys([before, tomllib.loads(written.decode())])
+            for key, (old, new) in changed.items():
+                sinks.note(f"since the start before, {key} has changed from {old!r} to {new!r}")
+        path.rename(directory / f"run-{run.mesh.generation - 1}.toml")
+    replace_file(path, written)
 
 
 def run_start(run: Run) -> RunStart:

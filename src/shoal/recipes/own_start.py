@@ -15,16 +15,16 @@ from typing import Any
 from torch._C._distributed_c10d import HashStore
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, default_collate
 
-from shoal.config.load import apply, dumps
+from shoal.config.load import apply
 from shoal.data.as_inputs import AsInputs, Collated
 from shoal.errors import ConfigError, ShoalError, UserCodeError
 from shoal.launch.devices import gpus
 from shoal.launch.environment import ALONE, Place, place_from
 from shoal.launch.lock import RunLock
 from shoal.launch.signals import StopRequest
-from shoal.observe.facts import replace_file, write_facts
+from shoal.observe.facts import write_facts
 from shoal.recipes.facts import run_facts
-from shoal.recipes.job import build_job, introduce, restore, run_start, sinks_of
+from shoal.recipes.job import build_job, introduce, restore, run_start, sinks_of, write_run_file
 from shoal.recipes.objects import UserObjects
 from shoal.recipes.own_loop import Training
 from shoal.recipes.run import open_run
@@ -85,7 +85,7 @@ def _training(run_file: RunFile, place: Place, objects: UserObjects, stack: Exit
     resumed_step = restore(opened, directory, sinks)
     opened.state.restore_extra()
     if place.rank == 0:
-        replace_file(directory / "run.toml", dumps(run_file).encode())
+        write_run_file(opened, directory, sinks)
         write_facts(directory, run_facts(opened))
     introduce(sinks, opened, resumed_step)
     stop = stack.enter_context(StopRequest())

@@ -14,6 +14,7 @@ from shoal.errors import EnvironmentFault
 from shoal.launch.environment import Place
 from shoal.launch.rendezvous import Rendezvous, interface_for, open_store
 from shoal.recipes.lab import conditions_from
+from shoal.recipes.sameness import require_same_start
 from shoal.runfile.run_file import RunFile, in_canonical_order
 
 
@@ -45,7 +46,8 @@ def open_process(
 ) -> Process:
     """Picks the device and opens the store, at the address that the launcher named if none is passed.
 
-    Blocks until rank 0's process is there. Raises `EnvironmentFault` if GPUs were asked for and there are too few.
+    Blocks until rank 0's process is there. Raises `EnvironmentFault` if GPUs were asked for and there are too few, and
+    `ConfigError` on a rank that was started with other keys or versions than rank 0.
     """
     device = device_of(run_file.run.device, place)
     _share_host(place, environ)
@@ -54,7 +56,9 @@ def open_process(
     if store is None:
         store = open_store(place, environ, timeout_s=run_file.run.start_timeout_s)
     rendezvous = Rendezvous(store, place, timeout_s=run_file.run.start_timeout_s)
-    return Process(place, device, store, rendezvous, environ)
+    process = Process(place, device, store, rendezvous, environ)
+    require_same_start(place.rank, process.announce, run_file)
+    return process
 
 
 def device_of(asked: str, place: Place) -> torch.device:

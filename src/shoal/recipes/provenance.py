@@ -31,7 +31,7 @@ def provenance(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": packages(),
         "git": git_state(directory),
-        "files": file_hashes(_imported(directory), directory),
+        "files": file_hashes(imported_files(directory), directory),
         "environment": {
             name: value
             for name, value in sorted(environ.items())
@@ -59,7 +59,8 @@ def file_hashes(names: Iterable[str], directory: Path) -> dict[str, str | None]:
     return {name: _hash(_path(name, directory)) for name in names}
 
 
-def _imported(directory: Path) -> list[str]:
+def imported_files(directory: Path) -> list[str]:
+    """Shoal's own files, and those that were imported from `directory` or below it."""
     own = [f"shoal/{path.relative_to(PACKAGE)}" for path in PACKAGE.rglob("*.py")]
     files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
     found = {Path(file).resolve() for file in files if file}

@@ -1,24 +1,71 @@
-"""Every rank must have built the same model and the same data: a script that draws them unseeded does not.
+"""Every rank must be started alike: the same run file, versions and code, and then the same model and the same data.
 
-Rank 0 says what it has, line by line; another rank that has something else is named, with the first line that differs.
+Rank 0 says what it has; another rank that has something else is named, with the first thing that differs.
 """
 
 from __future__ import annotations
 
 import hashlib
+import platform
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
+import shoal
 from shoal.data.build import Dataset
 from shoal.data.sample import Source, map_tree, parse_sample
-from shoal.errors import UserCodeError
+from shoal.errors import ConfigError, UserCodeError
+from shoal.observe.settings import flat
+from shoal.recipes.provenance import file_hashes, imported_files
+from shoal.runfile.run_file import RunFile
+
+OWN_KEYS = frozenset({"run.directory", "observe.live"})
+"""Keys that may differ between ranks: where a host mounts the run directory, and how it shows progress."""
+
+Announce = Callable[[str, Callable[[], str]], str]
+"""`announce(key, find)`: rank 0 calls `find`; every rank gets its answer."""
 
 
-def require_same(
-    rank: int, announce: Callable[[str, Callable[[], str]], str], own: Mapping[str, Sequence[str]]
-) -> None:
+def require_same_start(rank: int, announce: Announce, run_file: RunFile) -> None:
+    """Compares every key of the run file, and the versions of Python, PyTorch and Shoal.
+
+    Raises `ConfigError` on the rank that was started with another one than rank 0.
+    """
+    keys = {key: value for key, value in flat(msgspec.to_builtins(run_file)).items() if key not in OWN_KEYS}
+    own = keys | {"Python": platform.python_version(), "torch": str(torch.__version__), "Shoal": shoal.__version__}
+    theirs = msgspec.json.decode(announce("same/start", lambda: msgspec.json.encode(own).decode()))
+    for key in (*own, *(key for key in theirs if key not in own)):
+        mine, wanted = (_shown(values, key) for values in (own, theirs))
+        if mine != wanted:
+            raise ConfigError(
+                f"rank {rank} was started with {key} = {mine}, and rank 0 with {wanted}: start every rank "
+                "with the same run file, command line and packages"
+            )
+
+
+def require_same_code(rank: int, announce: Announce) -> None:
+    """Compares the files of Shoal, and those imported from the directory in which the ranks were started.
+
+    Raises `UserCodeError` on the rank whose file is not rank 0's.
+    """
+    directory = Path.cwd()
+    own = file_hashes(imported_files(directory), directory)
+    theirs = msgspec.json.decode(announce("same/code", lambda: msgspec.json.encode(own).decode()))
+    for name in (name for name in own if name in theirs and own[name] != theirs[name]):
+        raise UserCodeError(
+            f"rank {rank} runs another {name} than rank 0: copy the same files to every host, and start all ranks again"
+        )
+
+
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    return "nothing" if values.get(key) is None else msgspec.json.encode(values[key]).decode()
+
+
+def require_same(rank: int, announce: Announce, own: Mapping[str, Sequence[str]]) -> None:
     """Raises `UserCodeError` on the rank whose lines are not rank 0's."""
     for what, lines in own.items():
         wanted = announce(f"same/{what}", lambda lines=lines: "\n".join(lines)).split("\n")

@@ -8,16 +8,15 @@ from typing import Any
 
 import torch
 
-from shoal.config.load import dumps
 from shoal.engine.loop import train
 from shoal.errors import ConfigError
 from shoal.launch.environment import Place
 from shoal.launch.signals import StopRequest
-from shoal.observe.facts import replace_file, write_facts
+from shoal.observe.facts import write_facts
 from shoal.observe.sink import Sinks
 from shoal.recipes.facts import run_facts
 from shoal.recipes.forecast import Forecast
-from shoal.recipes.job import build_job, introduce, restore, run_start, sinks_of
+from shoal.recipes.job import build_job, introduce, restore, run_start, sinks_of, write_run_file
 from shoal.recipes.objects import UserObjects
 from shoal.recipes.run import Run, open_run
 from shoal.recipes.sampling import sample_text, unsplit_model
@@ -31,7 +30,7 @@ def train_rank(run_file: RunFile, place: Place, objects: UserObjects, *, forecas
         run = open_run(run_file, place, objects)
         resumed_step = restore(run, directory, sinks)
         if place.rank == 0:
-            replace_file(directory / "run.toml", dumps(run_file).encode())
+            write_run_file(run, directory, sinks)
             write_facts(directory, run_facts(run) | _predicted(run, forecast))
         introduce(sinks, run, resumed_step)
         stop = stack.enter_context(StopRequest())  # until here there is nothing to save: a signal ends the rank

@@ -15,7 +15,7 @@ from shoal.models.huggingface.model import check_plans
 from shoal.optim.adopt import OwnOptimizer, own_optimizer
 from shoal.recipes.objects import UserObjects, check_layout_independent, data_of, loss_of, model_of, skeleton_of
 from shoal.recipes.process import Process
-from shoal.recipes.sameness import require_same, samples_of, shapes_of
+from shoal.recipes.sameness import require_same, require_same_code, samples_of, shapes_of
 from shoal.runfile.run_file import RunFile
 from shoal.topology.layout import Layout
 
@@ -57,6 +57,7 @@ def build_workload(
         check_plans(model, layout, sequence_parallel=run_file.layout.sequence_parallel)
     check_layout_independent(model, run_file, shares=shares, micro_samples=micro_samples)
     loss, data = loss_of(run_file, objects), data_of(run_file, objects, process.environ)
+    require_same_code(process.place.rank, process.announce)
     require_same(process.place.rank, process.announce, {"model": shapes_of(model), "data": samples_of(data)})
     optimizer = None if objects.optimizer is None else own_optimizer(objects.optimizer, model)
     return Workload(model, skeleton is not None, data, loss, precision, objects, optimizer)
