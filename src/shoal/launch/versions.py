@@ -10,7 +10,19 @@ from shoal.errors import EnvironmentFault
 # `torch>=2.11,<2.14`, as in pyproject.toml.
 TORCH_FROM, TORCH_BELOW = (2, 11), (2, 14)
 PYTHON_FROM = (3, 11)
-EXTRAS = {"vision": "scikit-learn", "mpi": "mpi4py", "ray": "ray"}
+EXTRAS = {
+    "vision": "scikit-learn",
+    "data": "pyarrow",
+    "huggingface": "transformers",
+    "mpi": "mpi4py",
+    "page": "starlette",
+    "prometheus": "prometheus-client",
+    "tensorboard": "tensorboardX",
+    "mlflow": "mlflow-skinny",
+    "wandb": "wandb",
+    "ray": "ray",
+}
+"""The package by which each extra is known to be there."""
 
 
 def installed(package: str) -> str | None:
