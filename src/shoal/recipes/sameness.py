@@ -15,10 +15,10 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-import shoal
 from shoal.data.build import Dataset
 from shoal.data.sample import Source, map_tree, parse_sample
 from shoal.errors import ConfigError, UserCodeError
+from shoal.launch.versions import installed
 from shoal.observe.settings import flat
 from shoal.recipes.provenance import file_hashes, imported_files
 from shoal.runfile.run_file import RunFile
@@ -36,7 +36,7 @@ def require_same_start(rank: int, announce: Announce, run_file: RunFile) -> None
     Raises `ConfigError` on the rank that was started with another one than rank 0.
     """
     keys = {key: value for key, value in flat(msgspec.to_builtins(run_file)).items() if key not in OWN_KEYS}
-    own = keys | {"Python": platform.python_version(), "torch": str(torch.__version__), "Shoal": shoal.__version__}
+    own = keys | {"Python": platform.python_version(), "torch": str(torch.__version__), "Shoal": installed("shoal")}
     theirs = msgspec.json.decode(announce("same/start", lambda: msgspec.json.encode(own).decode()))
     for key in (*own, *(key for key in theirs if key not in own)):
         mine, wanted = (_shown(values, key) for values in (own, theirs))
