@@ -6,6 +6,7 @@ Rank 0 says what it has; another rank that has something else is named, with the
 from __future__ import annotations
 
 import hashlib
+import json
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -36,10 +37,11 @@ def require_same_start(rank: int, announce: Announce, run_file: RunFile) -> None
     Raises `ConfigError` on the rank that was started with another one than rank 0.
     """
     keys = {key: value for key, value in flat(msgspec.to_builtins(run_file)).items() if key not in OWN_KEYS}
-    own = keys | {"Python": platform.python_version(), "torch": str(torch.__version__), "Shoal": installed("shoal")}
-    theirs = msgspec.json.decode(announce("same/start", lambda: msgspec.json.encode(own).decode()))
+    versions = {"Python": platform.python_version(), "torch": str(torch.__version__), "Shoal": installed("shoal")}
+    own = {key: _shown(value) for key, value in (keys | versions).items()}
+    theirs: dict[str, str] = msgspec.json.decode(announce("same/start", lambda: msgspec.json.encode(own).decode()))
     for key in (*own, *(key for key in theirs if key not in own)):
-        mine, wanted = (_shown(values, key) for values in (own, theirs))
+        mine, wanted = own.get(key, _shown(None)), theirs.get(key, _shown(None))
         if mine != wanted:
             raise ConfigError(
                 f"rank {rank} was started with {key} = {mine}, and rank 0 with {wanted}: start every rank "
@@ -61,8 +63,9 @@ def require_same_code(rank: int, announce: Announce) -> None:
         )
 
 
-def _shown(values: Mapping[str, Any], key: str) -> str:
-    return "nothing" if values.get(key) is None else msgspec.json.encode(values[key]).decode()
+def _shown(value: Any) -> str:
+    """As text, which tells an infinite number from none."""
+    return "nothing" if value is None else json.dumps(value)
 
 
 def require_same(rank: int, announce: Announce, own: Mapping[str, Sequence[str]]) -> None:
