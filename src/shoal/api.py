@@ -107,14 +107,13 @@ def start(
     `config` is a run file or its tables as dictionaries; with the keywords below it may be left out. `model` is an
     `nn.Module`, `optimizer` a `torch.optim.Optimizer` over its parameters that has taken no step, `data` a map-style
     data set, a PyTorch DataLoader (its data set, batch size, order and `collate_fn` are taken over) or a pair
-    (training, held out).
-    `batch_samples` are the samples of one step over all ranks; `epochs` how often the data is gone through, if
-    `run.steps` does not say how far the run goes. `state` are objects with `state_dict()` that are saved with the run
-    and restored by a resume, by name, such as {"scheduler": scheduler}.
+    (training, held out). `batch_samples` are the samples of one step over all ranks. `epochs` says how often to go
+    through the data; `run.steps`, if it is set, counts instead. `state` are objects with `state_dict()`, by name, such
+    as {"scheduler": scheduler}: they are saved with the run, and a resume restores them.
 
     Under a launcher every rank calls it. Without one, a run of several processes (`run.processes`; by default one a
     GPU, else one) starts them with this script, and ends the process with their exit code: what follows runs in the
-    ranks alone. A run directory that holds a checkpoint is gone on with.
+    ranks alone. If the run directory holds a checkpoint, the run goes on from it.
 
     A refusal is one sentence on standard error, and the exit code of its kind.
     """
@@ -175,7 +174,7 @@ def _own_command() -> list[str]:
     script = getattr(main, "__file__", None)
     if script is None or not os.path.exists(script):
         raise UsageError(
-            "shoal.train starts its ranks by running the script again, and there is no script here (a notebook, a "
-            "prompt or standard input); put the call into a file, or start the process under torchrun"
+            "ranks are started by running the script again, and there is no script here (a notebook, a prompt or "
+            "standard input); put the call into a file, or start the process under torchrun"
         )
     return [sys.executable, os.path.abspath(script), *sys.argv[1:]]

@@ -166,7 +166,7 @@ def test_what_a_script_raises_ends_its_run(own: Project) -> None:
         (('{"run": {"name": "own"}}', '{"optimizer": {"kind": "sgd"}}'), "[optimizer] has no meaning"),
         (("epochs=2, ", ""), "pass epochs, or set it"),
         (("sys.argv[1:]", '["layout.tensor=2"]'), "layout.tensor = 2: a script's own loop can be"),
-        (("data=(data, data)", "data=5"), "the data is a int" ),
+        (("data=(data, data)", "data=5"), "the data is of type int" ),
     ],
 )  # fmt: skip
 def test_what_a_loop_may_not_do(own: Project, change: tuple[str, str], sentence: str) -> None:

@@ -6,6 +6,7 @@ has the same.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -32,6 +33,10 @@ class ExtraSection:
     name = "extra"
 
     def __init__(self, objects: Mapping[str, HasStateDict]) -> None:
+        """Raises `UserCodeError` for a name that cannot stand in the name of a tensor."""
+        wrong = next((name for name in objects if not name or "/" in name), None)
+        if wrong is not None:
+            raise UserCodeError(f"the state {wrong!r} has a name that is empty or holds a slash; give it a plain name")
         self._objects = objects
         self._facts: Mapping[str, Any] = {}
         self._read: dict[str, Tensor] = {}
@@ -92,6 +97,8 @@ def _walk(value: Any, at: str, on_tensor: Callable[[str, Tensor], Any]) -> Any:
         }
     if isinstance(value, list | tuple):
         return {type(value).__name__: [_walk(v, f"{at}/{i}", on_tensor) for i, v in enumerate(value)]}
+    if isinstance(value, float) and not math.isfinite(value):  # the best loss so far begins at infinity
+        return {"float": str(value)}
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise UserCodeError(
@@ -109,5 +116,7 @@ def _filled(facts: Any, tensors: Mapping[str, Tensor]) -> Any:
         return tensors[held]
     if kind == "map":
         return {key if isinstance(key, str) else int(key[1]): _filled(value, tensors) for key, value in held}
+    if kind == "float":
+        return float(held)
     found = [_filled(value, tensors) for value in held]
     return tuple(found) if kind == "tuple" else found

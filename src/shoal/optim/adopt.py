@@ -40,7 +40,7 @@ def check_fresh(optimizer: Any, model: nn.Module) -> None:
     no other.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UserCodeError(f"the optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer")
+        raise UserCodeError(f"the optimizer is of type {type(optimizer).__name__}; it must be a torch.optim.Optimizer")
     if any(float(state.get("step", 1)) != 0 for state in optimizer.state.values()):
         raise UserCodeError(
             "the optimizer has taken steps already; hand it over as it was built: a resumed run gets its state from "
@@ -88,16 +88,16 @@ class OwnOptimizer:
         return self.optimizer
 
     def to_state(self) -> dict[str, Any]:
-        """The options of each group that are numbers, such as a learning rate that a scheduler has changed."""
-        return {"groups": [{n: v for n, v in g.items() if _is_number(v)} for g in self.optimizer.param_groups]}
+        """What a scheduler may have changed in each group."""
+        return {"groups": [{n: g[n] for n in SCHEDULED if _is_saved(g.get(n))} for g in self.optimizer.param_groups]}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Takes the saved learning rates over, and what else schedulers change."""
         for group, saved in zip(self.optimizer.param_groups, state["groups"], strict=False):
-            group.update({name: saved[name] for name in SCHEDULED if name in saved and name in group})
+            group.update({n: tuple(v) if isinstance(v, list) else v for n, v in saved.items() if n in SCHEDULED})
 
 
-SCHEDULED = ("lr", "initial_lr", "momentum")
+SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "momentum", "base_momentum", "max_momentum", "betas")
 """What PyTorch's schedulers keep in an optimizer's groups."""
 
 
@@ -109,8 +109,8 @@ def own_optimizer(optimizer: Any, model: nn.Module) -> OwnOptimizer:
     return OwnOptimizer(optimizer, groups, slots_of(optimizer), works_on(optimizer))
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _is_saved(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, tuple) and all(isinstance(v, float) for v in value))
 
 
 def _start_adagrad(optimizer: torch.optim.Adagrad) -> None:

@@ -22,6 +22,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import TracebackType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -33,6 +34,7 @@ from shoal.engine.compute import Microbatch
 from shoal.engine.loop import Job, PendingStep, steps
 from shoal.engine.updates import AtOnce, Outcome, Work
 from shoal.errors import UserCodeError
+from shoal.observe.ending import Ending
 from shoal.recipes.run import Run
 
 
@@ -188,16 +190,29 @@ class Training:
         return self._run.workload.precision.autocast(self.device)
 
     def close(self) -> None:
-        """Ends the run on this rank: waits for its last checkpoint, writes how it ended. A second call does nothing."""
+        """Ends the run on this rank, and writes how it ended. A second call does nothing.
+
+        A loop that was left before its last step has no checkpoint of the steps since the last one; that is said.
+        """
         self._forwards.close()
+        done, steps_wanted = self.steps_done, self._job.cadence.steps
+        if done < steps_wanted:
+            cause = f"the loop was left after step {done} of {steps_wanted}: the next start goes on from the newest "
+            self._job.sinks.warn(cause + "checkpoint")
+            self._job.sinks.finish(Ending("stopped", cause + "checkpoint"))
         self._stack.close()
 
     def __enter__(self) -> Training:
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
         self._forwards.close()
-        self._stack.__exit__(*error)
+        self._stack.__exit__(kind, error, trace)
 
     def _opened(self) -> _OpenStep:
         if self._open is None:
@@ -306,7 +321,7 @@ class _OpenStep:
     def weigh(self, loss: Tensor, weight: float | None) -> Tensor:
         """The loss times what it counts; adds to the sums of the step."""
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            what = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            what = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"of type {type(loss).__name__}"
             what = "without a gradient" if isinstance(loss, Tensor) and loss.numel() == 1 else what
             raise UserCodeError(f"the loss is {what}; backward() takes a scalar tensor that depends on the model")
         if self._weighed_by_loop not in (None, weight is not None):

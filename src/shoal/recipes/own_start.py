@@ -93,11 +93,13 @@ def _training(run_file: RunFile, place: Place, objects: UserObjects, stack: Exit
     stack.callback(job.saver.close)
     opened.mesh.ledger.take()  # what the start sent belongs to no step
     sinks.start(run_start(opened))
-    return Training(opened, job, stack)
+    training = Training(opened, job, stack)
+    atexit.register(training.close)
+    return training
 
 
 def _leave_through(stack: ExitStack) -> None:
-    """However the script ends, the run ends with it: with its failure, or as finished."""
+    """What the script raises ends the run with it."""
     before = sys.excepthook
 
     def failed(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -105,7 +107,6 @@ def _leave_through(stack: ExitStack) -> None:
         before(kind, error, trace)
 
     sys.excepthook = failed
-    atexit.register(stack.close)
 
 
 def _never(run_file: RunFile, place: Place) -> None:
@@ -119,7 +120,7 @@ def _data_of(data: Any) -> tuple[Any, DataLoader | None]:
     for part in sets:
         if part is not None and not (hasattr(part, "__len__") and hasattr(part, "__getitem__")):
             raise UserCodeError(
-                f"the data is a {type(part).__name__}; shoal.start takes a data set with len(d) and d[i], a "
+                f"the data is of type {type(part).__name__}; shoal.start takes a data set with len(d) and d[i], a "
                 "DataLoader of one, or a pair (training, held out)"
             )
     if loader is not None and loader.collate_fn is not default_collate:
@@ -181,8 +182,8 @@ def _of_loader(loader: DataLoader | None) -> dict[str, Any]:
         return {}
     if not isinstance(loader.sampler, RandomSampler | SequentialSampler) or loader.batch_size is None:
         raise UserCodeError(
-            f"the DataLoader has a {type(loader.sampler).__name__} of its own; Shoal divides the samples among ranks "
-            "itself, so that a resumed run uses each once: leave the sampler out"
+            f"the DataLoader has a sampler of its own ({type(loader.sampler).__name__}); Shoal divides the samples "
+            "among ranks itself, so that a resumed run uses each once: leave the sampler out"
         )
     return {"shuffle": isinstance(loader.sampler, RandomSampler)}
 

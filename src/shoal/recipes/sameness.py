@@ -24,8 +24,13 @@ from shoal.observe.settings import flat
 from shoal.recipes.provenance import file_hashes, imported_files
 from shoal.runfile.run_file import RunFile
 
-OWN_KEYS = frozenset({"run.directory", "observe.live"})
-"""Keys that may differ between ranks: where a host mounts the run directory, and how it shows progress."""
+DATA_PLACES = ("path", "files", "inputs", "targets", "held_out", "held_out_inputs", "held_out_targets")
+OWN_KEYS = frozenset({"run.directory", "observe.live", *(f"data.{name}" for name in DATA_PLACES)})
+"""Keys that may differ between ranks: where a host keeps the run directory and the data, whose samples are compared,
+and how it shows progress."""
+
+SAMPLED = 16
+"""Samples of each data set that are compared, evenly spaced."""
 
 Announce = Callable[[str, Callable[[], str]], str]
 """`announce(key, find)`: rank 0 calls `find`; every rank gets its answer."""
@@ -88,7 +93,7 @@ def shapes_of(model: nn.Module) -> list[str]:
 
 
 def samples_of(data: Dataset) -> list[str]:
-    """Lines for the first, the middle and the last sample of the training and the held-out data, by their hash."""
+    """Lines for `SAMPLED` samples of the training and of the held-out data, from the first to the last, by hash."""
     if data.endless:
         return ["a stream"]
     held_out = _lines("held-out", data.held_out) if data.held_out is not None else []
@@ -96,7 +101,8 @@ def samples_of(data: Dataset) -> list[str]:
 
 
 def _lines(name: str, source: Source) -> list[str]:
-    chosen = sorted({0, len(source) // 2, len(source) - 1})
+    last = len(source) - 1
+    chosen = sorted({last * i // (SAMPLED - 1) for i in range(SAMPLED)})
     return [f"{name} data of {len(source)} samples"] + [f"{name} sample {i}: {_stable_hash(source, i)}" for i in chosen]
 
 

@@ -18,30 +18,20 @@ from collections.abc import Sequence
 import torch
 
 from shoal.comm.collective import Collective
-from shoal.comm.exchanges.exchange import AllReduce, NewExchange
 from shoal.comm.mesh import Mesh
 from shoal.state.section import Section
 from shoal.sync.config import EASGDConfig
 from shoal.sync.flat_copy import FlatCopy
 from shoal.sync.meeting import Meeting, device_of, sum_over
 from shoal.sync.own import OwnSection
-from shoal.sync.strategy import Agreed, OwnOptimizer, Replica, Taken
-from shoal.topology.axes import INSIDE_REPLICA, Axis
-from shoal.topology.holding import Holding, Ranks
+from shoal.sync.strategy import Agreed, OwnOptimizer, OwnSteps, Replica, Taken
 
 
-class EASGDSync:
+class EASGDSync(OwnSteps):
     """`Sync` of kind "easgd"."""
-
-    lockstep_axes: tuple[Axis, ...] = INSIDE_REPLICA
-    exchange: NewExchange = AllReduce
-    keeps_replicas_equal = False
 
     def __init__(self, config: EASGDConfig, mesh: Mesh) -> None:
         self._config, self._replicas = config, mesh.axis("replicate", lane="sync")
-
-    def gradient_ranks(self, holding: Holding) -> Ranks:
-        return holding.inside
 
     def agreement(self, replica: Replica) -> EASGDAgreement:
         return EASGDAgreement(self._config, replica, self._replicas)

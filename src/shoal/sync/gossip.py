@@ -31,7 +31,6 @@ import torch
 from torch import Tensor
 
 from shoal.comm.collective import Collective, Handle
-from shoal.comm.exchanges.exchange import AllReduce, NewExchange
 from shoal.comm.mesh import Mesh
 from shoal.errors import ConfigError
 from shoal.maths.mixing import Matrix
@@ -41,20 +40,14 @@ from shoal.sync.flat_copy import FlatCopy
 from shoal.sync.meeting import Meeting, device_of, sum_over
 from shoal.sync.own import OwnSection
 from shoal.sync.push_sum import PushSum, Share
-from shoal.sync.strategy import Agreed, OwnOptimizer, Replica, Taken
-from shoal.topology.axes import INSIDE_REPLICA, Axis
-from shoal.topology.holding import Holding, Ranks
+from shoal.sync.strategy import Agreed, OwnOptimizer, OwnSteps, Replica, Taken
 
 HEAD = 2
 """float64 numbers before the tensors of a message: the share's number, and its weight."""
 
 
-class GossipSync:
+class GossipSync(OwnSteps):
     """`Sync` of kind "gossip"."""
-
-    lockstep_axes: tuple[Axis, ...] = INSIDE_REPLICA
-    exchange: NewExchange = AllReduce
-    keeps_replicas_equal = False
 
     def __init__(self, config: GossipConfig, mesh: Mesh) -> None:
         """Raises `ConfigError` for a graph that does not fit the number of replicas."""
@@ -63,9 +56,6 @@ class GossipSync:
             self._matrices = config.matrices(mesh.layout.replicate)
         except ValueError as error:
             raise ConfigError(f'sync.kind = "gossip": {error}') from None
-
-    def gradient_ranks(self, holding: Holding) -> Ranks:
-        return holding.inside
 
     def agreement(self, replica: Replica) -> GossipAgreement:
         return GossipAgreement(self._config, self._matrices, replica, self._replicas)

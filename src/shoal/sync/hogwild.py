@@ -18,23 +18,16 @@ import torch
 from torch import Tensor
 
 from shoal.comm.collective import Collective
-from shoal.comm.exchanges.exchange import AllReduce, NewExchange
 from shoal.comm.mesh import Mesh
 from shoal.errors import ConfigError
 from shoal.state.section import Section
 from shoal.sync.config import HogwildConfig
 from shoal.sync.shared_row import share_row
-from shoal.sync.strategy import Agreed, OwnOptimizer, Replica, Taken
-from shoal.topology.axes import INSIDE_REPLICA, Axis
-from shoal.topology.holding import Holding, Ranks
+from shoal.sync.strategy import Agreed, OwnOptimizer, OwnSteps, Replica, Taken
 
 
-class HogwildSync:
+class HogwildSync(OwnSteps):
     """`Sync` of kind "hogwild"."""
-
-    lockstep_axes: tuple[Axis, ...] = INSIDE_REPLICA
-    exchange: NewExchange = AllReduce
-    keeps_replicas_equal = False
 
     def __init__(self, config: HogwildConfig, mesh: Mesh) -> None:
         """Raises `ConfigError` on a device that is no processor."""
@@ -44,9 +37,6 @@ class HogwildSync:
                 'set run.device = "cpu"'
             )
         self._config, self._replicas = config, mesh.axis("replicate", lane="sync")
-
-    def gradient_ranks(self, holding: Holding) -> Ranks:
-        return holding.inside
 
     def agreement(self, replica: Replica) -> HogwildAgreement:
         """Moves the parameters into shared memory. Raises `ConfigError` where ranks do not share a host."""

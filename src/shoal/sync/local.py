@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from shoal.comm.collective import Collective
-from shoal.comm.exchanges.exchange import AllReduce, NewExchange
 from shoal.comm.mesh import Mesh
 from shoal.errors import ConfigError
 from shoal.state.section import Section
@@ -29,23 +28,14 @@ from shoal.sync.meeting import Meeting, device_of
 from shoal.sync.outer import OuterStep
 from shoal.sync.own import MOMENTUM, SYNC
 from shoal.sync.period import Period
-from shoal.sync.strategy import Agreed, OwnOptimizer, Replica, Taken
-from shoal.topology.axes import INSIDE_REPLICA, Axis
-from shoal.topology.holding import Holding, Ranks
+from shoal.sync.strategy import Agreed, OwnOptimizer, OwnSteps, Replica, Taken
 
 
-class LocalSync:
+class LocalSync(OwnSteps):
     """`Sync` of kind "local"."""
-
-    lockstep_axes: tuple[Axis, ...] = INSIDE_REPLICA
-    exchange: NewExchange = AllReduce
-    keeps_replicas_equal = False
 
     def __init__(self, config: LocalConfig, mesh: Mesh) -> None:
         self._config, self._replicas = config, mesh.axis("replicate", lane="sync")
-
-    def gradient_ranks(self, holding: Holding) -> Ranks:
-        return holding.inside
 
     def agreement(self, replica: Replica) -> LocalAgreement:
         return LocalAgreement(self._config, replica, self._replicas)

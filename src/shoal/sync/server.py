@@ -23,7 +23,6 @@ import torch
 from torch.nn import Parameter
 
 from shoal.comm.collective import Collective
-from shoal.comm.exchanges.exchange import AllReduce, NewExchange
 from shoal.comm.mesh import Mesh
 from shoal.errors import ConfigError, UserCodeError
 from shoal.state.ownership import Owned, Trained, owned_run, owned_whole
@@ -33,17 +32,11 @@ from shoal.sync.config import ServerConfig
 from shoal.sync.server_part import Merge, ServedPart
 from shoal.sync.server_partition import Run, partition
 from shoal.sync.server_wire import FlatParts, Lanes, Push, Serving, Worker
-from shoal.sync.strategy import Agreed, Replica, Taken
-from shoal.topology.axes import INSIDE_REPLICA, Axis
-from shoal.topology.holding import Holding, Ranks
+from shoal.sync.strategy import Agreed, OwnSteps, Replica, Taken
 
 
-class ServerSync:
+class ServerSync(OwnSteps):
     """`Sync` of kind "server"."""
-
-    lockstep_axes: tuple[Axis, ...] = INSIDE_REPLICA
-    exchange: NewExchange = AllReduce
-    keeps_replicas_equal = False
 
     def __init__(self, config: ServerConfig, mesh: Mesh) -> None:
         """Raises `ConfigError` on a device that is no processor."""
@@ -55,9 +48,6 @@ class ServerSync:
         self._replicas = mesh.axis("replicate", lane="sync")
         push, pull = (mesh.axis("replicate", lane=lane) for lane in ("push", "pull"))
         self._lanes = Lanes(push, pull, mesh.ledger)
-
-    def gradient_ranks(self, holding: Holding) -> Ranks:
-        return holding.inside
 
     def agreement(self, replica: Replica) -> ServerAgreement:
         """Raises `UserCodeError` for parameters of several dtypes."""

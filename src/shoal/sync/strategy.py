@@ -23,7 +23,7 @@ from torch import Tensor
 from shoal.comm.exchanges.exchange import AllReduce, NewExchange
 from shoal.state.ownership import Owned
 from shoal.state.section import Section
-from shoal.topology.axes import Axis
+from shoal.topology.axes import INSIDE_REPLICA, Axis
 from shoal.topology.holding import Holding, Ranks
 
 
@@ -114,6 +114,17 @@ class OwnOptimizer:
 
     def take_figures(self) -> Mapping[str, float]:
         return {}
+
+
+class OwnSteps:
+    """What a `Sync` answers where replicas take steps of their own: gradients are summed inside a replica alone."""
+
+    lockstep_axes: tuple[Axis, ...] = INSIDE_REPLICA
+    exchange: NewExchange = AllReduce
+    keeps_replicas_equal = False
+
+    def gradient_ranks(self, holding: Holding) -> Ranks:
+        return holding.inside
 
 
 class Sync(Protocol):

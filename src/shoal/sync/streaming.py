@@ -21,7 +21,6 @@ from collections.abc import Sequence
 import torch
 
 from shoal.comm.collective import Collective
-from shoal.comm.exchanges.exchange import AllReduce, NewExchange
 from shoal.comm.mesh import Mesh
 from shoal.state.ownership import Owned
 from shoal.state.section import Section
@@ -30,23 +29,14 @@ from shoal.sync.flat_copy import FlatCopy
 from shoal.sync.meeting import Meeting, device_of
 from shoal.sync.outer import OuterStep
 from shoal.sync.own import OwnSection
-from shoal.sync.strategy import Agreed, OwnOptimizer, Replica, Taken
-from shoal.topology.axes import INSIDE_REPLICA, Axis
-from shoal.topology.holding import Holding, Ranks
+from shoal.sync.strategy import Agreed, OwnOptimizer, OwnSteps, Replica, Taken
 
 
-class StreamingSync:
+class StreamingSync(OwnSteps):
     """`Sync` of kind "streaming"."""
-
-    lockstep_axes: tuple[Axis, ...] = INSIDE_REPLICA
-    exchange: NewExchange = AllReduce
-    keeps_replicas_equal = False
 
     def __init__(self, config: StreamingConfig, mesh: Mesh) -> None:
         self._config, self._replicas = config, mesh.axis("replicate", lane="sync")
-
-    def gradient_ranks(self, holding: Holding) -> Ranks:
-        return holding.inside
 
     def agreement(self, replica: Replica) -> StreamingAgreement:
         return StreamingAgreement(self._config, replica, self._replicas)
