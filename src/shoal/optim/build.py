@@ -11,6 +11,7 @@ from torch.nn import Parameter
 
 from shoal.config.table import implementation_of
 from shoal.optim.config import SGD, AdamW, OptimizerConfig
+from shoal.optim.fused import FusedAdamW, FusedSGD
 
 
 def build_optimizer(
@@ -30,13 +31,13 @@ def build_optimizer(
 
 
 def adamw(config: AdamW, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
-    """PyTorch's fused AdamW."""
-    return torch.optim.AdamW(groups, lr=lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+    """AdamW by PyTorch's fused kernel."""
+    return FusedAdamW(groups, lr=lr, betas=(config.beta1, config.beta2), eps=config.eps)
 
 
 def sgd(config: SGD, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
-    """PyTorch's fused SGD."""
-    return torch.optim.SGD(groups, lr=lr, momentum=config.momentum, nesterov=config.nesterov, fused=True)
+    """SGD by PyTorch's fused kernel."""
+    return FusedSGD(groups, lr=lr, momentum=config.momentum, nesterov=config.nesterov)
 
 
 def set_rate(optimizer: torch.optim.Optimizer, lr: float | None) -> None:
