@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 from shoal.codec.config import NoCodec
 from shoal.engine.config import Float16
@@ -18,7 +19,7 @@ def sync_refusal(run_file: RunFile) -> str | None:
     if isinstance(sync, AllReduceConfig):
         found = next(_against_canonical(run_file, sync), None) if in_canonical_order(run_file) else None
         return None if found is None else f'sync.order = "canonical" with {found[0]}: {found[1]}'
-    found = next((*_of_kind(run_file), *_against_replicas(run_file)), None)
+    found = next(chain(_of_kind(run_file), _against_replicas(run_file)), None)
     return None if found is None else f'sync.kind = "{_kind(run_file)}" with {found[0]}: {found[1]}'
 
 

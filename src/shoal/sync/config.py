@@ -22,7 +22,7 @@ Natural = Annotated[int, msgspec.Meta(ge=0)]
 """A whole number from 0."""
 
 
-class _Strategy(Table, frozen=True):
+class Strategy(Table, frozen=True):
     """What the rules ask of every strategy.
 
     own_steps: replicas, split in any way, take optimizer steps of their own. workers: replicas of one rank, which leave
@@ -32,7 +32,7 @@ class _Strategy(Table, frozen=True):
     replicas_are: ClassVar[ReplicasAre] = "own_steps"
 
 
-class AllReduceConfig(_Strategy, frozen=True, tag_field="kind", tag="allreduce"):
+class AllReduceConfig(Strategy, frozen=True, tag_field="kind", tag="allreduce"):
     """The replicas' gradients are summed by all-reduce in every step, while the backward still runs."""
 
     implemented_by: ClassVar[str] = "shoal.sync.allreduce:AllReduceSync"
@@ -50,7 +50,7 @@ class AllReduceConfig(_Strategy, frozen=True, tag_field="kind", tag="allreduce")
     ] = 8
 
 
-class OuterKeys(_Strategy, frozen=True):
+class OuterKeys(Strategy, frozen=True):
     """The outer optimizer: SGD on what replicas changed. Its defaults are DiLoCo's (arXiv:2311.08105)."""
 
     period: Annotated[int, says("Steps of each replica between two agreements.", ge=1)] = 50
@@ -96,7 +96,7 @@ class LocalConfig(OuterKeys, frozen=True, tag_field="kind", tag="local"):
             )
 
 
-class ServerConfig(_Strategy, frozen=True, tag_field="kind", tag="server"):
+class ServerConfig(Strategy, frozen=True, tag_field="kind", tag="server"):
     """A parameter server: workers push gradients and pull parameters; every rank serves a part of them, and its
     optimizer updates that part for all.
     """
@@ -162,7 +162,7 @@ class ServerConfig(_Strategy, frozen=True, tag_field="kind", tag="server"):
         return self.period or (1 if self.admission == "sync" else 50)
 
 
-class HogwildConfig(_Strategy, frozen=True, tag_field="kind", tag="hogwild"):
+class HogwildConfig(Strategy, frozen=True, tag_field="kind", tag="hogwild"):
     """The processes of one host update the same parameters in shared memory, without locks (arXiv:1106.5730)."""
 
     implemented_by: ClassVar[str] = "shoal.sync.hogwild:HogwildSync"
@@ -207,7 +207,7 @@ class StreamingConfig(OuterKeys, frozen=True, tag_field="kind", tag="streaming")
             )
 
 
-class EASGDConfig(_Strategy, frozen=True, tag_field="kind", tag="easgd"):
+class EASGDConfig(Strategy, frozen=True, tag_field="kind", tag="easgd"):
     """Elastic averaging SGD (arXiv:1412.6651): replicas and a centre pull each other together, and stay different."""
 
     implemented_by: ClassVar[str] = "shoal.sync.easgd:EASGDSync"
@@ -219,7 +219,7 @@ class EASGDConfig(_Strategy, frozen=True, tag_field="kind", tag="easgd"):
     ] = 0.9
 
 
-class GossipConfig(_Strategy, frozen=True, tag_field="kind", tag="gossip"):
+class GossipConfig(Strategy, frozen=True, tag_field="kind", tag="gossip"):
     """After each step a replica mixes its parameters with those of its neighbours in a graph; replicas differ."""
 
     implemented_by: ClassVar[str] = "shoal.sync.gossip:GossipSync"
