@@ -26,13 +26,12 @@ from shoal.launch.root_cause import ExitCode
 from shoal.launch.signals import end_at_once
 from shoal.launch.spawn import run_ranks
 from shoal.launch.temporary_folder import temporary_folder
-from shoal.launch.versions import check_torch_version
+from shoal.launch.versions import check_torch_version, installed
 from shoal.observe.ending import Ending, write_ending
 from shoal.observe.facts import facts_path, read_facts, write_facts
 from shoal.recipes.lab import processes_in
 from shoal.runfile.rules import check_across
 from shoal.runfile.run_file import RunFile, statistics_group, with_processes
-from shoal.units import plural
 
 DEFAULT_PROCESSES = 2
 
@@ -79,10 +78,10 @@ def run(
     started_here = processes_of(run_file, environ) if lab is None else processes_in(lab, run_file, place)
     processes = place.world_size if place is not None else started_here
     run_file = checked(with_processes(run_file, processes), place, file=file, planner=planner)
-    if place is None and lab is None and run_file.run.device == "cuda" and gpus(environ) < processes:
+    if run_file.run.device == "cuda" and installed("torch").endswith("+cpu"):
         raise EnvironmentFault(
-            f'run.device = "cuda", and this host has {plural(gpus(environ), "GPU")} for {plural(processes, "rank")}: '
-            'start one a GPU (run.processes), or set run.device to "auto" or "cpu"'
+            f'run.device = "cuda", and torch {installed("torch")} is built without CUDA: install a build with it, or '
+            'set run.device to "auto" or "cpu"'
         )
     if place is None and run_file.wire.transport == "mpi":
         raise EnvironmentFault(f'wire.transport = "mpi", but {why_no_mpi(environ)}; or set it to "auto"')
