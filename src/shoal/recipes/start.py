@@ -78,7 +78,7 @@ def run(
     started_here = processes_of(run_file, environ) if lab is None else processes_in(lab, run_file, place)
     processes = place.world_size if place is not None else started_here
     run_file = checked(with_processes(run_file, processes), place, file=file, planner=planner)
-    if run_file.run.device == "cuda" and installed("torch").endswith("+cpu"):
+    if run_file.run.device == "cuda" and (installed("torch") or "").endswith("+cpu"):
         raise EnvironmentFault(
             f'run.device = "cuda", and torch {installed("torch")} is built without CUDA: install a build with it, or '
             'set run.device to "auto" or "cpu"'
