@@ -27,11 +27,11 @@ class Tokens(nn.Module):
 
 
 class Recurrence(nn.Module):
-    """An LSTM or GRU, with packed sequences where it is told to."""
+    """An LSTM or GRU with dropout between its layers; packed sequences have none, as their masks follow no sample."""
 
     def __init__(self, kind: type[nn.RNNBase], *, both: bool = False, packed: bool = False) -> None:
         super().__init__()
-        self.cells: Any = kind(WIDTH, WIDTH, 2, batch_first=True, dropout=0.3, bidirectional=both)
+        self.cells: Any = kind(WIDTH, WIDTH, 2, batch_first=True, dropout=0.0 if packed else 0.3, bidirectional=both)
         self.out, self.packed = nn.Linear(2 * WIDTH if both else WIDTH, WIDTH), packed
 
     def forward(self, x: Tensor) -> Tensor:
@@ -303,7 +303,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "ViTForImageClassification": ENCODER | PATCHES,
     "DeiTForImageClassification": ENCODER | PATCHES,
     "ConvNextForImageClassification": {
-        "num_channels": 3, "patch_size": 2, "hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1], "num_stages": 2,
+        "num_channels": 3, "patch_size": 2, "hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2,
         "id2label": PATCHES["id2label"], "drop_path_rate": 0.1,
     },
 }  # fmt: skip
@@ -341,6 +341,8 @@ OWN: dict[str, Callable[[], nn.Module]] = {
 PICTURED = frozenset({"U-Net", "ConvNeXt", "DenseNet", "patches", "ViTForImageClassification",
                       "DeiTForImageClassification", "ConvNextForImageClassification"})  # fmt: skip
 """Those that take pictures."""
+HAVE_BLOCKS = frozenset({"convolutions", "graph", "adapted", "ConvNeXt", "DenseNet", "patches", *PUBLISHED})
+"""Those that hold what may be recomputed in an `nn.ModuleList`."""
 EVERY = (*OWN, *PUBLISHED)
 
 
