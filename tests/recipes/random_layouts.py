@@ -1,4 +1,4 @@
-"""Layouts drawn at random, each choice for itself: what no covering array was made for. Every fourth has a foreign model.
+"""Layouts drawn at random, each choice for itself, as no covering array is. Every fourth has a foreign model.
 
 A combination that the run file's rules refuse is drawn again.
 """
