@@ -53,7 +53,12 @@ EQUAL: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", EQUAL)
+QUICK = ("replicate", "replicate, ZeRO-3", "tensor", "statistics", "local", "gossip", "server")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.stress) for case in EQUAL]
+)
 def test_copies_that_are_equal_are_never_called_different(ranks, tmp_path: Path, case: str) -> None:
     """At the start, after every step, and when the run goes on from its checkpoint."""
     size, tables = EQUAL[case]

@@ -77,7 +77,9 @@ def _require_gone(ranks, folder: Path, messages: int) -> None:
     assert found[0][1].startswith(("CollectiveError: ", "EnvironmentFault: ")) or found[0][1] == "", found[0][1]
 
 
-@pytest.mark.parametrize("share", [0.1, 0.4, 0.8])
+@pytest.mark.parametrize(
+    "share", [0.4, pytest.param(0.1, marks=pytest.mark.stress), pytest.param(0.8, marks=pytest.mark.stress)]
+)
 def test_a_cut_while_a_run_starts_trains_or_saves_ends_it_in_time(ranks, tmp_path: Path, share: float) -> None:
     """At three moments of a short run. Both ranks end, by the error of a rank that does not answer."""
     corpus(tmp_path)
