@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import nn
 from torch.nn import Parameter
 
+from shoal.checkpoint import manifest as manifests
 from shoal.checkpoint.agreement import LocalExchange
 from shoal.checkpoint.inspect import export, import_weights
+from shoal.checkpoint.objects import Places
 from shoal.engine.precision import LossScaler
-from shoal.engine.resume import load_weights, resume
+from shoal.engine.resume import Loaded, load_weights, resume
 from shoal.engine.state import (
     FactsSection,
     HeldWeight,
@@ -22,7 +26,7 @@ from shoal.engine.state import (
     TrainState,
     held_pieces,
 )
-from shoal.errors import UsageError
+from shoal.errors import CorruptCheckpoint, UsageError
 from shoal.optim.config import AdamW
 from shoal.state.ownership import Owned, owned_run
 from shoal.state.target import Target, targets_of
@@ -226,6 +230,28 @@ def test_imported_weights_are_no_run_to_go_on_with(tmp_path, origin):
     import_weights(tmp_path / "weights.safetensors", tmp_path / "imported")
     with pytest.raises(UsageError, match=r"run\.warm_start"):
         load(state_of(Net()), tmp_path / "imported")
+
+
+def test_a_state_that_is_not_of_this_version_is_passed_over(tmp_path):
+    """The checkpoint before it is loaded, and the sentence says why; without one, nothing is trained in silence."""
+    for steps in (2, 4):
+        save(tmp_path, [reference(steps)])
+    newest = Places(tmp_path).manifest(4)
+    manifest = manifests.read(newest)
+    strange = msgspec.structs.replace(manifest, state={**manifest.state, "identity": []})
+    newest.write_bytes(manifests.encode(strange))
+    (tmp_path / "checkpoints" / "latest").unlink()
+    said, state = [], state_of(Net())
+    loaded = resume(state, tmp_path, announce=lambda _, find: find(), warn=said.append)
+    assert loaded == Loaded(2, manifests.read(Places(tmp_path).manifest(2)).hash)
+    expect_equal(state, {name: targets_of(part)[0].tensor for name, part in reference(2).tensors().items()})
+    assert len(said) == 1
+    assert (
+        "rank 0 cannot load the checkpoint of step 4: its state is not one of this version (AttributeError" in said[0]
+    )
+    shutil.rmtree(Places(tmp_path).step(2))
+    with pytest.raises(CorruptCheckpoint, match="none can be used: rank 0 cannot load the checkpoint of step 4"):
+        resume(state_of(Net()), tmp_path, announce=lambda _, find: find(), warn=said.append)
 
 
 def test_a_parameter_that_no_stage_has_is_missed_on_all(origin):

@@ -57,7 +57,7 @@ def covering(number: int, *, seed: int = 0) -> list[Choices]:
     draw, seen, chosen = random.Random(seed), set[frozenset[tuple[str, Any]]](), []
     while len(chosen) < number:
         most_ranks = MOST_RANKS[len(chosen) % len(MOST_RANKS)]
-        candidates = [_legal(draw, most_ranks) for _ in range(CANDIDATES)]
+        candidates = [legal(draw, most_ranks) for _ in range(CANDIDATES)]
         best = max(candidates, key=lambda choices: len(_pairs(choices) - seen))
         seen |= _pairs(best)
         chosen.append(best)
@@ -107,7 +107,8 @@ def named(choices: Choices) -> str:
     )
 
 
-def _legal(draw: random.Random, most_ranks: int) -> Choices:
+def legal(draw: random.Random, most_ranks: int) -> Choices:
+    """A combination that the rules of the run file allow, of at most so many ranks."""
     while True:
         choices = {name: draw.choice(values) for name, values in FACTORS.items()}
         choices = dict(_meaningful(choices))

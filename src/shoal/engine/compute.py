@@ -73,7 +73,7 @@ class Compute:
         self.buffers.rewind()
         first = first_leaf(batch.inputs)
         self.randomness.microbatch(batch.positions, tokens=first.shape[1] if first.ndim > 1 else 0)
-        if self._mixtures:
+        if self.mixes:
             weights = microbatch.weights
             whole = weights.flatten(1).sum(1) if weights.ndim > 1 else weights
             set_auxiliary(self.model, whole, factor(), real=self._real(microbatch), samples=batch.positions)
@@ -94,7 +94,8 @@ class Compute:
         return first_leaf(self.cut(whole).inputs)
 
     @cached_property
-    def _mixtures(self) -> bool:
+    def mixes(self) -> bool:
+        """Whether the model has mixtures of experts."""
         return any(isinstance(module, TakesAuxiliary) for module in self.model.modules())
 
 

@@ -31,17 +31,23 @@ CHECKPOINT_TIMEOUT_S = 1200.0
 class Cadence:
     """The last step, and every how many steps something is due (0: at the end alone).
 
-    `loads_every`: records of every expert's load by this rank; 0: never.
+    `loads_every`: records of every expert's load by this rank; 0: never. `compare_every`: comparisons of the copies
+    that ranks hold; 0: never, None: before every save and evaluation.
     """
 
     steps: int
     evaluate_every: int = 0
     save_every: int = 0
     loads_every: int = 0
+    compare_every: int | None = 0
 
     def due(self, every: int, step: int) -> bool:
         """At every multiple of `every` and at the last step."""
         return step == self.steps or (every > 0 and step % every == 0)
+
+    def compares(self, step: int, *, shown: bool) -> bool:
+        """Whether copies are compared at `step`; `shown`: its weights are saved or evaluated."""
+        return shown if self.compare_every is None else self.compare_every > 0 and self.due(self.compare_every, step)
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,8 @@ class Job:
     """The parts of one run on one rank. Everything is an argument: the loop fetches nothing.
 
     `rate` gives the learning rate of a step (None: the optimizer has its own); `origin` is what a checkpoint records
-    about its writer (layout, generation). `figures`: more measurements of the step just taken.
+    about its writer (layout, generation). `figures`: more measurements of the step just taken. `compare`: raises where
+    copies of the state differ.
     """
 
     state: TrainState
@@ -64,6 +71,7 @@ class Job:
     stop_requested: Callable[[], bool]
     origin: Mapping[str, Any]
     figures: Callable[[], Mapping[str, float]] | None = None
+    compare: Callable[[], None] | None = None
 
     @property
     def progress(self) -> Progress:
@@ -94,24 +102,28 @@ def train(job: Job) -> None:
 def steps(job: Job) -> Iterator[PendingStep]:
     """Every step to the last one, each with what is due after it: measurements, evaluation, checkpoint.
 
-    Raises `Stopped` after a signal and a good checkpoint, `Diverged` if it is hopeless.
+    Raises `Stopped` after a signal and a good checkpoint, `Diverged` if it is hopeless, `VerificationFailed` where
+    copies of the state differ.
     """
     stall_s, cadence, first = 0.0, job.cadence, job.progress.step
-    evaluating = saving = False
+    evaluating = saving = comparing = False
     while job.progress.step < cadence.steps:
         result = yield from _one_step(job, stall_s)
         step, stall_s = job.progress.step, 0.0
         evaluating |= cadence.due(cadence.evaluate_every, step)
         saving |= cadence.due(cadence.save_every, step)
+        comparing |= cadence.compares(step, shown=evaluating or saving)
         _warn_of_saves(job, job.saver.poll())
         if result.agreed is None:
             continue  # replicas differ: what needs the one model waits
         stopping = result.agreed.stop and step < cadence.steps
+        if comparing or (stopping and cadence.compares(step, shown=True)):
+            _compare(job)
         if evaluating and not stopping:
             _evaluate(job)
         if saving or stopping:
             stall_s = _save(job)
-        evaluating = saving = False
+        evaluating = saving = comparing = False
         if stopping:
             break
     _end(job, first)
@@ -171,6 +183,12 @@ def _save(job: Job) -> float:
     """Seconds that training stood still for it."""
     job.step.settle()
     return job.saver.save(job.progress.step, job.state.tensors(), job.state.to_json(), **job.origin)
+
+
+def _compare(job: Job) -> None:
+    job.step.settle()
+    if job.compare is not None:
+        job.compare()
 
 
 def _evaluate(job: Job) -> None:

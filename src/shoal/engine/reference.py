@@ -77,6 +77,31 @@ class Reference:
         found = {name: p.grad / self.scale for name, p in self.weights.items() if p.grad is not None}
         return ReferenceGradient(total / denominator, norm_of(found), zero | found)
 
+    def rounding(self, batches: Sequence[Batch], gradient: ReferenceGradient) -> dict[str, float]:
+        """What the order of summation changes: the 2-norm of each gradient's difference when samples come in reverse.
+
+        Called after `gradient` of the same batches, which it leaves as it is. Nothing is said of a mixture, whose
+        tokens may go elsewhere.
+        """
+        if self.compute.mixes:
+            return {}
+        kept = [(buffer, buffer.clone()) for buffer in self.compute.model.buffers()]
+        denominator = sum(batch.weight for batch in batches)
+        totals = {name: torch.zeros_like(parameter) for name, parameter in self.weights.items()}
+        for batch in self._arranged(batches):
+            microbatch = self.compute.prepared(_mapped(batch, lambda leaf: leaf.flip(0)))
+            self.compute.announce(microbatch, lambda: 1.0 / denominator)
+            _, losses = self.compute.losses(microbatch.batch)
+            loss = weighted_sum(losses, microbatch.batch.weights) / denominator * self.scale
+            with self.compute.randomness.drawing():
+                found = torch.autograd.grad(loss, list(self.weights.values()), allow_unused=True)
+            for name, value in zip(self.weights, found, strict=True):
+                totals[name] += 0 if value is None else value / self.scale
+        with torch.no_grad():
+            for buffer, before in kept:
+                buffer.copy_(before)
+        return {name: float((total - gradient.gradients[name]).double().norm()) for name, total in totals.items()}
+
     @torch.no_grad()
     def neighbour_effect(self, batches: Sequence[Batch], *, samples: int, tolerance: float) -> NeighbourEffect | None:
         """The first sample whose loss is another one among `samples` of its neighbours than in its whole batch.

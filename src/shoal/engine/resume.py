@@ -1,9 +1,15 @@
-"""Where a run goes on: rank 0 looks for the newest verified checkpoint, all ranks load the one it found."""
+"""Where a run goes on: rank 0 looks for the newest verified checkpoint, all ranks load the one it found.
+
+A checkpoint can be whole and still not load: another version wrote it, or a program that was wrong. Then all ranks take
+the one before it, and the run says so. What a user has changed (another model, another optimizer) is an error at once:
+the one before it is no other.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -12,37 +18,91 @@ from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.objects import Places
 from shoal.checkpoint.verify import checkpoint_in, newest_verified, read_manifest
 from shoal.engine.state import TrainState
-from shoal.errors import CorruptCheckpoint
+from shoal.errors import CorruptCheckpoint, VerificationFailed
 
 Announce = Callable[[str, Callable[[], str]], str]
 """`announce(key, find)`: rank 0 calls `find`; every rank gets its answer."""
+Collect = Callable[[str], list[str]]
+"""Every rank's text, in rank order."""
 
 
-def resume(state: TrainState, directory: Path, *, announce: Announce, warn: Callable[[str], None]) -> int | None:
-    """Loads the newest verified checkpoint of `directory` into `state`; its step, or None where there is none.
+class Loaded(NamedTuple):
+    """What this rank has loaded: the checkpoint of `step`, whose manifest hashes to `hash` ("" of format 1)."""
 
-    Raises `CorruptCheckpoint` where there are checkpoints and none is whole: starting afresh would hide the loss.
+    step: int
+    hash: str
+
+
+def resume(
+    state: TrainState,
+    directory: Path,
+    *,
+    announce: Announce,
+    warn: Callable[[str], None],
+    collect: Collect | None = None,
+) -> Loaded | None:
+    """Loads the newest checkpoint of `directory` that verifies and loads on every rank into `state`; None where there
+    is none.
+
+    `collect` tells every rank what the others could not load; None: this rank is alone, or loads what rank 0 does.
+    Raises `CorruptCheckpoint` where there are checkpoints and none loads: starting afresh would hide the loss. Raises
+    `UsageError` for the checkpoint of another model or run.
     """
+    refused: dict[int, str] = {}
+    warned: set[str] = set()
 
-    def find() -> str:
-        manifest, problems = newest_verified(directory)
-        for problem in problems:
+    def warn_once(problem: str) -> None:
+        if problem not in warned:
+            warned.add(problem)
             warn(problem)
-        if manifest is None and problems:
-            raise CorruptCheckpoint(
-                f"{directory} holds checkpoints, but none is whole: {problems[0]}. Restore one, or give "
-                "another run.directory"
-            )
-        return str(manifest.step) if manifest is not None else ""
 
-    step = announce("resume", find)
-    if not step:
-        return None
-    manifest = read_manifest(Places(directory).step(int(step)))
-    state.load_json(manifest.state)
+    while True:
+        step = announce(f"resume/{len(refused)}", lambda: _newest(directory, refused, warn_once))
+        if not step:
+            return None
+        loaded, problem = _load(state, directory, int(step))
+        problems = [problem] if collect is None else collect(problem)
+        if not any(problems):
+            return loaded
+        rank, said = next((rank, text) for rank, text in enumerate(problems) if text)
+        refused[int(step)] = f"rank {rank} cannot load the checkpoint of step {step}: {said}"
+
+
+def _newest(directory: Path, refused: dict[int, str], warn: Callable[[str], None]) -> str:
+    """The step of the newest checkpoint that is whole and not `refused`, "" where there is no checkpoint."""
+
+    def accept(manifest: Manifest) -> None:
+        if manifest.step in refused:
+            raise CorruptCheckpoint(refused[manifest.step])
+
+    manifest, problems = newest_verified(directory, accept=accept)
+    for problem in problems:
+        warn(problem)
+    if manifest is None and problems:
+        raise CorruptCheckpoint(
+            f"{directory} holds checkpoints, but none can be used: {problems[0]}. Restore one, or give "
+            "another run.directory"
+        )
+    return str(manifest.step) if manifest is not None else ""
+
+
+def _load(state: TrainState, directory: Path, step: int) -> tuple[Loaded, str]:
+    """Fills `state`; what this rank has loaded, and why it could not ("": it could)."""
+    try:
+        manifest = read_manifest(Places(directory).step(step))
+    except VerificationFailed as error:
+        return Loaded(step, ""), str(error)
+    loaded = Loaded(step, manifest.hash)
     dtypes = _dtypes(manifest)
-    read_into(manifest, directory, state.targets(dtypes), elsewhere=state.elsewhere(dtypes))
-    return int(step)
+    try:
+        state.load_json(manifest.state)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        return loaded, f"its state is not one of this version ({type(error).__name__}: {error})"
+    try:
+        read_into(manifest, directory, state.targets(dtypes), elsewhere=state.elsewhere(dtypes))
+    except CorruptCheckpoint as error:
+        return loaded, str(error)
+    return loaded, ""
 
 
 def load_weights(state: TrainState, source: Path, *, announce: Announce) -> int:

@@ -13,6 +13,11 @@ Note: recompute
 A block that recomputes its forward in the backward runs its hooks again. It is already gathered and must not be
 released before its own backward, so a forward inside a backward releases nothing.
 
+Note: a block that is called twice
+----------------------------------
+The inputs of its second call may be the outputs of its first: their gradient ends one backward and begins another, in
+this order of hooks: begin, end. So a unit is released when as many backwards have ended as have begun.
+
 Note: schedules
 ---------------
 In a pipeline's schedule a unit stays gathered from its first use to the end. Otherwise it would be gathered twice a
@@ -35,7 +40,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -105,6 +110,14 @@ class ShardedParameters:
 
 
 @dataclass
+class _Call:
+    """One call of a block. `begun`: its backward is under way; `ends`: a hook will say when that is over."""
+
+    ends: bool
+    begun: bool = False
+
+
+@dataclass
 class Unit:
     """`parts`: its parameters, by kind. `passes`: is it released after each forward and backward? `stays`: not now."""
 
@@ -114,6 +127,8 @@ class Unit:
     called: bool = False
     following: Unit | None = None
     preceding: Unit | None = None
+    _calls: list[_Call] = field(default_factory=list, init=False)
+    _backwards: int = field(default=0, init=False)
 
     def start_gather(self) -> None:
         """Begins to bring its parameters."""
@@ -128,6 +143,7 @@ class Unit:
 
     def release(self) -> None:
         """Its parameters are gone."""
+        self._backwards = 0
         for part in self.parts:
             part.release()
 
@@ -168,25 +184,38 @@ class Unit:
         if self.following is not None:
             self.following.start_gather()
         inputs = list(_differentiable((args, kwargs))) if torch.is_grad_enabled() and not self.stays else []
+        call = _Call(ends=bool(inputs))
+        self._calls.append(call)
         if inputs:
-            register_multi_grad_hook(inputs, lambda gradients: self._pass_on())
+            register_multi_grad_hook(inputs, lambda gradients: self._after_backward(call))
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if _in_backward():
             return
+        call = self._calls.pop()
         if torch.is_grad_enabled() and not self.stays:
             for tensor in _differentiable(output):
-                tensor.register_hook(self._before_backward)
+                tensor.register_hook(lambda gradient: self._before_backward(call))
         self._pass_on()
 
     def _pass_on(self) -> None:
         if not self.stays:
             self.release()
 
-    def _before_backward(self, gradient: Tensor) -> None:
+    def _before_backward(self, call: _Call) -> None:
+        if call.ends and not call.begun:
+            call.begun = True
+            self._backwards += 1
         self.gather()
         if self.preceding is not None:
             self.preceding.start_gather()
+
+    def _after_backward(self, call: _Call) -> None:
+        if call.begun:
+            call.begun = False
+            self._backwards -= 1
+        if self._backwards <= 0:
+            self._pass_on()
 
 
 _HARMLESS = frozenset({"size", "dim", "numel", "nelement", "stride", "is_floating_point", "is_complex", "__set__"})
@@ -272,5 +301,5 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
         for branch in tree:
             yield from _tensors(branch)
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        for field in dataclasses.fields(tree):
-            yield from _tensors(getattr(tree, field.name))
+        for own in dataclasses.fields(tree):
+            yield from _tensors(getattr(tree, own.name))

@@ -96,7 +96,7 @@ class Rendezvous:
         """What `find` returns on rank 0, on every rank."""
         if self._place.rank == 0:
             text = find()
-            self._store.set(f"announce/{key}", text)
+            self._bounded(lambda over: self._store.set(f"announce/{key}", text), lambda: f"the store, to tell {key}")
             return text
 
         def work(over: threading.Event) -> str:

@@ -21,6 +21,13 @@ class ObserveConfig(Table, frozen=True):
     ] = 0
     sample_prompt: Annotated[str, says("Text that the drawn text continues.", min_length=1)] = "def "
     live: Annotated[bool, says("Show a live line where the output is a terminal; else plain lines.")] = True
+    compare_every_steps: Annotated[
+        Annotated[int, msgspec.Meta(ge=0)] | None,
+        says(
+            "Steps between two comparisons of the copies of the weights and the optimizer's state that ranks hold; "
+            "default: before every save and evaluation; 0: never, not at the start either."
+        ),
+    ] = None
     expert_loads_every_steps: Annotated[
         int, says("Steps between two records of the load of every expert of a mixture; 0: none.", ge=0)
     ] = 10

@@ -9,13 +9,18 @@ from contextlib import ExitStack, suppress
 from math import prod
 from pathlib import Path
 
+import msgspec
+from blake3 import blake3
+
 from shoal import units
 from shoal.checkpoint.save import Saver
 from shoal.comm.board import Board
+from shoal.comm.gather import gather_texts
 from shoal.config.load import dumps
+from shoal.engine.copies import Copies
 from shoal.engine.loop import Cadence, Job
 from shoal.engine.recovery import NonfiniteGuard
-from shoal.engine.resume import load_weights, resume
+from shoal.engine.resume import Loaded, load_weights, resume
 from shoal.launch.environment import Place
 from shoal.observe.facts import replace_file
 from shoal.observe.settings import differing_keys
@@ -103,11 +108,13 @@ def build_job(
             evaluate_every=run_file.observe.evaluate_every_steps,
             save_every=run_file.checkpoint.every_steps,
             loads_every=_loads_every(run),
+            compare_every=run_file.observe.compare_every_steps,
         ),
         rate=_none if own_loop else run.rate,
         evaluate=dict if own_loop else run.evaluate,
         stop_requested=stop_requested,
         figures=lambda: _figures(run),
+        compare=_comparison(run),
         origin={"layout": mesh.layout.to_dict(), "generation": mesh.generation},
     )
 
@@ -119,13 +126,53 @@ def _loads_every(run: Run) -> int:
 
 
 def restore(run: Run, directory: Path, sinks: Sinks) -> int | None:
-    """The step that the run goes on from; None for a fresh start, with the weights of a warm start if one is named."""
-    step = resume(run.state, directory, announce=run.process.announce, warn=sinks.warn)
+    """The step that the run goes on from; None for a fresh start, with the weights of a warm start if one is named.
+
+    Raises `VerificationFailed` where ranks have loaded, or drawn, different weights.
+    """
+    world = run.mesh.world
+    loaded = resume(
+        run.state,
+        directory,
+        announce=run.process.announce,
+        warn=sinks.warn,
+        collect=lambda text: gather_texts(text, world, device=run.device),
+    )
     source = run.run_file.run.warm_start
-    if step is None and source is not None:
-        loaded = load_weights(run.state, Path(source), announce=run.process.announce)
-        sinks.note(f"weights from step {loaded} of {source}")
-    return step
+    if loaded is None and source is not None:
+        step = load_weights(run.state, Path(source), announce=run.process.announce)
+        sinks.note(f"weights from step {step} of {source}")
+    if run.run_file.observe.compare_every_steps != 0:
+        _compare_start(run, loaded)
+    return None if loaded is None else loaded.step
+
+
+def _compare_start(run: Run, loaded: Loaded | None) -> None:
+    """All ranks have loaded the same checkpoint, or none, and what several hold of it is the same."""
+    copies = _copies(run, "start")
+    copies.require_same(
+        "no checkpoint" if loaded is None else f"the checkpoint of step {loaded.step} ({loaded.hash or 'no hash'})",
+        what="has loaded",
+        repair="Do all hosts see the same run directory?",
+    )
+    progress, facts = run.state.progress, msgspec.json.encode(run.state.progress.facts(), order="sorted")
+    copies.require_same(
+        f"step {progress.step} and {progress.samples} samples (progress {blake3(facts).hexdigest()[:16]})",
+        what="stands at",
+        repair="Start all ranks again, with the same run file",
+    )
+    copies.compare(run.state.tensors(), when="before the first step")
+
+
+def _copies(run: Run, name: str) -> Copies:
+    board = Board(run.process.store, timeout_s=run.run_file.wire.timeout_s)
+    return Copies(run.mesh.world, board.under(f"copies/{run.mesh.generation}/{name}"), device=run.device)
+
+
+def _comparison(run: Run) -> Callable[[], None]:
+    """Compares what ranks hold of the state as it is when it is called."""
+    copies, state = _copies(run, "run"), run.state
+    return lambda: copies.compare(state.tensors(), when=f"after step {state.progress.step}")
 
 
 def introduce(sinks: Sinks, run: Run, resumed_step: int | None) -> None:

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from shoal.checkpoint.load import read_into
-from shoal.checkpoint.verify import checkpoints, read_manifest
+from shoal.checkpoint.objects import Places
+from shoal.checkpoint.verify import checkpoint_in, read_manifest
 from shoal.engine.loss import call_model
 from shoal.engine.outputs import described, prediction_in
 from shoal.errors import ConfigError
@@ -45,12 +46,15 @@ def sample_text(run: Run, model: nn.Module, prompt: str, count: int) -> str:
 
 
 def unsplit_model(run: Run) -> nn.Module:
-    """The whole model on this rank alone, with the trained weights: from the newest checkpoint where ranks split it."""
+    """The whole model on this rank alone, with the trained weights: from the last checkpoint where ranks split it.
+
+    Raises `CorruptCheckpoint` where that is not whole.
+    """
     if run.mesh.layout.replica_size == 1:
         return run.model
     model = model_of(run.run_file, run.workload.objects, device=run.device, dtype=run.workload.precision.parameters)
     directory = run_directory(run.run_file)
-    manifest = read_manifest(checkpoints(directory)[0])
+    manifest = read_manifest(checkpoint_in(Places(directory).step(run.state.progress.step)))
     saved = set(model.state_dict(keep_vars=True))
     tensors = dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if name in saved}
     read_into(manifest, directory, {f"model/{name}": tensor.detach() for name, tensor in tensors.items()})

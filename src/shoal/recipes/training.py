@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shoal.engine.loop import train
-from shoal.errors import ConfigError
+from shoal.errors import CorruptCheckpoint, UsageError
 from shoal.launch.environment import Place
 from shoal.launch.signals import StopRequest
 from shoal.observe.facts import write_facts
@@ -49,7 +49,7 @@ def _sampled(run: Run, sinks: Sinks) -> str | None:
     observe = run.run_file.observe
     try:
         return sample_text(run, unsplit_model(run), observe.sample_prompt, observe.sample_bytes)
-    except ConfigError as error:
+    except (UsageError, CorruptCheckpoint) as error:
         sinks.warn(str(error))
         return None
 

@@ -9,7 +9,7 @@ last bit of a gradient.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 
@@ -164,7 +164,8 @@ class _Proof:
         found = _take_step(run, number, self.feed.next().microbatches, tap)
         self.replayed += found.replayed
         if reference is not None and wanted is not None:
-            own = list(_compare(reference, wanted, found, number, run.rate(number), tolerances))
+            rounding = lambda: reference.rounding(batches, wanted)  # noqa: E731
+            own = list(_compare(reference, wanted, found, number, run.rate(number), tolerances, rounding))
             if not all(finding.holds for finding in own):
                 own += neighbour_findings(run, reference, batches, number, tolerances.loss)
             self.findings += own
@@ -213,7 +214,13 @@ def _take_step(run: Run, number: int, batches: list[Batch], tap: ReplayRoutes) -
 
 
 def _compare(
-    reference: Reference, wanted: ReferenceGradient, found: _LayoutStep, number: int, lr: float, tolerances: Tolerances
+    reference: Reference,
+    wanted: ReferenceGradient,
+    found: _LayoutStep,
+    number: int,
+    lr: float,
+    tolerances: Tolerances,
+    rounding: Callable[[], Mapping[str, float]],
 ) -> Iterator[Finding]:
     """Loss, norm, every gradient, routes, and every weight and buffer after the step."""
     for difference in found.routes:
@@ -221,7 +228,7 @@ def _compare(
         yield Finding(number, "route", where, -1, difference.gap, tolerances.loss)
     yield compare_number(number, "loss", found.result.loss, wanted.loss, tolerance=tolerances.loss)
     yield compare_number(number, "norm", found.norm, wanted.norm, tolerance=tolerances.norm)
-    yield from compare_gradients(number, found.gradients, wanted.gradients, tolerances=tolerances)
+    yield from compare_gradients(number, found.gradients, wanted.gradients, tolerances=tolerances, rounding=rounding)
     reference.update(assembled(found.gradients, wanted.gradients), lr=lr)
     after = {name: parameter.detach() for name, parameter in reference.weights.items()}
     yield from compare_weights(number, found.weights, after, tolerance=tolerances.weight)

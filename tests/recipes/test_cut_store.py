@@ -1,0 +1,195 @@
+"""The network between a rank and the run's store is cut at any moment: every rank ends in time, and says why."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import shoal
+from shoal.comm.board import Board
+from shoal.errors import CollectiveError
+from shoal.launch.environment import Place
+from shoal.launch.rendezvous import Rendezvous
+from tests.ranks import TestPlace
+from tests.recipes.layouts import corpus
+from tests.recipes.store_relay import Relay
+from tests.recipes.training_ranks import trained
+
+TIMEOUT_S = 2.0
+GONE_WITHIN_S = 2 * TIMEOUT_S + 5.0
+WHOLE = 10**9
+TABLES: dict[str, Any] = {
+    "layout": {"replicate": 2},
+    "wire": {"timeout_s": TIMEOUT_S, "check_collectives": False},
+    "run": {"start_timeout_s": TIMEOUT_S},
+    "checkpoint": {"every_steps": 2},
+}
+
+
+def cut_off(place: TestPlace, tables: dict[str, Any], folder: str, name: str, messages: int) -> tuple[int, str]:
+    """Trains; rank 1 reaches the store through a relay that passes `messages` on. Its messages, and what was raised.
+
+    A rank that does not end in time is one that waits without a bound. `name` is used once.
+    """
+    server = place.store.underlying_store  # pyright: ignore[reportAttributeAccessIssue] missing in torch's stubs
+    relay = Relay(server.port, messages) if place.rank == 1 else None
+    inner = server if relay is None else dist.TCPStore("127.0.0.1", relay.port, is_master=False)
+    outcome: list[str] = []
+
+    def work() -> None:
+        here = TestPlace(place.rank, place.size, dist.PrefixStore(name, inner))
+        try:
+            trained(here, tables, folder, 4)
+            outcome.append("")
+        except BaseException as error:
+            outcome.append(f"{type(error).__name__}: {error}")
+
+    worker = threading.Thread(target=work, daemon=True)
+    worker.start()
+    if relay is not None and messages < WHOLE:
+        relay.cut.wait(60)
+    worker.join(60 if messages == WHOLE else GONE_WITHIN_S)
+    if worker.is_alive():
+        where = "".join(traceback.format_stack(sys._current_frames()[worker.ident or 0])[-6:])
+        raise AssertionError(f"rank {place.rank} waits {GONE_WITHIN_S:g} s after the cut:\n{where}")
+    return (0 if relay is None else relay.passed), outcome[0]
+
+
+def messages_of_a_run(ranks, folder: Path) -> int:
+    """What rank 1 sends to the store from its start to its end."""
+    (_, first), (messages, second) = ranks(2, cut_off, TABLES, str(folder), f"{folder}/whole", WHOLE)
+    assert first == second == ""
+    return messages
+
+
+def _require_gone(ranks, folder: Path, messages: int) -> None:
+    corpus(folder)
+    found = ranks(2, cut_off, TABLES, str(folder), f"{folder}/{messages}", messages, timeout_s=90)
+    assert found[1][1].startswith("CollectiveError: ") or found[1][1] == "", found[1][1]
+    assert found[0][1].startswith(("CollectiveError: ", "EnvironmentFault: ")) or found[0][1] == "", found[0][1]
+
+
+@pytest.mark.parametrize(
+    "share", [0.4, pytest.param(0.1, marks=pytest.mark.stress), pytest.param(0.8, marks=pytest.mark.stress)]
+)
+def test_a_cut_while_a_run_starts_trains_or_saves_ends_it_in_time(ranks, tmp_path: Path, share: float) -> None:
+    """At three moments of a short run. Both ranks end, by the error of a rank that does not answer."""
+    corpus(tmp_path)
+    (tmp_path / "first").mkdir()
+    corpus(tmp_path / "first")
+    _require_gone(ranks, tmp_path, int(share * messages_of_a_run(ranks, tmp_path / "first")))
+
+
+@pytest.mark.stress
+def test_a_cut_at_every_message_to_the_store_ends_the_run_in_time(ranks, tmp_path: Path) -> None:
+    """From the first one to the last."""
+    (tmp_path / "whole").mkdir()
+    corpus(tmp_path / "whole")
+    for messages in range(1, messages_of_a_run(ranks, tmp_path / "whole")):
+        folder = tmp_path / str(messages)
+        folder.mkdir()
+        _require_gone(ranks, folder, messages)
+
+
+STORE_CALLS = {"add", "append", "barrier", "check", "compare_set", "delete_key", "get", "list_keys", "multi_get",
+               "multi_set", "num_keys", "queue_pop", "queue_push", "set", "wait"}  # fmt: skip
+BOUNDED = {"shoal/comm/board.py", "shoal/launch/rendezvous.py"}
+"""Where each call of a store runs in a thread that nobody waits for without a bound."""
+
+
+def test_only_bounded_modules_call_a_store() -> None:
+    """A store's own timeout does not bound its calls (see `shoal.comm.board`), so that everything else asks a `Board`
+    or a `Rendezvous`.
+    """
+    source, found = Path(shoal.__file__).parent, set()
+    for path in source.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in STORE_CALLS:
+                owner = ast.unparse(node.func.value)
+                if owner.rpartition(".")[2].lstrip("_") == "store":
+                    found.add(str(path.relative_to(source.parent)))
+    assert found == BOUNDED
+
+
+class Silent(dist.Store):
+    """A store of which call number `silent` and all after it never return."""
+
+    def __init__(self, silent: int) -> None:
+        super().__init__()
+        self.calls, self.silent, self.values = 0, silent, dict[str, bytes]()
+
+    def _count(self) -> None:
+        self.calls += 1
+        if self.calls >= self.silent:
+            threading.Event().wait()
+
+    def set(self, key: str, value: Any) -> None:
+        self._count()
+        self.values[key] = value if isinstance(value, bytes) else value.encode()
+
+    def get(self, key: str) -> bytes:
+        self._count()
+        return self.values[key]
+
+    def add(self, key: str, amount: int) -> int:
+        self._count()
+        self.values[key] = str(int(self.values.get(key, b"0")) + amount).encode()
+        return int(self.values[key])
+
+    def check(self, keys: list[str]) -> bool:
+        self._count()
+        return all(key in self.values for key in keys)
+
+    def wait(self, keys: list[str], timeout: Any = None) -> None:
+        self._count()
+
+    def delete_key(self, key: str) -> bool:
+        self._count()
+        return self.values.pop(key, None) is not None
+
+
+ALONE = Place(0, 1, 0, 1, 0, "shoal")
+USES: dict[str, Callable[[Any], object]] = {
+    "publish": lambda store: Board(store, timeout_s=0.2).publish("key", "value"),
+    "collect": lambda store: Board(store, timeout_s=0.2).collect(["known"]),
+    "forget": lambda store: Board(store, timeout_s=0.2).forget(["known"]),
+    "all_gather": lambda store: Board(store, timeout_s=0.2).all_gather("key", "text", rank=0, ranks=[0]),
+    "board's announce": lambda store: Board(store, timeout_s=0.2).announce("key", lambda: "text", rank=0),
+    "announce": lambda store: Rendezvous(store, ALONE, timeout_s=0.2).announce("key", lambda: "text"),
+    "barrier": lambda store: Rendezvous(store, ALONE, timeout_s=0.2).barrier("name"),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_store_that_falls_silent_at_any_call_is_given_up(use: str) -> None:
+    """Every call of every method, one after the other, until the method comes through."""
+    for silent in range(1, 50):
+        store = Silent(silent)
+        store.values["known"] = b"1\nvalue"
+        outcome: list[str] = []
+
+        def work(store: Silent = store, outcome: list[str] = outcome) -> None:
+            try:
+                USES[use](store)
+                outcome.append("")
+            except CollectiveError as error:
+                outcome.append(str(error))
+
+        worker = threading.Thread(target=work, daemon=True)
+        worker.start()
+        worker.join(30)
+        assert outcome, f"call {silent} of {use} waits without a bound"
+        if store.calls < silent:
+            assert outcome == [""]
+            assert silent > 1
+            return
+        assert outcome[0]
+    raise AssertionError(f"{use} never came through")
