@@ -16,6 +16,7 @@ forgotten. What is not finite on one rank makes the result not finite on all.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -29,12 +30,20 @@ from shoal.maths.counter import key_of
 from shoal.maths.norm import two_norm
 
 
+MEASURE_EVERY = 10
+"""Rounds of which one has its norms taken: they are two passes over memory, as much as an encoding."""
+IN_FIRST_ROUND = 2
+"""Buffers of a group that are in their first round at once; beyond them the oldest goes on. So the second round of a
+sum travels while the backward fills other buffers."""
+
+
 class Coded:
     """The sum of `buffer` `[numel]` over `group`, in place. `segments` say what lies in it; what lies outside of them
     is zero, and stays so.
 
     `feedback`: keep what was not sent, in float32 at least. `key` is that of the codec's random numbers, the same on
-    all ranks of the group. `spent` is added to. `rounds` counts sums, and random numbers follow from it.
+    all ranks of the group. `spent` is added to. `rounds` counts sums, and random numbers follow from it. `flying` are the
+    group's exchanges in their first round, shared by all of them.
     """
 
     def __init__(
@@ -47,16 +56,18 @@ class Coded:
         feedback: bool,
         key: int,
         spent: Spent | None = None,
+        flying: deque[Coded] | None = None,
     ) -> None:
         self.group, self.result, self.segments, self.rounds = group, buffer, tuple(segments), 0
-        self._key, self._spent = key, spent or Spent()
+        self._key, self._spent, self._feedback, self._measured = key, spent or Spent(), feedback, False
         self._codec = codec.bound([Place(*segment) for segment in segments], key=key)
-        self._sum = coded_sum(self._codec, group, buffer.numel(), self._spent)
+        self._sum = coded_sum(self._codec, group, buffer, self._spent)
         self._dtype = torch.promote_types(buffer.dtype, torch.float32)
         self._gaps = _gaps(segments, buffer)
         self._residual = torch.zeros_like(buffer, dtype=self._dtype) if feedback else None
         self._next = None if self._residual is None else torch.empty_like(self._residual)
         self._arrivals: list[Tensor] = []
+        self._flying = deque() if flying is None else flying
         self._sent = False
 
     @property
@@ -81,26 +92,33 @@ class Coded:
 
     def send(self, buffer: Tensor) -> None:
         self.rounds += 1
+        self._measured = self._feedback and self.rounds % MEASURE_EVERY == 1
         term, residual = buffer.to(self._dtype), self.residual
         if residual is not None:
             term = torch.add(term, residual, out=self._next)
+        if self._measured:
             self._spent.term += float(two_norm(term)) ** 2
-        self._sum.send(term, self._next, key=key_of(self._key, self.rounds))
+        self._sum.send(term, residual=self._feedback, key=key_of(self._key, self.rounds))
         self._sent = True
+        self._flying.append(self)
+        while len(self._flying) > IN_FIRST_ROUND:
+            self._flying.popleft()._sum.advance()
 
     def land(self) -> None:
         """The buffer was read when it was sent."""
 
     def settle(self) -> None:
-        self._sum.settle()
+        self._flying.clear()
+        self._sum.advance()
 
     def wait(self) -> None:
         if not self._sent:
             return
-        self.result.copy_(self._sum.wait())
+        self._sum.wait()
         self.result[self._gaps] = 0
         if self._next is not None:
             self._next[self._gaps] = 0
+        if self._measured and self._next is not None:
             self._spent.error += float(two_norm(self._next)) ** 2
 
     def commit(self) -> None:
@@ -114,11 +132,15 @@ class CodedExchanges:
     def __init__(self, codec: Codec, *, feedback: bool, seed: int) -> None:
         self._codec, self._feedback, self._seed = codec, feedback, seed
         self._spent, self.by_microbatch = Spent(), False
+        self._flying: dict[int, deque[Coded]] = {}
         self.made: list[Coded] = []
 
     def __call__(self, group: Collective, buffer: Tensor, segments: Sequence[Segment]) -> Coded:
         key = key_of(self._seed, "codec", *(segment.name for segment in segments))
-        exchange = Coded(self._codec, group, buffer, segments, feedback=self._feedback, key=key, spent=self._spent)
+        flying = self._flying.setdefault(id(group), deque())
+        exchange = Coded(
+            self._codec, group, buffer, segments, feedback=self._feedback, key=key, spent=self._spent, flying=flying
+        )
         self.made.append(exchange)
         return exchange
 
