@@ -18,8 +18,9 @@ import statistics
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import typer
@@ -83,6 +84,14 @@ def compression(
     print_report("compression", merged(results), as_json=as_json)
 
 
+class Spent(NamedTuple):
+    """Seconds of one step of rank 0: waiting for the wire, encoding, decoding."""
+
+    exposed_s: float
+    encode_s: float
+    decode_s: float
+
+
 def two_hosts(mbit: int) -> Lab:
     """Two hosts of one rank, whose links have this rate."""
     return lab_from({"lab": {"hosts": 2, "rate_mbit": mbit}}, file="benchmarks.compression")
@@ -96,7 +105,10 @@ def measure(place: Place, *, mbit: int, codecs: list[str], pairs: int) -> Result
         join_default_group(place, store, stack)
         clock = join_group("clock", place, store, transport="gloo")
         trainings = trainings_of(place, store, folder, codecs, stack)
-        sides: dict[str, Callable[[], Any]] = {name: one.take_step for name, one in trainings.items()}
+        spent: dict[str, list[Spent]] = {name: [] for name in trainings}
+        sides: dict[str, Callable[[], Any]] = {
+            name: partial(_step, one, spent[name]) for name, one in trainings.items()
+        }
         sides |= _peers(place, corpus_file(folder))
         turns = interleaved(sides, clock, pairs=pairs, always=(ALONE, *codecs, DDP_POWER_SGD))
         sent = {}
@@ -105,7 +117,7 @@ def measure(place: Place, *, mbit: int, codecs: list[str], pairs: int) -> Result
             sent[name] = max(row[0] for row in gathered(clock, [counted.bytes_sent]))
     if place.rank != 0:
         return None
-    rows = [_row(name, turns, sent, mbit=mbit) for name in sides]
+    rows = [{**_row(name, turns, sent, mbit=mbit), **_spent_cells(spent.get(name, []))} for name in sides]
     return {"rows": rows, "checks": _checks(rows, codecs, mbit)}
 
 
@@ -138,6 +150,28 @@ def _peers(place: Place, corpus: Path) -> Sides:
     wrapped.register_comm_hook(PowerSGDState(None, RANK, start_powerSGD_iter=2), powerSGD_hook)
     hooked.model = wrapped
     return {DDP: plain.step, DDP_POWER_SGD: hooked.step}
+
+
+def _step(training: Training, spent: list[Spent]) -> None:
+    result, coded = training.take_step(), training.run.generation.coded
+    figures = {} if coded is None else coded.take_figures()
+    spent.append(
+        Spent(
+            sum(entry.exposed_s for entry in result.wire.values()),
+            figures.get("codec/encode_s", 0.0),
+            figures.get("codec/decode_s", 0.0),
+        )
+    )
+
+
+def _spent_cells(spent: list[Spent]) -> dict[str, Any]:
+    """Medians, ms; None for the scripts, which do not say."""
+    if not spent:
+        return dict.fromkeys(("exposed_ms", "encode_ms", "decode_ms"))
+    return {
+        f"{name.removesuffix('_s')}_ms": round(1e3 * statistics.median(getattr(one, name) for one in spent), 1)
+        for name in Spent._fields
+    }
 
 
 def _row(name: str, turns: Turns, sent: dict[str, float], *, mbit: int) -> dict[str, Any]:

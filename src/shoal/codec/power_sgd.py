@@ -147,7 +147,7 @@ class PowerSGD(Codec):
 
     def _coefficients(self, x: Tensor, basis: Sequence[Tensor]) -> Tensor:
         """M^T P of all matrices, flat, float32."""
-        found = [_rows(x, matrix).T @ part for matrix, part in zip(self._matrices, basis, strict=True)]
+        found = [(part.T @ _rows(x, matrix)).T for matrix, part in zip(self._matrices, basis, strict=True)]
         return _flat(found, x)
 
     def _join(self, basis: Sequence[Tensor], q: Tensor, rest: Tensor, result: Tensor) -> None:
