@@ -1,4 +1,4 @@
-"""`python -m benchmarks.compression`: a step of a GPT of 25 million parameters over a slow link, with and without codecs.
+"""`python -m benchmarks.compression`: steps of a GPT of 25 million parameters over a slow link, with codecs.
 
 Two hosts of one rank each, 256 tokens a rank and step. In every turn, in the same processes, one after the other:
 
@@ -121,9 +121,7 @@ def measure(place: Place, *, mbit: int, codecs: list[str], pairs: int) -> Result
     return {"rows": rows, "checks": _checks(rows, codecs, mbit)}
 
 
-def trainings_of(
-    place: Place, store: Store, folder: Path, codecs: list[str], stack: ExitStack
-) -> dict[str, Training]:
+def trainings_of(place: Place, store: Store, folder: Path, codecs: list[str], stack: ExitStack) -> dict[str, Training]:
     """Shoal's sides: alone, without a codec, and with each of `codecs`. `stack` closes them."""
     corpus = corpus_file(folder)
     found = {ALONE: start_alone(_run_file(folder, corpus, TOKENS, NoCodec()), stack)}

@@ -91,9 +91,7 @@ class Codec(ABC):
         sent, total = (self.decode(part, x.numel(), key=key, dtype=x.dtype) for part in (own, payload))
         return sent, total
 
-    def summing_into(
-        self, x: Tensor, total: Tensor, *, key: int, residual: bool
-    ) -> Generator[Payload, None, None]:
+    def summing_into(self, x: Tensor, total: Tensor, *, key: int, residual: bool) -> Generator[Payload, None, None]:
         """The same sum, written into `total`, as long and of the dtype of `x`. With `residual`, `x` becomes what this
         rank has not sent of it.
 

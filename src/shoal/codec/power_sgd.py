@@ -85,9 +85,7 @@ class PowerSGD(Codec):
         yield from self.summing_into(left, total, key=key, residual=True)
         return x - left, total
 
-    def summing_into(
-        self, x: Tensor, total: Tensor, *, key: int, residual: bool
-    ) -> Generator[Payload, None, None]:
+    def summing_into(self, x: Tensor, total: Tensor, *, key: int, residual: bool) -> Generator[Payload, None, None]:
         own_rest = self._rest(x)
         first = torch.cat([self._products(x), own_rest])
         yield (first,)

@@ -29,12 +29,14 @@ STATE = "codec/state/"
 
 
 class ResidualSection:
-    """The residuals of `exchanges`, which use the codec of this `kind`; `owned` are the parameters in them."""
+    """The residuals of `exchanges`, those of this rank that use the codec of this `kind`; `owned` are the parameters in
+    them. `feedback`: ranks keep residuals, if not this one.
+    """
 
     name = "codec"
 
-    def __init__(self, kind: str, exchanges: Sequence[Coded], owned: Sequence[Owned]) -> None:
-        self._kind, self._exchanges = kind, exchanges
+    def __init__(self, kind: str, exchanges: Sequence[Coded], owned: Sequence[Owned], *, feedback: bool) -> None:
+        self._kind, self._exchanges, self._feedback = kind, exchanges, feedback
         self._owned = {own.name: own for own in owned}
 
     def tensors(self) -> dict[str, Held]:
@@ -81,7 +83,7 @@ class ResidualSection:
 
     def load(self, facts: Mapping[str, Any]) -> None:
         """Raises `UsageError` if the saved run has residuals and this one keeps none: they would be lost."""
-        if facts["residuals"] and not any(True for _ in self._segments()):
+        if facts["residuals"] and not self._feedback:
             raise UsageError(
                 f'this run directory was trained with codec.kind = "{facts["kind"]}" and holds gradients that were not '
                 f'sent yet, and codec.kind = "{self._kind}" as given keeps none: go on with a codec and codec.feedback '

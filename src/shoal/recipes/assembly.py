@@ -69,12 +69,13 @@ def zero_of(run_file: RunFile, mesh: Mesh) -> int | None:
     return None if mesh.layout.shard == 1 else run_file.memory.zero or ZERO_OF_SHARD
 
 
-def coded_exchanges(run_file: RunFile) -> CodedExchanges | None:
-    """What makes exchanges with the codec of `[codec]`; None without one."""
+def coded_exchanges(run_file: RunFile, mesh: Mesh) -> CodedExchanges | None:
+    """What makes exchanges between ranks of `mesh` with the codec of `[codec]`; None without one."""
     config = run_file.codec
     if isinstance(config, NoCodec):
         return None
-    return CodedExchanges(implementation_of(config)(config), feedback=config.feedback, seed=run_file.run.seed)
+    codec, seed = implementation_of(config)(config), run_file.run.seed
+    return CodedExchanges(codec, feedback=config.feedback, seed=seed, levels=mesh.levels)
 
 
 def build_run_gradients(
@@ -156,7 +157,9 @@ def build_state(run_file: RunFile, generation: Generation, workload: Workload, s
     shared = served is not None or generation.sync.keeps_replicas_equal
     tuned = [] if gradients.tuned is None else [FactsSection("gradients", gradients.tuned)]
     exchanges = [] if generation.coded is None else generation.coded.made
-    residuals = ResidualSection(str(type(run_file.codec).__struct_config__.tag), exchanges, gradients.owned)
+    residuals = ResidualSection(
+        str(type(run_file.codec).__struct_config__.tag), exchanges, gradients.owned, feedback=run_file.codec.feedback
+    )
     return TrainState(
         model,
         OptimizerSection(

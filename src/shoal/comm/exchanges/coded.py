@@ -17,18 +17,18 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from shoal.codec.codec import Codec, Place
 from shoal.comm.collective import Collective
+from shoal.comm.exchanges.between_hosts import BetweenHosts, InOrder, Levels
 from shoal.comm.exchanges.coded_sum import Spent, coded_sum
-from shoal.comm.exchanges.exchange import Segment
+from shoal.comm.exchanges.exchange import Exchange, Segment
 from shoal.maths.counter import key_of
 from shoal.maths.norm import two_norm
-
 
 MEASURE_EVERY = 10
 """Rounds of which one has its norms taken: they are two passes over memory, as much as an encoding."""
@@ -42,8 +42,8 @@ class Coded:
     is zero, and stays so.
 
     `feedback`: keep what was not sent, in float32 at least. `key` is that of the codec's random numbers, the same on
-    all ranks of the group. `spent` is added to. `rounds` counts sums, and random numbers follow from it. `flying` are the
-    group's exchanges in their first round, shared by all of them.
+    all ranks of the group. `spent` is added to. `rounds` counts sums, and random numbers follow from it. `flying` are
+    the group's exchanges in their first round, shared by all of them.
     """
 
     def __init__(
@@ -127,22 +127,56 @@ class Coded:
 
 
 class CodedExchanges:
-    """The `NewExchange` of a run with a codec; `made` are those that it has made."""
+    """The `NewExchange` of a run with a codec; `made` are those of its exchanges that code on this rank.
 
-    def __init__(self, codec: Codec, *, feedback: bool, seed: int) -> None:
-        self._codec, self._feedback, self._seed = codec, feedback, seed
+    `levels` says how a group lies on hosts; None: on one, or with one rank on each. Between hosts only the sums of
+    hosts are coded (`between_hosts`).
+    """
+
+    def __init__(
+        self,
+        codec: Codec,
+        *,
+        feedback: bool,
+        seed: int,
+        levels: Callable[[Collective], Levels | None] = lambda group: None,
+    ) -> None:
+        self._codec, self._feedback, self._seed, self._levels = codec, feedback, seed, levels
         self._spent, self.by_microbatch = Spent(), False
         self._flying: dict[int, deque[Coded]] = {}
+        self._orders: dict[int, InOrder | None] = {}
         self.made: list[Coded] = []
 
-    def __call__(self, group: Collective, buffer: Tensor, segments: Sequence[Segment]) -> Coded:
+    def __call__(self, group: Collective, buffer: Tensor, segments: Sequence[Segment]) -> Exchange:
+        order = self._order_of(group)
+        if order is None:
+            return self._coded(group, buffer, segments)
+        leader, (mates, across, _) = order.next_leader(), order.levels
+        inner = None
+        if across is not None and mates.rank == leader:
+            inner = self._coded(across, buffer, segments)
+        return BetweenHosts(order, buffer, leader=leader, inner=inner)
+
+    def _coded(self, group: Collective, buffer: Tensor, segments: Sequence[Segment]) -> Coded:
         key = key_of(self._seed, "codec", *(segment.name for segment in segments))
-        flying = self._flying.setdefault(id(group), deque())
         exchange = Coded(
-            self._codec, group, buffer, segments, feedback=self._feedback, key=key, spent=self._spent, flying=flying
+            self._codec,
+            group,
+            buffer,
+            segments,
+            feedback=self._feedback,
+            key=key,
+            spent=self._spent,
+            flying=self._flying.setdefault(id(group), deque()),
         )
         self.made.append(exchange)
         return exchange
+
+    def _order_of(self, group: Collective) -> InOrder | None:
+        if id(group) not in self._orders:
+            levels = None if group.size == 1 else self._levels(group)
+            self._orders[id(group)] = None if levels is None else InOrder(levels)
+        return self._orders[id(group)]
 
     def take_figures(self) -> dict[str, float]:
         """Measurements since the last call: seconds, and with error feedback how much of what this rank had to send it
