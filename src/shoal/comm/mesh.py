@@ -67,14 +67,23 @@ class Mesh:
             self._open[key] = Alone() if len(key[0]) == 1 else self._connect(*key)
         return self._open[key]
 
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether ranks are on several hosts, as far as they know."""
+        return len(set(self._hosts)) > 1
+
+    @property
+    def _hosts(self) -> Sequence[str]:
+        world = self.world
+        return world.hosts if isinstance(world, GroupCollective) else ()
+
     def levels(self, group: Collective) -> Levels | None:
         """How `group`, of this mesh, lies on hosts; None if on one, if with one rank on each, or if nobody knows.
 
         Opens groups: all ranks of `group` call it, in the same order as for other groups.
         """
         ranks = next(ranks for (ranks, _), opened in self._open.items() if opened is group)
-        world = self.world
-        hosts = world.hosts if isinstance(world, GroupCollective) else ()
+        hosts = self._hosts
         division = division_of([hosts[rank] for rank in ranks]).hosts if hosts else ()
         if not 1 < len(division) < len(ranks):
             return None

@@ -43,7 +43,7 @@ class ResidualSection:
         """Nothing of a group of one rank: it sends all."""
         found = self._state()
         for exchange, segment in self._segments():
-            if exchange.group.size > 1:
+            if exchange.group.size > 1 and exchange.residual is not None:
                 found[f"{PREFIX}{exchange.group.rank}/{segment.name}"] = self._parts(exchange.residual, segment)
         return found
 
@@ -98,7 +98,7 @@ class ResidualSection:
     def _segments(self) -> Iterator[tuple[Coded, Segment]]:
         """What lies in exchanges that keep residuals."""
         for exchange in self._exchanges:
-            if exchange.residual is not None:
+            if exchange.feedback:
                 for segment in exchange.segments:
                     yield exchange, segment
 

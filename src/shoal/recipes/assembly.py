@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from shoal.codec.config import NoCodec
+from shoal.codec.config import AutoConfig, NoCodec
+from shoal.comm.exchanges.choice import Choice
 from shoal.comm.exchanges.coded import CodedExchanges
 from shoal.comm.exchanges.exchange import AllReduce, NewExchange
 from shoal.comm.mesh import Mesh
@@ -74,8 +76,13 @@ def coded_exchanges(run_file: RunFile, mesh: Mesh) -> CodedExchanges | None:
     config = run_file.codec
     if isinstance(config, NoCodec):
         return None
-    codec, seed = implementation_of(config)(config), run_file.run.seed
-    return CodedExchanges(codec, feedback=config.feedback, seed=seed, levels=mesh.levels)
+    if isinstance(config, AutoConfig):
+        candidates = {name: implementation_of(one)(one) for name, one in config.candidates.items()}
+        every = config.measure_every if mesh.spans_hosts else None
+        codec = partial(Choice, candidates, every=every)
+    else:
+        codec = implementation_of(config)(config)
+    return CodedExchanges(codec, feedback=config.feedback, seed=run_file.run.seed, levels=mesh.levels)
 
 
 def build_run_gradients(

@@ -81,6 +81,29 @@ def coded_sum(codec: Codec, group: Collective, result: Tensor, spent: Spent) -> 
     return _Gathered(codec, group, result, spent)
 
 
+def as_it_is(group: Collective, result: Tensor) -> CodedSum:
+    """The sum without a codec."""
+    return _AsItIs(group, result)
+
+
+class _AsItIs:
+    """An all-reduce of the term, in the result's memory."""
+
+    def __init__(self, group: Collective, result: Tensor) -> None:
+        self._group, self._result = group, result
+
+    def send(self, term: Tensor, *, residual: bool, key: int) -> None:
+        if term.data_ptr() != self._result.data_ptr():
+            self._result.copy_(term)
+        self._handle = self._group.all_reduce(self._result)
+
+    def advance(self) -> None:
+        """Nothing follows."""
+
+    def wait(self) -> None:
+        self._handle.wait()
+
+
 class _Alone:
     """One rank: all is sent, and nothing is left."""
 
