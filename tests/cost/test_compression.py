@@ -20,6 +20,8 @@ def test_the_closed_form() -> None:
     assert exposed_s(NONE, link(800), window_s=WINDOW_S, buckets=BUCKETS) == pytest.approx(0.7)
     assert exposed_s(NONE, link(8000), window_s=WINDOW_S, buckets=BUCKETS) == pytest.approx(0.01)
     assert exposed_s(CODEC, link(800), window_s=WINDOW_S, buckets=BUCKETS) == pytest.approx(0.1 + 0.001)
+    busy = MeasuredLink(0.0, bytes_s=1e9, processor_s_byte=1e-9)
+    assert exposed_s(NONE, busy, window_s=WINDOW_S, buckets=BUCKETS) == pytest.approx(0.01 + 0.1)
     slow = MeasuredLink(alpha_s=0.05, bytes_s=1e9)
     assert exposed_s(CODEC, slow, window_s=WINDOW_S, buckets=BUCKETS) == pytest.approx(0.1 + 20 * 0.05 + 0.001 - 0.3)
 

@@ -1,9 +1,10 @@
 """What a sum of gradients costs a step, with a codec and without, on a link that was measured.
 
     wire     = calls alpha + bytes / rate
-    exposed  = coding + max(wire / buckets, wire - window)
+    exposed  = coding + processor bytes + max(wire / buckets, wire - window)
 
-Coding is done by the processor that computes, so that nothing hides it. The wire works while the backward fills further
+Coding is done by the processor that computes, so that nothing hides it; so is the work of sending, where ranks fill the
+cores (`processor_s_byte`, 0 for links that do it themselves). The wire works while the backward fills further
 buckets, for the seconds of `window`; the last bucket has nothing to hide behind. (Agarwal et al., "On the Utility of
 Gradient Compression in Distributed Training Systems", arXiv:2103.00543, section 4: the same terms, for one bucket.)
 """
@@ -29,15 +30,20 @@ class Way:
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """`alpha_s` is the time of a collective without content, `bytes_s` the rate at which a rank sends."""
+    """`alpha_s` is the time of a collective without content, `bytes_s` the rate at which a rank sends,
+    `processor_s_byte` what its processor works for each of the bytes.
+    """
 
     alpha_s: float
     bytes_s: float
+    processor_s_byte: float = 0.0
 
     @staticmethod
-    def of(short_s: float, long_s: float, long_bytes: float) -> MeasuredLink:
-        """From the seconds of a collective that sends nothing to speak of, and of one that sends `long_bytes`."""
-        return MeasuredLink(short_s, long_bytes / max(long_s - short_s, long_s / 10, 1e-9))
+    def of(short_s: float, long_s: float, long_bytes: float, *, processor_s: float = 0.0) -> MeasuredLink:
+        """From the seconds of a collective that sends nothing to speak of, and of one that sends `long_bytes`, which
+        kept the processor busy for `processor_s`.
+        """
+        return MeasuredLink(short_s, long_bytes / max(long_s - short_s, long_s / 10, 1e-9), processor_s / long_bytes)
 
     def wire_s(self, way: Way) -> float:
         """Seconds for which the link works in a step."""
@@ -47,7 +53,7 @@ class MeasuredLink:
 def exposed_s(way: Way, link: MeasuredLink, *, window_s: float, buckets: int) -> float:
     """Seconds that a step takes longer than one without communication."""
     wire_s = link.wire_s(way)
-    return way.coding_s + max(wire_s / max(buckets, 1), wire_s - window_s)
+    return way.coding_s + way.sent_bytes * link.processor_s_byte + max(wire_s / max(buckets, 1), wire_s - window_s)
 
 
 def choose(

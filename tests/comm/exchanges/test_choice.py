@@ -100,11 +100,11 @@ def over_a_changing_link(group: Collective) -> tuple[list[str], Tensor, Tensor |
 
 
 def test_the_codec_follows_the_link() -> None:
-    """None on the fast link, a codec on the slow one within `EVERY` steps, and none again; all ranks alike."""
+    """None on the fast link, a codec on the slow one at the second look, and none again; all ranks alike."""
     for used, _, _, lines in on_ranks(RANKS, over_a_changing_link):
         assert used[:10] == ["none"] * 10
-        assert used[10 + EVERY : 20] == ["int8"] * (10 - EVERY)
-        assert used[20 + EVERY :] == ["none"] * (10 - EVERY)
+        assert used[10 + 2 * EVERY : 20] == ["int8"] * (10 - 2 * EVERY)
+        assert used[20 + 2 * EVERY :] == ["none"] * (10 - 2 * EVERY)
         assert [line.split()[1] for line in lines] == ["none", "int8", "none"]
 
 

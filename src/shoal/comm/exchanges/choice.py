@@ -1,13 +1,18 @@
 """`Choice`: which codec the ranks of a group use, or none, by what their link and their processors are measured to do.
 
 Every few steps, before the first bucket is filled, the ranks time an empty all-reduce and one of 256 KiB. At the first
-time each also times encoding and decoding a bucket with every candidate. The slowest rank counts, so that all compare
-the same numbers (`cost.compression`), and choose alike. What the last codec has not sent yet leaves with the next sum.
+time each also times the coding of a bucket with every candidate. The slowest rank counts, so that all compare the same
+numbers (`cost.compression`), and choose alike. What the last codec has not sent yet leaves with the next sum.
+
+One look may be off by much where processes share cores: the median of three counts, so that a link that has changed is
+followed at the second look.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -21,7 +26,7 @@ Clock = Callable[[], float]
 NONE = "none"
 PROBE_BYTES = 256 << 10
 """Long beside what a shaped link lets through at once, and 40 ms at 50 Mbit/s."""
-TIMINGS = 2
+TIMINGS, LOOKS = 3, 3
 
 
 class Choice:
@@ -38,6 +43,7 @@ class Choice:
         self._clock = clock
         self._buffers: list[tuple[int, Sequence[Segment]]] = []
         self._ways: list[Way] = []
+        self._looks: deque[tuple[float, float, float]] = deque(maxlen=LOOKS)
         self._first_s = self._last_s = 0.0
 
     @property
@@ -67,15 +73,22 @@ class Choice:
             self._ways = self._timed_ways()
         short, long = torch.zeros(1), torch.zeros(PROBE_BYTES // 4)
         self._group.barrier().wait()
-        short_s, long_s = (min(self._seconds_of(tensor) for _ in range(TIMINGS)) for tensor in (short, long))
-        slowest = torch.tensor([short_s, long_s, self._first_s - self._last_s], dtype=torch.float64)
+        short_s, _ = min(self._seconds_of(short) for _ in range(TIMINGS))
+        long_s, processor_s = min(self._seconds_of(long) for _ in range(TIMINGS))
+        slowest = torch.tensor([short_s, long_s, processor_s, self._first_s - self._last_s], dtype=torch.float64)
         self._group.all_reduce(slowest, "max").wait()
-        short_s, long_s, window_s = slowest.tolist()
+        short_s, long_s, processor_s, less_window_s = slowest.tolist()
+        self._looks.append((short_s, long_s, processor_s))
+        short_s, long_s, processor_s = (statistics.median(column) for column in zip(*self._looks, strict=True))
         ranks = self._group.size
-        link = MeasuredLink.of(short_s, long_s, 2 * (ranks - 1) / ranks * PROBE_BYTES)
+        link = MeasuredLink.of(short_s, long_s, 2 * (ranks - 1) / ranks * PROBE_BYTES, processor_s=processor_s)
         before = self.name
         self.name, self.why = choose(
-            self._ways, link, window_s=-window_s, buckets=len(self._buffers), present=before if self._steps else None
+            self._ways,
+            link,
+            window_s=-less_window_s,
+            buckets=len(self._buffers),
+            present=before if self._steps else None,
         )
         self.changed = self.changed or self.name != before or not self._steps
 
@@ -84,10 +97,11 @@ class Choice:
         said, self.changed = (self.why if self.changed else None), False
         return said
 
-    def _seconds_of(self, tensor: torch.Tensor) -> float:
-        begin_s = self._clock()
+    def _seconds_of(self, tensor: torch.Tensor) -> tuple[float, float]:
+        """Of an all-reduce: by the clock, and of this process's processors."""
+        begin_s, busy_s = self._clock(), time.process_time()
         self._group.all_reduce(tensor).wait()
-        return self._clock() - begin_s
+        return self._clock() - begin_s, time.process_time() - busy_s
 
     def _timed_ways(self) -> list[Way]:
         """What every candidate costs, by the bytes of all buffers and the seconds of the largest one."""
@@ -112,15 +126,20 @@ class Choice:
 
 
 def _coding_s(codec: Codec, numel: int, segments: Sequence[Segment], *, clock: Clock) -> float:
-    """Seconds to encode a buffer, to decode it twice, and of the two additions of error feedback."""
+    """Seconds of what one rank does with a buffer in a step: the addition of error feedback, encoding, decoding."""
     bound = codec.bound([Place(*segment) for segment in segments], key=0)
     term = torch.linspace(-1.0, 1.0, numel)
+    x, total = torch.empty_like(term), torch.empty_like(term)
     taken = []
     for _ in range(1 + TIMINGS):
         begin_s = clock()
-        x = term + term
-        payload = bound.encode(x, key=0)
-        x.sub_(bound.decode(payload, numel, key=0))
-        bound.decode(payload, numel, key=0)
+        torch.add(term, term, out=x)
+        if codec.linear:
+            for _ in bound.summing_into(x, total, key=0, residual=True):
+                pass
+        else:
+            payload = bound.encode(x, key=0)
+            x.sub_(bound.decode(payload, numel, key=0))
+            total.copy_(bound.decode(payload, numel, key=0))
         taken.append(clock() - begin_s)
     return min(taken)
