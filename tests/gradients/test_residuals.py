@@ -35,7 +35,7 @@ class Rank:
         trained = replicated(parameters, rank=group.rank, size=group.size)
         parts = parts_by_size(trained, lambda h: h.sums, bytes_limit=200, first_bytes=200, divided=False)
         self.buckets: list[Bucket] = [replicated_bucket(trained, part, group, new) for part in parts]
-        self.section = ResidualSection(kind, new.made, [owned_whole(t) for t in trained])
+        self.section = ResidualSection(kind, new.made, [owned_whole(t) for t in trained], feedback=feedback)
 
     def step(self, seed: int) -> None:
         """Sums random gradients."""
@@ -129,7 +129,11 @@ def test_residuals_are_not_dropped_in_silence(feedback: bool | None) -> None:
 
     def work(group: Collective) -> str:
         codec = codec_of("sign")
-        section = ResidualSection("none", [], []) if feedback is None else Rank(group, codec, feedback=False).section
+        section = (
+            ResidualSection("none", [], [], feedback=False)
+            if feedback is None
+            else Rank(group, codec, feedback=False).section
+        )
         with pytest.raises(UsageError, match="top_k") as raised:
             section.load(facts)
         return str(raised.value)
@@ -139,5 +143,5 @@ def test_residuals_are_not_dropped_in_silence(feedback: bool | None) -> None:
 
 def test_a_run_without_a_codec_writes_nothing() -> None:
     """Its checkpoints are those of before."""
-    section = ResidualSection("none", [], [])
+    section = ResidualSection("none", [], [], feedback=False)
     assert (section.tensors(), section.facts(), section.targets({}), section.elsewhere({})) == ({}, {}, {}, set())

@@ -41,6 +41,22 @@ def test_what_it_cannot_serve(tmp_path: Path, tables: dict[str, Any], named: str
 
 
 @pytest.mark.parametrize(
+    ("tables", "named"),
+    [
+        ({"layout": {"replicate": 2, "shard": 2}}, "layout.shard = 2"),
+        ({"layout": {"replicate": 2, "pipeline": 2}}, "layout.pipeline = 2"),
+        ({"layout": {"replicate": 2}, "sync": {"kind": "local"}}, 'sync.kind = "local"'),
+    ],
+)
+def test_what_auto_cannot_serve(tmp_path: Path, tables: dict[str, Any], named: str) -> None:
+    """Where ranks cannot measure together; a named codec can."""
+    sentence = codec_refusal(run_file_of(tmp_path, **tables, codec={"kind": "auto"}))
+    assert sentence is not None
+    assert named in sentence
+    assert codec_refusal(run_file_of(tmp_path, **tables, **TOP_K)) is None
+
+
+@pytest.mark.parametrize(
     "tables",
     [
         {},

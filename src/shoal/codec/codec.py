@@ -91,6 +91,17 @@ class Codec(ABC):
         sent, total = (self.decode(part, x.numel(), key=key, dtype=x.dtype) for part in (own, payload))
         return sent, total
 
+    def summing_into(self, x: Tensor, total: Tensor, *, key: int, residual: bool) -> Generator[Payload, None, None]:
+        """The same sum, written into `total`, as long and of the dtype of `x`. With `residual`, `x` becomes what this
+        rank has not sent of it.
+
+        For codecs that can write both without another vector as long.
+        """
+        sent, found = yield from self.summing(x, key=key)
+        if residual:
+            x.sub_(sent)
+        total.copy_(found)
+
     def wire_bytes(self, numel: int) -> int:
         """Bytes of the packed payload of a vector of `numel`."""
         used = sum(field.nbytes for field in self.fields(numel))

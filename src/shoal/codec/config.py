@@ -121,8 +121,22 @@ class PowerSGDConfig(Table, frozen=True, tag_field="kind", tag="power_sgd"):
     feedback: Annotated[bool, says(_FEEDBACK)] = True
 
 
+class AutoConfig(Table, frozen=True, tag_field="kind", tag="auto"):
+    """bfloat16, 8 bits, PowerSGD or none, whichever costs least on the measured links; it follows links that change."""
+
+    feedback: ClassVar[bool] = True
+
+    measure_every: Annotated[int, says("Steps from one measurement of the links to the next.", ge=1, le=100_000)] = 5
+
+    @property
+    def candidates(self) -> dict[str, CastConfig | BlockwiseConfig | PowerSGDConfig]:
+        """What it chooses from, beside none, by name."""
+        return {"bfloat16": CastConfig(), "int8": BlockwiseConfig(), "power_sgd": PowerSGDConfig()}
+
+
 CodecConfig = (
     NoCodec
+    | AutoConfig
     | CastConfig
     | BlockwiseConfig
     | SignConfig

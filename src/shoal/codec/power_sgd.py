@@ -21,7 +21,7 @@ columns are then those of a contraction.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -81,7 +81,12 @@ class PowerSGD(Codec):
         return (Field(torch.float32, thin), Field(torch.float32, numel - dense))
 
     def summing(self, x: Tensor, *, key: int) -> Generator[Payload, None, tuple[Tensor, Tensor]]:
-        own_rest = x[self._rest(x)].float()
+        left, total = x.clone(), torch.empty_like(x)
+        yield from self.summing_into(left, total, key=key, residual=True)
+        return x - left, total
+
+    def summing_into(self, x: Tensor, total: Tensor, *, key: int, residual: bool) -> Generator[Payload, None, None]:
+        own_rest = self._rest(x)
         first = torch.cat([self._products(x), own_rest])
         yield (first,)
         p, rest = first.split([len(first) - len(own_rest), len(own_rest)])
@@ -90,27 +95,34 @@ class PowerSGD(Codec):
         own = q.clone()
         yield (q,)
         self._keep(q)
-        return self._join(basis, own, own_rest, x), self._join(basis, q, rest, x)
+        if residual:
+            self._subtract(basis, own, own_rest, x)
+        self._join(basis, q, rest, total)
 
     def _encode(self, x: Tensor, key: int) -> Payload:
         """What a rank alone would come to."""
         basis = self._basis(self._products(x), x.dtype)
         thin = torch.cat([part.reshape(-1).float() for part in basis] + [self._coefficients(x, basis)])
-        return thin, x[self._rest(x)].float()
+        return thin, self._rest(x)
 
     def _decode(self, payload: Payload, numel: int, key: int, dtype: torch.dtype) -> Tensor:
         thin, rest = payload
         lengths = [matrix.rows * self._rank for matrix in self._matrices]
         *parts, q = thin.split([*lengths, thin.numel() - sum(lengths)])
         basis = [part.view(-1, self._rank).to(dtype) for part in parts]
-        return self._join(basis, q, rest, torch.empty(numel, dtype=dtype, device=thin.device))
+        result = torch.empty(numel, dtype=dtype, device=thin.device)
+        self._join(basis, q, rest, result)
+        return result
 
     def _rest(self, x: Tensor) -> Tensor:
-        """Which numbers of `x` are in no matrix: bool, as long."""
-        outside = torch.ones(x.numel(), dtype=torch.bool, device=x.device)
-        for matrix in self._matrices:
-            outside[matrix.slice] = False
-        return outside
+        """The numbers of `x` that are in no matrix, float32."""
+        return torch.cat([x[run] for run in self._outside(x.numel())]).float()
+
+    def _outside(self, numel: int) -> list[slice]:
+        """Where they lie, in a vector of `numel`; runs, because a mask costs more than both products."""
+        matrices = sorted((matrix.slice for matrix in self._matrices), key=lambda run: run.start)
+        starts, stops = [0, *(run.stop for run in matrices)], [*(run.start for run in matrices), numel]
+        return [slice(start, stop) for start, stop in zip(starts, stops, strict=True)]
 
     def _products(self, x: Tensor) -> Tensor:
         """M Q of all matrices, flat, float32."""
@@ -133,17 +145,33 @@ class PowerSGD(Codec):
 
     def _coefficients(self, x: Tensor, basis: Sequence[Tensor]) -> Tensor:
         """M^T P of all matrices, flat, float32."""
-        found = [_rows(x, matrix).T @ part for matrix, part in zip(self._matrices, basis, strict=True)]
+        found = [(part.T @ _rows(x, matrix)).T for matrix, part in zip(self._matrices, basis, strict=True)]
         return _flat(found, x)
 
-    def _join(self, basis: Sequence[Tensor], q: Tensor, rest: Tensor, like: Tensor) -> Tensor:
-        """The vector of P Q^T and of what is in no matrix."""
-        result = torch.empty_like(like)
-        result[self._rest(like)] = rest.to(like)
+    def _join(self, basis: Sequence[Tensor], q: Tensor, rest: Tensor, result: Tensor) -> None:
+        """`result` becomes the vector of P Q^T and of what is in no matrix."""
+        for run, numbers in self._runs(rest, result):
+            run.copy_(numbers)
+        for matrix, left, right in self._factors(basis, q, result):
+            torch.mm(left, right.T, out=_rows(result, matrix))
+
+    def _subtract(self, basis: Sequence[Tensor], q: Tensor, rest: Tensor, x: Tensor) -> None:
+        """The same vector, taken from `x`."""
+        for run, numbers in self._runs(rest, x):
+            run.sub_(numbers)
+        for matrix, left, right in self._factors(basis, q, x):
+            _rows(x, matrix).addmm_(left, right.T, alpha=-1)
+
+    def _runs(self, rest: Tensor, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The runs of `x` that are in no matrix, and the numbers of `rest` that belong there."""
+        runs = [x[run] for run in self._outside(x.numel())]
+        return zip(runs, rest.split([run.numel() for run in runs]), strict=True)
+
+    def _factors(self, basis: Sequence[Tensor], q: Tensor, like: Tensor) -> Iterator[tuple[Matrix, Tensor, Tensor]]:
+        """Every matrix with its P and its Q."""
         parts = q.split([len(matrix.q) * self._rank for matrix in self._matrices])
         for matrix, left, right in zip(self._matrices, basis, parts, strict=False):
-            torch.mm(left, right.view(-1, self._rank).to(like).T, out=result[matrix.slice].view(matrix.rows, -1))
-        return result
+            yield matrix, left, right.view(-1, self._rank).to(like)
 
     def _keep(self, q: Tensor) -> None:
         """Begins there the next time, unless that leads nowhere: zero, or not finite."""

@@ -121,6 +121,11 @@ class GroupCollective:
     def wire(self) -> str:
         return getattr(self.group, "why", "") or self.group.name()
 
+    @property
+    def hosts(self) -> Sequence[str]:
+        """The identity of each rank's host, in rank order; empty where nobody knows."""
+        return getattr(self.group, "hosts", ())
+
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self._memory(numel, dtype=dtype, device=device)
 

@@ -14,13 +14,18 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from shoal.comm.board import Board
 from shoal.comm.checking.deadlock import WaitGraph
-from shoal.comm.collective import Alone, Collective
+from shoal.comm.collective import Alone, Collective, GroupCollective
 from shoal.comm.conditions import Conditions
 from shoal.comm.config import WireConfig
 from shoal.comm.connect import connect
+from shoal.comm.exchanges.between_hosts import Levels
+from shoal.comm.hierarchical.division import division_of
 from shoal.comm.ledger import Ledger
 from shoal.topology.axes import Axis
 from shoal.topology.layout import Layout
+
+CODED_LANE = "coded"
+"""Of the groups between which coded sums are divided."""
 
 Ranks = tuple[int, ...]
 Connect = Callable[[Ranks, str], Collective]
@@ -61,6 +66,35 @@ class Mesh:
         if key not in self._open:
             self._open[key] = Alone() if len(key[0]) == 1 else self._connect(*key)
         return self._open[key]
+
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether ranks are on several hosts, as far as they know."""
+        return len(set(self._hosts)) > 1
+
+    @property
+    def _hosts(self) -> Sequence[str]:
+        world = self.world
+        return world.hosts if isinstance(world, GroupCollective) else ()
+
+    def levels(self, group: Collective) -> Levels | None:
+        """How `group`, of this mesh, lies on hosts; None if on one, if with one rank on each, or if nobody knows.
+
+        Opens groups: all ranks of `group` call it, in the same order as for other groups.
+        """
+        ranks = next(ranks for (ranks, _), opened in self._open.items() if opened is group)
+        hosts = self._hosts
+        division = division_of([hosts[rank] for rank in ranks]).hosts if hosts else ()
+        if not 1 < len(division) < len(ranks):
+            return None
+        mates = next(places for places in division if ranks.index(self.rank) in places)
+        place, leading = mates.index(ranks.index(self.rank)), min(map(len, division))
+        across = sorted(ranks[places[place]] for places in division) if place < leading else None
+        return Levels(
+            self.ranks([ranks[each] for each in mates], lane=CODED_LANE),
+            None if across is None else self.ranks(across, lane=CODED_LANE),
+            leading,
+        )
 
     @property
     def batch_share(self) -> tuple[int, int]:

@@ -83,6 +83,11 @@ class Seam(dist.ProcessGroup):
             raise RuntimeError(f"group '{self.label}' takes tensors on {self._device.type}, not on {device.type}")
         return self
 
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The identity of each rank's host, in rank order."""
+        return self._volume.hosts
+
     def getBackendName(self) -> str:
         return f"shoal over {self.backend}"
 

@@ -29,19 +29,21 @@ STATE = "codec/state/"
 
 
 class ResidualSection:
-    """The residuals of `exchanges`, which use the codec of this `kind`; `owned` are the parameters in them."""
+    """The residuals of `exchanges`, those of this rank that use the codec of this `kind`; `owned` are the parameters in
+    them. `feedback`: ranks keep residuals, if not this one.
+    """
 
     name = "codec"
 
-    def __init__(self, kind: str, exchanges: Sequence[Coded], owned: Sequence[Owned]) -> None:
-        self._kind, self._exchanges = kind, exchanges
+    def __init__(self, kind: str, exchanges: Sequence[Coded], owned: Sequence[Owned], *, feedback: bool) -> None:
+        self._kind, self._exchanges, self._feedback = kind, exchanges, feedback
         self._owned = {own.name: own for own in owned}
 
     def tensors(self) -> dict[str, Held]:
         """Nothing of a group of one rank: it sends all."""
         found = self._state()
         for exchange, segment in self._segments():
-            if exchange.group.size > 1:
+            if exchange.group.size > 1 and exchange.residual is not None:
                 found[f"{PREFIX}{exchange.group.rank}/{segment.name}"] = self._parts(exchange.residual, segment)
         return found
 
@@ -81,7 +83,7 @@ class ResidualSection:
 
     def load(self, facts: Mapping[str, Any]) -> None:
         """Raises `UsageError` if the saved run has residuals and this one keeps none: they would be lost."""
-        if facts["residuals"] and not any(True for _ in self._segments()):
+        if facts["residuals"] and not self._feedback:
             raise UsageError(
                 f'this run directory was trained with codec.kind = "{facts["kind"]}" and holds gradients that were not '
                 f'sent yet, and codec.kind = "{self._kind}" as given keeps none: go on with a codec and codec.feedback '
@@ -96,7 +98,7 @@ class ResidualSection:
     def _segments(self) -> Iterator[tuple[Coded, Segment]]:
         """What lies in exchanges that keep residuals."""
         for exchange in self._exchanges:
-            if exchange.residual is not None:
+            if exchange.feedback:
                 for segment in exchange.segments:
                     yield exchange, segment
 

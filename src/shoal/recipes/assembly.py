@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from shoal.codec.config import NoCodec
+from shoal.codec.config import AutoConfig, NoCodec
+from shoal.comm.exchanges.choice import Choice
 from shoal.comm.exchanges.coded import CodedExchanges
 from shoal.comm.exchanges.exchange import AllReduce, NewExchange
 from shoal.comm.mesh import Mesh
@@ -69,12 +71,18 @@ def zero_of(run_file: RunFile, mesh: Mesh) -> int | None:
     return None if mesh.layout.shard == 1 else run_file.memory.zero or ZERO_OF_SHARD
 
 
-def coded_exchanges(run_file: RunFile) -> CodedExchanges | None:
-    """What makes exchanges with the codec of `[codec]`; None without one."""
+def coded_exchanges(run_file: RunFile, mesh: Mesh) -> CodedExchanges | None:
+    """What makes exchanges between ranks of `mesh` with the codec of `[codec]`; None without one."""
     config = run_file.codec
     if isinstance(config, NoCodec):
         return None
-    return CodedExchanges(implementation_of(config)(config), feedback=config.feedback, seed=run_file.run.seed)
+    if isinstance(config, AutoConfig):
+        candidates = {name: implementation_of(one)(one) for name, one in config.candidates.items()}
+        every = config.measure_every if mesh.spans_hosts else None
+        codec = partial(Choice, candidates, every=every)
+    else:
+        codec = implementation_of(config)(config)
+    return CodedExchanges(codec, feedback=config.feedback, seed=run_file.run.seed, levels=mesh.levels)
 
 
 def build_run_gradients(
@@ -156,7 +164,9 @@ def build_state(run_file: RunFile, generation: Generation, workload: Workload, s
     shared = served is not None or generation.sync.keeps_replicas_equal
     tuned = [] if gradients.tuned is None else [FactsSection("gradients", gradients.tuned)]
     exchanges = [] if generation.coded is None else generation.coded.made
-    residuals = ResidualSection(str(type(run_file.codec).__struct_config__.tag), exchanges, gradients.owned)
+    residuals = ResidualSection(
+        str(type(run_file.codec).__struct_config__.tag), exchanges, gradients.owned, feedback=run_file.codec.feedback
+    )
     return TrainState(
         model,
         OptimizerSection(

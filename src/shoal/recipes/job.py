@@ -113,7 +113,7 @@ def build_job(
         rate=_none if own_loop else run.rate,
         evaluate=dict if own_loop else run.evaluate,
         stop_requested=stop_requested,
-        figures=lambda: _figures(run),
+        figures=lambda: _figures(run, sinks),
         compare=_comparison(run),
         origin={"layout": mesh.layout.to_dict(), "generation": mesh.generation},
     )
@@ -209,7 +209,9 @@ def _none(number: int) -> None:
     """No learning rate but the optimizer's own."""
 
 
-def _figures(run: Run) -> dict[str, float]:
-    """What the codec and the strategy measured in the step just taken."""
+def _figures(run: Run, sinks: Sinks) -> dict[str, float]:
+    """What the codec and the strategy measured in the step just taken; says what was chosen in it."""
     coded = run.generation.coded
+    for line in [] if coded is None else coded.take_lines():
+        sinks.note(line)
     return {**({} if coded is None else coded.take_figures()), **run.generation.agreement.take_figures()}

@@ -181,7 +181,7 @@ def _generation(run_file: RunFile, process: Process, workload: Workload, mesh: M
         run_file, parts, mesh, loss=workload.loss, precision=workload.precision, microbatching=plan
     )
     sync = build_sync(run_file.sync, mesh)
-    coded, equal = coded_exchanges(run_file), sync.keeps_replicas_equal
+    coded, equal = coded_exchanges(run_file, mesh), sync.keeps_replicas_equal
     gradients = build_run_gradients(
         run_file,
         parts,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from shoal.codec.config import NoCodec
+from shoal.codec.config import AutoConfig, NoCodec
 from shoal.data.config import StdlibText, TextFiles
 from shoal.engine.config import Float16
 from shoal.errors import ConfigError
@@ -276,6 +276,8 @@ def _against_codec(run_file: RunFile) -> Iterator[tuple[str, str]]:
     if layout.shard > 1 and layout.context == 1 and processes == layout.shard * layout.pipeline:
         why = "it codes what replicas send each other, and there is one; set layout.replicate to 2 or more"
         yield f"layout.shard = {layout.shard} and one replica", why
+    if isinstance(run_file.codec, AutoConfig):
+        yield from _against_auto(run_file)
     if layout.pipeline > 1 and run_file.pipeline.asynchronous:
         why = "its stages update after each microbatch, and count residuals by step; choose another schedule"
         yield f"pipeline.schedule = {run_file.pipeline.schedule!r}", why
@@ -289,6 +291,17 @@ def _against_codec(run_file: RunFile) -> Iterator[tuple[str, str]]:
     if run_file.observe.noise_every_steps:
         why = "the noise needs the gradient itself, and a codec changes it; measure it without a codec"
         yield f"observe.noise_every_steps = {run_file.observe.noise_every_steps}", why
+
+
+def _against_auto(run_file: RunFile) -> Iterator[tuple[str, str]]:
+    """(key and value, why not and what to do): ranks measure together before a step, all at the same place."""
+    if not isinstance(run_file.sync, AllReduceConfig):
+        why = "it chooses for sums of every step; name a codec"
+        yield f'sync.kind = "{type(run_file.sync).__struct_config__.tag}"', why
+    for axis in ("pipeline", "shard", "context"):
+        if getattr(run_file.layout, axis) > 1:
+            why = "it measures between replicas of one rank so far; name a codec"
+            yield f"layout.{axis} = {getattr(run_file.layout, axis)}", why
 
 
 def wire_refusal(run_file: RunFile) -> str | None:

@@ -16,30 +16,40 @@ forgotten. What is not finite on one rank makes the result not finite on all.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from shoal.codec.codec import Codec, Place
 from shoal.comm.collective import Collective
-from shoal.comm.exchanges.coded_sum import Spent, coded_sum
-from shoal.comm.exchanges.exchange import Segment
+from shoal.comm.exchanges.between_hosts import BetweenHosts, InOrder, Levels
+from shoal.comm.exchanges.choice import Choice
+from shoal.comm.exchanges.coded_sum import CodedSum, Spent, as_it_is, coded_sum
+from shoal.comm.exchanges.exchange import Exchange, Segment
 from shoal.maths.counter import key_of
 from shoal.maths.norm import two_norm
+
+MEASURE_EVERY = 10
+"""Rounds of which one has its norms taken: they are two passes over memory, as much as an encoding."""
+IN_FIRST_ROUND = 2
+"""Buffers of a group that are in their first round at once; beyond them the oldest goes on. So the second round of a
+sum travels while the backward fills other buffers."""
 
 
 class Coded:
     """The sum of `buffer` `[numel]` over `group`, in place. `segments` say what lies in it; what lies outside of them
-    is zero, and stays so.
+    is zero, and stays so. Without a codec all is sent.
 
     `feedback`: keep what was not sent, in float32 at least. `key` is that of the codec's random numbers, the same on
-    all ranks of the group. `spent` is added to. `rounds` counts sums, and random numbers follow from it.
+    all ranks of the group. `spent` is added to. `rounds` counts sums, and random numbers follow from it. `flying` are
+    the group's exchanges in their first round, shared by all of them.
     """
 
     def __init__(
         self,
-        codec: Codec,
+        codec: Codec | None,
         group: Collective,
         buffer: Tensor,
         segments: Sequence[Segment],
@@ -47,33 +57,48 @@ class Coded:
         feedback: bool,
         key: int,
         spent: Spent | None = None,
+        flying: deque[Coded] | None = None,
     ) -> None:
         self.group, self.result, self.segments, self.rounds = group, buffer, tuple(segments), 0
-        self._key, self._spent = key, spent or Spent()
-        self._codec = codec.bound([Place(*segment) for segment in segments], key=key)
-        self._sum = coded_sum(self._codec, group, buffer.numel(), self._spent)
+        self.feedback, self._key, self._spent, self._measured = feedback, key, spent or Spent(), False
+        self._bound: dict[int, tuple[Codec, CodedSum]] = {}
         self._dtype = torch.promote_types(buffer.dtype, torch.float32)
         self._gaps = _gaps(segments, buffer)
-        self._residual = torch.zeros_like(buffer, dtype=self._dtype) if feedback else None
-        self._next = None if self._residual is None else torch.empty_like(self._residual)
+        self._residual: Tensor | None = None
+        self._next: Tensor | None = None
         self._arrivals: list[Tensor] = []
+        self._flying = deque() if flying is None else flying
         self._sent = False
+        self.use(codec)
+        if feedback and codec is not None:
+            self._residual, self._next = self._zeros(), self._zeros()
+
+    def use(self, codec: Codec | None) -> None:
+        """From the next step on. None: terms leave as they are, with all that was not sent before."""
+        if codec is None:
+            self._codec, self._sum = None, as_it_is(self.group, self.result)
+            return
+        if id(codec) not in self._bound:
+            bound = codec.bound([Place(*segment) for segment in self.segments], key=self._key)
+            self._bound[id(codec)] = bound, coded_sum(bound, self.group, self.result, self._spent)
+        self._codec, self._sum = self._bound[id(codec)]
 
     @property
     def residual(self) -> Tensor | None:
-        """What this rank has not sent so far, `[numel]`; None without error feedback."""
-        while self._arrivals and self._residual is not None:
-            self._residual.add_(self._arrivals.pop())
+        """What this rank has not sent so far, `[numel]`; None if there is nothing."""
+        while self._arrivals:
+            arrived = self._arrivals.pop()
+            self._residual = arrived if self._residual is None else self._residual.add_(arrived)
         return self._residual
 
     @property
     def state(self) -> Mapping[str, Tensor]:
         """What the codec has learned, the same on all ranks of the group; to be saved."""
-        return self._codec.state
+        return {} if self._codec is None else self._codec.state
 
     def arrival(self) -> Tensor:
         """A tensor `[numel]` of zeros; what is written into it is added to the residual before that is next used."""
-        self._arrivals.append(torch.zeros_like(self.result, dtype=self._dtype))
+        self._arrivals.append(self._zeros())
         return self._arrivals[-1]
 
     def start(self) -> None:
@@ -81,46 +106,150 @@ class Coded:
 
     def send(self, buffer: Tensor) -> None:
         self.rounds += 1
-        term, residual = buffer.to(self._dtype), self.residual
-        if residual is not None:
-            term = torch.add(term, residual, out=self._next)
+        term, residual, keeps = buffer.to(self._dtype), self.residual, self.feedback and self._codec is not None
+        if keeps:
+            self._next = self._zeros() if self._next is None else self._next
+            term = self._next.copy_(term) if residual is None else torch.add(term, residual, out=self._next)
+        elif residual is not None:
+            term = term + residual
+        self._measured = keeps and self.rounds % MEASURE_EVERY == 1
+        if self._measured:
             self._spent.term += float(two_norm(term)) ** 2
-        self._sum.send(term, self._next, key=key_of(self._key, self.rounds))
+        self._sum.send(term, residual=keeps, key=key_of(self._key, self.rounds))
         self._sent = True
+        self._flying.append(self)
+        while len(self._flying) > IN_FIRST_ROUND:
+            self._flying.popleft()._sum.advance()
 
     def land(self) -> None:
-        """The buffer was read when it was sent."""
+        """The buffer was read when it was sent, or is the result."""
 
     def settle(self) -> None:
-        self._sum.settle()
+        self._flying.clear()
+        self._sum.advance()
 
     def wait(self) -> None:
         if not self._sent:
             return
-        self.result.copy_(self._sum.wait())
+        self._sum.wait()
+        if self._codec is None:
+            return
         self.result[self._gaps] = 0
         if self._next is not None:
             self._next[self._gaps] = 0
+        if self._measured and self._next is not None:
             self._spent.error += float(two_norm(self._next)) ** 2
 
     def commit(self) -> None:
-        if self._sent:
-            self._residual, self._next, self._sent = self._next, self._residual, False
+        if not self._sent:
+            return
+        self._sent = False
+        if self._codec is None:
+            self._residual = self._next = None
+        else:
+            self._residual, self._next = self._next, self._residual
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros_like(self.result, dtype=self._dtype)
+
+
+NewChoice = Callable[[Collective], Choice]
+"""From a group to what its ranks choose together."""
+
+
+class Chosen:
+    """A coded exchange whose codec is that of `choice`, which may change from step to step."""
+
+    def __init__(self, coded: Coded, choice: Choice) -> None:
+        self.result, self._coded, self._choice = coded.result, coded, choice
+        self._number = choice.add(coded.result.numel(), coded.segments)
+
+    def start(self) -> None:
+        if self._number == 0:
+            self._choice.begin()
+        self._coded.use(self._choice.codec)
+        self._coded.start()
+
+    def send(self, buffer: Tensor) -> None:
+        self._coded.send(buffer)
+        self._choice.sent()
+
+    def land(self) -> None:
+        self._coded.land()
+
+    def settle(self) -> None:
+        self._coded.settle()
+
+    def wait(self) -> None:
+        self._coded.wait()
+
+    def commit(self) -> None:
+        self._coded.commit()
 
 
 class CodedExchanges:
-    """The `NewExchange` of a run with a codec; `made` are those that it has made."""
+    """The `NewExchange` of a run with a codec; `made` are those of its exchanges that code on this rank.
 
-    def __init__(self, codec: Codec, *, feedback: bool, seed: int) -> None:
-        self._codec, self._feedback, self._seed = codec, feedback, seed
+    `codec` may be what makes the `Choice` of a group instead. `levels` says how a group lies on hosts; None: on one, or
+    with one rank on each. Between hosts only the sums of hosts are coded (`between_hosts`).
+    """
+
+    def __init__(
+        self,
+        codec: Codec | NewChoice,
+        *,
+        feedback: bool,
+        seed: int,
+        levels: Callable[[Collective], Levels | None] = lambda group: None,
+    ) -> None:
+        self._codec, self._feedback, self._seed, self._levels = codec, feedback, seed, levels
+        self._choices: dict[int, Choice] = {}
         self._spent, self.by_microbatch = Spent(), False
+        self._flying: dict[int, deque[Coded]] = {}
+        self._orders: dict[int, InOrder | None] = {}
         self.made: list[Coded] = []
 
-    def __call__(self, group: Collective, buffer: Tensor, segments: Sequence[Segment]) -> Coded:
+    def __call__(self, group: Collective, buffer: Tensor, segments: Sequence[Segment]) -> Exchange:
+        order = self._order_of(group)
+        if order is None:
+            return self._coded(group, buffer, segments)
+        leader, (mates, across, _) = order.next_leader(), order.levels
+        inner = None
+        if across is not None and mates.rank == leader:
+            inner = self._coded(across, buffer, segments)
+        return BetweenHosts(order, buffer, leader=leader, inner=inner)
+
+    def _coded(self, group: Collective, buffer: Tensor, segments: Sequence[Segment]) -> Coded | Chosen:
+        if isinstance(self._codec, Codec):
+            return self._made(self._codec, group, buffer, segments)
+        if id(group) not in self._choices:
+            self._choices[id(group)] = self._codec(group)
+        return Chosen(self._made(None, group, buffer, segments), self._choices[id(group)])
+
+    def _made(self, codec: Codec | None, group: Collective, buffer: Tensor, segments: Sequence[Segment]) -> Coded:
         key = key_of(self._seed, "codec", *(segment.name for segment in segments))
-        exchange = Coded(self._codec, group, buffer, segments, feedback=self._feedback, key=key, spent=self._spent)
+        exchange = Coded(
+            codec,
+            group,
+            buffer,
+            segments,
+            feedback=self._feedback,
+            key=key,
+            spent=self._spent,
+            flying=self._flying.setdefault(id(group), deque()),
+        )
         self.made.append(exchange)
         return exchange
+
+    def _order_of(self, group: Collective) -> InOrder | None:
+        if id(group) not in self._orders:
+            levels = None if group.size == 1 else self._levels(group)
+            self._orders[id(group)] = None if levels is None else InOrder(levels)
+        return self._orders[id(group)]
+
+    def take_lines(self) -> list[str]:
+        """Which codec was chosen and why, in a line for each choice that has changed since the last call."""
+        return [f"codec: {line}" for choice in self._choices.values() if (line := choice.take_line()) is not None]
 
     def take_figures(self) -> dict[str, float]:
         """Measurements since the last call: seconds, and with error feedback how much of what this rank had to send it

@@ -13,7 +13,7 @@ decodes the same bytes in the same order, so all have the same bits.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -51,88 +51,111 @@ class Spent:
 
 
 class CodedSum(Protocol):
-    """One sum after the other; each is `send`, `settle` and `wait`."""
+    """One sum after the other; each is `send`, `advance` and `wait`."""
 
-    def send(self, term: Tensor, error: Tensor | None, *, key: int) -> None:
+    def send(self, term: Tensor, *, residual: bool, key: int) -> None:
         """Starts to send `term` `[numel]`. `key` is that of this sum, the same on all ranks.
 
-        `error`, which may be the same memory, holds after `wait` what was not sent of it.
+        With `residual`, `term` holds after `wait` what was not sent of it; otherwise it may be the result's memory.
         """
         ...
 
-    def settle(self) -> None:
-        """Starts what follows."""
+    def advance(self) -> None:
+        """Waits for what was sent first, and starts what follows."""
         ...
 
-    def wait(self) -> Tensor:
-        """The sum `[numel]`, the same bits on all ranks."""
+    def wait(self) -> None:
+        """Writes the sum, the same bits on all ranks, into the result."""
         ...
 
 
-def coded_sum(codec: Codec, group: Collective, numel: int, spent: Spent) -> CodedSum:
-    """The way that sends least. `spent` is added to."""
+def coded_sum(codec: Codec, group: Collective, result: Tensor, spent: Spent) -> CodedSum:
+    """The way that sends least, to the sum in `result` `[numel]`. `spent` is added to."""
     if group.size == 1:
-        return _Alone()
+        return _Alone(result)
     if codec.linear:
-        return _AllReduced(codec, group, spent)
-    part = -(-numel // group.size)
-    if 2 * codec.wire_bytes(part) < codec.wire_bytes(numel):
-        return _TwoShot(codec, group, spent, part=part)
-    return _Gathered(codec, group, spent)
+        return _AllReduced(codec, group, result, spent)
+    part = -(-result.numel() // group.size)
+    if 2 * codec.wire_bytes(part) < codec.wire_bytes(result.numel()):
+        return _TwoShot(codec, group, result, spent, part=part)
+    return _Gathered(codec, group, result, spent)
+
+
+def as_it_is(group: Collective, result: Tensor) -> CodedSum:
+    """The sum without a codec."""
+    return _AsItIs(group, result)
+
+
+class _AsItIs:
+    """An all-reduce of the term, in the result's memory."""
+
+    def __init__(self, group: Collective, result: Tensor) -> None:
+        self._group, self._result = group, result
+
+    def send(self, term: Tensor, *, residual: bool, key: int) -> None:
+        if term.data_ptr() != self._result.data_ptr():
+            self._result.copy_(term)
+        self._handle = self._group.all_reduce(self._result)
+
+    def advance(self) -> None:
+        """Nothing follows."""
+
+    def wait(self) -> None:
+        self._handle.wait()
 
 
 class _Alone:
     """One rank: all is sent, and nothing is left."""
 
-    def send(self, term: Tensor, error: Tensor | None, *, key: int) -> None:
-        self._sum = term.clone()
-        if error is not None:
-            error.zero_()
+    def __init__(self, result: Tensor) -> None:
+        self._result = result
 
-    def settle(self) -> None:
+    def send(self, term: Tensor, *, residual: bool, key: int) -> None:
+        self._sum = term.clone()
+        if residual:
+            term.zero_()
+
+    def advance(self) -> None:
         """Nothing follows."""
 
-    def wait(self) -> Tensor:
-        return self._sum
+    def wait(self) -> None:
+        self._result.copy_(self._sum)
 
 
 class _AllReduced:
     """Payloads are summed on the way, in as many rounds as the codec asks for."""
 
-    def __init__(self, codec: Codec, group: Collective, spent: Spent) -> None:
-        self._codec, self._group, self._spent = codec, group, spent
+    def __init__(self, codec: Codec, group: Collective, result: Tensor, spent: Spent) -> None:
+        self._codec, self._group, self._result, self._spent = codec, group, result, spent
         self._handles: list[Handle] = []
 
-    def send(self, term: Tensor, error: Tensor | None, *, key: int) -> None:
-        self._term, self._error = term, error
-        self._sums: tuple[Tensor, Tensor] | None = None
-        self._rounds: Generator[Payload, None, tuple[Tensor, Tensor]] = self._codec.summing(term, key=key)
+    def send(self, term: Tensor, *, residual: bool, key: int) -> None:
+        self._total = self._result if self._result.dtype == term.dtype else torch.empty_like(term)
+        self._rounds = self._codec.summing_into(term, self._total, key=key, residual=residual)
         with self._spent.encoding():
             payload = next(self._rounds)
         self._reduce(payload)
+        self._advanced = self._over = False
 
-    def settle(self) -> None:
-        self._advance()
+    def advance(self) -> None:
+        if not self._advanced:
+            self._advanced, self._over = True, not self._next_round()
 
-    def wait(self) -> Tensor:
-        while self._sums is None:
-            self._advance()
-        sent, total = self._sums
-        if self._error is not None:
-            torch.sub(self._term, sent, out=self._error)
-        return total
+    def wait(self) -> None:
+        while not self._over:
+            self._over = not self._next_round()
+        if self._total is not self._result:
+            self._result.copy_(self._total)
 
-    def _advance(self) -> None:
-        """Waits for a round and starts the next; after the last one there are sums."""
+    def _next_round(self) -> bool:
+        """Waits for a round and starts the next; False where that was the last one."""
         for handle in self._handles:
             handle.wait()
-        try:
-            with self._spent.decoding():
-                payload = next(self._rounds)
-        except StopIteration as end:
-            self._sums = end.value
-        else:
+        with self._spent.decoding():
+            payload = next(self._rounds, None)
+        if payload is not None:
             self._reduce(payload)
+        return payload is not None
 
     def _reduce(self, payload: Payload) -> None:
         self._handles = [self._group.all_reduce(part) for part in payload if part.numel()]
@@ -141,26 +164,27 @@ class _AllReduced:
 class _Gathered:
     """Every payload goes to every rank."""
 
-    def __init__(self, codec: Codec, group: Collective, spent: Spent) -> None:
-        self._codec, self._group, self._spent = codec, group, spent
+    def __init__(self, codec: Codec, group: Collective, result: Tensor, spent: Spent) -> None:
+        self._codec, self._group, self._result, self._spent = codec, group, result, spent
 
-    def send(self, term: Tensor, error: Tensor | None, *, key: int) -> None:
+    def send(self, term: Tensor, *, residual: bool, key: int) -> None:
+        self._dtype = term.dtype
         with self._spent.encoding():
             payload = self._codec.encode(term, key=key_of(key, self._group.rank))
-            self._like = term
-            if error is not None:
-                torch.sub(term, _decoded(self._codec, payload, term), out=error)
+            if residual:
+                term.sub_(_decoded(self._codec, payload, term))
             packed = pack(self._codec, payload)
         self._rows = packed.new_empty(self._group.size, packed.numel())
         self._handle = self._group.all_gather(self._rows.view(-1), packed)
 
-    def settle(self) -> None:
+    def advance(self) -> None:
         """Nothing follows."""
 
-    def wait(self) -> Tensor:
+    def wait(self) -> None:
         self._handle.wait()
         with self._spent.decoding():
-            return _sum_of(self._codec, self._rows, self._like)
+            total = self._result.new_empty(self._result.numel(), dtype=self._dtype)
+            self._result.copy_(_sum_of(self._codec, self._rows, total))
 
 
 class _TwoShot:
@@ -169,24 +193,27 @@ class _TwoShot:
     What its encoding of the sum leaves out becomes a part of this rank's error.
     """
 
-    def __init__(self, codec: Codec, group: Collective, spent: Spent, *, part: int) -> None:
-        self._codec, self._group, self._spent, self._part = codec, group, spent, part
+    def __init__(self, codec: Codec, group: Collective, result: Tensor, spent: Spent, *, part: int) -> None:
+        self._codec, self._group, self._result, self._spent, self._part = codec, group, result, spent, part
 
-    def send(self, term: Tensor, error: Tensor | None, *, key: int) -> None:
-        size, self._error, self._numel = self._group.size, error, term.numel()
+    def send(self, term: Tensor, *, residual: bool, key: int) -> None:
+        size, self._error = self._group.size, term if residual else None
         self._key = key_of(key, self._group.rank)
         self._like = torch.empty(self._part, dtype=term.dtype, device=term.device)
         with self._spent.encoding():
             filled = torch.nn.functional.pad(term, (0, size * self._part - term.numel())).view(size, self._part)
             payloads = [self._codec.encode(part, key=key_of(self._key, to)) for to, part in enumerate(filled)]
-            if error is not None:
+            if residual:
                 sent = torch.cat([_decoded(self._codec, payload, self._like) for payload in payloads])
-                torch.sub(term, sent[: self._numel], out=error)
+                term.sub_(sent[: term.numel()])
             mine = torch.stack([pack(self._codec, payload) for payload in payloads])
-        self._rows = torch.empty_like(mine)
+        self._rows, self._summed = torch.empty_like(mine), False
         self._handle = self._group.all_to_all(self._rows.view(-1), mine.view(-1))
 
-    def settle(self) -> None:
+    def advance(self) -> None:
+        if self._summed:
+            return
+        self._summed = True
         self._handle.wait()
         with self._spent.decoding():
             summed = _sum_of(self._codec, self._rows, self._like)
@@ -198,11 +225,13 @@ class _TwoShot:
             packed = pack(self._codec, payload)
         self._handle = self._group.all_gather(self._rows.view(-1), packed)
 
-    def wait(self) -> Tensor:
+    def wait(self) -> None:
+        self.advance()
         self._handle.wait()
         with self._spent.decoding():
-            parts = [_decoded(self._codec, unpack(self._codec, row, self._part), self._like) for row in self._rows]
-            return torch.cat(parts)[: self._numel]
+            for row, place in zip(self._rows, self._result.split(self._part), strict=False):
+                part = _decoded(self._codec, unpack(self._codec, row, self._part), self._like)
+                place.copy_(part[: place.numel()])
 
 
 def _decoded(codec: Codec, payload: Payload, like: Tensor) -> Tensor:

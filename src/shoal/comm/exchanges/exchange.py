@@ -4,6 +4,7 @@
     reduce-scatter   each rank ends with its piece of the sum, which another exchange may then take further
     credited         an all-reduce in parts, which leave in a given order, a credit of bytes at a time
     coded            a sum of which less is sent, by a codec
+    between hosts    a sum inside each host, and another exchange between them
     canonical        a sum in one fixed order, whatever the number of ranks
 
 A step is `start`, `send` (once, or once a microbatch), `settle` and `wait`; then `result` holds the agreed numbers, and

@@ -1,0 +1,136 @@
+"""`python -m benchmarks.compression_auto`: training over a link that becomes slow in mid-run, and fast again.
+
+Two hosts of one rank each train a GPT of five million parameters, 256 tokens a rank and step. The link has 10 Gbit/s,
+then 50 Mbit/s, then 10 Gbit/s again, for as many steps each. Every fixed choice and `codec.kind = "auto"` take all
+steps of a phase one after the other. The link changes between two measurements of `auto`, which has to notice.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from benchmarks.command import run
+from benchmarks.compression import TOKENS, two_hosts
+from shoal.bench.groups import join_group, join_store
+from shoal.bench.options import AsJson
+from shoal.bench.ranks import is_rank, on_ranks, run_as_rank
+from shoal.bench.report import Result, check, print_report
+from shoal.bench.training_job import Training, corpus_file, gpt_run_file, start_training
+from shoal.bench.turns import slowest_rank
+from shoal.codec.config import AutoConfig, BlockwiseConfig, CastConfig, CodecConfig, NoCodec, PowerSGDConfig
+from shoal.comm.collective import Collective
+from shoal.errors import EnvironmentFault
+from shoal.launch.environment import Place
+from shoal.launch.lab.iproute import tc, why_not
+from shoal.launch.lab.network import INTERFACE
+
+FAST_MBIT, SLOW_MBIT, BURST_BYTES = 10_000, 50, 32 << 10
+PHASES_MBIT = (FAST_MBIT, SLOW_MBIT, FAST_MBIT)
+AUTO, WARM_UP_STEPS, WITHIN_STEPS = "auto", 2, 20
+SIDES: Mapping[str, CodecConfig] = {
+    "none": NoCodec(),
+    "bfloat16": CastConfig(),
+    "int8": BlockwiseConfig(),
+    "power_sgd": PowerSGDConfig(),
+    AUTO: AutoConfig(),
+}
+
+
+def compression_auto(
+    steps: Annotated[int, typer.Option(help="Steps of each phase.", min=10)] = 22, as_json: AsJson = False
+) -> None:
+    """Training over a link that becomes slow and fast again: `auto` beside every fixed choice.
+
+    It needs root and iproute2, as hosts are network namespaces.
+
+    Example: python -m benchmarks.compression_auto --steps 12
+    """
+    if is_rank():
+        run_as_rank(lambda place: measure(place, steps=steps))
+        return
+    if reason := why_not():
+        raise EnvironmentFault(f"{reason}; this benchmark has no other network")
+    command = ["benchmarks.compression_auto", "--steps", str(steps)]
+    print_report("compression_auto", on_ranks(command, processes=2, lab=two_hosts(FAST_MBIT)), as_json=as_json)
+
+
+def measure(place: Place, *, steps: int) -> Result | None:
+    """A row for each side; None on all ranks but rank 0."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-bench-")))
+        store = join_store(place)
+        clock = join_group("clock", place, store, transport="gloo")
+        rows = [_row(name, place, store, folder, clock, steps=steps) for name in SIDES]
+    if place.rank != 0:
+        return None
+    (auto,) = (row for row in rows if row["side"] == AUTO)
+    fixed = min(row["run_s"] for row in rows if row["side"] != AUTO)
+    late = max((step - _phase_start(step, steps) for step in auto["changed_at"] if step >= steps), default=0)
+    checks = [
+        check("the best fixed choice over auto, the whole run", fixed / auto["run_s"], 1.0),
+        check("steps until auto has followed the link", late, WITHIN_STEPS, at_most=True),
+    ]
+    return {"rows": rows, "checks": checks}
+
+
+def _phase_start(step: int, steps: int) -> int:
+    return step // steps * steps
+
+
+def _row(name: str, place: Place, store: Store, folder: Path, clock: Collective, *, steps: int) -> dict[str, Any]:
+    """All phases of one side, from a model that has taken a few steps."""
+    phase_s: list[float] = []
+    changed_at: list[int] = []
+    lines: list[str] = []
+    with ExitStack() as stack:
+        set_rate(FAST_MBIT, clock)
+        run_file = msgspec.structs.replace(
+            gpt_run_file(folder, corpus_file(folder), TOKENS * place.world_size), codec=SIDES[name]
+        )
+        training = start_training(run_file, place, stack, store=PrefixStore(name, store))
+        for _ in range(WARM_UP_STEPS):
+            _step(training)
+        for number, mbit in enumerate(PHASES_MBIT):
+            set_rate(mbit, clock)
+            begin_s = time.perf_counter()
+            for step in range(steps):
+                if said := _step(training):
+                    changed_at.append(number * steps + step)
+                    lines += said
+            phase_s.append(slowest_rank(time.perf_counter() - begin_s, clock))
+        set_rate(FAST_MBIT, clock)
+    return {
+        "side": name,
+        "steps": steps * len(PHASES_MBIT),
+        "phases_s": [round(seconds, 2) for seconds in phase_s],
+        "run_s": round(sum(phase_s), 2),
+        "changed_at": changed_at,
+        "said": lines,
+    }
+
+
+def _step(training: Training) -> list[str]:
+    """The lines in which a choice says that it has changed."""
+    training.take_step()
+    coded = training.run.generation.coded
+    return [] if coded is None else coded.take_lines()
+
+
+def set_rate(mbit: int, clock: Collective) -> None:
+    """From now on each rank's host sends at this rate. All ranks call it."""
+    clock.barrier().wait()
+    tc([f"qdisc replace dev {INTERFACE} root tbf rate {mbit}mbit burst {BURST_BYTES} latency 100ms"])
+    clock.barrier().wait()
+
+
+if __name__ == "__main__":
+    run(compression_auto)

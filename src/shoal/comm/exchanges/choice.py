@@ -1,0 +1,145 @@
+"""`Choice`: which codec the ranks of a group use, or none, by what their link and their processors are measured to do.
+
+Every few steps, before the first bucket is filled, the ranks time an empty all-reduce and one of 256 KiB. At the first
+time each also times the coding of a bucket with every candidate. The slowest rank counts, so that all compare the same
+numbers (`cost.compression`), and choose alike. What the last codec has not sent yet leaves with the next sum.
+
+One look may be off by much where processes share cores: the median of three counts, so that a link that has changed is
+followed at the second look.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from shoal.codec.codec import Codec, Place
+from shoal.comm.collective import Collective
+from shoal.comm.exchanges.exchange import Segment
+from shoal.cost.compression import MeasuredLink, Way, choose
+
+Clock = Callable[[], float]
+NONE = "none"
+PROBE_BYTES = 256 << 10
+"""Long beside what a shaped link lets through at once, and 40 ms at 50 Mbit/s."""
+TIMINGS, LOOKS = 3, 3
+
+
+class Choice:
+    """Of `candidates` by name. `every` is the number of steps from one look to the next; None: there is no choice, and
+    nothing is measured. `clock` counts seconds. `name` is what the next step uses, and `why` says so in a line.
+    """
+
+    def __init__(
+        self, candidates: Mapping[str, Codec], group: Collective, *, every: int | None, clock: Clock = time.perf_counter
+    ) -> None:
+        self.name, self.why = NONE, "none: all ranks share a host, where a sum is faster than any codec"
+        self.changed = every is None
+        self._candidates, self._group, self._every, self._steps = candidates, group, every, 0
+        self._clock = clock
+        self._buffers: list[tuple[int, Sequence[Segment]]] = []
+        self._ways: list[Way] = []
+        self._looks: deque[tuple[float, float, float]] = deque(maxlen=LOOKS)
+        self._first_s = self._last_s = 0.0
+
+    @property
+    def codec(self) -> Codec | None:
+        """What the next step uses; None: gradients leave as they are."""
+        return self._candidates.get(self.name)
+
+    def add(self, numel: int, segments: Sequence[Segment]) -> int:
+        """One more buffer takes part; its number."""
+        self._buffers.append((numel, segments))
+        return len(self._buffers) - 1
+
+    def begin(self) -> None:
+        """A step begins: looks at the link where that is due. All ranks of the group call it."""
+        if self._every is not None and self._group.size > 1 and self._steps % self._every == 0:
+            self._look(self._every)
+        self._steps += 1
+        self._first_s = self._last_s = 0.0
+
+    def sent(self) -> None:
+        """A buffer has been sent."""
+        self._last_s = self._clock()
+        self._first_s = self._first_s or self._last_s
+
+    def _look(self, every: int) -> None:
+        if not self._ways:
+            self._ways = self._timed_ways()
+        short, long = torch.zeros(1), torch.zeros(PROBE_BYTES // 4)
+        self._group.barrier().wait()
+        short_s, _ = min(self._seconds_of(short) for _ in range(TIMINGS))
+        long_s, processor_s = min(self._seconds_of(long) for _ in range(TIMINGS))
+        slowest = torch.tensor([short_s, long_s, processor_s, self._first_s - self._last_s], dtype=torch.float64)
+        self._group.all_reduce(slowest, "max").wait()
+        short_s, long_s, processor_s, less_window_s = slowest.tolist()
+        self._looks.append((short_s, long_s, processor_s))
+        short_s, long_s, processor_s = (statistics.median(column) for column in zip(*self._looks, strict=True))
+        ranks = self._group.size
+        link = MeasuredLink.of(short_s, long_s, 2 * (ranks - 1) / ranks * PROBE_BYTES, processor_s=processor_s)
+        before = self.name
+        self.name, self.why = choose(
+            self._ways,
+            link,
+            window_s=-less_window_s,
+            buckets=len(self._buffers),
+            present=before if self._steps else None,
+        )
+        self.changed = self.changed or self.name != before or not self._steps
+
+    def take_line(self) -> str | None:
+        """Why this codec, where that has changed since the last call."""
+        said, self.changed = (self.why if self.changed else None), False
+        return said
+
+    def _seconds_of(self, tensor: torch.Tensor) -> tuple[float, float]:
+        """Of an all-reduce: by the clock, and of this process's processors."""
+        begin_s, busy_s = self._clock(), time.process_time()
+        self._group.all_reduce(tensor).wait()
+        return self._clock() - begin_s, time.process_time() - busy_s
+
+    def _timed_ways(self) -> list[Way]:
+        """What every candidate costs, by the bytes of all buffers and the seconds of the largest one."""
+        ranks, numbers = self._group.size, sum(numel for numel, _ in self._buffers)
+        share = 2 * (ranks - 1) / ranks
+        ways = [Way(NONE, calls=len(self._buffers), sent_bytes=share * 4 * numbers, coding_s=0.0)]
+        largest = max(self._buffers, key=lambda buffer: buffer[0])
+        for name, codec in self._candidates.items():
+            seconds = torch.tensor(_coding_s(codec, *largest, clock=self._clock), dtype=torch.float64)
+            self._group.all_reduce(seconds, "max").wait()
+            sent = calls = 0.0
+            for numel, segments in self._buffers:
+                bound = codec.bound([Place(*segment) for segment in segments], key=0)
+                gathered, halves = (ranks - 1) * bound.wire_bytes(numel), 2 * (ranks - 1)
+                if codec.linear:
+                    sent, calls = sent + share * bound.wire_bytes(numel), calls + 2
+                else:
+                    two_shot = halves * bound.wire_bytes(-(-numel // ranks))
+                    sent, calls = sent + min(gathered, two_shot), calls + (1 if gathered <= two_shot else 2)
+            ways.append(Way(name, calls, sent, float(seconds) * numbers / largest[0]))
+        return ways
+
+
+def _coding_s(codec: Codec, numel: int, segments: Sequence[Segment], *, clock: Clock) -> float:
+    """Seconds of what one rank does with a buffer in a step: the addition of error feedback, encoding, decoding."""
+    bound = codec.bound([Place(*segment) for segment in segments], key=0)
+    term = torch.linspace(-1.0, 1.0, numel)
+    x, total = torch.empty_like(term), torch.empty_like(term)
+    taken = []
+    for _ in range(1 + TIMINGS):
+        begin_s = clock()
+        torch.add(term, term, out=x)
+        if codec.linear:
+            for _ in bound.summing_into(x, total, key=0, residual=True):
+                pass
+        else:
+            payload = bound.encode(x, key=0)
+            x.sub_(bound.decode(payload, numel, key=0))
+            total.copy_(bound.decode(payload, numel, key=0))
+        taken.append(clock() - begin_s)
+    return min(taken)

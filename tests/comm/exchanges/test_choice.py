@@ -1,0 +1,155 @@
+"""A codec that follows the link. Time is a number that the test's own group and codecs advance."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.codec.blockwise import Blockwise
+from shoal.codec.codec import Payload
+from shoal.codec.config import BlockwiseConfig
+from shoal.comm.collective import Collective, Handle, Reduction
+from shoal.comm.exchanges.choice import Choice
+from shoal.comm.exchanges.coded import CodedExchanges
+from shoal.comm.exchanges.exchange import Exchange, Segment
+from tests.comm.exchanges.test_coded import on_ranks
+
+NUMEL, EVERY, RANKS = 4000, 3, 2
+FAST, SLOW = 1e10, 1e5
+"""Bytes a second: 4000 numbers take a microsecond, or 160 ms; coding takes a millisecond."""
+CODING_S = 1e-3
+FLOAT32 = 1e-3
+"""Sums of 40 float32 numbers, at most 10."""
+
+
+class World:
+    """The time of one rank, and its link."""
+
+    def __init__(self) -> None:
+        self.now_s, self.bytes_s = 1.0, FAST
+
+    def clock(self) -> float:
+        return self.now_s
+
+
+class Paced:
+    """A group that takes the time of the link."""
+
+    def __init__(self, group: Collective, world: World) -> None:
+        self._group, self._world, self.rank, self.size = group, world, group.rank, group.size
+
+    def all_reduce(self, tensor: Tensor, op: Reduction = "sum") -> Handle:
+        self._world.now_s += tensor.nbytes / self._world.bytes_s
+        return self._group.all_reduce(tensor, op)
+
+    def all_gather(self, output: Tensor, input: Tensor) -> Handle:
+        return self._group.all_gather(output, input)
+
+    def barrier(self) -> Handle:
+        return self._group.barrier()
+
+
+class Timed(Blockwise):
+    """A codec that takes time, on the last rank twice as much."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        super().__init__(BlockwiseConfig(block=64))
+        self._world, self._coding_s = world, CODING_S * (1 + rank)
+
+    def _encode(self, x: Tensor, key: int) -> Payload:
+        self._world.now_s += self._coding_s
+        return super()._encode(x, key)
+
+
+def steps(exchange: Exchange, choices: list[str], choice: Choice, rank: int, *, first: int, stop: int) -> Tensor:
+    """The sum of the results; appends what each step used."""
+    total = torch.zeros(NUMEL)
+    for step in range(first, stop):
+        exchange.start()
+        choices.append(choice.name)
+        exchange.result.copy_(term(rank, step))
+        exchange.send(exchange.result)
+        exchange.settle()
+        exchange.wait()
+        exchange.commit()
+        total += exchange.result
+    return total
+
+
+def term(rank: int, step: int) -> Tensor:
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def over_a_changing_link(group: Collective) -> tuple[list[str], Tensor, Tensor | None, list[str]]:
+    """Ten steps on a fast link, ten on a slow one, ten on the fast one again."""
+    world, made = World(), []
+
+    def new_choice(group: Collective) -> Choice:
+        made.append(Choice({"int8": Timed(world, group.rank)}, group, every=EVERY, clock=world.clock))
+        return made[0]
+
+    new = CodedExchanges(new_choice, feedback=True, seed=0)
+    exchange = new(Paced(group, world), torch.zeros(NUMEL), [Segment("a", 0, (NUMEL,))])  # type: ignore[arg-type]
+    used, lines, total = [], [], torch.zeros(NUMEL)
+    for number, bytes_s in enumerate((FAST, SLOW, FAST)):
+        world.bytes_s = bytes_s
+        total += steps(exchange, used, made[0], group.rank, first=10 * number, stop=10 * number + 10)
+        lines += new.take_lines()
+    return used, total, new.made[0].residual, lines
+
+
+def test_the_codec_follows_the_link() -> None:
+    """None on the fast link, a codec on the slow one at the second look, and none again; all ranks alike."""
+    for used, _, _, lines in on_ranks(RANKS, over_a_changing_link):
+        assert used[:10] == ["none"] * 10
+        assert used[10 + 2 * EVERY : 20] == ["int8"] * (10 - 2 * EVERY)
+        assert used[20 + 2 * EVERY :] == ["none"] * (10 - 2 * EVERY)
+        assert [line.split()[1] for line in lines] == ["none", "int8", "none"]
+
+
+def test_what_the_codec_has_not_sent_leaves_when_it_is_left() -> None:
+    """The sum of all results is that of all terms: no residual is lost on the way from one codec to none."""
+    ranks = on_ranks(RANKS, over_a_changing_link)
+    wanted = sum((term(rank, step) for rank in range(RANKS) for step in range(30)), torch.zeros(NUMEL))
+    for _, total, residual, _ in ranks:
+        assert residual is None
+        assert torch.allclose(total, wanted, rtol=0, atol=FLOAT32)
+
+
+def test_ranks_of_one_host_do_not_measure() -> None:
+    """Nothing but the sums themselves is sent, and the line says why."""
+
+    def work(group: Collective) -> tuple[str, list[str], Tensor]:
+        choice = Choice({"int8": Timed(World(), group.rank)}, group, every=None)
+        new = CodedExchanges(lambda group: choice, feedback=True, seed=0)
+        exchange = new(group, torch.zeros(NUMEL), [Segment("a", 0, (NUMEL,))])
+        total = steps(exchange, [], choice, group.rank, first=0, stop=1)
+        return choice.name, new.take_lines(), total
+
+    for name, lines, total in on_ranks(RANKS, work):
+        assert name == "none"
+        assert lines == ["codec: none: all ranks share a host, where a sum is faster than any codec"]
+        assert torch.equal(total, term(0, 0) + term(1, 0))
+
+
+@pytest.mark.parametrize("every", [1, EVERY])
+def test_a_link_that_stays_keeps_its_codec(every: int) -> None:
+    """One line in thirty steps."""
+
+    def work(group: Collective) -> list[str]:
+        world = World()
+        world.bytes_s = SLOW
+        paced: Collective = Paced(group, world)  # type: ignore[assignment]
+        choice = Choice({"int8": Timed(world, group.rank)}, paced, every=every, clock=world.clock)
+        new = CodedExchanges(lambda group: choice, feedback=True, seed=0)
+        exchange = new(paced, torch.zeros(NUMEL), [Segment("a", 0, (NUMEL,))])
+        lines = []
+        for step in range(30):
+            steps(exchange, [], choice, group.rank, first=step, stop=step + 1)
+            lines += new.take_lines()
+        return lines
+
+    for lines in on_ranks(RANKS, work):
+        assert len(lines) == 1
+        assert lines[0].startswith("codec: int8 costs")
