@@ -44,14 +44,15 @@ class Replica:
 
 
 class Taken(NamedTuple):
-    """What the ranks in lock-step did in a step: were they told to stop, the tokens they used, their mean loss, and the
-    learning rate (None: the optimizer's groups have rates of their own).
+    """What the ranks in lock-step did in a step: were they told to stop, the tokens they used, their mean loss, the
+    learning rate (None: the optimizer's groups have rates of their own), and what their samples weigh.
     """
 
     stop: bool
     tokens: int
     loss: float
     lr: float | None
+    weight: float = 1.0
 
 
 class Agreed(NamedTuple):
@@ -87,8 +88,8 @@ class Agreement(Protocol):
         """The strategy's own measurements of the last step, by name."""
         ...
 
-    def before_step(self) -> None:
-        """Before the first change that step makes."""
+    def before_step(self, weight: float = 1.0) -> None:
+        """Before the first change that step makes. `weight`: that of this rank's samples of it."""
         ...
 
     @property
