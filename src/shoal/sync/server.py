@@ -106,7 +106,8 @@ class ServerAgreement:
         if self.equal:
             self._flat.pack(self._parameters, self._worker.row)
             rule = rule_of(self._config, self._replicas.size)
-            self._part.begin(rule, self._worker.row[self._flat.spans[self._replicas.rank]])
+            values, rounds = self._worker.row[self._flat.spans[self._replicas.rank]], self._replica.rounds
+            self._part.begin(rule, values, order=None if rounds is None else rounds.begin())
             self._worker.begin()
             self._number = -1
             self._serving = Serving(self._part, self._lanes)
@@ -140,6 +141,8 @@ class ServerAgreement:
         if step % self._config.steps_between and step != self._replica.steps:
             return None
         self._end_round()
+        if self._replica.rounds is not None:
+            self._replica.rounds.end(step)
         agreed = self._share()
         self.equal, self._stop, self._tokens = True, False, 0
         return agreed

@@ -10,7 +10,8 @@ far for the same samples.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from statistics import fmean
 from typing import Literal, NamedTuple
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from shoal.errors import CollectiveError
 from shoal.sync.admission import Accounts, Contribution, Effects, Rule, Update, staleness_of
+from shoal.sync.event_order import CONTRIBUTE, LEAVE, READ, AsTheyCome, EventOrder
 from shoal.sync.staleness import compensate_delay, scale_by_staleness
 
 StalenessPolicy = Literal["plain", "scaled", "compensated"]
@@ -61,7 +63,8 @@ class ServedPart:
     """`values` are its parameters, [numel]; `gradient` is what its optimizer finds, [numel]. `step` makes an update of
     `values` from `gradient`, at a learning rate.
 
-    A round is what happens between two agreements of all workers. Methods may be called from any thread.
+    A round is what happens between two agreements of all workers. Methods may be called from any thread; where a
+    round repeats another one, they wait for their turn.
     """
 
     def __init__(self, values: Tensor, gradient: Tensor, *, merge: Merge) -> None:
@@ -70,6 +73,7 @@ class ServedPart:
         self._merge = merge
         self._changed = threading.Condition()
         self._rule: Rule | None = None
+        self._order: EventOrder = AsTheyCome()
         self._accounts = Accounts()
         self._sent: dict[Contribution, Sent] = {}
         self._spare: list[Tensor] = []
@@ -78,9 +82,10 @@ class ServedPart:
         self._failed: BaseException | None = None
         self._weights: dict[int, float] = {}
 
-    def begin(self, rule: Rule, values: Tensor) -> None:
-        """A round begins, from these values, [numel]; all workers have read them."""
+    def begin(self, rule: Rule, values: Tensor, *, order: EventOrder | None = None) -> None:
+        """A round begins, from these values, [numel]; all workers have read them. `order`: who may do what when."""
         with self._changed:
+            self._order = order or AsTheyCome()
             self.values.copy_(values)
             self._rule, self._accounts = rule, Accounts()
             self._sent, self._released = {}, set()
@@ -94,7 +99,7 @@ class ServedPart:
 
     def contribute(self, contribution: Contribution, sent: Sent) -> None:
         """A contribution is here; `await_release` says when its worker may go on."""
-        with self._changed:
+        with self._turn(f"{CONTRIBUTE}{contribution.worker}"):
             self._sent[contribution] = sent
             self._weights[contribution.worker] = sent.weight
             effects = self._present_rule.arrive(contribution)
@@ -106,9 +111,7 @@ class ServedPart:
 
         Raises `CollectiveError` if another thread of this server had to give up.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: worker in self._released or self._failed is not None)
-            self._check()
+        with self._turn(f"{READ}{worker}", lambda: worker in self._released):
             self._released.discard(worker)
             self._read[worker].copy_(self.values)
             account = self._accounts.of(worker)
@@ -117,7 +120,7 @@ class ServedPart:
 
     def leave(self, worker: int) -> None:
         """`worker` has made all its contributions of this round."""
-        with self._changed:
+        with self._turn(f"{LEAVE}{worker}"):
             self._follow(self._present_rule.leave(worker))
 
     def fail(self, error: BaseException) -> None:
@@ -137,6 +140,16 @@ class ServedPart:
         with self._changed:
             self._check()
             return self.values
+
+    @contextmanager
+    def _turn(self, event: str, when: Callable[[], bool] = lambda: True) -> Iterator[None]:
+        """Holds the lock when it is the turn of `event`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failed is not None or (when() and self._order.may(event)))
+            self._check()
+            yield
+            self._order.happened(event)
+            self._changed.notify_all()
 
     def _check(self) -> None:
         if self._failed is not None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from shoal.comm.exchanges.exchange import AllReduce, NewExchange
 from shoal.state.ownership import Owned
 from shoal.state.section import Section
+from shoal.sync.event_order import Rounds
 from shoal.topology.axes import INSIDE_REPLICA, Axis
 from shoal.topology.holding import Holding, Ranks
 
@@ -32,7 +33,7 @@ class Replica:
     """What a rank updates, as strategies see it. `owned` are the tensors that its optimizer steps; after they have been
     written, `gather` makes the model compute with them. `buffers` are the model's persistent buffers of floating point.
     `steps` is the length of the run. `whole`: its optimizer works on whole matrices. `exchange` sums what replicas send
-    each other: as it is, or with the run's codec.
+    each other: as it is, or with the run's codec. `rounds` records the order of events, or repeats a recorded one.
     """
 
     owned: Sequence[Owned]
@@ -41,6 +42,7 @@ class Replica:
     steps: int
     whole: bool = False
     exchange: NewExchange = AllReduce
+    rounds: Rounds | None = None
 
 
 class Taken(NamedTuple):
