@@ -52,7 +52,7 @@ STRATEGIES: Mapping[str, SyncConfig] = {
     "easgd": EASGDConfig(period=PERIOD),
     "gossip": GossipConfig(meet_every=PERIOD),
     "server-sync": ServerConfig(period=PERIOD),
-    "server-bounded": ServerConfig(admission="bounded", bound=2, period=PERIOD),
+    "server-bounded": ServerConfig(admission="bounded", bound=1, period=PERIOD),
     "server-backup": ServerConfig(admission="backup", backup=1, period=PERIOD),
     "server-async": ServerConfig(admission="async", period=PERIOD),
     "hogwild": HogwildConfig(period=PERIOD),
