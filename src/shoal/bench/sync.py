@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from shoal.launch.environment import Place
 
-PERIOD, GLOBAL_SAMPLES, LR = 10, 64, 0.5
+PERIOD, GLOBAL_SAMPLES, LR = 10, 64, 0.2
 SOONER = 1.5
 """Times as soon as all-reduce that strategies for uneven workers reach the loss, with one slow worker."""
 STRATEGIES: Mapping[str, SyncConfig] = {

@@ -36,6 +36,7 @@ from shoal.recipes.splitting import Divided, blocks_in, trained_in
 from shoal.recipes.workload import Workload
 from shoal.runfile.run_file import RunFile
 from shoal.state.section import Section
+from shoal.sync.build import build_sync
 from shoal.sync.event_order import Rounds
 from shoal.sync.strategy import Agreement, Replica, Sync
 from shoal.topology.axes import Axis
@@ -76,6 +77,11 @@ def coded_exchanges(run_file: RunFile) -> CodedExchanges | None:
     if isinstance(config, NoCodec):
         return None
     return CodedExchanges(implementation_of(config)(config), feedback=config.feedback, seed=run_file.run.seed)
+
+
+def build_run_sync(run_file: RunFile, mesh: Mesh) -> Sync:
+    """The strategy that the run file asks for. Every rank calls it at the same point: it may open groups."""
+    return build_sync(run_file.sync, mesh)
 
 
 def build_run_gradients(

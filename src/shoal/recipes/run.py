@@ -31,7 +31,14 @@ from shoal.launch.rendezvous import STARTED
 from shoal.observe.facts import read_facts
 from shoal.observe.progress_bar import ProgressBar, track
 from shoal.optim.schedule import peak_rate, rate
-from shoal.recipes.assembly import Generation, build_agreement, build_run_gradients, build_state, coded_exchanges
+from shoal.recipes.assembly import (
+    Generation,
+    build_agreement,
+    build_run_gradients,
+    build_run_sync,
+    build_state,
+    coded_exchanges,
+)
 from shoal.recipes.microbatching import Microbatching, microbatching
 from shoal.recipes.objects import UserObjects
 from shoal.recipes.process import Process, open_process
@@ -41,7 +48,6 @@ from shoal.recipes.train_step import build_step
 from shoal.recipes.workload import Workload, build_workload
 from shoal.runfile.run_file import RunFile, run_directory, statistics_group
 from shoal.state.ownership import Trained
-from shoal.sync.build import build_sync
 from shoal.sync.event_order import Rounds
 
 
@@ -190,7 +196,7 @@ def _generation(
     forward_backward = build_forward_backward(
         run_file, parts, mesh, loss=workload.loss, precision=workload.precision, microbatching=plan
     )
-    sync = build_sync(run_file.sync, mesh)
+    sync = build_run_sync(run_file, mesh)
     coded, equal = coded_exchanges(run_file), sync.keeps_replicas_equal
     gradients = build_run_gradients(
         run_file,

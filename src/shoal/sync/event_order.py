@@ -96,8 +96,8 @@ class Rounds:
         recorded = self._replayed.get(self._step + 1)
         if recorded is None:
             raise ConfigError(
-                f"no order of events is recorded for the round from step {self._step + 1} on, as the run stopped there: "
-                "let it go on to its last step, then replay it"
+                f"no order of events is recorded for the round from step {self._step + 1} on, as the run stopped "
+                "there: let it go on to its last step, then replay it"
             )
         self._order = AsRecorded(recorded)
         return self._order
