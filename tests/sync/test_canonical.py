@@ -47,6 +47,32 @@ def test_weights_are_the_same_bits_on_1_2_and_4_replicas(ranks, folder: Path, ta
         assert all(torch.equal(tensor, one.state[name]) for name, tensor in several.state.items()), replicas
 
 
+HUNDRED = 100
+STDLIB_GPT: Tables = {
+    "model": {
+        "kind": "gpt", "layers": 4, "width": 128, "heads": 4, "feed_forward": "swiglu", "feed_forward_width": 384,
+        "tied": True,
+    },
+    "data": {"kind": "stdlib"},
+    "batch": {"global_samples": 16, "sequence": 32},
+    "optimizer": {"kind": "adamw", "lr": 2e-3, "clip_norm": 1.0},
+}  # fmt: skip
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("tables", [STDLIB_GPT, DIGITS], ids=["stdlib gpt", "digits"])
+def test_weights_are_the_same_bits_on_8_replicas_after_100_steps(ranks, folder: Path, tables: Tables) -> None:
+    """As on 1, 2 and 4; in float32, moments too."""
+    eight = {"sync": CANONICAL["sync"] | {"logical_shards": 8}}
+    states = [
+        ranks(replicas, train, tables | eight, str(folder), 0, HUNDRED, timeout_s=280.0)[0].state
+        for replicas in (1, 2, 4, 8)
+    ]
+    for state in states[1:]:
+        assert state.keys() == states[0].keys()
+        assert all(torch.equal(tensor, states[0][name]) for name, tensor in state.items())
+
+
 def test_without_it_bits_differ(ranks, folder: Path) -> None:
     """Or there would be nothing to prove."""
     one, *_ = ranks(1, train, GPT, str(folder))

@@ -18,6 +18,7 @@ MODULES = {
     "step": "shoal.bench.step",
     "comm": "shoal.bench.comm",
     "link": "shoal.bench.link",
+    "sync": "shoal.bench.sync",
     "products": "shoal.bench.products",
 }
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,12 +17,18 @@ if TYPE_CHECKING:
 
 
 def train(
-    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.")],
+    run_file: Annotated[
+        str | None, typer.Argument(metavar="RUN.toml", help="The run file; none with --replay.")
+    ] = None,
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[key=value]...", help="Keys that replace the file's.")
     ] = None,
     lab: Annotated[
         Path | None, typer.Option("--lab", metavar="LAB.toml", help="Train on the hosts and links of a lab file.")
+    ] = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option("--replay", metavar="RUN_DIR", help="Repeat a run to the bit, in RUN_DIR-replay."),
     ] = None,
 ) -> None:
     """Trains a run file; goes on from the newest checkpoint of its run directory.
@@ -32,10 +40,21 @@ def train(
     from shoal.runfile.load import load_run
     from shoal.runfile.run_file import run_directory
 
-    loaded = load_run(run_file, overrides or ())
-    command = [sys.executable, "-m", "shoal", "train", str(run_file), *(overrides or ())]
+    keys, command = overrides or [], [sys.executable, "-m", "shoal", "train"]
+    if replay is None:
+        if run_file is None:
+            raise typer.BadParameter("give a run file, or --replay RUN_DIR", param_hint="RUN.toml")
+        file, command = Path(run_file), [*command, run_file, *keys]
+        loaded = load_run(file, keys)
+    else:
+        from shoal.recipes.replay import replayed
+
+        keys = [] if run_file is None else [run_file, *keys]
+        file, command = replay / "run.toml", [*command, "--replay", str(replay), *keys]
+        loaded = replayed(load_run(file, [f"run.directory={json.dumps(f'{replay}-replay')}", *keys]))
     directory, hosts = run_directory(loaded), _lab(lab)
-    code = run(loaded, command, _rank, directory=directory, file=str(run_file), lab=hosts, planner=PLANNER)
+    be_rank = partial(_rank, replay=replay)
+    code = run(loaded, command, be_rank, directory=directory, file=str(file), lab=hosts, planner=PLANNER)
     raise typer.Exit(code)
 
 
@@ -45,9 +64,9 @@ def _lab(path: Path | None) -> Lab | None:
     return None if path is None else load_lab(path)
 
 
-def _rank(run_file: RunFile, place: Place) -> None:
+def _rank(run_file: RunFile, place: Place, *, replay: Path | None) -> None:
     from shoal.planning.prediction import FORECAST
     from shoal.recipes.objects import UserObjects
     from shoal.recipes.training import train_rank
 
-    train_rank(run_file, place, UserObjects(), forecast=FORECAST)
+    train_rank(run_file, place, UserObjects(), forecast=FORECAST, replay=replay)

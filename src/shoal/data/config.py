@@ -114,6 +114,13 @@ class BatchConfig(Table, frozen=True):
         Annotated[int, msgspec.Meta(ge=1)] | None,
         says("Samples of one forward and backward on one replica; default: all of its share."),
     ] = None
+    division: Annotated[
+        Literal["even", "by_speed"],
+        says(
+            "How the samples of a step are divided among replicas. by_speed: in proportion to the speed measured of "
+            "each, at least one sample each; the samples of the step stay the same."
+        ),
+    ] = "even"
     sequence: Annotated[int, says("Tokens in one sample, for token data.", ge=1, le=2**30)] = 256
     denominator: Annotated[
         Denominator,

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from threading import Event, Thread
 from types import TracebackType
@@ -41,17 +41,6 @@ class FedStep:
     skipped: tuple[str, ...] = ()
 
 
-@dataclass
-class _Slot:
-    """The place of one step's result, filled by whichever reader takes it."""
-
-    interval: Interval
-    filled: Event = field(default_factory=Event)
-    batches: list[Batch] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
-    error: BaseException | None = None
-
-
 @dataclass(frozen=True)
 class StepShare:
     """Which of a step's `global_samples` one replica reads, and in which microbatches.
@@ -61,9 +50,11 @@ class StepShare:
         replica: the number of this one of `replicas`.
         micro_samples: samples of one microbatch; None: this replica's whole share.
         group: samples that batch statistics are taken over; no share or microbatch cuts one.
+        speeds: of all replicas, if shares are in proportion to them; None: they are even.
 
     Raises:
         ConfigError: the samples of a step or of a microbatch are not whole groups.
+        ValueError: `speeds` divide nothing, as `share` says.
     """
 
     global_samples: int
@@ -71,6 +62,7 @@ class StepShare:
     replicas: int = 1
     micro_samples: int | None = None
     group: int = 1
+    speeds: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.micro_samples is not None and self.micro_samples % self.group:
@@ -86,7 +78,19 @@ class StepShare:
         yield from microbatches(own, self.micro_samples or max(1, len(own)))
 
     def _own(self, step: Interval) -> Interval:
-        return share(step, replicas=self.replicas, replica=self.replica, group=self.group)
+        return share(step, replicas=self.replicas, replica=self.replica, group=self.group, speeds=self.speeds)
+
+
+@dataclass
+class _Slot:
+    """The place of one step's result, filled by whichever reader takes it."""
+
+    interval: Interval
+    own: StepShare
+    filled: Event = field(default_factory=Event)
+    batches: list[Batch] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    error: BaseException | None = None
 
 
 class Feed:
@@ -149,6 +153,13 @@ class Feed:
         self._plan_step()
         return FedStep(slot.interval, slot.batches, wait_s=wait_s, skipped=tuple(slot.skipped))
 
+    def divide(self, speeds: Sequence[float] | None) -> None:
+        """Steps that are not being read yet are divided among replicas in proportion to `speeds`; None: evenly.
+
+        Every replica calls it after the same step, with the same speeds. Raises `ValueError` as `share` does.
+        """
+        self._own = replace(self._own, speeds=None if speeds is None else tuple(speeds))
+
     def close(self) -> None:
         """Ends the readers; one that is inside the data source ends when it comes out. May be called again."""
         self._closed.set()
@@ -168,7 +179,7 @@ class Feed:
 
     def _plan_step(self) -> None:
         self._cursor, interval = self._cursor.lease(self._own.global_samples)
-        slot = _Slot(interval)
+        slot = _Slot(interval, self._own)
         self._slots.append(slot)
         self._work.put(slot)
 
@@ -177,7 +188,7 @@ class Feed:
         while (slot := self._work.get()) is not None and not self._closed.is_set():
             try:
                 reader = reader or self._open_reader()
-                for read in self._batches(reader, slot.interval):
+                for read in self._batches(reader, slot):
                     slot.batches.append(read.batch)
                     slot.skipped += read.skipped
             except BaseException as error:  # whatever ends a reader must reach the caller, or it would wait for ever
@@ -186,8 +197,8 @@ class Feed:
         if reader is not None:
             reader.close()
 
-    def _batches(self, reader: BatchReader, interval: Interval) -> Iterator[BatchRead]:
-        for part in self._own.microbatches(interval):
+    def _batches(self, reader: BatchReader, slot: _Slot) -> Iterator[BatchRead]:
+        for part in slot.own.microbatches(slot.interval):
             if self._closed.is_set():
                 return
             yield reader.read(part)

@@ -24,6 +24,8 @@ replicas.
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -132,12 +134,17 @@ def _mix(numbers: np.ndarray) -> np.ndarray:
     return numbers ^ (numbers >> np.uint64(31))
 
 
-def share(interval: Interval, *, replicas: int, replica: int, group: int = 1) -> Interval:
+def share(
+    interval: Interval, *, replicas: int, replica: int, group: int = 1, speeds: Sequence[float] | None = None
+) -> Interval:
     """The part of `interval` that replica `replica` of `replicas` computes; empty where groups run out.
+
+    Parts are even, or in proportion to `speeds` (see `divided_by_speed`). Either way they lie one behind the other, so
+    that the samples of all replicas together are the same.
 
     Raises:
         ConfigError: `interval` is not a whole number of groups.
-        ValueError: `replica` is not one of 0 .. replicas - 1.
+        ValueError: `replica` is not one of 0 .. replicas - 1, or there is not a speed for each.
     """
     if not 0 <= replica < replicas:
         raise ValueError(f"replica {replica} of {replicas}: it must be in 0 .. {replicas - 1}")
@@ -147,8 +154,35 @@ def share(interval: Interval, *, replicas: int, replica: int, group: int = 1) ->
             f"A step of {len(interval)} samples does not divide into statistics groups of {group}: make "
             f"batch.global_samples a multiple of {group}."
         )
-    bounds = [interval.start + group * (groups * edge // replicas) for edge in (replica, replica + 1)]
-    return Interval(*bounds)
+    if speeds is None:
+        before, after = (groups * edge // replicas for edge in (replica, replica + 1))
+    else:
+        if len(speeds) != replicas:
+            raise ValueError(f"{len(speeds)} speeds for {replicas} replicas: there must be one for each")
+        counts = divided_by_speed(groups, speeds)
+        before, after = sum(counts[:replica]), sum(counts[: replica + 1])
+    return Interval(interval.start + group * before, interval.start + group * after)
+
+
+def divided_by_speed(total: int, speeds: Sequence[float]) -> list[int]:
+    """`total` cut into whole parts in proportion to `speeds`, at least 1 each (the method of largest remainders).
+
+    Raises:
+        ValueError: a speed is not positive and finite, or there are more parts than `total`.
+    """
+    if any(not 0 < speed < math.inf for speed in speeds):
+        raise ValueError(f"speeds {list(speeds)}: each must be positive and finite")
+    if total < len(speeds):
+        raise ValueError(f"{total} cannot be cut into {len(speeds)} parts of at least 1")
+    rest = total - len(speeds)
+    wanted = [max(0.0, total * speed / sum(speeds) - 1) for speed in speeds]
+    scale = rest / sum(wanted) if rest else 0.0
+    exact = [scale * part for part in wanted]
+    counts = [1 + math.floor(part) for part in exact]
+    by_remainder = sorted(range(len(speeds)), key=lambda k: (math.floor(exact[k]) - exact[k], k))
+    for k in by_remainder[: total - sum(counts)]:
+        counts[k] += 1
+    return counts
 
 
 def microbatches(interval: Interval, micro_samples: int) -> list[Interval]:

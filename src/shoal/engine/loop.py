@@ -18,6 +18,7 @@ from shoal.data.feed import FedStep, Feed
 from shoal.data.sample import Batch
 from shoal.engine.measure import measurements
 from shoal.engine.recovery import NonfiniteGuard
+from shoal.engine.replica_speeds import Noted, ReplicaSpeeds
 from shoal.engine.state import Progress, TrainState
 from shoal.engine.step import TrainStep
 from shoal.engine.step_result import StepResult
@@ -56,7 +57,7 @@ class Job:
 
     `rate` gives the learning rate of a step (None: the optimizer has its own); `origin` is what a checkpoint records
     about its writer (layout, generation). `figures`: more measurements of the step just taken. `compare`: raises where
-    copies of the state differ.
+    copies of the state differ. `speeds`: those of the replicas; None: there is one alone.
     """
 
     state: TrainState
@@ -72,6 +73,7 @@ class Job:
     origin: Mapping[str, Any]
     figures: Callable[[], Mapping[str, float]] | None = None
     compare: Callable[[], None] | None = None
+    speeds: ReplicaSpeeds | None = None
 
     @property
     def progress(self) -> Progress:
@@ -149,6 +151,8 @@ def _one_step(job: Job, stall_s: float) -> Generator[PendingStep, None, StepResu
     assert result is not None, "whoever takes a step sets its result"
     tokens = 0 if result.agreed is None else result.agreed.tokens
     job.progress.advance(fed.interval, tokens=tokens, committed=result.committed)
+    if job.speeds is not None:
+        _note_speed(job.speeds, result, fed)
     if result.skipped:
         return result  # there is nothing to measure
     step_s = time.perf_counter() - begin_s
@@ -157,6 +161,12 @@ def _one_step(job: Job, stall_s: float) -> Generator[PendingStep, None, StepResu
         job.sinks.warn(f"left out: {sentence}")
     job.guard.check(number, result, fed.microbatches, warn=job.sinks.warn)
     return result
+
+
+def _note_speed(speeds: ReplicaSpeeds, result: StepResult, fed: FedStep) -> None:
+    if not result.skipped:
+        speeds.took(Noted(sum(map(len, fed.microbatches)), result.times.forward_backward_s))
+    speeds.after_step(agreed=result.agreed is not None)
 
 
 def _record(job: Job, result: StepResult, fed: FedStep, *, lr: float, step_s: float, stall_s: float) -> None:
@@ -176,6 +186,8 @@ def _record(job: Job, result: StepResult, fed: FedStep, *, lr: float, step_s: fl
         values["samples/skipped"] = len(fed.skipped)
     if job.figures is not None:
         values |= job.figures()
+    if job.speeds is not None:
+        values |= job.speeds.figures()
     job.sinks.record(progress.step, values, time_s=time.time())
 
 

@@ -57,7 +57,7 @@ class TrainStep:
         context = self.context
         if not self.policy.overlaps_steps:
             context.ledger.take()  # what an evaluation has sent belongs to no step
-        self.agreement.before_step()
+        self.agreement.before_step(sum(batch.weight for batch in batches))
         context.begin(step)
         tally = context.tally(batches, stop=stop)
         return Work(step, batches, lr, tally, GlobalSum(context.lockstep), on_gradients, on_microbatch)
@@ -66,7 +66,8 @@ class TrainStep:
         """The second half: agreement between replicas, and an account of the step."""
         context, counted = self.context, work.tally.wait()
         context.finish(counted, committed=outcome.keeps_buffers)
-        agreed = self.agreement.after_update(work.step, Taken(counted.stop, counted.tokens, outcome.loss, work.lr))
+        taken = Taken(counted.stop, counted.tokens, outcome.loss, work.lr, counted.denominator)
+        agreed = self.agreement.after_update(work.step, taken)
         return context.result(
             loss=outcome.loss,
             norm=outcome.norm,
@@ -80,7 +81,7 @@ class TrainStep:
 
     def _skip(self, step: int, *, stop: bool) -> StepResult:
         """The step was made by other replicas: this one goes on with the next."""
-        self.agreement.before_step()
+        self.agreement.before_step(0.0)
         agreed = self.agreement.after_update(step, Taken(stop, 0, math.nan, None))
         nothing = Tally(denominator=0.0, samples=0, tokens=0, stop=stop)
         sent = self.context.ledger.take()

@@ -38,6 +38,8 @@ from shoal.recipes.splitting import Divided, blocks_in, trained_in
 from shoal.recipes.workload import Workload
 from shoal.runfile.run_file import RunFile
 from shoal.state.section import Section
+from shoal.sync.build import build_sync
+from shoal.sync.event_order import Rounds
 from shoal.sync.strategy import Agreement, Replica, Sync
 from shoal.topology.axes import Axis
 
@@ -85,6 +87,11 @@ def coded_exchanges(run_file: RunFile, mesh: Mesh) -> CodedExchanges | None:
     return CodedExchanges(codec, feedback=config.feedback, seed=run_file.run.seed, levels=mesh.levels)
 
 
+def build_run_sync(run_file: RunFile, mesh: Mesh) -> Sync:
+    """The strategy that the run file asks for. Every rank calls it at the same point: it may open groups."""
+    return build_sync(run_file.sync, mesh)
+
+
 def build_run_gradients(
     run_file: RunFile,
     parts: Divided,
@@ -124,18 +131,24 @@ def build_run_gradients(
 
 
 def build_agreement(
-    run_file: RunFile, parts: Divided, gradients: Gradients, sync: Sync, *, exchange: NewExchange | None = None
+    run_file: RunFile,
+    parts: Divided,
+    gradients: Gradients,
+    sync: Sync,
+    *,
+    exchange: NewExchange | None = None,
+    rounds: Rounds | None = None,
 ) -> Agreement:
     """The running side of the strategy, on the parameters that this rank's optimizer updates.
 
-    Replicas that agree on what they changed sum it by `exchange`; None: as it is.
+    Replicas that agree on what they changed sum it by `exchange`; None: as it is. `rounds`: see `Replica`.
     """
     model = parts.split.model
     saved = model.state_dict(keep_vars=True)
     buffers = [b for name, b in model.named_buffers() if name in saved and b.is_floating_point()]
     whole = run_file.optimizer.works_on == "matrices"
     return sync.agreement(
-        Replica(gradients.owned, gradients.gather, buffers, run_file.run.steps, whole, exchange or AllReduce)
+        Replica(gradients.owned, gradients.gather, buffers, run_file.run.steps, whole, exchange or AllReduce, rounds)
     )
 
 

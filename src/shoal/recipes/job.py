@@ -17,9 +17,11 @@ from shoal.checkpoint.save import Saver
 from shoal.comm.board import Board
 from shoal.comm.gather import gather_texts
 from shoal.config.load import dumps
+from shoal.data.feed import Feed
 from shoal.engine.copies import Copies
 from shoal.engine.loop import Cadence, Job
 from shoal.engine.recovery import NonfiniteGuard
+from shoal.engine.replica_speeds import ReplicaSpeeds
 from shoal.engine.resume import Loaded, load_weights, resume
 from shoal.launch.environment import Place
 from shoal.observe.facts import replace_file
@@ -95,11 +97,12 @@ def build_job(
         or not run.generation.sync.keeps_replicas_equal
         or run.generation.coded is not None,
     )
+    feed = stack.enter_context(run.feed())
     context, forward = run.step.context, mesh.layout.replica_size == 1 and not own_loop
     return Job(
         state=run.state,
         step=run.step,
-        feed=stack.enter_context(run.feed()),
+        feed=feed,
         guard=NonfiniteGuard(run_file.run.nonfinite_limit, context, forward=forward),
         saver=saver,
         sinks=sinks,
@@ -115,8 +118,31 @@ def build_job(
         stop_requested=stop_requested,
         figures=lambda: _figures(run, sinks),
         compare=_comparison(run),
+        speeds=replica_speeds(run, feed, sinks),
         origin={"layout": mesh.layout.to_dict(), "generation": mesh.generation},
     )
+
+
+def replica_speeds(run: Run, feed: Feed, sinks: Sinks) -> ReplicaSpeeds | None:
+    """What measures the replicas' speeds, and divides the work of `feed` by them where that is asked for."""
+    mesh, first = run.mesh, run.mesh.rank == 0
+    replicas = mesh.layout.replicate
+    if replicas == 1:
+        return None
+    divides = run.run_file.batch.division == "by_speed"
+    return ReplicaSpeeds(
+        mesh.world,
+        mesh.layout.index("replicate", mesh.rank),
+        replicas,
+        mesh.device,
+        warn=sinks.warn if first else _unsaid,
+        note=sinks.note if first else _unsaid,
+        divide=feed.divide if divides else None,
+    )
+
+
+def _unsaid(sentence: str) -> None:
+    """Rank 0 says it."""
 
 
 def _loads_every(run: Run) -> int:

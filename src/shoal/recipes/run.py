@@ -31,7 +31,14 @@ from shoal.launch.rendezvous import STARTED
 from shoal.observe.facts import read_facts
 from shoal.observe.progress_bar import ProgressBar, track
 from shoal.optim.schedule import peak_rate, rate
-from shoal.recipes.assembly import Generation, build_agreement, build_run_gradients, build_state, coded_exchanges
+from shoal.recipes.assembly import (
+    Generation,
+    build_agreement,
+    build_run_gradients,
+    build_run_sync,
+    build_state,
+    coded_exchanges,
+)
 from shoal.recipes.microbatching import Microbatching, microbatching
 from shoal.recipes.objects import UserObjects
 from shoal.recipes.process import Process, open_process
@@ -41,7 +48,7 @@ from shoal.recipes.train_step import build_step
 from shoal.recipes.workload import Workload, build_workload
 from shoal.runfile.run_file import RunFile, run_directory, statistics_group
 from shoal.state.ownership import Trained
-from shoal.sync.build import build_sync
+from shoal.sync.event_order import Rounds
 
 
 @dataclass(frozen=True)
@@ -146,10 +153,12 @@ def open_run(
     *,
     environ: Mapping[str, str] = os.environ,
     store: Store | None = None,
+    rounds: Rounds | None = None,
 ) -> Run:
     """Connects this rank to the others and builds what it trains with. Blocks until all ranks are here.
 
     `objects` replace what the run file names. `store` is where ranks meet; None: the one that the launcher told of.
+    `rounds` records the order of events at servers, or repeats a recorded one.
     """
     process = open_process(run_file, place, environ=environ, store=store)
     layout = run_file.layout.layout(place.world_size)
@@ -161,14 +170,21 @@ def open_run(
         layout, place.rank, store=process.store, device=process.device, generation=number, wire=run_file.wire,
         conditions=process.conditions,
     )  # fmt: skip
-    generation = _generation(run_file, process, workload, mesh, plan)
+    generation = _generation(run_file, process, workload, mesh, plan, rounds)
     scaler = scaler_of(run_file.precision)
     state = build_state(run_file, generation, workload, scaler)
     step = build_step(run_file, generation, generation.agreement.stepped_by(state.optimizer.optimizer), scaler)
     return Run(run_file, process, workload, generation, state, step)
 
 
-def _generation(run_file: RunFile, process: Process, workload: Workload, mesh: Mesh, plan: Microbatching) -> Generation:
+def _generation(
+    run_file: RunFile,
+    process: Process,
+    workload: Workload,
+    mesh: Mesh,
+    plan: Microbatching,
+    rounds: Rounds | None,
+) -> Generation:
     model = workload.model
     if not workload.drawn_later:
         _start_equal(model, mesh)
@@ -180,7 +196,7 @@ def _generation(run_file: RunFile, process: Process, workload: Workload, mesh: M
     forward_backward = build_forward_backward(
         run_file, parts, mesh, loss=workload.loss, precision=workload.precision, microbatching=plan
     )
-    sync = build_sync(run_file.sync, mesh)
+    sync = build_run_sync(run_file, mesh)
     coded, equal = coded_exchanges(run_file, mesh), sync.keeps_replicas_equal
     gradients = build_run_gradients(
         run_file,
@@ -191,7 +207,7 @@ def _generation(run_file: RunFile, process: Process, workload: Workload, mesh: M
         one_host=process.place.one_host,
         whole=(workload.optimizer or run_file.optimizer).works_on == "matrices",
     )
-    agreement = build_agreement(run_file, parts, gradients, sync, exchange=None if equal else coded)
+    agreement = build_agreement(run_file, parts, gradients, sync, exchange=None if equal else coded, rounds=rounds)
     return Generation(mesh, parts, plan, forward_backward, sync, gradients, agreement, coded)
 
 

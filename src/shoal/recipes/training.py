@@ -18,17 +18,31 @@ from shoal.recipes.facts import run_facts
 from shoal.recipes.forecast import Forecast
 from shoal.recipes.job import build_job, introduce, restore, run_start, sinks_of, write_run_file
 from shoal.recipes.objects import UserObjects
+from shoal.recipes.replay import check_replay, rounds_of
 from shoal.recipes.run import Run, open_run
 from shoal.recipes.sampling import sample_text, unsplit_model
 from shoal.runfile.run_file import RunFile, run_directory
 
 
-def train_rank(run_file: RunFile, place: Place, objects: UserObjects, *, forecast: Forecast | None = None) -> None:
-    """Trains to the end of the run file. Raises the errors of `shoal.errors`; the run directory stays whole."""
+def train_rank(
+    run_file: RunFile,
+    place: Place,
+    objects: UserObjects,
+    *,
+    forecast: Forecast | None = None,
+    replay: Path | None = None,
+) -> None:
+    """Trains to the end of the run file. Raises the errors of `shoal.errors`; the run directory stays whole.
+
+    `replay`: the directory of a run whose order of events at servers is repeated; at the end, weights are compared.
+    """
     directory = run_directory(run_file)
     with sinks_of(run_file, place) as sinks, ExitStack() as stack:
-        run = open_run(run_file, place, objects)
+        rounds = rounds_of(run_file, place.rank, directory, replay)
+        run = open_run(run_file, place, objects, rounds=rounds)
         resumed_step = restore(run, directory, sinks)
+        if rounds is not None:
+            rounds.resume(resumed_step or 0)
         if place.rank == 0:
             write_run_file(run, directory, sinks)
             write_facts(directory, run_facts(run) | _predicted(run, forecast))
@@ -42,6 +56,8 @@ def train_rank(run_file: RunFile, place: Place, objects: UserObjects, *, forecas
         job.saver.close()
         if place.rank == 0:
             _conclude(run, directory, sinks, forecast if job.progress.step > first else None)
+            if replay is not None:
+                sinks.note(check_replay(replay, directory))
 
 
 def _sampled(run: Run, sinks: Sinks) -> str | None:

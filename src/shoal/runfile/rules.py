@@ -17,7 +17,7 @@ from shoal.models.huggingface.config import TransformersConfig, vocabulary_of
 from shoal.runfile.layout_rules import layout_refusal
 from shoal.runfile.microbatches import microbatch_sizes, most_samples
 from shoal.runfile.run_file import RunFile, statistics_group
-from shoal.runfile.sync_rules import sync_refusal
+from shoal.runfile.sync_rules import division_refusal, sync_refusal
 from shoal.sync.config import AllReduceConfig, LocalConfig, StreamingConfig
 
 
@@ -42,6 +42,7 @@ def refusal(run_file: RunFile) -> str | None:
         codec_refusal,
         wire_refusal,
         sync_refusal,
+        division_refusal,
     ):
         sentence = rule(run_file)
         if sentence is not None:

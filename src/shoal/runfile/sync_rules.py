@@ -10,7 +10,7 @@ from shoal.engine.config import Float16
 from shoal.models.config import MoEConfig
 from shoal.optim.config import SGD
 from shoal.runfile.run_file import RunFile, in_canonical_order, statistics_group
-from shoal.sync.config import AllReduceConfig, GossipConfig, HogwildConfig, ServerConfig
+from shoal.sync.config import AllReduceConfig, GossipConfig, HogwildConfig, LocalConfig, ServerConfig
 
 
 def sync_refusal(run_file: RunFile) -> str | None:
@@ -38,6 +38,29 @@ def _against_replicas(run_file: RunFile) -> Iterator[tuple[str, str]]:
     """What replicas of the strategy's form cannot work with."""
     of = {"lockstep": lambda _: iter(()), "own_steps": _against_own_steps, "workers": _against_workers}
     return of[run_file.sync.replicas_are](run_file)
+
+
+def division_refusal(run_file: RunFile) -> str | None:
+    """One sentence if work cannot be divided by speed."""
+    if run_file.batch.division == "even":
+        return None
+    found = next(_against_division(run_file), None)
+    return None if found is None else f'batch.division = "by_speed" with {found[0]}: {found[1]}'
+
+
+def _against_division(run_file: RunFile) -> Iterator[tuple[str, str]]:
+    """(key and value, why not and what to do)"""
+    layout = run_file.layout
+    if not isinstance(run_file.sync, AllReduceConfig | LocalConfig | ServerConfig):
+        why = "it counts all replicas the same, whatever they computed; use allreduce, local or server"
+        yield f'sync.kind = "{_kind(run_file)}"', why
+    if in_canonical_order(run_file):
+        yield 'sync.order = "canonical"', "its logical shards are equal parts; leave one of the two out"
+    for axis in ("pipeline", "shard", "context", "tensor", "expert"):
+        if getattr(layout, axis) > 1:
+            yield f"layout.{axis} = {getattr(layout, axis)}", "it is for replicas of one rank; use layout.replicate"
+    if run_file.observe.noise_every_steps:
+        yield "observe.noise_every_steps", "the noise is measured on equal shares; leave it out"
 
 
 def _against_own_steps(run_file: RunFile) -> Iterator[tuple[str, str]]:
@@ -136,10 +159,10 @@ def _against_workers(run_file: RunFile) -> Iterator[tuple[str, str]]:
 def _against_shares(run_file: RunFile, workers: int) -> Iterator[tuple[str, str]]:
     if workers == 1:
         yield "one replica", "there is no other to work with; raise layout.replicate or run.processes"
-    if run_file.batch.global_samples % workers:
+    if run_file.batch.division == "even" and run_file.batch.global_samples % workers:
         why = (
             f"every worker's gradient counts the same, so {workers} workers need equal shares; "
-            f"use a multiple of {workers}"
+            f'use a multiple of {workers}, or batch.division = "by_speed"'
         )
         yield f"batch.global_samples = {run_file.batch.global_samples}", why
 

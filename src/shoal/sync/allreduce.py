@@ -41,7 +41,7 @@ class AlwaysEqual(OwnOptimizer):
     equal = True
     sections: Sequence[Section] = ()
 
-    def before_step(self) -> None:
+    def before_step(self, weight: float = 1.0) -> None:
         """Nothing to prepare."""
 
     def after_update(self, step: int, taken: Taken) -> Agreed:

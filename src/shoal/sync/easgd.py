@@ -54,7 +54,7 @@ class EASGDAgreement(OwnOptimizer):
         self._own = OwnSection(replicas, self._x)
         self.sections: Sequence[Section] = (self._own,)
 
-    def before_step(self) -> None:
+    def before_step(self, weight: float = 1.0) -> None:
         """Replicas that have shown the centre go on from what they had."""
         if not self.equal:
             return

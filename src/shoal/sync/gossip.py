@@ -78,7 +78,7 @@ class GossipAgreement(OwnOptimizer):
         self._own = OwnSection(replicas, self._x, scalars={"weight": self._weight})
         self.sections: Sequence[Section] = (self._own,)
 
-    def before_step(self) -> None:
+    def before_step(self, weight: float = 1.0) -> None:
         """Replicas that have met go on from what they had."""
         if not self.equal:
             return

@@ -63,7 +63,7 @@ class HogwildAgreement(OwnOptimizer):
         """SGD at a rate that makes each process move the parameters by its share."""
         return ShareOfStep(optimizer, self._replicas.size)
 
-    def before_step(self) -> None:
+    def before_step(self, weight: float = 1.0) -> None:
         if self.equal:  # nobody writes before all have loaded, saved or evaluated
             self._replicas.barrier().wait()
             self.equal = False

@@ -51,9 +51,10 @@ class LocalAgreement(OwnOptimizer):
         self._meeting, self._device = Meeting(replica, replicas), device_of(replica)
         self._period = Period(config.period, adapt_every=config.adapt_every)
         self._rates: list[float] = []
+        self._weight = 0.0
         self.sections: Sequence[Section] = (_LocalSection(self._outer.momentum, self._period),)
 
-    def before_step(self) -> None:
+    def before_step(self, weight: float = 1.0) -> None:
         if self.equal:
             self._outer.start.read()
             self.equal = False
@@ -61,17 +62,18 @@ class LocalAgreement(OwnOptimizer):
     def after_update(self, step: int, taken: Taken) -> Agreed | None:
         self._meeting.note(taken)
         self._note_rate(taken.lr)
+        self._weight += taken.weight
         warming_up = step <= self._config.warmup_steps
         if not (warming_up or self._period.due(step) or step == self._replica.steps):
             return None
-        self._outer.send()
+        self._outer.send(weight=self._weight)
         self._outer.arrive()
         self._outer.apply(unit=self._unit(), plain=warming_up)
         self._outer.start.write()
         self._replica.gather()
         agreed = self._meeting.hold(self._device)
         self._period.agreed(step, loss=self._meeting.loss, lr=1.0 if taken.lr is None else taken.lr)
-        self.equal = True
+        self.equal, self._weight = True, 0.0
         self._rates.clear()
         return agreed
 

@@ -1,6 +1,7 @@
 """The outer optimizer: SGD, with momentum, on what replicas changed since they last agreed.
 
-    g = mean over k of (x - x_k)          the outer gradient: x where the round began, x_k where replica k has come
+    g = mean over k of (x - x_k)          the outer gradient: x where the round began, x_k where replica k has come,
+                                          weighted by the samples that it took there
     m = mu m + g                          the outer momentum
     x = x - lr (g + mu m)                 Nesterov; without it x - lr m
 
@@ -41,14 +42,25 @@ class OuterStep:
         ]
         self.start.read()
 
-    def send(self) -> None:
-        """Starts to sum what replicas changed."""
+    def send(self, *, weight: float | None = None) -> None:
+        """Starts to sum what replicas changed. `weight`: what this replica's samples of the round weigh; None: as much
+        as those of any other.
+        """
         self._change.read()
+        share = 1.0 if weight is None else self._share(weight)
         for exchange, change, start in zip(self._exchanges, self._change.buffers, self.start.buffers, strict=True):
             torch.sub(start, change, out=change)
+            if share != 1.0:
+                change.mul_(share)
             exchange.start()
             exchange.send(change)
             exchange.settle()
+
+    def _share(self, weight: float) -> float:
+        """The weight of this replica beside the mean weight."""
+        total = torch.tensor([weight], dtype=torch.float64, device=self.start.buffers[0].device)
+        self._replicas.all_reduce(total).wait()
+        return weight * self._replicas.size / float(total)
 
     def arrive(self) -> None:
         """Returns when the outer gradient is there."""

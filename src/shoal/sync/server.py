@@ -88,7 +88,7 @@ class ServerAgreement:
         self._worker = Worker(self._flat, lanes, self._part, dtype=dtype)
         self._gradient = torch.zeros(self._flat.numel, dtype=dtype)
         self._serving: Serving | None = None
-        self._number, self._contributed = -1, True
+        self._number, self._contributed, self._weight = -1, True, 1.0
         self._stop, self._tokens, self._waited_s = False, 0, 0.0
 
     def stepped_by(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -102,16 +102,17 @@ class ServerAgreement:
         self._part.step = step
         return ServedOptimizer(self._parameters, self)
 
-    def before_step(self) -> None:
+    def before_step(self, weight: float = 1.0) -> None:
         if self.equal:
             self._flat.pack(self._parameters, self._worker.row)
             rule = rule_of(self._config, self._replicas.size)
-            self._part.begin(rule, self._worker.row[self._flat.spans[self._replicas.rank]])
+            values, rounds = self._worker.row[self._flat.spans[self._replicas.rank]], self._replica.rounds
+            self._part.begin(rule, values, order=None if rounds is None else rounds.begin())
             self._worker.begin()
             self._number = -1
             self._serving = Serving(self._part, self._lanes)
             self.equal = False
-        self._contributed = self.skips_step
+        self._contributed, self._weight = self.skips_step, weight
         self._number += 1
 
     @property
@@ -128,7 +129,7 @@ class ServerAgreement:
             gradient = self._gradient
         begin_s = time.perf_counter()
         servers = None if self._config.admission != "backup" else self._worker.awaited(self._number)
-        self._worker.push_pull(Push(self._number, gradient, lr or 0.0), servers)
+        self._worker.push_pull(Push(self._number, gradient, lr or 0.0, self._weight), servers)
         self._waited_s = time.perf_counter() - begin_s
         self._contributed = True
         self._flat.unpack(self._worker.row, self._parameters)
@@ -140,6 +141,8 @@ class ServerAgreement:
         if step % self._config.steps_between and step != self._replica.steps:
             return None
         self._end_round()
+        if self._replica.rounds is not None:
+            self._replica.rounds.end(step)
         agreed = self._share()
         self.equal, self._stop, self._tokens = True, False, 0
         return agreed

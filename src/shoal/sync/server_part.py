@@ -1,15 +1,18 @@
 """`ServedPart`: the part of the parameters that one server has, and what it does with contributions to it.
 
 Threads bring contributions, one for each worker; the rule of `admission` says which of them make an update, and who may
-read. An update is the mean of its contributions, added in the order of the workers, so that the same contributions make
-the same bits; an asynchronous one is a contribution divided by the number of workers: its share of the gradient of the
-global batch. All rules so move the parameters equally far for the same samples.
+read. An update is the mean of its contributions, weighted by what their samples weigh and added in the order of the
+workers, so that the same contributions make the same bits; an asynchronous one is a contribution's share of the
+gradient of the global batch: its weight by those that all workers sent last. All rules so move the parameters equally
+far for the same samples.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import fmean
 from typing import Literal, NamedTuple
 
 import torch
@@ -17,13 +20,15 @@ from torch import Tensor
 
 from shoal.errors import CollectiveError
 from shoal.sync.admission import Accounts, Contribution, Effects, Rule, Update, staleness_of
+from shoal.sync.event_order import CONTRIBUTE, LEAVE, READ, AsTheyCome, EventOrder
 from shoal.sync.staleness import compensate_delay, scale_by_staleness
 
 StalenessPolicy = Literal["plain", "scaled", "compensated"]
 
 
 class Merge(NamedTuple):
-    """How contributions become a gradient. `divisor`: what their sum is divided by (None: their number).
+    """How contributions become a gradient. `divisor`: contributions that make a global batch (None: those of the
+    update).
 
     `staleness` and `strength`: see `shoal.sync.staleness`.
     """
@@ -34,13 +39,15 @@ class Merge(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """A contribution's gradient of this part, [numel], and the learning rate that it was made for.
+    """A contribution's gradient of this part, [numel], the learning rate that it was made for, and the weight of its
+    samples.
 
     None: the worker's gradient was not finite; it takes part in the update and adds nothing.
     """
 
     gradient: Tensor | None
     lr: float
+    weight: float = 1.0
 
 
 class Standing(NamedTuple):
@@ -56,7 +63,8 @@ class ServedPart:
     """`values` are its parameters, [numel]; `gradient` is what its optimizer finds, [numel]. `step` makes an update of
     `values` from `gradient`, at a learning rate.
 
-    A round is what happens between two agreements of all workers. Methods may be called from any thread.
+    A round is what happens between two agreements of all workers. Methods may be called from any thread; where a
+    round repeats another one, they wait for their turn.
     """
 
     def __init__(self, values: Tensor, gradient: Tensor, *, merge: Merge) -> None:
@@ -65,16 +73,19 @@ class ServedPart:
         self._merge = merge
         self._changed = threading.Condition()
         self._rule: Rule | None = None
+        self._order: EventOrder = AsTheyCome()
         self._accounts = Accounts()
         self._sent: dict[Contribution, Sent] = {}
         self._spare: list[Tensor] = []
         self._read: dict[int, Tensor] = {}
         self._released: set[int] = set()
         self._failed: BaseException | None = None
+        self._weights: dict[int, float] = {}
 
-    def begin(self, rule: Rule, values: Tensor) -> None:
-        """A round begins, from these values, [numel]; all workers have read them."""
+    def begin(self, rule: Rule, values: Tensor, *, order: EventOrder | None = None) -> None:
+        """A round begins, from these values, [numel]; all workers have read them. `order`: who may do what when."""
         with self._changed:
+            self._order = order or AsTheyCome()
             self.values.copy_(values)
             self._rule, self._accounts = rule, Accounts()
             self._sent, self._released = {}, set()
@@ -88,8 +99,9 @@ class ServedPart:
 
     def contribute(self, contribution: Contribution, sent: Sent) -> None:
         """A contribution is here; `await_release` says when its worker may go on."""
-        with self._changed:
+        with self._turn(f"{CONTRIBUTE}{contribution.worker}"):
             self._sent[contribution] = sent
+            self._weights[contribution.worker] = sent.weight
             effects = self._present_rule.arrive(contribution)
             self._accounts.followed(effects, now_s=0.0)  # how long it waits, the worker measures itself
             self._follow(effects)
@@ -99,9 +111,7 @@ class ServedPart:
 
         Raises `CollectiveError` if another thread of this server had to give up.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: worker in self._released or self._failed is not None)
-            self._check()
+        with self._turn(f"{READ}{worker}", lambda: worker in self._released):
             self._released.discard(worker)
             self._read[worker].copy_(self.values)
             account = self._accounts.of(worker)
@@ -110,7 +120,7 @@ class ServedPart:
 
     def leave(self, worker: int) -> None:
         """`worker` has made all its contributions of this round."""
-        with self._changed:
+        with self._turn(f"{LEAVE}{worker}"):
             self._follow(self._present_rule.leave(worker))
 
     def fail(self, error: BaseException) -> None:
@@ -130,6 +140,16 @@ class ServedPart:
         with self._changed:
             self._check()
             return self.values
+
+    @contextmanager
+    def _turn(self, event: str, when: Callable[[], bool] = lambda: True) -> Iterator[None]:
+        """Holds the lock when it is the turn of `event`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failed is not None or (when() and self._order.may(event)))
+            self._check()
+            yield
+            self._order.happened(event)
+            self._changed.notify_all()
 
     def _check(self) -> None:
         if self._failed is not None:
@@ -153,7 +173,8 @@ class ServedPart:
         ordered = sorted(update.contributions)
         counted = [c for c in ordered if self._sent[c].gradient is not None]
         if counted:
-            first, *others = [self._weighed(c, staleness_of(c, update)) for c in counted]
+            mean = self._mean_weight(counted)
+            first, *others = [self._weighed(c, staleness_of(c, update), mean) for c in counted]
             for other in others:
                 first.add_(other)
             torch.div(first, self._merge.divisor or len(counted), out=self.gradient)
@@ -162,17 +183,25 @@ class ServedPart:
         for contribution in ordered:
             self._forget(contribution)
 
-    def _weighed(self, contribution: Contribution, tau: int) -> Tensor:
-        gradient, _ = self._sent[contribution]
+    def _mean_weight(self, counted: Sequence[Contribution]) -> float:
+        """Of the contributions that make a global batch: those of the update, or what the workers sent last."""
+        if self._merge.divisor is None:
+            return fmean(self._sent[contribution].weight for contribution in counted)
+        return fmean(self._weights.values())
+
+    def _weighed(self, contribution: Contribution, tau: int, mean_weight: float) -> Tensor:
+        gradient, _, weight = self._sent[contribution]
         assert gradient is not None, "those without are left out"
         if self._merge.staleness == "scaled":
             scale_by_staleness(gradient, tau)
         elif self._merge.staleness == "compensated" and tau > 0:
             then = self._read[contribution.worker]
             compensate_delay(gradient, self.values, then, strength=self._merge.strength)
+        if weight != mean_weight:
+            gradient.mul_(weight / mean_weight)
         return gradient
 
     def _forget(self, contribution: Contribution) -> None:
-        gradient, _ = self._sent.pop(contribution)
+        gradient = self._sent.pop(contribution).gradient
         if gradient is not None:
             self._spare.append(gradient)

@@ -1,6 +1,6 @@
 """What workers and servers send each other: contributions one way (push), parameters the other (pull).
 
-    push   worker -> server   what, number, version, learning rate   then the gradient of the server's part
+    push   worker -> server   what, number, version, rate, weight    then the gradient of the server's part
     pull   server -> worker   version, what became of contributions  then the part's parameters
 
 A rank that is both contributes to its own part without a message. Pushes and pulls have a group each, so that neither
@@ -26,6 +26,7 @@ from shoal.sync.server_partition import Run
 
 _GRADIENT, _NOTHING, _LEAVE = 0.0, 1.0, 2.0
 _HEAD, _BODY = 0, 1  # tags
+_HEAD_NUMBERS = 5
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,12 @@ class FlatParts:
 
 
 class Push(NamedTuple):
-    """What a worker contributes: its `number`th in this round. None: it has nothing to add."""
+    """What a worker contributes: its `number`th in this round, of samples of `weight`. None: it has nothing to add."""
 
     number: int
     gradient: Tensor | None
     lr: float
+    weight: float = 1.0
 
 
 class Worker:
@@ -85,7 +87,7 @@ class Worker:
     def __init__(self, parts: FlatParts, lanes: Lanes, own: ServedPart, *, dtype: torch.dtype) -> None:
         self.row = torch.zeros(parts.numel, dtype=dtype)
         self._parts, self._lanes, self._own, self._rank = parts, lanes, own, lanes.push.rank
-        self._heads = {server: torch.zeros(4, dtype=torch.float64) for server in parts.servers}
+        self._heads = {server: torch.zeros(_HEAD_NUMBERS, dtype=torch.float64) for server in parts.servers}
         self._answers = {server: torch.zeros(4, dtype=torch.float64) for server in parts.servers}
         self.standings: dict[int, Standing] = {}
 
@@ -134,7 +136,7 @@ class Worker:
     def _send(self, server: int, push: Push) -> list[Handle]:
         what = _NOTHING if push.gradient is None else _GRADIENT
         version = self.standings[server].version
-        self._heads[server].copy_(torch.tensor([what, push.number, version, push.lr], dtype=torch.float64))
+        self._heads[server].copy_(torch.tensor([what, push.number, version, push.lr, push.weight], dtype=torch.float64))
         handles = [self._lanes.push.send(self._heads[server], to=server, tag=_HEAD)]
         if push.gradient is not None:
             handles.append(self._lanes.push.send(push.gradient[self._parts.spans[server]], to=server, tag=_BODY))
@@ -149,7 +151,7 @@ class Worker:
         if push.gradient is not None:
             gradient = self._own.buffer().copy_(push.gradient[self._parts.spans[self._rank]])
         contribution = Contribution(self._rank, push.number, self.standings[self._rank].version)
-        self._own.contribute(contribution, Sent(gradient, push.lr))
+        self._own.contribute(contribution, Sent(gradient, push.lr, push.weight))
 
 
 class Serving:
@@ -182,9 +184,9 @@ class Serving:
     def _answer(self, worker: int) -> bool:
         """One contribution, and the parameters in return. False: the worker has left."""
         push, pull = self._lanes.push, self._lanes.pull
-        head = torch.zeros(4, dtype=torch.float64)
+        head = torch.zeros(_HEAD_NUMBERS, dtype=torch.float64)
         push.recv(head, source=worker, tag=_HEAD).wait()
-        what, number, version, lr = head.tolist()
+        what, number, version, lr, weight = head.tolist()
         if what == _LEAVE:
             self._part.leave(worker)
             return False
@@ -192,7 +194,7 @@ class Serving:
         if what == _GRADIENT:
             gradient = self._part.buffer()
             push.recv(gradient, source=worker, tag=_BODY).wait()
-        self._part.contribute(Contribution(worker, int(number), int(version)), Sent(gradient, lr))
+        self._part.contribute(Contribution(worker, int(number), int(version)), Sent(gradient, lr, weight))
         values, standing = self._part.await_release(worker)
         answer = torch.tensor(standing, dtype=torch.float64)
         handles = [pull.send(answer, to=worker, tag=_HEAD), pull.send(values, to=worker, tag=_BODY)]

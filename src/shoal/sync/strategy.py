@@ -23,6 +23,7 @@ from torch import Tensor
 from shoal.comm.exchanges.exchange import AllReduce, NewExchange
 from shoal.state.ownership import Owned
 from shoal.state.section import Section
+from shoal.sync.event_order import Rounds
 from shoal.topology.axes import INSIDE_REPLICA, Axis
 from shoal.topology.holding import Holding, Ranks
 
@@ -32,7 +33,7 @@ class Replica:
     """What a rank updates, as strategies see it. `owned` are the tensors that its optimizer steps; after they have been
     written, `gather` makes the model compute with them. `buffers` are the model's persistent buffers of floating point.
     `steps` is the length of the run. `whole`: its optimizer works on whole matrices. `exchange` sums what replicas send
-    each other: as it is, or with the run's codec.
+    each other: as it is, or with the run's codec. `rounds` records the order of events, or repeats a recorded one.
     """
 
     owned: Sequence[Owned]
@@ -41,17 +42,19 @@ class Replica:
     steps: int
     whole: bool = False
     exchange: NewExchange = AllReduce
+    rounds: Rounds | None = None
 
 
 class Taken(NamedTuple):
-    """What the ranks in lock-step did in a step: were they told to stop, the tokens they used, their mean loss, and the
-    learning rate (None: the optimizer's groups have rates of their own).
+    """What the ranks in lock-step did in a step: were they told to stop, the tokens they used, their mean loss, the
+    learning rate (None: the optimizer's groups have rates of their own), and what their samples weigh.
     """
 
     stop: bool
     tokens: int
     loss: float
     lr: float | None
+    weight: float = 1.0
 
 
 class Agreed(NamedTuple):
@@ -87,8 +90,8 @@ class Agreement(Protocol):
         """The strategy's own measurements of the last step, by name."""
         ...
 
-    def before_step(self) -> None:
-        """Before the first change that step makes."""
+    def before_step(self, weight: float = 1.0) -> None:
+        """Before the first change that step makes. `weight`: that of this rank's samples of it."""
         ...
 
     @property

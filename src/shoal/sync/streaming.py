@@ -59,7 +59,7 @@ class StreamingAgreement(OwnOptimizer):
         self._own = OwnSection(replicas, self._x, shared=momenta)
         self.sections: Sequence[Section] = (self._own,)
 
-    def before_step(self) -> None:
+    def before_step(self, weight: float = 1.0) -> None:
         """Replicas that have shown the model go on from what they had."""
         if not self.equal:
             return

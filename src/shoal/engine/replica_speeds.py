@@ -1,0 +1,122 @@
+"""How fast each replica computes: measured in every step, judged, and what follows from it.
+
+A rank notes the seconds that forward and backward of its samples took, waits for the wire left out. When replicas are
+together, all tell each other what they have noted. `resilience.stragglers` then names those that are slow. Where work
+is divided by speed, the samples of further steps follow: replica k with n_k samples in t_k seconds has the speed
+
+    v_k = n_k / t_k,     and gets the share v_k / (v_1 + ... + v_R)
+
+At the point where this settles all t_k are equal, also where a step costs something beside its samples. A division that
+would gain little stays, because noise would move it in every round.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import NamedTuple
+
+import torch
+
+from shoal.comm.collective import Collective
+from shoal.resilience.stragglers import WINDOW, Stragglers
+
+EVERY_STEPS = 4
+"""Steps between two exchanges, where replicas take every step together."""
+LEAST_GAIN = 0.05
+"""Part of a step's time that another division must save."""
+
+Say = Callable[[str], None]
+
+
+class Noted(NamedTuple):
+    """What this rank did in a step: samples that it computed, and the seconds of their forward and backward."""
+
+    samples: int
+    seconds: float
+
+
+@dataclass
+class ReplicaSpeeds:
+    """The speeds of the replicas that `ranks`, all ranks of the run, belong to; this rank is one of `replica`.
+
+    `divide` is told new speeds, in samples a second, when the division of work should follow them; None: it is even.
+    `warn` and `note` hear of replicas that are slow, and no longer.
+    """
+
+    ranks: Collective
+    replica: int
+    replicas: int
+    device: torch.device
+    warn: Say
+    note: Say
+    divide: Callable[[Sequence[float]], None] | None = None
+    speeds: Sequence[float] = ()
+    _own: deque[Noted] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _since: int = 0
+    _divided: Sequence[float] = ()
+    _stragglers: Stragglers = field(default_factory=Stragglers)
+    _slow: frozenset[str] = frozenset()
+
+    def took(self, noted: Noted) -> None:
+        """This rank has taken a step."""
+        if noted.samples and noted.seconds > 0:
+            self._own.append(noted)
+
+    def after_step(self, *, agreed: bool) -> None:
+        """After every step of every rank, skipped ones too. `agreed`: all replicas have ended it together."""
+        self._since += 1
+        if agreed and self._since >= EVERY_STEPS:
+            self._since = 0
+            self._exchange()
+
+    def figures(self) -> dict[str, float]:
+        """Of this replica: its speed at the last exchange, in samples a second."""
+        return {"replica/samples_per_second": self.speeds[self.replica]} if self.speeds else {}
+
+    def _exchange(self) -> None:
+        rows = self._gathered()
+        steps = min(len(row) for row in rows)
+        if not steps:
+            return
+        last = [row[-steps:] for row in rows]
+        for number in range(steps):
+            self._judge([row[number] for row in last])
+        self.speeds = [1 / median(noted.seconds / noted.samples for noted in row) for row in last]
+        if self.divide is not None and self._worth_it():
+            self._divided = self.speeds
+            self.divide(self.speeds)
+
+    def _gathered(self) -> list[list[Noted]]:
+        """What each replica has noted since the last exchange. A replica is as slow as the slowest of its ranks."""
+        told = [float(self.replica), float(len(self._own)), *(number for noted in self._own for number in noted)]
+        told += [0.0] * (2 + 2 * WINDOW - len(told))
+        self._own.clear()
+        row = torch.tensor(told, dtype=torch.float64, device=self.device)
+        everyone = torch.empty(self.ranks.size * row.numel(), dtype=torch.float64, device=self.device)
+        self.ranks.all_gather(everyone, row).wait()
+        found: list[list[Noted]] = [[] for _ in range(self.replicas)]
+        for replica, count, *numbers in everyone.view(self.ranks.size, -1).tolist():
+            own = [Noted(int(numbers[2 * n]), numbers[2 * n + 1]) for n in range(int(count))]
+            held = found[int(replica)] or own
+            found[int(replica)] = [max(pair, key=lambda noted: noted.seconds) for pair in zip(held, own, strict=False)]
+        return found
+
+    def _judge(self, step: Sequence[Noted]) -> None:
+        """One step of all replicas. Seconds are those of a sample, so that who was given less work is not fast."""
+        slow = self._stragglers.took({str(k): noted.seconds / noted.samples for k, noted in enumerate(step)})
+        names = frozenset(one.replica for one in slow)
+        for one in slow:
+            if one.replica not in self._slow:
+                self.warn(one.sentence)
+        for name in sorted(self._slow - names):
+            self.note(f"replica {name} is as fast as the others again")
+        self._slow = names
+
+    def _worth_it(self) -> bool:
+        """Whether steps would end earlier than under the present division, by enough."""
+        present = self._divided or [1.0] * self.replicas
+        now_s = max(share / speed for share, speed in zip(present, self.speeds, strict=True)) / sum(present)
+        return now_s * sum(self.speeds) > 1 + LEAST_GAIN
