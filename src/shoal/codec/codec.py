@@ -82,8 +82,10 @@ class Codec(ABC):
         """What a codec that is bound to a buffer learns from step to step, by names of its own; to be saved."""
         return {}
 
-    def bound(self, places: Sequence[Place], *, key: int) -> Codec:
-        """The codec for one buffer in which tensors lie at `places`; most do not care. `key`: of random numbers."""
+    def bound(self, places: Sequence[Place], *, key: int, rank: int, ranks: int) -> Codec:
+        """The codec for one buffer in which tensors lie at `places`, on rank `rank` of `ranks` that sum it; most do not
+        care. `key`: of random numbers.
+        """
         return self
 
     def summing(self, x: Tensor, *, key: int) -> Generator[Payload, None, tuple[Tensor, Tensor]]:

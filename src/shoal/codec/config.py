@@ -14,6 +14,7 @@ _FEEDBACK = (
     "gradient's memory."
 )
 _BLOCK = "Numbers that share a scale."
+_FRACTION = "The part of each bucket's numbers that is sent."
 
 
 class NoCodec(Table, frozen=True, tag_field="kind", tag="none"):
@@ -76,8 +77,53 @@ class TopKConfig(Table, frozen=True, tag_field="kind", tag="top_k"):
 
     implemented_by: ClassVar[str] = "shoal.codec.top_k:TopK"
 
-    fraction: Annotated[float, says("The part of each bucket's numbers that is sent.", gt=0, le=1)] = 0.01
+    fraction: Annotated[float, says(_FRACTION, gt=0, le=1)] = 0.01
+    selection: Annotated[
+        Literal["exact", "sampled"],
+        says(
+            "exact: the largest of all. sampled: those above a threshold that a sample tells, so many at most; two "
+            "passes over memory."
+        ),
+    ] = "exact"
     feedback: Annotated[bool, says(_FEEDBACK)] = True
+
+
+class BlockTopKConfig(Table, frozen=True, tag_field="kind", tag="block_top_k"):
+    """The blocks of largest norm, whole: 4 bytes a number, and 4 a block."""
+
+    implemented_by: ClassVar[str] = "shoal.codec.block_top_k:BlockTopK"
+
+    fraction: Annotated[float, says("The part of each bucket's blocks that is sent.", gt=0, le=1)] = 0.01
+    block: Annotated[int, says("Numbers in a block.", ge=2, le=1 << 16)] = 64
+    feedback: Annotated[bool, says(_FEEDBACK)] = True
+
+
+class ScaleComConfig(Table, frozen=True, tag_field="kind", tag="scale_com"):
+    """Numbers at the places where one rank's are largest, another rank in each step; they are summed on the way
+    (ScaleCom).
+    """
+
+    implemented_by: ClassVar[str] = "shoal.codec.scale_com:ScaleCom"
+
+    fraction: Annotated[float, says(_FRACTION, gt=0, le=1)] = 0.01
+    feedback: Annotated[bool, says(_FEEDBACK)] = True
+
+
+class DCTTopKConfig(Table, frozen=True, tag_field="kind", tag="dct_top_k"):
+    """The largest frequencies of every chunk (DeMo), 5 bytes each."""
+
+    implemented_by: ClassVar[str] = "shoal.codec.dct_top_k:DCTTopK"
+
+    chunk: Annotated[int, says("Numbers that are transformed together.", ge=2, le=256)] = 64
+    kept: Annotated[int, says("Frequencies of a chunk that are sent.", ge=1, le=256)] = 4
+    feedback: Annotated[bool, says(_FEEDBACK)] = True
+
+    def __post_init__(self) -> None:
+        if self.kept > self.chunk:
+            raise ValueError(
+                f"kept = {self.kept} with chunk = {self.chunk}: a chunk has as many frequencies as numbers; set kept "
+                f"to {self.chunk} or less"
+            )
 
 
 class RandomKConfig(Table, frozen=True, tag_field="kind", tag="random_k"):
@@ -121,14 +167,27 @@ class PowerSGDConfig(Table, frozen=True, tag_field="kind", tag="power_sgd"):
     feedback: Annotated[bool, says(_FEEDBACK)] = True
 
 
+class ACPSGDConfig(Table, frozen=True, tag_field="kind", tag="acp_sgd"):
+    """PowerSGD's thin matrices in turn, one in each step (ACP-SGD): one sum, half the bytes."""
+
+    implemented_by: ClassVar[str] = "shoal.codec.acp_sgd:ACPSGD"
+
+    rank: Annotated[int, says("Columns of a thin matrix.", ge=1, le=256)] = 4
+    feedback: Annotated[bool, says(_FEEDBACK)] = True
+
+
 CodecConfig = (
     NoCodec
     | CastConfig
     | BlockwiseConfig
     | SignConfig
     | TopKConfig
+    | BlockTopKConfig
+    | ScaleComConfig
+    | DCTTopKConfig
     | RandomKConfig
     | QSGDConfig
     | TernGradConfig
     | PowerSGDConfig
+    | ACPSGDConfig
 )

@@ -89,8 +89,8 @@ class Quantised(Codec):
         if self._scale == "largest":
             return rows.abs().amax(1) / self._levels
         if self._scale == "norm":
-            return torch.linalg.vector_norm(rows, dim=1) / self._levels
-        sums = rows.abs().sum(1)
+            return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64) / self._levels
+        sums = rows.abs().sum(1, dtype=torch.float64)
         return sums / lengths_of(numel, self._block, sums)
 
 

@@ -50,7 +50,8 @@ class Coded:
     ) -> None:
         self.group, self.result, self.segments, self.rounds = group, buffer, tuple(segments), 0
         self._key, self._spent = key, spent or Spent()
-        self._codec = codec.bound([Place(*segment) for segment in segments], key=key)
+        places = [Place(*segment) for segment in segments]
+        self._codec = codec.bound(places, key=key, rank=group.rank, ranks=group.size)
         self._sum = coded_sum(self._codec, group, buffer.numel(), self._spent)
         self._dtype = torch.promote_types(buffer.dtype, torch.float32)
         self._gaps = _gaps(segments, buffer)
