@@ -50,7 +50,7 @@ def test_quantised_numbers_are_those_of_torch(form: tuple[Scale, Rounding, int],
 
 @kernels_built
 @pytest.mark.parametrize("numel", LENGTHS)
-@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3", "float8_e5m2"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3", "float8_e5m2"])
 def test_narrow_floats_are_those_of_torch(dtype: Any, numel: int) -> None:
     """Bit by bit, both ways, subnormal numbers included."""
     codec, x = Cast(CastConfig(dtype=dtype, block=1000)), numbers(numel, 1)

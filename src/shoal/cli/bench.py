@@ -19,6 +19,7 @@ MODULES = {
     "comm": "shoal.bench.comm",
     "link": "shoal.bench.link",
     "products": "shoal.bench.products",
+    "codec": "shoal.bench.codec",
 }
 
 

@@ -40,20 +40,25 @@ class Cast(Codec):
 
     def _encode(self, x: Tensor, key: int) -> Payload:
         kernels = kernels_for(x)
-        if self._scaled is None or kernels is None:
+        if kernels is None:
             return self.encode_in_torch(x)
+        if self._scaled is None:
+            narrow = torch.empty(x.numel(), dtype=torch.bfloat16)
+            kernels.to_bfloat16(x, narrow)
+            return (narrow,)
         scales, numbers = (torch.empty(field.numel, dtype=field.dtype) for field in self.fields(x.numel()))
         kernels.narrow(x, scales, numbers, block=self._block)
         return scales, numbers
 
     def _decode(self, payload: Payload, numel: int, key: int, dtype: torch.dtype) -> Tensor:
-        if self._scaled is None:
-            return payload[0].to(dtype)
         result = torch.empty(numel, dtype=dtype, device=payload[0].device)
         kernels = kernels_for(result)
         if kernels is None:
             return self.decode_in_torch(payload, numel, dtype)
-        kernels.widen(*payload, result, block=self._block)
+        if self._scaled is None:
+            kernels.from_bfloat16(payload[0], result)
+        else:
+            kernels.widen(*payload, result, block=self._block)
         return result
 
     def encode_in_torch(self, x: Tensor) -> Payload:
@@ -67,5 +72,7 @@ class Cast(Codec):
 
     def decode_in_torch(self, payload: Payload, numel: int, dtype: torch.dtype) -> Tensor:
         """The vector `[numel]` on any device."""
+        if self._scaled is None:
+            return payload[0].to(dtype)
         scales, numbers = payload
         return times_scale(in_blocks(numbers.to(dtype), self._block), scales, numel, dtype)

@@ -88,6 +88,9 @@ class Codec(ABC):
         """
         return self
 
+    def begin(self, number: int) -> None:
+        """Called before sum `number` of a bound codec, from 1 on, the same on all ranks. Most do not care."""
+
     def summing(self, x: Tensor, *, key: int) -> Generator[Payload, None, tuple[Tensor, Tensor]]:
         """The sum of `x` over ranks, by a linear codec: yields payloads that the caller sums over the ranks in place.
 

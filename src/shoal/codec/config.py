@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from shoal.config.table import Table, says
+from shoal.config.table import PositiveFloat, Table, says
 
 _FEEDBACK = (
     "Error feedback: what was not sent is added to the next gradient, and kept in checkpoints. Costs twice the "
@@ -86,6 +86,26 @@ class TopKConfig(Table, frozen=True, tag_field="kind", tag="top_k"):
         ),
     ] = "exact"
     feedback: Annotated[bool, says(_FEEDBACK)] = True
+
+
+class DGCConfig(Table, frozen=True, tag_field="kind", tag="dgc"):
+    """Deep Gradient Compression: the largest numbers of velocities, with momentum correction, factor masking, local
+    clipping and a warm-up. For `optimizer.kind = "sgd"` without momentum.
+    """
+
+    implemented_by: ClassVar[str] = "shoal.codec.dgc:DGC"
+    feedback: ClassVar[bool] = True
+
+    fraction: Annotated[float, says(_FRACTION, gt=0, le=1)] = 0.001
+    selection: Annotated[Literal["exact", "sampled"], says("As for top_k.")] = "sampled"
+    momentum: Annotated[float, says("Momentum of each rank's velocity, in the optimizer's place.", ge=0, lt=1)] = 0.9
+    clip_norm: Annotated[
+        PositiveFloat | None,
+        says("Each rank's part of a bucket is clipped to this norm over the root of the number of ranks."),
+    ] = None
+    warmup_steps: Annotated[
+        int, says("First steps, in which 25 %, 6.25 %, ... of the numbers are sent, down to `fraction`.", ge=0)
+    ] = 0
 
 
 class BlockTopKConfig(Table, frozen=True, tag_field="kind", tag="block_top_k"):
@@ -182,6 +202,7 @@ CodecConfig = (
     | BlockwiseConfig
     | SignConfig
     | TopKConfig
+    | DGCConfig
     | BlockTopKConfig
     | ScaleComConfig
     | DCTTopKConfig

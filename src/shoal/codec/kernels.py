@@ -24,13 +24,17 @@ _FUNCTIONS = {
     "narrow": (None, (*_VECTOR, c_uint64, c_int, c_float, c_void_p, c_void_p)),
     "widen": (None, (c_void_p, *_VECTOR, c_uint64, c_int, c_void_p)),
     "largest": (c_float, _VECTOR),
+    "to_bfloat16": (None, (*_VECTOR, c_void_p)),
+    "from_bfloat16": (None, (*_VECTOR, c_void_p)),
     "select": (c_uint64, (*_VECTOR, c_float, c_void_p, c_uint64)),
 }
 
 SCALES = ("largest", "norm", "mean")
 ROUNDINGS = ("nearest", "stochastic", "sign")
+GROUP = 16
+"""Numbers that `select` looks at together."""
 FORMATS = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
-"""In the order of the enumerations in `core/kernels.c`."""
+"""As in `core/kernels.c`, in the order of its enumerations."""
 
 
 class Kernels:
@@ -74,6 +78,14 @@ class Kernels:
             scales.data_ptr(), narrow.data_ptr(), out.numel(), block, FORMATS.index(narrow.dtype), out.data_ptr()
         )
 
+    def to_bfloat16(self, x: Tensor, out: Tensor) -> None:
+        """Writes `out`, bfloat16 `[numel]`: `x`, rounded to nearest."""
+        self._library.shoal_codec_to_bfloat16(x.data_ptr(), x.numel(), out.data_ptr())
+
+    def from_bfloat16(self, narrow: Tensor, out: Tensor) -> None:
+        """Writes `out`, float32 `[numel]`."""
+        self._library.shoal_codec_from_bfloat16(narrow.data_ptr(), out.numel(), out.data_ptr())
+
     def largest(self, x: Tensor) -> float:
         """The largest magnitude; not finite if any number is not."""
         return self._library.shoal_codec_largest(x.data_ptr(), x.numel())
@@ -82,7 +94,7 @@ class Kernels:
         """The first places, int64 ascending, of magnitude `least` or more, `room` of them at most; and how many there
         are in all.
         """
-        places = torch.empty(room, dtype=torch.int64)
+        places = torch.empty(room + GROUP, dtype=torch.int64)
         found = self._library.shoal_codec_select(x.data_ptr(), x.numel(), least, places.data_ptr(), room)
         return places[: min(found, room)], found
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from shoal.codec.config import NoCodec
-from shoal.comm.exchanges.coded import CodedExchanges
+from shoal.codec.config import DGCConfig, NoCodec
+from shoal.comm.exchanges.coded import Coded, CodedExchanges
 from shoal.comm.exchanges.exchange import AllReduce, NewExchange
+from shoal.comm.exchanges.momentum_corrected import MomentumCorrected
 from shoal.comm.mesh import Mesh
 from shoal.config.table import implementation_of
 from shoal.engine.extra_state import ExtraSection
@@ -74,7 +76,10 @@ def coded_exchanges(run_file: RunFile) -> CodedExchanges | None:
     config = run_file.codec
     if isinstance(config, NoCodec):
         return None
-    return CodedExchanges(implementation_of(config)(config), feedback=config.feedback, seed=run_file.run.seed)
+    new = Coded
+    if isinstance(config, DGCConfig):
+        new = partial(MomentumCorrected, momentum=config.momentum, clip_norm=config.clip_norm)
+    return CodedExchanges(implementation_of(config)(config), feedback=config.feedback, seed=run_file.run.seed, new=new)
 
 
 def build_run_gradients(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from shoal.codec.config import NoCodec
+from shoal.codec.config import DGCConfig, NoCodec
 from shoal.data.config import StdlibText, TextFiles
 from shoal.engine.config import Float16
 from shoal.errors import ConfigError
@@ -273,6 +273,8 @@ def _against_codec(run_file: RunFile) -> Iterator[tuple[str, str]]:
         kind = type(run_file.sync).__struct_config__.tag
         why = "it codes gradients, or outer gradients, that all replicas sum; leave one of the two out"
         yield f'sync.kind = "{kind}"', why
+    if isinstance(run_file.codec, DGCConfig):
+        yield from _against_velocities(run_file)
     if layout.shard > 1 and layout.context == 1 and processes == layout.shard * layout.pipeline:
         why = "it codes what replicas send each other, and there is one; set layout.replicate to 2 or more"
         yield f"layout.shard = {layout.shard} and one replica", why
@@ -289,6 +291,20 @@ def _against_codec(run_file: RunFile) -> Iterator[tuple[str, str]]:
     if run_file.observe.noise_every_steps:
         why = "the noise needs the gradient itself, and a codec changes it; measure it without a codec"
         yield f"observe.noise_every_steps = {run_file.observe.noise_every_steps}", why
+
+
+def _against_velocities(run_file: RunFile) -> Iterator[tuple[str, str]]:
+    """(key and value, why not and what to do), for a codec that sends velocities instead of gradients."""
+    optimizer, sync = run_file.optimizer, run_file.sync
+    if not isinstance(optimizer, SGD):
+        why = 'it would take velocities for gradients; use optimizer.kind = "sgd", or another codec'
+        yield f'optimizer.kind = "{type(optimizer).__struct_config__.tag}"', why
+    elif optimizer.momentum:
+        why = "the codec has the momentum; set optimizer.momentum = 0"
+        yield f"optimizer.momentum = {optimizer.momentum:g}", why
+    if not isinstance(sync, AllReduceConfig):
+        why = 'outer gradients have a momentum of their own; use sync.kind = "allreduce", or another codec'
+        yield f'sync.kind = "{type(sync).__struct_config__.tag}"', why
 
 
 def wire_refusal(run_file: RunFile) -> str | None:

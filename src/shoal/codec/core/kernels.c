@@ -253,17 +253,44 @@ EXPORT void shoal_codec_widen(const float *scales, const void *in, uint64_t n, u
 
 EXPORT float shoal_codec_largest(const float *x, uint64_t n) { return as_float(largest_bits(x, n)); }
 
-/* The places, ascending, of up to `room` numbers of magnitude `least` or more; returns how many there are in all. */
-EXPORT uint64_t shoal_codec_select(const float *x, uint64_t n, float least, int64_t *places, uint64_t room) {
-    uint64_t found = 0, from = as_bits(least);
-    for (uint64_t start = 0; start < n; start += 64) {
-        uint64_t m = n - start < 64 ? n - start : 64;
-        if (largest_bits(x + start, m) < from) continue;
-        for (uint64_t i = start; i < start + m; i++) {
-            if ((as_bits(x[i]) & 0x7fffffff) < from) continue;
-            if (found < room) places[found] = (int64_t)i;
-            found++;
+/* The places, ascending, of up to `room` numbers of magnitude `least` or more; returns how many there are in all.
+   `places` has room for GROUP more: a group that has any is written without a branch for each number. */
+#define GROUP 16
+CLONES static uint64_t select_groups(const float *x, uint64_t n, uint32_t from, int64_t *places, uint64_t room) {
+    uint64_t found = 0;
+    for (uint64_t start = 0; start < n; start += GROUP) {
+        uint32_t any = 0;
+        for (int i = 0; i < GROUP; i++) any |= (as_bits(x[start + i]) & 0x7fffffff) >= from;
+        if (!any) continue;
+        int64_t *out = places + (found < room ? found : room);
+        for (int i = 0; i < GROUP; i++) {
+            *out = (int64_t)start + i;
+            out += (as_bits(x[start + i]) & 0x7fffffff) >= from;
         }
+        found += (uint64_t)(out - places) - (found < room ? found : room);
     }
     return found;
+}
+
+EXPORT uint64_t shoal_codec_select(const float *x, uint64_t n, float least, int64_t *places, uint64_t room) {
+    uint32_t from = as_bits(least);
+    uint64_t whole = n - n % GROUP, found = select_groups(x, whole, from, places, room);
+    for (uint64_t i = whole; i < n; i++) {
+        if ((as_bits(x[i]) & 0x7fffffff) < from) continue;
+        if (found < room) places[found] = (int64_t)i;
+        found++;
+    }
+    return found;
+}
+
+/* bfloat16 is the upper half of a float, rounded to nearest, ties to even. */
+EXPORT CLONES void shoal_codec_to_bfloat16(const float *restrict x, uint64_t n, uint16_t *restrict out) {
+    for (uint64_t i = 0; i < n; i++) {
+        uint32_t bits = as_bits(x[i]), rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        out[i] = (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+    }
+}
+
+EXPORT CLONES void shoal_codec_from_bfloat16(const uint16_t *restrict in, uint64_t n, float *restrict out) {
+    for (uint64_t i = 0; i < n; i++) out[i] = as_float((uint32_t)in[i] << 16);
 }

@@ -16,7 +16,7 @@ forgotten. What is not finite on one rank makes the result not finite on all.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -110,16 +110,17 @@ class Coded:
 
 
 class CodedExchanges:
-    """The `NewExchange` of a run with a codec; `made` are those that it has made."""
+    """The `NewExchange` of a run with a codec; `made` are those that it has made. `new` makes one."""
 
-    def __init__(self, codec: Codec, *, feedback: bool, seed: int) -> None:
+    def __init__(self, codec: Codec, *, feedback: bool, seed: int, new: Callable[..., Coded] = Coded) -> None:
+        self._new = new
         self._codec, self._feedback, self._seed = codec, feedback, seed
         self._spent, self.by_microbatch = Spent(), False
         self.made: list[Coded] = []
 
     def __call__(self, group: Collective, buffer: Tensor, segments: Sequence[Segment]) -> Coded:
         key = key_of(self._seed, "codec", *(segment.name for segment in segments))
-        exchange = Coded(self._codec, group, buffer, segments, feedback=self._feedback, key=key, spent=self._spent)
+        exchange = self._new(self._codec, group, buffer, segments, feedback=self._feedback, key=key, spent=self._spent)
         self.made.append(exchange)
         return exchange
 
