@@ -14,8 +14,9 @@ from shoal.codec.kernels import Kernels, kernels_for, load_kernels
 from shoal.codec.quantise import Quantised, Rounding, Scale
 
 FORMS: list[tuple[Scale, Rounding, int]] = [
-    ("largest", "nearest", 127), ("largest", "nearest", 7), ("largest", "stochastic", 127), ("largest", "stochastic", 7),
-    ("largest", "stochastic", 1), ("norm", "stochastic", 127), ("norm", "stochastic", 7), ("mean", "sign", 1),
+    ("largest", "nearest", 127), ("largest", "nearest", 7), ("largest", "stochastic", 127),
+    ("largest", "stochastic", 7), ("largest", "stochastic", 1),
+    ("norm", "stochastic", 127), ("norm", "stochastic", 7), ("mean", "sign", 1),
 ]  # fmt: skip
 LENGTHS = (0, 1, 7, 64, 65, 1023, 5000, 13_001)
 LAST_BIT = 1e-6

@@ -27,6 +27,7 @@ from shoal.codec.config import (
     CastConfig,
     CodecConfig,
     DCTTopKConfig,
+    DGCConfig,
     PowerSGDConfig,
     QSGDConfig,
     RandomKConfig,
@@ -54,11 +55,14 @@ CODECS: Mapping[str, CodecConfig] = {
     "sign": SignConfig(),
     "top_k": TopKConfig(),
     "top_k_sampled": TopKConfig(selection="sampled"),
+    "dgc": DGCConfig(fraction=0.01, warmup_steps=40),
+    "dgc_0.1%": DGCConfig(fraction=0.001, warmup_steps=40),
     "block_top_k": BlockTopKConfig(),
     "dct_top_k": DCTTopKConfig(),
     "random_k": RandomKConfig(fraction=0.01),
     "scale_com": ScaleComConfig(),
     "power_sgd": PowerSGDConfig(),
+    "power_sgd_2": PowerSGDConfig(rank=2),
     "acp_sgd": ACPSGDConfig(),
 }
 HALF_OF_COPY = ("bfloat16", "float16", "float8_e4m3", "float8_e5m2", "int8")

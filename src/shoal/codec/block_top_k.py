@@ -2,10 +2,9 @@
 
     y = x in the k blocks of largest |x_b|_2, and zero elsewhere
 
-(Vogels, Karimireddy, Jaggi, arXiv:1905.13727, appendix G, "random block" with the choice of top-k; the blocks lie on a
-grid as in Dutta et al., "On the Discrepancy between the Theoretical Analysis and Practical Implementations of Compressed
-Communication", arXiv:1911.08250, section 5.) It leaves |x - y|^2 <= (1 - k/b) |x|^2 of b blocks: biased. A place costs
-4 bytes a block, memory is read and written in runs, and only the norms of blocks are sorted.
+Top-k (`top_k`), of blocks on a fixed grid instead of numbers. It leaves |x - y|^2 <= (1 - k/b) |x|^2 of b blocks:
+biased, it needs error feedback. A place costs 4 bytes a block instead of 2 a number, memory is read and written in
+runs, and only the norms of blocks are compared.
 """
 
 from __future__ import annotations

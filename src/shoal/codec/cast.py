@@ -58,7 +58,8 @@ class Cast(Codec):
         if self._scaled is None:
             kernels.from_bfloat16(payload[0], result)
         else:
-            kernels.widen(*payload, result, block=self._block)
+            scales, numbers = payload
+            kernels.widen(scales, numbers, result, block=self._block)
         return result
 
     def encode_in_torch(self, x: Tensor) -> Payload:

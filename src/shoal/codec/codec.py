@@ -71,7 +71,7 @@ class Codec(ABC):
 
     @abstractmethod
     def _encode(self, x: Tensor, key: int) -> Payload:
-        """`x` `[numel]` float32 or float64, contiguous; finite or NaN everywhere, unless the codec `shows_nonfinite`."""
+        """`x` `[numel]` float32 or float64, contiguous; finite or NaN everywhere, unless it `shows_nonfinite`."""
 
     @abstractmethod
     def _decode(self, payload: Payload, numel: int, key: int, dtype: torch.dtype) -> Tensor:
@@ -88,7 +88,7 @@ class Codec(ABC):
         """
         return self
 
-    def begin(self, number: int) -> None:
+    def begin(self, number: int) -> None:  # noqa: B027, most codecs do nothing
         """Called before sum `number` of a bound codec, from 1 on, the same on all ranks. Most do not care."""
 
     def summing(self, x: Tensor, *, key: int) -> Generator[Payload, None, tuple[Tensor, Tensor]]:

@@ -1,10 +1,10 @@
 """Deep Gradient Compression: top-k of velocities, with more numbers at first.
 
-    kept at sum t = max(fraction, 0.25^(1 + t s / T)),    s: sums until the fraction is reached, T warm-up sums
+    sent at sum t = max(fraction, 0.25^(1 + floor((t - 1) s / T))),    s powers of four to the fraction, T warm-up sums
 
-(Lin et al., "Deep Gradient Compression", arXiv:1712.01887, section 3.3: 25 %, 6.25 %, 1.6 %, 0.4 %, 0.1 % in turn; here in
-as many equal parts of the warm-up as powers of four it takes.) The velocities, momentum correction and factor masking are
-those of `shoal.comm.exchanges.momentum_corrected`. Biased: it needs its residuals.
+(Lin et al., "Deep Gradient Compression", arXiv:1712.01887, section 3.3: 25 %, 6.25 %, 1.6 %, 0.4 %, 0.1 % in turn; here
+in as many equal parts of the warm-up as it takes powers of four.) Velocities, momentum correction, local clipping and
+factor masking are those of the exchange that is made for it. Biased: it needs error feedback.
 """
 
 from __future__ import annotations

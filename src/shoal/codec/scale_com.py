@@ -4,9 +4,9 @@
     every rank       sends its numbers at these places;  sums of k numbers, however many ranks there are
 
 (Chen et al., "ScaleCom: Scalable Sparsified Gradient Compression for Communication-Efficient Distributed Training",
-arXiv:2104.11125, algorithm 1, with beta = 1.) Residuals of different ranks come to look alike, which is why the places of
-one serve all. Biased: it needs error feedback. In the paper ranks lead in turn; here the key of the sum draws the leader,
-so that no turn has to be saved.
+arXiv:2104.11125, algorithm 1, with beta = 1.) Residuals of different ranks come to look alike, which is why the places
+of one serve all. Biased: it needs error feedback. In the paper ranks lead in turn; here the key of the sum draws the
+leader, so that no turn has to be saved.
 
 The places travel by the first sum, of bytes to which all but the leader add zeros: 2 bytes a place (`indices`), and 4 a
 number by the second sum. A rank that is not finite sends NaN.

@@ -55,33 +55,30 @@ class ResidualSection:
     def targets(self, saved: Mapping[str, torch.dtype]) -> dict[str, Held]:
         """The residuals of this rank's sources."""
         found = {name: held for name, held in self._state().items() if name in saved}
-        found |= self._arriving(PREFIX, saved, lambda exchange: exchange.arrival())
-        return found | self._arriving(
-            VELOCITY,
-            saved,
-            lambda exchange: exchange.velocity_arrival() if isinstance(exchange, MomentumCorrected) else None,
-        )
+        exchanges = [exchange for exchange in self._exchanges if exchange.residual is not None]
+        found |= self._arriving(PREFIX, saved, {exchange: exchange.arrival for exchange in exchanges})
+        corrected = [exchange for exchange in exchanges if isinstance(exchange, MomentumCorrected)]
+        return found | self._arriving(VELOCITY, saved, {one: one.velocity_arrival for one in corrected})
 
     def _arriving(
-        self, prefix: str, saved: Mapping[str, torch.dtype], arrival: Callable[[Coded], Tensor | None]
+        self, prefix: str, saved: Mapping[str, torch.dtype], arrival: Mapping[Coded, Callable[[], Tensor]]
     ) -> dict[str, Held]:
-        """What is saved under `prefix` of this rank's sources, into what `arrival` gives of an exchange."""
+        """What is saved under `prefix` of this rank's sources, into what `arrival` makes for an exchange."""
         sources: dict[str, list[int]] = {}
         for key in saved:
             if key.startswith(prefix):
                 source, _, name = key.removeprefix(prefix).partition("/")
                 sources.setdefault(name, []).append(int(source))
         found: dict[str, Held] = {}
-        arrivals: dict[tuple[int, int], Tensor | None] = {}
-        for exchange, segment in self._segments():
+        arrivals: dict[tuple[int, int], Tensor] = {}
+        for exchange, segment in ((one, segment) for one in arrival for segment in one.segments):
             group = exchange.group
             for source in sources.get(segment.name, ()):
                 if source % group.size == group.rank:
                     place = (id(exchange), source)
                     if place not in arrivals:
-                        arrivals[place] = arrival(exchange)
-                    if arrivals[place] is not None:
-                        found[f"{prefix}{source}/{segment.name}"] = self._parts(arrivals[place], segment)
+                        arrivals[place] = arrival[exchange]()
+                    found[f"{prefix}{source}/{segment.name}"] = self._parts(arrivals[place], segment)
         return found
 
     def elsewhere(self, saved: Mapping[str, torch.dtype]) -> set[str]:

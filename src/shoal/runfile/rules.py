@@ -14,6 +14,7 @@ from shoal.engine.config import Float16
 from shoal.errors import ConfigError
 from shoal.models.config import GPTConfig, MoEConfig
 from shoal.models.huggingface.config import TransformersConfig, vocabulary_of
+from shoal.optim.config import SGD
 from shoal.runfile.layout_rules import layout_refusal
 from shoal.runfile.microbatches import microbatch_sizes, most_samples
 from shoal.runfile.run_file import RunFile, statistics_group

@@ -5,9 +5,9 @@
     c_r  = u_r + e_r,   sent as by `Coded`
     u_r <- 0 where something was sent             factor masking; so no stale direction is sent once more
 
-(Lin et al., "Deep Gradient Compression", arXiv:1712.01887, sections 3.1 to 3.3.) The optimizer that takes the sum has no
-momentum of its own. Clipping is by the norm of a buffer, not of the whole gradient, which is not there when it is sent.
-Both u and e count when their step has led to an update.
+(Lin et al., "Deep Gradient Compression", arXiv:1712.01887, sections 3.1 to 3.3.) The optimizer that takes the sum has
+no momentum of its own. Clipping is by the norm of a buffer, not of the whole gradient, which is not there yet when it
+is sent. Both u and e count when their step has led to an update.
 """
 
 from __future__ import annotations
