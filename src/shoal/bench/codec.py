@@ -52,7 +52,7 @@ CODECS: Mapping[str, CodecConfig] = {
     "int4": BlockwiseConfig(bits=4, block=64),
     "qsgd": QSGDConfig(),
     "terngrad": TernGradConfig(),
-    "sign": SignConfig(),
+    "sign": SignConfig(block=64),
     "top_k": TopKConfig(),
     "top_k_sampled": TopKConfig(selection="sampled"),
     "dgc": DGCConfig(fraction=0.01, warmup_steps=40),

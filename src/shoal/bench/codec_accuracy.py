@@ -41,7 +41,7 @@ TASKS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "model": {"kind": "gpt", "layers": 2, "width": 64, "heads": 2, "feed_forward_width": 192, "tied": True},
         "data": {"kind": "stdlib"},
         "batch": {"global_samples": 16, "sequence": 64},
-        "optimizer": {"kind": "sgd", "lr": 0.3, "momentum": 0.9, "clip_norm": 1.0},
+        "optimizer": {"kind": "sgd", "lr": 0.1, "momentum": 0.9, "clip_norm": 1.0},
         "schedule": {"kind": "cosine", "warmup_steps": 40, "final_fraction": 0.02},
         "observe": {"evaluate_samples": 1000},
     },

@@ -10,8 +10,8 @@ Sorting out the k largest of n is slow. A sample tells a threshold that about k 
 Gradient Compression", arXiv:1712.01887, section 3.1). With `selection = "exact"` somewhat more than k are let through,
 and the exact k largest of those few are the k largest of all; if fewer than k exceed it, all numbers are looked at. So
 the threshold never changes the result. With "sampled" those above the threshold are sent, k at most: of more than k,
-evenly spaced ones; for fewer, zeros fill the payload up. That takes two passes over memory: one finds what is not finite, one
-selects.
+evenly spaced ones; for fewer, zeros fill the payload up. That takes two passes over memory: one finds what is not
+finite, one selects.
 """
 
 from __future__ import annotations
