@@ -1,6 +1,7 @@
-"""Builds the shared-memory core, plain C that Python loads with ctypes; everything else stands in pyproject.toml.
+"""Builds the shared-memory core and the codecs' kernels, plain C that Python loads with ctypes; everything else stands
+in pyproject.toml.
 
-It is optional: without a C compiler the package installs, and ranks of one host use Gloo, more slowly.
+Both are optional: without a C compiler the package installs, ranks of one host use Gloo, and codecs torch, more slowly.
 Without the interpreter's headers small calls are slower (`core/python.c`).
 """
 
@@ -9,6 +10,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 FOLDER = Path("src/shoal/comm/shm/core")
+FLAGS = ["-std=gnu11", "-O3", "-fvisibility=hidden", "-ffp-contract=off"]
 
 setup(
     ext_modules=[
@@ -16,9 +18,16 @@ setup(
             "shoal.comm.shm._core",
             sources=sorted(str(path) for path in FOLDER.glob("*.c")),
             depends=[str(FOLDER / "core.h")],
-            extra_compile_args=["-std=gnu11", "-O3", "-fvisibility=hidden", "-ffp-contract=off"],
+            extra_compile_args=FLAGS,
             extra_link_args=["-pthread"],
             optional=True,
-        )
+        ),
+        Extension(
+            "shoal.codec._kernels",
+            sources=["src/shoal/codec/core/kernels.c"],
+            extra_compile_args=FLAGS,
+            libraries=["m"],
+            optional=True,
+        ),
     ]
 )

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from shoal.codec.codec import Codec
 from shoal.codec.config import (
+    ACPSGDConfig,
+    BlockTopKConfig,
     BlockwiseConfig,
     CastConfig,
     CodecConfig,
+    DCTTopKConfig,
+    DGCConfig,
     PowerSGDConfig,
     QSGDConfig,
     RandomKConfig,
+    ScaleComConfig,
     SignConfig,
     TernGradConfig,
     TopKConfig,
@@ -30,12 +35,18 @@ CONFIGS: dict[str, CodecConfig] = {
     "int4 stochastic": BlockwiseConfig(bits=4, rounding="stochastic", block=BLOCK),
     "sign": SignConfig(block=BLOCK),
     "top_k": TopKConfig(fraction=0.1),
+    "top_k sampled": TopKConfig(fraction=0.1, selection="sampled"),
+    "dgc": DGCConfig(fraction=0.1),
+    "block_top_k": BlockTopKConfig(fraction=0.2, block=4),
+    "scale_com": ScaleComConfig(fraction=0.1),
+    "dct_top_k": DCTTopKConfig(chunk=16, kept=3),
     "random_k": RandomKConfig(fraction=0.25),
     "random_k unbiased": RandomKConfig(fraction=0.25, feedback=False),
     "qsgd 8": QSGDConfig(bits=8, block=BLOCK),
     "qsgd 4": QSGDConfig(bits=4, block=BLOCK),
     "terngrad": TernGradConfig(block=BLOCK),
     "power_sgd": PowerSGDConfig(rank=1),
+    "acp_sgd": ACPSGDConfig(rank=1),
 }
 
 

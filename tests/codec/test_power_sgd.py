@@ -19,7 +19,7 @@ FLOAT32 = 1e-5
 
 
 def bound(rank: int) -> PowerSGD:
-    return PowerSGD(PowerSGDConfig(rank=rank)).bound(PLACES, key=3)
+    return PowerSGD(PowerSGDConfig(rank=rank)).bound(PLACES, key=3, rank=0, ranks=1)
 
 
 def low_rank(rank: int, seed: int) -> Tensor:
@@ -125,5 +125,5 @@ def test_bases_begin_alike_on_all_ranks() -> None:
     """They follow from the key and the name; another name or key begins elsewhere."""
     first, again = bound(2).state, bound(2).state
     assert all(torch.equal(a, b) for a, b in zip(first.values(), again.values(), strict=True))
-    other = PowerSGD(PowerSGDConfig(rank=2)).bound(PLACES, key=4).state
+    other = PowerSGD(PowerSGDConfig(rank=2)).bound(PLACES, key=4, rank=0, ranks=1).state
     assert not any(torch.equal(a, b) for a, b in zip(first.values(), other.values(), strict=True))

@@ -26,6 +26,7 @@ ROUNDING = 1e-6
 """Of float32 sums of residuals, relative to the largest."""
 TOP_K, SIGN = {"kind": "top_k", "fraction": 0.05}, {"kind": "sign"}
 INT4, RANDOM = {"kind": "blockwise", "bits": 4}, {"kind": "random_k"}
+DGC = {"kind": "dgc", "fraction": 0.02, "warmup_steps": 6}
 POWER = {"kind": "power_sgd", "rank": 2}
 
 
@@ -58,6 +59,7 @@ CASES = {
     "replicate, random numbers": (2, tables({"kind": "terngrad"}, {"replicate": 2})),
     "replicate, two shots": (4, tables(INT4, {"replicate": 4})),
     "replicate, two rounds": (2, tables(POWER, {"replicate": 2})),
+    "velocities": (2, tables(DGC, {"replicate": 2}) | {"optimizer": {"kind": "sgd", "lr": 0.1}}),
     "ZeRO-1": (4, tables(TOP_K, {"replicate": 2, "shard": 2}, 1)),
     "ZeRO-2": (4, tables(SIGN, {"replicate": 2, "shard": 2}, 2)),
     "ZeRO-3": (4, tables(TOP_K, {"replicate": 2, "shard": 2}, 3)),

@@ -57,6 +57,22 @@ def test_what_auto_cannot_serve(tmp_path: Path, tables: dict[str, Any], named: s
 
 
 @pytest.mark.parametrize(
+    ("tables", "named"),
+    [
+        ({"optimizer": {"kind": "adamw"}}, 'optimizer.kind = "adamw"'),
+        ({"optimizer": {"kind": "sgd", "momentum": 0.9, "lr": 0.1}}, "optimizer.momentum = 0.9"),
+        ({"optimizer": {"kind": "sgd", "lr": 0.1}, "sync": {"kind": "local"}}, 'sync.kind = "local"'),
+    ],
+)
+def test_velocities_are_for_plain_gradient_descent(tmp_path: Path, tables: dict[str, Any], named: str) -> None:
+    """Deep Gradient Compression has the momentum; another codec serves the same run."""
+    sentence = codec_refusal(run_file_of(tmp_path, **tables, codec={"kind": "dgc"}))
+    assert sentence is not None
+    assert named in sentence
+    assert codec_refusal(run_file_of(tmp_path, **tables, **TOP_K)) is None
+
+
+@pytest.mark.parametrize(
     "tables",
     [
         {},
@@ -80,6 +96,9 @@ def test_what_it_serves(tmp_path: Path, tables: dict[str, Any]) -> None:
         (["codec.kind=top_k", "codec.fraction=0.0"], "codec.fraction"),
         (["codec.kind=blockwise", "codec.bits=5"], "codec.bits"),
         (["codec.kind=cast", "codec.fraction=0.1"], "fraction"),
+        (["codec.kind=dct_top_k", "codec.kept=65"], "64 or less"),
+        (["codec.kind=scale_com", "codec.fraction=1.5"], "codec.fraction"),
+        (["codec.kind=dgc", "codec.momentum=1.0"], "codec.momentum"),
         (["codec.kind=qsgd", "codec.feedback=true"], "feedback"),
         (["codec.kind=blockwise", "codec.bits=4", "codec.rounding=stochastic"], "195 or less"),
     ],

@@ -20,6 +20,7 @@ MODULES = {
     "link": "shoal.bench.link",
     "sync": "shoal.bench.sync",
     "products": "shoal.bench.products",
+    "codec": "shoal.bench.codec",
 }
 
 

@@ -18,12 +18,15 @@ from torch import Tensor
 from shoal.codec.blocks import block_count, in_blocks, per_scale, times_scale
 from shoal.codec.codec import Codec, Field, Payload
 from shoal.codec.config import CastConfig
+from shoal.codec.kernels import kernels_for
 
 _SCALED = {"float16": torch.float16, "float8_e4m3": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 
 
 class Cast(Codec):
     """`CastConfig`, on the wire."""
+
+    shows_nonfinite = True
 
     def __init__(self, config: CastConfig) -> None:
         self._block = config.block
@@ -36,6 +39,31 @@ class Cast(Codec):
         return scales, numbers
 
     def _encode(self, x: Tensor, key: int) -> Payload:
+        kernels = kernels_for(x)
+        if kernels is None:
+            return self.encode_in_torch(x)
+        if self._scaled is None:
+            narrow = torch.empty(x.numel(), dtype=torch.bfloat16)
+            kernels.to_bfloat16(x, narrow)
+            return (narrow,)
+        scales, numbers = (torch.empty(field.numel, dtype=field.dtype) for field in self.fields(x.numel()))
+        kernels.narrow(x, scales, numbers, block=self._block)
+        return scales, numbers
+
+    def _decode(self, payload: Payload, numel: int, key: int, dtype: torch.dtype) -> Tensor:
+        result = torch.empty(numel, dtype=dtype, device=payload[0].device)
+        kernels = kernels_for(result)
+        if kernels is None:
+            return self.decode_in_torch(payload, numel, dtype)
+        if self._scaled is None:
+            kernels.from_bfloat16(payload[0], result)
+        else:
+            scales, numbers = payload
+            kernels.widen(scales, numbers, result, block=self._block)
+        return result
+
+    def encode_in_torch(self, x: Tensor) -> Payload:
+        """The payload of `x` `[numel]` float32 or float64 on any device."""
         if self._scaled is None:
             return (x.to(torch.bfloat16),)
         rows, largest = in_blocks(x, self._block), torch.finfo(self._scaled).max
@@ -43,7 +71,8 @@ class Cast(Codec):
         scaled = per_scale(rows, scales).clamp_(-largest, largest)
         return scales, scaled.to(self._scaled).view(-1)[: x.numel()]
 
-    def _decode(self, payload: Payload, numel: int, key: int, dtype: torch.dtype) -> Tensor:
+    def decode_in_torch(self, payload: Payload, numel: int, dtype: torch.dtype) -> Tensor:
+        """The vector `[numel]` on any device."""
         if self._scaled is None:
             return payload[0].to(dtype)
         scales, numbers = payload

@@ -5,23 +5,26 @@
 
 A codec says three things that the exchange of a sum asks:
 
-    linear        payloads may be added on the way: decode(sum of payloads) is the sum of what each decodes to
+    linear        payloads may be added on the way, in the rounds of `summing`
     unbiased      E[decode(encode(x))] = x over the random numbers of the codec; without error feedback this is what
                   keeps the mean of many steps right
     wire_bytes    bytes of one payload, exactly; they follow from the length alone, so that nobody asks for sizes
 
-What is not finite is never hidden: a vector with NaN or infinity in it is encoded as one of NaN everywhere, and decodes
-to numbers of which at least one is not finite. So every rank sees that the step has to be skipped.
+What is not finite is never hidden: a vector with NaN or infinity in it decodes to numbers of which at least one is not
+finite. So every rank sees that the step has to be skipped. Codecs that would lose sight of it get NaN everywhere.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from shoal.codec.kernels import kernels_for
 
 Payload = tuple[Tensor, ...]
 """What is sent: one-dimensional tensors, as `Codec.fields` describes them."""
@@ -58,6 +61,9 @@ class Codec(ABC):
 
     linear: bool = False
     unbiased: bool = False
+    shows_nonfinite: bool = False
+    """Whether what is not finite shows in whatever `_encode` makes of it, so that no pass over the vector looks for it.
+    """
 
     @abstractmethod
     def fields(self, numel: int) -> tuple[Field, ...]:
@@ -65,7 +71,7 @@ class Codec(ABC):
 
     @abstractmethod
     def _encode(self, x: Tensor, key: int) -> Payload:
-        """`x` `[numel]` float32 or float64, contiguous; finite, or NaN everywhere."""
+        """`x` `[numel]` float32 or float64, contiguous; finite or NaN everywhere, unless it `shows_nonfinite`."""
 
     @abstractmethod
     def _decode(self, payload: Payload, numel: int, key: int, dtype: torch.dtype) -> Tensor:
@@ -76,9 +82,14 @@ class Codec(ABC):
         """What a codec that is bound to a buffer learns from step to step, by names of its own; to be saved."""
         return {}
 
-    def bound(self, places: Sequence[Place], *, key: int) -> Codec:
-        """The codec for one buffer in which tensors lie at `places`; most do not care. `key`: of random numbers."""
+    def bound(self, places: Sequence[Place], *, key: int, rank: int, ranks: int) -> Codec:
+        """The codec for one buffer in which tensors lie at `places`, on rank `rank` of `ranks` that sum it; most do not
+        care. `key`: of random numbers.
+        """
         return self
+
+    def begin(self, number: int) -> None:  # noqa: B027, most codecs do nothing
+        """Called before sum `number` of a bound codec, from 1 on, the same on all ranks. Most do not care."""
 
     def summing(self, x: Tensor, *, key: int) -> Generator[Payload, None, tuple[Tensor, Tensor]]:
         """The sum of `x` over ranks, by a linear codec: yields payloads that the caller sums over the ranks in place.
@@ -118,9 +129,9 @@ class Codec(ABC):
             raise ValueError(f"a codec was given {x.dtype}: it encodes real floating-point tensors; convert it")
         if x.numel() >= MAX_NUMEL:
             raise ValueError(f"a codec was given {x.numel()} numbers: the most are 2^31 - 1; use smaller buckets")
-        flat = x.detach().reshape(-1)
+        flat = x.detach().reshape(-1).contiguous()
         flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
-        return self._encode(_all_or_nothing(flat), key)
+        return self._encode(flat if self.shows_nonfinite else all_or_nothing(flat), key)
 
     def decode(self, payload: Payload, numel: int, *, key: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
         """The vector `[numel]` that `payload` stands for, in float32 or float64. `key` as for `encode`."""
@@ -146,14 +157,14 @@ def unpack(codec: Codec, packed: Tensor, numel: int) -> Payload:
     return tuple(parts)
 
 
-def _all_or_nothing(x: Tensor) -> Tensor:
-    """`x` if it is finite, else NaN everywhere. No device waits for the answer."""
+def all_or_nothing(x: Tensor) -> Tensor:
+    """`x` if it is finite, else NaN everywhere. No device waits for the answer; on a CPU looking is the cheaper."""
     if not x.numel():
         return x
+    kernels = kernels_for(x)
+    if kernels is not None:
+        return x if math.isfinite(kernels.largest(x)) else torch.full_like(x, torch.nan)
     largest = torch.linalg.vector_norm(x, ord=torch.inf)  # NaN and infinity both come through
-    return torch.where(torch.isfinite(largest), x, torch.nan) if x.is_cuda else _checked(x, largest)
-
-
-def _checked(x: Tensor, largest: Tensor) -> Tensor:
-    """The same on a CPU, where looking is cheaper than a pass over memory."""
-    return x if bool(torch.isfinite(largest)) else torch.full_like(x, torch.nan)
+    if x.device.type == "cpu":
+        return x if bool(torch.isfinite(largest)) else torch.full_like(x, torch.nan)
+    return torch.where(torch.isfinite(largest), x, torch.nan)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from shoal.config.table import Table, says
+from shoal.config.table import PositiveFloat, Table, says
 
 _FEEDBACK = (
     "Error feedback: what was not sent is added to the next gradient, and kept in checkpoints. Costs twice the "
     "gradient's memory."
 )
 _BLOCK = "Numbers that share a scale."
+_FRACTION = "The part of each bucket's numbers that is sent."
 
 
 class NoCodec(Table, frozen=True, tag_field="kind", tag="none"):
@@ -76,8 +77,73 @@ class TopKConfig(Table, frozen=True, tag_field="kind", tag="top_k"):
 
     implemented_by: ClassVar[str] = "shoal.codec.top_k:TopK"
 
-    fraction: Annotated[float, says("The part of each bucket's numbers that is sent.", gt=0, le=1)] = 0.01
+    fraction: Annotated[float, says(_FRACTION, gt=0, le=1)] = 0.01
+    selection: Annotated[
+        Literal["exact", "sampled"],
+        says(
+            "exact: the largest of all. sampled: those above a threshold that a sample tells, so many at most; two "
+            "passes over memory."
+        ),
+    ] = "exact"
     feedback: Annotated[bool, says(_FEEDBACK)] = True
+
+
+class DGCConfig(Table, frozen=True, tag_field="kind", tag="dgc"):
+    """Deep Gradient Compression: the largest numbers of velocities, with momentum correction, factor masking, local
+    clipping and a warm-up. For `optimizer.kind = "sgd"` without momentum.
+    """
+
+    implemented_by: ClassVar[str] = "shoal.codec.dgc:DGC"
+    feedback: ClassVar[bool] = True
+
+    fraction: Annotated[float, says(_FRACTION, gt=0, le=1)] = 0.001
+    selection: Annotated[Literal["exact", "sampled"], says("As for top_k.")] = "sampled"
+    momentum: Annotated[float, says("Momentum of each rank's velocity, in the optimizer's place.", ge=0, lt=1)] = 0.9
+    clip_norm: Annotated[
+        PositiveFloat | None,
+        says("Each rank's part of a bucket is clipped to this norm over the root of the number of ranks."),
+    ] = None
+    warmup_steps: Annotated[
+        int, says("First steps, in which 25 %, 6.25 %, ... of the numbers are sent, down to `fraction`.", ge=0)
+    ] = 0
+
+
+class BlockTopKConfig(Table, frozen=True, tag_field="kind", tag="block_top_k"):
+    """The blocks of largest norm, whole: 4 bytes a number, and 4 a block."""
+
+    implemented_by: ClassVar[str] = "shoal.codec.block_top_k:BlockTopK"
+
+    fraction: Annotated[float, says("The part of each bucket's blocks that is sent.", gt=0, le=1)] = 0.01
+    block: Annotated[int, says("Numbers in a block.", ge=2, le=1 << 16)] = 64
+    feedback: Annotated[bool, says(_FEEDBACK)] = True
+
+
+class ScaleComConfig(Table, frozen=True, tag_field="kind", tag="scale_com"):
+    """Numbers at the places where one rank's are largest, another rank in each step; they are summed on the way
+    (ScaleCom).
+    """
+
+    implemented_by: ClassVar[str] = "shoal.codec.scale_com:ScaleCom"
+
+    fraction: Annotated[float, says(_FRACTION, gt=0, le=1)] = 0.01
+    feedback: Annotated[bool, says(_FEEDBACK)] = True
+
+
+class DCTTopKConfig(Table, frozen=True, tag_field="kind", tag="dct_top_k"):
+    """The largest frequencies of every chunk (DeMo), 5 bytes each."""
+
+    implemented_by: ClassVar[str] = "shoal.codec.dct_top_k:DCTTopK"
+
+    chunk: Annotated[int, says("Numbers that are transformed together.", ge=2, le=256)] = 64
+    kept: Annotated[int, says("Frequencies of a chunk that are sent.", ge=1, le=256)] = 4
+    feedback: Annotated[bool, says(_FEEDBACK)] = True
+
+    def __post_init__(self) -> None:
+        if self.kept > self.chunk:
+            raise ValueError(
+                f"kept = {self.kept} with chunk = {self.chunk}: a chunk has as many frequencies as numbers; set kept "
+                f"to {self.chunk} or less"
+            )
 
 
 class RandomKConfig(Table, frozen=True, tag_field="kind", tag="random_k"):
@@ -134,6 +200,15 @@ class AutoConfig(Table, frozen=True, tag_field="kind", tag="auto"):
         return {"bfloat16": CastConfig(), "int8": BlockwiseConfig(), "power_sgd": PowerSGDConfig()}
 
 
+class ACPSGDConfig(Table, frozen=True, tag_field="kind", tag="acp_sgd"):
+    """PowerSGD's thin matrices in turn, one in each step (ACP-SGD): one sum, half the bytes."""
+
+    implemented_by: ClassVar[str] = "shoal.codec.acp_sgd:ACPSGD"
+
+    rank: Annotated[int, says("Columns of a thin matrix.", ge=1, le=256)] = 4
+    feedback: Annotated[bool, says(_FEEDBACK)] = True
+
+
 CodecConfig = (
     NoCodec
     | AutoConfig
@@ -141,8 +216,13 @@ CodecConfig = (
     | BlockwiseConfig
     | SignConfig
     | TopKConfig
+    | DGCConfig
+    | BlockTopKConfig
+    | ScaleComConfig
+    | DCTTopKConfig
     | RandomKConfig
     | QSGDConfig
     | TernGradConfig
     | PowerSGDConfig
+    | ACPSGDConfig
 )

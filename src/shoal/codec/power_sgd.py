@@ -59,7 +59,7 @@ class PowerSGD(Codec):
     def __init__(self, config: PowerSGDConfig, matrices: Sequence[Matrix] = ()) -> None:
         self._config, self._rank, self._matrices = config, config.rank, matrices
 
-    def bound(self, places: Sequence[Place], *, key: int) -> PowerSGD:
+    def bound(self, places: Sequence[Place], *, key: int, rank: int, ranks: int) -> PowerSGD:
         """The same for a buffer in which tensors lie at `places`. `key` gives the first bases, on all ranks alike."""
         found = []
         for name, start, shape in places:
@@ -131,17 +131,8 @@ class PowerSGD(Codec):
 
     def _basis(self, p: Tensor, dtype: torch.dtype) -> list[Tensor]:
         """Orthonormal columns `[rows, rank]` of every matrix, from the products of all."""
-        parts = [part.view(-1, self._rank).double() for part in p.split([m.rows * self._rank for m in self._matrices])]
-        if not parts:
-            return []
-        gram = torch.stack([part.T @ part for part in parts])
-        mean = gram.diagonal(dim1=1, dim2=2).mean(1)
-        ridge = torch.where(mean == 0, 1.0, RIDGE * mean)
-        factor, _ = torch.linalg.cholesky_ex(gram + ridge[:, None, None] * torch.eye(self._rank).to(gram))
-        return [
-            torch.linalg.solve_triangular(lower, part.T, upper=False).T.to(dtype)
-            for lower, part in zip(factor, parts, strict=True)
-        ]
+        parts = [part.view(-1, self._rank) for part in p.split([m.rows * self._rank for m in self._matrices])]
+        return orthonormal(parts, dtype=dtype)
 
     def _coefficients(self, x: Tensor, basis: Sequence[Tensor]) -> Tensor:
         """M^T P of all matrices, flat, float32."""
@@ -179,6 +170,21 @@ class PowerSGD(Codec):
             largest = torch.linalg.vector_norm(part, ord=torch.inf)
             usable = torch.isfinite(largest) & (largest > 0)
             matrix.q = torch.where(usable, part.view(-1, self._rank) / largest, matrix.q.to(part))
+
+
+def orthonormal(parts: Sequence[Tensor], *, dtype: torch.dtype) -> list[Tensor]:
+    """Orthonormal bases of the columns of every part `[rows, rank]`, in `dtype`: all parts at once."""
+    if not parts:
+        return []
+    wide = [part.double() for part in parts]
+    gram = torch.stack([part.T @ part for part in wide])
+    mean = gram.diagonal(dim1=1, dim2=2).mean(1)
+    ridge = torch.where(mean == 0, 1.0, RIDGE * mean)
+    factor, _ = torch.linalg.cholesky_ex(gram + ridge[:, None, None] * torch.eye(gram.shape[1]).to(gram))
+    return [
+        torch.linalg.solve_triangular(lower, part.T, upper=False).T.to(dtype)
+        for lower, part in zip(factor, wide, strict=True)
+    ]
 
 
 def _rows(x: Tensor, matrix: Matrix) -> Tensor:

@@ -4,6 +4,8 @@ Every rank has residuals of its own: what it has not sent of its gradients. `cod
 parameter `name`, in the shape of the unsplit model, on the rank that has place `source` among those that sum it. Ranks
 that divide a parameter each hold a part of the tensor.
 
+Where the codec sums velocities, `codec/velocity/<source>/<name>` is that rank's, likewise.
+
 What a codec has learned, such as the bases of PowerSGD, is `codec/state/...`, the same on all ranks that sum.
 
 Only the sum over sources has a meaning, and it is kept when their number changes: of n ranks, rank r goes on with what
@@ -12,7 +14,7 @@ the sources r, r + n, r + 2n, ... had.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,11 +22,13 @@ from torch import Tensor
 
 from shoal.comm.exchanges.coded import Coded
 from shoal.comm.exchanges.exchange import Segment
+from shoal.comm.exchanges.momentum_corrected import MomentumCorrected
 from shoal.errors import UsageError
 from shoal.state.ownership import Owned
 from shoal.state.target import Held, Target, views
 
 PREFIX = "codec/residual/"
+VELOCITY = "codec/velocity/"
 STATE = "codec/state/"
 
 
@@ -45,30 +49,43 @@ class ResidualSection:
         for exchange, segment in self._segments():
             if exchange.group.size > 1 and exchange.residual is not None:
                 found[f"{PREFIX}{exchange.group.rank}/{segment.name}"] = self._parts(exchange.residual, segment)
+                if isinstance(exchange, MomentumCorrected):
+                    key = f"{VELOCITY}{exchange.group.rank}/{segment.name}"
+                    found[key] = self._parts(exchange.velocity, segment)
         return found
 
     def targets(self, saved: Mapping[str, torch.dtype]) -> dict[str, Held]:
         """The residuals of this rank's sources."""
+        found = {name: held for name, held in self._state().items() if name in saved}
+        exchanges = [exchange for exchange in self._exchanges if exchange.residual is not None]
+        found |= self._arriving(PREFIX, saved, {exchange: exchange.arrival for exchange in exchanges})
+        corrected = [exchange for exchange in exchanges if isinstance(exchange, MomentumCorrected)]
+        return found | self._arriving(VELOCITY, saved, {one: one.velocity_arrival for one in corrected})
+
+    def _arriving(
+        self, prefix: str, saved: Mapping[str, torch.dtype], arrival: Mapping[Coded, Callable[[], Tensor]]
+    ) -> dict[str, Held]:
+        """What is saved under `prefix` of this rank's sources, into what `arrival` makes for an exchange."""
         sources: dict[str, list[int]] = {}
         for key in saved:
-            if key.startswith(PREFIX):
-                source, _, name = key.removeprefix(PREFIX).partition("/")
+            if key.startswith(prefix):
+                source, _, name = key.removeprefix(prefix).partition("/")
                 sources.setdefault(name, []).append(int(source))
-        found = {name: held for name, held in self._state().items() if name in saved}
+        found: dict[str, Held] = {}
         arrivals: dict[tuple[int, int], Tensor] = {}
-        for exchange, segment in self._segments():
+        for exchange, segment in ((one, segment) for one in arrival for segment in one.segments):
             group = exchange.group
             for source in sources.get(segment.name, ()):
                 if source % group.size == group.rank:
                     place = (id(exchange), source)
                     if place not in arrivals:
-                        arrivals[place] = exchange.arrival()
-                    found[f"{PREFIX}{source}/{segment.name}"] = self._parts(arrivals[place], segment)
+                        arrivals[place] = arrival[exchange]()
+                    found[f"{prefix}{source}/{segment.name}"] = self._parts(arrivals[place], segment)
         return found
 
     def elsewhere(self, saved: Mapping[str, torch.dtype]) -> set[str]:
         """All: the others are those of other ranks' sources, or were learned by another codec."""
-        return {name for name in saved if name.startswith((PREFIX, STATE))}
+        return {name for name in saved if name.startswith((PREFIX, VELOCITY, STATE))}
 
     def facts(self) -> dict[str, Any]:
         """How many sums were made, from which the codec's random numbers follow."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from shoal.codec.config import AutoConfig, NoCodec
+from shoal.codec.config import AutoConfig, DGCConfig, NoCodec
 from shoal.data.config import StdlibText, TextFiles
 from shoal.engine.config import Float16
 from shoal.errors import ConfigError
 from shoal.models.config import GPTConfig, MoEConfig
 from shoal.models.huggingface.config import TransformersConfig, vocabulary_of
+from shoal.optim.config import SGD
 from shoal.runfile.layout_rules import layout_refusal
 from shoal.runfile.microbatches import microbatch_sizes, most_samples
 from shoal.runfile.run_file import RunFile, statistics_group
@@ -274,6 +275,8 @@ def _against_codec(run_file: RunFile) -> Iterator[tuple[str, str]]:
         kind = type(run_file.sync).__struct_config__.tag
         why = "it codes gradients, or outer gradients, that all replicas sum; leave one of the two out"
         yield f'sync.kind = "{kind}"', why
+    if isinstance(run_file.codec, DGCConfig):
+        yield from _against_velocities(run_file)
     if layout.shard > 1 and layout.context == 1 and processes == layout.shard * layout.pipeline:
         why = "it codes what replicas send each other, and there is one; set layout.replicate to 2 or more"
         yield f"layout.shard = {layout.shard} and one replica", why
@@ -303,6 +306,20 @@ def _against_auto(run_file: RunFile) -> Iterator[tuple[str, str]]:
         if getattr(run_file.layout, axis) > 1:
             why = "it measures between replicas of one rank so far; name a codec"
             yield f"layout.{axis} = {getattr(run_file.layout, axis)}", why
+
+
+def _against_velocities(run_file: RunFile) -> Iterator[tuple[str, str]]:
+    """(key and value, why not and what to do), for a codec that sends velocities instead of gradients."""
+    optimizer, sync = run_file.optimizer, run_file.sync
+    if not isinstance(optimizer, SGD):
+        why = 'it would take velocities for gradients; use optimizer.kind = "sgd", or another codec'
+        yield f'optimizer.kind = "{type(optimizer).__struct_config__.tag}"', why
+    elif optimizer.momentum:
+        why = "the codec has the momentum; set optimizer.momentum = 0"
+        yield f"optimizer.momentum = {optimizer.momentum:g}", why
+    if not isinstance(sync, AllReduceConfig):
+        why = 'outer gradients have a momentum of their own; use sync.kind = "allreduce", or another codec'
+        yield f'sync.kind = "{type(sync).__struct_config__.tag}"', why
 
 
 def wire_refusal(run_file: RunFile) -> str | None:

@@ -200,7 +200,7 @@ def test_the_way_that_sends_less(name: str, size: int) -> None:
         summed(coded(counting, codec_of(name)), term(group.rank, 0))  # type: ignore[arg-type]
         return counting.calls
 
-    codec = codec_of(name).bound([Place(*segment) for segment in SEGMENTS], key=3)
+    codec = codec_of(name).bound([Place(*segment) for segment in SEGMENTS], key=3, rank=0, ranks=1)
     calls = on_ranks(size, work)[0]
     whole, part = codec.wire_bytes(NUMEL), codec.wire_bytes(NUMEL // size)
     if codec.linear:

@@ -79,7 +79,8 @@ class Coded:
             self._codec, self._sum = None, as_it_is(self.group, self.result)
             return
         if id(codec) not in self._bound:
-            bound = codec.bound([Place(*segment) for segment in self.segments], key=self._key)
+            places = [Place(*segment) for segment in self.segments]
+            bound = codec.bound(places, key=self._key, rank=self.group.rank, ranks=self.group.size)
             self._bound[id(codec)] = bound, coded_sum(bound, self.group, self.result, self._spent)
         self._codec, self._sum = self._bound[id(codec)]
 
@@ -106,6 +107,8 @@ class Coded:
 
     def send(self, buffer: Tensor) -> None:
         self.rounds += 1
+        if self._codec is not None:
+            self._codec.begin(self.rounds)
         term, residual, keeps = buffer.to(self._dtype), self.residual, self.feedback and self._codec is not None
         if keeps:
             self._next = self._zeros() if self._next is None else self._next
@@ -188,7 +191,8 @@ class Chosen:
 
 
 class CodedExchanges:
-    """The `NewExchange` of a run with a codec; `made` are those of its exchanges that code on this rank.
+    """The `NewExchange` of a run with a codec; `made` are those of its exchanges that code on this rank; `new` makes
+    one.
 
     `codec` may be what makes the `Choice` of a group instead. `levels` says how a group lies on hosts; None: on one, or
     with one rank on each. Between hosts only the sums of hosts are coded (`between_hosts`).
@@ -201,7 +205,9 @@ class CodedExchanges:
         feedback: bool,
         seed: int,
         levels: Callable[[Collective], Levels | None] = lambda group: None,
+        new: Callable[..., Coded] = Coded,
     ) -> None:
+        self._new = new
         self._codec, self._feedback, self._seed, self._levels = codec, feedback, seed, levels
         self._choices: dict[int, Choice] = {}
         self._spent, self.by_microbatch = Spent(), False
@@ -228,7 +234,7 @@ class CodedExchanges:
 
     def _made(self, codec: Codec | None, group: Collective, buffer: Tensor, segments: Sequence[Segment]) -> Coded:
         key = key_of(self._seed, "codec", *(segment.name for segment in segments))
-        exchange = Coded(
+        exchange = self._new(
             codec,
             group,
             buffer,

@@ -1,0 +1,111 @@
+"""The C forms of codecs give what the torch forms give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.codec.cast import Cast
+from shoal.codec.config import CastConfig
+from shoal.codec.kernels import Kernels, kernels_for, load_kernels
+from shoal.codec.quantise import Quantised, Rounding, Scale
+
+FORMS: list[tuple[Scale, Rounding, int]] = [
+    ("largest", "nearest", 127), ("largest", "nearest", 7), ("largest", "stochastic", 127),
+    ("largest", "stochastic", 7), ("largest", "stochastic", 1),
+    ("norm", "stochastic", 127), ("norm", "stochastic", 7), ("mean", "sign", 1),
+]  # fmt: skip
+LENGTHS = (0, 1, 7, 64, 65, 1023, 5000, 13_001)
+LAST_BIT = 1e-6
+"""Of a scale that is a sum: C adds in float64, torch in float32."""
+
+kernels_built = pytest.mark.skipif(load_kernels() is None, reason="Shoal was installed without a C compiler")
+
+
+def numbers(numel: int, seed: int = 0) -> Tensor:
+    """Of many magnitudes, subnormal ones among them; a block of zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(numel, generator=generator) * torch.logspace(-44, 30, max(numel, 1))[:numel]
+    x[10:40] = 0
+    return x
+
+
+@kernels_built
+@pytest.mark.parametrize("numel", LENGTHS)
+@pytest.mark.parametrize("block", [8, 9, 64, 5000])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_quantised_numbers_are_those_of_torch(form: tuple[Scale, Rounding, int], block: int, numel: int) -> None:
+    """The same digits in the same bytes, scales but for the last bit of sums, and the same decoded bits."""
+    scale, rounding, levels = form
+    codec, x = Quantised(block=block, levels=levels, scale=scale, rounding=rounding), numbers(numel)
+    ours, theirs = codec.encode(x, key=-7), codec.encode_in_torch(x, -7)
+    assert torch.allclose(ours[0], theirs[0], rtol=0 if scale == "largest" else LAST_BIT, atol=0)
+    if scale != "norm":  # a scale that is off by a bit may move a number to its other level
+        assert torch.equal(ours[1], theirs[1])
+    wanted = codec.decode_in_torch(ours, numel, torch.float32)
+    assert torch.equal(codec.decode(ours, numel), wanted)
+
+
+@kernels_built
+@pytest.mark.parametrize("numel", LENGTHS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3", "float8_e5m2"])
+def test_narrow_floats_are_those_of_torch(dtype: Any, numel: int) -> None:
+    """Bit by bit, both ways, subnormal numbers included."""
+    codec, x = Cast(CastConfig(dtype=dtype, block=1000)), numbers(numel, 1)
+    ours, theirs = codec.encode(x), codec.encode_in_torch(x)
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    assert torch.equal(codec.decode(ours, numel), codec.decode_in_torch(ours, numel, torch.float32))
+
+
+@kernels_built
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_every_narrow_number_comes_back(dtype: torch.dtype) -> None:
+    """All finite bit patterns, with scale 1, widen as torch widens them."""
+    kernels = built()
+    patterns = torch.arange(1 << (8 * dtype.itemsize))
+    narrow = (patterns.to(torch.uint8) if dtype.itemsize == 1 else patterns.to(torch.uint16)).view(dtype)
+    narrow = narrow[narrow.float().isfinite()]
+    out = torch.empty(narrow.numel())
+    kernels.widen(torch.ones(1), narrow, out, block=1 << 20)
+    assert torch.equal(out, narrow.float())
+
+
+@kernels_built
+@pytest.mark.parametrize("numel", [n for n in LENGTHS if n])
+def test_selection_is_that_of_torch(numel: int) -> None:
+    """The places in order, as many as there is room for, and the number of all; NaN exceeds everything."""
+    kernels, x = built(), torch.randn(numel, generator=torch.Generator().manual_seed(2))
+    x[numel // 2] = torch.nan
+    wanted = torch.nonzero(~(x.abs() < 1)).view(-1)
+    for room in (0, 3, numel):
+        places, found = kernels.select(x, 1.0, room=room)
+        assert found == wanted.numel()
+        assert torch.equal(places, wanted[:room])
+
+
+@kernels_built
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_the_largest_magnitude_shows_what_is_not_finite(bad: float) -> None:
+    """Wherever it stands; otherwise it is that of torch."""
+    kernels, x = built(), torch.randn(1000)
+    assert kernels.largest(x) == float(x.abs().max())
+    for place in (0, 500, 999):
+        broken = x.clone()
+        broken[place] = bad
+        assert not torch.tensor(kernels.largest(broken)).isfinite()
+
+
+def test_other_vectors_are_left_to_torch() -> None:
+    """float64, and memory that is not a CPU's."""
+    assert kernels_for(torch.zeros(3, dtype=torch.float64)) is None
+    assert kernels_for(torch.zeros(3, device="meta")) is None
+
+
+def built() -> Kernels:
+    kernels = load_kernels()
+    assert kernels is not None
+    return kernels
