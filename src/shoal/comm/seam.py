@@ -168,10 +168,19 @@ class Seam(dist.ProcessGroup):
         return self._through("scatter", outputs * self.size(), outputs, launch, root=opts.rootRank)
 
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> Any:
-        return self._through("send", tensors, tensors, lambda: self.inner.send(tensors, dstRank, tag), root=dstRank, ends=(self.rank(), dstRank))
+        return self._through(
+            "send",
+            tensors,
+            tensors,
+            lambda: self.inner.send(tensors, dstRank, tag),
+            root=dstRank,
+            ends=(self.rank(), dstRank),
+        )
 
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> Any:
-        return self._through("recv", tensors, tensors, lambda: self.inner.recv(tensors, srcRank, tag), ends=(srcRank, self.rank()))
+        return self._through(
+            "recv", tensors, tensors, lambda: self.inner.recv(tensors, srcRank, tag), ends=(srcRank, self.rank())
+        )
 
     def barrier(self, opts: Any = None) -> Any:
         return self._through("barrier", [], [], lambda: self.inner.barrier(opts or c10d.BarrierOptions()))

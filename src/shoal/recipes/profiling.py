@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 from msgspec.structs import replace
+from torch._C._distributed_c10d import Store
 
 from shoal.codec.config import NoCodec
 from shoal.comm.board import Board
@@ -61,15 +62,17 @@ def profile_rank(
     warmup: int,
     steps: int,
     flame: tuple[int, Path] | None = None,
+    environ: Mapping[str, str] = os.environ,
+    store: Store | None = None,
 ) -> Profile | None:
     """Takes `warmup` steps and `steps` recorded ones. The profile at rank 0, None at the others.
 
-    `flame`: a rank, and where its flame graph goes. Raises what training raises, `MissingExtra` for a flame graph
+    `store` is where ranks meet, None: the one that the launcher told of. `flame`: a rank, and where its flame graph goes. Raises what training raises, `MissingExtra` for a flame graph
     without py-spy.
     """
     if flame is not None and flame[0] == place.rank:
         flame_program()
-    run = open_run(run_file, place, objects)
+    run = open_run(run_file, place, objects, environ=environ, store=store)
     with ExitStack() as stack:
         loop = _Loop(run, stack.enter_context(closing(run.feed())))
         for _ in range(max(warmup, run_file.data.prefetch_steps + 1)):
@@ -103,6 +106,7 @@ def setup_of(run_file: RunFile, place: Place) -> Setup:
     return Setup(
         readers=run_file.data.readers,
         reader_kind=run_file.data.reader_kind,
+        prefetch_steps=run_file.data.prefetch_steps,
         cores=max(1, len(os.sched_getaffinity(0)) // place.local_world_size),
         codec_helps=whole_gradients and run_file.layout.layout(place.world_size).replicate > 1,
         may_compile=_may_compile(run_file),

@@ -24,7 +24,20 @@ READING_COMPUTES = 0.7
 FEWER_CORES = 0.8
 """A rank whose share of a core is below this part of the others' is not slow: it is kept from computing."""
 MOST_READERS = 64
-PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "conv", "attention", "gemm", "cutlass", "xmma", "flash")
+PRODUCTS = (
+    "mm",
+    "bmm",
+    "addmm",
+    "baddbmm",
+    "matmul",
+    "linear",
+    "conv",
+    "attention",
+    "gemm",
+    "cutlass",
+    "xmma",
+    "flash",
+)
 """What a model is expected to spend its time in: names of operators and kernels that hold one of these."""
 
 
@@ -34,6 +47,7 @@ class Setup:
 
     readers: int = 1
     reader_kind: Literal["threads", "processes"] = "threads"
+    prefetch_steps: int = 2
     cores: int = 1
     codec_helps: bool = False
     may_compile: bool = False
@@ -85,15 +99,16 @@ def _data(rank: Measured, setup: Setup) -> Bottleneck:
     split = rank.split
     share = split.data_s / split.step_s
     needed = math.ceil(setup.readers / max(1 - share, 1 / MOST_READERS))
-    computing = split.data_cpu_share >= READING_COMPUTES
-    if computing and setup.readers >= setup.cores and setup.reader_kind == "processes":
-        change, repair = (), "its readers have all its cores already: prepare the data once, or do less for each sample"
-    elif computing:
-        change = (f"data.readers={max(setup.readers, min(max(2, needed), setup.cores))}", 'data.reader_kind="processes"')
-        repair = " ".join(change)
-    else:
-        change = (f"data.readers={min(MOST_READERS, max(setup.readers + 1, needed))}",)
-        repair = change[0]
+    readers = min(MOST_READERS, max(setup.readers + 1, needed))
+    change: tuple[str, ...] = ()
+    if split.data_cpu_share >= READING_COMPUTES:
+        readers = min(readers, max(setup.readers, setup.cores))
+        change = () if setup.reader_kind == "processes" else ('data.reader_kind="processes"',)
+    if readers > setup.readers:
+        change += (f"data.readers={readers}",)
+    if readers > setup.prefetch_steps:  # each reads a step of its own
+        change += (f"data.prefetch_steps={readers}",)
+    repair = " ".join(change) or "its readers have all its cores already: prepare the data once, or do less a sample"
     sentence = f"rank {split.rank} waits {units.percent(share)} of its step for data: {repair}"
     return Bottleneck("data", split.rank, share, sentence, change)
 

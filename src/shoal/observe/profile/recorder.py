@@ -75,16 +75,12 @@ class Recorder:
         train(data)
         self._synchronize()
         end_s, end_cpu_s = time.perf_counter(), time.process_time()
-        self._taken.append(
-            _Taken(number, begin_s, data_s, end_s, data_cpu_s - begin_cpu_s, end_cpu_s - data_cpu_s)
-        )
+        self._taken.append(_Taken(number, begin_s, data_s, end_s, data_cpu_s - begin_cpu_s, end_cpu_s - data_cpu_s))
 
     def result(self, rank: int, host: str, sources: dict[str, str]) -> Recording:
         """What was recorded."""
         at = self._at
-        steps = [
-            Step(t.number, at(t.begin_s), at(t.data_s), at(t.end_s), t.data_cpu_s, t.cpu_s) for t in self._taken
-        ]
+        steps = [Step(t.number, at(t.begin_s), at(t.data_s), at(t.end_s), t.data_cpu_s, t.cpu_s) for t in self._taken]
         calls = [
             Called(call.key, call.operation, call.ranks, call.sent_bytes, at(call.begin_s), at(call.end_s))
             for call in self._journal.calls

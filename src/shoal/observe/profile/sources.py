@@ -12,8 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from shoal.observe.profile.recorder import events_of
 
-_NOT_THE_USERS = ("torch/", "shoal/", "<")
-_OWN_MODELS = "shoal/models/"
+_BETWEEN = ("torch/", "<", "__torch_function__")
+"""PyTorch's own frames, those of functions in C, and those that see every operator."""
 
 
 def sources(step: Callable[[], object], names: Collection[str]) -> dict[str, str]:
@@ -46,13 +46,13 @@ def callers(frames: Sequence[Frame], names: Collection[str]) -> dict[str, str]:
             stack.pop()
         if is_python:
             stack.append(frame)
-        elif name in names:
-            around = next((own[3] for own in reversed(stack) if _is_models(own[3])), None)
-            if around is not None:
-                found[name][around] += end - begin
+        elif name in names and (around := _models_function(stack)) is not None:
+            found[name][around] += end - begin
     return {name: counts.most_common(1)[0][0] for name, counts in found.items()}
 
 
-def _is_models(name: str) -> bool:
-    return name.startswith(_OWN_MODELS) or not any(part in name for part in _NOT_THE_USERS)
-
+def _models_function(stack: Sequence[Frame]) -> str | None:
+    """The first frame around that is not PyTorch's; None where Shoal's own engine called the operator."""
+    name = next((frame[3] for frame in reversed(stack) if not any(part in frame[3] for part in _BETWEEN)), None)
+    engine = name is not None and "shoal/" in name and "shoal/models/" not in name
+    return None if engine else name
