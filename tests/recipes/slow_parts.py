@@ -19,9 +19,9 @@ pid = int(sys.argv[1])
 try:
     while os.getppid() == pid:
         os.kill(pid, signal.SIGSTOP)
-        time.sleep(0.03)
+        time.sleep(0.006)
         os.kill(pid, signal.SIGCONT)
-        time.sleep(0.01)
+        time.sleep(0.002)
 finally:
     os.kill(pid, signal.SIGCONT)
 """

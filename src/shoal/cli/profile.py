@@ -142,6 +142,7 @@ def _record(found: Profile, trace: Path, flame: Path | None) -> dict[str, Any]:
             {
                 **dataclasses.asdict(rank.split),
                 "wire_s": rank.exposed.wire_s,
+                "own_wait_s": rank.exposed.own_s,
                 "waits_for_rank_s": rank.exposed.for_rank_s,
                 "sent_bytes": rank.exposed.sent_bytes,
                 "operators": [dataclasses.asdict(operator) for operator in rank.operators[:OPERATORS]],

@@ -205,8 +205,8 @@ class Seam(dist.ProcessGroup):
         lists: bool = False,
         ends: tuple[int, int] | None = None,
     ) -> SeamWork:
-        """`root` is also the receiver of a message, and `ends` are its sender and receiver. `lists`: the form with a tensor for each rank, which is Gloo's
-        where the backend has an algorithm of its own."""
+        """`root` is also the receiver of a message, and `ends` are its sender and receiver. `lists`: the form with a
+        tensor for each rank, which is Gloo's where the backend has an algorithm of its own."""
         call = self._calls.get(operation, 0)
         self._calls[operation] = call + 1
         if operation not in _MESSAGES:

@@ -67,8 +67,8 @@ def profile_rank(
 ) -> Profile | None:
     """Takes `warmup` steps and `steps` recorded ones. The profile at rank 0, None at the others.
 
-    `store` is where ranks meet, None: the one that the launcher told of. `flame`: a rank, and where its flame graph goes. Raises what training raises, `MissingExtra` for a flame graph
-    without py-spy.
+    `store` is where ranks meet, None: the one that the launcher told of. `flame`: a rank, and where its flame graph
+    goes. Raises what training raises, `MissingExtra` for a flame graph without py-spy.
     """
     if flame is not None and flame[0] == place.rank:
         flame_program()

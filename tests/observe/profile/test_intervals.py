@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +19,7 @@ def ticks(spans: list[tuple[float, float]]) -> set[int]:
 
 def apart(spans: Spans) -> bool:
     """Sorted, and no two touch."""
-    return all(a[1] < b[0] for a, b in zip(spans, spans[1:], strict=False))
+    return all(a[1] < b[0] for a, b in pairwise(spans))
 
 
 @given(SPANS, SPANS)

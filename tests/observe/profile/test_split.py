@@ -43,6 +43,16 @@ def test_a_wait_is_for_the_rank_that_came_last_and_then_for_the_wire() -> None:
     assert exposed(late, calls).wire_s == 2
 
 
+def test_a_rank_that_sees_the_end_late_was_kept_by_itself() -> None:
+    """Both call at 2; rank 0 sees the end at 4 and rank 1, stopped meanwhile, at 9: 2 s of wire for both, and 5 s that
+    are rank 1's own."""
+    quick = recording(0, calls=[("w/0", 2, 4)], waits=[("w/0", 2, 4)])
+    stopped = recording(1, calls=[("w/0", 2, 9)], waits=[("w/0", 2, 9)])
+    calls = joined([quick, stopped])
+    assert (exposed(quick, calls).wire_s, exposed(quick, calls).own_s) == (2, 0)
+    assert (exposed(stopped, calls).wire_s, exposed(stopped, calls).own_s) == (2, 5)
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_call_is_joined_when_all_its_ranks_have_recorded_it(ranks: int) -> None:
     """Of two ranks it is whole, of three one is missing."""

@@ -75,6 +75,11 @@ class Measured:
     operators: Sequence[Operator]
     sources: Mapping[str, str]
 
+    @property
+    def work_s(self) -> float:
+        """What it does itself in a mean step, and what it stands still for by itself."""
+        return self.split.work_s + self.exposed.own_s
+
 
 def bottleneck(ranks: Sequence[Measured], setup: Setup) -> Bottleneck:
     """The worst of what is found, or that the step computes."""
@@ -135,16 +140,16 @@ def _wire(rank: Measured, setup: Setup) -> Bottleneck:
 
 
 def _slow_rank(ranks: Sequence[Measured]) -> Bottleneck:
-    slow = max(ranks, key=lambda rank: rank.split.work_s)
+    slow = max(ranks, key=lambda rank: rank.work_s)
     others = [rank for rank in ranks if rank is not slow]
-    usual_s = statistics.median_low([rank.split.work_s for rank in others])
-    excess_s = slow.split.work_s - usual_s
+    usual_s = statistics.median_low([rank.work_s for rank in others])
+    excess_s = slow.work_s - usual_s
     waited = {rank.split.rank: rank.exposed.for_rank_s.get(slow.split.rank, 0.0) for rank in others}
     if any(rank.exposed.for_rank_s for rank in ranks):
         excess_s = min(excess_s, max(waited.values()))
     share = excess_s / slow.split.step_s
-    times = slow.split.work_s / usual_s if usual_s > 0 else math.inf
-    name = _operator_to_blame(slow, others, excess_s)
+    times = slow.work_s / usual_s if usual_s > 0 else math.inf
+    name = _operator_to_blame(slow, others, excess_s, times)
     sentence = (
         f"rank {slow.split.rank} works {times:.1f} times as long as the others, which wait {units.percent(share)} of "
         f"their step for it: {_why_slow(slow, others, name)}"
@@ -152,14 +157,14 @@ def _slow_rank(ranks: Sequence[Measured]) -> Bottleneck:
     return Bottleneck("slow rank", slow.split.rank, share, sentence, operator=name)
 
 
-def _operator_to_blame(slow: Measured, others: Sequence[Measured], excess_s: float) -> str | None:
-    """The operator that is most of what this rank takes longer, None where all of them are slow alike."""
+def _operator_to_blame(slow: Measured, others: Sequence[Measured], excess_s: float, times: float) -> str | None:
+    """The operator that is most of what this rank takes longer, None where all of them are slow alike, `times` each."""
     usual = {
         operator.name: statistics.median_low([_own_s(other, operator.name) for other in others])
         for operator in slow.operators
     }
     worst = max(slow.operators, key=lambda operator: operator.own_s - usual[operator.name], default=None)
-    if worst is None or worst.own_s < 2 * usual[worst.name]:
+    if worst is None or worst.own_s < 1.5 * times * usual[worst.name]:
         return None
     return worst.name if worst.own_s - usual[worst.name] > 0.5 * excess_s else None
 

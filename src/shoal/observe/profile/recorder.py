@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from shoal.comm.clock import ClockOffset
@@ -100,7 +101,7 @@ class Recorder:
             if event.name() == MARK:
                 self._thread = event.start_thread_id()
                 continue
-            on_device = event.device_type() == torch.autograd.DeviceType.CUDA
+            on_device = event.device_type() == DeviceType.CUDA
             begin_ns, end_ns = event.start_ns() - origin_ns, event.end_ns() - origin_ns
             if (end_ns - begin_ns) * _NANO < _SHORTEST_S or (on_device and event.is_user_annotation()):
                 continue
