@@ -13,6 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -49,9 +50,9 @@ class TimedSinks(Sinks):
         super().__init__(*sinks)
         self.spent_s: list[float] = []
 
-    def record(self, step: int, values: object, *, time_s: float) -> None:
+    def record(self, step: int, values: Mapping[str, float], *, time_s: float) -> None:
         begin_s = time.perf_counter()
-        super().record(step, values, time_s=time_s)  # pyright: ignore[reportArgumentType] as the base class has it
+        super().record(step, values, time_s=time_s)
         self.spent_s.append(time.perf_counter() - begin_s)
 
 
@@ -80,7 +81,8 @@ def measure(run_file: RunFile, place: Place, *, pairs: int) -> Result | None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-bench-")))
         training = start_training(run_file, place, stack, store=PrefixStore("run", store))
-        sinks = stack.enter_context(_sinks(run_file, folder, place))
+        sinks = _sinks(run_file, folder, place)
+        stack.enter_context(sinks)
         job = replace(training_job(training, folder / "job", stack), sinks=sinks)
         sides = {
             OBSERVED: lambda: take_step(job),
