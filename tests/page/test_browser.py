@@ -86,6 +86,16 @@ def test_figures_and_curves_are_those_of_the_events(tmp_path: Path, opened: Any)
         )
 
 
+def test_ticks_that_lie_close_together_have_labels_of_their_own(tmp_path: Path, opened: Any) -> None:
+    """A held-out accuracy of a single evaluation: the axis spans two percent, in steps of half a percent."""
+    write_run(tmp_path, steps=30, planned=99)
+    with watching(tmp_path) as (address, _):
+        figure = opened(address).locator("figure", has_text="Held-out accuracy")
+        labels = figure.locator(".y").all_inner_texts()
+        assert len(labels) > 3
+        assert len(set(labels)) == len(labels)
+
+
 def test_the_slow_rank_is_named_in_words_and_in_the_map(tmp_path: Path, opened: Any) -> None:
     """The sentence, the table and the cells of the map agree on rank 2, forward and backward, from step 41 on."""
     write_run(tmp_path, steps=90, planned=90, slow={2: 41})

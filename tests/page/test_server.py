@@ -96,7 +96,7 @@ def test_the_assets_name_no_other_host() -> None:
     [
         (("nowhere",), 2, "nowhere is not there: a page needs its events/"),
         ((".",), 2, "holds no run: a page needs its events/"),
-        (("run", "--port", "{port}"), 3, "choose another with --port"),
+        (("run", "--port", "{port}"), 3, "choose another port"),
         (("run", "--host", "192.0.2.1"), 3, "give an address of this host"),
     ],
 )

@@ -17,6 +17,7 @@ from shoal.cli import (
     evaluate,
     launch,
     plan,
+    profile,
     report,
     reproduce,
     simulate,
@@ -59,6 +60,7 @@ app.command("train")(train.train)
 app.command("verify")(verify.verify)
 app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)
+app.command("profile")(profile.profile)
 app.command("launch", context_settings=launch.SETTINGS)(launch.launch)
 app.command("evaluate")(evaluate.evaluate)
 app.command("report")(report.report)

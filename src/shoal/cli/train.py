@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -54,8 +56,25 @@ def train(
         loaded = replayed(load_run(file, [f"run.directory={json.dumps(f'{replay}-replay')}", *keys]))
     directory, hosts = run_directory(loaded), _lab(lab)
     be_rank = partial(_rank, replay=replay)
-    code = run(loaded, command, be_rank, directory=directory, file=str(file), lab=hosts, planner=PLANNER)
+    with _page(loaded, directory):
+        code = run(loaded, command, be_rank, directory=directory, file=str(file), lab=hosts, planner=PLANNER)
     raise typer.Exit(code)
+
+
+def _page(run_file: RunFile, directory: Path) -> AbstractContextManager[object]:
+    """The live page, from the process that starts the ranks; under another launcher nobody serves it."""
+    from shoal.launch.environment import place_from
+    from shoal.launch.supervision import say
+
+    place = place_from(os.environ)
+    if not run_file.observe.page or (place is not None and (place.launcher == "shoal" or place.rank != 0)):
+        return nullcontext()
+    if place is not None:
+        say(f"observe.page is for ranks that shoal train starts itself: shoal watch {directory} serves the page")
+        return nullcontext()
+    from shoal.page.beside import page_beside
+
+    return page_beside(directory, port=run_file.observe.page_port, say=say)
 
 
 def _lab(path: Path | None) -> Lab | None:

@@ -3,8 +3,8 @@
     f = D x,   y = D^T (the k largest of f),      D_uv = sqrt(2 / c) cos(pi (2 v + 1) u / 2 c), row 0 over sqrt(2)
 
 (Peng, Quesnelle, Kingma, "DeMo: Decoupled Momentum Optimization", arXiv:2411.19870, algorithm 1.) D is orthonormal, so
-|x - y|^2 <= (1 - k/c) |x|^2 in a chunk of c numbers: biased. DeMo takes what was sent out of its momentum, and keeps
-the rest: with error feedback and a `decay` of the residual below 1, the residual is that momentum.
+|x - y|^2 <= (1 - k/c) |x|^2 in a chunk of c numbers: biased. DeMo takes what was sent out of a decaying momentum, and
+keeps the rest; here error feedback keeps the rest of the gradients, without decay.
 
 Chunks are runs of the flat buffer, not squares of a matrix as in the paper's code: so they do not depend on shapes. A
 number costs 4 bytes, its place 1 (chunks of up to 256).

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from shoal.comm.journal import Journal
 from shoal.comm.volume import Sent
 
 
@@ -47,10 +48,12 @@ class Entry:
 class Ledger:
     """Adds up entries by operation. `take` returns what has come together and starts again from nothing.
 
-    Several threads may use it. Waiting of a thread that is `behind` holds up nobody: it counts as hidden.
+    Several threads may use it. Waiting of a thread that is `behind` holds up nobody: it counts as hidden. `journal`
+    keeps every call by itself, where a profile asks for it.
     """
 
     entries: dict[str, Entry] = field(default_factory=dict)
+    journal: Journal | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
     _threads_behind: set[int] = field(default_factory=set, init=False, repr=False, compare=False)
 
@@ -71,6 +74,8 @@ class Ledger:
         """The caller stood still for `exposed_s` seconds, `hidden_s` after the start."""
         if threading.get_ident() in self._threads_behind:
             exposed_s, hidden_s = 0.0, exposed_s + hidden_s
+        if self.journal is not None:
+            self.journal.waited(operation, exposed_s)
         self._add(operation, Entry(exposed_s=exposed_s, hidden_s=hidden_s))
 
     def total(self) -> Entry:

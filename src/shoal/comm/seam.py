@@ -173,10 +173,19 @@ class Seam(dist.ProcessGroup):
         return self._through("scatter", outputs * self.size(), outputs, launch, root=opts.rootRank)
 
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> Any:
-        return self._through("send", tensors, tensors, lambda: self.inner.send(tensors, dstRank, tag), root=dstRank)
+        return self._through(
+            "send",
+            tensors,
+            tensors,
+            lambda: self.inner.send(tensors, dstRank, tag),
+            root=dstRank,
+            ends=(self.rank(), dstRank),
+        )
 
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> Any:
-        return self._through("recv", tensors, tensors, lambda: self.inner.recv(tensors, srcRank, tag))
+        return self._through(
+            "recv", tensors, tensors, lambda: self.inner.recv(tensors, srcRank, tag), ends=(srcRank, self.rank())
+        )
 
     def barrier(self, opts: Any = None) -> Any:
         return self._through("barrier", [], [], lambda: self.inner.barrier(opts or c10d.BarrierOptions()))
@@ -199,9 +208,10 @@ class Seam(dist.ProcessGroup):
         rows: Rows = _EVEN,
         reduce_op: Any = None,
         lists: bool = False,
+        ends: tuple[int, int] | None = None,
     ) -> SeamWork:
-        """`root` is also the receiver of a message. `lists`: the form with a tensor for each rank, which is Gloo's
-        where the backend has an algorithm of its own."""
+        """`root` is also the receiver of a message, and `ends` are its sender and receiver. `lists`: the form with a
+        tensor for each rank, which is Gloo's where the backend has an algorithm of its own."""
         call = self._calls.get(operation, 0)
         self._calls[operation] = call + 1
         if operation not in _MESSAGES:
@@ -217,11 +227,16 @@ class Seam(dist.ProcessGroup):
         )
         self.ledger.sent(operation, sent)
         explain = partial(_explained, self._ref, operation, call)
+        finish: Callable[[], object] = partial(after, fault, results)
+        if (journal := self.ledger.journal) is not None:
+            finish = journal.began(
+                self.label, operation, size=self.size(), ends=ends, sent_bytes=sent.bytes_sent, then=finish
+            )
         inner = self._launched(launch, fault, explain)
         due_s = self._conditions.due_s(sent) if self._conditions else 0.0
         return SeamWork(
             inner, operation=operation, ledger=self.ledger, explain=explain, results=results, due_s=due_s,
-            finish=partial(after, fault, results),
+            finish=finish,
         )  # fmt: skip
 
     def _launched(self, launch: Launch, fault: Fault | None, explain: Explain) -> Any:

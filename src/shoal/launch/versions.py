@@ -21,6 +21,7 @@ EXTRAS = {
     "mlflow": "mlflow-skinny",
     "wandb": "wandb",
     "ray": "ray",
+    "profile": "py-spy",
 }
 """The package by which each extra is known to be there."""
 

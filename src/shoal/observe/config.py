@@ -35,6 +35,11 @@ class ObserveConfig(Table, frozen=True):
         int,
         says("Steps between two measurements of the gradient noise scale (arXiv:1812.06162); 0: none.", ge=0),
     ] = 0
+    page: Annotated[
+        bool,
+        says("Serve the live page on loopback while `shoal train` runs its own ranks (extra `page`)."),
+    ] = False
+    page_port: Annotated[int, says("Port of that page, 0: any that is free.", ge=0, le=65535)] = 0
     report: Annotated[bool, says("Write `report.html` and `loss.png` at the end.")] = True
     prometheus_port: Annotated[
         Annotated[int, msgspec.Meta(ge=0, le=65535)] | None,

@@ -86,9 +86,11 @@ class RunSnapshot(msgspec.Struct, frozen=True):
 class LiveRun:
     """A run directory that is followed from its first byte."""
 
-    def __init__(self, directory: Path, *, clock: Callable[[], float] = time.time) -> None:
-        """Raises `UsageError` where there is nothing of a run."""
-        if not (facts_path(directory).exists() or any((directory / name).exists() for name in ("events", "run.toml"))):
+    def __init__(self, directory: Path, *, begun: bool = True, clock: Callable[[], float] = time.time) -> None:
+        """Raises `UsageError` where there is nothing of a run that has `begun`."""
+        if begun and not (
+            facts_path(directory).exists() or any((directory / name).exists() for name in ("events", "run.toml"))
+        ):
             found = "holds no run" if directory.is_dir() else "is not there"
             raise UsageError(
                 f"{directory} {found}: a page needs its events/, facts.json or run.toml; "

@@ -156,7 +156,11 @@ def listen(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         taken = isinstance(error, OSError) and error.errno == 98
         kind = InUse if taken else EnvironmentFault
-        repair = "choose another with --port, or 0 for any that is free" if taken else "give an address of this host"
+        repair = (
+            "choose another port, or 0 for any that is free (--port, observe.page_port)"
+            if taken
+            else "give an address of this host"
+        )
         raise kind(f"{host}:{port} cannot be listened at ({error}): {repair}") from error
     return listener
 

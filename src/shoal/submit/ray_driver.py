@@ -14,6 +14,7 @@ import contextlib
 import importlib
 import os
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ from shoal.units import plural
 STATUS = "ray-status.json"
 _MOST_BYTES = 1 << 20
 _LOOK_S = 0.5
+_KNOCK_S = 10.0
 
 
 class DriverStatus(msgspec.Struct, frozen=True):
@@ -80,13 +82,29 @@ def exit_code(codes: Sequence[int]) -> int:
 
 
 def _connect(ray: Any, job: RayJob) -> None:
+    _knock(job.address)
     try:
         ray.init(address=job.address, namespace="shoal", log_to_driver=True, configure_logging=False)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise EnvironmentFault(
-            f"no Ray cluster answers at {job.address!r} ({str(error).strip().partition(chr(10))[0]}): start one "
-            "(ray start --head), or give the address of its head with --address"
-        ) from None
+        raise _no_cluster(job.address, str(error).strip().partition("\n")[0]) from None
+
+
+def _knock(address: str) -> None:
+    """At an address where nothing listens, Ray itself tries for a minute and a half. Raises `EnvironmentFault`."""
+    host, _, port = address.rpartition(":")
+    if host.startswith("ray://") or not (host and port.isdigit()):
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_S).close()
+    except (OSError, OverflowError) as error:
+        raise _no_cluster(address, str(error)) from None
+
+
+def _no_cluster(address: str, found: str) -> EnvironmentFault:
+    return EnvironmentFault(
+        f"no Ray cluster answers at {address!r} ({found}): start one (ray start --head), or give the address of its "
+        "head with --address"
+    )
 
 
 @contextlib.contextmanager

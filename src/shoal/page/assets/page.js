@@ -16,6 +16,8 @@ const FALLS = [
 const digits = (value, count = 4) => (Number.isFinite(value) ? String(Number(value.toPrecision(count))) : "not finite");
 const loss = (value) => (Number.isFinite(value) ? value.toPrecision(4) : "not finite");
 const percent = (share) => (Math.abs(share) >= 0.0995 ? `${(100 * share).toFixed(0)} %` : `${(100 * share).toFixed(1)} %`);
+// Ticks that lie close together must not be rounded to the same label.
+const percentTick = (share) => `${Number((100 * share).toPrecision(4))} %`;
 const whole = (value) => Math.round(value).toLocaleString("en");
 const plural = (count, noun) => `${whole(count)} ${noun}${count === 1 ? "" : "s"}`;
 
@@ -186,7 +188,7 @@ class Chart {
     }
     this.cursor = drawn("path", { class: "cursor", d: "" });
     svg.append(this.cursor);
-    const form = this.options.form ?? digits;
+    const form = this.options.axis ?? this.options.form ?? digits;
     const labels = this.y.ticks().map((tick) => {
       const label = element("span", { class: "y" }, form(tick));
       label.style.bottom = `${100 * this.y.place(tick)}%`;
@@ -336,7 +338,7 @@ function rgb(colour) {
 const CURVES = [
   ["Loss", ["loss/train", "loss/eval"], { large: true, log: true, form: loss }],
   ["Throughput", ["throughput/tokens_per_second", "throughput/samples_per_second"], { zero: true, form: count, one: true }],
-  ["Held-out accuracy", ["accuracy/eval"], { form: percent }],
+  ["Held-out accuracy", ["accuracy/eval"], { form: percent, axis: percentTick }],
   ["Step", ["time/step"], { zero: true, form: seconds }],
   ["Peak memory of the lead rank", ["memory/peak_bytes"], { zero: true, binary: true, form: memory }],
   ["Gradient norm", ["grad/norm"], { log: true }],
@@ -344,8 +346,8 @@ const CURVES = [
   ["Sent by the lead rank in a step", ["wire/bytes_sent"], { zero: true, form: wire }],
   ["Sent to other hosts in a step", ["wire/between_bytes"], { zero: true, form: wire }],
   ["Busiest expert over mean", ["moe/load_max_over_mean"], {}],
-  ["Choices without room", ["moe/dropped_share"], { zero: true, form: percent }],
-  ["Codec error", ["codec/error"], { zero: true, form: percent }],
+  ["Choices without room", ["moe/dropped_share"], { zero: true, form: percent, axis: percentTick }],
+  ["Codec error", ["codec/error"], { zero: true, form: percent, axis: percentTick }],
   ["Gradient noise scale", ["noise/scale"], { log: true, form: count }],
 ];
 const at = (id) => document.getElementById(id);

@@ -1,0 +1,155 @@
+"""`shoal profile`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shoal.cli.output import output_file
+
+if TYPE_CHECKING:
+    from shoal.launch.environment import Place
+    from shoal.launch.lab.lab_file import Lab
+    from shoal.recipes.profiling import Profile
+    from shoal.runfile.run_file import RunFile
+
+OPERATORS = 5
+
+
+def profile(
+    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[key=value]...", help="Keys that replace the file's.")
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, max=1000, help="Steps that are recorded.")] = 5,
+    warmup: Annotated[int, typer.Option("--warmup", min=0, help="Steps before them, which are not.")] = 5,
+    trace: Annotated[
+        Path,
+        typer.Option("--trace", metavar="OUT.json", help="The timeline of all ranks, for ui.perfetto.dev.",
+                     callback=output_file),
+    ] = Path("profile.json"),
+    flame: Annotated[
+        Path | None,
+        typer.Option("--flame", metavar="OUT.svg", help="A flame graph of one rank, by py-spy.", callback=output_file),
+    ] = None,
+    flame_rank: Annotated[int, typer.Option("--flame-rank", min=0, help="The rank of the flame graph.")] = 0,
+    lab: Annotated[
+        Path | None, typer.Option("--lab", metavar="LAB.toml", help="Run on the hosts and links of a lab file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
+) -> None:  # fmt: skip
+    """Records a few steps on every rank; says where the time goes, and which key to change.
+
+    Example: shoal profile recipes/stdlib-gpt.toml --steps 5
+    """
+    from shoal.planning.arrange import PLANNER
+    from shoal.recipes.start import run
+    from shoal.runfile.load import load_run
+    from shoal.runfile.run_file import run_directory
+
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells of its own start and end otherwise
+    loaded = load_run(run_file, overrides or ())
+
+    def rank(run_file: RunFile, place: Place) -> None:
+        from shoal.recipes.objects import UserObjects
+        from shoal.recipes.profiling import profile_rank
+
+        _check_rank(flame_rank, place.world_size)
+        graph = None if flame is None else (flame_rank, flame)
+        found = profile_rank(run_file, place, UserObjects(), warmup=warmup, steps=steps, flame=graph)
+        if found is not None:
+            _tell(found, trace, flame, as_json=as_json)
+
+    told = ["--steps", str(steps), "--warmup", str(warmup), "--trace", str(trace)]
+    if flame is not None:
+        told += ["--flame", str(flame), "--flame-rank", str(flame_rank)]
+    command = [sys.executable, "-m", "shoal", "profile", str(run_file), *(overrides or ()), *told]
+    directory, hosts = run_directory(loaded), _lab(lab)
+    raise typer.Exit(
+        run(loaded, [*command, *(["--json"] if as_json else [])], rank, directory=directory, file=str(run_file),
+            writes=False, lab=hosts, planner=PLANNER)
+    )  # fmt: skip
+
+
+def _check_rank(rank: int, world_size: int) -> None:
+    from shoal.errors import UsageError
+
+    if rank >= world_size:
+        raise UsageError(f"--flame-rank is {rank}, and the ranks are 0 to {world_size - 1}: name one of them")
+
+
+def _lab(path: Path | None) -> Lab | None:
+    from shoal.launch.lab.lab_file import load_lab
+
+    return None if path is None else load_lab(path)
+
+
+def _tell(found: Profile, trace: Path, flame: Path | None, *, as_json: bool) -> None:
+    from shoal.observe.profile.trace import trace as timeline
+
+    trace.write_text(json.dumps(timeline(found.recordings)), encoding="utf-8")
+    if as_json:
+        print(json.dumps(_record(found, trace, flame)), flush=True)
+        return
+    print("\n".join(_lines(found)))
+    print(f"Written: {trace}; open it in ui.perfetto.dev")
+    if flame is not None:
+        print(f"Written: {flame}")
+    sys.stdout.flush()
+
+
+def _lines(found: Profile) -> list[str]:
+    from shoal import units
+    from shoal.observe.profile.split import mean
+
+    lines = ["rank      step   data   communication (late ranks, wire)   compute   host"]
+    for rank in found.ranks:
+        split, late_s = rank.split, sum(rank.exposed.for_rank_s.values())
+        shares = [units.percent(part / split.step_s) for part in _parts(split)]
+        inner = f"({units.percent(late_s / split.step_s)}, {units.percent(rank.exposed.wire_s / split.step_s)})"
+        lines.append(
+            f"{split.rank:>4} {units.milliseconds(split.step_s):>9} {shares[0]:>6} {shares[1]:>15} {inner:<18} "
+            f"{shares[2]:>9} {shares[3]:>6}"
+        )
+    step_s = mean([rank.split.step_s for rank in found.ranks])
+    own = found.ranks[0]
+    lines += [f"operators of rank {own.split.rank}, by their own time:"]
+    for operator in own.operators[:OPERATORS]:
+        at = f"  {own.sources[operator.name]}" if operator.name in own.sources else ""
+        share, calls = units.percent(operator.own_s / step_s), f"{operator.calls:.0f} calls a step"
+        lines.append(f"  {share:>6}  {operator.name}, {calls}{at}")
+    error_s = max(recording.clock_error_s for recording in found.recordings)
+    if error_s:
+        lines.append(f"clocks agree to {units.seconds(error_s)}")
+    return [*lines, f"bottleneck: {found.bottleneck.sentence}"]
+
+
+def _parts(split: Any) -> tuple[float, float, float, float]:
+    return split.data_s, split.communication_s, split.compute_s, split.host_s
+
+
+def _record(found: Profile, trace: Path, flame: Path | None) -> dict[str, Any]:
+    import dataclasses
+
+    return {
+        "bottleneck": dataclasses.asdict(found.bottleneck),
+        "ranks": [
+            {
+                **dataclasses.asdict(rank.split),
+                "wire_s": rank.exposed.wire_s,
+                "own_wait_s": rank.exposed.own_s,
+                "waits_for_rank_s": rank.exposed.for_rank_s,
+                "sent_bytes": rank.exposed.sent_bytes,
+                "operators": [dataclasses.asdict(operator) for operator in rank.operators[:OPERATORS]],
+            }
+            for rank in found.ranks
+        ],
+        "clock_error_s": max(recording.clock_error_s for recording in found.recordings),
+        "trace": str(trace),
+        "flame": None if flame is None else str(flame),
+    }
