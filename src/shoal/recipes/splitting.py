@@ -17,6 +17,7 @@ from shoal.engine.forward_backward import (
     SequentialForwardBackward,
     as_they_are,
 )
+from shoal.engine.global_batch import GlobalBatch
 from shoal.engine.loss import Loss, cross_entropy
 from shoal.engine.microbatches import cut_sequences
 from shoal.engine.outputs import described, prediction_in, with_prediction
@@ -38,6 +39,7 @@ from shoal.runfile.run_file import RunFile
 from shoal.schedules.build import build
 from shoal.schedules.table import Table
 from shoal.state.ownership import Trained
+from shoal.sync.config import AllReduceConfig
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 """Modules that are never called themselves."""
@@ -111,6 +113,7 @@ def build_forward_backward(
         randomness,
         cut=_cut(mesh),
         gathered=_gathered(vocabulary, mesh),
+        global_batch=_global_batch(run_file, mesh),
     )
     first = mesh.layout.index("tensor", mesh.rank) == 0
     if parts.table is None or parts.stages is None:
@@ -199,6 +202,20 @@ def split_loss(loss: Loss, vocabulary: VocabularySplit | None, mesh: Mesh) -> Lo
         return loss(with_prediction(outputs, gather_logits(logits, vocabulary, group)), targets)
 
     return of_parts
+
+
+def _global_batch(run_file: RunFile, mesh: Mesh) -> GlobalBatch:
+    """What a loss that couples samples sees of other ranks."""
+    refusal = None
+    if mesh.layout.context > 1:
+        refusal = "under layout.context every rank has a part of each sample; set it to 1"
+    elif mesh.layout.pipeline > 1:
+        refusal = "a pipeline computes the global batch in microbatches, one after the other; set layout.pipeline to 1"
+    elif not isinstance(run_file.sync, AllReduceConfig):
+        kind = type(run_file.sync).__struct_config__.tag
+        refusal = f'sync.kind = "{kind}" has replicas at different steps, without a common batch; set it to "allreduce"'
+    samples = run_file.batch.global_samples
+    return GlobalBatch(lambda: mesh.axis("replicate", "shard", lane="samples"), samples=samples, refusal=refusal)
 
 
 def _gathered(vocabulary: VocabularySplit | None, mesh: Mesh) -> Callable[[Any], Any]:
