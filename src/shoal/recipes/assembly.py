@@ -29,13 +29,16 @@ from shoal.gradients.build import Summing, build_gradients
 from shoal.gradients.gradients import Gradients
 from shoal.gradients.priority import PriorityGradients
 from shoal.gradients.residuals import ResidualSection
+from shoal.gradients.sparse_rows import WithSparseRows
 from shoal.optim.build import build_optimizer
 from shoal.optim.schedule import peak_rate
 from shoal.recipes.microbatching import Microbatching
 from shoal.recipes.splitting import Divided, blocks_in, trained_in
 from shoal.recipes.workload import Workload
 from shoal.runfile.run_file import RunFile
+from shoal.state.ownership import Trained
 from shoal.state.section import Section
+from shoal.sync.config import AllReduceConfig
 from shoal.sync.strategy import Agreement, Replica, Sync
 from shoal.topology.axes import Axis
 
@@ -92,18 +95,21 @@ def build_run_gradients(
     Ranks that sum a gradient do so by `exchange`. `one_host`: all ranks are on one host. `whole`: the optimizer sees
     parameters whole.
     """
-    config, trained = run_file.gradients, trained_in(parts)
+    config, (trained, tables) = run_file.gradients, _dense_and_tables(parts)
+    if tables:
+        _check_tables(run_file, tables[0].holding.name)
     if mesh.device.type == "cpu" and not one_host:
         config = config.between_hosts()
     if config.schedule == "priority":
         lane = mesh.axis("replicate", lane="gradients")
         return PriorityGradients(config, trained, model=parts.split.model, lane=lane, ledger=mesh.ledger)
-    return build_gradients(
+    replica = mesh.axis(*_NORM_AXES[run_file.pipeline.asynchronous])
+    dense = build_gradients(
         config,
         trained,
         zero=zero_of(run_file, mesh),
         groups=mesh.ranks,
-        replica=mesh.axis(*_NORM_AXES[run_file.pipeline.asynchronous]),
+        replica=replica,
         model=parts.split.model,
         blocks=blocks_in(parts.split.model, parts.stages, mesh.layout.index("pipeline", mesh.rank)),
         summing=Summing(
@@ -113,6 +119,33 @@ def build_run_gradients(
             whole=whole,
         ),
     )
+    if not tables:
+        return dense
+    order = [t.holding.name for t in trained_in(parts)]
+    return WithSparseRows(dense, tables, order=order, groups=mesh.ranks, replica=replica)
+
+
+def _dense_and_tables(parts: Divided) -> tuple[list[Trained], list[Trained]]:
+    """The trained parameters with dense gradients, and the embedding tables."""
+    trained, roles = trained_in(parts), parts.split.roles
+    tables = [t for t in trained if roles[t.holding.name].kind == "table"]
+    return [t for t in trained if roles[t.holding.name].kind != "table"], tables
+
+
+def _check_tables(run_file: RunFile, name: str) -> None:
+    """Raises `ConfigError` for keys that know dense gradients alone."""
+    found = None
+    if not isinstance(run_file.sync, AllReduceConfig):
+        found = f'sync.kind = "{type(run_file.sync).__struct_config__.tag}"', '"allreduce"'
+    elif run_file.gradients.schedule == "priority":
+        found = 'gradients.schedule = "priority"', '"order"'
+    elif run_file.observe.noise_every_steps:
+        found = f"observe.noise_every_steps = {run_file.observe.noise_every_steps}", "0"
+    if found is not None:
+        raise ConfigError(
+            f"{name} is the weight of an EmbeddingTable, whose gradient is sparse, and {found[0]} needs dense ones; set "
+            f"it to {found[1]}, or use nn.Embedding"
+        )
 
 
 def build_agreement(
@@ -178,7 +211,8 @@ def _built(run_file: RunFile, generation: Generation) -> torch.optim.Optimizer:
     stepped = generation.gradients.owned if served is None else served
     parameters = [(owned.name, owned.parameter, roles[owned.name].decay) for owned in stepped]
     peak, _ = peak_rate(run_file.optimizer, global_samples=run_file.batch.global_samples)
-    return build_optimizer(run_file.optimizer, parameters, lr=peak)
+    sparse = [name for name, role in roles.items() if role.kind == "table"]
+    return build_optimizer(run_file.optimizer, parameters, lr=peak, sparse=sparse)
 
 
 def _of_script(workload: Workload) -> list[Section]:
