@@ -97,6 +97,15 @@ class DeclaresRoles(Protocol):
         ...
 
 
+@runtime_checkable
+class DeclaresCounts(Protocol):
+    """A module whose forward counts what tensor parallelism splits, such as heads."""
+
+    def tensor_counts(self) -> Sequence[str]:
+        """Names of integer attributes, `blocks.0.attention.heads`, of which each rank has its share."""
+        ...
+
+
 def roles_of(model: nn.Module) -> dict[str, Role]:
     """The role of every parameter, in the model's order; a tied parameter appears once, under its first name.
 
@@ -138,7 +147,7 @@ def _declared_role(model: nn.Module, declared: Mapping[str, Role], *, name: str)
 
 @dataclass(frozen=True)
 class Part:
-    """One link: its name for people, the names of its submodules, and `run(x, context)`, `x` None for the first."""
+    """One link: its name for people, the names of its submodules (and of parameters beside them), and `run(x, context)`, `x` None for the first."""
 
     name: str
     modules: tuple[str, ...]
