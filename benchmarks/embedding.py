@@ -150,7 +150,11 @@ def _run_file(folder: Path, side: Mapping[str, Any], *, rows: int, ranks: int) -
     return msgspec.convert(
         {
             "run": {"name": "embedding", "steps": 10**6, "directory": str(folder), "processes": ranks, "device": "cpu"},
-            "model": {"kind": "python", "build": f"{here}:recommender", "arguments": {"kind": side["kind"], "rows": rows}},
+            "model": {
+                "kind": "python",
+                "build": f"{here}:recommender",
+                "arguments": {"kind": side["kind"], "rows": rows},
+            },
             "data": {"kind": "python", "build": f"{here}:Clicks", "arguments": {"rows": rows}},
             "loss": {"kind": "python", "build": f"{here}:click_loss"},
             "batch": {"global_samples": SAMPLES, "denominator": "samples"},

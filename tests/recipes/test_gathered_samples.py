@@ -48,8 +48,6 @@ def test_a_loss_over_gathered_samples_is_that_of_one_process(ranks, tmp_path: Pa
     assert verdict["holds"], verdict["sentence"]
 
 
-
-
 def test_a_global_batch_in_microbatches_is_refused(ranks, tmp_path: Path) -> None:
     """Samples that are computed at another time cannot be gathered; the sentence says what to leave out."""
     tables = CLIP | {"layout": {"replicate": 2}, "batch": CLIP["batch"] | {"micro_samples": 2}}

@@ -45,7 +45,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         b, t, _ = x.shape
-        q, k, v = (layer(x).view(b, t, self.heads, self.head_width).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        q, k, v = (
+            layer(x).view(b, t, self.heads, self.head_width).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return self.out(y.transpose(1, 2).reshape(b, t, -1))
 

@@ -101,7 +101,7 @@ _current: ContextVar[GlobalBatch | None] = ContextVar("the global batch of the s
 
 
 class _Rows(NamedTuple):
-    """Where the rows of the global batch stand in the ranks' blocks of `block` rows each, and this rank's among them."""
+    """Where the rows of the global batch stand in the ranks' blocks of `block` rows each, and this rank's in it."""
 
     block: int
     places: Tensor

@@ -58,7 +58,7 @@ class EmbeddingTable(nn.Module):
         if ids.dtype != torch.int64:
             raise UserCodeError(f"EmbeddingTable takes ids of int64, and got {str(ids.dtype).removeprefix('torch.')}")
         flat = ids.reshape(-1)
-        if len(flat) and not (0 <= int(flat.min()) and int(flat.max()) < self.rows):
+        if len(flat) and not (int(flat.min()) >= 0 and int(flat.max()) < self.rows):
             raise UserCodeError(
                 f"EmbeddingTable of {self.rows} rows was given ids from {int(flat.min())} to {int(flat.max())}; ids "
                 f"must lie between 0 and {self.rows - 1}"

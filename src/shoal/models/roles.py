@@ -147,7 +147,8 @@ def _declared_role(model: nn.Module, declared: Mapping[str, Role], *, name: str)
 
 @dataclass(frozen=True)
 class Part:
-    """One link: its name for people, the names of its submodules (and of parameters beside them), and `run(x, context)`, `x` None for the first."""
+    """One link: its name for people, the names of its submodules (and of parameters beside them), and
+    `run(x, context)`, `x` None for the first."""
 
     name: str
     modules: tuple[str, ...]

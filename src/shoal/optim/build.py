@@ -32,8 +32,8 @@ def build_optimizer(
     if tables and not config.takes_sparse:
         kind = type(config).__struct_config__.tag
         raise ConfigError(
-            f'optimizer.kind = "{kind}" has moments that move every row in every step, and {sorted(tables)[0]} has a sparse '
-            'gradient: use "adagrad", or "sgd" without momentum'
+            f'optimizer.kind = "{kind}" has moments that move every row in every step, and the gradient of '
+            f'{sorted(tables)[0]} is sparse: use "adagrad", or "sgd" without momentum'
         )
     of_tables = [p for name, p, _ in parameters if name in tables]
     parameters = [one for one in parameters if one[0] not in tables]

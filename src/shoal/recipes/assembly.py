@@ -29,16 +29,14 @@ from shoal.gradients.build import Summing, build_gradients
 from shoal.gradients.gradients import Gradients
 from shoal.gradients.priority import PriorityGradients
 from shoal.gradients.residuals import ResidualSection
-from shoal.gradients.sparse_rows import WithSparseRows
 from shoal.optim.build import build_optimizer
 from shoal.optim.schedule import peak_rate
 from shoal.recipes.microbatching import Microbatching
-from shoal.recipes.splitting import Divided, blocks_in, trained_in
+from shoal.recipes.splitting import Divided, blocks_in
+from shoal.recipes.table_gradients import dense_and_tables, with_tables
 from shoal.recipes.workload import Workload
 from shoal.runfile.run_file import RunFile
-from shoal.state.ownership import Trained
 from shoal.state.section import Section
-from shoal.sync.config import AllReduceConfig
 from shoal.sync.strategy import Agreement, Replica, Sync
 from shoal.topology.axes import Axis
 
@@ -95,9 +93,7 @@ def build_run_gradients(
     Ranks that sum a gradient do so by `exchange`. `one_host`: all ranks are on one host. `whole`: the optimizer sees
     parameters whole.
     """
-    config, (trained, tables) = run_file.gradients, _dense_and_tables(parts)
-    if tables:
-        _check_tables(run_file, tables[0].holding.name)
+    config, (trained, tables) = run_file.gradients, dense_and_tables(run_file, parts)
     if mesh.device.type == "cpu" and not one_host:
         config = config.between_hosts()
     if config.schedule == "priority":
@@ -119,33 +115,7 @@ def build_run_gradients(
             whole=whole,
         ),
     )
-    if not tables:
-        return dense
-    order = [t.holding.name for t in trained_in(parts)]
-    return WithSparseRows(dense, tables, order=order, groups=mesh.ranks, replica=replica)
-
-
-def _dense_and_tables(parts: Divided) -> tuple[list[Trained], list[Trained]]:
-    """The trained parameters with dense gradients, and the embedding tables."""
-    trained, roles = trained_in(parts), parts.split.roles
-    tables = [t for t in trained if roles[t.holding.name].kind == "table"]
-    return [t for t in trained if roles[t.holding.name].kind != "table"], tables
-
-
-def _check_tables(run_file: RunFile, name: str) -> None:
-    """Raises `ConfigError` for keys that know dense gradients alone."""
-    found = None
-    if not isinstance(run_file.sync, AllReduceConfig):
-        found = f'sync.kind = "{type(run_file.sync).__struct_config__.tag}"', '"allreduce"'
-    elif run_file.gradients.schedule == "priority":
-        found = 'gradients.schedule = "priority"', '"order"'
-    elif run_file.observe.noise_every_steps:
-        found = f"observe.noise_every_steps = {run_file.observe.noise_every_steps}", "0"
-    if found is not None:
-        raise ConfigError(
-            f"{name} is the weight of an EmbeddingTable, whose gradient is sparse, and {found[0]} needs dense ones; set "
-            f"it to {found[1]}, or use nn.Embedding"
-        )
+    return with_tables(dense, tables, parts, groups=mesh.ranks, replica=replica)
 
 
 def build_agreement(

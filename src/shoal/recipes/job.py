@@ -13,6 +13,7 @@ from shoal import units
 from shoal.checkpoint.save import Saver
 from shoal.comm.board import Board
 from shoal.config.load import dumps
+from shoal.engine.hooks import Hook, Hooks
 from shoal.engine.loop import Cadence, Job
 from shoal.engine.recovery import NonfiniteGuard
 from shoal.engine.resume import load_weights, resume
@@ -23,6 +24,7 @@ from shoal.observe.sink import RunStart, Sinks
 from shoal.observe.sinks import open_sinks
 from shoal.optim.schedule import peak_rate
 from shoal.recipes.run import Run
+from shoal.recipes.user_code import find_named, users_traceback
 from shoal.recipes.verification.passed import missing_proof
 from shoal.runfile.run_file import RunFile, run_directory
 
@@ -108,7 +110,25 @@ def build_job(
         evaluate=dict if own_loop else run.evaluate,
         stop_requested=stop_requested,
         figures=lambda: _figures(run),
+        hooks=_hooks(run),
         origin={"layout": mesh.layout.to_dict(), "generation": mesh.generation},
+    )
+
+
+def _hooks(run: Run) -> Hooks:
+    """Those that the run file names. Raises `UserCodeError` for one that is not there."""
+    config = run.run_file.hooks
+
+    def found(key: str, names: list[str]) -> list[tuple[str, Hook]]:
+        return [(name, find_named(name, key=f"hooks.{key}")) for name in names]
+
+    return Hooks(
+        run.mesh.rank,
+        run.model,
+        found("after_step", config.after_step),
+        found("after_evaluation", config.after_evaluation),
+        found("after_save", config.after_save),
+        users_traceback,
     )
 
 

@@ -17,7 +17,6 @@ from shoal.engine.forward_backward import (
     SequentialForwardBackward,
     as_they_are,
 )
-from shoal.engine.global_batch import GlobalBatch
 from shoal.engine.loss import Loss, cross_entropy
 from shoal.engine.microbatches import cut_sequences
 from shoal.engine.outputs import described, prediction_in, with_prediction
@@ -34,12 +33,11 @@ from shoal.parallel.pipeline.cut import balanced_cut, cut_at, estimated_costs
 from shoal.parallel.pipeline.stages import Stages, staged
 from shoal.parallel.split import Split, split_model
 from shoal.parallel.tensor.vocabulary import VocabularySplit, gather_logits, vocabulary_cross_entropy
-from shoal.recipes.microbatching import Microbatching
+from shoal.recipes.microbatching import Microbatching, global_batch_of
 from shoal.runfile.run_file import RunFile
 from shoal.schedules.build import build
 from shoal.schedules.table import Table
 from shoal.state.ownership import Trained
-from shoal.sync.config import AllReduceConfig
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 """Modules that are never called themselves."""
@@ -113,7 +111,7 @@ def build_forward_backward(
         randomness,
         cut=_cut(mesh),
         gathered=_gathered(vocabulary, mesh),
-        global_batch=_global_batch(run_file, mesh),
+        global_batch=global_batch_of(run_file, mesh),
     )
     first = mesh.layout.index("tensor", mesh.rank) == 0
     if parts.table is None or parts.stages is None:
@@ -202,20 +200,6 @@ def split_loss(loss: Loss, vocabulary: VocabularySplit | None, mesh: Mesh) -> Lo
         return loss(with_prediction(outputs, gather_logits(logits, vocabulary, group)), targets)
 
     return of_parts
-
-
-def _global_batch(run_file: RunFile, mesh: Mesh) -> GlobalBatch:
-    """What a loss that couples samples sees of other ranks."""
-    refusal = None
-    if mesh.layout.context > 1:
-        refusal = "under layout.context every rank has a part of each sample; set it to 1"
-    elif mesh.layout.pipeline > 1:
-        refusal = "a pipeline computes the global batch in microbatches, one after the other; set layout.pipeline to 1"
-    elif not isinstance(run_file.sync, AllReduceConfig):
-        kind = type(run_file.sync).__struct_config__.tag
-        refusal = f'sync.kind = "{kind}" has replicas at different steps, without a common batch; set it to "allreduce"'
-    samples = run_file.batch.global_samples
-    return GlobalBatch(lambda: mesh.axis("replicate", "shard", lane="samples"), samples=samples, refusal=refusal)
 
 
 def _gathered(vocabulary: VocabularySplit | None, mesh: Mesh) -> Callable[[Any], Any]:

@@ -43,10 +43,11 @@ def _roles(model: nn.Module, roles: Mapping[str, Kind]) -> dict[str, Role]:
     for pattern in roles:
         if not any(fnmatchcase(name, pattern) for name in named):
             raise UserCodeError(
-                f"model.roles has {pattern!r}, which fits no parameter of {type(model).__name__}; propose roles anew by "
-                "`shoal split`"
+                f"model.roles has {pattern!r}, which fits no parameter of {type(model).__name__}; propose roles "
+                "anew by `shoal split`"
             )
-    kinds = {name: next((roles[p] for p in roles if fnmatchcase(name, p)), "replicated") for name in named}
+    whole: Kind = "replicated"
+    kinds = {name: next((roles[p] for p in roles if fnmatchcase(name, p)), whole) for name in named}
     return {name: Role(kind, init=None, decay=named[name].ndim >= 2) for name, kind in kinds.items()}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import linecache
+import operator
 import traceback
 from types import FrameType
 from typing import Any
@@ -29,7 +30,7 @@ class ForwardTracer(fx.Tracer):
         """A tuple that is unpacked. Raises `TraceError` where its length is not known."""
         node = obj.node
         if node.target in ("chunk", torch.chunk) and len(node.args) > 1 and isinstance(node.args[1], int):
-            return iter([obj[index] for index in range(node.args[1])])
+            return iter([operator.getitem(obj, index) for index in range(node.args[1])])  # pyright: ignore[reportArgumentType, reportCallIssue]
         try:
             return super().iter(obj)
         except TraceError:
