@@ -85,12 +85,13 @@ def build(width: int = 48, depth: int = 2, heads: int = 4) -> Conformer:
 
 
 def ctc() -> Callable[[Tensor, Tensor], Tensor]:
-    """Negative log-likelihood of each sample's symbols over all alignments, in nats a symbol."""
+    """Negative log-likelihood of each sample's symbols over all alignments, shared among them: `[batch, symbols]`."""
 
     def loss(logits: Tensor, symbols: Tensor) -> Tensor:
         scores, samples = logits.log_softmax(-1).transpose(0, 1), len(symbols)
         frames, spoken = torch.full((samples,), scores.shape[0]), torch.full((samples,), symbols.shape[1])
-        return F.ctc_loss(scores, symbols, frames, spoken, blank=BLANK, reduction="none") / SPOKEN
+        nats = F.ctc_loss(scores, symbols, frames, spoken, blank=BLANK, reduction="none")
+        return (nats / SPOKEN)[:, None].expand(-1, SPOKEN)
 
     return loss
 

@@ -1,6 +1,6 @@
 """A denoising diffusion model (arXiv:2006.11239) of handwritten digits: a small U-Net predicts the noise.
 
-    x_t = cos(t pi / 2) x + sin(t pi / 2) noise,    loss = |U(x_t, t) - noise|^2
+x_t = cos(t pi / 2) x + sin(t pi / 2) noise,    loss = |U(x_t, t) - noise|^2
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ class Step(nn.Module):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.first, self.second = nn.Conv2d(inputs, outputs, 3, padding=1), nn.Conv2d(outputs, outputs, 3, padding=1)
-        self.norm, self.time, self.skip = nn.GroupNorm(8, outputs), nn.Linear(32, outputs), nn.Conv2d(inputs, outputs, 1)
+        self.norm, self.time, self.skip = (
+            nn.GroupNorm(8, outputs),
+            nn.Linear(32, outputs),
+            nn.Conv2d(inputs, outputs, 1),
+        )
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
         y = F.silu(self.norm(self.first(x) + self.time(time)[..., None, None]))

@@ -17,7 +17,9 @@ class DLRM(nn.Module):
     def __init__(self, rows: int, width: int, split: str) -> None:
         super().__init__()
         self.rows = rows
-        self.table = shoal.EmbeddingTable(FEATURES * rows, width, split="rows" if split == "rows" else "columns", std=0.3)
+        self.table = shoal.EmbeddingTable(
+            FEATURES * rows, width, split="rows" if split == "rows" else "columns", std=0.3
+        )
         self.bottom = nn.Sequential(nn.Linear(NUMBERS, 32), nn.ReLU(), nn.Linear(32, width))
         pairs = (FEATURES + 1) * FEATURES // 2
         self.top = nn.Sequential(nn.Linear(width + pairs, 32), nn.ReLU(), nn.Linear(32, 2))

@@ -1,6 +1,6 @@
 """A Fourier neural operator (arXiv:2010.08895): from the initial state of Burgers' equation to a later one.
 
-    u_t + u u_x = v u_xx,    periodic, v = 0.02, solved here by a pseudo-spectral method with RK4
+u_t + u u_x = v u_xx,    periodic, v = 0.02, solved here by a pseudo-spectral method with RK4
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ class FNO(nn.Module):
 
     def __init__(self, width: int, depth: int, modes: int) -> None:
         super().__init__()
-        self.enter, self.leave = nn.Conv1d(2, width, 1), nn.Sequential(nn.Conv1d(width, 64, 1), nn.GELU(), nn.Conv1d(64, 1, 1))
+        self.enter, self.leave = (
+            nn.Conv1d(2, width, 1),
+            nn.Sequential(nn.Conv1d(width, 64, 1), nn.GELU(), nn.Conv1d(64, 1, 1)),
+        )
         self.spectral = nn.ModuleList(Spectral(width, modes) for _ in range(depth))
         self.local = nn.ModuleList(nn.Conv1d(width, width, 1) for _ in range(depth))
 

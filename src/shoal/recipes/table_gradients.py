@@ -15,7 +15,10 @@ from shoal.sync.config import AllReduceConfig
 
 
 def dense_and_tables(run_file: RunFile, parts: Divided) -> tuple[list[Trained], list[Trained]]:
-    """The trained parameters with dense gradients, and the tables. Raises `ConfigError` for what knows dense ones alone."""
+    """The trained parameters with dense gradients, and the tables.
+
+    Raises `ConfigError` for keys that know dense gradients alone.
+    """
     trained, roles = trained_in(parts), parts.split.roles
     tables = [t for t in trained if roles[t.holding.name].kind == "table"]
     if tables:

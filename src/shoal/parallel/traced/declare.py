@@ -46,9 +46,11 @@ def _roles(model: nn.Module, roles: Mapping[str, Kind]) -> dict[str, Role]:
                 f"model.roles has {pattern!r}, which fits no parameter of {type(model).__name__}; propose roles "
                 "anew by `shoal split`"
             )
-    whole: Kind = "replicated"
-    kinds = {name: next((roles[p] for p in roles if fnmatchcase(name, p)), whole) for name in named}
-    return {name: Role(kind, init=None, decay=named[name].ndim >= 2) for name, kind in kinds.items()}
+    found: dict[str, Role] = {}
+    for name, parameter in named.items():
+        kind: Kind = next((roles[pattern] for pattern in roles if fnmatchcase(name, pattern)), "replicated")
+        found[name] = Role(kind, init=None, decay=parameter.ndim >= 2)
+    return found
 
 
 def _check_count(model: nn.Module, name: str) -> None:
