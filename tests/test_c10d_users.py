@@ -71,6 +71,44 @@ def test_a_callback_may_wait_for_another_future_between_hosts(ranks) -> None:
     assert ranks(4, chained_between_hosts, timeout_s=20.0) == [[16.0, 160.0]] * 4
 
 
+def profiled(rank: int) -> set[str]:
+    """The ranges that PyTorch's profiler shows of every kind of call."""
+    one, many, other = torch.ones(4), torch.ones(8), [torch.ones(4), torch.ones(4)]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        dist.all_reduce(one)
+        dist.all_reduce(one, async_op=True).wait()  # type: ignore[union-attr]
+        dist.broadcast(one, 0)
+        dist.reduce(one, 0)
+        dist.all_gather(other, one)
+        dist.all_gather_into_tensor(many, one)
+        dist.reduce_scatter_tensor(one, many)
+        dist.all_to_all_single(many, many.clone())
+        dist.gather(one, other if rank == 0 else None, 0)
+        dist.scatter(one, other if rank == 0 else None, 0)
+        dist.send(one, 1) if rank == 0 else dist.recv(one, 0)
+        dist.barrier()
+    return {event.key for event in profile.key_averages() if event.key.startswith("shoal:")}
+
+
+RANGES = {
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "gather",
+    "scatter",
+    "barrier",
+}
+
+
+def test_the_profiler_shows_every_call(ranks) -> None:
+    sender, receiver = ranks(2, on_shoal, profiled, timeout_s=20.0)
+    assert sender == {f"shoal:{name}" for name in (*RANGES, "send")}
+    assert receiver == {f"shoal:{name}" for name in (*RANGES, "recv")}
+
+
 def crossed(rank: int) -> list[float]:
     """The future of a message that comes last, asked for first."""
     late, total, go = torch.zeros(1), torch.ones(1), torch.zeros(1)

@@ -16,9 +16,6 @@ LONG_SIGNATURES = {
     "shoal.comm.shm.transport:at_once": "the same",
     "shoal.comm.shm.transport:collective_of_lists": "the same",
     "shoal.models.keyed_draws:_attention": "stands in for scaled_dot_product_attention, with its signature",
-    "shoal.data.feed:__init__": "to be divided: what is read, whose share, and how far ahead",
-    "shoal.parallel.pipeline.execute:run_pipeline": "to be divided: a schedule, a stage, and what surrounds them",
-    "shoal.parallel.pipeline.pipedream:run_pipedream": "the same",
 }
 """Functions that take more, and why."""
 

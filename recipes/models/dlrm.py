@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 
@@ -14,12 +16,10 @@ class DLRM(nn.Module):
     """Numbers `[batch, 4]` and ids `[batch, 4]` to logits `[batch, 2]`. All features share one table, one after the
     other, so that a step makes one exchange."""
 
-    def __init__(self, rows: int, width: int, split: str) -> None:
+    def __init__(self, rows: int, width: int, split: Literal["rows", "columns"]) -> None:
         super().__init__()
         self.rows = rows
-        self.table = shoal.EmbeddingTable(
-            FEATURES * rows, width, split="rows" if split == "rows" else "columns", std=0.3
-        )
+        self.table = shoal.EmbeddingTable(FEATURES * rows, width, split=split, std=0.3)
         self.bottom = nn.Sequential(nn.Linear(NUMBERS, 32), nn.ReLU(), nn.Linear(32, width))
         pairs = (FEATURES + 1) * FEATURES // 2
         self.top = nn.Sequential(nn.Linear(width + pairs, 32), nn.ReLU(), nn.Linear(32, 2))
@@ -51,7 +51,7 @@ class Clicks:
         return (self.numbers[index], self.ids[index]), self.clicked[index]
 
 
-def build(rows: int = 2_000, width: int = 16, split: str = "rows") -> DLRM:
+def build(rows: int = 2_000, width: int = 16, split: Literal["rows", "columns"] = "rows") -> DLRM:
     """The module of the run file."""
     return DLRM(rows, width, split)
 

@@ -1,6 +1,8 @@
-"""A residual net (arXiv:1512.03385) with group normalisation (arXiv:1803.08494), whose samples do not see each other."""
+"""A residual net (arXiv:1512.03385) with group normalisation (arXiv:1803.08494), without statistics of the batch."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 from torch import Tensor, nn
 
@@ -23,6 +25,6 @@ class Residual(nn.Module):
 def build(width: int = 32, classes: int = 10) -> nn.Module:
     """Grey images `[batch, 1, 8, 8]` to logits `[batch, classes]`."""
     widths = [width, width, 2 * width, 4 * width]
-    blocks = [Residual(a, b, 1 if a == b else 2) for a, b in zip(widths, widths[1:], strict=False)]
+    blocks = [Residual(a, b, 1 if a == b else 2) for a, b in pairwise(widths)]
     stem = nn.Sequential(nn.Conv2d(1, width, 3, 1, 1, bias=False), nn.GroupNorm(8, width), nn.ReLU())
     return nn.Sequential(stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, classes))

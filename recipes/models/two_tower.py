@@ -1,4 +1,4 @@
-"""Two towers and a contrastive loss (CLIP, arXiv:2103.00020): which lower half belongs to which upper half of a digit?"""
+"""Two towers and a contrastive loss (CLIP, arXiv:2103.00020): which halves belong to one digit?"""
 
 from __future__ import annotations
 

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from shoal.cli.main import main
+from shoal.errors import ShoalError
+from shoal.launch.environment import Place
 from shoal.observe.events import Event, read_events
+from shoal.recipes.run import open_run
+from shoal.runfile.load import load_run
 
 OWN = '''
 import json, os, time
@@ -125,6 +135,33 @@ class Project:
         """`shoal ...`, to its end, in an address space of that size."""
         limit = [] if address_space_bytes is None else ["prlimit", f"--as={address_space_bytes}"]
         return self._run([*limit, sys.executable, "-m", "shoal", *arguments], timeout_s=timeout_s)
+
+    def here(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """`shoal ...` in this process: for commands that start no ranks."""
+        out, err = io.StringIO(), io.StringIO()
+        code: int | str | None = 0
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+            patch.chdir(self.folder)
+            patch.setattr(sys, "argv", ["shoal", *arguments])
+            try:
+                main()
+            except SystemExit as end:
+                code = end.code
+        return subprocess.CompletedProcess(["shoal", *arguments], int(code or 0), out.getvalue(), err.getvalue())
+
+    def refusal_of_a_rank(self, *overrides: str) -> ShoalError:
+        """What `shoal train run.toml ...` raises in its one rank, played in this process, when it opens the run."""
+        place = Place(rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, launcher="shoal")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(self.folder)
+            patch.syspath_prepend(self.folder)
+            patch.delitem(sys.modules, "own", raising=False)
+            try:
+                with pytest.raises(ShoalError) as refusal:
+                    open_run(load_run(Path("run.toml"), overrides), place, store=HashStore())
+            finally:
+                sys.modules.pop("own", None)
+        return refusal.value
 
     def python(self, *arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
         """`python ...`, to its end, with `text` on its standard input."""

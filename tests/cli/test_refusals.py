@@ -44,13 +44,20 @@ def refused(done: subprocess.CompletedProcess[str], code: int, *words: str) -> N
 )
 def test_a_wrong_key_is_refused_before_anything_starts(own: Project, overrides: list[str], words: list[str]) -> None:
     """Exit 2, the key, what was found; no run directory appears."""
-    refused(own.shoal("train", "run.toml", *overrides), USAGE, *words)
+    refused(own.here("train", "run.toml", *overrides), USAGE, *words)
     assert not (own.folder / "runs").exists()
+
+
+def test_a_refusal_is_the_same_in_a_process_of_its_own(own: Project) -> None:
+    """What the command prints, and its code."""
+    wrong = ("train", "run.toml", "batch.global_sample=4")
+    here, apart = own.here(*wrong), own.shoal(*wrong)
+    assert (here.returncode, here.stdout, here.stderr) == (apart.returncode, apart.stdout, apart.stderr)
 
 
 def test_a_missing_run_file_is_named(own: Project) -> None:
     """Exit 2, with the run files that are there."""
-    refused(own.shoal("train", "rum.toml"), USAGE, "rum.toml", "run.toml")
+    refused(own.here("train", "rum.toml"), USAGE, "rum.toml", "run.toml")
 
 
 @pytest.mark.parametrize(
@@ -58,19 +65,26 @@ def test_a_missing_run_file_is_named(own: Project) -> None:
     [
         (["model.build=own:nothing"], ["own:nothing", "no function 'nothing'", "model"]),
         (["model.build=nowhere:model"], ["nowhere", "no module"]),
-        (["model.build=own:not_a_model"], ["str", "nn.Module"]),
+        (["model.build=own:not_a_model"], ["the model is a str; it must be an nn.Module"]),
         (["model.arguments={widht=3}"], ["model.build", "widht"]),
-        (["loss.kind=python", "loss.build=own:scalar_loss"], ["reduction='none'"]),
         (["data.build=own:not_a_model"], ["str"]),
+        (["model.build=own:frozen"], ["the model has no parameter that requires a gradient"]),
+        (["model.build=own:returns_class"], ["the model is the class Logging; it must be an nn.Module"]),
     ],
 )
 def test_a_user_function_that_is_wrong_is_named(own: Project, overrides: list[str], words: list[str]) -> None:
-    """A function that is not there, fails, or returns the wrong thing: exit 2, and no traceback of Shoal's own."""
-    done = own.shoal("train", "run.toml", *overrides)
-    assert done.returncode == USAGE, done.stderr
-    assert "/shoal/" not in done.stderr, done.stderr
+    """A function that is not there, fails, or returns the wrong thing: a refusal of code 2 that says so."""
+    refusal = own.refusal_of_a_rank("run.processes=1", *overrides)
+    assert refusal.exit_code == USAGE
     for word in words:
-        assert word in done.stderr, done.stderr
+        assert word in str(refusal)
+
+
+def test_a_user_function_that_is_wrong_ends_the_command(own: Project) -> None:
+    """Exit 2, and no traceback of Shoal's own."""
+    done = own.shoal("train", "run.toml", "loss.kind=python", "loss.build=own:scalar_loss")
+    refused(done, USAGE, "reduction='none'")
+    assert "/shoal/" not in done.stderr, done.stderr
 
 
 TOKENS = [
@@ -96,12 +110,15 @@ TOKENS = [
 def test_a_token_file_that_cannot_be_is_named(
     own: Project, content: bytes | None, overrides: list, words: list
 ) -> None:
-    """Missing, empty, of odd length, ids outside the vocabulary, too short for one sample: exit 2 names the file."""
+    """Missing, empty, of odd length, ids outside the vocabulary, too short for one sample: code 2, and the file."""
     text = (own.folder / "run.toml").read_text().replace('kind = "python"', "").replace('build = "own:model"', "")
     (own.folder / "run.toml").write_text(text.replace('build = "own:data"', ""))
     if content is not None:
         (own.folder / "tokens.bin").write_bytes(content)
-    refused(own.shoal("train", "run.toml", *TOKENS, *overrides), USAGE, *words)
+    refusal = own.refusal_of_a_rank("run.processes=1", *TOKENS, *overrides)
+    assert refusal.exit_code == USAGE
+    for word in words:
+        assert word in str(refusal)
 
 
 def test_a_directory_of_another_model_is_refused_and_kept(own: Project) -> None:
@@ -124,7 +141,7 @@ def test_a_directory_in_use_is_refused(own: Project) -> None:
 
 
 def test_an_empty_data_file_of_arrays_is_named(own: Project) -> None:
-    """An array file without samples: exit 2 with its name."""
+    """An array file without samples: code 2 and its name."""
     np.save(own.folder / "x.npy", np.zeros((0, 2), dtype=np.float32))
     np.save(own.folder / "y.npy", np.zeros(0, dtype=np.int64))
     text = (
@@ -133,21 +150,20 @@ def test_an_empty_data_file_of_arrays_is_named(own: Project) -> None:
         .replace('kind = "python"\nbuild = "own:data"', 'kind = "arrays"\ninputs = "x.npy"\ntargets = "y.npy"')
     )
     (own.folder / "run.toml").write_text(text)
-    refused(own.shoal("train", "run.toml"), USAGE, "x.npy")
+    refusal = own.refusal_of_a_rank("run.processes=1")
+    assert refusal.exit_code == USAGE
+    assert "x.npy" in str(refusal)
 
 
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        (["run.seed=5"], ["run.seed = 0", "now it is 5", "warm_start"]),
-        (["optimizer.kind=sgd"], ["optimizer.kind = 'adamw'", "'sgd'"]),
-        (["data.shuffle=false"], ["data.shuffle = True"]),
-    ],
-)
-def test_a_run_cannot_change_what_it_was(own: Project, changed: list[str], words: list[str]) -> None:
+def test_a_run_cannot_change_what_it_was(own: Project) -> None:
     """Another seed, order or optimizer in the same directory would lose samples or moments in silence: exit 2."""
-    assert own.shoal("train", "run.toml", "run.steps=1").returncode == 0
-    refused(own.shoal("train", "run.toml", *changed), USAGE, *words)
+    assert own.shoal("train", "run.toml", "run.steps=1", "run.processes=1").returncode == 0
+    for changed, words in (
+        ("run.seed=5", ["run.seed = 0", "now it is 5", "warm_start"]),
+        ("optimizer.kind=sgd", ["optimizer.kind = 'adamw'", "'sgd'"]),
+        ("data.shuffle=false", ["data.shuffle = True"]),
+    ):
+        refused(own.shoal("train", "run.toml", "run.processes=1", changed), USAGE, *words)
 
 
 def test_ranks_that_drew_other_data_are_named(own: Project) -> None:
@@ -162,4 +178,4 @@ def test_ranks_that_drew_other_data_are_named(own: Project) -> None:
 def test_checkpoints_that_are_not_there_are_not_whole(own: Project) -> None:
     """A mistyped path must not pass a verification."""
     for verb in ("verify", "ls"):
-        refused(own.shoal("checkpoint", verb, "runs/nowhere"), USAGE, "runs/nowhere")
+        refused(own.here("checkpoint", verb, "runs/nowhere"), USAGE, "runs/nowhere")

@@ -26,7 +26,7 @@ def loaded(tmp_path: Path, text: str, *overrides: str) -> Root:
         ('[place]\nname = "a"\nstep = 4', (), ["place.step", "unknown key", "did you mean 'steps'", "run.toml"]),
         ('[place]\nname = "a"\n[thin]\n', (), ["thin", "did you mean 'thing'"]),
         ('[place]\nname = "a"', ("place.stepz=4",), ["place.stepz", "did you mean 'steps'"]),
-        ('[place]\nname = "a"\nsteps = "4"', (), ["place.steps", "found '4'", "expected int"]),
+        ('[place]\nname = "a"\nsteps = "4"', (), ["place.steps", "found '4'", "a whole number"]),
         ('[place]\nname = "a"\nsteps = 4.5', (), ["place.steps", "found 4.5"]),
         ('[place]\nname = "a"\nsteps = 0', (), ["place.steps", "found 0", ">= 1"]),
         ('[place]\nname = "a"\nsteps = 101', (), ["place.steps", "<= 100"]),

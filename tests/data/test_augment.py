@@ -9,7 +9,7 @@ import torch
 from shoal.data.augment import Augmentation, augmentation_of, crop, flip, generator_of
 from shoal.data.batches import SourceReader
 from shoal.data.config import Digits
-from shoal.data.feed import Feed
+from shoal.data.feed import Feed, StepShare
 from shoal.data.order import Order
 from shoal.data.sample import Sample
 from shoal.errors import UserCodeError
@@ -34,9 +34,7 @@ def epochs(tmp_path: Path, *, ranks: int, readers: int, start: int = 0, steps: i
         with Feed(
             dataset.train,
             order,
-            replicas=ranks,
-            replica=rank,
-            global_samples=7,
+            StepShare(7, rank, ranks),
             start=start,
             readers=readers,
             open_reader=lambda: SourceReader(dataset.train, order, denominator="auto", augmentation=changes),
@@ -71,9 +69,7 @@ def test_a_batch_that_straddles_epochs(tmp_path: Path):
     with Feed(
         source,
         order,
-        replicas=1,
-        replica=0,
-        global_samples=6,
+        StepShare(6),
         open_reader=lambda: SourceReader(source, order, denominator="auto", augmentation=Augmentation([noised], SEED)),
     ) as feed:
         (batch,) = feed.next().microbatches

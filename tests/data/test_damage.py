@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.data.feed import Feed
+from shoal.data.feed import Feed, StepShare
 from shoal.errors import ConfigError, DataError, EnvironmentFault
 from tests.data.sources import SAMPLES, built, number_of, written
 
@@ -22,7 +22,7 @@ def lines_with_a_bad_one(folder: Path, *, bad: str = '{"x": [5, 5], "y": ') -> d
 
 def fed(dataset, *, samples: int, micro: int | None = None):
     order = dataset.order(0, shuffle=False)
-    with Feed(dataset.train, order, replicas=1, replica=0, global_samples=samples, micro_samples=micro) as feed:
+    with Feed(dataset.train, order, StepShare(samples, micro_samples=micro)) as feed:
         return feed.next()
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.data.cursor import Cursor, Interval
-from shoal.data.feed import Feed, evaluation_batches
+from shoal.data.feed import Feed, StepShare, evaluation_batches
 from shoal.data.order import Order
 from shoal.data.sample import Batch
 from shoal.errors import ConfigError, DataError, UserCodeError
@@ -36,7 +36,9 @@ class Numbers:
 
 def feed(source: Numbers, **options) -> Feed:
     order = Order(len(source), seed=7)
-    return Feed(source, order, **({"replicas": 1, "replica": 0, "global_samples": 4} | options))
+    names = ("global_samples", "replica", "replicas", "micro_samples", "group")
+    own = StepShare(**({"global_samples": 4} | {name: options.pop(name) for name in names if name in options}))
+    return Feed(source, order, own, **options)
 
 
 def ids_of(batches: list[Batch]) -> list[int]:
@@ -178,12 +180,12 @@ def test_a_hanging_source_does_not_hold_the_interpreter():
     """A process whose data source never returns can still leave."""
     code = """
 import threading
-from shoal.data.feed import Feed
+from shoal.data.feed import Feed, StepShare
 from shoal.data.order import Order
 class Hangs:
     def __len__(self): return 4
     def __getitem__(self, index): threading.Event().wait()
-Feed(Hangs(), Order(4, 0), replicas=1, replica=0, global_samples=2)
+Feed(Hangs(), Order(4, 0), StepShare(2))
 """
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
@@ -191,7 +193,7 @@ Feed(Hangs(), Order(4, 0), replicas=1, replica=0, global_samples=2)
 def test_an_order_of_another_size_is_refused():
     """Order and source must count the same samples."""
     with pytest.raises(DataError, match="5 samples, its order 6"):
-        Feed(Numbers(5), Order(6, 0), replicas=1, replica=0, global_samples=1)
+        Feed(Numbers(5), Order(6, 0), StepShare(1))
 
 
 @pytest.mark.parametrize("limit", [None, 7, 100])

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np, psutil, pyarrow.parquet, torch
 from shoal.data.config import BatchConfig, DataConfig
 from shoal.data.build import build
-from shoal.data.feed import Feed
+from shoal.data.feed import Feed, StepShare
 import msgspec
 table = json.loads(sys.argv[1])
 def opened(samples):
@@ -29,7 +29,7 @@ def opened(samples):
     order = dataset.order(3, shuffle=True, window=1 << 16)
     seen = []
     for start in (0, samples // 3, samples - 64):
-        with Feed(dataset.train, order, replicas=2, replica=1, global_samples=64, start=start, readers=2) as feed:
+        with Feed(dataset.train, order, StepShare(64, 1, 2), start=start, readers=2) as feed:
             step = feed.next()
             seen += step.microbatches[0].positions.tolist()
     return dataset, seen

@@ -12,7 +12,7 @@ import torch
 from shoal.data.augment import Augmentation, flip
 from shoal.data.batches import BatchReader, SourceReader
 from shoal.data.cursor import Interval
-from shoal.data.feed import Feed
+from shoal.data.feed import Feed, StepShare
 from shoal.data.reader_process import Opening, ReaderProcess
 from shoal.data.sample import map_tree
 from shoal.errors import DataError, EnvironmentFault, UserCodeError
@@ -68,9 +68,7 @@ def test_processes_read_what_threads_read(tmp_path: Path):
 
     dataset = built(written("images", tmp_path / "data"), tmp_path / "cache")
     order = dataset.order(SEED, shuffle=True)
-    with Feed(
-        dataset.train, order, replicas=2, replica=1, global_samples=8, micro_samples=2, readers=2, open_reader=start
-    ) as feed:
+    with Feed(dataset.train, order, StepShare(8, 1, 2, micro_samples=2), readers=2, open_reader=start) as feed:
         steps = [feed.next() for _ in range(20)]
     for step in steps:
         for number, batch in enumerate(step.microbatches):

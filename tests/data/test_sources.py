@@ -7,7 +7,7 @@ import pytest
 
 from shoal.data.cursor import Cursor
 from shoal.data.dataset import Dataset
-from shoal.data.feed import Feed
+from shoal.data.feed import Feed, StepShare
 from tests.data.sources import CLASSES, KINDS, SAMPLES, built, number_of, written
 
 SEED = 11
@@ -25,10 +25,7 @@ def interrupted(dataset: Dataset, kind: str, *, window: int | None = None) -> li
             Feed(
                 dataset.train,
                 order,
-                replicas=ranks,
-                replica=rank,
-                global_samples=STEP,
-                micro_samples=2,
+                StepShare(STEP, rank, ranks, micro_samples=2),
                 start=cursor,
                 readers=readers,
             )

@@ -9,7 +9,7 @@ import pytest
 
 from shoal.data.cursor import Cursor
 from shoal.data.dataset import Dataset
-from shoal.data.feed import Feed
+from shoal.data.feed import Feed, StepShare
 from shoal.data.stream import GrowingFile
 from shoal.errors import DataError
 from tests.data.sources import built
@@ -28,8 +28,7 @@ def fed(dataset: Dataset, cursor: Cursor, *, ranks: int, steps: int, readers: in
     order, used = dataset.order(0, shuffle=True), []
     feeds = [
         Feed(
-            dataset.train, order, replicas=ranks, replica=rank, global_samples=4, start=cursor, readers=readers,
-            prefetch_steps=1,
+            dataset.train, order, StepShare(4, rank, ranks), start=cursor, readers=readers, prefetch_steps=1
         )
         for rank in range(ranks)
     ]  # fmt: skip
@@ -87,7 +86,7 @@ def test_a_bad_line_of_a_stream(tmp_path: Path):
     with pytest.raises(DataError, match=r"log\.jsonl, line 1: .*'nonsense' is no JSON"):
         built(table(path), tmp_path / "cache").train[1]
     skipping = built(table(path, bad_records="skip"), tmp_path / "cache")
-    with Feed(skipping.train, skipping.order(0, shuffle=True), replicas=1, replica=0, global_samples=3) as feed:
+    with Feed(skipping.train, skipping.order(0, shuffle=True), StepShare(3)) as feed:
         assert feed.next().microbatches[0].weights.tolist() == [1, 0, 1]
 
 

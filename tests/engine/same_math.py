@@ -12,7 +12,7 @@ from shoal.comm.collective import Alone
 from shoal.comm.conditions import Conditions
 from shoal.comm.mesh import Mesh
 from shoal.data.config import Denominator
-from shoal.data.feed import Feed
+from shoal.data.feed import Feed, StepShare
 from shoal.data.order import Order
 from shoal.engine.compute import Compute
 from shoal.engine.config import Float32, Float64, PrecisionConfig
@@ -176,11 +176,7 @@ def feed(case: Case, mesh: Mesh, micro_samples: int | None) -> Feed:
     return Feed(
         data,
         Order(len(data), seed=1),
-        replicas=mesh.batch_share[1],
-        replica=mesh.batch_share[0],
-        global_samples=case.global_samples,
-        micro_samples=micro_samples,
-        group=case.group,
+        StepShare(case.global_samples, *mesh.batch_share, micro_samples=micro_samples, group=case.group),
         denominator=case.denominator,
     )
 

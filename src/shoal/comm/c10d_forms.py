@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -13,6 +14,24 @@ from torch._C._distributed_c10d import Store
 
 from shoal.comm.board import GRACE_S, bounded
 from shoal.errors import CollectiveError
+
+profiler_enabled = torch.autograd._profiler_enabled  # pyright: ignore[reportPrivateImportUsage]
+
+
+def ranged(operation: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A group's method whose calls PyTorch's profiler shows as `shoal:OPERATION`; else they cost a look more."""
+
+    def decorate(call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def method(self: Any, *arguments: Any, **options: Any) -> Any:
+            if not profiler_enabled():
+                return call(self, *arguments, **options)
+            with torch.autograd.profiler.record_function(f"shoal:{operation}"):
+                return call(self, *arguments, **options)
+
+        return method
+
+    return decorate
 
 
 def listed(tensors: Any) -> list[Tensor]:

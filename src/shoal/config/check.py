@@ -221,10 +221,27 @@ def _rule_in_words(rule: str, found: Any, key: Key | None) -> str:
         return (
             f"it is not of the form that this key takes: {key.sentence}" if key is not None else "it has another form"
         )
+    if rule.startswith("invalid enum value") and key is not None and choices_of(key.type):
+        return f"allowed: {', '.join(map(repr, choices_of(key.type)))}"
     unit = {"bytes": "bytes", "s": "seconds", "ms": "milliseconds"}.get(key.name.rpartition("_")[2]) if key else None
     if unit is not None and isinstance(found, str):
         return f"write the number of {unit} alone, without quotes and unit"
-    return rule
+    match = re.fullmatch(r"expected (?P<type>\w+)(?P<bound> (?:[<>]=?) \S+)?(?:, got \w+)?", rule)
+    if match is None or match["type"] not in _WORDS:
+        return rule
+    sign, _, bound = (match["bound"] or "").strip().partition(" ")
+    return f"it must be {_WORDS[match['type']]}" + (f" {_SIGNS[sign]} {bound.removesuffix('.0')}" if bound else "")
+
+
+_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "a table",
+}
+_SIGNS = {">=": "of at least", ">": "above", "<=": "of at most", "<": "below"}
 
 
 def _key_at(names: list[str], data: Mapping[str, Any], root: type[Table]) -> Key | None:

@@ -63,6 +63,10 @@ def parse(text: str) -> dict[str, Any]:
         data = tomllib.loads(text)
     except RecursionError:
         raise ValueError(f"values are nested deeper than {MAX_DEPTH}") from None
+    except ValueError as error:
+        if "integer string conversion" in str(error):  # Python's own limit, and a repair that is none here
+            raise ValueError("a whole number has thousands of digits") from None
+        raise
     level: list[Any] = [data]
     for _ in range(MAX_DEPTH):
         values = [inner for value in level for inner in _inside(value)]

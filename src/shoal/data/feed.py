@@ -52,19 +52,54 @@ class _Slot:
     error: BaseException | None = None
 
 
+@dataclass(frozen=True)
+class StepShare:
+    """Which of a step's `global_samples` one replica reads, and in which microbatches.
+
+    Args:
+        global_samples: samples of one step, of all replicas together.
+        replica: the number of this one of `replicas`.
+        micro_samples: samples of one microbatch; None: this replica's whole share.
+        group: samples that batch statistics are taken over; no share or microbatch cuts one.
+
+    Raises:
+        ConfigError: the samples of a step or of a microbatch are not whole groups.
+    """
+
+    global_samples: int
+    replica: int = 0
+    replicas: int = 1
+    micro_samples: int | None = None
+    group: int = 1
+
+    def __post_init__(self) -> None:
+        if self.micro_samples is not None and self.micro_samples % self.group:
+            raise ConfigError(
+                f"batch.micro_samples = {self.micro_samples} would cut statistics groups of {self.group}: "
+                "make it a multiple."
+            )
+        self._own(Interval(0, self.global_samples))
+
+    def microbatches(self, step: Interval) -> Iterator[Interval]:
+        """This replica's part of the positions of a `step`, cut into microbatches."""
+        own = self._own(step)
+        yield from microbatches(own, self.micro_samples or max(1, len(own)))
+
+    def _own(self, step: Interval) -> Interval:
+        return share(step, replicas=self.replicas, replica=self.replica, group=self.group)
+
+
 class Feed:
-    """The steps from `start` on, without end, for replica `replica` of `replicas`.
+    """The steps from `start` on, without end, of which one replica reads its share.
 
     Args:
         source: samples 0 .. len - 1; read by several threads where `readers` > 1.
         order: which sample stands at which position; of as many samples as `source`.
+        own: what this replica reads of each step.
         start: a position, or the run's cursor, whose committed and leased positions are left out.
-        micro_samples: samples of one microbatch; None: this replica's whole share.
-        group: samples that batch statistics are taken over; no share or microbatch cuts one.
         open_reader: what each of the `readers` threads reads with; default: from `source`, as it is.
 
     Raises:
-        ConfigError: the samples of a step or of a microbatch are not whole groups.
         DataError: `order` is of another number of samples.
     """
 
@@ -72,12 +107,8 @@ class Feed:
         self,
         source: Source,
         order: OrderOfSamples,
+        own: StepShare,
         *,
-        replicas: int,
-        replica: int,
-        global_samples: int,
-        micro_samples: int | None = None,
-        group: int = 1,
         denominator: Denominator = "auto",
         start: Cursor | int = 0,
         prefetch_steps: int = 2,
@@ -86,14 +117,8 @@ class Feed:
     ) -> None:
         if len(source) != order.samples:
             raise DataError(f"The source has {len(source)} samples, its order {order.samples}: they must be equal.")
-        if micro_samples is not None and micro_samples % group:
-            raise ConfigError(
-                f"batch.micro_samples = {micro_samples} would cut statistics groups of {group}: make it a multiple."
-            )
-        share(Interval(0, global_samples), replicas=replicas, replica=replica, group=group)  # refuses here, not later
         self._open_reader = open_reader or (lambda: SourceReader(source, order, denominator=denominator))
-        self._replicas, self._replica, self._group = replicas, replica, group
-        self._global_samples, self._micro_samples = global_samples, micro_samples
+        self._own = own
         self._cursor = Cursor.at(start) if isinstance(start, int) else start
         self._slots: deque[_Slot] = deque()
         self._work: SimpleQueue[_Slot | None] = SimpleQueue()
@@ -142,7 +167,7 @@ class Feed:
         self.close()
 
     def _plan_step(self) -> None:
-        self._cursor, interval = self._cursor.lease(self._global_samples)
+        self._cursor, interval = self._cursor.lease(self._own.global_samples)
         slot = _Slot(interval)
         self._slots.append(slot)
         self._work.put(slot)
@@ -162,8 +187,7 @@ class Feed:
             reader.close()
 
     def _batches(self, reader: BatchReader, interval: Interval) -> Iterator[BatchRead]:
-        own = share(interval, replicas=self._replicas, replica=self._replica, group=self._group)
-        for part in microbatches(own, self._micro_samples or max(1, len(own))):
+        for part in self._own.microbatches(interval):
             if self._closed.is_set():
                 return
             yield reader.read(part)

@@ -23,7 +23,7 @@ from shoal.engine.loss import call_model, weighted_sum
 from shoal.engine.microbatches import leaves
 from shoal.gradients.gradients import Gradients
 from shoal.models.roles import DeclaresParts
-from shoal.parallel.pipeline.execute import Hooks, run_pipeline
+from shoal.parallel.pipeline.execute import Computation, Hooks, run_pipeline
 from shoal.parallel.pipeline.pipedream import Update, run_pipedream
 from shoal.parallel.pipeline.stages import Stages
 from shoal.schedules.table import Action, Table, forward_only
@@ -118,7 +118,7 @@ class PipelinedForwardBackward:
     """`ForwardBackward` by `table` over the ranks of `group`, the pipeline; `back` is a second group of them.
 
     The number of microbatches that `arrange` gives is a multiple of the table's. `counts`: does this rank hold the last
-    stage, and no other holds the same numbers? `splits`: see `run_pipeline`.
+    stage, and no other holds the same numbers? `splits`: see `Computation`.
     """
 
     compute: Compute
@@ -206,14 +206,12 @@ class PipelinedForwardBackward:
             with self.compute.precision.autocast(self.compute.device), self.compute.randomness.drawing():
                 yield
 
-        run = partial(run_pipeline, splits=self.splits) if update is None else partial(run_pipedream, update=update)
+        run = run_pipeline if update is None else partial(run_pipedream, update=update)
         run(
             table,
             self.group,
-            stage=self.stages.forward,
-            contexts=[call_model(model.context, microbatch.batch.inputs) for microbatch in microbatches],
-            loss=loss,
-            weights=self.stages.weights,
+            Computation(self.stages.forward, loss, self.stages.weights, splits=self.splits),
+            [call_model(model.context, microbatch.batch.inputs) for microbatch in microbatches],
             device=self.compute.device,
             back=self.back,
             hooks=Hooks(around=around),

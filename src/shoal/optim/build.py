@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from shoal.config.table import implementation_of
 from shoal.errors import ConfigError
 from shoal.optim.config import SGD, Adagrad, AdamW, OptimizerConfig
+from shoal.optim.fused import FusedAdamW, FusedSGD
 
 
 def build_optimizer(
@@ -48,13 +49,13 @@ def build_optimizer(
 
 
 def adamw(config: AdamW, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
-    """PyTorch's fused AdamW."""
-    return torch.optim.AdamW(groups, lr=lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+    """AdamW by PyTorch's fused kernel."""
+    return FusedAdamW(groups, lr=lr, betas=(config.beta1, config.beta2), eps=config.eps)
 
 
 def sgd(config: SGD, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
-    """PyTorch's fused SGD."""
-    return torch.optim.SGD(groups, lr=lr, momentum=config.momentum, nesterov=config.nesterov, fused=True)
+    """SGD by PyTorch's fused kernel."""
+    return FusedSGD(groups, lr=lr, momentum=config.momentum, nesterov=config.nesterov)
 
 
 def adagrad(config: Adagrad, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:

@@ -162,13 +162,20 @@ def introduce(sinks: Sinks, run: Run, resumed_step: int | None) -> None:
     if run.workload.optimizer is None:
         _, scaling = peak_rate(run.run_file.optimizer, global_samples=run.run_file.batch.global_samples)
         unproved = missing_proof(run.run_file, run.generation.parts.split.shapes)
-        for said in (scaling, unproved):
+        for said in (scaling, _below_peak(run.run_file), unproved):
             if said is not None:
                 sinks.note(said)
     if resumed_step is not None:
         sinks.note(f"going on from the checkpoint of step {resumed_step}")
     if resumed_step is not None and resumed_step >= run.run_file.run.steps:
         sinks.warn(f"run.steps = {run.run_file.run.steps} are done already: nothing to train; raise it to go on")
+
+
+def _below_peak(run_file: RunFile) -> str | None:
+    warmup, steps = run_file.schedule.warmup_steps, run_file.run.steps
+    if warmup < steps:
+        return None
+    return f"the learning rate only rises: schedule.warmup_steps = {warmup} and run.steps = {steps}"
 
 
 def _none(number: int) -> None:

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import Store
 
 from shoal.comm.mesh import Mesh, build_mesh
 from shoal.data.cursor import Cursor
-from shoal.data.feed import Feed, evaluation_batches
+from shoal.data.feed import Feed, StepShare, evaluation_batches
 from shoal.data.sample import Batch
 from shoal.engine.evaluation import evaluate
 from shoal.engine.microbatches import topped_up
@@ -96,11 +96,13 @@ class Run:
         return Feed(
             data,
             order,
-            replicas=replicas,
-            replica=replica,
-            global_samples=run_file.batch.global_samples,
-            micro_samples=micro_samples or self.generation.microbatching.samples,
-            group=statistics_group(run_file),
+            StepShare(
+                run_file.batch.global_samples,
+                replica,
+                replicas,
+                micro_samples=micro_samples or self.generation.microbatching.samples,
+                group=statistics_group(run_file),
+            ),
             denominator=run_file.batch.denominator,
             start=self.state.progress.cursor if cursor is None else cursor,
             prefetch_steps=run_file.data.prefetch_steps,

@@ -32,6 +32,7 @@ from shoal.observe.facts import facts_path, read_facts, write_facts
 from shoal.recipes.lab import processes_in
 from shoal.runfile.rules import check_across
 from shoal.runfile.run_file import RunFile, statistics_group, with_processes
+from shoal.units import plural
 
 DEFAULT_PROCESSES = 2
 
@@ -78,6 +79,11 @@ def run(
     started_here = processes_of(run_file, environ) if lab is None else processes_in(lab, run_file, place)
     processes = place.world_size if place is not None else started_here
     run_file = checked(with_processes(run_file, processes), place, file=file, planner=planner)
+    if place is None and lab is None and run_file.run.device == "cuda" and gpus(environ) < processes:
+        raise EnvironmentFault(
+            f'run.device = "cuda", and this host has {plural(gpus(environ), "GPU")} for {plural(processes, "rank")}: '
+            'start one a GPU (run.processes), or set run.device to "auto" or "cpu"'
+        )
     if place is None and run_file.wire.transport == "mpi":
         raise EnvironmentFault(f'wire.transport = "mpi", but {why_no_mpi(environ)}; or set it to "auto"')
     if place is None:

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 from shoal.codec.config import NoCodec
 from shoal.engine.config import Float16
 from shoal.models.config import MoEConfig
 from shoal.optim.config import SGD
 from shoal.runfile.run_file import RunFile, in_canonical_order, statistics_group
-from shoal.sync.config import (
-    AllReduceConfig,
-    EASGDConfig,
-    GossipConfig,
-    LocalConfig,
-    ServerConfig,
-    StreamingConfig,
-)
+from shoal.sync.config import AllReduceConfig, GossipConfig, HogwildConfig, ServerConfig
 
 
 def sync_refusal(run_file: RunFile) -> str | None:
@@ -25,13 +19,25 @@ def sync_refusal(run_file: RunFile) -> str | None:
     if isinstance(sync, AllReduceConfig):
         found = next(_against_canonical(run_file, sync), None) if in_canonical_order(run_file) else None
         return None if found is None else f'sync.order = "canonical" with {found[0]}: {found[1]}'
-    if isinstance(sync, LocalConfig | StreamingConfig | EASGDConfig | GossipConfig):
-        found = next(_against_own_steps(run_file), None)
-    elif isinstance(sync, ServerConfig):
-        found = next(_against_server(run_file, sync), None)
-    else:
-        found = next(_against_hogwild(run_file), None)
+    found = next(chain(_of_kind(run_file), _against_replicas(run_file)), None)
     return None if found is None else f'sync.kind = "{_kind(run_file)}" with {found[0]}: {found[1]}'
+
+
+def _of_kind(run_file: RunFile) -> Iterator[tuple[str, str]]:
+    """(key and value, why not and what to do), for what one kind alone asks."""
+    sync, replicas = run_file.sync, _replicas(run_file)
+    if isinstance(sync, GossipConfig) and replicas is not None:
+        yield from _against_graph(sync, replicas)
+    if isinstance(sync, ServerConfig):
+        yield from _against_backup(run_file, sync)
+    if isinstance(sync, HogwildConfig):
+        yield from _against_shared_state(run_file)
+
+
+def _against_replicas(run_file: RunFile) -> Iterator[tuple[str, str]]:
+    """What replicas of the strategy's form cannot work with."""
+    of = {"lockstep": lambda _: iter(()), "own_steps": _against_own_steps, "workers": _against_workers}
+    return of[run_file.sync.replicas_are](run_file)
 
 
 def _against_own_steps(run_file: RunFile) -> Iterator[tuple[str, str]]:
@@ -47,8 +53,6 @@ def _against_own_steps(run_file: RunFile) -> Iterator[tuple[str, str]]:
         yield 'precision.kind = "float16"', "each replica would have a loss scale of its own; use bfloat16"
     if run_file.observe.noise_every_steps:
         yield "observe.noise_every_steps", "the noise is measured on gradients of the global batch; leave it out"
-    if isinstance(run_file.sync, GossipConfig) and replicas is not None:
-        yield from _against_graph(run_file.sync, replicas)
 
 
 def _against_graph(sync: GossipConfig, replicas: int) -> Iterator[tuple[str, str]]:
@@ -93,24 +97,20 @@ def _against_canonical(run_file: RunFile, sync: AllReduceConfig) -> Iterator[tup
         )
 
 
-def _against_server(run_file: RunFile, sync: ServerConfig) -> Iterator[tuple[str, str]]:
-    """(key and value, why not and what to do)"""
+def _against_backup(run_file: RunFile, sync: ServerConfig) -> Iterator[tuple[str, str]]:
     workers = run_file.run.processes or run_file.layout.default_processes
     if workers is not None and sync.backup is not None and sync.backup >= workers > 1:
         why = f"of {workers} workers none would be left to count; backup must be at most {workers - 1}"
         yield f"backup = {sync.backup}", why
-    yield from _against_workers(run_file)
 
 
-def _against_hogwild(run_file: RunFile) -> Iterator[tuple[str, str]]:
-    """(key and value, why not and what to do)"""
+def _against_shared_state(run_file: RunFile) -> Iterator[tuple[str, str]]:
     optimizer = run_file.optimizer
     if not isinstance(optimizer, SGD):
         why = 'its state would be shared too; use optimizer.kind = "sgd"'
         yield f'optimizer.kind = "{type(optimizer).__struct_config__.tag}"', why
     elif optimizer.momentum:
         yield f"optimizer.momentum = {optimizer.momentum:g}", "it would be shared too; leave optimizer.momentum out"
-    yield from _against_workers(run_file)
 
 
 def _against_workers(run_file: RunFile) -> Iterator[tuple[str, str]]:

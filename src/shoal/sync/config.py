@@ -17,14 +17,26 @@ from shoal.maths.mixing import (
     torus,
 )
 
+ReplicasAre = Literal["lockstep", "own_steps", "workers"]
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 """A whole number from 0."""
 
 
-class AllReduceConfig(Table, frozen=True, tag_field="kind", tag="allreduce"):
+class Strategy(Table, frozen=True):
+    """What the rules ask of every strategy.
+
+    own_steps: replicas, split in any way, take optimizer steps of their own. workers: replicas of one rank, which leave
+    their updates to others. lockstep: all ranks take every step together.
+    """
+
+    replicas_are: ClassVar[ReplicasAre] = "own_steps"
+
+
+class AllReduceConfig(Strategy, frozen=True, tag_field="kind", tag="allreduce"):
     """The replicas' gradients are summed by all-reduce in every step, while the backward still runs."""
 
     implemented_by: ClassVar[str] = "shoal.sync.allreduce:AllReduceSync"
+    replicas_are: ClassVar[ReplicasAre] = "lockstep"
 
     order: Annotated[
         Literal["any", "canonical"],
@@ -38,7 +50,7 @@ class AllReduceConfig(Table, frozen=True, tag_field="kind", tag="allreduce"):
     ] = 8
 
 
-class OuterKeys(Table, frozen=True):
+class OuterKeys(Strategy, frozen=True):
     """The outer optimizer: SGD on what replicas changed. Its defaults are DiLoCo's (arXiv:2311.08105)."""
 
     period: Annotated[int, says("Steps of each replica between two agreements.", ge=1)] = 50
@@ -84,12 +96,13 @@ class LocalConfig(OuterKeys, frozen=True, tag_field="kind", tag="local"):
             )
 
 
-class ServerConfig(Table, frozen=True, tag_field="kind", tag="server"):
+class ServerConfig(Strategy, frozen=True, tag_field="kind", tag="server"):
     """A parameter server: workers push gradients and pull parameters; every rank serves a part of them, and its
     optimizer updates that part for all.
     """
 
     implemented_by: ClassVar[str] = "shoal.sync.server:ServerSync"
+    replicas_are: ClassVar[ReplicasAre] = "workers"
 
     admission: Annotated[
         Literal["sync", "async", "bounded", "backup"],
@@ -149,10 +162,11 @@ class ServerConfig(Table, frozen=True, tag_field="kind", tag="server"):
         return self.period or (1 if self.admission == "sync" else 50)
 
 
-class HogwildConfig(Table, frozen=True, tag_field="kind", tag="hogwild"):
+class HogwildConfig(Strategy, frozen=True, tag_field="kind", tag="hogwild"):
     """The processes of one host update the same parameters in shared memory, without locks (arXiv:1106.5730)."""
 
     implemented_by: ClassVar[str] = "shoal.sync.hogwild:HogwildSync"
+    replicas_are: ClassVar[ReplicasAre] = "workers"
 
     period: Annotated[
         int,
@@ -193,7 +207,7 @@ class StreamingConfig(OuterKeys, frozen=True, tag_field="kind", tag="streaming")
             )
 
 
-class EASGDConfig(Table, frozen=True, tag_field="kind", tag="easgd"):
+class EASGDConfig(Strategy, frozen=True, tag_field="kind", tag="easgd"):
     """Elastic averaging SGD (arXiv:1412.6651): replicas and a centre pull each other together, and stay different."""
 
     implemented_by: ClassVar[str] = "shoal.sync.easgd:EASGDSync"
@@ -205,7 +219,7 @@ class EASGDConfig(Table, frozen=True, tag_field="kind", tag="easgd"):
     ] = 0.9
 
 
-class GossipConfig(Table, frozen=True, tag_field="kind", tag="gossip"):
+class GossipConfig(Strategy, frozen=True, tag_field="kind", tag="gossip"):
     """After each step a replica mixes its parameters with those of its neighbours in a graph; replicas differ."""
 
     implemented_by: ClassVar[str] = "shoal.sync.gossip:GossipSync"

@@ -15,7 +15,7 @@ from shoal.comm.mesh import build_mesh
 from shoal.errors import LayoutError
 from shoal.models.dropout import set_sample_keys
 from shoal.parallel.pipeline.cut import balanced_cut, estimated_costs
-from shoal.parallel.pipeline.execute import Hooks, PipelineRun, run_pipeline
+from shoal.parallel.pipeline.execute import Computation, Hooks, PipelineRun, run_pipeline
 from shoal.parallel.pipeline.stages import Stages, staged
 from shoal.schedules.build import NAMES, build
 from shoal.schedules.table import Action, Table, forward_only
@@ -63,9 +63,13 @@ def run_case(group: Collective, case: Case, *, forward: bool = False) -> tuple[P
         yield
 
     result = run_pipeline(
-        table, group, stage=stages.forward, contexts=[model.context(i) for i in batch.inputs], loss=batch.loss,
-        weights=stages.weights, device=torch.device("cpu"), hooks=Hooks(around),
-    )  # fmt: skip
+        table,
+        group,
+        Computation(stages.forward, batch.loss, stages.weights),
+        [model.context(i) for i in batch.inputs],
+        device=torch.device("cpu"),
+        hooks=Hooks(around),
+    )
     gradients = {}
     for stage in table.stages_of(group.rank):
         for name in stages.names[stage]:
@@ -164,10 +168,8 @@ def run_broken(place: TestPlace, fault: str) -> float:
             return output * float("nan") if fault == "nan" else output[:1]
         return output
 
-    run_pipeline(
-        table, group, stage=stage, contexts=list(enumerate(batch.inputs)), loss=batch.loss, weights=stages.weights,
-        device=torch.device("cpu"),
-    )  # fmt: skip
+    computation = Computation(stage, batch.loss, stages.weights)
+    run_pipeline(table, group, computation, list(enumerate(batch.inputs)), device=torch.device("cpu"))
     return float(torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm())
 
 
@@ -190,12 +192,10 @@ def test_a_nan_of_one_stage_reaches_every_rank_and_stops_none(ranks) -> None:
 def refuse(place: TestPlace) -> list[str]:
     """What is said of a table for other sizes."""
     group, said = pipeline_of(place), []
+    computation = Computation(lambda s, x, c: c, lambda x, j: x, lambda s: [])
     for table in (build("1F1B", ranks=3, microbatches=2), build("1F1B", ranks=2, microbatches=4)):
         with pytest.raises(LayoutError) as refusal:
-            run_pipeline(
-                table, group, stage=lambda s, x, c: c, contexts=[0, 0], loss=lambda x, j: x, weights=lambda s: [],
-                device=torch.device("cpu"),
-            )  # fmt: skip
+            run_pipeline(table, group, computation, [0, 0], device=torch.device("cpu"))
         said.append(str(refusal.value))
     return said
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shoal.parallel.pipeline.execute import Computation
 from shoal.parallel.pipeline.pipedream import Stash, run_pipedream, staleness
 from shoal.schedules.build import build
 from tests.parallel.pipeline import chains
@@ -32,9 +33,13 @@ def train(place: TestPlace, kind: str) -> dict[str, Tensor]:
             weight.grad = None
 
     run_pipedream(
-        table, group, stage=stages.forward, contexts=[model.context(i) for i in batch.inputs], loss=batch.loss,
-        weights=stages.weights, update=update, device=torch.device("cpu"),
-    )  # fmt: skip
+        table,
+        group,
+        Computation(stages.forward, batch.loss, stages.weights),
+        [model.context(i) for i in batch.inputs],
+        update=update,
+        device=torch.device("cpu"),
+    )
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 

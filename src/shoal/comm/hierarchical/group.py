@@ -24,7 +24,7 @@ from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from shoal.comm.board import Board
-from shoal.comm.c10d_forms import GlooGroup, checked_root, given_timeout_s, listed, open_gloo
+from shoal.comm.c10d_forms import GlooGroup, checked_root, given_timeout_s, listed, open_gloo, ranged
 from shoal.comm.collective import Alone, Collective, GroupCollective, Reduction
 from shoal.comm.hierarchical.division import TWO_LEVELS, Division, division_of
 from shoal.comm.hierarchical.two_levels import TwoLevels
@@ -72,6 +72,7 @@ class Hierarchical(dist.ProcessGroup):
         self._mates = None
         self.inner.shutdown()
 
+    @ranged("all_reduce")
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         opts, tensors = opts or c10d.AllreduceOptions(), listed(tensors)
         op = _reduction(tensors[0], opts.reduceOp)
@@ -80,6 +81,7 @@ class Hierarchical(dist.ProcessGroup):
         divide_by = self._divisor(opts.reduceOp)
         return self._do(partial(_in_place, tensors[0], lambda flat, t: t.all_reduce(flat, op, divide_by)), tensors)
 
+    @ranged("reduce")
     def reduce(self, tensors: Any, opts: Any = None) -> Any:
         opts, tensors = opts or c10d.ReduceOptions(), listed(tensors)
         op, root = _reduction(tensors[0], opts.reduceOp), checked_root(opts.rootRank, self.size())
@@ -88,6 +90,7 @@ class Hierarchical(dist.ProcessGroup):
         run = partial(_reduced, tensors[0], op, root, self._divisor(opts.reduceOp), self.rank() == root)
         return self._do(run, tensors)
 
+    @ranged("broadcast")
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
         opts, tensors = opts or c10d.BroadcastOptions(), listed(tensors)
         if len(tensors) != 1 or not _is_plain(tensors[0]):
@@ -96,6 +99,7 @@ class Hierarchical(dist.ProcessGroup):
         run = partial(_in_place, tensors[0], lambda flat, t: t.broadcast(flat.view(torch.uint8), root=root))
         return self._do(run, tensors)
 
+    @ranged("all_gather")
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         if output.numel() != input.numel() * self.size() or output.dtype != input.dtype:
             raise ValueError(f"all_gather of {input.numel()} into {output.numel()} numbers: one block for each rank")
@@ -104,6 +108,7 @@ class Hierarchical(dist.ProcessGroup):
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         return self.all_gather_single(output, input, opts)
 
+    @ranged("reduce_scatter")
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         opts = opts or c10d.ReduceScatterOptions()
         if input.numel() != output.numel() * self.size() or output.dtype != input.dtype:
@@ -116,9 +121,11 @@ class Hierarchical(dist.ProcessGroup):
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         return self.reduce_scatter_single(output, input, opts)
 
+    @ranged("all_gather")
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         return self.inner.allgather(outputs, inputs, opts or c10d.AllgatherOptions())
 
+    @ranged("all_to_all")
     def all_to_all_single(
         self, output: Tensor, input: Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int], opts: Any = None
     ) -> Any:
@@ -129,30 +136,36 @@ class Hierarchical(dist.ProcessGroup):
     ) -> Any:
         return self.all_to_all_single(output, input, out_sizes, in_sizes, opts)
 
+    @ranged("gather")
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = opts or c10d.GatherOptions()
         checked_root(opts.rootRank, self.size())
         return self.inner.gather(outputs, inputs, opts)
 
+    @ranged("scatter")
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = opts or c10d.ScatterOptions()
         checked_root(opts.rootRank, self.size())
         return self.inner.scatter(outputs, inputs, opts)
 
+    @ranged("send")
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> Any:
         group, peer = self._way_to(dstRank)
         return group.send(tensors, peer, tag)
 
+    @ranged("recv")
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> Any:
         group, peer = self._way_to(srcRank)
         return group.recv(tensors, peer, tag)
 
+    @ranged("recv")
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         raise RuntimeError(
             "recv without a source in a group on several hosts: messages come through shared memory or over Gloo, and "
             "no receive can wait for both; name the source (src=RANK), or use a Gloo group"
         )
 
+    @ranged("barrier")
     def barrier(self, opts: Any = None) -> Any:
         return self._do(lambda levels: levels.barrier(), [], timeout_s=given_timeout_s(opts))
 

@@ -76,27 +76,37 @@ class Hooks:
     after: Callable[[Action], None] = _no_more
 
 
+@dataclass(frozen=True)
+class Computation:
+    """What a rank computes: the `forward` of its stages, the `loss` behind the last one, and each stage's `weights`.
+
+    Without `splits` an I is the whole backward and its W nothing: for stages that compute whole layers again in the
+    backward, which a split one would do once for the activations and once more for each weight.
+    """
+
+    forward: StageForward
+    loss: Loss
+    weights: Weights
+    splits: bool = True
+
+
 def run_pipeline(
     table: Table,
     group: Collective,
-    *,
-    stage: StageForward,
+    computation: Computation,
     contexts: Sequence[Any],
-    loss: Loss,
-    weights: Weights,
+    *,
     device: torch.device,
     back: Collective | None = None,
     hooks: Hooks = Hooks(),
-    splits: bool = True,
     likenesses: Sequence[int] | None = None,
 ) -> PipelineRun:
     """Takes `len(contexts)` microbatches through all stages, and back where the table has a backward.
 
     `group` are the ranks of the pipeline, stage order; `back` is a second group of them, needed with NCCL (see `Wire`).
-    Parameters' `.grad` get the sum over the microbatches. All ranks call it with the same table. Without `splits` an I
-    is the whole backward and its W nothing: for stages that compute whole layers again in the backward, which a split
-    one would do once for the activations and once more for each weight. `likenesses` has a number for each microbatch,
-    the same, the first one's index, for those whose activations have one form; None: all do.
+    Parameters' `.grad` get the sum over the microbatches. All ranks call it with the same table. `likenesses` has a
+    number for each microbatch: the same, the first one's index, for those whose activations have one form. None: all
+    have one.
 
     Raises:
         LayoutError: the table is for other numbers of ranks or microbatches.
@@ -105,7 +115,7 @@ def run_pipeline(
     """
     _check_sizes(table, group, contexts)
     run = _Run(
-        table, stage, contexts, loss, weights, hooks, splits,
+        table, computation, contexts, hooks,
         wire=Wire(
             table, group, back=back or group, device=device, likenesses=likenesses or [0] * table.microbatches
         ),
@@ -126,12 +136,9 @@ class _Run:
     """The state of a pass: what is stored between forwards and backwards, and the losses so far."""
 
     table: Table
-    stage: StageForward
+    computation: Computation
     contexts: Sequence[Any]
-    loss: Loss
-    weights: Weights
     hooks: Hooks
-    splits: bool
     wire: Wire
     clock: Stopwatch
     stored: dict[tuple[int, int], Pass] = field(default_factory=dict)
@@ -147,8 +154,8 @@ class _Run:
         x = self.wire.take(action)
         last = action.stage == self.table.last_stage
         with self.hooks.around(action), self.clock.computing():
-            output = self.stage(action.stage, x, self.contexts[action.microbatch])
-            root = self.loss(output, action.microbatch) if last else output
+            output = self.computation.forward(action.stage, x, self.contexts[action.microbatch])
+            root = self.computation.loss(output, action.microbatch) if last else output
         if last:
             self.losses[action.microbatch] = root.detach()
         else:
@@ -167,7 +174,10 @@ class _Run:
         one = self.stored[action[1:]]
         gradient = self._gradient(action, one)
         with self.hooks.around(action), self.clock.computing():
-            result = one.backward_input(gradient, self.weights(action.stage)) if self.splits else one.backward(gradient)
+            if self.computation.splits:
+                result = one.backward_input(gradient, self.computation.weights(action.stage))
+            else:
+                result = one.backward(gradient)
         self._give(action, result)
 
     def _backward_weight(self, action: Action) -> None:

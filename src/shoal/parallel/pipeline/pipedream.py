@@ -24,8 +24,7 @@ from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from shoal.comm.collective import Collective
-from shoal.parallel.pipeline.execute import Hooks, Loss, PipelineRun, StageForward, run_pipeline
-from shoal.parallel.pipeline.passes import Weights
+from shoal.parallel.pipeline.execute import Computation, Hooks, PipelineRun, run_pipeline
 from shoal.schedules.table import Action, Table
 
 
@@ -88,22 +87,20 @@ and clears it."""
 def run_pipedream(
     table: Table,
     group: Collective,
-    *,
-    stage: StageForward,
+    computation: Computation,
     contexts: Sequence[Any],
-    loss: Loss,
-    weights: Weights,
+    *,
     update: Update,
     device: torch.device,
     back: Collective | None = None,
     hooks: Hooks = Hooks(),
     likenesses: Sequence[int] | None = None,
 ) -> PipelineRun:
-    """As `run_pipeline`, with `update` after each backward; `loss` is divided as for a batch of one microbatch.
+    """As `run_pipeline`, with `update` after each backward; the loss is divided as for a batch of one microbatch.
 
     It drains at the end of the table: give it as many microbatches as lie between two checkpoints or evaluations.
     """
-    stashes = {held: Stash(weights(held)) for held in table.stages_of(group.rank)}
+    stashes = {held: Stash(computation.weights(held)) for held in table.stages_of(group.rank)}
 
     @contextmanager
     def around(action: Action) -> Iterator[None]:
@@ -124,9 +121,8 @@ def run_pipedream(
         hooks.after(action)
 
     return run_pipeline(
-        table, group, stage=stage, contexts=contexts, loss=loss, weights=weights, device=device, back=back,
-        hooks=Hooks(around, after), likenesses=likenesses,
-    )  # fmt: skip
+        table, group, computation, contexts, device=device, back=back, hooks=Hooks(around, after), likenesses=likenesses
+    )
 
 
 def staleness(table: Table) -> dict[tuple[int, int], int]:

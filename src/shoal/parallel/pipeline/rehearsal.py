@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.collective import Collective
-from shoal.parallel.pipeline.execute import PipelineRun, run_pipeline
+from shoal.parallel.pipeline.execute import Computation, PipelineRun, run_pipeline
 from shoal.schedules.table import Table
 from shoal.schedules.timeline import Timeline, timeline
 
@@ -46,10 +46,8 @@ def rehearse(
         return _slept(x, backward_input_s) + _slept(own[index], backward_weight_s)
 
     group.barrier().wait()
-    return run_pipeline(
-        table, group, stage=stage, contexts=inputs, loss=lambda output, _: output[0],
-        weights=lambda index: [own[index]], device=torch.device("cpu"),
-    )  # fmt: skip
+    computation = Computation(stage, lambda output, _: output[0], lambda index: [own[index]])
+    return run_pipeline(table, group, computation, inputs, device=torch.device("cpu"))
 
 
 def planned(table: Table, *, forward_s: float, backward_input_s: float, backward_weight_s: float) -> Timeline:

@@ -36,7 +36,7 @@ class Stages:
     aliases: Mapping[str, str]
 
     def forward(self, stage: int, x: Tensor | None, context: Any) -> Tensor:
-        """Runs the parts of a stage: the `stage` of `run_pipeline`."""
+        """Runs the parts of a stage: the `forward` of a `Computation`."""
         for part in self.cut[stage]:
             x = self.parts[part].run(x, context)
         assert x is not None

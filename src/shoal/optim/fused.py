@@ -1,0 +1,174 @@
+"""AdamW and SGD of the run file: PyTorch's fused kernels, called directly.
+
+`torch.optim.AdamW(fused=True)` and `torch.optim.SGD(fused=True)` call the same kernels on the same state, and so give
+the same bits (but for SGD with parameters in half precision on a CPU: see `HALVES`). Making the first of those imports
+`torch._dynamo` and with it sympy, which takes longer than importing torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """A `torch.optim.Optimizer` whose step is one kernel for all tensors of a device and dtype."""
+
+    def __init__(self, groups: Iterable[dict[str, Any]], **options: Any) -> None:
+        super().__init__(groups, options)  # pyright: ignore[reportArgumentType]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds `param_group`: a dictionary with `params`, a list of tensors, and any options of its own."""
+        self.param_groups.append({**self.defaults, **param_group, "params": list(param_group["params"])})
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients, or fills them with zeros."""
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.detach_().zero_()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Updates every parameter that has a gradient. Returns what `closure`, called first, returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameters in _alike([p for p in group["params"] if p.grad is not None]):
+                self.update(group, parameters, [p.grad for p in parameters if p.grad is not None])
+        return loss
+
+    def update(self, group: dict[str, Any], parameters: list[Parameter], gradients: list[Tensor]) -> None:
+        """Updates these parameters, which have one device and dtype, with the options of their group."""
+        raise NotImplementedError
+
+
+class FusedAdamW(FusedOptimizer):
+    """AdamW (Loshchilov and Hutter, arXiv:1711.05101). Its state is that of `torch.optim.AdamW`.
+
+    Args:
+        groups: Dictionaries with `params` and their options, such as `weight_decay`.
+        lr: The learning rate.
+        betas: The decay rates of both moments.
+        eps: Added to the denominator.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> None:
+        super().__init__(groups, lr=lr, betas=betas, eps=eps, weight_decay=0.0)
+
+    def update(self, group: dict[str, Any], parameters: list[Parameter], gradients: list[Tensor]) -> None:
+        """One step of the kernel. States that are not there yet begin at zero."""
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                    "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                }
+        states = [self.state[parameter] for parameter in parameters]
+        steps = [state["step"] for state in states]
+        torch._foreach_add_(steps, 1)  # pyright: ignore[reportPrivateImportUsage]
+        beta1, beta2 = group["betas"]
+        torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
+            cast(list[Tensor], parameters),
+            gradients,
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            steps,
+            lr=group["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+        )
+
+
+class FusedSGD(FusedOptimizer):
+    """Stochastic gradient descent with momentum. Its state is that of `torch.optim.SGD`.
+
+    Args:
+        groups: Dictionaries with `params` and their options, such as `weight_decay`.
+        lr: The learning rate.
+        momentum: The share of the buffer that is kept; at 0 there is none.
+        nesterov: Whether the step looks ahead by the momentum.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], *, lr: float, momentum: float, nesterov: bool) -> None:
+        super().__init__(groups, lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=0.0)
+
+    def update(self, group: dict[str, Any], parameters: list[Parameter], gradients: list[Tensor]) -> None:
+        """One step of the kernel. The first gradient of a parameter becomes its buffer."""
+        plain = parameters[0].device.type == "cpu" and parameters[0].dtype in HALVES
+        step = _plain_step if plain or not group.get("fused", True) else _fused_step  # sparse ones have no kernel
+        if group["momentum"] == 0:
+            step(group, parameters, gradients, [], is_first_step=False)
+            return
+        for is_first_step in (False, True):
+            chosen = [i for i, p in enumerate(parameters) if ("momentum_buffer" not in self.state[p]) is is_first_step]
+            if not chosen:
+                continue
+            for i in chosen if is_first_step else ():
+                self.state[parameters[i]]["momentum_buffer"] = torch.empty_like(gradients[i])
+            buffers = [self.state[parameters[i]]["momentum_buffer"] for i in chosen]
+            held, given = [parameters[i] for i in chosen], [gradients[i] for i in chosen]
+            step(group, held, given, buffers, is_first_step=is_first_step)
+
+
+HALVES = (torch.float16, torch.bfloat16)
+"""Types for which the CPU's fused SGD of PyTorch 2.13 leaves most parameters as they are (pytorch/pytorch#191763)."""
+
+
+def _fused_step(
+    group: dict[str, Any],
+    parameters: Sequence[Tensor],
+    gradients: list[Tensor],
+    buffers: list[Tensor],
+    *,
+    is_first_step: bool,
+) -> None:
+    torch._fused_sgd_(  # pyright: ignore[reportPrivateImportUsage]
+        list(parameters),
+        gradients,
+        buffers,
+        weight_decay=group["weight_decay"],
+        momentum=group["momentum"],
+        lr=group["lr"],
+        dampening=0.0,
+        nesterov=group["nesterov"],
+        maximize=False,
+        is_first_step=is_first_step,
+    )
+
+
+def _plain_step(
+    group: dict[str, Any],
+    parameters: Sequence[Tensor],
+    gradients: list[Tensor],
+    buffers: list[Tensor],
+    *,
+    is_first_step: bool,
+) -> None:
+    for i, parameter in enumerate(parameters):
+        update = gradients[i].add(parameter, alpha=group["weight_decay"]) if group["weight_decay"] else gradients[i]
+        if buffers:
+            kept = buffers[i].copy_(update) if is_first_step else buffers[i].mul_(group["momentum"]).add_(update)
+            update = update.add(kept, alpha=group["momentum"]) if group["nesterov"] else kept
+        parameter.add_(update, alpha=-group["lr"])
+
+
+def _alike(parameters: list[Parameter]) -> list[list[Parameter]]:
+    """The parameters by device and dtype."""
+    found: dict[tuple[torch.device, torch.dtype], list[Parameter]] = {}
+    for parameter in parameters:
+        found.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+    return list(found.values())
