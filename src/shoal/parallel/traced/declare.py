@@ -48,8 +48,8 @@ def _roles(model: nn.Module, roles: Mapping[str, Kind]) -> dict[str, Role]:
             )
     found: dict[str, Role] = {}
     for name, parameter in named.items():
-        kind: Kind = next((roles[pattern] for pattern in roles if fnmatchcase(name, pattern)), "replicated")
-        found[name] = Role(kind, init=None, decay=parameter.ndim >= 2)
+        fitting = [roles[pattern] for pattern in roles if fnmatchcase(name, pattern)]
+        found[name] = Role(fitting[0] if fitting else "replicated", init=None, decay=parameter.ndim >= 2)
     return found
 
 
