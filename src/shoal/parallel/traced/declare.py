@@ -49,7 +49,8 @@ def _roles(model: nn.Module, roles: Mapping[str, Kind]) -> dict[str, Role]:
     found: dict[str, Role] = {}
     for name, parameter in named.items():
         fitting = [roles[pattern] for pattern in roles if fnmatchcase(name, pattern)]
-        found[name] = Role(fitting[0] if fitting else "replicated", init=None, decay=parameter.ndim >= 2)
+        kind: Kind = fitting[0] if fitting else "replicated"
+        found[name] = Role(kind, init=None, decay=parameter.ndim >= 2)
     return found
 
 
