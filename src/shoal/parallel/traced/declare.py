@@ -48,7 +48,7 @@ def _roles(model: nn.Module, roles: Mapping[str, Kind]) -> dict[str, Role]:
             )
     found: dict[str, Role] = {}
     for name, parameter in named.items():
-        fitting = [roles[pattern] for pattern in roles if fnmatchcase(name, pattern)]
+        fitting: list[Kind] = [roles[pattern] for pattern in roles if fnmatchcase(name, pattern)]
         kind: Kind = fitting[0] if fitting else "replicated"
         found[name] = Role(kind, init=None, decay=parameter.ndim >= 2)
     return found
