@@ -17,10 +17,12 @@ from shoal.errors import RunFailed, RunStopped, ShoalError
 
 if TYPE_CHECKING:
     from shoal.api import start, train
+    from shoal.engine.global_batch import gather_samples
+    from shoal.models.embedding_table import EmbeddingTable
 
     __version__: str
 
-__all__ = ["RunFailed", "RunStopped", "ShoalError", "__version__", "start", "train"]
+__all__ = ["EmbeddingTable", "RunFailed", "RunStopped", "ShoalError", "__version__", "gather_samples", "start", "train"]
 
 
 def __getattr__(name: str) -> Any:
@@ -28,6 +30,14 @@ def __getattr__(name: str) -> Any:
         from shoal import api
 
         return getattr(api, name)
+    if name == "gather_samples":
+        from shoal.engine.global_batch import gather_samples
+
+        return gather_samples
+    if name == "EmbeddingTable":
+        from shoal.models.embedding_table import EmbeddingTable
+
+        return EmbeddingTable
     if name == "__version__":
         from importlib.metadata import version
 

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import shoal
+
 VOCABULARY = 61
 GROUP = 4
 
@@ -97,5 +99,33 @@ def router_loss():
     def loss(outputs: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
         logits, penalty = outputs
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape) + penalty
+
+    return loss
+
+
+class Towers(nn.Module):
+    """Two towers, and the embeddings of both as a mapping; `gathered`: the second is compared with all ranks'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 6), nn.Linear(8, 6)
+
+    def forward(self, first: Tensor, second: Tensor) -> dict[str, Tensor]:
+        return {"first": F.normalize(self.first(first), dim=-1), "second": F.normalize(self.second(second), dim=-1)}
+
+
+def towers() -> nn.Module:
+    return Towers()
+
+
+def clip_loss():
+    """Symmetric cross-entropy over the similarities of all pairs of the global batch, one value per sample."""
+
+    def loss(outputs: dict[str, Tensor], targets: Tensor) -> Tensor:
+        everyone, own = shoal.gather_samples(outputs["second"])
+        queries, _ = shoal.gather_samples(outputs["first"])
+        forth = F.cross_entropy(outputs["first"] @ everyone.T / 0.2, own, reduction="none")
+        back = F.cross_entropy(outputs["second"] @ queries.T / 0.2, own, reduction="none")
+        return (forth + back) / 2
 
     return loss

@@ -46,8 +46,8 @@ TASKS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "observe": {"evaluate_samples": 1000},
     },
 }
-"""The recipes of these names, smaller, so that a table of all codecs takes minutes. The optimizer and its rate were chosen
-after AdamW had done worse with one-bit codes.
+"""The recipes of these names, smaller, so that a table of all codecs takes minutes. The optimizer and its rate were
+chosen after AdamW had done worse with one-bit codes.
 """
 LOSS_BOUND = 0.02
 

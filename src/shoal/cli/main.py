@@ -21,6 +21,7 @@ from shoal.cli import (
     report,
     reproduce,
     simulate,
+    split,
     submit,
     sweep,
     train,
@@ -58,6 +59,7 @@ def shoal_command(
 
 app.command("train")(train.train)
 app.command("verify")(verify.verify)
+app.command("split")(split.split)
 app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)
 app.command("profile")(profile.profile)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from shoal.data.sample import Batch, first_leaf, map_tree
 from shoal.engine.batch_statistics import StepBuffers
+from shoal.engine.global_batch import GlobalBatch
 from shoal.engine.loss import Loss, call_model
 from shoal.engine.precision import Precision
 from shoal.engine.randomness import Randomness
@@ -41,7 +43,8 @@ class Microbatch:
 @dataclass(frozen=True)
 class Compute:
     """One rank's means. `cut` gives this rank's part of every sample, where samples are split along the sequence;
-    `gathered` the outputs over all classes, where ranks have parts of them.
+    `gathered` the outputs over all classes, where ranks have parts of them; `global_batch` the samples of other ranks,
+    for losses that couple samples (None: this process computes all of them).
     """
 
     model: nn.Module
@@ -51,6 +54,7 @@ class Compute:
     randomness: Randomness
     cut: Cut = field(default=uncut)
     gathered: Callable[[Any], Any] = field(default=as_it_is)
+    global_batch: GlobalBatch | None = None
     frozen: Sequence[nn.Module] = field(init=False)
     buffers: StepBuffers = field(init=False)
 
@@ -71,6 +75,8 @@ class Compute:
         """Tells the model which samples come next; their losses will be multiplied by `factor()`."""
         batch = microbatch.batch
         self.buffers.rewind()
+        if self.global_batch is not None:
+            self.global_batch.microbatch(batch.positions)
         first = first_leaf(batch.inputs)
         self.randomness.microbatch(batch.positions, tokens=first.shape[1] if first.ndim > 1 else 0)
         if self.mixes:
@@ -80,9 +86,13 @@ class Compute:
 
     def losses(self, batch: Batch) -> tuple[Any, Tensor]:
         """The whole chain on a prepared batch: its outputs, and the loss of each sample or position."""
-        with self.precision.autocast(self.device), self.randomness.drawing():
+        with self.coupled(), self.precision.autocast(self.device), self.randomness.drawing():
             outputs = call_model(self.model, batch.inputs)
             return outputs, self.loss(outputs, batch.targets)
+
+    def coupled(self) -> AbstractContextManager[None]:
+        """Around a forward and its loss: `gather_samples` gathers the samples that were announced."""
+        return nullcontext() if self.global_batch is None else self.global_batch.current()
 
     def _real(self, microbatch: Microbatch) -> Tensor:
         """Which of this rank's tokens are no padding, `[samples, tokens]`."""

@@ -52,3 +52,16 @@ class PythonLoss(Table, frozen=True, tag_field="kind", tag="python"):
 
 
 LossConfig = CrossEntropy | SquaredError | PythonLoss
+
+
+class HooksConfig(Table, frozen=True):
+    """The user's functions that are called on every rank while a run goes on, each "package.module:function".
+
+    They get a `HookRecord`: step, rank, values, model. What they return, names to numbers, is recorded too.
+    """
+
+    after_step: Annotated[list[str], says("Called after each step.")] = msgspec.field(default_factory=list)
+    after_evaluation: Annotated[list[str], says("Called after each evaluation.")] = msgspec.field(default_factory=list)
+    after_save: Annotated[list[str], says("Called when a checkpoint counts; what they return is not recorded.")] = (
+        msgspec.field(default_factory=list)
+    )

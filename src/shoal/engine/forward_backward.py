@@ -219,7 +219,8 @@ class PipelinedForwardBackward:
         )
 
     def _loss_sum(self, output: Any, batch: Batch) -> Tensor:
-        return weighted_sum(self.compute.loss(output, batch.targets), batch.weights)
+        with self.compute.coupled():
+            return weighted_sum(self.compute.loss(output, batch.targets), batch.weights)
 
 
 def _likenesses(microbatches: Sequence[Microbatch]) -> list[int]:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.checkpoint.save import Saver, SaveReport
 from shoal.data.feed import FedStep, Feed
 from shoal.data.sample import Batch
+from shoal.engine.hooks import Hooks
 from shoal.engine.measure import measurements
 from shoal.engine.recovery import NonfiniteGuard
 from shoal.engine.replica_speeds import Noted, ReplicaSpeeds
@@ -74,6 +75,7 @@ class Job:
     figures: Callable[[], Mapping[str, float]] | None = None
     compare: Callable[[], None] | None = None
     speeds: ReplicaSpeeds | None = None
+    hooks: Hooks = field(default_factory=Hooks)
 
     @property
     def progress(self) -> Progress:
@@ -115,7 +117,7 @@ def steps(job: Job) -> Iterator[PendingStep]:
         evaluating |= cadence.due(cadence.evaluate_every, step)
         saving |= cadence.due(cadence.save_every, step)
         comparing |= cadence.compares(step, shown=evaluating or saving)
-        _warn_of_saves(job, job.saver.poll())
+        _tell_of_saves(job, job.saver.poll())
         if result.agreed is None:
             continue  # replicas differ: what needs the one model waits
         stopping = result.agreed.stop and step < cadence.steps
@@ -188,6 +190,7 @@ def _record(job: Job, result: StepResult, fed: FedStep, *, lr: float, step_s: fl
         values |= job.figures()
     if job.speeds is not None:
         values |= job.speeds.figures()
+    values = job.hooks.stepped(progress.step, values)
     job.sinks.record(progress.step, values, time_s=time.time())
 
 
@@ -206,15 +209,17 @@ def _compare(job: Job) -> None:
 def _evaluate(job: Job) -> None:
     job.step.settle()
     job.sinks.activity("evaluating")
-    values = job.evaluate()
+    values = job.hooks.evaluated(job.progress.step, job.evaluate())
     job.sinks.activity("")
     if values:
         job.sinks.record(job.progress.step, values, time_s=time.time())
 
 
-def _warn_of_saves(job: Job, reports: Sequence[SaveReport]) -> None:
-    """Says what went wrong with finished saves; training goes on without them."""
+def _tell_of_saves(job: Job, reports: Sequence[SaveReport]) -> None:
+    """Says what went wrong with finished saves, without which training goes on; tells hooks of those that count."""
     for report in reports:
+        if report.committed:
+            job.hooks.saved(report.step)
         if report.error is not None:
             job.sinks.warn(report.error)
 
@@ -226,7 +231,7 @@ def _end(job: Job, first: int) -> None:
     `first`: the step that the loop began with.
     """
     reports = job.saver.wait(CHECKPOINT_TIMEOUT_S)
-    _warn_of_saves(job, reports)
+    _tell_of_saves(job, reports)
     job.step.context.lockstep.barrier().wait()
     step = job.progress.step
     if step > first and not any(report.committed and report.step == step for report in reports):

@@ -74,7 +74,7 @@ class Reference:
                 (loss_sum / denominator * self.scale).backward()
             total += float(loss_sum.detach().double())
         zero = {name: torch.zeros_like(parameter) for name, parameter in self.weights.items()}
-        found = {name: p.grad / self.scale for name, p in self.weights.items() if p.grad is not None}
+        found = {name: p.grad.to_dense() / self.scale for name, p in self.weights.items() if p.grad is not None}
         return ReferenceGradient(total / denominator, norm_of(found), zero | found)
 
     def rounding(self, batches: Sequence[Batch], gradient: ReferenceGradient) -> dict[str, float]:

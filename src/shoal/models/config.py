@@ -211,6 +211,25 @@ class PythonModel(Table, frozen=True, kw_only=True, tag_field="kind", tag="pytho
         ),
     ] = "refused"
 
+    roles: Annotated[
+        dict[str, Literal["column", "row", "embedding", "head", "replicated"]],
+        says(
+            "Names of weights, or patterns of them, to what tensor parallelism does with them, for a module that "
+            "declares no roles; `shoal split` proposes them."
+        ),
+    ] = msgspec.field(default_factory=dict)
+    counts: Annotated[
+        list[str],
+        says(
+            "Integer attributes of modules, such as a number of heads, of which each rank of `layout.tensor` has its "
+            "share; `shoal split` proposes them."
+        ),
+    ] = msgspec.field(default_factory=list)
+    parts: Annotated[
+        Literal["declared", "traced"],
+        says("Where a pipeline is cut: between the parts that the module declares, or that tracing its forward finds."),
+    ] = "declared"
+
     def __post_init__(self) -> None:
         if self.batch_norm == "grouped" and self.group_samples is None:
             raise ValueError(

@@ -12,6 +12,7 @@ roles follow the first values, the weight decay, and later how tensor parallelis
     norm, replicated    whole everywhere
     router              whole everywhere; each rank routes tokens of its own, so its gradient is a sum over them
     expert              stacked experts; split over the experts, the first dimension
+    table               an `EmbeddingTable`'s rows, whose gradient is sparse; its module says how it is split
 
 A module that declares nothing, such as a user's own, is replicated and keeps the first values it was built with.
 
@@ -36,6 +37,7 @@ from torch import Tensor, nn
 
 from shoal.errors import UserCodeError
 from shoal.maths.counter import normal
+from shoal.models.embedding_table import tables_in
 
 
 class Law(Protocol):
@@ -70,7 +72,7 @@ ZEROS = Constant(0.0)
 ONES = Constant(1.0)
 
 
-Kind = Literal["embedding", "head", "column", "row", "norm", "bias", "replicated", "router", "expert"]
+Kind = Literal["embedding", "head", "column", "row", "norm", "bias", "replicated", "router", "expert", "table"]
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,10 @@ class Role:
     decay: bool
 
 
+_TABLE = Role("table", init=None, decay=False)
+"""Of an embedding table in a model that declares nothing: decay would move rows that a step has not touched."""
+
+
 @runtime_checkable
 class DeclaresRoles(Protocol):
     """A module that says what its parameters are."""
@@ -91,13 +97,26 @@ class DeclaresRoles(Protocol):
         ...
 
 
+@runtime_checkable
+class DeclaresCounts(Protocol):
+    """A module whose forward counts what tensor parallelism splits, such as heads."""
+
+    def tensor_counts(self) -> Sequence[str]:
+        """Names of integer attributes, `blocks.0.attention.heads`, of which each rank has its share."""
+        ...
+
+
 def roles_of(model: nn.Module) -> dict[str, Role]:
     """The role of every parameter, in the model's order; a tied parameter appears once, under its first name.
 
     Raises `UserCodeError` for a parameter that a model which declares roles has forgotten.
     """
     if not isinstance(model, DeclaresRoles):
-        return {name: _role_of_undeclared(parameter) for name, parameter in model.named_parameters()}
+        tables = tables_in(model)
+        return {
+            name: _TABLE if name in tables else _role_of_undeclared(parameter)
+            for name, parameter in model.named_parameters()
+        }
     declared = model.parameter_roles()
     return {name: _declared_role(model, declared, name=name) for name, _ in model.named_parameters()}
 
@@ -108,7 +127,7 @@ def role_of(model: nn.Module, name: str) -> Role:
     if parameter is None:
         raise UserCodeError(f"{type(model).__name__} has no parameter '{name}'; use a name of its named_parameters()")
     if not isinstance(model, DeclaresRoles):
-        return _role_of_undeclared(parameter)
+        return _TABLE if name in tables_in(model) else _role_of_undeclared(parameter)
     return _declared_role(model, model.parameter_roles(), name=name)
 
 
@@ -128,7 +147,8 @@ def _declared_role(model: nn.Module, declared: Mapping[str, Role], *, name: str)
 
 @dataclass(frozen=True)
 class Part:
-    """One link: its name for people, the names of its submodules, and `run(x, context)`, `x` None for the first."""
+    """One link: its name for people, the names of its submodules (and of parameters beside them), and
+    `run(x, context)`, `x` None for the first."""
 
     name: str
     modules: tuple[str, ...]

@@ -10,22 +10,40 @@ import torch
 from torch.nn import Parameter
 
 from shoal.config.table import implementation_of
-from shoal.optim.config import SGD, AdamW, OptimizerConfig
+from shoal.errors import ConfigError
+from shoal.optim.config import SGD, Adagrad, AdamW, OptimizerConfig
 from shoal.optim.fused import FusedAdamW, FusedSGD
 
 
 def build_optimizer(
-    config: OptimizerConfig, parameters: Iterable[tuple[str, Parameter, bool]], *, lr: float
+    config: OptimizerConfig,
+    parameters: Iterable[tuple[str, Parameter, bool]],
+    *,
+    lr: float,
+    sparse: Collection[str] = (),
 ) -> torch.optim.Optimizer:
     """The optimizer over `(name, parameter, decays)`. Parameters that do not decay form a group of their own.
 
-    Without any parameter, as on a rank whose piece of a sharded model is empty, its step does nothing.
+    The gradients of those named `sparse` have the rows that a step touched alone, and form a third group. Without any
+    parameter, as on a rank whose piece of a sharded model is empty, its step does nothing.
+
+    Raises `ConfigError` for an optimizer that moves rows which a step has not touched.
     """
-    parameters = list(parameters)
+    parameters, tables = list(parameters), set(sparse)
+    if tables and not config.takes_sparse:
+        kind = type(config).__struct_config__.tag
+        raise ConfigError(
+            f'optimizer.kind = "{kind}" has moments that move every row in every step, and the gradient of '
+            f'{sorted(tables)[0]} is sparse: use "adagrad", or "sgd" without momentum'
+        )
+    of_tables = [p for name, p, _ in parameters if name in tables]
+    parameters = [one for one in parameters if one[0] not in tables]
     groups = [
         {"params": [p for _, p, decays in parameters if decays], "weight_decay": config.weight_decay},
         {"params": [p for _, p, decays in parameters if not decays], "weight_decay": 0.0},
     ]
+    if of_tables:
+        groups.append({"params": of_tables, "weight_decay": 0.0, "fused": False})
     groups = [group for group in groups if group["params"]] or groups[:1]
     return implementation_of(config)(config, groups, lr)
 
@@ -38,6 +56,11 @@ def adamw(config: AdamW, groups: list[dict[str, Any]], lr: float) -> torch.optim
 def sgd(config: SGD, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
     """SGD by PyTorch's fused kernel."""
     return FusedSGD(groups, lr=lr, momentum=config.momentum, nesterov=config.nesterov)
+
+
+def adagrad(config: Adagrad, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
+    """PyTorch's Adagrad."""
+    return torch.optim.Adagrad(groups, lr=lr, eps=config.eps)
 
 
 def set_rate(optimizer: torch.optim.Optimizer, lr: float | None) -> None:

@@ -57,6 +57,11 @@ class _Common(Table, frozen=True):
         """Its state for each parameter."""
         return ()
 
+    @property
+    def takes_sparse(self) -> bool:
+        """Whether an update of some rows of an embedding table leaves the others as they are."""
+        return False
+
     weight_decay: Annotated[float, says("Weight decay, on parameters of two dimensions or more only.", ge=0, le=1)] = (
         0.0
     )
@@ -112,6 +117,30 @@ class SGD(_Common, frozen=True, tag_field="kind", tag="sgd"):
         """The velocity, if there is momentum."""
         return (Slot("momentum_buffer"),) if self.momentum else ()
 
+    @property
+    def takes_sparse(self) -> bool:
+        """Without momentum."""
+        return not self.momentum
+
+
+class Adagrad(_Common, frozen=True, tag_field="kind", tag="adagrad"):
+    """Adagrad (JMLR 12, 2011), whose step shrinks with the sum of squared gradients: for embedding tables."""
+
+    implemented_by: ClassVar[str] = "shoal.optim.build:adagrad"
+
+    lr: Annotated[float, says("Peak learning rate.", ge=0, le=1e3)] = 0.01
+    eps: Annotated[float, says("Added to the root of the sum.", gt=0)] = 1e-10
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The sum of squares, and the number of steps."""
+        return (Slot("sum"), counter("step"))
+
+    @property
+    def takes_sparse(self) -> bool:
+        """Rows that a step has not touched have gradient 0, and stay."""
+        return True
+
 
 class Schedule(Table, frozen=True):
     """The learning rate over the run: a linear warm-up, then a decay to `final_fraction` of the peak."""
@@ -121,4 +150,4 @@ class Schedule(Table, frozen=True):
     final_fraction: Annotated[float, says("The rate at the last step, as a fraction of the peak.", ge=0, le=1)] = 0.1
 
 
-OptimizerConfig = AdamW | SGD
+OptimizerConfig = AdamW | SGD | Adagrad

@@ -108,7 +108,8 @@ class FusedSGD(FusedOptimizer):
 
     def update(self, group: dict[str, Any], parameters: list[Parameter], gradients: list[Tensor]) -> None:
         """One step of the kernel. The first gradient of a parameter becomes its buffer."""
-        step = _plain_step if parameters[0].device.type == "cpu" and parameters[0].dtype in HALVES else _fused_step
+        plain = parameters[0].device.type == "cpu" and parameters[0].dtype in HALVES
+        step = _plain_step if plain or not group.get("fused", True) else _fused_step  # sparse ones have no kernel
         if group["momentum"] == 0:
             step(group, parameters, gradients, [], is_first_step=False)
             return

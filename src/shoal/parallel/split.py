@@ -2,6 +2,7 @@
 
     chain of parts  --pipeline-->  the stages of this rank  --tensor-->  slices of matrices  --expert-->  some experts
                     --context-->   attention that sees the rest of the sequence
+                    --shard-->     rows or columns of embedding tables
 
 What is left is an `nn.Module` of plain parameters under the names of the unsplit model. `Holding` says of each which
 box of the unsplit parameter it is, with whom its gradient is summed, and who holds the same numbers.
@@ -23,6 +24,7 @@ from shoal.parallel.context.put import ContextKind, check_context, put_context
 from shoal.parallel.expert.exchange import ExpertGroups
 from shoal.parallel.expert.plan import ExpertPart, split_experts
 from shoal.parallel.pipeline.stages import Stages
+from shoal.parallel.tables import split_tables
 from shoal.parallel.tensor.plan import TensorPart, split_tensor
 from shoal.parallel.tensor.summa import Grid, lines_of
 from shoal.parallel.tensor.vocabulary import VocabularySplit
@@ -76,6 +78,7 @@ def split_model(
     """
     layout, unsplit = mesh.layout, _Unsplit.of(model)
     check_context(model, mesh.axis("context"))
+    tables = split_tables(model, mesh)
     if stages is not None:
         stages.keep(layout.index("pipeline", mesh.rank))
     grid = None if grid_rows is None else _grid(mesh, grid_rows)
@@ -90,6 +93,9 @@ def split_model(
         )
     holdings = {}
     for name, _ in model.named_parameters():
+        if name in tables:
+            holdings[name] = tables[name]
+            continue
         places = stages.holders(name) if stages is not None else ()
         holdings[name] = _holding(mesh, unsplit, name, tensor.parts.get(name), experts.get(name), places)
     return Split(

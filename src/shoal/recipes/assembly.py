@@ -35,7 +35,8 @@ from shoal.gradients.residuals import ResidualSection
 from shoal.optim.build import build_optimizer
 from shoal.optim.schedule import peak_rate
 from shoal.recipes.microbatching import Microbatching
-from shoal.recipes.splitting import Divided, blocks_in, trained_in
+from shoal.recipes.splitting import Divided, blocks_in
+from shoal.recipes.table_gradients import dense_and_tables, with_tables
 from shoal.recipes.workload import Workload
 from shoal.runfile.run_file import RunFile
 from shoal.state.section import Section
@@ -111,18 +112,19 @@ def build_run_gradients(
     Ranks that sum a gradient do so by `exchange`. `one_host`: all ranks are on one host. `whole`: the optimizer sees
     parameters whole.
     """
-    config, trained = run_file.gradients, trained_in(parts)
+    config, (trained, tables) = run_file.gradients, dense_and_tables(run_file, parts)
     if mesh.device.type == "cpu" and not one_host:
         config = config.between_hosts()
     if config.schedule == "priority":
         lane = mesh.axis("replicate", lane="gradients")
         return PriorityGradients(config, trained, model=parts.split.model, lane=lane, ledger=mesh.ledger)
-    return build_gradients(
+    replica = mesh.axis(*_NORM_AXES[run_file.pipeline.asynchronous])
+    dense = build_gradients(
         config,
         trained,
         zero=zero_of(run_file, mesh),
         groups=mesh.ranks,
-        replica=mesh.axis(*_NORM_AXES[run_file.pipeline.asynchronous]),
+        replica=replica,
         model=parts.split.model,
         blocks=blocks_in(parts.split.model, parts.stages, mesh.layout.index("pipeline", mesh.rank)),
         summing=Summing(
@@ -132,6 +134,7 @@ def build_run_gradients(
             whole=whole,
         ),
     )
+    return with_tables(dense, tables, parts, groups=mesh.ranks, replica=replica)
 
 
 def build_agreement(
@@ -205,7 +208,8 @@ def _built(run_file: RunFile, generation: Generation) -> torch.optim.Optimizer:
     stepped = generation.gradients.owned if served is None else served
     parameters = [(owned.name, owned.parameter, roles[owned.name].decay) for owned in stepped]
     peak, _ = peak_rate(run_file.optimizer, global_samples=run_file.batch.global_samples)
-    return build_optimizer(run_file.optimizer, parameters, lr=peak)
+    sparse = [name for name, role in roles.items() if role.kind == "table"]
+    return build_optimizer(run_file.optimizer, parameters, lr=peak, sparse=sparse)
 
 
 def _of_script(workload: Workload) -> list[Section]:

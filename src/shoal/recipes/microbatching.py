@@ -1,16 +1,20 @@
 """How a rank's samples of a step become microbatches.
 
 Replicas of one rank take their samples as they come: uneven shares are legal, because the loss is a sum. Ranks that
-share a replica exchange tensors inside of every microbatch, so all must have as many, of one size.
+share a replica exchange tensors inside of every microbatch, so all must have as many, of one size. A loss that couples
+samples sees those of all ranks where the global batch is one microbatch of each.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shoal.comm.mesh import Mesh
+from shoal.engine.global_batch import GlobalBatch
 from shoal.engine.microbatches import Uniform
 from shoal.runfile.microbatches import microbatch_sizes
 from shoal.runfile.run_file import RunFile, default_micro_samples
+from shoal.sync.config import AllReduceConfig
 from shoal.topology.layout import Layout
 
 
@@ -33,3 +37,17 @@ def microbatching(run_file: RunFile, layout: Layout) -> Microbatching:
         return Microbatching(default_micro_samples(run_file), None, 1)
     sizes = microbatch_sizes(run_file, shares=layout.replicate * layout.shard)
     return Microbatching(sizes.samples, Uniform(sizes.rounds * sizes.in_flight, sizes.samples), sizes.in_flight)
+
+
+def global_batch_of(run_file: RunFile, mesh: Mesh) -> GlobalBatch:
+    """What a loss that couples samples sees of other ranks."""
+    refusal = None
+    if mesh.layout.context > 1:
+        refusal = "under layout.context every rank has a part of each sample; set it to 1"
+    elif mesh.layout.pipeline > 1:
+        refusal = "a pipeline computes the global batch in microbatches, one after the other; set layout.pipeline to 1"
+    elif not isinstance(run_file.sync, AllReduceConfig):
+        kind = type(run_file.sync).__struct_config__.tag
+        refusal = f'sync.kind = "{kind}" has replicas at different steps, without a common batch; set it to "allreduce"'
+    samples = run_file.batch.global_samples
+    return GlobalBatch(lambda: mesh.axis("replicate", "shard", lane="samples"), samples=samples, refusal=refusal)

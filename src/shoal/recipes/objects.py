@@ -28,6 +28,7 @@ from shoal.models.config import ForeignModel, ModelConfig, PythonModel
 from shoal.models.grouped_norm import with_grouped_norm
 from shoal.models.huggingface.config import TransformersConfig, vocabulary_of
 from shoal.models.initialise import initialise
+from shoal.parallel.traced.declare import declare
 from shoal.recipes.user_code import call_named
 from shoal.runfile.run_file import RunFile
 
@@ -70,6 +71,9 @@ def users_model(run_file: RunFile, given: UserObjects) -> nn.Module:
     if isinstance(run_file.model, PythonModel) and run_file.model.batch_norm == "grouped":
         assert run_file.model.group_samples is not None
         with_grouped_norm(model, run_file.model.group_samples)
+    if isinstance(run_file.model, PythonModel):
+        said = run_file.model
+        declare(model, roles=said.roles, counts=said.counts, traced=said.parts == "traced")
     return model
 
 

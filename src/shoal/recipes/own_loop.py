@@ -107,7 +107,8 @@ class Training:
             for index, batch in enumerate(step.batches):
                 step.enter(index, self._compute.prepared(batch))
                 self._compute.announce(step.microbatch, lambda step=step: step.factor())
-                yield step.microbatch.batch.inputs
+                with self._compute.coupled():
+                    yield step.microbatch.batch.inputs
                 step.leave()
             pending.lr, pending.result = step.lr, self._run.step.end(step.work, step.outcome())
             self._open = None

@@ -33,7 +33,7 @@ from shoal.parallel.pipeline.cut import balanced_cut, cut_at, estimated_costs
 from shoal.parallel.pipeline.stages import Stages, staged
 from shoal.parallel.split import Split, split_model
 from shoal.parallel.tensor.vocabulary import VocabularySplit, gather_logits, vocabulary_cross_entropy
-from shoal.recipes.microbatching import Microbatching
+from shoal.recipes.microbatching import Microbatching, global_batch_of
 from shoal.runfile.run_file import RunFile
 from shoal.schedules.build import build
 from shoal.schedules.table import Table
@@ -111,6 +111,7 @@ def build_forward_backward(
         randomness,
         cut=_cut(mesh),
         gathered=_gathered(vocabulary, mesh),
+        global_batch=global_batch_of(run_file, mesh),
     )
     first = mesh.layout.index("tensor", mesh.rank) == 0
     if parts.table is None or parts.stages is None:

@@ -22,7 +22,7 @@ def call_named(name: str, arguments: Mapping[str, Any], *, key: str) -> Any:
     Raises `UserCodeError` where the module or the function is not there, or where it raises: with the user's own part
     of the traceback.
     """
-    function = _find(name, key)
+    function = find_named(name, key=key)
     try:
         return function(**arguments)
     except ShoalError:
@@ -33,7 +33,8 @@ def call_named(name: str, arguments: Mapping[str, Any], *, key: str) -> Any:
         raise UserCodeError(f"{key} = {name!r} raised:\n{users_traceback(error)}") from None
 
 
-def _find(name: str, key: str) -> Callable[..., Any]:
+def find_named(name: str, *, key: str) -> Callable[..., Any]:
+    """The function `name` ("package.module:function"); `key` is where it was named. Raises `UserCodeError`."""
     if name == GIVEN:
         raise UserCodeError(
             f"{key}: this run was started from a script that passed its own object; start it from that script, or "

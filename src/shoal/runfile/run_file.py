@@ -15,7 +15,7 @@ from shoal.codec.config import CodecConfig, NoCodec
 from shoal.comm.config import WireConfig
 from shoal.config.table import Table, says
 from shoal.data.config import BatchConfig, DataConfig
-from shoal.engine.config import CrossEntropy, Float32, LossConfig, PrecisionConfig
+from shoal.engine.config import CrossEntropy, Float32, HooksConfig, LossConfig, PrecisionConfig
 from shoal.gradients.config import GradientsConfig
 from shoal.memory.config import MemoryConfig
 from shoal.models.config import ModelConfig, PythonModel
@@ -80,6 +80,7 @@ class RunFile(Table, frozen=True):
     memory: MemoryConfig = MemoryConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()
+    hooks: HooksConfig = HooksConfig()
 
 
 def run_directory(run_file: RunFile) -> Path:

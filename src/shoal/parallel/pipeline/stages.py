@@ -86,11 +86,16 @@ def drop_parts(model: nn.Module, absent: Sequence[Part]) -> None:
     """Puts `Absent` in the place of these parts' modules. Parameters that a kept part is tied to stay there."""
     for part in absent:
         for name in part.modules:
-            model.set_submodule(name, Absent())
+            path, _, last = name.rpartition(".")
+            parent = model.get_submodule(path)
+            if last in dict(parent.named_parameters(recurse=False)):
+                parent.register_parameter(last, None)
+            else:
+                setattr(parent, last, Absent())
 
 
 def _owner(name: str, parts: Sequence[Part]) -> int:
-    owners = [i for i, part in enumerate(parts) if any(name.startswith(f"{module}.") for module in part.modules)]
+    owners = [i for i, part in enumerate(parts) if any(f"{name}.".startswith(f"{module}.") for module in part.modules)]
     if len(owners) != 1:
         found = "no part" if not owners else f"the parts {', '.join(parts[i].name for i in owners)}"
         raise UserCodeError(

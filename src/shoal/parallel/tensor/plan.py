@@ -22,7 +22,7 @@ from torch import nn
 from shoal.comm.collective import Collective
 from shoal.errors import UserCodeError
 from shoal.models.keyed_draws import Extent, Inside
-from shoal.models.roles import DeclaresRoles, role_of, roles_of
+from shoal.models.roles import DeclaresCounts, DeclaresRoles, role_of, roles_of
 from shoal.parallel.tensor.blocks import block_layers
 from shoal.parallel.tensor.crossings import Crossings
 from shoal.parallel.tensor.cut import Cut, even_cut, grouped_cut, uneven_cut
@@ -108,7 +108,7 @@ def split_tensor(
         raise ValueError(
             f"a grid of {grid.size} ranks, this one at {grid.place}: it must be those of the group, in order"
         )
-    kinds, crossings = _kinds(model), Crossings(group, sequence_parallel, grid)
+    kinds, crossings, shares = _kinds(model), Crossings(group, sequence_parallel, grid), _shares(model, group.size)
     regions = regions_of(model, kinds)
     layers = [layer for region in regions for layer in _layers_of(region, crossings)]
     layers += _vocabulary_layers(model, kinds, crossings)
@@ -118,12 +118,25 @@ def split_tensor(
     parts = _parts(model, kinds, layers, group.size, partial=terms)
     vocabulary = _vocabulary_split(layers, kinds)
     replace(model, layers)
+    for module, name, share in shares:
+        setattr(module, name, share)
     inside = [region.module for region in regions if crossings.install(region)]
     if sequence_parallel:
         slice_positions(model, group, inside=inside)
     columns = {region.full_name(name): _inside(region, crossings) for region in regions for name in region.columns}
     rows = frozenset(region.full_name(name) for region in regions for name in region.rows)
     return TensorPlan(parts, vocabulary, columns, rows)
+
+
+def _shares(model: nn.Module, size: int) -> list[tuple[nn.Module, str, int]]:
+    """A rank's share of each count that the model declares. Raises `LayoutError` for one that does not divide."""
+    found, modules = [], dict(model.named_modules())
+    for name in model.tensor_counts() if isinstance(model, DeclaresCounts) else ():
+        path, _, attribute = name.rpartition(".")
+        if path in modules and hasattr(modules[path], attribute):  # else another stage has it
+            value = getattr(modules[path], attribute)
+            found.append((modules[path], attribute, even_cut(value, 0, size, what=name).length))
+    return found
 
 
 def _inside(region: Region, crossings: Crossings) -> Inside:

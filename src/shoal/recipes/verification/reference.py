@@ -42,8 +42,9 @@ def reference_of(run: Run) -> Reference:
     draws = draws_of(run_file, model)
     randomness = Randomness(model, seed=run_file.run.seed, replica=0, draws=draws)
     compute = Compute(model, loss_of(run_file, objects), precision, device, randomness)
-    optimizer, grouped = build_optimizer(run_file.optimizer, trained, lr=1.0), declared_group(run_file) is not None
-    return Reference(compute, optimizer, run_file.optimizer.clip_norm, grouped)
+    sparse = [name for name, role in roles.items() if role.kind == "table"]
+    optimizer = build_optimizer(run_file.optimizer, trained, lr=1.0, sparse=sparse)
+    return Reference(compute, optimizer, run_file.optimizer.clip_norm, declared_group(run_file) is not None)
 
 
 @torch.no_grad()
@@ -64,7 +65,8 @@ def owned_gradients(gradients: Gradients) -> Iterator[tuple[str, Box, Tensor]]:
     """The agreed gradients of this rank: name, box of the unsplit parameter, values."""
     for owned in gradients.owned:
         gradient = owned.parameter.grad
-        flat = torch.zeros_like(owned.parameter).flatten() if gradient is None else gradient.flatten()
+        gradient = torch.zeros_like(owned.parameter) if gradient is None else gradient
+        flat = (gradient.to_dense() if gradient.is_sparse else gradient).flatten()
         for region in owned.regions:
             part = flat[region.start : region.start + region.box.numel]
             yield owned.name, region.box, part.view(region.box.shape)

@@ -1,0 +1,38 @@
+"""`shoal split`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def split(
+    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help='A run file with model.kind = "python".')],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[key=value]...", help="Keys that replace the file's.")
+    ] = None,
+    stages: Annotated[int, typer.Option("--stages", min=2, help="Stages to cut the chain into.")] = 2,
+    yes: Annotated[bool, typer.Option("--yes", help="Write the keys into the run file without asking.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
+) -> None:
+    """Proposes how to split a module that declares nothing over tensor and pipeline, and writes it into the run file.
+
+    Example: shoal split recipes/vit.toml --yes
+    """
+    from shoal.recipes.proposal import propose, write_keys
+    from shoal.runfile.load import load_run
+
+    proposal = propose(load_run(run_file, overrides or ()), stages=stages)
+    if as_json:
+        print(json.dumps(proposal.to_json()))
+    else:
+        print("\n".join(proposal.lines()))
+    if not proposal.keys():
+        return
+    if yes or (not as_json and typer.confirm(f"\nWrite this into [model] of {run_file}?", default=False)):
+        write_keys(run_file, proposal)
+        if not as_json:
+            print(f"written; prove it: shoal verify {run_file} layout.tensor=2")

@@ -1,0 +1,67 @@
+"""What a run file says of a module that declares nothing: roles, counts and a traced chain become its own methods."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from shoal.errors import UserCodeError
+from shoal.models.roles import DeclaresParts, DeclaresRoles, Kind, Role
+from shoal.parallel.traced.chain import traced_chain
+
+
+def declare(model: nn.Module, *, roles: Mapping[str, Kind], counts: Sequence[str], traced: bool) -> None:
+    """Gives `model` the methods `parameter_roles`, `tensor_counts`, `context` and `parts`, where they are wanted.
+
+    `roles` are patterns of names of parameters, `counts` names of integer attributes; `traced`: the chain is found by
+    tracing. Raises `UserCodeError` for what the model declares itself, and for patterns and names that fit nothing.
+    """
+    if roles:
+        declared = _roles(model, roles)
+        _give(model, "parameter_roles", DeclaresRoles, lambda: declared, key="model.roles")
+    for name in counts:
+        _check_count(model, name)
+    if counts:
+        object.__setattr__(model, "tensor_counts", lambda: tuple(counts))
+    if traced:
+        chain = traced_chain(model)
+        _give(model, "context", DeclaresParts, chain.context, key="model.parts")
+        object.__setattr__(model, "parts", lambda: chain.parts)
+
+
+def _give(model: nn.Module, name: str, protocol: type, method: object, *, key: str) -> None:
+    if isinstance(model, protocol):
+        raise UserCodeError(f"{type(model).__name__} has {name}() itself; leave {key} out of the run file")
+    object.__setattr__(model, name, method)
+
+
+def _roles(model: nn.Module, roles: Mapping[str, Kind]) -> dict[str, Role]:
+    """The role of each parameter by its name; those that no pattern fits stay whole."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for pattern in roles:
+        if not any(fnmatchcase(name, pattern) for name in named):
+            raise UserCodeError(
+                f"model.roles has {pattern!r}, which fits no parameter of {type(model).__name__}; propose roles "
+                "anew by `shoal split`"
+            )
+    found: dict[str, Role] = {}
+    for name, parameter in named.items():
+        fitting: list[Kind] = [roles[pattern] for pattern in roles if fnmatchcase(name, pattern)]
+        kind: Kind = fitting[0] if fitting else "replicated"
+        found[name] = Role(kind, init=None, decay=parameter.ndim >= 2)
+    return found
+
+
+def _check_count(model: nn.Module, name: str) -> None:
+    path, _, attribute = name.rpartition(".")
+    try:
+        value = getattr(model.get_submodule(path), attribute, None)
+    except AttributeError:
+        value = None
+    if type(value) is not int:
+        raise UserCodeError(
+            f"model.counts has {name!r}, which is no integer attribute of a module of {type(model).__name__}; propose "
+            "counts anew by `shoal split`"
+        )

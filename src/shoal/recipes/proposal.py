@@ -1,0 +1,137 @@
+"""`shoal split`: what of a user's module can be split, found by tracing, and written into its run file."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from shoal.data.feed import evaluation_batches
+from shoal.engine.compute import on_device
+from shoal.errors import ConfigError, ShoalError, UserCodeError
+from shoal.files import read_file
+from shoal.models.config import PythonModel
+from shoal.observe.facts import replace_file
+from shoal.parallel.pipeline.cut import balanced_cut, estimated_costs
+from shoal.parallel.traced.chain import traced_chain
+from shoal.parallel.traced.roles import Proposal, propose_roles
+from shoal.recipes.objects import UserObjects, data_of, model_of
+from shoal.runfile.run_file import RunFile
+
+SAMPLES = 2
+"""Of the batch that the module is traced on."""
+
+RUN_FILE_BYTES = 1 << 20
+"""Larger ones are not read."""
+
+
+@dataclass(frozen=True)
+class SplitProposal:
+    """For `tensor` the roles, for `pipeline` the names of the parts and the first ones of each stage but the first.
+
+    `uncut` says why there are no parts, if so.
+    """
+
+    model: str
+    roles: Proposal
+    parts: tuple[str, ...]
+    cut: tuple[str, ...]
+    uncut: str = ""
+
+    def lines(self) -> Iterator[str]:
+        """For people."""
+        yield f"{self.model}, traced on a batch of {SAMPLES} samples"
+        yield "\nlayout.tensor"
+        for name, role in self.roles.roles.items():
+            yield f"  {role:<8} {name}"
+        for count in self.roles.counts.values():
+            yield f"  share    {count.full_name} = {count.value}, divided over the ranks"
+        for name, reason in self.roles.whole.items():
+            yield f"  whole    {name or self.model}: {reason}"
+        yield "\nlayout.pipeline"
+        if self.uncut:
+            yield f"  {self.uncut}"
+        for name in self.parts:
+            yield f"  {'stage    ' if name in self.cut else '         '}{name}"
+
+    def keys(self) -> dict[str, Any]:
+        """The keys of `[model]` that say so."""
+        found: dict[str, Any] = {}
+        if self.roles.roles:
+            found["roles"] = self.roles.roles
+        if self.roles.counts:
+            found["counts"] = list(self.roles.counts)
+        if self.parts:
+            found["parts"] = "traced"
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as one object."""
+        return {"model": self.model, "keys": self.keys(), "whole": self.roles.whole, "parts": list(self.parts),
+                "cut": list(self.cut), "uncut": self.uncut}  # fmt: skip
+
+
+def propose(run_file: RunFile, *, stages: int = 2) -> SplitProposal:
+    """Traces the user's module of `run_file` on its data, in this process, and cuts it for so many `stages`.
+
+    Raises `ConfigError` for a model that is not a user's, `UserCodeError` where it cannot be built.
+    """
+    config = run_file.model
+    if not isinstance(config, PythonModel):
+        raise ConfigError(
+            f'model.kind = "{type(config).__struct_config__.tag}" declares how it is split; shoal split is for '
+            'model.kind = "python"'
+        )
+    bare = msgspec.structs.replace(config, roles={}, counts=[], parts="declared")
+    run_file = msgspec.structs.replace(run_file, model=bare)
+    model = model_of(run_file, UserObjects(), device=torch.device("cpu"), dtype=torch.float32)
+    source = data_of(run_file, UserObjects()).train
+    raw = next(
+        evaluation_batches(
+            source, replicas=1, replica=0, micro_samples=SAMPLES, denominator=run_file.batch.denominator, limit=SAMPLES
+        )
+    )
+    inputs = on_device(raw, torch.device("cpu"), torch.float32).inputs
+    args = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, dict) else (inputs,)
+    named = inputs if isinstance(inputs, dict) else {}
+    roles = propose_roles(model, args, named)
+    try:
+        parts = traced_chain(model).parts
+        cut = balanced_cut(estimated_costs(model, parts), min(stages, len(parts)))
+    except (UserCodeError, ShoalError) as reason:
+        return SplitProposal(type(model).__name__, roles, (), (), str(reason))
+    names = tuple(part.name for part in parts)
+    return SplitProposal(type(model).__name__, roles, names, tuple(names[stage[0]] for stage in cut[1:]))
+
+
+def write_keys(path: Path, proposal: SplitProposal) -> None:
+    """Puts the proposal's keys into the table `[model]` of the run file, in place of those that it has.
+
+    Everything else stays as it is written. Raises `ConfigError` where there is no such table.
+    """
+    raw = read_file(path, limit_bytes=RUN_FILE_BYTES, error=ConfigError, repair="name a run file")
+    lines = raw.decode().splitlines()
+    heads = [index for index, line in enumerate(lines) if line.split("#")[0].strip() == "[model]"]
+    if not heads:
+        raise ConfigError(f"{path} has no line [model], below which the keys would stand; write them there by hand")
+    first = heads[0] + 1
+    end = next((i for i in range(first, len(lines)) if lines[i].lstrip().startswith("[")), len(lines))
+    kept = [line for line in lines[first:end] if line.split("=")[0].strip() not in ("roles", "counts", "parts")]
+    while kept and not kept[-1].strip():
+        kept.pop()
+    new = [f"{key} = {_toml(value)}" for key, value in proposal.keys().items()]
+    changed = "\n".join([*lines[:first], *kept, *new, *([""] if end < len(lines) else []), *lines[end:]]) + "\n"
+    tomllib.loads(changed)  # what was written over several lines is not ours to change
+    replace_file(path, changed.encode())
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{json.dumps(key)} = {json.dumps(entry)}" for key, entry in value.items()) + " }"
+    return json.dumps(value)

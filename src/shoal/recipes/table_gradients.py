@@ -1,0 +1,52 @@
+"""The gradients of a run whose model has embedding tables: theirs are sparse, and apart from the dense ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shoal.comm.collective import Collective
+from shoal.errors import ConfigError
+from shoal.gradients.gradients import Gradients, Groups
+from shoal.gradients.sparse_rows import WithSparseRows
+from shoal.recipes.splitting import Divided, trained_in
+from shoal.runfile.run_file import RunFile
+from shoal.state.ownership import Trained
+from shoal.sync.config import AllReduceConfig
+
+
+def dense_and_tables(run_file: RunFile, parts: Divided) -> tuple[list[Trained], list[Trained]]:
+    """The trained parameters with dense gradients, and the tables.
+
+    Raises `ConfigError` for keys that know dense gradients alone.
+    """
+    trained, roles = trained_in(parts), parts.split.roles
+    tables = [t for t in trained if roles[t.holding.name].kind == "table"]
+    if tables:
+        _check_tables(run_file, tables[0].holding.name)
+    return [t for t in trained if roles[t.holding.name].kind != "table"], tables
+
+
+def with_tables(
+    dense: Gradients, tables: Sequence[Trained], parts: Divided, *, groups: Groups, replica: Collective
+) -> Gradients:
+    """`dense`, and the gradients of `tables` beside it, where there are any; their norm adds up over `replica`."""
+    if not tables:
+        return dense
+    order = [trained.holding.name for trained in trained_in(parts)]
+    return WithSparseRows(dense, tables, order=order, groups=groups, replica=replica)
+
+
+def _check_tables(run_file: RunFile, name: str) -> None:
+    """Raises `ConfigError` for keys that know dense gradients alone."""
+    found = None
+    if not isinstance(run_file.sync, AllReduceConfig):
+        found = f'sync.kind = "{type(run_file.sync).__struct_config__.tag}"', '"allreduce"'
+    elif run_file.gradients.schedule == "priority":
+        found = 'gradients.schedule = "priority"', '"order"'
+    elif run_file.observe.noise_every_steps:
+        found = f"observe.noise_every_steps = {run_file.observe.noise_every_steps}", "0"
+    if found is not None:
+        raise ConfigError(
+            f"{name} is the weight of an EmbeddingTable, whose gradient is sparse, and {found[0]} needs dense ones; "
+            f"set it to {found[1]}, or use nn.Embedding"
+        )

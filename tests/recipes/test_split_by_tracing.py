@@ -1,0 +1,103 @@
+"""Modules that declare nothing, split as `shoal split` proposes, are the model of one process."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from shoal.errors import ConfigError, UserCodeError
+from shoal.models.config import PythonModel
+from shoal.recipes.proposal import SplitProposal, propose, write_keys
+from tests.recipes.layouts import corpus, run_file_of, verified
+from tests.recipes.undeclared_models import build
+
+HERE = "tests.recipes.undeclared_models"
+MODULES = ["ResidualMLP", "Causal", "Gated", "PatchClassifier", "Convolutions"]
+IMAGES = ["PatchClassifier", "Convolutions"]
+
+
+def tables(name: str) -> dict[str, Any]:
+    model = {"kind": "python", "build": f"{HERE}:build", "arguments": {"name": name}}
+    data = {"data": {"kind": "python", "build": f"{HERE}:images"}} if name in IMAGES else {}
+    batch = {"batch": {"global_samples": 8, "denominator": "samples"}} if name in IMAGES else {}
+    return {"model": model, **data, **batch, "optimizer": {"kind": "sgd", "lr": 0.1}}
+
+
+def proposed(name: str, folder: Path) -> SplitProposal:
+    corpus(folder)
+    return propose(run_file_of(folder, **tables(name)))
+
+
+LAYOUTS: list[dict[str, int]] = [{"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "pipeline": 2}]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_that_declares_nothing_splits_as_proposed(
+    ranks, tmp_path: Path, name: str, layout: dict[str, int]
+) -> None:
+    """Loss, every gradient and the weights in float64."""
+    keys = proposed(name, tmp_path).keys()
+    assert keys["roles"]
+    own = tables(name)
+    choice = own | {"model": own["model"] | keys, "layout": layout, "pipeline": {"microbatches": 2}}
+    size = layout.get("tensor", 1) * layout.get("pipeline", 1)
+    verdict, *_ = ranks(size, verified, choice, str(tmp_path), True, 1)
+    assert verdict["holds"], verdict["sentence"]
+
+
+def test_the_proposal_names_pairs_counts_and_parts(tmp_path: Path) -> None:
+    """A block's queries, keys and values are columns, its output rows; heads are shared; each block is a part."""
+    found = proposed("Causal", tmp_path)
+    first = {name: role for name, role in found.roles.roles.items() if name.startswith("blocks.0.")}
+    columns = ["attention.q", "attention.k", "attention.v", "mlp.up"]
+    assert first == {
+        **{f"blocks.0.{name}.weight": "column" for name in columns},
+        "blocks.0.attention.out.weight": "row",
+        "blocks.0.mlp.down.weight": "row",
+    }
+    assert list(found.roles.counts) == [f"blocks.{i}.attention.heads" for i in range(3)]
+    assert found.parts == ("embed", "places", "blocks.0", "blocks.1", "blocks.2", "norm", "head")
+    assert set(found.roles.whole) == {"head"}
+
+
+def test_what_cannot_be_split_is_said_by_name(tmp_path: Path) -> None:
+    """The layer, and what its features go through."""
+    whole = proposed("Packed", tmp_path).roles.whole
+    assert "split()" in whole["qkv"]
+    assert "returned" in whole["head"]
+
+
+def test_a_written_proposal_is_the_run_file_with_three_more_keys(tmp_path: Path) -> None:
+    """Comments and other tables stay; a second proposal replaces the first."""
+    path = tmp_path / "run.toml"
+    text = '# mine\n[model]\nkind = "python"  # a module\nbuild = "m:f"\n\n[batch]\nglobal_samples = 8\n'
+    path.write_text(text)
+    found = proposed("Causal", tmp_path)
+    for _ in range(2):
+        write_keys(path, found)
+        model = msgspec.convert(tomllib.loads(path.read_text())["model"], PythonModel)
+        assert (model.roles, model.counts, model.parts) == (found.roles.roles, list(found.roles.counts), "traced")
+    kept = [line for line in path.read_text().splitlines() if line.split(" =")[0] not in ("roles", "counts", "parts")]
+    assert kept == text.splitlines()
+
+
+def test_a_model_that_declares_its_split_needs_no_proposal(tmp_path: Path) -> None:
+    """Shoal's own models do."""
+    corpus(tmp_path)
+    with pytest.raises(ConfigError, match='kind = "gpt" declares how it is split'):
+        propose(run_file_of(tmp_path))
+
+
+def test_a_pattern_that_fits_nothing_is_refused() -> None:
+    """A run file that was written for another module."""
+    from shoal.parallel.traced.declare import declare
+
+    with pytest.raises(UserCodeError, match=r"blocks\.7.*shoal split"):
+        declare(build("Gated"), roles={"blocks.7.*": "column"}, counts=[], traced=False)
+    with pytest.raises(UserCodeError, match="no integer attribute"):
+        declare(build("Gated"), roles={}, counts=["layers.0.heads"], traced=False)
