@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,14 +27,18 @@ from shoal.engine.state import (
 from shoal.errors import ConfigError
 from shoal.gradients.build import Summing, build_gradients
 from shoal.gradients.gradients import Gradients
+from shoal.gradients.joint import JointGradients
 from shoal.gradients.priority import PriorityGradients
 from shoal.gradients.residuals import ResidualSection
+from shoal.optim.adopt import OwnOptimizer
 from shoal.optim.build import build_optimizer
+from shoal.optim.config import Granularity, Slot
 from shoal.optim.schedule import peak_rate
 from shoal.recipes.microbatching import Microbatching
 from shoal.recipes.splitting import Divided, blocks_in, trained_in
 from shoal.recipes.workload import Workload
 from shoal.runfile.run_file import RunFile
+from shoal.state.ownership import Trained
 from shoal.state.section import Section
 from shoal.sync.strategy import Agreement, Replica, Sync
 from shoal.topology.axes import Axis
@@ -85,12 +89,12 @@ def build_run_gradients(
     *,
     exchange: NewExchange,
     one_host: bool,
-    whole: bool,
+    optimizers: Sequence[OwnOptimizer] = (),
 ) -> Gradients:
     """How this rank's gradients are reduced, and what its optimizer runs on. The parameters' memory may be moved.
 
-    Ranks that sum a gradient do so by `exchange`. `one_host`: all ranks are on one host. `whole`: the optimizer sees
-    parameters whole.
+    Ranks that sum a gradient do so by `exchange`. `one_host`: all ranks are on one host. `optimizers` are a script's
+    own; several have gradients apart.
     """
     config, trained = run_file.gradients, trained_in(parts)
     if mesh.device.type == "cpu" and not one_host:
@@ -98,34 +102,49 @@ def build_run_gradients(
     if config.schedule == "priority":
         lane = mesh.axis("replicate", lane="gradients")
         return PriorityGradients(config, trained, model=parts.split.model, lane=lane, ledger=mesh.ledger)
-    return build_gradients(
-        config,
-        trained,
-        zero=zero_of(run_file, mesh),
-        groups=mesh.ranks,
-        replica=mesh.axis(*_NORM_AXES[run_file.pipeline.asynchronous]),
-        model=parts.split.model,
-        blocks=blocks_in(parts.split.model, parts.stages, mesh.layout.index("pipeline", mesh.rank)),
-        summing=Summing(
-            sync.gradient_ranks,
-            exchange,
-            lockstep=mesh.axis(*sync.lockstep_axes),
-            whole=whole,
-        ),
-    )
+    blocks = blocks_in(parts.split.model, parts.stages, mesh.layout.index("pipeline", mesh.rank))
+    several = len(optimizers) > 1
+
+    def of(own: Sequence[Trained], works_on: Granularity) -> Gradients:
+        there = {id(each.parameter) for each in own}
+        return build_gradients(
+            config,
+            own,
+            zero=zero_of(run_file, mesh),
+            groups=mesh.ranks,
+            replica=mesh.axis(*_NORM_AXES[run_file.pipeline.asynchronous]),
+            model=parts.split.model,
+            blocks=[block for block in blocks if not several or any(id(p) in there for p in block.parameters())],
+            summing=Summing(
+                sync.gradient_ranks,
+                exchange,
+                lockstep=None if several else mesh.axis(*sync.lockstep_axes),
+                whole=works_on == "matrices",
+            ),
+        )
+
+    if not several:
+        return of(trained, optimizers[0].works_on if optimizers else run_file.optimizer.works_on)
+    return JointGradients([of([t for t in trained if t.holding.name in set(o.names)], o.works_on) for o in optimizers])
 
 
 def build_agreement(
-    run_file: RunFile, parts: Divided, gradients: Gradients, sync: Sync, *, exchange: NewExchange | None = None
+    run_file: RunFile,
+    parts: Divided,
+    gradients: Gradients,
+    sync: Sync,
+    *,
+    exchange: NewExchange | None = None,
+    optimizers: Sequence[OwnOptimizer] = (),
 ) -> Agreement:
     """The running side of the strategy, on the parameters that this rank's optimizer updates.
 
-    Replicas that agree on what they changed sum it by `exchange`; None: as it is.
+    Replicas that agree on what they changed sum it by `exchange`; None: as it is. `optimizers` are a script's own.
     """
     model = parts.split.model
     saved = model.state_dict(keep_vars=True)
     buffers = [b for name, b in model.named_buffers() if name in saved and b.is_floating_point()]
-    whole = run_file.optimizer.works_on == "matrices"
+    whole = any(optimizer.works_on == "matrices" for optimizer in optimizers or [run_file.optimizer])
     return sync.agreement(
         Replica(gradients.owned, gradients.gather, buffers, run_file.run.steps, whole, exchange or AllReduce)
     )
@@ -133,9 +152,9 @@ def build_agreement(
 
 def build_state(run_file: RunFile, generation: Generation, workload: Workload, scaler: LossScaler) -> TrainState:
     """The state before the first step. Raises `ConfigError` for an optimizer of the script that servers cannot use."""
-    split, gradients, own = generation.parts.split, generation.gradients, workload.optimizer
+    split, gradients, own = generation.parts.split, generation.gradients, workload.optimizers
     served = generation.agreement.served
-    if served is not None and own is not None:
+    if served is not None and own:
         raise ConfigError(
             'sync.kind = "server" with an optimizer of the script: servers make theirs from [optimizer]; leave '
             "one of the two out"
@@ -144,7 +163,7 @@ def build_state(run_file: RunFile, generation: Generation, workload: Workload, s
         "run.seed": run_file.run.seed,
         "data.shuffle": run_file.data.shuffle,
         "the number of training samples": len(workload.data.train),
-        "optimizer.kind": type(run_file.optimizer).__struct_config__.tag if own is None else own.kind,
+        "optimizer.kind": " and ".join(o.kind for o in own) or type(run_file.optimizer).__struct_config__.tag,
     }
     model, owned, names = ModelSection(split.model), None, ()
     layout = generation.mesh.layout
@@ -157,18 +176,19 @@ def build_state(run_file: RunFile, generation: Generation, workload: Workload, s
     tuned = [] if gradients.tuned is None else [FactsSection("gradients", gradients.tuned)]
     exchanges = [] if generation.coded is None else generation.coded.made
     residuals = ResidualSection(str(type(run_file.codec).__struct_config__.tag), exchanges, gradients.owned)
+    replica = None if shared else layout.index("replicate", generation.mesh.rank)
+
+    def section(optimizer: torch.optim.Optimizer, slots: Sequence[Slot], only: Collection[str] | None = None):
+        return OptimizerSection(optimizer, slots, split.model, owned, names, replica=replica, only=only)
+
+    if not own:
+        optimizers = [section(_built(run_file, generation), run_file.optimizer.slots)]
+    else:
+        stepped = [(owned.name, owned.parameter) for owned in gradients.owned]
+        optimizers = [section(o.adopt(stepped), o.slots, None if len(own) == 1 else o.names) for o in own]
+    others = [*tuned, residuals, *generation.agreement.sections, *_of_script(workload)]
     return TrainState(
-        model,
-        OptimizerSection(
-            _built(run_file, generation) if own is None else own.adopt((o.name, o.parameter) for o in gradients.owned),
-            run_file.optimizer.slots if own is None else own.slots,
-            split.model,
-            owned,
-            names,
-            replica=None if shared else layout.index("replicate", generation.mesh.rank),
-        ),
-        Progress(identity),
-        [FactsSection("scaler", scaler), *tuned, residuals, *generation.agreement.sections, *_of_script(workload)],
+        model, optimizers[0], Progress(identity), [*optimizers[1:], FactsSection("scaler", scaler), *others]
     )
 
 
@@ -183,7 +203,8 @@ def _built(run_file: RunFile, generation: Generation) -> torch.optim.Optimizer:
 
 def _of_script(workload: Workload) -> list[Section]:
     """The state of what a script passed."""
-    own = [] if workload.optimizer is None else [FactsSection("optimizer_groups", workload.optimizer)]
+    groups = ["optimizer_groups", *(f"optimizer_groups_{n}" for n in range(1, len(workload.optimizers)))]
+    own = [FactsSection(name, optimizer) for name, optimizer in zip(groups, workload.optimizers, strict=False)]
     return [*own, *([ExtraSection(workload.objects.state)] if workload.objects.state else [])]
 
 

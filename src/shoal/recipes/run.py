@@ -189,9 +189,11 @@ def _generation(run_file: RunFile, process: Process, workload: Workload, mesh: M
         sync,
         exchange=(coded if equal else None) or sync.exchange,
         one_host=process.place.one_host,
-        whole=(workload.optimizer or run_file.optimizer).works_on == "matrices",
+        optimizers=workload.optimizers,
     )
-    agreement = build_agreement(run_file, parts, gradients, sync, exchange=None if equal else coded)
+    agreement = build_agreement(
+        run_file, parts, gradients, sync, exchange=None if equal else coded, optimizers=workload.optimizers
+    )
     return Generation(mesh, parts, plan, forward_backward, sync, gradients, agreement, coded)
 
 
