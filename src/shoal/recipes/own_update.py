@@ -12,7 +12,7 @@ player's parameters alone: what the discriminator's weights would get from the g
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,11 +71,14 @@ class OpenStep:
 
 
 def players_of(run: Run, sum_over_ranks: Callable[[float], float]) -> list[Player]:
-    """A player for each optimizer that the script handed over."""
-    context, gradients = run.step.context, run.generation.gradients
+    """A player for each optimizer that the script handed over. What `[optimizer]` says is not theirs: they clip when
+    the script asks for it.
+    """
+    context, gradients, optimizers = run.step.context, run.generation.gradients, run.workload.optimizers
     if not isinstance(gradients, JointGradients):
-        policy = cast(AtOnce, run.step.policy)
-        return [Player(policy, run.workload.optimizers[0].optimizer, context, sum_over_ranks=sum_over_ranks)]
+        (own,) = optimizers
+        policy = AtOnce(gradients, own.optimizer)
+        return [Player(policy, own.optimizer, context, sum_over_ranks=sum_over_ranks)]
     trained = {each.holding.name: each.parameter for each in run.trained}
     return [
         Player(
@@ -85,7 +88,7 @@ def players_of(run: Run, sum_over_ranks: Callable[[float], float]) -> list[Playe
             sum_over_ranks=sum_over_ranks,
             inputs=[trained[name] for name in own.names],
         )
-        for own, part in zip(run.workload.optimizers, gradients.parts, strict=True)
+        for own, part in zip(optimizers, gradients.parts, strict=True)
     ]
 
 

@@ -92,7 +92,7 @@ for iter_num, microbatches in run.steps():
     for param_group in optimizer.param_groups:
         param_group["lr"] = get_lr(iter_num)
     if iter_num % eval_interval == 0:
-        print(f"iter {iter_num}: val loss {estimate_loss():.4f}")
+        print(f"iter {iter_num}: validation {estimate_loss():.4f}")
     for ix in microbatches:
         X, Y = get_batch("train", ix)
         logits, loss = model(X, Y)

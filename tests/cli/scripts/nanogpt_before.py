@@ -89,7 +89,7 @@ for iter_num in range(max_iters):
     for param_group in optimizer.param_groups:
         param_group["lr"] = get_lr(iter_num)
     if iter_num % eval_interval == 0:
-        print(f"iter {iter_num}: val loss {estimate_loss():.4f}")
+        print(f"iter {iter_num}: validation {estimate_loss():.4f}")
     for ix in torch.randint(offsets, (gradient_accumulation_steps, batch_size)):
         X, Y = get_batch("train", ix)
         logits, loss = model(X, Y)
