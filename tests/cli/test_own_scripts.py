@@ -80,7 +80,8 @@ def test_killed_under_zero_3_and_resumed_on_three_ranks(name: str, tmp_path: Pat
     assert codes[0] != 0
     assert losses(name, tmp_path) == pytest.approx(expected[:5], rel=LOSS_TOLERANCE)
     assert trained(name, tmp_path, world=3) == pytest.approx(expected, rel=LOSS_TOLERANCE)
-    assert re.search("going on from the checkpoint of step [24]", (tmp_path / "rank-0.txt").read_text())  # the newest whole one
+    said = (tmp_path / "rank-0.txt").read_text()
+    assert re.search("going on from the checkpoint of step [24]", said), "the newest that was whole"
 
 
 @pytest.mark.stress
