@@ -137,13 +137,16 @@ class Training:
         """Accumulates the gradient of `loss`, a scalar: the mean over the samples of the microbatch.
 
         `weight` is what the microbatch counts, if not its samples: say its number of tokens, of which `loss` is the
-        mean; 0 for none. `more`: another `backward` of the same microbatch follows, for another loss; the graph stays
-        for it. `optimizer`: whose parameters the gradient is of, where the loop has several.
+        mean; 0 for none. `more`: another `backward` of the same microbatch follows, for another loss, and both are
+        computed there, in one pass. `optimizer`: whose parameters the gradient is of, where the loop has several.
         """
         player = self._player(optimizer)
-        total, last = player.weighed(loss, weight, more=more)
+        total = player.weighed(loss, weight, more=more)
+        if total is None:
+            return
+        last = self._open is not None and self._open.is_last
         with player.policy.gradients.backward(last=last), self._compute.randomness.drawing():
-            total.backward(inputs=player.inputs, retain_graph=more)  # pyright: ignore[reportArgumentType]
+            total.backward(inputs=player.inputs)  # pyright: ignore[reportArgumentType]
 
     def step(self, *, clip_norm: float | None = None, optimizer: torch.optim.Optimizer | None = None) -> Update | None:
         """Calls the optimizer's `step`, once for every microbatch: makes the update after the last of a step, and

@@ -117,6 +117,7 @@ class Player:
         self._backwards = self._expecting_more = self._stepped = False
         self._weighed_by_loop: bool | None = None
         self._own_weight = 0.0
+        self._deferred: Tensor | None = None
         self._hooks = (
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -138,6 +139,7 @@ class Player:
     def enter(self) -> None:
         """Before every microbatch."""
         self._backwards = self._expecting_more = self._stepped = False
+        self._deferred = None
 
     def leave(self) -> bool:
         """The loop asks for the next microbatch: whether this player has computed a gradient of this one."""
@@ -165,8 +167,8 @@ class Player:
             )
         return self.outcome is not None
 
-    def weighed(self, loss: Tensor, weight: float | None, *, more: bool) -> tuple[Tensor, bool]:
-        """The loss times what it counts, and whether its backward is the last of the step."""
+    def weighed(self, loss: Tensor, weight: float | None, *, more: bool) -> Tensor | None:
+        """The losses of this microbatch, each times what it counts; None where `more` follow."""
         step = self._opened()
         self._check_loss(loss)
         if self._agreed is not None or self._stepped or (self._backwards and not self._expecting_more):
@@ -184,7 +186,10 @@ class Player:
         self._rates = self._rates or self._rates_now()
         self._loss += loss.detach().double().reshape(()) * counts
         factor = step.factor(weighed_by_loop=self._weighed_by_loop)
-        return loss * (counts * factor), step.is_last and not more
+        total = loss * (counts * factor)
+        total = total if self._deferred is None else self._deferred + total
+        self._deferred = total if more else None
+        return None if more else total
 
     def agree(self) -> AgreedUpdate | None:
         """After the last backward of a step: the gradient that all ranks agree on; None before that."""
