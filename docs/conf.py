@@ -1,4 +1,4 @@
-"""The documentation site: `make docs`. Pages are Markdown (MyST); the command line and the Python API come from the code."""
+"""The documentation site: `make docs`. Pages are Markdown (MyST); command line and Python API come from the code."""
 
 from __future__ import annotations
 
