@@ -23,8 +23,8 @@ PAGES = sorted(
 WITH_EXAMPLES = ["first-ten-minutes", "your-model", "precision", "memory-trouble", "when-it-hangs"]
 LEAST: dict[str, Any] = {
     "run": {"name": "example", "steps": 2},
-    "model": {"kind": "gpt", "vocabulary": 64, "context": 32, "width": 32, "layers": 2, "heads": 2},
-    "data": {"kind": "bigram", "vocabulary": 64},
+    "model": {"kind": "gpt", "vocabulary": 256, "width": 32, "layers": 2, "heads": 2},
+    "data": {"kind": "stdlib"},
     "batch": {"global_samples": 16, "sequence": 32},
 }
 
