@@ -7,12 +7,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.shoal-installed
 
-.PHONY: help demo test check bench bench-wire bench-link bench-plan bench-zero bench-memory bench-pipeline bench-noise bench-check verify-matrix sanitize stress clean
+.PHONY: help demo test check docs bench bench-wire bench-link bench-plan bench-zero bench-memory bench-pipeline bench-noise bench-check verify-matrix sanitize stress clean
 
 help:
 	@echo "make demo    trains a small GPT on this machine's Python library (about 3 minutes) and writes a report"
 	@echo "make test    runs the tests"
 	@echo "make check   runs lint, format, types and the floors"
+	@echo "make docs    builds the documentation site in out/docs"
 	@echo "make bench   measures a training step beside PyTorch's DDP; JSON in out/"
 	@echo "make bench-wire   shared memory beside Gloo: collectives (and a picture), plain programs, a step (about an hour)"
 	@echo "make bench-zero, bench-plan   ZeRO beside DDP, plans beside published tables"
@@ -36,6 +37,11 @@ check: $(READY)
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+
+docs: $(READY)
+	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[docs]'
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs out/docs
+	@echo "Open out/docs/index.html in a browser."
 
 bench: $(READY)
 	@mkdir -p out

@@ -100,16 +100,18 @@ def start(
     data: Any,
     batch_samples: int | None = None,
     epochs: int | None = None,
+    steps: int | None = None,
     state: Mapping[str, Any] | None = None,
 ) -> Training:
     """Begin a run whose loop is the script's own, and return its `Training`: see `shoal.recipes.own_loop`.
 
     `config` is a run file or its tables as dictionaries; with the keywords below it may be left out. `model` is an
-    `nn.Module`, `optimizer` a `torch.optim.Optimizer` over its parameters that has taken no step, `data` a map-style
-    data set, a PyTorch DataLoader (its data set, batch size, order and `collate_fn` are taken over) or a pair
-    (training, held out). `batch_samples` are the samples of one step over all ranks. `epochs` says how often to go
-    through the data; `run.steps`, if it is set, counts instead. `state` are objects with `state_dict()`, by name, such
-    as {"scheduler": scheduler}: they are saved with the run, and a resume restores them.
+    `nn.Module`, `optimizer` a `torch.optim.Optimizer` over its parameters that has taken no step; or tuples of several,
+    whose parameters are called "0.weight", "1.weight", ... in checkpoints. `data` is a map-style data set, a PyTorch
+    DataLoader (its data set, batch size, order and `collate_fn` are taken over) or a pair (training, held out).
+    `batch_samples` are the samples of one step over all ranks. `epochs` says how often to go through the data, or
+    `steps` how many updates to make; `run.steps`, if it is set, counts instead. `state` are objects with
+    `state_dict()`, by name, such as {"scheduler": scheduler}: they are saved with the run, and a resume restores them.
 
     Under a launcher every rank calls it. Without one, a run of several processes (`run.processes`; by default one a
     GPU, else one) starts them with this script, and ends the process with their exit code: what follows runs in the
@@ -128,6 +130,7 @@ def start(
         objects={"model": model, "optimizer": optimizer, "data": data, "state": dict(state or {})},
         batch_samples=batch_samples,
         epochs=epochs,
+        steps=steps,
         planner=PLANNER,
     )
 

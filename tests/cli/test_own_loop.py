@@ -164,7 +164,7 @@ def test_what_a_script_raises_ends_its_run(own: Project) -> None:
         (("optimizer=optimizer", "optimizer=torch.optim.SGD(model[0].parameters(), lr=1)"),
          "the optimizer does not step 2.weight, which requires a gradient"),
         (('{"run": {"name": "own"}}', '{"optimizer": {"kind": "sgd"}}'), "[optimizer] has no meaning"),
-        (("epochs=2, ", ""), "pass epochs, or set it"),
+        (("epochs=2, ", ""), "pass epochs or steps, one of them"),
         (("sys.argv[1:]", '["layout.tensor=2"]'), "layout.tensor = 2: a script's own loop can be"),
         (("data=(data, data)", "data=5"), "the data is of type int" ),
     ],

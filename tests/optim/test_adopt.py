@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shoal.errors import UserCodeError
-from shoal.optim.adopt import own_optimizer, slots_of, works_on
+from shoal.optim.adopt import own_optimizers, slots_of, works_on
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_an_optimizer_that_has_stepped_is_refused():
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     with pytest.raises(UserCodeError, match="has taken steps already"):
-        own_optimizer(optimizer, model)
+        own_optimizers([optimizer], model)
 
 
 def test_the_groups_get_what_this_rank_owns():
@@ -65,7 +65,7 @@ def test_the_groups_get_what_this_rank_owns():
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
     groups = [{"params": model[0].parameters(), "lr": 0.5}, {"params": model[1].parameters(), "lr": 0.25}]
     optimizer = torch.optim.SGD(groups, lr=1.0)
-    own = own_optimizer(optimizer, model)
+    (own,) = own_optimizers([optimizer], model)
     pieces = {name: nn.Parameter(torch.zeros(1)) for name in ("1.weight", "0.bias", "0.weight")}
     assert own.adopt(pieces.items()) is optimizer
     assert [[id(p) for p in group["params"]] for group in optimizer.param_groups] == [

@@ -213,14 +213,19 @@ def export(source: Path, file: Path) -> int:
     weights = read_all(manifest, run_directory_of(folder), PREFIX)
     if not weights:
         raise UsageError(f"{folder} holds no weights: no tensor in it is called {PREFIX}...")
+    write_weights({name.removeprefix(PREFIX): weight for name, weight in weights.items()}, file)
+    return manifest.step
+
+
+def write_weights(weights: Mapping[str, Tensor], file: Path) -> None:
+    """Write `weights` to `file` in safetensors' format, whole or not at all. Raises `EnvironmentFault`."""
     unfinished = temporary(file, "export")
     try:
-        save_file({name.removeprefix(PREFIX): weight for name, weight in weights.items()}, unfinished)
+        save_file(dict(weights), unfinished)
         os.replace(unfinished, file)
     except (OSError, SafetensorError) as error:
         unfinished.unlink(missing_ok=True)
         raise EnvironmentFault(f"{file} cannot be written ({error}): give a place that can") from error
-    return manifest.step
 
 
 def import_weights(file: Path, directory: Path) -> Path:

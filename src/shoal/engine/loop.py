@@ -87,7 +87,8 @@ class Job:
 class PendingStep:
     """Step `number` on this rank's `microbatches`, at the learning rate `lr`. `stop`: this rank was told to stop.
 
-    Whoever takes it sets `result`, and `lr` if it is None: the rate that the optimizer had.
+    Whoever takes it sets `result`, `lr` if it is None (the rate that the optimizer had), and on every rank `save` for a
+    checkpoint after this step.
     """
 
     number: int
@@ -95,6 +96,7 @@ class PendingStep:
     lr: float | None
     stop: bool
     result: StepResult | None = None
+    save: bool = False
 
 
 def train(job: Job) -> None:
@@ -112,10 +114,10 @@ def steps(job: Job) -> Iterator[PendingStep]:
     stall_s, cadence, first = 0.0, job.cadence, job.progress.step
     evaluating = saving = comparing = False
     while job.progress.step < cadence.steps:
-        result = yield from _one_step(job, stall_s)
-        step, stall_s = job.progress.step, 0.0
+        taken = yield from _one_step(job, stall_s)
+        result, step, stall_s = _result(taken), job.progress.step, 0.0
         evaluating |= cadence.due(cadence.evaluate_every, step)
-        saving |= cadence.due(cadence.save_every, step)
+        saving |= taken.save or cadence.due(cadence.save_every, step)
         comparing |= cadence.compares(step, shown=evaluating or saving)
         _tell_of_saves(job, job.saver.poll())
         if result.agreed is None:
@@ -142,27 +144,31 @@ def take_step(job: Job) -> StepResult:
     return pending.result
 
 
-def _one_step(job: Job, stall_s: float) -> Generator[PendingStep, None, StepResult]:
+def _one_step(job: Job, stall_s: float) -> Generator[PendingStep, None, PendingStep]:
     """One step from its data to its measurements. The save that delayed it by `stall_s` counts in its time."""
     begin_s = time.perf_counter() - stall_s
     number = job.progress.step + 1
     fed = job.feed.next()
     pending = PendingStep(number, fed.microbatches, job.rate(number), job.stop_requested())
     yield pending
-    result = pending.result
-    assert result is not None, "whoever takes a step sets its result"
+    result = _result(pending)
     tokens = 0 if result.agreed is None else result.agreed.tokens
     job.progress.advance(fed.interval, tokens=tokens, committed=result.committed)
     if job.speeds is not None:
         _note_speed(job.speeds, result, fed)
     if result.skipped:
-        return result  # there is nothing to measure
+        return pending  # there is nothing to measure
     step_s = time.perf_counter() - begin_s
     _record(job, result, fed, lr=pending.lr or 0.0, step_s=step_s, stall_s=stall_s)
     for sentence in fed.skipped:
         job.sinks.warn(f"left out: {sentence}")
     job.guard.check(number, result, fed.microbatches, warn=job.sinks.warn)
-    return result
+    return pending
+
+
+def _result(taken: PendingStep) -> StepResult:
+    assert taken.result is not None, "whoever takes a step sets its result"
+    return taken.result
 
 
 def _note_speed(speeds: ReplicaSpeeds, result: StepResult, fed: FedStep) -> None:

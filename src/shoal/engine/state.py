@@ -107,7 +107,8 @@ class OptimizerSection:
     (None: the parameters of `model`, as they are), `names` all parameters of the unsplit model.
 
     `replica` is this rank's number among replicas that have optimizer state of their own (None: all have the same).
-    Loaded by more replicas than saved it, a state is given to several.
+    Loaded by more replicas than saved it, a state is given to several. `only` are the parameters that it steps, if
+    there are several optimizers.
     """
 
     optimizer: torch.optim.Optimizer
@@ -116,6 +117,7 @@ class OptimizerSection:
     owned: Sequence[Owned] | None = None
     names: Collection[str] = ()
     replica: int | None = None
+    only: Collection[str] | None = None
     name: str = field(default="optimizer", init=False)
 
     def tensors(self) -> dict[str, Held]:
@@ -147,9 +149,8 @@ class OptimizerSection:
 
     @property
     def _stepped(self) -> list[tuple[str, Parameter]]:
-        if self.owned is None:
-            return list(self.model.named_parameters())
-        return [(owned.name, owned.parameter) for owned in self.owned]
+        found = self.model.named_parameters() if self.owned is None else ((o.name, o.parameter) for o in self.owned)
+        return [(name, parameter) for name, parameter in found if self.only is None or name in self.only]
 
     def _located(self, slots: Mapping[str, Tensor], prefix: str) -> dict[str, Held]:
         """Slots under the names that they are saved by, and where in the unsplit parameter they lie."""

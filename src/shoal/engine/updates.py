@@ -66,6 +66,21 @@ class Outcome:
     noise: NoiseReading | None = None
 
 
+@dataclass(frozen=True)
+class AgreedUpdate:
+    """An update that ranks have agreed on and the optimizer has not made yet. `committed`: it is finite, and shall be.
+
+    `loss` and `norm` are those of the global batch, `scale` the loss scale; `clock` runs since the end of the backward.
+    """
+
+    loss: float
+    norm: float
+    committed: bool
+    scale: float
+    noise: NoiseReading | None
+    clock: UpdateClock
+
+
 class UpdatePolicy(Protocol):
     """Takes a step's samples to new weights. `overlaps_steps`: what is sent between two steps belongs to the second."""
 
@@ -113,15 +128,23 @@ class AtOnce:
             self._noise.start(work.step)
         self.gradients.start()
 
-    def update(
+    def update(self, context: RankContext, work: Work) -> Outcome:
+        """After the last backward: the vote and the update."""
+        agreed = self.agree(context, work)
+        if agreed.committed:
+            set_rate(self._optimizer, work.lr)
+            self._optimizer.step()
+        return self.conclude(context, agreed)
+
+    def agree(
         self, context: RankContext, work: Work, *, denominator: float | None = None, clip_norm: float | None = None
-    ) -> Outcome:
-        """After the last backward: the vote and the update.
+    ) -> AgreedUpdate:
+        """The first half of an update: the vote, and the gradient as the optimizer is to see it.
 
         `denominator`: by which the gradient is still to be divided, and the loss; None: it was, by that of the tally.
         `clip_norm`: the largest 2-norm of this update, beside the policy's own transforms.
         """
-        tally, clock = work.tally.wait(), _UpdateClock(context)
+        tally, clock = work.tally.wait(), UpdateClock(context)
         loss_scale = context.scaler.scale
         scale = loss_scale * (1.0 if denominator is None else denominator)
         norm = float(self.gradients.reduce()) / scale
@@ -131,19 +154,27 @@ class AtOnce:
         finite = math.isfinite(norm) and math.isfinite(loss)
         noise = self._measure(work.batches, tally, norm, scale) if finite else None
         if finite:
+            gradient = AgreedGradient(self.gradients, norm, factor=1.0 / scale)
             more = () if clip_norm is None else (clip_by_global_norm(clip_norm),)
-            self._apply(norm, work.lr, factor=1.0 / scale, transforms=(*self._transforms, *more))
-        context.scaler.update(finite=finite)
-        return Outcome(loss, norm, finite, clock.seconds(), scale=loss_scale, keeps_buffers=finite, noise=noise)
+            for transform in (*self._transforms, *more):
+                transform(gradient)
+            gradient.apply()
+        return AgreedUpdate(loss, norm, finite, loss_scale, noise, clock)
 
-    def _apply(self, norm: float, lr: float | None, *, factor: float, transforms: Sequence[Transform]) -> None:
-        gradient = AgreedGradient(self.gradients, norm, factor=factor)
-        for transform in transforms:
-            transform(gradient)
-        gradient.apply()
-        set_rate(self._optimizer, lr)
-        self._optimizer.step()
-        self.gradients.gather()
+    def conclude(self, context: RankContext, agreed: AgreedUpdate) -> Outcome:
+        """The second half, after the optimizer's step if `agreed.committed`, else without one."""
+        if agreed.committed:
+            self.gradients.gather()
+        context.scaler.update(finite=agreed.committed)
+        return Outcome(
+            agreed.loss,
+            agreed.norm,
+            agreed.committed,
+            agreed.clock.seconds(),
+            scale=agreed.scale,
+            keeps_buffers=agreed.committed,
+            noise=agreed.noise,
+        )
 
     def _measure(self, batches: Sequence[Batch], tally: Tally, norm: float, scale: float) -> NoiseReading | None:
         """Norm and loss are the same on every rank, so all of them measure or none."""
@@ -264,7 +295,7 @@ class ByMicrobatch:
         return Outcome(loss, norm, finite, self._update_s)
 
     def _after_microbatch(self, number: int, weight: float, context: RankContext, work: Work) -> None:
-        clock = _UpdateClock(context)
+        clock = UpdateClock(context)
         norm = float(self.gradients.reduce())
         if weight:
             self._squares.append(norm**2)
@@ -296,7 +327,7 @@ def _weights(microbatches: Sequence[Batch], context: RankContext) -> list[float]
     return weights.tolist()
 
 
-class _UpdateClock:
+class UpdateClock:
     """Seconds since it was made, without those exposed to the wire."""
 
     def __init__(self, context: RankContext) -> None:

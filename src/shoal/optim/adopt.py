@@ -35,10 +35,8 @@ def works_on(optimizer: torch.optim.Optimizer) -> Granularity:
     return "elements" if known else "matrices"
 
 
-def check_fresh(optimizer: Any, model: nn.Module) -> None:
-    """Raises `UserCodeError` unless `optimizer` has taken no step and steps every parameter of `model` that trains, and
-    no other.
-    """
+def check_fresh(optimizer: Any, names: Mapping[int, str]) -> None:
+    """Raises `UserCodeError` unless `optimizer` has taken no step, and steps parameters that have `names`, by id."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserCodeError(f"the optimizer is of type {type(optimizer).__name__}; it must be a torch.optim.Optimizer")
     if any(float(state.get("step", 1)) != 0 for state in optimizer.state.values()):
@@ -46,19 +44,30 @@ def check_fresh(optimizer: Any, model: nn.Module) -> None:
             "the optimizer has taken steps already; hand it over as it was built: a resumed run gets its state from "
             "the checkpoint"
         )
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    stepped = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-    if any(number not in names for number in stepped):
+    if any(number not in names for number in _stepped_by(optimizer)):
         raise UserCodeError(
             "the optimizer steps a parameter that is not in the model; build it from the parameters of the model that "
             "is handed over with it"
         )
-    forgotten = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in set(stepped)]
-    if forgotten:
-        raise UserCodeError(
-            f"the optimizer does not step {forgotten[0]}, which requires a gradient; give it to the optimizer, or "
-            "freeze it with requires_grad_(False)"
-        )
+
+
+def _check_shares(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> None:
+    """Raises `UserCodeError` unless every parameter of `model` that trains is stepped by one of them, and once."""
+    stepped = [number for optimizer in optimizers for number in _stepped_by(optimizer)]
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in stepped:
+            raise UserCodeError(
+                f"the optimizer does not step {name}, which requires a gradient; give it to the optimizer, or "
+                "freeze it with requires_grad_(False)"
+            )
+        if stepped.count(id(parameter)) > 1:
+            raise UserCodeError(
+                f"two optimizers step {name}; a parameter belongs to one: take it out of the parameters of the other"
+            )
+
+
+def _stepped_by(optimizer: torch.optim.Optimizer) -> list[int]:
+    return [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,11 @@ class OwnOptimizer:
     groups: Sequence[Sequence[str]]
     slots: Sequence[Slot]
     works_on: Granularity
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters that it steps."""
+        return [name for group in self.groups for name in group]
 
     @property
     def kind(self) -> str:
@@ -101,12 +115,23 @@ SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "momentum", "base_momentum"
 """What PyTorch's schedulers keep in an optimizer's groups."""
 
 
-def own_optimizer(optimizer: Any, model: nn.Module) -> OwnOptimizer:
-    """Raises `UserCodeError` unless it can train `model`: see `check_fresh` and `slots_of`."""
-    check_fresh(optimizer, model)
+def own_optimizers(optimizers: Sequence[Any], model: nn.Module) -> list[OwnOptimizer]:
+    """Raises `UserCodeError` unless together they can train `model`: fresh ones, each parameter by one of them, and
+    with state that a checkpoint can hold (`slots_of`).
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    groups = [[names[id(p)] for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
-    return OwnOptimizer(optimizer, groups, slots_of(optimizer), works_on(optimizer))
+    for optimizer in optimizers:
+        check_fresh(optimizer, names)
+    _check_shares(optimizers, model)
+    return [
+        OwnOptimizer(
+            optimizer,
+            [[names[id(p)] for p in group["params"] if p.requires_grad] for group in optimizer.param_groups],
+            slots_of(optimizer),
+            works_on(optimizer),
+        )
+        for optimizer in optimizers
+    ]
 
 
 def _is_saved(value: Any) -> bool:

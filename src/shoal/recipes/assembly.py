@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,32 +28,22 @@ from shoal.engine.state import (
     held_pieces,
 )
 from shoal.errors import ConfigError
-from shoal.gradients.build import Summing, build_gradients
 from shoal.gradients.gradients import Gradients
-from shoal.gradients.priority import PriorityGradients
 from shoal.gradients.residuals import ResidualSection
+from shoal.optim.adopt import OwnOptimizer
 from shoal.optim.build import build_optimizer
+from shoal.optim.config import Slot
 from shoal.optim.schedule import peak_rate
 from shoal.recipes.microbatching import Microbatching
-from shoal.recipes.splitting import Divided, blocks_in
-from shoal.recipes.table_gradients import dense_and_tables, with_tables
+from shoal.recipes.run_gradients import build_run_gradients as build_run_gradients
+from shoal.recipes.run_gradients import zero_of
+from shoal.recipes.splitting import Divided
 from shoal.recipes.workload import Workload
 from shoal.runfile.run_file import RunFile
 from shoal.state.section import Section
 from shoal.sync.build import build_sync
 from shoal.sync.event_order import Rounds
 from shoal.sync.strategy import Agreement, Replica, Sync
-from shoal.topology.axes import Axis
-
-ZERO_OF_SHARD = 3
-"""The stage of ZeRO over `layout.shard` if `memory.zero` is left out: everything is divided, as users of FSDP expect.
-"""
-
-_NORM_AXES: Mapping[bool, tuple[Axis, ...]] = {
-    False: ("pipeline", "shard", "context", "tensor"),
-    True: ("shard", "context", "tensor"),
-}
-"""Whose gradients have one norm: those of a replica, or of one stage if stages are at different updates."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +58,6 @@ class Generation:
     gradients: Gradients
     agreement: Agreement
     coded: CodedExchanges | None = None
-
-
-def zero_of(run_file: RunFile, mesh: Mesh) -> int | None:
-    """The stage of ZeRO; None if no rank shares its copy of the model with ranks that see other samples."""
-    return None if mesh.layout.shard == 1 else run_file.memory.zero or ZERO_OF_SHARD
 
 
 def coded_exchanges(run_file: RunFile, mesh: Mesh) -> CodedExchanges | None:
@@ -97,46 +82,6 @@ def build_run_sync(run_file: RunFile, mesh: Mesh) -> Sync:
     return build_sync(run_file.sync, mesh)
 
 
-def build_run_gradients(
-    run_file: RunFile,
-    parts: Divided,
-    mesh: Mesh,
-    sync: Sync,
-    *,
-    exchange: NewExchange,
-    one_host: bool,
-    whole: bool,
-) -> Gradients:
-    """How this rank's gradients are reduced, and what its optimizer runs on. The parameters' memory may be moved.
-
-    Ranks that sum a gradient do so by `exchange`. `one_host`: all ranks are on one host. `whole`: the optimizer sees
-    parameters whole.
-    """
-    config, (trained, tables) = run_file.gradients, dense_and_tables(run_file, parts)
-    if mesh.device.type == "cpu" and not one_host:
-        config = config.between_hosts()
-    if config.schedule == "priority":
-        lane = mesh.axis("replicate", lane="gradients")
-        return PriorityGradients(config, trained, model=parts.split.model, lane=lane, ledger=mesh.ledger)
-    replica = mesh.axis(*_NORM_AXES[run_file.pipeline.asynchronous])
-    dense = build_gradients(
-        config,
-        trained,
-        zero=zero_of(run_file, mesh),
-        groups=mesh.ranks,
-        replica=replica,
-        model=parts.split.model,
-        blocks=blocks_in(parts.split.model, parts.stages, mesh.layout.index("pipeline", mesh.rank)),
-        summing=Summing(
-            sync.gradient_ranks,
-            exchange,
-            lockstep=mesh.axis(*sync.lockstep_axes),
-            whole=whole,
-        ),
-    )
-    return with_tables(dense, tables, parts, groups=mesh.ranks, replica=replica)
-
-
 def build_agreement(
     run_file: RunFile,
     parts: Divided,
@@ -145,15 +90,17 @@ def build_agreement(
     *,
     exchange: NewExchange | None = None,
     rounds: Rounds | None = None,
+    optimizers: Sequence[OwnOptimizer] = (),
 ) -> Agreement:
     """The running side of the strategy, on the parameters that this rank's optimizer updates.
 
-    Replicas that agree on what they changed sum it by `exchange`; None: as it is. `rounds`: see `Replica`.
+    Replicas that agree on what they changed sum it by `exchange`; None: as it is. `rounds`: see `Replica`. `optimizers`
+    are a script's own.
     """
     model = parts.split.model
     saved = model.state_dict(keep_vars=True)
     buffers = [b for name, b in model.named_buffers() if name in saved and b.is_floating_point()]
-    whole = run_file.optimizer.works_on == "matrices"
+    whole = any(optimizer.works_on == "matrices" for optimizer in optimizers or [run_file.optimizer])
     return sync.agreement(
         Replica(gradients.owned, gradients.gather, buffers, run_file.run.steps, whole, exchange or AllReduce, rounds)
     )
@@ -161,9 +108,9 @@ def build_agreement(
 
 def build_state(run_file: RunFile, generation: Generation, workload: Workload, scaler: LossScaler) -> TrainState:
     """The state before the first step. Raises `ConfigError` for an optimizer of the script that servers cannot use."""
-    split, gradients, own = generation.parts.split, generation.gradients, workload.optimizer
+    split, gradients, own = generation.parts.split, generation.gradients, workload.optimizers
     served = generation.agreement.served
-    if served is not None and own is not None:
+    if served is not None and own:
         raise ConfigError(
             'sync.kind = "server" with an optimizer of the script: servers make theirs from [optimizer]; leave '
             "one of the two out"
@@ -172,7 +119,7 @@ def build_state(run_file: RunFile, generation: Generation, workload: Workload, s
         "run.seed": run_file.run.seed,
         "data.shuffle": run_file.data.shuffle,
         "the number of training samples": len(workload.data.train),
-        "optimizer.kind": type(run_file.optimizer).__struct_config__.tag if own is None else own.kind,
+        "optimizer.kind": " and ".join(o.kind for o in own) or type(run_file.optimizer).__struct_config__.tag,
     }
     model, owned, names = ModelSection(split.model), None, ()
     layout = generation.mesh.layout
@@ -187,18 +134,19 @@ def build_state(run_file: RunFile, generation: Generation, workload: Workload, s
     residuals = ResidualSection(
         str(type(run_file.codec).__struct_config__.tag), exchanges, gradients.owned, feedback=run_file.codec.feedback
     )
+    replica = None if shared else layout.index("replicate", generation.mesh.rank)
+
+    def section(optimizer: torch.optim.Optimizer, slots: Sequence[Slot], only: Collection[str] | None = None):
+        return OptimizerSection(optimizer, slots, split.model, owned, names, replica=replica, only=only)
+
+    if not own:
+        optimizers = [section(_built(run_file, generation), run_file.optimizer.slots)]
+    else:
+        stepped = [(owned.name, owned.parameter) for owned in gradients.owned]
+        optimizers = [section(o.adopt(stepped), o.slots, None if len(own) == 1 else o.names) for o in own]
+    others = [*tuned, residuals, *generation.agreement.sections, *_of_script(workload)]
     return TrainState(
-        model,
-        OptimizerSection(
-            _built(run_file, generation) if own is None else own.adopt((o.name, o.parameter) for o in gradients.owned),
-            run_file.optimizer.slots if own is None else own.slots,
-            split.model,
-            owned,
-            names,
-            replica=None if shared else layout.index("replicate", generation.mesh.rank),
-        ),
-        Progress(identity),
-        [FactsSection("scaler", scaler), *tuned, residuals, *generation.agreement.sections, *_of_script(workload)],
+        model, optimizers[0], Progress(identity), [*optimizers[1:], FactsSection("scaler", scaler), *others]
     )
 
 
@@ -214,7 +162,8 @@ def _built(run_file: RunFile, generation: Generation) -> torch.optim.Optimizer:
 
 def _of_script(workload: Workload) -> list[Section]:
     """The state of what a script passed."""
-    own = [] if workload.optimizer is None else [FactsSection("optimizer_groups", workload.optimizer)]
+    groups = ["optimizer_groups", *(f"optimizer_groups_{n}" for n in range(1, len(workload.optimizers)))]
+    own = [FactsSection(name, optimizer) for name, optimizer in zip(groups, workload.optimizers, strict=False)]
     return [*own, *([ExtraSection(workload.objects.state)] if workload.objects.state else [])]
 
 

@@ -232,7 +232,7 @@ def introduce(sinks: Sinks, run: Run, resumed_step: int | None) -> None:
     table = run.generation.parts.table
     if table is not None and not table.flushes:
         sinks.note(f"PipeDream: {table.microbatches} updates a step, from weights up to {table.stages - 1} updates old")
-    if run.workload.optimizer is None:
+    if not run.workload.optimizers:
         _, scaling = peak_rate(run.run_file.optimizer, global_samples=run.run_file.batch.global_samples)
         unproved = missing_proof(run.run_file, run.generation.parts.split.shapes)
         for said in (scaling, _below_peak(run.run_file), unproved):

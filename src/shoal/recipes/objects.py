@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -35,13 +35,13 @@ from shoal.runfile.run_file import RunFile
 
 @dataclass(frozen=True)
 class UserObjects:
-    """What a script passes instead of naming it in a run file; None: the run file says. `state` are objects whose state
-    is saved with the run's."""
+    """What a script passes instead of naming it in a run file; None: the run file says. `optimizers` are its own, each
+    with other parameters of the model; `state` are objects whose state is saved with the run's."""
 
     model: Any = None
     data: Any = None
     loss: Any = None
-    optimizer: Any = None
+    optimizers: Sequence[Any] = ()
     state: Mapping[str, HasStateDict] = field(default_factory=dict)
 
 

@@ -2,53 +2,45 @@
 
     run = shoal.start("run.toml", model=model, optimizer=optimizer, data=train_set)
     for inputs, targets in run.batches():
-        loss = F.cross_entropy(run.model(inputs), targets)
+        loss = F.cross_entropy(model(inputs), targets)
         run.backward(loss)
-        run.step()
+        optimizer.step()
 
 The loop sees this rank's microbatches, one after the other. `backward` weighs the loss, a mean over the microbatch, by
 its share of the global batch, so that the sum of all ranks' gradients is the gradient of the mean over that batch:
 
     g = sum over ranks and microbatches m of (w_m / W) grad(loss_m),    W = sum of all w_m of the step
 
-where w_m is the number of samples of m, or what the loop says. `step` does nothing until the step's last microbatch;
-then ranks agree on the gradient, vote, and the optimizer updates what this rank owns. What is due between two steps
-(measurements, a checkpoint, a stop by a signal) happens when the loop asks for the next batch.
+where w_m is the number of samples of m, or what the loop says. The optimizer's `step` does nothing until the step's
+last microbatch; then ranks agree on the gradient, vote, and the optimizer updates what this rank owns
+(`shoal.recipes.own_update`). What is due between two steps (measurements, a checkpoint, a stop by a signal) happens
+when the loop asks for the next batch.
+
+`batches` goes through the whole run; `epochs` and `steps` give it in parts, for loops that have two levels. At the end
+of a part nothing is due yet: what the loop does behind it (a scheduler, a test) belongs to the step before.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shoal.checkpoint.inspect import write_weights
 from shoal.data.feed import evaluation_batches
-from shoal.data.sample import Batch
-from shoal.engine.compute import Microbatch
 from shoal.engine.loop import Job, PendingStep, steps
-from shoal.engine.updates import AtOnce, Outcome, Work
+from shoal.engine.updates import Outcome
 from shoal.errors import UserCodeError
 from shoal.observe.ending import Ending
+from shoal.recipes.own_update import OpenStep, Player, Update, players_of
 from shoal.recipes.run import Run
-
-
-class Update(NamedTuple):
-    """What an update did: the loss over the global batch, the 2-norm of its gradient, and whether both were finite. One
-    that was not has changed nothing, and is false.
-    """
-
-    loss: float
-    grad_norm: float
-    committed: bool
-
-    def __bool__(self) -> bool:
-        return self.committed
 
 
 class Training:
@@ -58,15 +50,17 @@ class Training:
 
     def __init__(self, run: Run, job: Job, stack: ExitStack) -> None:
         self._run, self._job, self._stack = run, job, stack
-        self._policy = cast(AtOnce, run.step.policy)
         self._compute = run.step.context.forward_backward.compute
-        self._open: _OpenStep | None = None
+        self._players = players_of(run, self._sum)
+        self._open: OpenStep | None = None
+        self._pending: PendingStep | None = None
+        self._each_step = self._steps()
         self._forwards = ExitStack()
         self._draw_by_sample()
 
     @property
     def model(self) -> nn.Module:
-        """The module to call: the one that was handed over, as this rank has it."""
+        """The module that was handed over, as this rank has it: the same object. Several are in a `ModuleList`."""
         return self._run.model
 
     @property
@@ -92,7 +86,15 @@ class Training:
     @property
     def epoch(self) -> float:
         """How often the data has been gone through, in epochs."""
-        return self._job.progress.samples / len(self._run.workload.data.train)
+        return self._job.progress.samples / self._epoch_samples
+
+    @property
+    def update(self) -> Update | None:
+        """What the step's update did; None until it is made. With several optimizers: all of them together."""
+        if all(player.outcome is None for player in self._players):
+            return None
+        done = self._outcome()
+        return Update(done.loss, done.norm, done.committed)
 
     def batches(self) -> Iterator[Any]:
         """This rank's microbatches from where the run stands to its last step: what the data set's samples are, with a
@@ -101,45 +103,88 @@ class Training:
         Raises `Stopped` after a signal and a checkpoint, `Diverged` if too many steps in a row were not finite,
         `UserCodeError` if the loop leaves a step unfinished, `DataError` where a sample cannot be read.
         """
-        for pending in steps(self._job):
-            self._begin(pending)
-            step = self._opened()
-            for index, batch in enumerate(step.batches):
-                step.enter(index, self._compute.prepared(batch))
-                self._compute.announce(step.microbatch, lambda step=step: step.factor())
-                with self._compute.coupled():
-                    yield step.microbatch.batch.inputs
-                step.leave()
-            pending.lr, pending.result = step.lr, self._run.step.end(step.work, step.outcome())
-            self._open = None
+        return self._until(None)
 
-    def backward(self, loss: Tensor, *, weight: float | None = None, more: bool = False) -> None:
+    def epochs(self) -> Iterator[tuple[int, Iterator[Any]]]:
+        """The epochs from where the run stands to its last step: the number of each, from 0, and its `batches`.
+
+        An epoch ends with the step that reaches the end of the data. A resumed run goes on inside its epoch. Raises
+        what `batches` does.
+        """
+        size = self._epoch_samples
+        while self._given < self._job.cadence.steps:
+            before = self._position
+            yield before // size, self._until((before // size + 1) * size)
+            if self._position == before:
+                raise UserCodeError("the loop took no batch of an epoch; iterate over what epochs() gives with it")
+        self._finish()
+
+    def steps(self) -> Iterator[tuple[int, Iterator[Any]]]:
+        """The steps from where the run stands to its last: the number of each, from 0, and its microbatches on this
+        rank, all of which are to be taken before the optimizer's step. Raises what `batches` does.
+        """
+        while (step := next(self._each_step, None)) is not None:
+            yield self.steps_done, self._microbatches(step)
+
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        weight: float | None = None,
+        more: bool = False,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
         """Accumulates the gradient of `loss`, a scalar: the mean over the samples of the microbatch.
 
         `weight` is what the microbatch counts, if not its samples: say its number of tokens, of which `loss` is the
-        mean; 0 for none. `more`: another `backward` of the same microbatch follows, for another loss.
+        mean; 0 for none. `more`: another `backward` of the same microbatch follows, for another loss, and both are
+        computed there, in one pass. `optimizer`: whose parameters the gradient is of, where the loop has several.
         """
-        step = self._opened()
-        total, last = step.weigh(loss, weight), step.is_last and not more
-        step.note_backward(more=more)
-        with self._policy.gradients.backward(last=last), self._compute.randomness.drawing():
-            total.backward()
+        player = self._player(optimizer)
+        total = player.weighed(loss, weight, more=more)
+        if total is None:
+            return
+        last = self._open is not None and self._open.is_last
+        with player.policy.gradients.backward(last=last), self._compute.randomness.drawing():
+            total.backward(inputs=player.inputs)  # pyright: ignore[reportArgumentType]
 
-    def step(self, *, clip_norm: float | None = None) -> Update | None:
-        """Once for every microbatch: makes the update after the last of a step, and returns None before it.
+    def step(self, *, clip_norm: float | None = None, optimizer: torch.optim.Optimizer | None = None) -> Update | None:
+        """Calls the optimizer's `step`, once for every microbatch: makes the update after the last of a step, and
+        returns None before it.
 
-        `clip_norm`: the largest 2-norm of the gradient of the whole model.
+        `clip_norm`: the largest 2-norm of the gradient of all that the optimizer steps.
         """
-        step = self._opened()
-        step.note_step()
-        if not step.is_last:
-            return None
-        denominator = step.denominator(self._sum)
-        step.work.loss.start(step.loss)
-        step.lr = float(self._job.state.optimizer.optimizer.param_groups[0]["lr"])
-        outcome = self._policy.update(self._run.step.context, step.work, denominator=denominator, clip_norm=clip_norm)
-        step.conclude(outcome)
-        return Update(outcome.loss, outcome.norm, outcome.committed)
+        player = self._player(optimizer)
+        player.clip_norm = clip_norm
+        player.optimizer.step()
+        return player.update
+
+    def clip_grad_norm_(self, max_norm: float, *, optimizer: torch.optim.Optimizer | None = None) -> float | None:
+        """Scales the gradient of the global batch down to the 2-norm `max_norm`, and returns the norm it had; None
+        before the step's last microbatch. Call it between `backward` and the optimizer's `step`.
+        """
+        player = self._player(optimizer)
+        player.clip_norm = max_norm
+        agreed = player.agree()
+        return None if agreed is None else agreed.norm
+
+    def save(self) -> None:
+        """Asks for a checkpoint after this step, beside those of `checkpoint.every_steps`. Every rank calls it."""
+        if self._pending is None:
+            raise UserCodeError("there is no step to save: call save() inside the loop over batches()")
+        self._pending.save = True
+
+    def export(self, file: str | Path) -> None:
+        """Writes the model's whole weights to `file` in safetensors' format, in place of one that is there. Every rank
+        calls it, between two steps or behind an update. Raises `EnvironmentFault` where it cannot be written.
+        """
+        with self.full_parameters():
+            if self.rank == 0:
+                state, names = self.model.state_dict(), {}
+                for name, tensor in state.items():  # tied weights once
+                    names.setdefault((tensor.data_ptr(), tensor.shape), name)
+                write_weights({name: state[name].contiguous() for name in names.values()}, Path(file))
+        self._run.mesh.world.barrier().wait()
 
     def log(self, values: Mapping[str, float | Tensor]) -> None:
         """Records measurements of this rank beside those of the step: name and number, such as "accuracy/train"."""
@@ -184,7 +229,7 @@ class Training:
 
     def full_parameters(self) -> AbstractContextManager[None]:
         """Inside, every rank has every parameter whole, which ZeRO-3 otherwise divides: to read or to export them."""
-        return self._policy.gradients.full_parameters()
+        return self._run.generation.gradients.full_parameters()
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Around a forward and its loss: computes in the type of `[precision]`."""
@@ -195,7 +240,9 @@ class Training:
 
         A loop that was left before its last step has no checkpoint of the steps since the last one; that is said.
         """
-        self._forwards.close()
+        if self._given == self._job.cadence.steps and self.update is not None:
+            self._finish()
+        self._leave_script()
         done, steps_wanted = self.steps_done, self._job.cadence.steps
         if done < steps_wanted:
             cause = f"the loop was left after step {done} of {steps_wanted}: the next start goes on from the newest "
@@ -212,20 +259,106 @@ class Training:
         if error is None:
             self.close()
             return
-        self._forwards.close()
+        self._leave_script()
         self._stack.__exit__(kind, error, trace)
 
-    def _opened(self) -> _OpenStep:
-        if self._open is None:
-            raise UserCodeError("there is no batch: call backward() and step() inside the loop over batches()")
-        return self._open
+    @property
+    def _epoch_samples(self) -> int:
+        return len(self._run.workload.data.train)
 
-    def _begin(self, pending: PendingStep) -> None:
-        work = self._run.step.begin(pending.number, pending.microbatches, lr=None, stop=pending.stop)
-        self._policy.begin(work)
-        uniform = self._run.generation.microbatching.uniform
-        batches = list(pending.microbatches) if uniform is None else uniform(pending.microbatches)
-        self._open = _OpenStep(work, batches, scale=self._run.step.context.scaler.scale, device=self.device)
+    @property
+    def _given(self) -> int:
+        """Steps that the loop has been given."""
+        return self.steps_done + (self._open is not None)
+
+    @property
+    def _position(self) -> int:
+        """Samples of the steps that the loop has been given."""
+        open_samples = 0 if self._open is None else self._run.run_file.batch.global_samples
+        return self._job.progress.samples + open_samples
+
+    def _steps(self) -> Iterator[OpenStep]:
+        """Each step; what is due after it happens when the next is asked for."""
+        for pending in steps(self._job):
+            work = self._run.step.begin(pending.number, pending.microbatches, lr=None, stop=pending.stop)
+            uniform = self._run.generation.microbatching.uniform
+            batches = list(pending.microbatches) if uniform is None else uniform(pending.microbatches)
+            if len(self._players) > 1 and len(batches) > 1:
+                raise UserCodeError(
+                    f"a step has {len(batches)} microbatches, and a loop with several optimizers takes it in one: "
+                    "leave batch.micro_samples out"
+                )
+            self._pending = pending
+            self._open = OpenStep(work, batches, scale=self._run.step.context.scaler.scale)
+            for player in self._players:
+                player.begin(self._open)
+            yield self._open
+            if not self._open.is_last:
+                raise UserCodeError(f"step {work.step}: the loop did not go beyond {self._open.place}; take them all")
+            updated = [player.leave_step() for player in self._players]
+            if not any(updated):
+                raise UserCodeError(f"step {work.step}: no backward() was called; call it for every batch")
+            pending.lr, pending.result = self._players[0].lr, self._run.step.end(work, self._outcome())
+            self._open = self._pending = None
+
+    def _until(self, position: int | None) -> Iterator[Any]:
+        """Microbatches of the steps up to that position in the order of samples."""
+        while position is None or self._position < position:
+            step = next(self._each_step, None)
+            if step is None:
+                return
+            yield from self._microbatches(step)
+
+    def _microbatches(self, step: OpenStep) -> Iterator[Any]:
+        for index, batch in enumerate(step.batches):
+            step.enter(index, self._compute.prepared(batch))
+            for player in self._players:
+                player.enter()
+            self._compute.announce(step.microbatch, lambda: step.factor())
+            with self._compute.coupled():
+                yield step.microbatch.batch.inputs
+            computed = [player.leave() for player in self._players]
+            if not any(computed):
+                raise UserCodeError(
+                    f"step {step.work.step}: no backward() was called for {step.place}; the other ranks wait for its "
+                    "gradient. Call it for every batch, with weight=0 for one that shall not count"
+                )
+
+    def _finish(self) -> None:
+        """What is due after the last step."""
+        if next(self._each_step, None) is not None:
+            raise AssertionError("the last step has been given")
+
+    def _player(self, optimizer: torch.optim.Optimizer | None) -> Player:
+        if optimizer is None and len(self._players) == 1:
+            return self._players[0]
+        found = next((player for player in self._players if player.optimizer is optimizer), None)
+        if found is None:
+            raise UserCodeError(
+                "this run has several optimizers; say which one: backward(loss, optimizer=...)"
+                if optimizer is None
+                else "this optimizer was not handed over to shoal.start"
+            )
+        return found
+
+    def _outcome(self) -> Outcome:
+        done = [player.outcome for player in self._players if player.outcome is not None]
+        if len(done) == 1:
+            return done[0]
+        return Outcome(
+            sum(outcome.loss for outcome in done),
+            math.hypot(*(outcome.norm for outcome in done)),
+            all(outcome.committed for outcome in done),
+            sum(outcome.update_s for outcome in done),
+            scale=done[0].scale,
+            keeps_buffers=all(outcome.keeps_buffers for outcome in done),
+        )
+
+    def _leave_script(self) -> None:
+        """The script's model and optimizers are its own again."""
+        self._forwards.close()
+        for player in self._players:
+            player.close()
 
     def _sum(self, own: float) -> float:
         lockstep = self._run.step.context.lockstep
@@ -250,105 +383,12 @@ class Training:
             if entered:
                 entered.pop().__exit__(None, None, None)
 
-        for handle in (
-            self.model.register_forward_pre_hook(before),
-            self.model.register_forward_hook(after, always_call=True),
-        ):
-            self._forwards.callback(handle.remove)
-
-
-class _OpenStep:
-    """One step while the loop is at it: which microbatch, what was called, and what the losses weigh."""
-
-    def __init__(self, work: Work, batches: list[Batch], *, scale: float, device: torch.device) -> None:
-        self.work, self.batches, self.lr = work, batches, 0.0
-        self.loss = torch.zeros((), dtype=torch.float64, device=device)
-        self._scale, self._index = scale, 0
-        self._microbatch: Microbatch | None = None
-        self._backwards = self._expecting_more = self._stepped = False
-        self._weighed_by_loop: bool | None = None
-        self._own_weight = 0.0
-        self._outcome: Outcome | None = None
-
-    @property
-    def microbatch(self) -> Microbatch:
-        assert self._microbatch is not None, "a microbatch has been entered"
-        return self._microbatch
-
-    @property
-    def is_last(self) -> bool:
-        return self._index == len(self.batches) - 1
-
-    def factor(self) -> float:
-        """What a loss of weight 1 is multiplied by before the backward, as far as it is known."""
-        return self._scale if self._weighed_by_loop else self._scale / self.work.tally.wait().denominator
-
-    def enter(self, index: int, microbatch: Microbatch) -> None:
-        self._index, self._microbatch = index, microbatch
-        self._backwards = self._expecting_more = self._stepped = False
-
-    def leave(self) -> None:
-        """The loop asks for the next microbatch."""
-        if not self._backwards:
-            raise UserCodeError(
-                f"step {self.work.step}: no backward() was called for microbatch {self._index + 1} of "
-                f"{len(self.batches)}; the other ranks wait for its gradient. Call it for every batch, with "
-                "weight=0 for one that shall not count"
-            )
-        if not self._stepped:
-            raise UserCodeError(
-                f"step {self.work.step}: step() was not called for microbatch {self._index + 1} of "
-                f"{len(self.batches)}; call it after every backward(): it waits for the last microbatch by itself"
-            )
-
-    def note_backward(self, *, more: bool) -> None:
-        if self._stepped or (self._backwards and not self._expecting_more):
-            raise UserCodeError(
-                f"step {self.work.step}: backward() was called again for one batch, whose gradient has left already; "
-                "pass more=True to every backward() of a batch but the last, and call step() after that"
-            )
-        self._backwards, self._expecting_more = True, more
-
-    def note_step(self) -> None:
-        if not self._backwards or self._expecting_more:
-            raise UserCodeError(
-                f"step {self.work.step}: step() was called before the last backward() of the batch; call backward() "
-                "first, without more=True"
-            )
-        if self._stepped:
-            raise UserCodeError(f"step {self.work.step}: step() was called twice for one batch")
-        self._stepped = True
-
-    def weigh(self, loss: Tensor, weight: float | None) -> Tensor:
-        """The loss times what it counts; adds to the sums of the step."""
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            what = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"of type {type(loss).__name__}"
-            what = "without a gradient" if isinstance(loss, Tensor) and loss.numel() == 1 else what
-            raise UserCodeError(f"the loss is {what}; backward() takes a scalar tensor that depends on the model")
-        if self._weighed_by_loop not in (None, weight is not None):
-            raise UserCodeError("backward() has a weight for one batch and none for another; pass it always or never")
-        self._weighed_by_loop = weight is not None
-        counts = self.microbatch.batch.weights.sum().item() if weight is None else float(weight)
-        if not self._expecting_more:
-            self._own_weight += counts
-        self.loss += loss.detach().double().reshape(()) * counts
-        return loss * (counts * self.factor())
-
-    def denominator(self, sum_over_ranks: Callable[[float], float]) -> float | None:
-        """The weight of the global batch, if the loop weighs; None: losses were divided by it already."""
-        if not self._weighed_by_loop:
-            return None
-        total = sum_over_ranks(self._own_weight)
-        if total <= 0:
-            raise UserCodeError(f"step {self.work.step}: all weights of the global batch are 0; give one sample weight")
-        return total
-
-    def conclude(self, outcome: Outcome) -> None:
-        self._outcome = outcome
-
-    def outcome(self) -> Outcome:
-        assert self._outcome is not None, "`leave` saw the last step()"
-        return self._outcome
+        for model in self.model if isinstance(self.model, nn.ModuleList) else [self.model]:
+            for handle in (
+                model.register_forward_pre_hook(before),
+                model.register_forward_hook(after, always_call=True),
+            ):
+                self._forwards.callback(handle.remove)
 
 
 @contextmanager

@@ -5,19 +5,20 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager
 from math import ceil
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, default_collate
 
 from shoal.config.load import apply
 from shoal.data.as_inputs import AsInputs, Collated
-from shoal.errors import ConfigError, ShoalError, UserCodeError
+from shoal.errors import ConfigError, ShoalError, UsageError, UserCodeError
 from shoal.launch.devices import gpus
 from shoal.launch.environment import ALONE, Place, place_from
 from shoal.launch.lock import RunLock
@@ -33,6 +34,9 @@ from shoal.recipes.user_code import GIVEN
 from shoal.runfile.load import run_file_of
 from shoal.runfile.run_file import RunFile, run_directory, with_processes
 
+STARTED = "SHOAL_STARTED"
+"""Of which run this process is a rank: its own number, and the run's name."""
+
 
 def start_own_loop(
     tables: Mapping[str, Any],
@@ -43,15 +47,17 @@ def start_own_loop(
     objects: Mapping[str, Any],
     batch_samples: int | None,
     epochs: int | None,
+    steps: int | None,
     planner: Planner | None,
 ) -> Training:
     """See `shoal.start`. `command` gives the command that starts the script again; `objects` what the script handed
     over, by the names of `UserObjects`.
     """
     try:
+        _refuse_second(os.environ)
         data, loader = _data_of(objects["data"])
         run_file = _run_file(
-            tables, overrides, file=file, loader=loader, data=data, samples=batch_samples, epochs=epochs
+            tables, overrides, file=file, loader=loader, data=data, samples=batch_samples, epochs=epochs, steps=steps
         )
         place = place_from(os.environ)
         if place is None:
@@ -70,7 +76,8 @@ def start_own_loop(
     stack.enter_context(in_rank(place, os.environ))
     _leave_through(stack)
     try:
-        return _training(run_file, place, UserObjects(**{**objects, "data": data}), stack)
+        stack.enter_context(_marked(run_file, place, os.environ))
+        return _training(run_file, place, _objects(objects, data), stack)
     except BaseException:
         stack.__exit__(*sys.exc_info())  # leaves with the exit code and the sentence of the error
         raise
@@ -96,6 +103,35 @@ def _training(run_file: RunFile, place: Place, objects: UserObjects, stack: Exit
     training = Training(opened, job, stack)
     atexit.register(training.close)
     return training
+
+
+def _objects(given: Mapping[str, Any], data: Any) -> UserObjects:
+    """What the script handed over: several models as one module, whose parameters are called "0.weight", ..."""
+    model, optimizer = given["model"], given["optimizer"]
+    whole = nn.ModuleList(model) if isinstance(model, list | tuple) else model
+    optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    return UserObjects(model=whole, data=data, optimizers=optimizers, state=given["state"])
+
+
+@contextmanager
+def _marked(run_file: RunFile, place: Place, environ: MutableMapping[str, str]) -> Iterator[None]:
+    """This process is a rank of the run. One that was started as a rank is that of no other run afterwards."""
+    environ[STARTED] = f"{os.getpid()} {run_file.run.name}"
+    try:
+        yield
+    finally:
+        if place is ALONE:
+            environ.pop(STARTED, None)
+
+
+def _refuse_second(environ: Mapping[str, str]) -> None:
+    """Raises `UsageError` in a process that is a rank of a run already."""
+    pid, _, name = environ.get(STARTED, "").partition(" ")
+    if pid == str(os.getpid()):
+        raise UsageError(
+            f"shoal.start was called again in a rank of run {name!r}; a script has one run: pass several models and "
+            "optimizers to one call, model=(g, d), optimizer=(first, second), or close() the first run of one process"
+        )
 
 
 def _leave_through(stack: ExitStack) -> None:
@@ -142,6 +178,7 @@ def _run_file(
     data: Any,
     samples: int | None,
     epochs: int | None,
+    steps: int | None,
 ) -> RunFile:
     """The run file of a loop: what the script leaves out follows from what it handed over."""
     unread = next((name for name in ("optimizer", "schedule", "loss") if name in tables), None)
@@ -161,9 +198,9 @@ def _run_file(
             raise ConfigError(f"{file}: batch.global_samples is missing; pass batch_samples, the samples of one step")
         batch["global_samples"] = size
     if "steps" not in run_table:
-        if epochs is None:
-            raise ConfigError(f"{file}: run.steps is missing; pass epochs, or set it")
-        run_table["steps"] = ceil(epochs * len(data[0]) / batch["global_samples"])
+        if (epochs is None) == (steps is None):
+            raise ConfigError(f"{file}: run.steps is missing; pass epochs or steps, one of them, or set it")
+        run_table["steps"] = steps or ceil((epochs or 0) * len(data[0]) / batch["global_samples"])
     given = {"kind": "python", "build": GIVEN}
     data_table = {**_of_loader(loader), **whole.get("data", {}), **given}
     return run_file_of(

@@ -205,9 +205,17 @@ def _generation(
         sync,
         exchange=(coded if equal else None) or sync.exchange,
         one_host=process.place.one_host,
-        whole=(workload.optimizer or run_file.optimizer).works_on == "matrices",
+        optimizers=workload.optimizers,
     )
-    agreement = build_agreement(run_file, parts, gradients, sync, exchange=None if equal else coded, rounds=rounds)
+    agreement = build_agreement(
+        run_file,
+        parts,
+        gradients,
+        sync,
+        exchange=None if equal else coded,
+        rounds=rounds,
+        optimizers=workload.optimizers,
+    )
     return Generation(mesh, parts, plan, forward_backward, sync, gradients, agreement, coded)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from shoal.engine.loss import Loss
 from shoal.engine.precision import Precision, precision_of
 from shoal.models.huggingface.config import TransformersConfig
 from shoal.models.huggingface.model import check_plans
-from shoal.optim.adopt import OwnOptimizer, own_optimizer
+from shoal.optim.adopt import OwnOptimizer, own_optimizers
 from shoal.recipes.objects import UserObjects, check_layout_independent, data_of, loss_of, model_of, skeleton_of
 from shoal.recipes.process import Process
 from shoal.recipes.sameness import require_same, require_same_code, samples_of, shapes_of
@@ -24,7 +25,7 @@ from shoal.topology.layout import Layout
 class Workload:
     """The unsplit model, without storage if it is one of Shoal's own (`drawn_later`); data, loss and precision.
 
-    `objects` are what a script passed, `optimizer` the one among them; None: the run file's is built.
+    `objects` are what a script passed, `optimizers` those among them; none: the run file's is built.
     """
 
     model: nn.Module
@@ -33,7 +34,7 @@ class Workload:
     loss: Loss
     precision: Precision
     objects: UserObjects
-    optimizer: OwnOptimizer | None = None
+    optimizers: Sequence[OwnOptimizer] = ()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -59,5 +60,5 @@ def build_workload(
     loss, data = loss_of(run_file, objects), data_of(run_file, objects, process.environ)
     require_same_code(process.place.rank, process.announce)
     require_same(process.place.rank, process.announce, {"model": shapes_of(model), "data": samples_of(data)})
-    optimizer = None if objects.optimizer is None else own_optimizer(objects.optimizer, model)
-    return Workload(model, skeleton is not None, data, loss, precision, objects, optimizer)
+    optimizers = own_optimizers(objects.optimizers, model) if objects.optimizers else []
+    return Workload(model, skeleton is not None, data, loss, precision, objects, optimizers)

@@ -1,0 +1,89 @@
+"""The gradients that a run file asks for, on one membership: which stage of ZeRO, one set for each optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from shoal.comm.exchanges.exchange import NewExchange
+from shoal.comm.mesh import Mesh
+from shoal.errors import ConfigError
+from shoal.gradients.build import Summing, build_gradients
+from shoal.gradients.gradients import Gradients
+from shoal.gradients.joint import JointGradients
+from shoal.gradients.priority import PriorityGradients
+from shoal.optim.adopt import OwnOptimizer
+from shoal.optim.config import Granularity
+from shoal.recipes.splitting import Divided, blocks_in
+from shoal.recipes.table_gradients import dense_and_tables, with_tables
+from shoal.runfile.run_file import RunFile
+from shoal.state.ownership import Trained
+from shoal.sync.strategy import Sync
+from shoal.topology.axes import Axis
+
+ZERO_OF_SHARD = 3
+"""The stage of ZeRO over `layout.shard` if `memory.zero` is left out: everything is divided, as users of FSDP expect.
+"""
+
+_NORM_AXES: Mapping[bool, tuple[Axis, ...]] = {
+    False: ("pipeline", "shard", "context", "tensor"),
+    True: ("shard", "context", "tensor"),
+}
+"""Whose gradients have one norm: those of a replica, or of one stage if stages are at different updates."""
+
+
+def zero_of(run_file: RunFile, mesh: Mesh) -> int | None:
+    """The stage of ZeRO; None if no rank shares its copy of the model with ranks that see other samples."""
+    return None if mesh.layout.shard == 1 else run_file.memory.zero or ZERO_OF_SHARD
+
+
+def build_run_gradients(
+    run_file: RunFile,
+    parts: Divided,
+    mesh: Mesh,
+    sync: Sync,
+    *,
+    exchange: NewExchange,
+    one_host: bool,
+    optimizers: Sequence[OwnOptimizer] = (),
+) -> Gradients:
+    """How this rank's gradients are reduced, and what its optimizer runs on. The parameters' memory may be moved.
+
+    Ranks that sum a gradient do so by `exchange`. `one_host`: all ranks are on one host. `optimizers` are a script's
+    own; several have gradients apart.
+    """
+    config, (trained, tables) = run_file.gradients, dense_and_tables(run_file, parts)
+    if mesh.device.type == "cpu" and not one_host:
+        config = config.between_hosts()
+    if config.schedule == "priority":
+        lane = mesh.axis("replicate", lane="gradients")
+        return PriorityGradients(config, trained, model=parts.split.model, lane=lane, ledger=mesh.ledger)
+    blocks = blocks_in(parts.split.model, parts.stages, mesh.layout.index("pipeline", mesh.rank))
+    replica, several = mesh.axis(*_NORM_AXES[run_file.pipeline.asynchronous]), len(optimizers) > 1
+    if several and tables:
+        raise ConfigError(
+            f"{tables[0].holding.name} is the weight of an EmbeddingTable, which a loop with several optimizers does "
+            "not serve; use nn.Embedding, or one optimizer"
+        )
+
+    def of(own: Sequence[Trained], works_on: Granularity) -> Gradients:
+        there = {id(each.parameter) for each in own}
+        return build_gradients(
+            config,
+            own,
+            zero=zero_of(run_file, mesh),
+            groups=mesh.ranks,
+            replica=replica,
+            model=parts.split.model,
+            blocks=[block for block in blocks if not several or any(id(p) in there for p in block.parameters())],
+            summing=Summing(
+                sync.gradient_ranks,
+                exchange,
+                lockstep=None if several else mesh.axis(*sync.lockstep_axes),
+                whole=works_on == "matrices",
+            ),
+        )
+
+    if not several:
+        dense = of(trained, optimizers[0].works_on if optimizers else run_file.optimizer.works_on)
+        return with_tables(dense, tables, parts, groups=mesh.ranks, replica=replica)
+    return JointGradients([of([t for t in trained if t.holding.name in set(o.names)], o.works_on) for o in optimizers])

@@ -1,0 +1,155 @@
+"""What a script's own loop may call: clipping, several losses, a moving average, saves on demand, export."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from shoal.observe.events import read_events
+from tests.cli.warm_scripts import run_script
+
+HEAD = """
+import json
+import torch
+import torch.nn.functional as F
+from torch import nn
+import shoal
+
+torch.manual_seed(0)
+inputs = torch.randn(48, 8)
+targets = (inputs[:, 0] > 0).long() + 2 * (inputs[:, 1] > 0).long()
+data = torch.utils.data.TensorDataset(inputs, targets)
+model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+model[2].requires_grad_(False)
+optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+"""
+
+CALLS = (
+    HEAD
+    + """
+average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+run = shoal.start(model=model, optimizer=optimizer, data=(data, data), batch_samples=12, steps=6,
+                  state={"average": average})
+def at_most(optimizer, args, kwargs):
+    torch.nn.utils.clip_grad_value_([p for group in optimizer.param_groups for p in group["params"]], 0.05)
+optimizer.register_step_pre_hook(at_most)
+norms = []
+for number, microbatches in run.steps():
+    for x, y in microbatches:
+        outputs = run.model(x)
+        run.backward(F.cross_entropy(outputs, y), more=True)
+        run.backward(1e-3 * outputs.square().mean())
+    norms.append(run.clip_grad_norm_(0.5))
+    optimizer.step()
+    assert run.update.grad_norm == norms[-1]
+    with run.full_parameters():
+        average.update_parameters(model)
+    if number == 2:
+        run.save()
+    right = run.sum(sum(float((run.model(x).argmax(1) == y).sum()) for x, y in run.held_out()))
+    run.log({"accuracy/train": right / 48})
+run.export("weights.safetensors")
+if run.rank == 0:
+    print(json.dumps({"norms": norms, "average": float(average.module[0].weight.double().norm())}))
+run.close()
+"""
+)
+
+
+def run_of(folder: Path, text: str, *overrides: str, world: int) -> str:
+    script = folder / "mine.py"
+    script.write_text(text)
+    codes = run_script(script, folder, *overrides, world=world)
+    said = (folder / "rank-0.txt").read_text()
+    assert codes == [0] * world, said
+    return said
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
+    folder = tmp_path_factory.mktemp("alone")
+    said = run_of(folder, CALLS, world=1)
+    return folder, json.loads(next(line for line in said.splitlines() if line.startswith("{")))
+
+
+def values(folder: Path, name: str) -> list[float]:
+    return [value for e in read_events(folder / "runs/mine", 0) if (value := e.get(name)) is not None]
+
+
+@pytest.mark.parametrize("layout", [(3,), (2, "layout.shard=2", "memory.zero=3", "batch.micro_samples=3")])
+def test_the_calls_mean_the_same_on_several_ranks(alone: tuple[Path, dict], layout: tuple, tmp_path: Path) -> None:
+    """Norms before clipping, the averaged weights, accuracy, losses and exported weights are those of one rank."""
+    there, expected = alone
+    world, *overrides = layout
+    said = run_of(tmp_path, CALLS, *overrides, world=world)
+    found = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
+    assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+    assert found["average"] == pytest.approx(expected["average"], rel=1e-6)
+    for name in ("loss/train", "accuracy/train"):
+        assert values(tmp_path, name) == pytest.approx(values(there, name), rel=1e-5)
+    weights, wanted = (load_file(folder / "weights.safetensors") for folder in (tmp_path, there))
+    assert weights.keys() == wanted.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, wanted[name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_step_is_saved_when_the_loop_asks(alone: tuple[Path, dict]) -> None:
+    """The third step and the last, and no other."""
+    there, _ = alone
+    saved = sorted(path.name for path in (there / "runs/mine/checkpoints").glob("step-*"))
+    assert saved == ["step-00000003", "step-00000006"]
+
+
+LOOP = (
+    HEAD
+    + """
+run = shoal.start(model=model, optimizer=optimizer, data=data, batch_samples=12, steps=24)
+for x, y in run.batches():
+    run.backward(F.cross_entropy(model(x), y))
+    optimizer.step()
+"""
+)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("sync.kind=local", "sync.period=4"),
+        ("codec.kind=blockwise",),
+    ],
+)
+def test_a_loop_learns_under_any_agreement(keys: tuple[str, ...], tmp_path: Path) -> None:
+    """Local steps with an outer optimizer, and a coded sum, on three ranks."""
+    run_of(tmp_path, LOOP, *keys, world=3)
+    losses = values(tmp_path, "loss/train")
+    assert len(losses) == 24
+    assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (("optimizer.step()", "optimizer.step(lambda: 0)"), "optimizer.step() was given a closure"),
+        (("    optimizer.step()\n", "    optimizer.step()\n    optimizer.step()\n"), "step() was called twice"),
+        (("run.backward(", "(lambda loss: loss.backward())("), "step() was called before the last backward()"),
+        (("for x, y", "shoal.start(model=model, optimizer=optimizer, data=data, steps=1)\nfor x, y"),
+         "shoal.start was called again in a rank of run 'mine'"),
+        (("    optimizer.step()\n", "    optimizer.step()\n    optimizer.param_groups[0]['lr'] *= 0.9\n"),
+         "the learning rate changed behind microbatch 1 of 3, in the middle of an update"),
+        (("optimizer=optimizer", "optimizer=(optimizer, torch.optim.SGD(model[0].parameters(), lr=1))"),
+         "two optimizers step 0.weight"),
+        (("steps=24", "steps=24, epochs=2"), "pass epochs or steps, one of them"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_a_sentence(change: tuple[str, str], sentence: str, tmp_path: Path) -> None:
+    assert change[0] in LOOP
+    (tmp_path / "mine.py").write_text(LOOP.replace(*change))
+    (code,) = run_script(tmp_path / "mine.py", tmp_path, "batch.micro_samples=4", world=1)
+    said = (tmp_path / "rank-0.txt").read_text()
+    assert code not in (0, 75)
+    assert sentence in said
+    assert "Traceback" not in said
