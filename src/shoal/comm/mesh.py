@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from shoal.comm.board import Board
 from shoal.comm.checking.deadlock import WaitGraph
-from shoal.comm.collective import Alone, Collective
+from shoal.comm.collective import Alone, Collective, GroupCollective
 from shoal.comm.conditions import Conditions
 from shoal.comm.config import WireConfig
 from shoal.comm.connect import connect
@@ -61,6 +61,13 @@ class Mesh:
         if key not in self._open:
             self._open[key] = Alone() if len(key[0]) == 1 else self._connect(*key)
         return self._open[key]
+
+    def abort(self) -> None:
+        """Ends all groups now: what waits in a collective of theirs, here and on other ranks, fails."""
+        for group in self._open.values():
+            if isinstance(group, GroupCollective):
+                group.group.abort()
+        self._open.clear()
 
     @property
     def batch_share(self) -> tuple[int, int]:

@@ -49,7 +49,8 @@ class Job:
     """The parts of one run on one rank. Everything is an argument: the loop fetches nothing.
 
     `rate` gives the learning rate of a step (None: the optimizer has its own); `origin` is what a checkpoint records
-    about its writer (layout, generation). `figures`: more measurements of the step just taken.
+    about its writer (layout, generation). `figures`: more measurements of the step just taken. `leaves` is asked after
+    every step, on all ranks alike: the generation ends here, without a save.
     """
 
     state: TrainState
@@ -64,6 +65,7 @@ class Job:
     stop_requested: Callable[[], bool]
     origin: Mapping[str, Any]
     figures: Callable[[], Mapping[str, float]] | None = None
+    leaves: Callable[[StepResult], bool] | None = None
 
     @property
     def progress(self) -> Progress:
@@ -94,7 +96,7 @@ def train(job: Job) -> None:
 def steps(job: Job) -> Iterator[PendingStep]:
     """Every step to the last one, each with what is due after it: measurements, evaluation, checkpoint.
 
-    Raises `Stopped` after a signal and a good checkpoint, `Diverged` if it is hopeless.
+    Raises `Stopped` after a signal and a good checkpoint, `Diverged` if it is hopeless. Ends early where the job leaves.
     """
     stall_s, cadence, first = 0.0, job.cadence, job.progress.step
     evaluating = saving = False
@@ -104,6 +106,8 @@ def steps(job: Job) -> Iterator[PendingStep]:
         evaluating |= cadence.due(cadence.evaluate_every, step)
         saving |= cadence.due(cadence.save_every, step)
         _warn_of_saves(job, job.saver.poll())
+        if job.leaves is not None and job.leaves(result):
+            return
         if result.agreed is None:
             continue  # replicas differ: what needs the one model waits
         stopping = result.agreed.stop and step < cadence.steps

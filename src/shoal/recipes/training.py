@@ -25,6 +25,11 @@ from shoal.runfile.run_file import RunFile, run_directory
 
 def train_rank(run_file: RunFile, place: Place, objects: UserObjects, *, forecast: Forecast | None = None) -> None:
     """Trains to the end of the run file. Raises the errors of `shoal.errors`; the run directory stays whole."""
+    if run_file.elastic is not None:
+        from shoal.recipes.elastic.replica import train_replica
+
+        train_replica(run_file, place, objects, forecast=forecast)
+        return
     directory = run_directory(run_file)
     with sinks_of(run_file, place) as sinks, ExitStack() as stack:
         run = open_run(run_file, place, objects)
@@ -41,7 +46,7 @@ def train_rank(run_file: RunFile, place: Place, objects: UserObjects, *, forecas
         train(job)  # if it raises, no save is waited for: another rank may be gone
         job.saver.close()
         if place.rank == 0:
-            _conclude(run, directory, sinks, forecast if job.progress.step > first else None)
+            conclude(run, directory, sinks, forecast if job.progress.step > first else None)
 
 
 def _sampled(run: Run, sinks: Sinks) -> str | None:
@@ -67,7 +72,7 @@ def _predicted(run: Run, forecast: Forecast | None) -> dict[str, Any]:
     )
 
 
-def _conclude(run: Run, directory: Path, sinks: Sinks, forecast: Forecast | None) -> None:
+def conclude(run: Run, directory: Path, sinks: Sinks, forecast: Forecast | None) -> None:
     """What rank 0 does when training is over: text from the model, the bigram beside the loss.
 
     `forecast`: None if this start took no steps, and so measured nothing.

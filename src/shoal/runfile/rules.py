@@ -14,6 +14,7 @@ from shoal.engine.config import Float16
 from shoal.errors import ConfigError
 from shoal.models.config import GPTConfig, MoEConfig
 from shoal.models.huggingface.config import TransformersConfig, vocabulary_of
+from shoal.runfile.elastic_rules import elastic_refusal
 from shoal.runfile.layout_rules import layout_refusal
 from shoal.runfile.microbatches import microbatch_sizes, most_samples
 from shoal.runfile.run_file import RunFile, statistics_group
@@ -42,6 +43,7 @@ def refusal(run_file: RunFile) -> str | None:
         codec_refusal,
         wire_refusal,
         sync_refusal,
+        elastic_refusal,
     ):
         sentence = rule(run_file)
         if sentence is not None:
