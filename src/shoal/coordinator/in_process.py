@@ -28,9 +28,9 @@ def coordinator_in(
     `told` hears, in the coordinator's thread, of decisions, of verdicts on fingerprints, and of the fault that ended
     the service, such as a full disk. Raises `EnvironmentFault` where it cannot start.
     """
-    token = make_token(folder / "token")
-    with contextlib.closing(listen(LOOPBACK, 0)) as listener, contextlib.closing(Journal(folder / "journal")) as journal:
-        service = Service(rules, journal, token=token, told=told)
+    token, records = make_token(folder / "token"), Journal(folder / "journal")
+    with contextlib.closing(records), contextlib.closing(listen(LOOPBACK, 0)) as listener:
+        service = Service(rules, records, token=token, told=told)
         loop = asyncio.new_event_loop()
         serving = loop.create_task(service.run(listener))
 

@@ -96,7 +96,7 @@ def train(job: Job) -> None:
 def steps(job: Job) -> Iterator[PendingStep]:
     """Every step to the last one, each with what is due after it: measurements, evaluation, checkpoint.
 
-    Raises `Stopped` after a signal and a good checkpoint, `Diverged` if it is hopeless. Ends early where the job leaves.
+    Raises `Stopped` after a signal and a good checkpoint, `Diverged` if it is hopeless. Ends where the job leaves.
     """
     stall_s, cadence, first = 0.0, job.cadence, job.progress.step
     evaluating = saving = False

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shoal.codec.config import NoCodec
-from shoal.runfile.run_file import RunFile, statistics_group
+from shoal.resilience.config import ElasticConfig
+from shoal.runfile.run_file import RunFile, statistics_group, with_processes
+from shoal.runfile.sync_rules import sync_refusal
 from shoal.sync.config import AllReduceConfig
 
 
 def elastic_refusal(run_file: RunFile) -> str | None:
-    """One sentence if replicas of this run cannot come and go; None where they can, or where there is no `[elastic]`.
-    """
-    return None if run_file.elastic is None else next(_refusals(run_file, run_file.elastic.max), None)
+    """One sentence if replicas of this run cannot come and go; None where they can, or without `[elastic]`."""
+    return None if run_file.elastic is None else next(_refusals(run_file, run_file.elastic), None)
 
 
-def _refusals(run_file: RunFile, most: int) -> Iterator[str]:
-    run, layout, fewest = run_file.run, run_file.layout, most * statistics_group(run_file)
+def _refusals(run_file: RunFile, elastic: ElasticConfig) -> Iterator[str]:
+    run, layout, most = run_file.run, run_file.layout, elastic.max
+    fewest = most * statistics_group(run_file)
     if run.processes not in (None, most):
         yield f"run.processes = {run.processes} with elastic.max = {most}: the launcher starts max; leave one out"
     if layout.replicate is not None:
@@ -28,6 +30,9 @@ def _refusals(run_file: RunFile, most: int) -> Iterator[str]:
         yield "[elastic] with a replica of several ranks: replicas that come and go have one; leave [layout] out"
     if not isinstance(run_file.sync, AllReduceConfig):
         yield f'sync.kind = "{type(run_file.sync).__struct_config__.tag}" with [elastic]: set sync.kind = "allreduce"'
+    for replicas in range(elastic.min, most + 1):
+        if (refusal := sync_refusal(with_processes(run_file, replicas))) is not None:
+            yield f"[elastic] with {elastic.min} to {most} replicas: {refusal}"
     if not isinstance(run_file.codec, NoCodec):
         yield "[codec] with [elastic]: a lost replica would take its error feedback along; leave [codec] out"
     if run_file.gradients.schedule == "priority":

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from shoal.coordinator.client import Address, Connection
 from shoal.coordinator.in_process import coordinator_in
-from shoal.errors import EnvironmentFault, Stopped, UsageError, VerificationFailed, Diverged
+from shoal.errors import Diverged, EnvironmentFault, Stopped, UsageError, VerificationFailed
 from shoal.launch import sockets
 from shoal.launch.failure import FAILURE_FOLDER, read_failures
 from shoal.launch.rank_process import LAUNCHER_PID, LAUNCHER_PIPE, RankProcess, rank_environment, start
@@ -42,6 +42,8 @@ from shoal.resilience.membership import Rules
 
 FOR_GOOD = (UsageError.exit_code, Diverged.exit_code, VerificationFailed.exit_code)
 """Exit codes of failures that a replacement would repeat."""
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""A store that went with its replica is no news: PyTorch would warn of it with a page of its own frames."""
 FAILURE_S = 2.0
 """How long the others get to end by themselves after a failure for good."""
 Event = RankProcess | signal.Signals | Decision | Verdict | Exception
@@ -97,7 +99,7 @@ class Starter:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         loopback = {"GLOO_SOCKET_IFNAME": sockets.interface_name()}
         own = rank_environment(
-            {**loopback, **self.environ}, slot, processes=self.slots, port=address.port, cores=cores
+            {**loopback, **QUIET, **self.environ}, slot, processes=self.slots, port=address.port, cores=cores
         ) | variables_of(replica, address, token=token, terminal_fd=self.terminal_fd)
         return start(self.command, slot, environ=own, run_directory=self.run_directory, pass_fds=self.fds)
 
@@ -150,7 +152,7 @@ class Fleet:
                 self.members = members
             case Committed():
                 self.replaced = 0
-            case Fenced(name, reason, False) if name in self.running and reason != "it left":
+            case Fenced(name, reason, False) if name in self.running:
                 say(f"{name} is fenced: {reason}")
                 self.running[name].send(signal.SIGKILL)
             case Verdict(_, (), sentence):

@@ -6,7 +6,6 @@ none is lost with a replica that is not rank 0 of the generation.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Mapping, Sequence
 
@@ -38,8 +37,7 @@ class Meeting:
         self._over = threading.Event()
 
     def of(self, view: View, replica: str) -> Process:
-        """This replica's process as a rank of the generation. Raises `CollectiveError` where its first member is gone.
-        """
+        """This replica's process as a rank of the generation. Raises `CollectiveError` without its first member."""
         self._over = threading.Event()
         rank, size = view.members.index(replica), len(view.members)
         place = Place(rank, size, rank, size, 0, self._place.launcher)

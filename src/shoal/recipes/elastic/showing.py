@@ -1,4 +1,4 @@
-"""What an elastic run shows and records while its ranks change: the sinks of this replica, and who trains since when."""
+"""What an elastic run shows and records while its ranks change: a replica's sinks, and who trains since when."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from shoal.observe.ending import ending_of
 from shoal.observe.facts import read_facts, write_facts
-from shoal.observe.sink import RunStart, Sinks
+from shoal.observe.sink import Sinks
 from shoal.recipes.facts import run_facts
 from shoal.recipes.job import run_start, sinks_of, write_run_file
 from shoal.recipes.run import Run
