@@ -27,7 +27,7 @@ kind = "float64"
 [elastic]
 min = 1
 max = 3
-silence_s = 2
+silence_s = 4
 wait_s = 20
 fingerprint_every_steps = 3
 """

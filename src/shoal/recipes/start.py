@@ -98,7 +98,14 @@ def run(
             elif run_file.elastic is not None:
                 from shoal.recipes.elastic.launch import run_elastic
 
-                code = run_elastic(command, run_file.elastic, run_directory=logs, environ=environ, keep_fds=keep_fds)
+                code = run_elastic(
+                    command,
+                    run_file.elastic,
+                    steps=run_file.run.steps,
+                    run_directory=logs,
+                    environ=environ,
+                    keep_fds=keep_fds,
+                )
             else:
                 code = run_ranks(command, processes=processes, run_directory=logs, environ=environ, keep_fds=keep_fds)
         if code == OutOfMemory.exit_code and planner is not None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+
 from shoal.errors import CollectiveError
-from shoal.launch.rendezvous import STARTED
+from shoal.launch.environment import Place
+from shoal.launch.rendezvous import STARTED, Rendezvous
 from shoal.recipes.elastic.state_copy import HeldState, share_state
 from shoal.recipes.process import Process
 from shoal.recipes.run import Run, next_generation, run_in_generation
@@ -14,6 +17,8 @@ from shoal.recipes.sameness import require_same, require_same_code, require_same
 from shoal.recipes.workload import Workload, with_new_model
 from shoal.resilience.events import View
 from shoal.runfile.run_file import RunFile
+
+REHEARSAL_S = 60.0
 
 
 class Generations:
@@ -23,6 +28,16 @@ class Generations:
         self._run_file, self._workload = run_file, workload
         self._sameness = {"model": shapes_of(workload.model), "data": samples_of(workload.data)}
         self._used = False
+
+    def rehearse(self, process: Process) -> None:
+        """Builds a run of this replica alone, and drops it: whoever joins a run that waits should have everything in
+        memory that is loaded when it is first used.
+        """
+        place = Place(0, 1, 0, 1, 0, process.place.launcher)
+        store = PrefixStore("rehearsal", process.store)
+        alone = replace(process, place=place, store=store, rendezvous=Rendezvous(store, place, timeout_s=REHEARSAL_S))
+        run_in_generation(self._run_file, alone, self._workload, number=0).mesh.abort()
+        self._used = True
 
     def open(self, process: Process, view: View) -> Run:
         """The run in the generation of `view`, before it has its state. Blocks until all members are here.

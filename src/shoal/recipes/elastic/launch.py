@@ -53,11 +53,12 @@ def run_elastic(
     command: Sequence[str],
     config: ElasticConfig,
     *,
+    steps: int,
     run_directory: Path,
     environ: Mapping[str, str],
     keep_fds: Sequence[int] = (),
 ) -> ExitCode:
-    """Runs `command` as the replicas of `config`, and returns the exit code that the launcher should exit with.
+    """Runs `command` as the replicas of `config` to step `steps`; the exit code that the launcher should exit with.
 
     Call it from the main thread, as `launch.spawn.run_ranks`. Raises `EnvironmentFault` where nothing can be started.
     """
@@ -69,7 +70,7 @@ def run_elastic(
         address = stack.enter_context(coordinator_in(folder, rules, told=events.put))
         terminal_fd = os.dup(1)
         stack.callback(os.close, terminal_fd)
-        fleet = Fleet(config, address, folder, events)
+        fleet = Fleet(config, steps, address, folder, events)
         stack.enter_context(no_survivors(fleet.processes))
         with pipe() as read_end:
             own = {**environ, FAILURE_FOLDER: str(folder), LAUNCHER_PID: str(os.getpid()), LAUNCHER_PIPE: str(read_end)}
@@ -94,13 +95,13 @@ class Starter:
     fds: Sequence[int]
     terminal_fd: int
 
-    def start(self, slot: int, replica: str, address: Address, token: Path) -> RankProcess:
-        """The process in `slot`. Raises `EnvironmentFault`."""
+    def start(self, slot: int, replica: str, address: Address, token: Path, *, late: bool) -> RankProcess:
+        """The process in `slot`; `late`: the others train already. Raises `EnvironmentFault`."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         loopback = {"GLOO_SOCKET_IFNAME": sockets.interface_name()}
         own = rank_environment(
             {**loopback, **QUIET, **self.environ}, slot, processes=self.slots, port=address.port, cores=cores
-        ) | variables_of(replica, address, token=token, terminal_fd=self.terminal_fd)
+        ) | variables_of(replica, address, token=token, terminal_fd=self.terminal_fd, late=late)
         return start(self.command, slot, environ=own, run_directory=self.run_directory, pass_fds=self.fds)
 
 
@@ -109,6 +110,7 @@ class Fleet:
     """The replicas' processes, by the names of the replicas, and how those ended that nobody replaced."""
 
     config: ElasticConfig
+    steps: int
     address: Address
     folder: Path
     events: queue.SimpleQueue[Event]
@@ -129,7 +131,7 @@ class Fleet:
         """Another replica in `slot`."""
         assert self.starter is not None
         name = f"replica-{slot}-{secrets.token_hex(4)}"
-        process = self.starter.start(slot, name, self.address, self.folder / "token")
+        process = self.starter.start(slot, name, self.address, self.folder / "token", late=bool(self.members))
         self.running[name] = process
         self.processes.append(process)
         threading.Thread(target=self._announce_end, args=(process,), daemon=True).start()
@@ -150,9 +152,11 @@ class Fleet:
                 self._signalled(event)
             case Formed(_, members):
                 self.members = members
-            case Committed():
+            case Committed(_, step):
                 self.replaced = 0
-            case Fenced(name, reason, False) if name in self.running:
+                if step == self.steps:
+                    self._finished()
+            case Fenced(name, reason, False) if name in self.running and not self.over:
                 say(f"{name} is fenced: {reason}")
                 self.running[name].send(signal.SIGKILL)
             case Verdict(_, (), sentence):
@@ -169,6 +173,8 @@ class Fleet:
         if self.fault is not None:
             say(str(self.fault))
             return ExitCode(self.fault.exit_code, sentence=str(self.fault))
+        if any(end.code == 0 for end in self.exits):
+            return ExitCode(0)
         stopped = any(end.code == Stopped.exit_code for end in self.exits)
         kept = [end for end in self.exits if not (end.by_launcher and (stopped or self.over))]
         ends = root_cause(read_failures(self.folder), kept)
@@ -176,8 +182,6 @@ class Fleet:
             tails = {p.rank: p.log_tail() for p in self.processes if p.pid == ends[0].exit.pid}
             say(failure_report(ends, kept, world_size=self.config.max, stopped={}, log_tails=tails))
             return ExitCode(exit_code(kept, ends), rank=ends[0].exit.rank, sentence=ends[0].sentence)
-        if self.over:
-            return ExitCode(0)
         sentence = "stopped after a good checkpoint; the same command goes on from there"
         if self.stop_signal is None:
             sentence = "all replicas were asked to leave; the same command goes on from the newest checkpoint"
@@ -195,8 +199,6 @@ class Fleet:
         by_launcher = self.over and name not in self.members
         end = Exit(process.rank, process.pid, code, time_ns, by_launcher=by_launcher)
         self._tell(Ended(name, f"its process ended: {how(end)}"))
-        if code == 0:
-            self._finished()
         if code in (0, Stopped.exit_code) or self._ending or self.over:
             self.exits.append(end)
         elif code in FOR_GOOD:
@@ -210,7 +212,7 @@ class Fleet:
         return self.stop_signal is not None or self.fault is not None or self.deadline_s is not None
 
     def _finished(self) -> None:
-        """The first replica is done: those that are no members would join a run that is over."""
+        """The last step is taken: those that are no members would join a run that is over."""
         self.over = True
         for name in [name for name in self.running if name not in self.members]:
             self.running[name].send(signal.SIGKILL)

@@ -36,6 +36,11 @@ class Meeting:
         self._rendezvous: Rendezvous | None = None
         self._over = threading.Event()
 
+    def alone(self) -> Process:
+        """This replica's process before it has joined."""
+        rendezvous = Rendezvous(self._own, self._place, timeout_s=self._timeout_s)
+        return Process(self._place, self._device, self._own, rendezvous, self._environ)
+
     def of(self, view: View, replica: str) -> Process:
         """This replica's process as a rank of the generation. Raises `CollectiveError` without its first member."""
         self._over = threading.Event()

@@ -74,6 +74,8 @@ class Replica:
             micro_samples=default_micro_samples(run_file),
         )
         self._generations = Generations(run_file, workload)
+        if self._seat.late:
+            self._generations.rehearse(self._meeting.alone())
         self._showing = Showing(run_file, self._directory, self._seat.terminal_fd)
         self._held: HeldState | None = None
         self._stop = StopRequest()

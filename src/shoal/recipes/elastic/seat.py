@@ -11,26 +11,31 @@ from shoal.coordinator.handshake import read_token
 from shoal.errors import EnvironmentFault
 
 COORDINATOR, TOKEN, REPLICA = "SHOAL_COORDINATOR", "SHOAL_COORDINATOR_TOKEN", "SHOAL_REPLICA"
+LATE = "SHOAL_REPLICA_LATE"
 TERMINAL_FD = "SHOAL_TERMINAL_FD"
 """The descriptor of the launcher's standard output: whichever replica is rank 0 writes there."""
 
 
 @dataclass(frozen=True)
 class Seat:
-    """One replica's name, its coordinator, and the descriptor of the terminal."""
+    """One replica's name, its coordinator, and the descriptor of the terminal. `late`: the others train already."""
 
     replica: str
     coordinator: Address
     terminal_fd: int
+    late: bool = False
 
 
-def variables_of(replica: str, address: Address, *, token: Path, terminal_fd: int) -> dict[str, str]:
+def variables_of(
+    replica: str, address: Address, *, token: Path, terminal_fd: int, late: bool = False
+) -> dict[str, str]:
     """What a replica finds in its environment."""
     return {
         REPLICA: replica,
         COORDINATOR: f"{address.host}:{address.port}",
         TOKEN: str(token),
         TERMINAL_FD: str(terminal_fd),
+        LATE: "1" if late else "",
     }
 
 
@@ -43,4 +48,4 @@ def seat_from(environ: Mapping[str, str]) -> Seat:
         )
     host, _, port = environ[COORDINATOR].rpartition(":")
     address = Address(host, int(port), read_token(Path(environ[TOKEN])))
-    return Seat(environ[REPLICA], address, int(environ[TERMINAL_FD]))
+    return Seat(environ[REPLICA], address, int(environ[TERMINAL_FD]), bool(environ.get(LATE)))
