@@ -28,6 +28,8 @@ def _refusals(run_file: RunFile, elastic: ElasticConfig) -> Iterator[str]:
         )
     if layout.shard * layout.pipeline * layout.context * layout.tensor > 1:
         yield "[elastic] with a replica of several ranks: replicas that come and go have one; leave [layout] out"
+    if elastic.policy != "available":
+        yield f'elastic.policy = "{elastic.policy}": `shoal train` takes all replicas that are there; leave it out'
     if not isinstance(run_file.sync, AllReduceConfig):
         yield f'sync.kind = "{type(run_file.sync).__struct_config__.tag}" with [elastic]: set sync.kind = "allreduce"'
     for replicas in range(elastic.min, most + 1):

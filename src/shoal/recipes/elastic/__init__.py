@@ -1,6 +1,11 @@
 """Elastic training: replicas come and go while the others go on. See docs/recovery.md.
 
-launch.py       the launcher's side: the coordinator, the replicas' processes, replacements
-rank.py         a replica's side: one generation after the other
-state_copy.py   what is carried over to the next generation, and copied to those who lack it
+launch.py       the launcher: the coordinator, a process a replica, replacements
+replica.py      a replica: one generation after the other, until the run is over
+meeting.py      the store at which the members of a generation meet
+generation.py   the beginning of a generation: groups, parts, and the state for those who lack it
+standing.py     whether a step is changing the state, and what is carried over to the next generation
+state_copy.py   the copy of a state, by chunks with hashes
+showing.py      sinks while ranks change, and who trains since when
+seat.py         what the launcher tells a replica
 """

@@ -128,4 +128,4 @@ def _chunks(data: Tensor) -> Iterator[Tensor]:
 
 
 def _hash(chunk: Tensor) -> str:
-    return blake3(memoryview(chunk.cpu().numpy())).hexdigest()
+    return blake3(chunk.cpu().numpy().data).hexdigest()
