@@ -30,7 +30,7 @@ class Paced(Logging):
             if os.path.exists("flip") and open("flip").read() == RANK:
                 os.remove("flip")
                 with torch.no_grad():
-                    self.layers[0].weight.view(torch.int64)[0, 0] ^= 1
+                    self.layers[0].weight.view(torch.int64)[0, 0] ^= 1 << 20
         return super().forward(x)
 
 

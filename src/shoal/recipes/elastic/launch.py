@@ -162,7 +162,8 @@ class Fleet:
             case Verdict(_, (), sentence):
                 self._end(VerificationFailed(sentence))
             case EnvironmentFault():
-                self._end(event)
+                self.replaced = self.config.retries  # nobody could join
+                say(f"the coordinator has ended, and training goes on until a replica is lost: {event}")
             case Exception():
                 raise event
             case _:
