@@ -37,7 +37,7 @@ class Paced(Logging):
 def paced():
     return Paced()
 """
-SAMPLES, BATCH, STEPS = 30, 6, 300
+SAMPLES, BATCH, STEPS = 30, 6, 150
 TABLES = """
 [precision]
 kind = "float64"
@@ -72,7 +72,7 @@ def replicas_of(launcher: subprocess.Popen[str]) -> dict[int, int]:
 
 def start(own: Project, *overrides: str) -> subprocess.Popen[str]:
     """The run, at a pace that leaves time for what happens to it, in its first steps."""
-    set_pace(own, 0.1)
+    set_pace(own, 0.2)
     running = own.start("train", "run.toml", *overrides)
     own.wait_for_step(3)
     return running
