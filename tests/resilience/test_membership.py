@@ -281,3 +281,25 @@ def test_shares_cover_a_step_once(members: int) -> None:
     found = [*shares(Interval(40, 60), [f"r{n}" for n in range(members)]).values()]
     assert [n for part in found for n in part.positions()] == [*range(40, 60)]
     assert max(map(len, found)) - min(map(len, found)) <= 1
+
+
+def test_a_view_says_where_its_members_host_a_store() -> None:
+    """The addresses that the members joined with, in the members' order, also by a coordinator that starts anew; none
+    for a member that is gone."""
+    machine = Membership(Rules(2, 2, start_s=0), 0)
+    history: list[ev.Decision] = []
+    parts = [Participant(name, address=f"127.0.0.1:{port}") for name, port in (("b", 2), ("a", 1))]
+    for part in [*parts, *parts]:
+        for event in part.unsent():
+            outcome = machine.handle(event, 0)
+            history += outcome.decisions
+            part.hear(outcome.answer)
+        part.hear(machine.handle(ev.Look(), 0).answer)
+        part.accept()
+        for event in part.unsent():
+            history += machine.handle(event, 0).decisions
+    view = Membership(Rules(2, 2), 0, history=history).view()
+    assert (view.members, view.addresses) == (("b", "a"), ("127.0.0.1:2", "127.0.0.1:1"))
+    assert Membership(Rules(2, 2), 0, history=machine.snapshot()).view().addresses == view.addresses
+    machine.handle(ev.Ended("b"), 1)
+    assert machine.view().addresses == ("", "127.0.0.1:1")

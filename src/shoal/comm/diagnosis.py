@@ -8,6 +8,7 @@ fewer calls. A store that does not answer points to the rank that hosts it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,8 @@ from shoal.comm.checking.call_log import CallLog
 from shoal.errors import CollectiveError
 
 PATIENCE_S = 2.0
+_GONE = re.compile(r"rank (\d+) of the group is gone")
+"""What the transport over shared memory says of a process that has ended: it publishes nothing any more."""
 NAMED = 8
 """Ranks of one call that a sentence lists."""
 
@@ -39,8 +42,9 @@ class Diagnosis:
     def sentence(self, what: str, waited_s: float, error: str) -> str:
         """One or two sentences: what failed on this rank after how long, and which ranks are to blame."""
         head = f"{self.members[self.rank]}: {what} failed after {waited_s:.1f} s"
+        gone = _GONE.search(error)
         try:
-            logs = self._logs("failed")
+            logs = self._logs("failed", without=None if gone is None else int(gone[1]))
         except CollectiveError:
             return f"{head}, and the store does not answer: its host, {self.members[0]}, is dead or stopped"
         if (number := _first_difference(logs)) is not None:
@@ -64,11 +68,11 @@ class Diagnosis:
         texts = [logs.get(rank, {}).get("calls", {}).get(str(number), none) for rank in range(len(self.members))]
         return disagreement([text for _, text in texts], self.called(number), self.members)
 
-    def _logs(self, key: str) -> dict[int, Any]:
-        """What each rank has called, by rank; ranks that publish nothing are left out."""
+    def _logs(self, key: str, *, without: int | None = None) -> dict[int, Any]:
+        """What each rank has called, by rank; ranks that publish nothing are left out. Nobody waits for `without`."""
         calls = {number: [call.signature, str(call)] for number, call in self.log.calls().items()}
         self.board.publish(f"{key}/{self.rank}", json.dumps({"count": self.log.count, "calls": calls}))
-        keys = {f"{key}/{rank}": rank for rank in range(len(self.members))}
+        keys = {f"{key}/{rank}": rank for rank in range(len(self.members)) if rank != without}
         return {keys[k]: json.loads(log) for k, log in self.board.collect_some(list(keys), self.patience_s).items()}
 
 

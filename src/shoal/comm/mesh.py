@@ -67,6 +67,13 @@ class Mesh:
             self._open[key] = Alone() if len(key[0]) == 1 else self._connect(*key)
         return self._open[key]
 
+    def abort(self) -> None:
+        """Ends all groups now: what waits in a collective of theirs, here and on other ranks, fails."""
+        for group in self._open.values():
+            if isinstance(group, GroupCollective):
+                group.group.abort()
+        self._open.clear()
+
     @property
     def spans_hosts(self) -> bool:
         """Whether ranks are on several hosts, as far as they know."""

@@ -93,7 +93,8 @@ class Client:
     """One rank's client. Rank 0 of a replica speaks for it; the other ranks send their heartbeats, and follow.
 
     `on_ending` is called in the client's thread when the generation is over or about to be: it wakes those who wait in
-    a collective. Use it as a context manager.
+    a collective. `store_address` ("host:port") is where a generation meets whose first member this replica is. Use it
+    as a context manager.
     """
 
     def __init__(
@@ -103,11 +104,12 @@ class Client:
         *,
         ranks: int = 1,
         rank: int = 0,
+        store_address: str = "",
         heartbeat_s: float = HEARTBEAT_S,
         on_ending: Callable[[], None] | None = None,
     ) -> None:
         self._address, self._rank, self._heartbeat_s, self._on_ending = address, rank, heartbeat_s, on_ending
-        self._part = Participant(replica, ranks)
+        self._part = Participant(replica, ranks, store_address)
         self._changed = threading.Condition()
         self._wake = threading.Event()
         self._progress, self._leaving, self._closed, self._ending_told = 0, False, False, 0
@@ -153,6 +155,11 @@ class Client:
         with self._changed:
             self._part.failed(suspect)
         self._wake.set()
+
+    def dropped(self) -> None:
+        """This replica's state is lost: it is no holder of the next generation."""
+        with self._changed:
+            self._part.dropped()
 
     def accept(self) -> None:
         """Leaves the present generation: no step of it is applied any more."""

@@ -40,7 +40,7 @@ def serve(
     """
     tls = _tls(address, certificate, key)
     secret = make_token(token)
-    with contextlib.closing(_listen(address, port)) as listener, contextlib.closing(Journal(journal)) as records:
+    with contextlib.closing(listen(address, port)) as listener, contextlib.closing(Journal(journal)) as records:
         service = Service(rules, records, token=secret, limits=limits)
         listening(*listener.getsockname()[:2])
         with contextlib.suppress(asyncio.CancelledError):
@@ -75,7 +75,8 @@ def _tls(address: str, certificate: Path | None, key: Path | None) -> ssl.SSLCon
     return context
 
 
-def _listen(address: str, port: int) -> socket.socket:
+def listen(address: str, port: int) -> socket.socket:
+    """A socket that listens there. Raises `InUse` and `EnvironmentFault`."""
     host = _resolved(address)
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from shoal.coordinator import frames, handshake
 from shoal.coordinator.journal import Journal
 from shoal.errors import EnvironmentFault
-from shoal.resilience.events import Answer
+from shoal.resilience.events import Answer, Decision
+from shoal.resilience.fingerprints import Verdict
 from shoal.resilience.membership import Membership, Outcome, Rules
 
 LOG = logging.getLogger("shoal.coordinator")
@@ -38,7 +39,8 @@ class Limits:
 
 
 class Service:
-    """Membership behind a socket. `clock` counts seconds, and never goes back."""
+    """Membership behind a socket. `clock` counts seconds, and never goes back. `told` hears, in the service's thread,
+    of every decision that is durable, and of every verdict on fingerprints."""
 
     def __init__(
         self,
@@ -48,7 +50,9 @@ class Service:
         token: bytes,
         limits: Limits = Limits(),
         clock: Callable[[], float] = time.monotonic,
+        told: Callable[[Decision | Verdict], None] = lambda _: None,
     ) -> None:
+        self._told = told
         self._journal, self._token, self._limits, self._clock = journal, token, limits, clock
         self.membership = Membership(rules, clock(), history=journal.read())
         journal.replace(self.membership.snapshot())
@@ -139,6 +143,8 @@ class Service:
                 raise asyncio.CancelledError from error
             for decision in outcome.decisions:
                 LOG.info("%s", decision)
+                self._told(decision)
         if outcome.verdict is not None:
             LOG.warning("%s", outcome.verdict.sentence)
+            self._told(outcome.verdict)
         return outcome.answer

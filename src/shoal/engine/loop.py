@@ -58,7 +58,8 @@ class Job:
 
     `rate` gives the learning rate of a step (None: the optimizer has its own); `origin` is what a checkpoint records
     about its writer (layout, generation). `figures`: more measurements of the step just taken. `compare`: raises where
-    copies of the state differ. `speeds`: those of the replicas; None: there is one alone.
+    copies of the state differ. `speeds`: those of the replicas; None: there is one alone. `leaves` is asked
+    after every step, on all ranks alike: the generation ends here, without a save.
     """
 
     state: TrainState
@@ -76,6 +77,7 @@ class Job:
     compare: Callable[[], None] | None = None
     speeds: ReplicaSpeeds | None = None
     hooks: Hooks = field(default_factory=Hooks)
+    leaves: Callable[[StepResult], bool] | None = None
 
     @property
     def progress(self) -> Progress:
@@ -109,7 +111,7 @@ def steps(job: Job) -> Iterator[PendingStep]:
     """Every step to the last one, each with what is due after it: measurements, evaluation, checkpoint.
 
     Raises `Stopped` after a signal and a good checkpoint, `Diverged` if it is hopeless, `VerificationFailed` where
-    copies of the state differ.
+    copies of the state differ. Ends where the job leaves.
     """
     stall_s, cadence, first = 0.0, job.cadence, job.progress.step
     evaluating = saving = comparing = False
@@ -120,6 +122,8 @@ def steps(job: Job) -> Iterator[PendingStep]:
         saving |= taken.save or cadence.due(cadence.save_every, step)
         comparing |= cadence.compares(step, shown=evaluating or saving)
         _tell_of_saves(job, job.saver.poll())
+        if job.leaves is not None and job.leaves(result):
+            return
         if result.agreed is None:
             continue  # replicas differ: what needs the one model waits
         stopping = result.agreed.stop and step < cadence.steps

@@ -87,7 +87,7 @@ def failure_of(error: BaseException, rank: int) -> Failure:
         # The end of a traceback says most; the start of a message does.
         message=_message(error)[:_MOST_TEXT],
         traceback=trace[-_MOST_TEXT:],
-        secondary=_is_secondary(error),
+        secondary=is_secondary(error),
     )
 
 
@@ -186,7 +186,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     return named or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
 
 
-def _is_secondary(error: BaseException) -> bool:
+def is_secondary(error: BaseException) -> bool:
+    """Whether the error only echoes the end of another rank."""
     if isinstance(error, CollectiveError) or _is_lost_peer(error):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST_PEER_TEXTS)

@@ -105,6 +105,10 @@ class Rendezvous:
 
         return self._bounded(work, lambda: f"rank 0, which finds out and tells the others: {key}")
 
+    def give_up(self, sentence: str) -> None:
+        """Ends the waits of all ranks, these and those to come: they raise `CollectiveError(sentence)`."""
+        self._store.set(_FAILED, sentence)
+
     def _wait_for(self, key: str, over: threading.Event, look: Callable[[], None] = lambda: None) -> None:
         """Until `key` is there. `look` is called from time to time, in time for the wait's first sentence."""
         pause_s, look_s = _FIRST_POLL_S, time.monotonic() + SAY_AFTER_S / 2
@@ -141,7 +145,7 @@ def tell_failure(place: Place, environ: Mapping[str, str], sentence: str) -> Non
         hosts = place.rank == 0 and not _agent_hosts(environ)
         late = hosts and sockets.obstacle(address, port) is not None
         listen_fd = sockets.listen_at(address, port, one_host=place.one_host).detach() if late else None
-        store = _prefixed(environ, _connect(place, address, port, timeout_s=TELL_S, listen_fd=listen_fd))
+        store = _prefixed(environ, connect_store(place, address, port, timeout_s=TELL_S, listen_fd=listen_fd))
         own = f"barrier/{_CONNECTED}/{place.rank}"
         if hosts and not late and not (store.check([own]) and store.get(own).decode() == _identity()):
             return  # another run's store, at the port that this one wanted
@@ -170,7 +174,7 @@ def _connected(place: Place, environ: Mapping[str, str], *, timeout_s: float) ->
         # The socket that Shoal's launcher bound, else one of our own.
         own = environ.get(STORE_FD)
         listen_fd = int(own) if own else sockets.listen_at(address, port, one_host=place.one_host).detach()
-    return _prefixed(environ, _connect(place, address, port, timeout_s=timeout_s, listen_fd=listen_fd))
+    return _prefixed(environ, connect_store(place, address, port, timeout_s=timeout_s, listen_fd=listen_fd))
 
 
 def _agent_hosts(environ: Mapping[str, str]) -> bool:
@@ -185,8 +189,11 @@ def _prefixed(environ: Mapping[str, str], store: Store) -> Store:
     return PrefixStore(f"shoal/{run}/{restart}", store)
 
 
-def _connect(place: Place, address: str, port: int, *, timeout_s: float, listen_fd: int | None) -> TCPStore:
-    """Connect to the store, hosting it where `listen_fd` is given."""
+def connect_store(place: Place, address: str, port: int, *, timeout_s: float, listen_fd: int | None) -> TCPStore:
+    """A connection to the store at that address; `listen_fd`: host it, on that listening socket.
+
+    Raises `CollectiveError` where it does not answer within `timeout_s`.
+    """
     state = ["not tried yet"]
 
     def work(over: threading.Event) -> TCPStore:
@@ -228,7 +235,7 @@ def _over_mpi(place: Place, environ: Mapping[str, str], *, timeout_s: float) -> 
     port = listener.getsockname()[1] if listener is not None else 0
     address, _, port = _broadcast_over_mpi(place, f"{address} {port}").rpartition(" ")
     listen_fd = listener.detach() if listener is not None else None
-    return _connect(place, address, int(port), timeout_s=timeout_s, listen_fd=listen_fd)
+    return connect_store(place, address, int(port), timeout_s=timeout_s, listen_fd=listen_fd)
 
 
 def _broadcast_over_mpi(place: Place, text: str) -> str:

@@ -49,15 +49,15 @@ def run_ranks(
     """
     ranks = range(first_rank, first_rank + processes)
     watch = Watch(Supervision(set(ranks), patience or Patience()))
-    with temporary_folder() as folder, _listening(watch.events), _no_survivors(watch.ranks):
+    with temporary_folder() as folder, listening(watch.events), no_survivors(watch.ranks):
         environ = {**environ, FAILURE_FOLDER: str(folder)}
         # Held open in this frame, and in no rank: its end of file is how ranks learn that the launcher is gone.
-        with _pipe() as read_end:
+        with pipe() as read_end:
             environ |= {LAUNCHER_PID: str(os.getpid()), LAUNCHER_PIPE: str(read_end)}
             fds = (read_end, *keep_fds)
             _start_all(watch.ranks, command, ranks, run_directory, environ, fds, entry_of or _here)
             watch.until_all_left()
-        return _conclude(watch, folder, world_size or processes)
+        return conclude(watch, folder, world_size or processes)
 
 
 def _start_all(
@@ -91,7 +91,7 @@ def _here(rank: int) -> HostEntry:
     return HostEntry((), {})
 
 
-def _conclude(watch: Watch, folder: Path, world_size: int) -> ExitCode:
+def conclude(watch: Watch, folder: Path, world_size: int) -> ExitCode:
     """Say how the run ended, and with which code."""
     ends = root_cause(read_failures(folder), watch.exits)
     stop_signal = watch.supervision.stop_signal
@@ -113,7 +113,7 @@ def _conclude(watch: Watch, folder: Path, world_size: int) -> ExitCode:
 
 
 @contextlib.contextmanager
-def _listening(events: queue.SimpleQueue) -> Iterator[None]:
+def listening(events: queue.SimpleQueue) -> Iterator[None]:
     """Signals to the launcher become events. One that is ignored (`nohup`) stays so."""
     chosen = [number for number in _STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     # SimpleQueue.put may be called from a handler, even while the main thread is inside get.
@@ -126,7 +126,8 @@ def _listening(events: queue.SimpleQueue) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _no_survivors(ranks: list[RankProcess]) -> Iterator[None]:
+def no_survivors(ranks: list[RankProcess]) -> Iterator[None]:
+    """Ends at the end of the block what still runs of `ranks`, as they are then."""
     try:
         yield
     finally:
@@ -136,7 +137,8 @@ def _no_survivors(ranks: list[RankProcess]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _pipe() -> Iterator[int]:
+def pipe() -> Iterator[int]:
+    """The read end of a pipe whose write end is this process's alone, until the end of the block."""
     read_end, write_end = os.pipe()
     try:
         yield read_end

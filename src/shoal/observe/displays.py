@@ -47,6 +47,11 @@ class PlainDisplay(Sink):
         self._say(f"{run.name}: {units.plural(run.total_steps, 'step')}{resumed}")
         self._printed_s = -float("inf")
 
+    def generation(self, run: RunStart) -> None:
+        self._say(run.membership)
+        if self._status is not None:
+            self._status.membership = run.membership
+
     def record(self, step: int, values: Mapping[str, float], *, time_s: float) -> None:
         if self._status is None:
             return
@@ -103,6 +108,11 @@ class LiveDisplay(Sink):
     def start(self, run: RunStart) -> None:
         self._status, self._before_start = Status(run, clock=self._clock), ""
         self._lines.open()
+
+    def generation(self, run: RunStart) -> None:
+        self._lines.say(run.membership)
+        if self._status is not None:
+            self._status.membership = run.membership
 
     def record(self, step: int, values: Mapping[str, float], *, time_s: float) -> None:
         """Stores the values; the thread draws them when it is due."""

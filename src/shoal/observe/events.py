@@ -140,6 +140,11 @@ class EventSink(Sink):
         if run.resumed_from is not None:
             self._writer.resume(run.resumed_from, time_s=time.time())
 
+    def generation(self, run: RunStart) -> None:
+        if self._writer is not None:
+            self._writer.generation = run.generation
+            self._writer.resume(run.first_step - 1, time_s=time.time())
+
     def record(self, step: int, values: Mapping[str, float], *, time_s: float) -> None:
         if self._writer is not None:
             self._writer.write(step, values, time_s=time_s)

@@ -59,6 +59,9 @@ class LogSink(Sink):
     def start(self, run: RunStart) -> None:
         self._log.info("%s: steps %d to %d", run.name, run.first_step, run.total_steps)
 
+    def generation(self, run: RunStart) -> None:
+        self._log.info("generation %d: %s", run.generation, run.membership)
+
     def note(self, text: str) -> None:
         self._log.info("%s", escape_controls(text))
 

@@ -3,6 +3,7 @@
 A sink is called in this order, on the thread that trains:
 
     start(run)                        the run begins
+    generation(run)                   the membership has changed, and the run goes on (elastic runs alone)
     record(step, values, time_s=...)  a step, or an evaluation after it, is done
     finish(ending)                    the run is over, however it ended
 
@@ -24,7 +25,8 @@ from shoal.observe.ending import Ending, ending_of
 class RunStart:
     """What a sink is told at the start. `first_step` is the number of the first step to be done (1 in a fresh run).
 
-    `epoch_samples` are the samples of one epoch, None where the data has no end.
+    `epoch_samples` are the samples of one epoch, None where the data has no end. `membership`: which replicas of an
+    elastic run train, in a sentence.
     """
 
     name: str
@@ -32,6 +34,7 @@ class RunStart:
     first_step: int = 1
     generation: int = 0
     epoch_samples: int | None = None
+    membership: str = ""
 
     @property
     def resumed_from(self) -> int | None:
@@ -44,6 +47,9 @@ class Sink:
 
     def start(self, run: RunStart) -> None:
         """The run begins."""
+
+    def generation(self, run: RunStart) -> None:
+        """Other replicas train from `run.first_step` on; this process and its sinks go on."""
 
     def record(self, step: int, values: Mapping[str, float], *, time_s: float) -> None:
         """The measurements of step `step` (1 is the first) at the Unix time `time_s`; nobody changes `values` later."""
@@ -78,6 +84,10 @@ class Sinks(Sink):
     def start(self, run: RunStart) -> None:
         for sink in self._sinks:
             sink.start(run)
+
+    def generation(self, run: RunStart) -> None:
+        for sink in self._sinks:
+            sink.generation(run)
 
     def record(self, step: int, values: Mapping[str, float], *, time_s: float) -> None:
         for sink in self._sinks:

@@ -55,7 +55,7 @@ class Status:
         self.step = run.first_step - 1
         self.values: Mapping[str, float] = {}
         self.held_out: dict[str, float] = {}
-        self.activity = ""
+        self.activity, self.membership = "", run.membership
         self.totals = Totals()
         self._clock = clock
         self._start_s = clock()
@@ -96,7 +96,8 @@ class Status:
             more.insert(0, self.activity)
         elif left_s is not None and self.step < self.run.total_steps:
             more.insert(0, f"{units.clock(max(1.0, left_s))} left")
-        return [f"step {self.step}/{self.run.total_steps}", *more]
+        replicas = [self.membership] if self.membership else []
+        return [f"step {self.step}/{self.run.total_steps}", *more, *replicas]
 
     def measurements(self) -> list[str]:
         """The figures that matter now, the most important first."""

@@ -8,11 +8,13 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from math import prod
 from pathlib import Path
+from typing import TextIO
 
 import msgspec
 from blake3 import blake3
 
 from shoal import units
+from shoal.checkpoint.agreement import Exchange
 from shoal.checkpoint.save import Saver
 from shoal.comm.board import Board
 from shoal.comm.gather import gather_texts
@@ -36,14 +38,14 @@ from shoal.recipes.verification.passed import missing_proof
 from shoal.runfile.run_file import RunFile, run_directory
 
 
-def sinks_of(run_file: RunFile, place: Place) -> Sinks:
-    """Who hears how this rank's run goes."""
+def sinks_of(run_file: RunFile, place: Place, *, stream: TextIO | None = None) -> Sinks:
+    """Who hears how this rank's run goes; rank 0 shows it on `stream`, standard output if there is none."""
     first = place.rank - place.local_rank
     return open_sinks(
         run_file.observe,
         run_directory(run_file),
         rank=place.rank,
-        stream=sys.stdout,
+        stream=stream or sys.stdout,
         reports_failure=place.launcher != "shoal",  # else the launcher does, which knows whose failure came first
         host_ranks=range(first, first + place.local_world_size),
     )
@@ -82,17 +84,18 @@ def build_job(
     stack: ExitStack,
     *,
     stop_requested: Callable[[], bool],
+    exchange: Exchange | None = None,
     own_loop: bool = False,
 ) -> Job:
-    """What the loop of this rank is made of; `stack` closes it. `own_loop`: the script sets learning rates, evaluates
-    and runs the model.
+    """What the loop of this rank is made of; `stack` closes it. `exchange` is what saves go by, a board on the run's
+    store if there is none. `own_loop`: the script sets learning rates, evaluates and runs the model.
     """
     run_file, mesh = run.run_file, run.mesh
     saver = Saver(
         directory,
         rank=mesh.rank,
         world_size=mesh.layout.world_size,
-        exchange=Board(run.process.store, timeout_s=run.run_file.wire.timeout_s).clone(),
+        exchange=exchange or Board(run.process.store, timeout_s=run.run_file.wire.timeout_s).clone(),
         keep=run_file.checkpoint.keep,
         object_bytes=run_file.checkpoint.object_bytes,
         split=mesh.layout.replica_size > 1

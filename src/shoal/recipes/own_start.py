@@ -228,6 +228,8 @@ def _of_loader(loader: DataLoader | None) -> dict[str, Any]:
 def _check_layout(run_file: RunFile) -> None:
     """Raises `ConfigError` for what takes the loop's own work from it."""
     layout = run_file.layout
+    if run_file.elastic is not None:
+        raise ConfigError("[elastic] needs the loop of shoal.train: leave the table out, or call shoal.train")
     for axis in ("tensor", "pipeline", "context", "expert"):
         if getattr(layout, axis, 1) not in (1, None):
             raise ConfigError(

@@ -49,16 +49,22 @@ def open_process(
     Blocks until rank 0's process is there. Raises `EnvironmentFault` if GPUs were asked for and there are too few, and
     `ConfigError` on a rank that was started with other keys or versions than rank 0.
     """
-    device = device_of(run_file.run.device, place)
-    _share_host(place, environ)
-    if in_canonical_order(run_file):
-        torch.set_num_threads(1)  # a matrix product adds in another order on another number of threads
+    device = settle(run_file, place, environ)
     if store is None:
         store = open_store(place, environ, timeout_s=run_file.run.start_timeout_s)
     rendezvous = Rendezvous(store, place, timeout_s=run_file.run.start_timeout_s)
     process = Process(place, device, store, rendezvous, environ)
     require_same_start(place.rank, process.announce, run_file)
     return process
+
+
+def settle(run_file: RunFile, place: Place, environ: Mapping[str, str]) -> torch.device:
+    """Takes this rank's device, network interface and number of threads. Raises as `device_of`."""
+    device = device_of(run_file.run.device, place)
+    _share_host(place, environ)
+    if in_canonical_order(run_file):
+        torch.set_num_threads(1)  # a matrix product adds in another order on another number of threads
+    return device
 
 
 def device_of(asked: str, place: Place) -> torch.device:

@@ -164,10 +164,22 @@ def open_run(
     layout = run_file.layout.layout(place.world_size)
     plan = microbatching(run_file, layout)
     workload = build_workload(run_file, process, objects or UserObjects(), layout=layout, micro_samples=plan.samples)
-    number = int(process.announce("generation", lambda: str(_next_generation(run_file))))
+    number = int(process.announce("generation", lambda: str(next_generation(run_file))))
     process.rendezvous.barrier(STARTED)
+    return run_in_generation(run_file, process, workload, number=number, rounds=rounds)
+
+
+def run_in_generation(
+    run_file: RunFile, process: Process, workload: Workload, *, number: int, rounds: Rounds | None = None
+) -> Run:
+    """The run of this rank in generation `number`, of the ranks of `process.place`, before its state is restored.
+
+    `workload.model` becomes a part of it: a later generation needs another. Blocks until all ranks are here.
+    """
+    layout = run_file.layout.layout(process.place.world_size)
+    plan = microbatching(run_file, layout)
     mesh = build_mesh(
-        layout, place.rank, store=process.store, device=process.device, generation=number, wire=run_file.wire,
+        layout, process.place.rank, store=process.store, device=process.device, generation=number, wire=run_file.wire,
         conditions=process.conditions,
     )  # fmt: skip
     generation = _generation(run_file, process, workload, mesh, plan, rounds)
@@ -219,7 +231,8 @@ def _generation(
     return Generation(mesh, parts, plan, forward_backward, sync, gradients, agreement, coded)
 
 
-def _next_generation(run_file: RunFile) -> int:
+def next_generation(run_file: RunFile) -> int:
+    """The number after that of the newest generation in the run directory."""
     return read_facts(run_directory(run_file)).get("generation", -1) + 1
 
 

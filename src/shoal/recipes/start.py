@@ -48,6 +48,8 @@ class Planner:
 
 def processes_of(run_file: RunFile, environ: Mapping[str, str] = os.environ) -> int:
     """How many ranks to start: as the run file says, else the layout's product, else one per GPU, else two."""
+    if run_file.elastic is not None:
+        return run_file.elastic.max
     if run_file.run.processes is not None:
         run_file.layout.layout(run_file.run.processes)
         return run_file.run.processes
@@ -93,6 +95,17 @@ def run(
                 write_facts(directory, {"state": ""})  # that of the start before
             if lab is not None:
                 code = run_in_lab(lab, command, run_directory=logs, environ=environ, keep_fds=keep_fds)
+            elif run_file.elastic is not None:
+                from shoal.recipes.elastic.launch import run_elastic
+
+                code = run_elastic(
+                    command,
+                    run_file.elastic,
+                    steps=run_file.run.steps,
+                    run_directory=logs,
+                    environ=environ,
+                    keep_fds=keep_fds,
+                )
             else:
                 code = run_ranks(command, processes=processes, run_directory=logs, environ=environ, keep_fds=keep_fds)
         if code == OutOfMemory.exit_code and planner is not None:

@@ -36,6 +36,11 @@ def train_rank(
 
     `replay`: the directory of a run whose order of events at servers is repeated; at the end, weights are compared.
     """
+    if run_file.elastic is not None:
+        from shoal.recipes.elastic.replica import train_replica
+
+        train_replica(run_file, place, objects, forecast=forecast)
+        return
     directory = run_directory(run_file)
     with sinks_of(run_file, place) as sinks, ExitStack() as stack:
         rounds = rounds_of(run_file, place.rank, directory, replay)
@@ -55,7 +60,7 @@ def train_rank(
         train(job)  # if it raises, no save is waited for: another rank may be gone
         job.saver.close()
         if place.rank == 0:
-            _conclude(run, directory, sinks, forecast if job.progress.step > first else None)
+            conclude(run, directory, sinks, forecast if job.progress.step > first else None)
             if replay is not None:
                 sinks.note(check_replay(replay, directory))
 
@@ -83,7 +88,7 @@ def _predicted(run: Run, forecast: Forecast | None) -> dict[str, Any]:
     )
 
 
-def _conclude(run: Run, directory: Path, sinks: Sinks, forecast: Forecast | None) -> None:
+def conclude(run: Run, directory: Path, sinks: Sinks, forecast: Forecast | None) -> None:
     """What rank 0 does when training is over: text from the model, the bigram beside the loss.
 
     `forecast`: None if this start took no steps, and so measured nothing.

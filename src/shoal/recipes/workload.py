@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -50,15 +50,39 @@ def build_workload(
     Raises `UserCodeError` if the ranks built different models or data, or if the model takes statistics over whatever
     samples a rank happens to hold.
     """
+    workload = load_workload(
+        run_file, objects, device=process.device, environ=process.environ, layout=layout, micro_samples=micro_samples
+    )
+    require_same_code(process.place.rank, process.announce)
+    own = {"model": shapes_of(workload.model), "data": samples_of(workload.data)}
+    require_same(process.place.rank, process.announce, own)
+    return workload
+
+
+def load_workload(
+    run_file: RunFile,
+    objects: UserObjects,
+    *,
+    device: torch.device,
+    environ: Mapping[str, str],
+    layout: Layout,
+    micro_samples: int | None,
+) -> Workload:
+    """Builds it on this rank alone. Raises `UserCodeError`, as `build_workload` does for the model."""
     precision = precision_of(run_file.precision)
     skeleton = skeleton_of(run_file, objects)
-    model = skeleton or model_of(run_file, objects, device=process.device, dtype=precision.parameters)
+    model = skeleton or model_of(run_file, objects, device=device, dtype=precision.parameters)
     shares = layout.replicate * layout.shard
     if isinstance(run_file.model, TransformersConfig) and objects.model is None:
         check_plans(model, layout, sequence_parallel=run_file.layout.sequence_parallel)
     check_layout_independent(model, run_file, shares=shares, micro_samples=micro_samples)
-    loss, data = loss_of(run_file, objects), data_of(run_file, objects, process.environ)
-    require_same_code(process.place.rank, process.announce)
-    require_same(process.place.rank, process.announce, {"model": shapes_of(model), "data": samples_of(data)})
+    loss, data = loss_of(run_file, objects), data_of(run_file, objects, environ)
     optimizers = own_optimizers(objects.optimizers, model) if objects.optimizers else []
     return Workload(model, skeleton is not None, data, loss, precision, objects, optimizers)
+
+
+def with_new_model(workload: Workload, run_file: RunFile, device: torch.device) -> Workload:
+    """The same workload with a model that no generation has changed yet, before its first step."""
+    skeleton = skeleton_of(run_file, workload.objects)
+    model = skeleton or model_of(run_file, workload.objects, device=device, dtype=workload.dtype)
+    return replace(workload, model=model, drawn_later=skeleton is not None)

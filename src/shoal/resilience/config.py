@@ -11,7 +11,7 @@ class ElasticConfig(Table, frozen=True):
     """Replicas may come and go while the run trains."""
 
     min: Annotated[Positive, says("Fewest replicas that train; with fewer the run waits.")] = 1
-    max: Annotated[Positive, says("Most replicas that train; more stand by.")] = 1
+    max: Annotated[Positive, says("Most replicas that train; the launcher starts as many, more stand by.")] = 1
     policy: Annotated[
         Literal["available", "throughput", "price"],
         says(
@@ -26,6 +26,15 @@ class ElasticConfig(Table, frozen=True):
     price_file: Annotated[str | None, says("price: file that holds the present price, a number.")] = None
     silence_s: Annotated[float, says("Seconds without a heartbeat after which a rank is lost.", ge=1)] = 5.0
     accept_s: Annotated[float, says("Seconds that a replica may need to the end of its step.", ge=1)] = 300.0
+    wait_s: Annotated[
+        float, says("Seconds with fewer than `min` replicas after which the run ends with exit 3.", ge=1)
+    ] = 300.0
+    retries: Annotated[
+        int, says("Replicas that are started again in a row, without a step between, before the run ends.", ge=0)
+    ] = 3
+    fingerprint_every_steps: Annotated[
+        int, says("Every how many steps replicas compare fingerprints of their parameters; 0: never.", ge=0)
+    ] = 100
 
     def __post_init__(self) -> None:
         if self.min > self.max:

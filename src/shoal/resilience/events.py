@@ -23,10 +23,11 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
 
 
 class Join(Message, frozen=True):
-    """A replica of `ranks` ranks is up and can take part."""
+    """A replica of `ranks` ranks is up and can take part. `address`: where it hosts a store, as "host:port"."""
 
     replica: Name
     ranks: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 1
+    address: Annotated[str, msgspec.Meta(max_length=255)] = ""
 
 
 class Heartbeat(Message, frozen=True):
@@ -130,6 +131,7 @@ class View(Message, frozen=True):
 
     `holders` have the state after `step`, at `position`; the other members copy it from one of them, which may be a
     replica that leaves. Without holders all members load the newest checkpoint. `committed` as in `Pulse`.
+    `addresses` are those that the members joined with, in their order.
     """
 
     number: int
@@ -139,6 +141,7 @@ class View(Message, frozen=True):
     step: int
     position: int
     committed: int
+    addresses: tuple[str, ...] = ()
 
     @property
     def pulse(self) -> Pulse:
@@ -159,6 +162,7 @@ Answer = Pulse | View | Refusal
 class Admitted(Message, frozen=True):
     replica: str
     ranks: int
+    address: str = ""
 
 
 class Fenced(Message, frozen=True):

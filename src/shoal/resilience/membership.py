@@ -63,6 +63,7 @@ class Replica:
 
     ranks: int
     since_s: float
+    address: str = ""
     seen_s: list[float] = field(default_factory=list)
     progress: list[int] = field(default_factory=list)
     accepted: ev.Accept | None = None
@@ -137,6 +138,7 @@ class Membership:
         return ev.View(
             self.number, self.generation, self.members, self.holders,
             self.formed_step, self.formed_position, self.ledger.step if self.known else 0,
+            tuple(self.replicas[name].address if name in self.replicas else "" for name in self.members),
         )  # fmt: skip
 
     @property
@@ -147,7 +149,7 @@ class Membership:
     def snapshot(self) -> tuple[ev.Decision, ...]:
         """Few decisions that lead to the same state as all that were made: what the journal is shortened to."""
         kept: list[ev.Decision] = [ev.Scaled(self.target)]
-        kept += [ev.Admitted(name, replica.ranks) for name, replica in self.replicas.items()]
+        kept += [ev.Admitted(name, replica.ranks, replica.address) for name, replica in self.replicas.items()]
         kept += self.fenced.values()
         if self.generation:
             kept.append(ev.Formed(self.generation, self.members, self.holders, self.formed_step, self.formed_position))
@@ -194,7 +196,7 @@ class Membership:
     def _join(self, event: ev.Join) -> ev.Refusal | None:
         known = self.replicas.get(event.replica)
         if known is None:
-            self._decide(ev.Admitted(event.replica, event.ranks))
+            self._decide(ev.Admitted(event.replica, event.ranks, event.address))
         elif known.ranks != event.ranks:
             return ev.Refusal(
                 f"replica {event.replica} joins with {event.ranks} ranks, and has joined with {known.ranks}: "
@@ -350,8 +352,9 @@ class Membership:
     def _apply(self, decision: ev.Decision) -> None:
         """The only place where what must outlive the coordinator changes."""
         match decision:
-            case ev.Admitted(name, ranks):
-                self.replicas[name] = Replica(ranks, self._now_s, [self._now_s] * ranks, [0] * ranks)
+            case ev.Admitted(name, ranks, address):
+                now_s = self._now_s
+                self.replicas[name] = Replica(ranks, now_s, address, [now_s] * ranks, [0] * ranks)
             case ev.Fenced(name):
                 self.replicas.pop(name, None)
                 self.fenced[name] = decision

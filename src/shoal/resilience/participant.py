@@ -26,10 +26,12 @@ class FencedOut(CollectiveError):
 
 @dataclass
 class Participant:
-    """`step` and `position`: the state after that step, or None without state. `generation` is the one it is in."""
+    """`step` and `position`: the state after that step, or None without state. `generation` is the one it is in.
+    `address`: where it hosts a store."""
 
     replica: str
     ranks: int = 1
+    address: str = ""
     step: int | None = None
     position: int = 0
     generation: int = 0
@@ -105,6 +107,10 @@ class Participant:
         if self.view is not None and not self.view.holders:
             self.restored = Restored(self.replica, self.generation, step, position)
 
+    def dropped(self) -> None:
+        """The state is lost: a step failed after it had begun to change it."""
+        self.step = None
+
     def applied(self, *, stop: int, fingerprint: int = 0, step_s: float = 0.0) -> None:
         """The next step was applied, with all members, on the positions up to `stop`.
 
@@ -129,7 +135,7 @@ class Participant:
         if self.fenced:
             return []
         if not self.admitted:
-            return [Join(self.replica, self.ranks)]
+            return [Join(self.replica, self.ranks, self.address)]
         said: list[Event] = []
         if self.restored is not None and self.heard.generation == self.generation:
             said.append(self.restored)

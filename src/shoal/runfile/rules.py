@@ -15,6 +15,7 @@ from shoal.errors import ConfigError
 from shoal.models.config import GPTConfig, MoEConfig
 from shoal.models.huggingface.config import TransformersConfig, vocabulary_of
 from shoal.optim.config import SGD
+from shoal.runfile.elastic_rules import elastic_refusal
 from shoal.runfile.layout_rules import layout_refusal
 from shoal.runfile.microbatches import microbatch_sizes, most_samples
 from shoal.runfile.run_file import RunFile, statistics_group
@@ -44,6 +45,7 @@ def refusal(run_file: RunFile) -> str | None:
         wire_refusal,
         sync_refusal,
         division_refusal,
+        elastic_refusal,
     ):
         sentence = rule(run_file)
         if sentence is not None:

@@ -22,6 +22,7 @@ from shoal.models.config import ModelConfig, PythonModel
 from shoal.observe.config import ObserveConfig
 from shoal.optim.config import AdamW, OptimizerConfig, Schedule
 from shoal.parallel.config import ContextConfig, PipelineConfig
+from shoal.resilience.config import ElasticConfig
 from shoal.sync.config import AllReduceConfig, SyncConfig
 from shoal.topology.config import LayoutConfig
 
@@ -77,6 +78,9 @@ class RunFile(Table, frozen=True):
     gradients: GradientsConfig = GradientsConfig()
     codec: CodecConfig = NoCodec()
     sync: SyncConfig = AllReduceConfig()
+    elastic: Annotated[
+        ElasticConfig | None, says("Replicas come and go while the run trains; without this table, none does.")
+    ] = None
     memory: MemoryConfig = MemoryConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()

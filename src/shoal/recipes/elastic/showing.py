@@ -1,0 +1,101 @@
+"""What an elastic run shows and records while its ranks change: a replica's sinks, and who trains since when."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from shoal.observe.ending import ending_of
+from shoal.observe.facts import read_facts, write_facts
+from shoal.observe.sink import Sinks
+from shoal.recipes.facts import run_facts
+from shoal.recipes.job import run_start, sinks_of, write_run_file
+from shoal.recipes.run import Run
+from shoal.resilience.events import View
+from shoal.runfile.run_file import RunFile
+
+MOST_LISTED = 200
+"""Changes of the membership that the facts of a run keep: the newest."""
+
+
+class Showing:
+    """The sinks of one replica. `rank` changes from one generation to the next; rank 0 writes to `terminal_fd`."""
+
+    def __init__(self, run_file: RunFile, directory: Path, terminal_fd: int) -> None:
+        self._run_file, self._directory, self._terminal_fd = run_file, directory, terminal_fd
+        self._sinks: Sinks | None = None
+        self._rank = -1
+        self._terminal: TextIO | None = None
+        self._members: tuple[str, ...] = ()
+        self._started = False
+
+    def of(self, run: Run) -> Sinks:
+        """The sinks of this rank: those that it has, if its rank is the same."""
+        place = run.process.place
+        if self._sinks is None or self._rank != place.rank:
+            self.finish(None)
+            self._sinks, self._rank = sinks_of(self._run_file, place, stream=self._stream(place.rank)), place.rank
+            self._started = False
+        return self._sinks
+
+    def begin(self, run: Run, sinks: Sinks, view: View) -> None:
+        """A generation begins, and all its ranks have the state."""
+        step = run.state.progress.step
+        sentence = membership_sentence(self._members, view.members, most=self._most, step=step)
+        start = replace(run_start(run), membership=sentence)
+        if self._rank == 0:
+            self._write(run, sinks, {"step": step, "replicas": len(view.members), "change": sentence})
+        if self._started:
+            sinks.generation(start)
+        else:
+            sinks.start(start if self._members else replace(start, membership=""))
+            self._started = True
+        values = {"membership/replicas": len(view.members), "membership/generation": view.generation}
+        sinks.record(step, values, time_s=time.time())
+        self._members = view.members
+
+    def note(self, text: str) -> None:
+        """A sentence for the log of this replica."""
+        if self._sinks is not None:
+            self._sinks.note(text)
+
+    def finish(self, error: BaseException | None) -> None:
+        """The run is over, or this replica's rank is another from now on: no rank but 0 says how the run ended."""
+        if self._sinks is not None:
+            self._sinks.finish(ending_of(error))
+            self._sinks = None
+
+    @property
+    def _most(self) -> int:
+        return self._run_file.elastic.max if self._run_file.elastic is not None else 1
+
+    def _stream(self, rank: int) -> TextIO | None:
+        if rank != 0:
+            return None
+        if self._terminal is None:
+            self._terminal = os.fdopen(os.dup(self._terminal_fd), "w", encoding="utf-8")
+        return self._terminal
+
+    def _write(self, run: Run, sinks: Sinks, change: dict[str, Any]) -> None:
+        if not self._started:
+            write_run_file(run, self._directory, sinks)
+        listed = read_facts(self._directory).get("membership", [])
+        change = {"generation": run.mesh.generation, **change}
+        write_facts(self._directory, run_facts(run) | {"membership": [*listed, change][-MOST_LISTED:]})
+
+
+def membership_sentence(before: tuple[str, ...], now: tuple[str, ...], *, most: int, step: int) -> str:
+    """Who trains from the step after `step` on: "3 of 4 replicas; rank 2 left after step 120". "" at the start."""
+    if not before:
+        return f"{len(now)} of {most} replicas" if len(now) < most else ""
+    gone = [f"rank {rank}" for rank, name in enumerate(before) if name not in now]
+    new = [f"rank {rank}" for rank, name in enumerate(now) if name not in before]
+    parts = [f"{len(now)} of {most} replicas"]
+    if gone:
+        parts.append(f"{', '.join(gone)} lost after step {step}")
+    if new:
+        parts.append(f"{', '.join(new)} joined after step {step}")
+    return "; ".join(parts)

@@ -1,0 +1,49 @@
+"""The rules between `[elastic]` and the other tables. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shoal.codec.config import NoCodec
+from shoal.resilience.config import ElasticConfig
+from shoal.runfile.run_file import RunFile, statistics_group, with_processes
+from shoal.runfile.sync_rules import sync_refusal
+from shoal.sync.config import AllReduceConfig
+
+
+def elastic_refusal(run_file: RunFile) -> str | None:
+    """One sentence if replicas of this run cannot come and go; None where they can, or without `[elastic]`."""
+    return None if run_file.elastic is None else next(_refusals(run_file, run_file.elastic), None)
+
+
+def _refusals(run_file: RunFile, elastic: ElasticConfig) -> Iterator[str]:
+    run, layout, most = run_file.run, run_file.layout, elastic.max
+    fewest = most * statistics_group(run_file)
+    if run.processes not in (None, most):
+        yield f"run.processes = {run.processes} with elastic.max = {most}: the launcher starts max; leave one out"
+    if layout.replicate is not None:
+        yield (
+            f"layout.replicate = {layout.replicate} with [elastic]: the number of replicas changes; leave it out, and "
+            "set elastic.min and elastic.max"
+        )
+    if layout.shard * layout.pipeline * layout.context * layout.tensor > 1:
+        yield "[elastic] with a replica of several ranks: replicas that come and go have one; leave [layout] out"
+    if elastic.policy != "available":
+        yield f'elastic.policy = "{elastic.policy}": `shoal train` takes all replicas that are there; leave it out'
+    if not isinstance(run_file.sync, AllReduceConfig):
+        yield f'sync.kind = "{type(run_file.sync).__struct_config__.tag}" with [elastic]: set sync.kind = "allreduce"'
+    for replicas in range(elastic.min, most + 1):
+        if (refusal := sync_refusal(with_processes(run_file, replicas))) is not None:
+            yield f"[elastic] with {elastic.min} to {most} replicas: {refusal}"
+    if not isinstance(run_file.codec, NoCodec):
+        yield "[codec] with [elastic]: a lost replica would take its error feedback along; leave [codec] out"
+    if run_file.gradients.schedule == "priority":
+        yield (
+            'gradients.schedule = "priority" with [elastic]: an update must be made whole, between two steps; leave '
+            "the schedule out"
+        )
+    if run_file.batch.global_samples < fewest:
+        yield (
+            f"batch.global_samples = {run_file.batch.global_samples} with elastic.max = {most}: each replica needs at "
+            f"least {statistics_group(run_file)} of a step; raise it to {fewest} or more, or lower elastic.max"
+        )

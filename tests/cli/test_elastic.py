@@ -1,0 +1,228 @@
+"""`shoal train` with `[elastic]`: real replicas, real signals. A run through losses and joins is compared with an
+undisturbed one, in float64, where the order of summation shows in the last digits alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shoal.data.order import Order
+from tests.cli.project import OWN, RUN, Project, ranks_of
+
+STOPPED = 75
+LOSS_TOLERANCE = 1e-9
+"""Relative, in float64 with SGD: another order of summation shows in the last digits alone."""
+PACED = """
+
+class Paced(Logging):
+    # Steps take as long as the file `pace` says, in seconds; where a file `flip` names this rank, one bit changes.
+    def forward(self, x):
+        if self.training:
+            time.sleep(float(open("pace").read()))
+            if os.path.exists("flip") and open("flip").read() == RANK:
+                os.remove("flip")
+                with torch.no_grad():
+                    self.layers[0].weight.view(torch.int64)[0, 0] ^= 1 << 20
+        return super().forward(x)
+
+
+def paced():
+    return Paced()
+"""
+SAMPLES, BATCH, STEPS = 30, 6, 150
+TABLES = """
+[precision]
+kind = "float64"
+[elastic]
+min = 1
+max = 3
+silence_s = 4
+wait_s = 20
+fingerprint_every_steps = 3
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Project:
+    (tmp_path / "own.py").write_text(OWN + PACED)
+    (tmp_path / "pace").write_text("0")
+    table = RUN.replace("global_samples = 5", f"global_samples = {BATCH}").replace("steps = 9", f"steps = {STEPS}")
+    table = table.replace("own:model", "own:paced").replace('"adamw"', '"sgd"')
+    (tmp_path / "run.toml").write_text(table.replace("every_steps = 1", "every_steps = 50") + TABLES)
+    (tmp_path / "fixed.toml").write_text((tmp_path / "run.toml").read_text().partition("[elastic]")[0])
+    return Project(tmp_path)
+
+
+def replicas_of(launcher: subprocess.Popen[str]) -> dict[int, int]:
+    """The pids of a launcher's replicas, by their slots."""
+    found = {}
+    for pid in ranks_of(launcher):
+        environ = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+        found[int(next(line for line in environ if line.startswith("RANK=")).partition("=")[2])] = pid
+    return found
+
+
+def start(own: Project, *overrides: str) -> subprocess.Popen[str]:
+    """The run, at a pace that leaves time for what happens to it, in its first steps."""
+    set_pace(own, 0.2)
+    running = own.start("train", "run.toml", *overrides)
+    own.wait_for_step(3)
+    return running
+
+
+def set_pace(own: Project, pause_s: float) -> None:
+    """From the next step on, every one pauses for so long; a reader finds a whole number at any time."""
+    (own.folder / "next-pace").write_text(str(pause_s))
+    (own.folder / "next-pace").replace(own.folder / "pace")
+
+
+def to_the_end(own: Project, running: subprocess.Popen[str]) -> int:
+    """The exit code of the run, which needs to wait for nothing any more."""
+    set_pace(own, 0.0)
+    return running.wait(60)
+
+
+def wait_for(own: Project, pattern: str, *, timeout_s: float = 60.0) -> None:
+    """Until the run has said something that matches `pattern`."""
+    deadline_s = time.monotonic() + timeout_s
+    while not re.search(pattern, own.said()):
+        assert time.monotonic() < deadline_s, f"{pattern!r} did not come:\n{own.said()}"
+        time.sleep(0.02)
+
+
+def used_ids(own: Project) -> list[int]:
+    """The samples of the steps that count, in order: of a step that was taken again, those of its last time."""
+    lines = [json.loads(line) for line in (own.folder / "used.jsonl").read_text().splitlines()]
+    by_step: dict[int, list[int]] = {}
+    for line in reversed(lines):
+        found = by_step.setdefault(line["step"], [])
+        if len(found) < BATCH:
+            found.extend(reversed(line["ids"]))
+    return [sample for step in sorted(by_step) for sample in sorted(by_step[step])]
+
+
+def expected_ids(steps: int) -> list[int]:
+    order = Order(SAMPLES, seed=0).ids(np.arange(steps * BATCH)).reshape(steps, BATCH)
+    return np.sort(order, axis=1).ravel().tolist()
+
+
+def undisturbed(own: Project) -> dict[int, float]:
+    """The losses of the same run on one rank that nothing happens to."""
+    done = own.shoal("train", "fixed.toml", "run.processes=1", "run.directory=plain")
+    assert done.returncode == 0, done.stderr
+    (own.folder / "used.jsonl").unlink()
+    return own.losses("plain")
+
+
+def test_killed_replicas_are_replaced_and_the_losses_stay_the_same(own: Project) -> None:
+    """kill -9 of a replica, growth back to full size, kill -9 of rank 0: the other processes go on, every sample is
+    used once, and the losses are those of an undisturbed run."""
+    plain = undisturbed(own)
+    running = start(own)
+    first = replicas_of(running)
+    os.kill(first[1], signal.SIGKILL)
+    wait_for(own, r"2 of 3 replicas; rank \d lost after step")
+    wait_for(own, r"3 of 3 replicas; rank 2 joined after step")
+    second = replicas_of(running)
+    assert {slot for slot in first if second[slot] != first[slot]} == {1}, "survivors were restarted"
+    os.kill(second[0], signal.SIGKILL)
+    wait_for(own, r"(?s)3 of 3.*2 of 3 replicas; rank \d lost after step")
+    assert to_the_end(own, running) == 0, own.said()
+    assert own.losses() == pytest.approx(plain, rel=LOSS_TOLERANCE)
+    assert used_ids(own) == expected_ids(STEPS)
+    facts = json.loads((own.folder / "runs/own/facts.json").read_text())
+    assert [change["replicas"] for change in facts["membership"]][:4] == [3, 2, 3, 2]
+
+
+@pytest.mark.stress
+def test_a_stopped_replica_is_fenced_and_replaced(own: Project) -> None:
+    """SIGSTOP: noticed by its silence, its process is ended, another takes its slot."""
+    plain = undisturbed(own)
+    running = start(own)
+    os.kill(replicas_of(running)[2], signal.SIGSTOP)
+    wait_for(own, r"replica-2-\w+ is fenced: its rank 0 was silent for")
+    wait_for(own, r"3 of 3 replicas; rank 2 joined after step")
+    assert to_the_end(own, running) == 0, own.said()
+    assert own.losses() == pytest.approx(plain, rel=LOSS_TOLERANCE)
+    assert used_ids(own) == expected_ids(STEPS)
+
+
+@pytest.mark.stress
+def test_a_replica_that_is_asked_to_leave_hands_over(own: Project) -> None:
+    """SIGTERM of one replica: it ends with 75 between two steps, nobody takes its place, no step is taken twice."""
+    plain = undisturbed(own)
+    running = start(own)
+    os.kill(replicas_of(running)[0], signal.SIGTERM)
+    wait_for(own, r"2 of 3 replicas; rank \d lost after step")
+    assert to_the_end(own, running) == 0, own.said()
+    assert "takes its place" not in own.said()
+    assert own.losses() == pytest.approx(plain, rel=LOSS_TOLERANCE)
+    lines = [json.loads(line) for line in (own.folder / "used.jsonl").read_text().splitlines()]
+    assert sum(len(line["ids"]) for line in lines) == STEPS * BATCH
+
+
+@pytest.mark.stress
+def test_the_launcher_stops_the_run_and_the_same_command_goes_on(own: Project) -> None:
+    """SIGTERM of the launcher: a checkpoint, exit 75; the next start goes on from it."""
+    plain = undisturbed(own)
+    running = start(own)
+    running.send_signal(signal.SIGTERM)
+    assert running.wait(60) == STOPPED, own.said()
+    set_pace(own, 0.0)
+    again = own.shoal("train", "run.toml")
+    assert again.returncode == 0, again.stderr
+    assert "going on from the checkpoint of step" in again.stdout
+    assert own.losses() == pytest.approx(plain, rel=LOSS_TOLERANCE)
+    assert used_ids(own) == expected_ids(STEPS)
+
+
+@pytest.mark.stress
+def test_a_replica_with_a_flipped_bit_is_named_and_healed(own: Project) -> None:
+    """One bit of one weight: the fingerprints after a step name the replica, and another takes over from the others."""
+    running = start(own)
+    (own.folder / "flip").write_text("2")
+    wait_for(own, r"replica-2-\w+ is fenced: its parameters after step \d+ differ from the majority's")
+    wait_for(own, r"3 of 3 replicas; rank 2 joined after step")
+    assert to_the_end(own, running) == 0, own.said()
+    assert used_ids(own) == expected_ids(STEPS)
+
+
+@pytest.mark.stress
+def test_of_two_replicas_that_differ_none_goes_on(own: Project) -> None:
+    """Nobody can say which of the two is right: exit 6 with a sentence, and nothing of it is saved."""
+    running = start(own, "elastic.max=2")
+    (own.folder / "flip").write_text("1")
+    assert running.wait(60) == 6, own.said()
+    assert "no majority says whose are right" in own.said()
+    assert not (own.folder / "runs/own/checkpoints/latest").exists()
+
+
+@pytest.mark.stress
+def test_too_few_replicas_end_the_run_with_a_sentence(own: Project) -> None:
+    """Below `min`, and nothing that is started again takes a step: exit 3, and how to go on."""
+    running = start(own, "elastic.min=3", "elastic.retries=0")
+    os.kill(replicas_of(running)[1], signal.SIGKILL)
+    assert running.wait(60) == 3, own.said()
+    assert "2 of at least 3 replicas are left" in own.said()
+
+
+def test_what_cannot_be_elastic_is_refused(own: Project) -> None:
+    """A sentence before any process starts."""
+    for override, said in (
+        ("elastic.min=4", "min = 4 is more than max = 3"),
+        ("run.processes=2", "run.processes = 2 with elastic.max = 3"),
+        ("layout.replicate=3", "layout.replicate = 3 with [elastic]"),
+        ("layout.shard=3", "a replica of several ranks"),
+        ("batch.global_samples=2", "batch.global_samples = 2"),
+    ):
+        refused = own.shoal("train", "run.toml", override)
+        assert refused.returncode == 2, override
+        assert said in refused.stderr
