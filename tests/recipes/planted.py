@@ -273,14 +273,14 @@ def buffers_not_rewound(rank: int) -> Iterator[None]:
 @contextmanager
 def decay_left_out(rank: int) -> Iterator[None]:
     """The layout's optimizer does not decay weights."""
-    from shoal.recipes import assembly
+    from shoal.recipes import run_state
 
-    original = assembly.build_optimizer
+    original = run_state.build_optimizer
 
     def undecayed(config: Any, parameters: Any, **others: Any) -> Any:
         return original(config, [(name, parameter, False) for name, parameter, _ in parameters], **others)
 
-    with patch.object(assembly, "build_optimizer", undecayed):
+    with patch.object(run_state, "build_optimizer", undecayed):
         yield
 
 

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import Store
 from shoal.comm.conditions import Conditions
 from shoal.errors import EnvironmentFault
 from shoal.launch.environment import Place
-from shoal.launch.rendezvous import Rendezvous, interface_for, open_store
+from shoal.launch.rendezvous import STARTED, Rendezvous, interface_for, open_store
 from shoal.recipes.lab import conditions_from
 from shoal.recipes.sameness import require_same_start
 from shoal.runfile.run_file import RunFile, in_canonical_order
@@ -34,6 +34,10 @@ class Process:
     def announce(self, key: str, find: Callable[[], str]) -> str:
         """What rank 0 finds, on every rank."""
         return self.rendezvous.announce(key, find)
+
+    def wait_for_all(self) -> None:
+        """Until every rank has built what it trains. A rank that failed before says why to the others here."""
+        self.rendezvous.barrier(STARTED)
 
     @property
     def conditions(self) -> Conditions | None:

@@ -27,23 +27,16 @@ from shoal.engine.precision import scaler_of
 from shoal.engine.state import TrainState
 from shoal.engine.step import TrainStep
 from shoal.launch.environment import Place
-from shoal.launch.rendezvous import STARTED
 from shoal.observe.facts import read_facts
 from shoal.observe.progress_bar import ProgressBar, track
 from shoal.optim.schedule import peak_rate, rate
-from shoal.recipes.assembly import (
-    Generation,
-    build_agreement,
-    build_run_gradients,
-    build_run_sync,
-    build_state,
-    coded_exchanges,
-)
-from shoal.recipes.microbatching import Microbatching, microbatching
+from shoal.recipes.generation import Generation, build_generation
+from shoal.recipes.microbatching import microbatching
 from shoal.recipes.objects import UserObjects
 from shoal.recipes.process import Process, open_process
 from shoal.recipes.reading import reader_opener
-from shoal.recipes.splitting import build_forward_backward, divided, draw_parts, trained_in
+from shoal.recipes.run_state import build_state
+from shoal.recipes.splitting import trained_in
 from shoal.recipes.train_step import build_step
 from shoal.recipes.workload import Workload, build_workload
 from shoal.runfile.run_file import RunFile, run_directory, statistics_group
@@ -165,7 +158,7 @@ def open_run(
     plan = microbatching(run_file, layout)
     workload = build_workload(run_file, process, objects or UserObjects(), layout=layout, micro_samples=plan.samples)
     number = int(process.announce("generation", lambda: str(next_generation(run_file))))
-    process.rendezvous.barrier(STARTED)
+    process.wait_for_all()
     return run_in_generation(run_file, process, workload, number=number, rounds=rounds)
 
 
@@ -182,66 +175,13 @@ def run_in_generation(
         layout, process.place.rank, store=process.store, device=process.device, generation=number, wire=run_file.wire,
         conditions=process.conditions,
     )  # fmt: skip
-    generation = _generation(run_file, process, workload, mesh, plan, rounds)
+    generation = build_generation(run_file, process, workload, mesh, plan, rounds)
     scaler = scaler_of(run_file.precision)
     state = build_state(run_file, generation, workload, scaler)
     step = build_step(run_file, generation, generation.agreement.stepped_by(state.optimizer.optimizer), scaler)
     return Run(run_file, process, workload, generation, state, step)
 
 
-def _generation(
-    run_file: RunFile,
-    process: Process,
-    workload: Workload,
-    mesh: Mesh,
-    plan: Microbatching,
-    rounds: Rounds | None,
-) -> Generation:
-    model = workload.model
-    if not workload.drawn_later:
-        _start_equal(model, mesh)
-    parts = divided(run_file, model, mesh, in_flight=plan.in_flight)
-    if workload.drawn_later:
-        draw_parts(parts.split, seed=run_file.run.seed, device=process.device, dtype=workload.dtype)
-    if run_file.run.compile:
-        model.compile()
-    forward_backward = build_forward_backward(
-        run_file, parts, mesh, loss=workload.loss, precision=workload.precision, microbatching=plan
-    )
-    sync = build_run_sync(run_file, mesh)
-    coded, equal = coded_exchanges(run_file, mesh), sync.keeps_replicas_equal
-    gradients = build_run_gradients(
-        run_file,
-        parts,
-        mesh,
-        sync,
-        exchange=(coded if equal else None) or sync.exchange,
-        one_host=process.place.one_host,
-        optimizers=workload.optimizers,
-    )
-    agreement = build_agreement(
-        run_file,
-        parts,
-        gradients,
-        sync,
-        exchange=None if equal else coded,
-        rounds=rounds,
-        optimizers=workload.optimizers,
-    )
-    return Generation(mesh, parts, plan, forward_backward, sync, gradients, agreement, coded)
-
-
 def next_generation(run_file: RunFile) -> int:
     """The number after that of the newest generation in the run directory."""
     return read_facts(run_directory(run_file)).get("generation", -1) + 1
-
-
-def _start_equal(model: nn.Module, mesh: Mesh) -> None:
-    """Every rank takes rank 0's parameters and buffers: a user's module may have been drawn from anything."""
-    if mesh.world.size == 1:
-        return
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            whole = tensor.data.contiguous()
-            mesh.world.broadcast(torch.view_as_real(whole) if whole.is_complex() else whole, root=0).wait()
-            tensor.data.copy_(whole)

@@ -16,7 +16,7 @@ from shoal.engine.updates import AtOnce, ByBucket, ByMicrobatch, UpdatePolicy
 from shoal.errors import ConfigError, UserCodeError
 from shoal.gradients.priority import PriorityGradients
 from shoal.parallel.pipeline.stages import Stages
-from shoal.recipes.assembly import Generation
+from shoal.recipes.generation import Generation
 from shoal.recipes.splitting import trained_in
 from shoal.runfile.run_file import RunFile
 from shoal.topology.axes import Axis

@@ -1,4 +1,4 @@
-"""What the assembly of a run decides by where the ranks are."""
+"""How the gradients of a run depend on where its ranks are."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def bucket_size(place, folder: str, ranks_of_a_host: int, asked: dict[str, int])
             found.append(config)
             return build_gradients(config, *rest, **named)
 
-        patch.setattr("shoal.recipes.assembly.build_gradients", build)
+        patch.setattr("shoal.recipes.run_gradients.build_gradients", build)
         open_run(run_file, here, store=place.store)
     return found[0].bucket_size
 

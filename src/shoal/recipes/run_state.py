@@ -1,22 +1,12 @@
-"""From the run file's tables to the parts that train: gradients, the strategy's agreement, the state."""
+"""The state of a run on one rank: what its checkpoints hold, by sections."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from functools import partial
 
 import torch
 
-from shoal.codec.config import AutoConfig, DGCConfig, NoCodec
-from shoal.comm.exchanges.choice import Choice
-from shoal.comm.exchanges.coded import Coded, CodedExchanges
-from shoal.comm.exchanges.exchange import AllReduce, NewExchange
-from shoal.comm.exchanges.momentum_corrected import MomentumCorrected
-from shoal.comm.mesh import Mesh
-from shoal.config.table import implementation_of
 from shoal.engine.extra_state import ExtraSection
-from shoal.engine.forward_backward import ForwardBackward
 from shoal.engine.precision import LossScaler
 from shoal.engine.state import (
     FactsSection,
@@ -28,82 +18,15 @@ from shoal.engine.state import (
     held_pieces,
 )
 from shoal.errors import ConfigError
-from shoal.gradients.gradients import Gradients
 from shoal.gradients.residuals import ResidualSection
-from shoal.optim.adopt import OwnOptimizer
 from shoal.optim.build import build_optimizer
 from shoal.optim.config import Slot
 from shoal.optim.schedule import peak_rate
-from shoal.recipes.microbatching import Microbatching
-from shoal.recipes.run_gradients import build_run_gradients as build_run_gradients
+from shoal.recipes.generation import Generation
 from shoal.recipes.run_gradients import zero_of
-from shoal.recipes.splitting import Divided
 from shoal.recipes.workload import Workload
 from shoal.runfile.run_file import RunFile
 from shoal.state.section import Section
-from shoal.sync.build import build_sync
-from shoal.sync.event_order import Rounds
-from shoal.sync.strategy import Agreement, Replica, Sync
-
-
-@dataclass(frozen=True)
-class Generation:
-    """What stands on one membership: a change of it makes another one. `coded` makes exchanges with a codec."""
-
-    mesh: Mesh
-    parts: Divided
-    microbatching: Microbatching
-    forward_backward: ForwardBackward
-    sync: Sync
-    gradients: Gradients
-    agreement: Agreement
-    coded: CodedExchanges | None = None
-
-
-def coded_exchanges(run_file: RunFile, mesh: Mesh) -> CodedExchanges | None:
-    """What makes exchanges between ranks of `mesh` with the codec of `[codec]`; None without one."""
-    config = run_file.codec
-    if isinstance(config, NoCodec):
-        return None
-    new = Coded
-    if isinstance(config, DGCConfig):
-        new = partial(MomentumCorrected, momentum=config.momentum, clip_norm=config.clip_norm)
-    if isinstance(config, AutoConfig):
-        candidates = {name: implementation_of(one)(one) for name, one in config.candidates.items()}
-        every = config.measure_every if mesh.spans_hosts else None
-        codec = partial(Choice, candidates, every=every)
-    else:
-        codec = implementation_of(config)(config)
-    return CodedExchanges(codec, feedback=config.feedback, seed=run_file.run.seed, levels=mesh.levels, new=new)
-
-
-def build_run_sync(run_file: RunFile, mesh: Mesh) -> Sync:
-    """The strategy that the run file asks for. Every rank calls it at the same point: it may open groups."""
-    return build_sync(run_file.sync, mesh)
-
-
-def build_agreement(
-    run_file: RunFile,
-    parts: Divided,
-    gradients: Gradients,
-    sync: Sync,
-    *,
-    exchange: NewExchange | None = None,
-    rounds: Rounds | None = None,
-    optimizers: Sequence[OwnOptimizer] = (),
-) -> Agreement:
-    """The running side of the strategy, on the parameters that this rank's optimizer updates.
-
-    Replicas that agree on what they changed sum it by `exchange`; None: as it is. `rounds`: see `Replica`. `optimizers`
-    are a script's own.
-    """
-    model = parts.split.model
-    saved = model.state_dict(keep_vars=True)
-    buffers = [b for name, b in model.named_buffers() if name in saved and b.is_floating_point()]
-    whole = any(optimizer.works_on == "matrices" for optimizer in optimizers or [run_file.optimizer])
-    return sync.agreement(
-        Replica(gradients.owned, gradients.gather, buffers, run_file.run.steps, whole, exchange or AllReduce, rounds)
-    )
 
 
 def build_state(run_file: RunFile, generation: Generation, workload: Workload, scaler: LossScaler) -> TrainState:

@@ -1,0 +1,118 @@
+"""`Generation`: what a rank has for as long as the membership lasts, and how it is built."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shoal.comm.exchanges.coded import CodedExchanges
+from shoal.comm.exchanges.exchange import AllReduce, NewExchange
+from shoal.comm.mesh import Mesh
+from shoal.engine.forward_backward import ForwardBackward
+from shoal.gradients.gradients import Gradients
+from shoal.optim.adopt import OwnOptimizer
+from shoal.recipes.coding import coded_exchanges
+from shoal.recipes.microbatching import Microbatching
+from shoal.recipes.process import Process
+from shoal.recipes.run_gradients import build_run_gradients
+from shoal.recipes.splitting import Divided, build_forward_backward, divided, draw_parts
+from shoal.recipes.workload import Workload
+from shoal.runfile.run_file import RunFile
+from shoal.sync.build import build_sync
+from shoal.sync.event_order import Rounds
+from shoal.sync.strategy import Agreement, Replica, Sync
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What stands on one membership: a change of it makes another one. `coded` makes exchanges with a codec."""
+
+    mesh: Mesh
+    parts: Divided
+    microbatching: Microbatching
+    forward_backward: ForwardBackward
+    sync: Sync
+    gradients: Gradients
+    agreement: Agreement
+    coded: CodedExchanges | None = None
+
+
+def build_generation(
+    run_file: RunFile,
+    process: Process,
+    workload: Workload,
+    mesh: Mesh,
+    plan: Microbatching,
+    rounds: Rounds | None,
+) -> Generation:
+    """This rank's part of it. Blocks until all ranks of `mesh` are here; the model becomes a part of it."""
+    model = workload.model
+    if not workload.drawn_later:
+        _start_equal(model, mesh)
+    parts = divided(run_file, model, mesh, in_flight=plan.in_flight)
+    if workload.drawn_later:
+        draw_parts(parts.split, seed=run_file.run.seed, device=process.device, dtype=workload.dtype)
+    if run_file.run.compile:
+        model.compile()
+    forward_backward = build_forward_backward(
+        run_file, parts, mesh, loss=workload.loss, precision=workload.precision, microbatching=plan
+    )
+    sync = build_sync(run_file.sync, mesh)
+    coded, equal = coded_exchanges(run_file, mesh), sync.keeps_replicas_equal
+    gradients = build_run_gradients(
+        run_file,
+        parts,
+        mesh,
+        sync,
+        exchange=(coded if equal else None) or sync.exchange,
+        one_host=process.place.one_host,
+        optimizers=workload.optimizers,
+    )
+    agreement = _agreement(
+        run_file,
+        parts,
+        gradients,
+        sync,
+        exchange=None if equal else coded,
+        rounds=rounds,
+        optimizers=workload.optimizers,
+    )
+    return Generation(mesh, parts, plan, forward_backward, sync, gradients, agreement, coded)
+
+
+def _agreement(
+    run_file: RunFile,
+    parts: Divided,
+    gradients: Gradients,
+    sync: Sync,
+    *,
+    exchange: NewExchange | None = None,
+    rounds: Rounds | None = None,
+    optimizers: Sequence[OwnOptimizer] = (),
+) -> Agreement:
+    """The running side of the strategy, on the parameters that this rank's optimizer updates.
+
+    Replicas that agree on what they changed sum it by `exchange`; None: as it is. `rounds`: see `Replica`. `optimizers`
+    are a script's own.
+    """
+    model = parts.split.model
+    saved = model.state_dict(keep_vars=True)
+    buffers = [b for name, b in model.named_buffers() if name in saved and b.is_floating_point()]
+    whole = any(optimizer.works_on == "matrices" for optimizer in optimizers or [run_file.optimizer])
+    return sync.agreement(
+        Replica(gradients.owned, gradients.gather, buffers, run_file.run.steps, whole, exchange or AllReduce, rounds)
+    )
+
+
+def _start_equal(model: nn.Module, mesh: Mesh) -> None:
+    """Every rank takes rank 0's parameters and buffers: a user's module may have been drawn from anything."""
+    if mesh.world.size == 1:
+        return
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            whole = tensor.data.contiguous()
+            mesh.world.broadcast(torch.view_as_real(whole) if whole.is_complex() else whole, root=0).wait()
+            tensor.data.copy_(whole)
