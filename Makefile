@@ -39,7 +39,7 @@ check: $(READY)
 	$(BIN)/lint-imports
 
 docs: $(READY)
-	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[docs]'
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[docs]'
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs out/docs
 	@echo "Open out/docs/index.html in a browser."
 
@@ -99,7 +99,7 @@ clean:
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is touched last, so that an install that was cut short is done again.
-$(READY): pyproject.toml constraints.txt setup.py $(wildcard src/shoal/comm/shm/core/*.[ch]) | $(BIN)/activate
+$(READY): pyproject.toml constraints.txt setup.py $(wildcard src/shoal/comm/shm/core/*.[ch] src/shoal/codec/core/*.c) | $(BIN)/activate
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[vision,dev]'
 	@touch $@
 
