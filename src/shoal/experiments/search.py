@@ -1,11 +1,12 @@
 """Which configurations are tried, and which are stopped early. Pure: the same file gives the same trials.
 
-Asynchronous successive halving in its stopping form (arXiv:1810.05934): a trial is judged at the rungs
+Asynchronous successive halving (Li et al., arXiv:1810.05934): a trial is judged at the rungs
 
     first_steps * factor^k,    k = 0, 1, ...
 
-and stopped at a rung when its value is not among the best 1/factor of those that have been seen there so far. Nobody
-waits for others, so the first trials to reach a rung go on.
+and stands still at a rung as long as its value is not among the best 1/factor of those that have been seen there so
+far. Nobody waits for others: the first trials to reach a rung go on, and one that stands still goes on when it is among
+the best of more.
 """
 
 from __future__ import annotations

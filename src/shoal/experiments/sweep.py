@@ -1,5 +1,8 @@
 """`shoal sweep`: starts the trials of a sweep side by side, stops the worse early, and goes on where it was killed.
 
+A trial that was stopped has a checkpoint. When others have come to its rung, and it is among the best there after all,
+it goes on from it.
+
     sweeps/NAME/
       sweep.json              what was decided: {"trial-0003": {"stopped_at": 50, "rungs": {"50": 2.31}}}
       trial-0003/             the run directory of a trial, as `shoal train` writes it
@@ -39,7 +42,7 @@ DECISIONS = "sweep.json"
 
 
 class Decision(msgspec.Struct):
-    """Of one trial: its value at each rung (null: not finite), and the rung at which it was stopped."""
+    """Of one trial: its value at each rung (null: not finite), and the rung at which it stands still."""
 
     rungs: dict[int, float | None] = {}
     stopped_at: int | None = None
@@ -86,7 +89,10 @@ class Sweep:
             waiting = [trial for trial in all_trials if self.outcome(trial).state in ("not finished", "failed")]
             free = list(range(self.file.parallel))
             try:
-                while waiting or self._running:
+                while waiting or self._running or self._promoted(all_trials) is not None:
+                    while free and (trial := self._promoted(all_trials)) is not None:
+                        self._let_go_on(trial)
+                        self._start(trial, free.pop(0), environ)
                     while free and (trial := self._next(waiting)) is not None:
                         waiting.remove(trial)
                         if self.outcome(trial).state in ("not finished", "failed"):
@@ -119,6 +125,29 @@ class Sweep:
     def _next(self, waiting: Sequence[Trial]) -> Trial | None:
         """The next trial whose directory is free: one that a killed sweep left running is not started twice."""
         return next((trial for trial in waiting if not is_locked(self.directory / trial.name)), None)
+
+    def _promoted(self, all_trials: Sequence[Trial]) -> Trial | None:
+        """A stopped trial that is among the best of its rung by now, of the highest rung that has one."""
+        if not isinstance(self.file.search, ASHA):
+            return None
+        running = {one.trial.name for one in self._running}
+        stopped = [(d.stopped_at, t) for t in all_trials if (d := self.decisions.get(t.name)) and t.name not in running]
+        for rung, trial in sorted(((r, t) for r, t in stopped if r is not None), key=lambda pair: -pair[0]):
+            value = self.decisions[trial.name].rungs.get(rung)
+            if value is not None and self._is_among_best(value, rung, trial):
+                return None if is_locked(self.directory / trial.name) else trial
+        return None
+
+    def _let_go_on(self, trial: Trial) -> None:
+        decision = self.decisions[trial.name]
+        self.say(f"{trial.name} goes on: by now it is among the best at step {decision.stopped_at:,}")
+        decision.stopped_at = None
+        self._save()
+
+    def _is_among_best(self, value: float, rung: int, trial: Trial) -> bool:
+        assert isinstance(self.file.search, ASHA), "only its trials are judged"
+        seen, minimize = self._seen(rung, trial.seed), self.file.goal == "minimize"
+        return goes_on(value, seen, factor=self.file.search.factor, minimize=minimize)
 
     def _checked(self, trial: Trial) -> int:
         """The steps of a trial; a key of the run file that is wrong is refused before any trial starts."""
@@ -179,8 +208,7 @@ class Sweep:
                 continue
             value = self._value_at(events, rung, one.trial)
             decision.rungs[rung] = value if math.isfinite(value) else None
-            seen = self._seen(rung, one.trial.seed)
-            if not goes_on(value, seen, factor=search.factor, minimize=self.file.goal == "minimize"):
+            if not self._is_among_best(value, rung, one.trial):
                 decision.stopped_at = rung
                 one.process.send_signal(signal.SIGTERM)
             self._save()

@@ -1,0 +1,48 @@
+"""Which stopped trial of a sweep goes on, without training any."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from shoal.experiments.config import ASHA, Range, SweepFile
+from shoal.experiments.search import trials
+from shoal.experiments.sweep import Decision, Sweep
+
+
+def sweep_of(folder: Path, decisions: dict[str, Decision]) -> Sweep:
+    rates: dict[str, list[Any] | Range] = {"optimizer.lr": [0.1, 0.2, 0.3, 0.4]}
+    file = SweepFile("s", "run.toml", "loss/train", rates, ASHA(first_steps=10, factor=2))
+    return Sweep(file, folder / "run.toml", folder, lambda line: None, decisions)
+
+
+def test_a_trial_goes_on_when_it_is_among_the_best_of_more(tmp_path: Path) -> None:
+    """The second of two is not among the best half; the second of four is, until it has gone on."""
+    decisions = {"trial-0000": Decision({10: 1.0}), "trial-0001": Decision({10: 2.0}, stopped_at=10)}
+    sweep = sweep_of(tmp_path, decisions)
+    every = trials(sweep.file)
+    assert sweep._promoted(every) is None
+    decisions["trial-0002"] = Decision({10: 3.0}, stopped_at=10)
+    assert sweep._promoted(every) is None
+    decisions["trial-0003"] = Decision({10: None}, stopped_at=10)
+    found = sweep._promoted(every)
+    assert found is not None
+    assert found.name == "trial-0001"
+    sweep._let_go_on(found)
+    assert sweep._promoted(every) is None
+    assert decisions["trial-0001"].stopped_at is None
+
+
+def test_the_highest_rung_comes_first(tmp_path: Path) -> None:
+    decisions = {
+        "trial-0000": Decision({10: 1.0, 20: 5.0}, stopped_at=20),
+        "trial-0001": Decision({10: 2.0, 20: 4.0}),
+        "trial-0002": Decision({10: 0.5}, stopped_at=10),
+    }
+    sweep = sweep_of(tmp_path, decisions)
+    every = trials(sweep.file)
+    assert [t.name for t in every if t is sweep._promoted(every)] == ["trial-0002"]
+    decisions["trial-0000"] = Decision({10: 1.0, 20: 3.0}, stopped_at=20)
+    found = sweep._promoted(every)
+    assert found is not None
+    assert found.name == "trial-0000"
