@@ -160,3 +160,14 @@ def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
     """In a sentence that names the dtype."""
     with pytest.raises(ValueError, match=str(dtype)):
         codec_of("int8").encode(torch.zeros(3, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_sampled_threshold_hides_no_nan(dtype: torch.dtype) -> None:
+    """In a vector that is long enough for one, with and without the kernels in C."""
+    from shoal.codec.config import TopKConfig
+    from shoal.codec.top_k import TopK
+
+    codec, x = TopK(TopKConfig(fraction=0.01, selection="sampled")), torch.randn(1 << 20, dtype=dtype)
+    x[7] = math.nan
+    assert not codec.decode(codec.encode(x), x.numel(), dtype=dtype).isfinite().all()

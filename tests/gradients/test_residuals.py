@@ -114,6 +114,37 @@ def test_the_sum_over_ranks_is_kept(codec: str, before: int, after: int) -> None
         assert all(torch.equal(saved[name], loaded[name]) for name in saved)
 
 
+class Undecided:
+    """A choice of codecs that has not chosen any yet, as that of `kind = "auto"` at the start of a run."""
+
+    codec = None
+
+    def add(self, numel: int, segments: object) -> int:
+        return 0
+
+    def begin(self) -> None:
+        """There is nothing to measure."""
+
+    def sent(self) -> None:
+        """Nor here."""
+
+
+def test_a_run_that_has_yet_to_choose_a_codec_takes_residuals_over() -> None:
+    """What was not sent before is sent with the next sum."""
+    saved, facts = trained_ranks(2, "top_k")
+
+    def work(group: Collective) -> dict[str, Tensor]:
+        rank = Rank(group, lambda group: Undecided())  # type: ignore[arg-type]
+        rank.load(saved, facts)
+        return rank.saved()
+
+    loaded = {name: tensor for own in on_ranks(2, work) for name, tensor in own.items()}
+    wanted, found = sums(saved), sums(loaded)
+    assert wanted.keys() == found.keys()
+    assert wanted["a"].any()
+    assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+
+
 def test_a_source_that_nobody_takes_over_shows() -> None:
     """The comparison has teeth."""
     saved, _ = trained_ranks(4, "top_k")

@@ -239,8 +239,8 @@ def shares_of_rank_0(rank: int) -> Iterator[None]:
 
     original = feed.share
 
-    def first(interval: Any, *, replicas: int, replica: int, group: int = 1) -> Any:
-        return original(interval, replicas=replicas, replica=0, group=group)
+    def first(interval: Any, *, replica: int, **others: Any) -> Any:
+        return original(interval, replica=0, **others)
 
     with patch.object(feed, "share", first):
         yield

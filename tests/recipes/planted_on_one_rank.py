@@ -379,14 +379,15 @@ def _before_sending(rank: int, change: Any) -> Iterator[None]:
 def _before_update(rank: int, act: Any) -> Iterator[None]:
     from shoal.engine.updates import AtOnce
 
-    original = AtOnce._apply
+    original = AtOnce.agree
 
-    def applied(self: Any, *inputs: Any, **named: Any) -> None:
-        if rank:
+    def agreed(self: Any, *inputs: Any, **named: Any) -> Any:
+        found = original(self, *inputs, **named)
+        if rank and found.committed:
             act(self._optimizer)
-        original(self, *inputs, **named)
+        return found
 
-    with patch.object(AtOnce, "_apply", applied):
+    with patch.object(AtOnce, "agree", agreed):
         yield
 
 

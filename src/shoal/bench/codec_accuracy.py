@@ -91,10 +91,12 @@ def _run_file(task: str, codec: CodecConfig, folder: Path, place: Place, *, seed
         own["steps"] = steps
     checkpoint = {"every_steps": 0}
     whole = {**tables, "run": {**tables["run"], **own}, "checkpoint": checkpoint}
-    run_file = msgspec.structs.replace(run_file_of(whole, file=task), codec=codec)
+    run_file = run_file_of(whole, file=task)
     if not isinstance(codec, DGCConfig):
-        return run_file
-    return msgspec.structs.replace(run_file, optimizer=msgspec.structs.replace(run_file.optimizer, momentum=0.0))
+        return msgspec.structs.replace(run_file, codec=codec)
+    optimizer = msgspec.structs.replace(run_file.optimizer, momentum=0.0, clip_norm=None)
+    own = msgspec.structs.replace(codec, clip_norm=run_file.optimizer.clip_norm)
+    return msgspec.structs.replace(run_file, optimizer=optimizer, codec=own)
 
 
 def _loss(run_file: RunFile, place: Place, store: Store) -> float:

@@ -51,9 +51,10 @@ def train(
     else:
         from shoal.recipes.replay import replayed
 
-        keys = [] if run_file is None else [run_file, *keys]
-        file, command = replay / "run.toml", [*command, "--replay", str(replay), *keys]
-        loaded = replayed(load_run(file, [f"run.directory={json.dumps(f'{replay}-replay')}", *keys]))
+        if run_file is not None:
+            raise typer.BadParameter("a replay is the recorded run, and takes no keys", param_hint="--replay")
+        file, command = replay / "run.toml", [*command, "--replay", str(replay)]
+        loaded = replayed(load_run(file, [f"run.directory={json.dumps(f'{replay}-replay')}"]))
     directory, hosts = run_directory(loaded), _lab(lab)
     be_rank = partial(_rank, replay=replay)
     with _page(loaded, directory):

@@ -98,7 +98,7 @@ class ACPSGD(Codec):
         return (Field(torch.float32, thin + numel - dense),)
 
     def summing(self, x: Tensor, *, key: int) -> Generator[Payload, None, tuple[Tensor, Tensor]]:
-        bases = self._bases(x.dtype)
+        bases = self._bases(x)
         payload = self._products(x, bases)
         own = payload.clone()
         yield (payload,)
@@ -107,13 +107,15 @@ class ACPSGD(Codec):
         return sent, total
 
     def _encode(self, x: Tensor, key: int) -> Payload:
-        return (self._products(x, self._bases(x.dtype)),)
+        return (self._products(x, self._bases(x)),)
 
     def _decode(self, payload: Payload, numel: int, key: int, dtype: torch.dtype) -> Tensor:
-        return self._joined(payload[0], self._bases(dtype), torch.empty(numel, dtype=dtype, device=payload[0].device))
+        result = torch.empty(numel, dtype=dtype, device=payload[0].device)
+        return self._joined(payload[0], self._bases(result), result)
 
-    def _bases(self, dtype: torch.dtype) -> list[Tensor]:
-        return orthonormal([one.kept for one in self._factors], dtype=dtype)
+    def _bases(self, like: Tensor) -> list[Tensor]:
+        """Those of the next sum, in the dtype and on the device of `like`."""
+        return orthonormal([one.kept.to(like.device) for one in self._factors], dtype=like.dtype)
 
     def _products(self, x: Tensor, bases: Sequence[Tensor]) -> Tensor:
         """What is sent: every matrix times its basis, and what is in no matrix; float32."""
@@ -136,5 +138,5 @@ class ACPSGD(Codec):
         for one, part in zip(self._factors, payload.split([*thin, len(payload) - sum(thin)]), strict=False):
             largest = torch.linalg.vector_norm(part, ord=torch.inf)
             usable = torch.isfinite(largest) & (largest > 0)
-            one.sent.copy_(torch.where(usable, part.view_as(one.sent) / largest, one.sent))
+            one.sent.copy_(torch.where(usable, part.view_as(one.sent) / largest, one.sent.to(part.device)))
             one.turn.add_(1)

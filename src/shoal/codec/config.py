@@ -89,8 +89,9 @@ class TopKConfig(Table, frozen=True, tag_field="kind", tag="top_k"):
 
 
 class DGCConfig(Table, frozen=True, tag_field="kind", tag="dgc"):
-    """Deep Gradient Compression: the largest numbers of velocities, with momentum correction, factor masking, local
-    clipping and a warm-up. For `optimizer.kind = "sgd"` without momentum.
+    """The largest numbers of velocities (Deep Gradient Compression), for `optimizer.kind = "sgd"` without momentum.
+
+    With momentum correction, factor masking, local clipping and a warm-up.
     """
 
     implemented_by: ClassVar[str] = "shoal.codec.dgc:DGC"
@@ -101,7 +102,7 @@ class DGCConfig(Table, frozen=True, tag_field="kind", tag="dgc"):
     momentum: Annotated[float, says("Momentum of each rank's velocity, in the optimizer's place.", ge=0, lt=1)] = 0.9
     clip_norm: Annotated[
         PositiveFloat | None,
-        says("Each rank's part of a bucket is clipped to this norm over the root of the number of ranks."),
+        says("Each rank's part of a bucket is clipped to this norm over the root of the number of ranks that encode."),
     ] = None
     warmup_steps: Annotated[
         int, says("First steps, in which 25 %, 6.25 %, ... of the numbers are sent, down to `fraction`.", ge=0)
@@ -119,8 +120,9 @@ class BlockTopKConfig(Table, frozen=True, tag_field="kind", tag="block_top_k"):
 
 
 class ScaleComConfig(Table, frozen=True, tag_field="kind", tag="scale_com"):
-    """Numbers at the places where one rank's are largest, another rank in each step; they are summed on the way
-    (ScaleCom).
+    """Numbers at the places where one rank's are largest (ScaleCom), which are summed on the way.
+
+    It is another rank in each step.
     """
 
     implemented_by: ClassVar[str] = "shoal.codec.scale_com:ScaleCom"
@@ -168,8 +170,9 @@ class QSGDConfig(Table, frozen=True, tag_field="kind", tag="qsgd"):
 
 
 class TernGradConfig(Table, frozen=True, tag_field="kind", tag="terngrad"):
-    """-1, 0 or 1 at random for each number, with a scale for each block (TernGrad); unbiased, and so without error
-    feedback.
+    """-1, 0 or 1 at random for each number, with a scale for each block (TernGrad).
+
+    Unbiased, and so without error feedback.
     """
 
     implemented_by: ClassVar[str] = "shoal.codec.terngrad:TernGrad"

@@ -16,6 +16,8 @@ finite, one selects.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -87,7 +89,7 @@ def above_sampled(x: Tensor, count: int) -> Tensor:
     Where an estimate does not pay, or lets through more than four times `count`, those of the largest.
     """
     threshold = _estimate(x, count)
-    if threshold is None:
+    if threshold is None or not math.isfinite(threshold):  # nothing is above NaN, and it has to be seen
         return largest(x, count)
     candidates, found = _select(x, threshold, room=ROOM * count)
     if found > ROOM * count:

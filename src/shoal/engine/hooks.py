@@ -62,7 +62,7 @@ class Hooks:
         for name, hook in hooks:
             where = f"hooks.{key}: {name} at step {step}"
             try:
-                more = hook(HookRecord(step, self.rank, MappingProxyType(found), self.model))
+                more = hook(HookRecord(step, self.rank, MappingProxyType(dict(found)), self.model))
             except Exception as error:
                 raise UserCodeError(f"{where} raised:\n{self.users_traceback(error)}") from None
             found |= _numbers(more, where, found)
@@ -80,6 +80,6 @@ def _numbers(more: Any, where: str, taken: Mapping[str, float]) -> dict[str, flo
             found[str(name)] = float(value)
         except (TypeError, ValueError):
             raise UserCodeError(f"{where} returned {name!r}: a {type(value).__name__}; it must be a number") from None
-        if name in taken:
+        if str(name) in taken:
             raise UserCodeError(f"{where} returned {name!r}, which is measured already; give it another name")
     return found

@@ -59,7 +59,8 @@ class Job:
     `rate` gives the learning rate of a step (None: the optimizer has its own); `origin` is what a checkpoint records
     about its writer (layout, generation). `figures`: more measurements of the step just taken. `compare`: raises where
     copies of the state differ. `speeds`: those of the replicas; None: there is one alone. `leaves` is asked
-    after every step, on all ranks alike: the generation ends here, without a save.
+    after every step, on all ranks alike: the generation ends here. `carried_over`: the state is that of a generation
+    before, not of a checkpoint.
     """
 
     state: TrainState
@@ -78,6 +79,7 @@ class Job:
     speeds: ReplicaSpeeds | None = None
     hooks: Hooks = field(default_factory=Hooks)
     leaves: Callable[[StepResult], bool] | None = None
+    carried_over: bool = False
 
     @property
     def progress(self) -> Progress:
@@ -121,12 +123,11 @@ def steps(job: Job) -> Iterator[PendingStep]:
         evaluating |= cadence.due(cadence.evaluate_every, step)
         saving |= taken.save or cadence.due(cadence.save_every, step)
         comparing |= cadence.compares(step, shown=evaluating or saving)
-        _tell_of_saves(job, job.saver.poll())
-        if job.leaves is not None and job.leaves(result):
-            return
+        tell_of_saves(job, job.saver.poll())
+        leaving = job.leaves is not None and job.leaves(result)
         if result.agreed is None:
             continue  # replicas differ: what needs the one model waits
-        stopping = result.agreed.stop and step < cadence.steps
+        stopping = result.agreed.stop and step < cadence.steps and not leaving
         if comparing or (stopping and cadence.compares(step, shown=True)):
             _compare(job)
         if evaluating and not stopping:
@@ -134,8 +135,15 @@ def steps(job: Job) -> Iterator[PendingStep]:
         if saving or stopping:
             stall_s = _save(job)
         evaluating = saving = comparing = False
+        if leaving:
+            return
         if stopping:
             break
+    if job.carried_over and first >= cadence.steps:  # whoever took the last step was lost before it was saved
+        _compare(job)
+        _evaluate(job)
+        _save(job)
+        first -= 1
     _end(job, first)
 
 
@@ -225,7 +233,7 @@ def _evaluate(job: Job) -> None:
         job.sinks.record(job.progress.step, values, time_s=time.time())
 
 
-def _tell_of_saves(job: Job, reports: Sequence[SaveReport]) -> None:
+def tell_of_saves(job: Job, reports: Sequence[SaveReport]) -> None:
     """Says what went wrong with finished saves, without which training goes on; tells hooks of those that count."""
     for report in reports:
         if report.committed:
@@ -241,7 +249,7 @@ def _end(job: Job, first: int) -> None:
     `first`: the step that the loop began with.
     """
     reports = job.saver.wait(CHECKPOINT_TIMEOUT_S)
-    _tell_of_saves(job, reports)
+    tell_of_saves(job, reports)
     job.step.context.lockstep.barrier().wait()
     step = job.progress.step
     if step > first and not any(report.committed and report.step == step for report in reports):

@@ -57,7 +57,7 @@ class ResidualSection:
     def targets(self, saved: Mapping[str, torch.dtype]) -> dict[str, Held]:
         """The residuals of this rank's sources."""
         found = {name: held for name, held in self._state().items() if name in saved}
-        exchanges = [exchange for exchange in self._exchanges if exchange.residual is not None]
+        exchanges = [exchange for exchange in self._exchanges if exchange.feedback]
         found |= self._arriving(PREFIX, saved, {exchange: exchange.arrival for exchange in exchanges})
         corrected = [exchange for exchange in exchanges if isinstance(exchange, MomentumCorrected)]
         return found | self._arriving(VELOCITY, saved, {one: one.velocity_arrival for one in corrected})

@@ -22,6 +22,7 @@ EXTRAS = {
     "wandb": "wandb",
     "ray": "ray",
     "profile": "py-spy",
+    "docs": "sphinx",
 }
 """The package by which each extra is known to be there."""
 

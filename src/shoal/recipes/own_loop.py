@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.checkpoint.inspect import write_weights
+from shoal.comm.collective import Collective
 from shoal.data.feed import evaluation_batches
 from shoal.engine.loop import Job, PendingStep, steps
 from shoal.engine.updates import Outcome
@@ -51,7 +52,8 @@ class Training:
     def __init__(self, run: Run, job: Job, stack: ExitStack) -> None:
         self._run, self._job, self._stack = run, job, stack
         self._compute = run.step.context.forward_backward.compute
-        self._players = players_of(run, self._sum)
+        lockstep = run.step.context.lockstep
+        self._players = players_of(run, lambda own: _sum_over(lockstep, own, self.device))
         self._open: OpenStep | None = None
         self._pending: PendingStep | None = None
         self._each_step = self._steps()
@@ -155,7 +157,7 @@ class Training:
         `clip_norm`: the largest 2-norm of the gradient of all that the optimizer steps.
         """
         player = self._player(optimizer)
-        player.clip_norm = clip_norm
+        player.clip(clip_norm)
         player.optimizer.step()
         return player.update
 
@@ -164,7 +166,7 @@ class Training:
         before the step's last microbatch. Call it between `backward` and the optimizer's `step`.
         """
         player = self._player(optimizer)
-        player.clip_norm = max_norm
+        player.clip(max_norm)
         agreed = player.agree()
         return None if agreed is None else agreed.norm
 
@@ -361,11 +363,7 @@ class Training:
             player.close()
 
     def _sum(self, own: float) -> float:
-        lockstep = self._run.step.context.lockstep
-        total = torch.tensor(own, dtype=torch.float64, device=self.device)
-        if lockstep.size > 1:
-            lockstep.all_reduce(total).wait()
-        return float(total)
+        return _sum_over(self._run.mesh.world, own, self.device)
 
     def _draw_by_sample(self) -> None:
         """What the model draws in its forward is keyed on the samples, as under `shoal train`."""
@@ -389,6 +387,13 @@ class Training:
                 model.register_forward_hook(after, always_call=True),
             ):
                 self._forwards.callback(handle.remove)
+
+
+def _sum_over(group: Collective, own: float, device: torch.device) -> float:
+    total = torch.tensor(own, dtype=torch.float64, device=device)
+    if group.size > 1:
+        group.all_reduce(total).wait()
+    return float(total)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, defau
 
 from shoal.config.load import apply
 from shoal.data.as_inputs import AsInputs, Collated
+from shoal.engine.config import Float16
 from shoal.errors import ConfigError, ShoalError, UsageError, UserCodeError
 from shoal.launch.devices import gpus
 from shoal.launch.environment import ALONE, Place, place_from
@@ -69,6 +70,7 @@ def start_own_loop(
             place = ALONE
         run_file = checked(with_processes(run_file, place.world_size), place, file=file, planner=planner)
         _check_layout(run_file)
+        _check_optimizers(run_file, objects["optimizer"])
     except ShoalError as refusal:
         print(f"shoal: {refusal}", file=sys.stderr, flush=True)
         sys.exit(refusal.exit_code)
@@ -101,8 +103,16 @@ def _training(run_file: RunFile, place: Place, objects: UserObjects, stack: Exit
     opened.mesh.ledger.take()  # what the start sent belongs to no step
     sinks.start(run_start(opened))
     training = Training(opened, job, stack)
-    atexit.register(training.close)
+    atexit.register(_close_at_exit, training, stack)
     return training
+
+
+def _close_at_exit(training: Training, stack: ExitStack) -> None:
+    """What is due after the last step may fail where no frame of the script is left: the process has its code still."""
+    try:
+        training.close()
+    except BaseException:
+        stack.__exit__(*sys.exc_info())
 
 
 def _objects(given: Mapping[str, Any], data: Any) -> UserObjects:
@@ -181,15 +191,15 @@ def _run_file(
     steps: int | None,
 ) -> RunFile:
     """The run file of a loop: what the script leaves out follows from what it handed over."""
-    unread = next((name for name in ("optimizer", "schedule", "loss") if name in tables), None)
-    if unread is not None:
-        raise ConfigError(
-            f"{file}: [{unread}] has no meaning where the loop is the script's own; set it in the script, and leave "
-            "the table out"
-        )
     whole = apply(
         {**tables, "model": {}, "data": _without(tables.get("data"), "kind", "build", "arguments")}, overrides, RunFile
     )
+    unread = next((name for name in ("optimizer", "schedule", "loss") if name in whole), None)
+    if unread is not None:
+        raise ConfigError(
+            f"{file}: [{unread}] has no meaning where the loop is the script's own; set it in the script, and leave "
+            "its keys out"
+        )
     run_table, batch = dict(whole.get("run", {})), dict(whole.get("batch", {}))
     run_table.setdefault("name", Path(sys.argv[0]).stem or "script")
     if "global_samples" not in batch:
@@ -223,6 +233,15 @@ def _of_loader(loader: DataLoader | None) -> dict[str, Any]:
             "among ranks itself, so that a resumed run uses each once: leave the sampler out"
         )
     return {"shuffle": isinstance(loader.sampler, RandomSampler)}
+
+
+def _check_optimizers(run_file: RunFile, optimizer: Any) -> None:
+    """Raises `ConfigError` for a precision that several optimizers cannot share."""
+    if isinstance(run_file.precision, Float16) and isinstance(optimizer, list | tuple) and len(optimizer) > 1:
+        raise ConfigError(
+            f'precision.kind = "float16" with {len(optimizer)} optimizers: one loss scale would follow from all of '
+            'them; use "bfloat16", or one optimizer'
+        )
 
 
 def _check_layout(run_file: RunFile) -> None:

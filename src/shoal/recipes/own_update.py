@@ -191,6 +191,19 @@ class Player:
         self._deferred = total if more else None
         return None if more else total
 
+    def clip(self, max_norm: float | None) -> None:
+        """The largest norm of the step's gradient; None leaves it as it is. Raises `UserCodeError` where ranks have
+        agreed on the gradient with another one.
+        """
+        if max_norm is None or max_norm == self.clip_norm:
+            return
+        if self._agreed is not None:
+            raise UserCodeError(
+                f"step {self._opened().work.step}: the gradient was clipped to {self.clip_norm} already, and cannot be "
+                f"clipped to {max_norm} as well; clip once, before the optimizer's step"
+            )
+        self.clip_norm = max_norm
+
     def agree(self) -> AgreedUpdate | None:
         """After the last backward of a step: the gradient that all ranks agree on; None before that."""
         step = self._opened()

@@ -20,11 +20,10 @@ import msgspec
 from msgspec.structs import replace
 from torch._C._distributed_c10d import Store
 
-from shoal.codec.config import NoCodec
+from shoal.codec.config import BlockwiseConfig, NoCodec
 from shoal.comm.board import Board
 from shoal.comm.clock import ClockOffset, measure_offset
 from shoal.data.feed import Feed
-from shoal.errors import ShoalError
 from shoal.launch.environment import Place
 from shoal.observe.profile.arrivals import exposed, joined
 from shoal.observe.profile.bottleneck import Bottleneck, Measured, Setup, bottleneck
@@ -35,9 +34,8 @@ from shoal.observe.profile.sources import sources
 from shoal.observe.profile.split import operators, split
 from shoal.recipes.objects import UserObjects
 from shoal.recipes.run import Run, open_run
-from shoal.runfile.rules import check_across
+from shoal.runfile.rules import refusal
 from shoal.runfile.run_file import RunFile
-from shoal.sync.config import AllReduceConfig
 
 GATHER_S = 600.0
 """What a rank may take to send its recording to rank 0."""
@@ -102,25 +100,17 @@ def measured(recordings: Sequence[Recording]) -> list[Measured]:
 
 def setup_of(run_file: RunFile, place: Place) -> Setup:
     """What the advice depends on."""
-    whole_gradients = isinstance(run_file.codec, NoCodec) and isinstance(run_file.sync, AllReduceConfig)
+    replicas = run_file.layout.layout(place.world_size).replicate
+    coded = replace(run_file, codec=BlockwiseConfig())
+    compiled = replace(run_file, run=replace(run_file.run, compile=True))
     return Setup(
         readers=run_file.data.readers,
         reader_kind=run_file.data.reader_kind,
         prefetch_steps=run_file.data.prefetch_steps,
         cores=max(1, len(os.sched_getaffinity(0)) // place.local_world_size),
-        codec_helps=whole_gradients and run_file.layout.layout(place.world_size).replicate > 1,
-        may_compile=_may_compile(run_file),
+        codec_helps=isinstance(run_file.codec, NoCodec) and replicas > 1 and refusal(coded) is None,
+        may_compile=not run_file.run.compile and refusal(compiled) is None,
     )
-
-
-def _may_compile(run_file: RunFile) -> bool:
-    if run_file.run.compile:
-        return False
-    try:
-        check_across(replace(run_file, run=replace(run_file.run, compile=True)), file="")
-    except ShoalError:
-        return False
-    return True
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shoal.engine.loop import train
-from shoal.errors import CorruptCheckpoint, UsageError
+from shoal.errors import ConfigError, CorruptCheckpoint, UsageError
 from shoal.launch.environment import Place
 from shoal.launch.signals import StopRequest
 from shoal.observe.facts import write_facts
@@ -46,6 +46,8 @@ def train_rank(
         rounds = rounds_of(run_file, place.rank, directory, replay)
         run = open_run(run_file, place, objects, rounds=rounds)
         resumed_step = restore(run, directory, sinks)
+        if replay is not None and resumed_step is not None:
+            raise ConfigError(f"{directory} holds an earlier replay: remove it, and replay again")
         if rounds is not None:
             rounds.resume(resumed_step or 0)
         if place.rank == 0:

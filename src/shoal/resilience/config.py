@@ -11,12 +11,12 @@ class ElasticConfig(Table, frozen=True):
     """Replicas may come and go while the run trains."""
 
     min: Annotated[Positive, says("Fewest replicas that train; with fewer the run waits.")] = 1
-    max: Annotated[Positive, says("Most replicas that train; the launcher starts as many, more stand by.")] = 1
+    max: Annotated[Positive, says("Most replicas that train; the launcher starts as many.")] = 1
     policy: Annotated[
         Literal["available", "throughput", "price"],
         says(
             "What decides between min and max: all that are there; those that make the run faster by `min_gain`; "
-            "or max while the price is at most `price_limit`, else min."
+            "or max while the price is at most `price_limit`, else min. `shoal train` knows the first so far."
         ),
     ] = "available"
     min_gain: Annotated[

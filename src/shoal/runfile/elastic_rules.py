@@ -37,6 +37,8 @@ def _refusals(run_file: RunFile, elastic: ElasticConfig) -> Iterator[str]:
             yield f"[elastic] with {elastic.min} to {most} replicas: {refusal}"
     if not isinstance(run_file.codec, NoCodec):
         yield "[codec] with [elastic]: a lost replica would take its error feedback along; leave [codec] out"
+    if run_file.batch.division == "by_speed":
+        yield 'batch.division = "by_speed" with [elastic]: replicas that come and go share evenly; leave it out'
     if run_file.gradients.schedule == "priority":
         yield (
             'gradients.schedule = "priority" with [elastic]: an update must be made whole, between two steps; leave '

@@ -308,6 +308,8 @@ def _against_auto(run_file: RunFile) -> Iterator[tuple[str, str]]:
         if getattr(run_file.layout, axis) > 1:
             why = "it measures between replicas of one rank so far; name a codec"
             yield f"layout.{axis} = {getattr(run_file.layout, axis)}", why
+    if run_file.run.device == "cuda":
+        yield 'run.device = "cuda"', "it measures processors and their links so far; name a codec"
 
 
 def _against_velocities(run_file: RunFile) -> Iterator[tuple[str, str]]:
@@ -319,6 +321,9 @@ def _against_velocities(run_file: RunFile) -> Iterator[tuple[str, str]]:
     elif optimizer.momentum:
         why = "the codec has the momentum; set optimizer.momentum = 0"
         yield f"optimizer.momentum = {optimizer.momentum:g}", why
+    if optimizer.clip_norm is not None:
+        why = "it would clip sums of velocities; set codec.clip_norm instead"
+        yield f"optimizer.clip_norm = {optimizer.clip_norm:g}", why
     if not isinstance(sync, AllReduceConfig):
         why = 'outer gradients have a momentum of their own; use sync.kind = "allreduce", or another codec'
         yield f'sync.kind = "{type(sync).__struct_config__.tag}"', why

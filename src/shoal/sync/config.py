@@ -97,8 +97,9 @@ class LocalConfig(OuterKeys, frozen=True, tag_field="kind", tag="local"):
 
 
 class ServerConfig(Strategy, frozen=True, tag_field="kind", tag="server"):
-    """A parameter server: workers push gradients and pull parameters; every rank serves a part of them, and its
-    optimizer updates that part for all.
+    """A parameter server: workers push gradients and pull parameters, of which every rank serves a part.
+
+    A rank's optimizer updates its part for all.
     """
 
     implemented_by: ClassVar[str] = "shoal.sync.server:ServerSync"

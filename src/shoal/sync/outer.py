@@ -60,7 +60,7 @@ class OuterStep:
         """The weight of this replica beside the mean weight."""
         total = torch.tensor([weight], dtype=torch.float64, device=self.start.buffers[0].device)
         self._replicas.all_reduce(total).wait()
-        return weight * self._replicas.size / float(total)
+        return weight * self._replicas.size / float(total) if float(total) else 1.0  # none counts: all alike
 
     def arrive(self) -> None:
         """Returns when the outer gradient is there."""

@@ -88,7 +88,7 @@ class ServedPart:
             self._order = order or AsTheyCome()
             self.values.copy_(values)
             self._rule, self._accounts = rule, Accounts()
-            self._sent, self._released = {}, set()
+            self._sent, self._released, self._weights = {}, set(), {}  # a resumed run begins a round like any other
             for worker in rule.present:
                 self._read.setdefault(worker, torch.empty_like(values)).copy_(values)
 

@@ -92,3 +92,32 @@ def test_gradients_are_clipped_to_a_share_of_the_norm() -> None:
         unsent = (small == own) & (own != 0)  # where the first velocity is the gradient itself
         assert unsent.any()
         assert torch.allclose(large[unsent], own[unsent] / (math.sqrt(2) * own.norm()), rtol=1e-6, atol=0)
+
+
+def test_velocities_go_where_numbers_were_sent_and_nowhere_else() -> None:
+    """On four ranks, where the sum takes two rounds: what the second round could not send touches no velocity."""
+
+    def work(group: Collective) -> tuple[Tensor, Tensor]:
+        exchange = corrected(group)
+        summed(exchange, term(group.rank, 0))
+        return exchange.velocity.clone(), term(group.rank, 0)
+
+    kept = DGC(DGCConfig(fraction=0.05)).kept(-(-NUMEL // 4))
+    for velocity, own in on_ranks(4, work):
+        masked = (velocity == 0) & (own != 0)
+        assert 0 < masked.sum() <= 4 * kept
+        assert torch.equal(velocity[~masked], own[~masked])
+
+
+def test_a_rank_alone_has_plain_momentum() -> None:
+    """It sends all to itself, and forgets no velocity by it."""
+
+    def work(group: Collective) -> list[Tensor]:
+        exchange = corrected(group)
+        return [summed(exchange, term(0, step)).clone() for step in range(3)]
+
+    (found,) = on_ranks(1, work)
+    velocity = torch.zeros(NUMEL, dtype=torch.float64)
+    for step, result in enumerate(found):
+        velocity = MOMENTUM * velocity + term(0, step)
+        assert torch.allclose(result, velocity, rtol=0, atol=FLOAT64)

@@ -32,7 +32,9 @@ def estimated_costs(model: nn.Module, parts: Sequence[Part]) -> list[float]:
 
 
 def _products(model: nn.Module, module: str) -> int:
-    named = [(name, p) for name, p in model.named_parameters() if f"{name}.".startswith(f"{module}.")]
+    named = [
+        (name, p) for name, p in model.named_parameters(remove_duplicate=False) if f"{name}.".startswith(f"{module}.")
+    ]
     return sum(p.numel() for name, p in named if p.ndim >= 2 and role_of(model, name).kind != "embedding")
 
 

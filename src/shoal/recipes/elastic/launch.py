@@ -150,8 +150,10 @@ class Fleet:
                 self._ended(event)
             case signal.Signals():
                 self._signalled(event)
-            case Formed(_, members):
+            case Formed(_, members, _, step):
                 self.members = members
+                if step >= self.steps:
+                    self._finished()
             case Committed(_, step):
                 self.replaced = 0
                 if step == self.steps:

@@ -14,11 +14,12 @@ import os
 import signal
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from shoal.coordinator.client import Begin, Client
-from shoal.engine.loop import Job
+from shoal.engine.loop import Job, tell_of_saves
 from shoal.engine.step_result import StepResult
 from shoal.errors import Stopped
 from shoal.launch.environment import Place
@@ -112,15 +113,15 @@ class Replica:
 
     def _take_part(self, client: Client, begin: Begin) -> bool:
         """In one generation. True when the run is over, False when the generation is."""
-        standing, run = Standing(self._held if begin.state_from == "here" else None), None
-        self._held = None
+        standing = Standing(self._held if begin.state_from == "here" else None)
+        self._held = run = job = None
         try:
             with ExitStack() as stack:
                 run = self._generations.open(self._meeting.of(begin.view, self._seat.replica), begin.view)
                 job = self._begin(client, begin, run, standing, stack)
                 first = job.progress.step
                 standing.train(job)
-                job.saver.wait(SAVE_S)
+                tell_of_saves(job, job.saver.wait(SAVE_S))
                 if job.progress.step >= job.cadence.steps:
                     if run.mesh.rank == 0:
                         conclude(run, self._directory, job.sinks, self._forecast if first < job.progress.step else None)
@@ -133,6 +134,8 @@ class Replica:
         if self._held is None:
             client.dropped()
         self._meeting.leave()
+        if job is not None:
+            job.saver.wait()  # the next generation's saver must find nobody writing
         if run is not None:
             run.mesh.abort()
         return False
@@ -149,6 +152,9 @@ class Replica:
         client.ready(step=run.state.progress.step, position=run.state.progress.cursor.next_position)
         if view.generation == 1:
             introduce(sinks, run, found[0])
+        elif not view.holders:
+            place = "the beginning" if found[0] is None else f"the checkpoint of step {found[0]}"
+            sinks.warn(f"no replica holds the state of step {view.step}: going on from {place}")
         job = build_job(
             run,
             self._directory,
@@ -159,7 +165,9 @@ class Replica:
         )
         run.mesh.ledger.take()  # what the start sent belongs to no step
         self._showing.begin(run, sinks, view)
-        return replace(job, leaves=lambda result: self._leaves(client, run, standing, result))
+        # A replica that is lost in an exchange of speeds would take along the step that was just made.
+        leaves = partial(self._leaves, client, run, standing)
+        return replace(job, leaves=leaves, speeds=None, carried_over=bool(view.holders))
 
     def _asks_to_stop(self, client: Client) -> bool:
         """Whether this replica wants the step to be the last of the generation. SIGTERM asks this replica to leave,
@@ -182,9 +190,10 @@ class Replica:
         standing.reported()
         if result.agreed is None or not result.agreed.stop or progress.step >= self._run_file.run.steps:
             return False
-        stops = torch.tensor([float(self._stop.signal == signal.SIGINT)], device=run.device)
-        run.mesh.world.all_reduce(stops, "max").wait()
-        return float(stops) == 0
+        votes = torch.tensor([float(self._stop.signal == signal.SIGINT), float(self._leaving)], device=run.device)
+        run.mesh.world.all_reduce(votes).wait()
+        stopping, leaving = (int(vote) for vote in votes)
+        return stopping == 0 and run.mesh.world.size - leaving >= self._elastic.min  # else all save and stop
 
     def _lost(self, client: Client, standing: Standing, error: Exception) -> None:
         """A replica was lost, in a step or before. Raises `error` where one generation after the other is."""
