@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import pytest
@@ -22,7 +23,9 @@ LENGTHS = (0, 1, 7, 64, 65, 1023, 5000, 13_001)
 LAST_BIT = 1e-6
 """Of a scale that is a sum: C adds in float64, torch in float32."""
 
-kernels_built = pytest.mark.skipif(load_kernels() is None, reason="Shoal was installed without a C compiler")
+NO_COMPILER = load_kernels() is None and not any(map(shutil.which, ("cc", "gcc", "clang")))
+"""Kernels that are missing where there is a compiler are a fault, which the tests show."""
+kernels_built = pytest.mark.skipif(NO_COMPILER, reason="Shoal was installed without a C compiler")
 
 
 def numbers(numel: int, seed: int = 0) -> Tensor:

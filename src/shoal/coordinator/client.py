@@ -16,13 +16,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shoal.coordinator import frames, handshake
-from shoal.errors import CollectiveError, EnvironmentFault
+from shoal.errors import CollectiveError, EnvironmentFault, Stopped
 from shoal.resilience.events import Answer, Event, Heartbeat, Leave, Look, View
 from shoal.resilience.participant import FencedOut, Participant, StateFrom
 
 HEARTBEAT_S = 0.5
 RETRY_S = 0.2
 ANSWER_S = 10.0
+STOP_POLL_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -167,10 +168,11 @@ class Client:
             self._part.accept()
         self._wake.set()
 
-    def generation(self, timeout_s: float) -> Begin:
+    def generation(self, timeout_s: float, *, stopping: Callable[[], bool] = lambda: False) -> Begin:
         """Waits for the next generation with this replica, accepting what is proposed, and enters it.
 
-        Raises `FencedOut`, `TokenRefused`, and `CollectiveError` when there is none in `timeout_s`.
+        Raises `FencedOut`, `TokenRefused`, `CollectiveError` when there is none in `timeout_s`, and `Stopped` when
+        `stopping` says that nobody wants one any more.
         """
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
@@ -182,7 +184,11 @@ class Client:
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
                     raise CollectiveError(self._why_none(timeout_s))
-                self._changed.wait(left_s)
+                if stopping():
+                    raise Stopped(
+                        "stopped while it waited for other replicas; the next start goes on from a checkpoint"
+                    )
+                self._changed.wait(min(left_s, STOP_POLL_S))
             state_from = self._part.enter()
             view = self._part.view
             assert view is not None

@@ -18,6 +18,7 @@ import secrets
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -46,6 +47,8 @@ QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 """A store that went with its replica is no news: PyTorch would warn of it with a page of its own frames."""
 FAILURE_S = 2.0
 """How long the others get to end by themselves after a failure for good."""
+LAST_S = 300.0
+"""How long they get after the first that is done, or has stopped as it was asked: to write the report, or the save."""
 Event = RankProcess | signal.Signals | Decision | Verdict | Exception
 
 
@@ -124,7 +127,9 @@ class Fleet:
     fault: EnvironmentFault | VerificationFailed | None = None
     over: bool = False
     deadline_s: float | None = None
-    replaced: int = 0
+    replaced: Counter[int] = field(default_factory=Counter)
+    coordinated: bool = True
+    _sent: dict[str, set[int]] = field(default_factory=dict)
     _debounce: Debounce = field(default_factory=Debounce)
 
     def start(self, slot: int) -> None:
@@ -155,7 +160,7 @@ class Fleet:
                 if step >= self.steps:
                     self._finished()
             case Committed(_, step):
-                self.replaced = 0
+                self.replaced.clear()
                 if step == self.steps:
                     self._finished()
             case Fenced(name, reason, False) if name in self.running and not self.over:
@@ -164,7 +169,7 @@ class Fleet:
             case Verdict(_, (), sentence):
                 self._end(VerificationFailed(sentence))
             case EnvironmentFault():
-                self.replaced = self.config.retries  # nobody could join
+                self.coordinated = False
                 say(f"the coordinator has ended, and training goes on until a replica is lost: {event}")
             case Exception():
                 raise event
@@ -176,16 +181,22 @@ class Fleet:
         if self.fault is not None:
             say(str(self.fault))
             return ExitCode(self.fault.exit_code, sentence=str(self.fault))
-        if any(end.code == 0 for end in self.exits):
+        kept = [end for end in self.exits if not end.by_launcher]
+        failed = {end.pid for end in kept if end.failed}
+        records = [record for record in read_failures(self.folder) if record.pid in failed]
+        own_failure = any(not record.secondary for record in records)
+        if any(end.code == 0 for end in self.exits) and not own_failure:
             return ExitCode(0)
-        stopped = any(end.code == Stopped.exit_code for end in self.exits)
-        kept = [end for end in self.exits if not (end.by_launcher and (stopped or self.over))]
-        ends = root_cause(read_failures(self.folder), kept)
+        if self._debounce.requests > 1 and self.stop_signal is not None:
+            sentence = f"{self.stop_signal.name}: stopped at once; the next start goes on from the newest checkpoint"
+            say(sentence)
+            return ExitCode(128 + self.stop_signal, sentence=sentence)
+        ends = root_cause(records, kept)
         if ends:
             tails = {p.rank: p.log_tail() for p in self.processes if p.pid == ends[0].exit.pid}
             say(failure_report(ends, kept, world_size=self.config.max, stopped={}, log_tails=tails))
             return ExitCode(exit_code(kept, ends), rank=ends[0].exit.rank, sentence=ends[0].sentence)
-        sentence = "stopped after a good checkpoint; the same command goes on from there"
+        sentence = "stopped; the same command goes on from the newest checkpoint"
         if self.stop_signal is None:
             sentence = "all replicas were asked to leave; the same command goes on from the newest checkpoint"
         say(sentence)
@@ -199,9 +210,11 @@ class Fleet:
         name = next(name for name, found in self.running.items() if found is process)
         del self.running[name]
         time_ns, code = time.time_ns(), process.reap()
-        by_launcher = self.over and name not in self.members
+        by_launcher = any(code in (-number, 128 + number) for number in self._sent.get(name, ()))
         end = Exit(process.rank, process.pid, code, time_ns, by_launcher=by_launcher)
         self._tell(Ended(name, f"its process ended: {how(end)}"))
+        if (self.over and code == 0) or (self.stop_signal is not None and code == Stopped.exit_code):
+            self.deadline_s = self.deadline_s or time.monotonic() + LAST_S
         if code in (0, Stopped.exit_code) or self._ending or self.over:
             self.exits.append(end)
         elif code in FOR_GOOD:
@@ -218,25 +231,28 @@ class Fleet:
         """The last step is taken: those that are no members would join a run that is over."""
         self.over = True
         for name in [name for name in self.running if name not in self.members]:
-            self.running[name].send(signal.SIGKILL)
+            self._send(name, signal.SIGKILL)
 
     def _replace(self, name: str, process: RankProcess, end: Exit) -> None:
         """Starts another in its slot, unless that came to nothing several times."""
         said = next((f.headline for f in read_failures(self.folder) if f.pid == process.pid), how(end))
-        if self.replaced < self.config.retries:
-            self.replaced += 1
+        if self.coordinated and self.replaced[process.rank] < self.config.retries:
+            self.replaced[process.rank] += 1
             say(f"{name} (pid {process.pid}) ended: {said}; another takes its place")
             (self.folder / f"rank-{process.rank}.json").unlink(missing_ok=True)
             self.start(process.rank)
             return
-        say(f"{name} (pid {process.pid}) ended: {said}; {self.replaced} were started again without a step since")
+        why = f"it was replaced {self.replaced[process.rank]} times without a step since"
+        if not self.coordinated:
+            why = "without the coordinator none can join in its place"
+        say(f"{name} (pid {process.pid}) ended: {said}; {why}")
         if len(self.running) < self.config.min:
             self.exits.append(end)
             self._end(
                 EnvironmentFault(
-                    f"{len(self.running)} of at least {self.config.min} replicas are left, and {self.replaced} that "
-                    "were started again took no step: see what they said in logs/; the same command goes on from the "
-                    "newest checkpoint"
+                    f"{len(self.running)} of at least {self.config.min} replicas are left: the last one was not "
+                    f"replaced, because {why}; see what they said in logs/; the same command goes on from the newest "
+                    "checkpoint"
                 )
             )
 
@@ -253,8 +269,13 @@ class Fleet:
         self._send_all(signal.SIGKILL)
 
     def _send_all(self, number: signal.Signals) -> None:
-        for process in self.running.values():
-            process.send(number)
+        for name in self.running:
+            self._send(name, number)
+
+    def _send(self, name: str, number: signal.Signals) -> None:
+        """A signal by which the run ends: whoever dies by it has not failed."""
+        self._sent.setdefault(name, set()).add(number)
+        self.running[name].send(number)
 
     def _tell(self, event: Ended) -> None:
         """Best effort: a coordinator that is gone notices the silence."""

@@ -45,6 +45,7 @@ from shoal.runfile.run_file import RunFile, default_micro_samples, run_directory
 
 MOST_FRUITLESS = 5
 """Generations in a row that a replica may lose without a step."""
+ENDING = "a replica was lost or joined while the generation began"
 SAVE_S = 60.0
 """How long the end of a generation waits for a checkpoint that is being written."""
 
@@ -89,13 +90,13 @@ class Replica:
             self._seat.coordinator,
             self._seat.replica,
             store_address=self._meeting.address,
-            on_ending=lambda: self._meeting.end("a replica was lost or joined while the generation began"),
+            on_ending=lambda: self._meeting.end(ENDING),
         )
         wait_s, over = max(self._elastic.wait_s, self._run_file.run.start_timeout_s), False
         try:
             with self._stop, client:
                 while not over:
-                    over = self._take_part(client, client.generation(wait_s))
+                    over = self._take_part(client, client.generation(wait_s, stopping=self._is_asked_to_stop))
                     wait_s = self._elastic.wait_s
         except FencedOut as error:
             if self._leaving:
@@ -117,7 +118,10 @@ class Replica:
         self._held = run = job = None
         try:
             with ExitStack() as stack:
-                run = self._generations.open(self._meeting.of(begin.view, self._seat.replica), begin.view)
+                process = self._meeting.of(begin.view, self._seat.replica)
+                if client.ending:  # before there was a meeting that could be told
+                    self._meeting.end(ENDING)
+                run = self._generations.open(process, begin.view)
                 job = self._begin(client, begin, run, standing, stack)
                 first = job.progress.step
                 standing.train(job)
@@ -169,6 +173,9 @@ class Replica:
         leaves = partial(self._leaves, client, run, standing)
         return replace(job, leaves=leaves, speeds=None, carried_over=bool(view.holders))
 
+    def _is_asked_to_stop(self) -> bool:
+        return self._stop.signal == signal.SIGINT
+
     def _asks_to_stop(self, client: Client) -> bool:
         """Whether this replica wants the step to be the last of the generation. SIGTERM asks this replica to leave,
         SIGINT the whole run to stop.
@@ -176,7 +183,7 @@ class Replica:
         if self._stop.signal == signal.SIGTERM and not self._leaving:
             self._leaving = True
             client.leave()
-        return client.ending or self._stop.signal == signal.SIGINT
+        return client.ending or self._is_asked_to_stop()
 
     def _leaves(self, client: Client, run: Run, standing: Standing, result: StepResult) -> bool:
         """After each step: reports it. True, on all ranks alike, where the generation ends and the run does not."""
@@ -190,7 +197,7 @@ class Replica:
         standing.reported()
         if result.agreed is None or not result.agreed.stop or progress.step >= self._run_file.run.steps:
             return False
-        votes = torch.tensor([float(self._stop.signal == signal.SIGINT), float(self._leaving)], device=run.device)
+        votes = torch.tensor([float(self._is_asked_to_stop()), float(self._leaving)], device=run.device)
         run.mesh.world.all_reduce(votes).wait()
         stopping, leaving = (int(vote) for vote in votes)
         return stopping == 0 and run.mesh.world.size - leaving >= self._elastic.min  # else all save and stop
