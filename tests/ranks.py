@@ -19,8 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.forkserver import forkserver
+
 TIMEOUT_S = 60.0
-_PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "shoal.comm.mesh", "shoal.recipes.verification.verify"]
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,7 @@ class RankPool:
     calls: int = 0
 
     def __post_init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_PRELOAD)
+        self._context = forkserver()
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def __call__(self, world: int, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:

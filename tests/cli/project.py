@@ -11,6 +11,7 @@ import time
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from torch._C._distributed_c10d import HashStore
@@ -21,6 +22,8 @@ from shoal.launch.environment import Place
 from shoal.observe.events import Event, read_events
 from shoal.recipes.run import open_run
 from shoal.runfile.load import load_run
+from tests import programs
+from tests.programs import Program
 
 OWN = '''
 import json, os, time
@@ -133,8 +136,10 @@ class Project:
         self, *arguments: str, timeout_s: float = 90.0, address_space_bytes: int | None = None
     ) -> subprocess.CompletedProcess[str]:
         """`shoal ...`, to its end, in an address space of that size."""
-        limit = [] if address_space_bytes is None else ["prlimit", f"--as={address_space_bytes}"]
-        return self._run([*limit, sys.executable, "-m", "shoal", *arguments], timeout_s=timeout_s)
+        if address_space_bytes is None:
+            return self.python("-m", "shoal", *arguments, timeout_s=timeout_s)
+        limit = ["prlimit", f"--as={address_space_bytes}"]
+        return self._start_anew([*limit, sys.executable, "-m", "shoal", *arguments])
 
     def here(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """`shoal ...` in this process: for commands that start no ranks."""
@@ -163,13 +168,18 @@ class Project:
                 sys.modules.pop("own", None)
         return refusal.value
 
-    def python(self, *arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
-        """`python ...`, to its end, with `text` on its standard input."""
-        return self._run([sys.executable, *arguments], timeout_s=90.0, text=text)
-
-    def _run(
-        self, command: list[str], *, timeout_s: float, text: str | None = None
+    def python(
+        self, *arguments: str, text: str | None = None, timeout_s: float = 90.0
     ) -> subprocess.CompletedProcess[str]:
+        """`python ...`, to its end, with `text` on its standard input."""
+        if text is not None or not programs.is_forked(arguments):
+            return self._start_anew([sys.executable, *arguments], text)
+        with TemporaryDirectory() as folder:
+            return programs.run(
+                arguments, cwd=self.folder, env=self.environ(), folder=Path(folder), timeout_s=timeout_s
+            )
+
+    def _start_anew(self, command: list[str], text: str | None = None) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             command,
             cwd=self.folder,
@@ -177,25 +187,26 @@ class Project:
             input=text,
             capture_output=True,
             text=True,
-            timeout=timeout_s,
+            timeout=90.0,
             check=False,
         )
 
     def start(
         self, *arguments: str, output: str = "out.txt", module: tuple[str, ...] = ("-m", "shoal"), **environ: str
-    ) -> subprocess.Popen[str]:
+    ) -> Program:
         """`shoal ...`, or `python ...` without the module, in the background, its output in a file."""
-        with open(self.folder / output, "w") as out:
-            return subprocess.Popen(
-                [sys.executable, *module, *arguments],
-                cwd=self.folder,
-                env=self.environ(**environ),
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
+        out = self.folder / output
+        return programs.start(
+            [*module, *arguments], cwd=self.folder, env=self.environ(**environ), stdout=out, stderr=out
+        )
 
-    def start_rank(self, rank: int, *arguments: str, world_size: int = 2, port: int) -> subprocess.Popen[str]:
+    def start_anew(self, *arguments: str) -> subprocess.Popen[bytes]:
+        """`shoal ...` in the background in a new interpreter, which has all its imports before it."""
+        command = [sys.executable, "-m", "shoal", *arguments]
+        with open(self.folder / "out.txt", "wb") as out:
+            return subprocess.Popen(command, cwd=self.folder, env=self.environ(), stdout=out, stderr=out)
+
+    def start_rank(self, rank: int, *arguments: str, world_size: int = 2, port: int) -> Program:
         """`shoal ...` as one rank that was started by hand; its output in `rank-N.txt`."""
         place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -245,7 +256,7 @@ def project(folder: Path) -> Project:
     return Project(folder)
 
 
-def ranks_of(launcher: subprocess.Popen[str]) -> list[int]:
+def ranks_of(launcher: Program | subprocess.Popen[str]) -> list[int]:
     """The pids of a launcher's children, in the order in which they were started."""
     listed = subprocess.run(
         ["ps", "-o", "pid=", "--ppid", str(launcher.pid)], capture_output=True, text=True, check=False

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 
 from shoal.data.order import Order
 from tests.cli.project import OWN, RUN, Project, ranks_of
+from tests.programs import Program
 
 STOPPED = 75
 LOSS_TOLERANCE = 1e-9
@@ -61,7 +61,7 @@ def own(tmp_path: Path) -> Project:
     return Project(tmp_path)
 
 
-def replicas_of(launcher: subprocess.Popen[str]) -> dict[int, int]:
+def replicas_of(launcher: Program) -> dict[int, int]:
     """The pids of a launcher's replicas, by their slots."""
     found = {}
     for pid in ranks_of(launcher):
@@ -70,7 +70,7 @@ def replicas_of(launcher: subprocess.Popen[str]) -> dict[int, int]:
     return found
 
 
-def start(own: Project, *overrides: str) -> subprocess.Popen[str]:
+def start(own: Project, *overrides: str) -> Program:
     """The run, at a pace that leaves time for what happens to it, in its first steps."""
     set_pace(own, 0.2)
     running = own.start("train", "run.toml", *overrides)
@@ -84,7 +84,7 @@ def set_pace(own: Project, pause_s: float) -> None:
     (own.folder / "next-pace").replace(own.folder / "pace")
 
 
-def to_the_end(own: Project, running: subprocess.Popen[str]) -> int:
+def to_the_end(own: Project, running: Program) -> int:
     """The exit code of the run, which needs to wait for nothing any more."""
     set_pace(own, 0.0)
     return running.wait(60)

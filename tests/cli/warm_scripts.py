@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import runpy
 import signal
@@ -17,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from tests.forkserver import forkserver
+
 TIMEOUT_S = 90.0
-_PRELOAD = ["torch", "torch._dynamo", "shoal.recipes.own_start", "shoal.planning.arrange", "transformers"]
 
 
 def run_script(script: Path, folder: Path, *overrides: str, world: int = 1, dies_at: int = 0) -> list[int]:
@@ -42,9 +42,7 @@ def run_plain(script: Path, folder: Path) -> str:
 
 
 def _run(target: Any, each: list[tuple]) -> list[int]:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
-    processes = [context.Process(target=target, args=arguments) for arguments in each]
+    processes = [forkserver().Process(target=target, args=arguments) for arguments in each]
     for process in processes:
         process.start()
     for process in processes:

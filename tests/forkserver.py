@@ -1,0 +1,30 @@
+"""The forkserver from which tests start processes: it has made the imports that cost a process 5 seconds of a core.
+
+A test session has one, and it imports what was asked of it before its first process; so all ask for the same.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from multiprocessing.context import ForkServerContext
+
+PRELOAD = [
+    "torch",
+    "torch._dynamo",
+    "torch.distributed",
+    "shoal.cli.main",
+    "shoal.cli.train",
+    "shoal.launch.script",
+    "shoal.comm.mesh",
+    "shoal.recipes.training",
+    "shoal.recipes.own_start",
+    "shoal.recipes.verification.verify",
+    "shoal.planning.arrange",
+]
+
+
+def forkserver() -> ForkServerContext:
+    """Its context: `forkserver().Process(...)`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
