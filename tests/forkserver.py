@@ -12,6 +12,8 @@ PRELOAD = [
     "torch",
     "torch._dynamo",
     "torch.distributed",
+    "transformers.modeling_utils",
+    "peft",
     "shoal.cli.main",
     "shoal.cli.train",
     "shoal.launch.script",

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 from tests.forkserver import forkserver
@@ -84,18 +85,20 @@ def start(arguments: Sequence[str], *, cwd: Path, env: Mapping[str, str], stdout
 
 
 def run(
-    arguments: Sequence[str], *, cwd: Path, env: Mapping[str, str], folder: Path, timeout_s: float
+    arguments: Sequence[str], *, cwd: Path, env: Mapping[str, str] = os.environ, timeout_s: float = 90.0
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `python ARGUMENTS` to its end, its output meanwhile in files of `folder`."""
-    out, err = folder / "stdout", folder / "stderr"
-    program = start(arguments, cwd=cwd, env=env, stdout=out, stderr=err)
-    try:
-        code = program.wait(timeout_s)
-    except subprocess.TimeoutExpired as error:
-        program.kill()
-        program.wait()
-        raise AssertionError(f"did not end in {timeout_s:.0f} s:\n{out.read_text()}\n{err.read_text()}") from error
-    return subprocess.CompletedProcess(list(arguments), code, out.read_text(), err.read_text())
+    """Runs `python ARGUMENTS` to its end."""
+    with TemporaryDirectory() as folder:
+        out, err = Path(folder, "stdout"), Path(folder, "stderr")
+        program = start(arguments, cwd=cwd, env=env, stdout=out, stderr=err)
+        try:
+            code = program.wait(timeout_s)
+        except subprocess.TimeoutExpired as error:
+            program.kill()
+            program.wait()
+            said = f"{out.read_text()}\n{err.read_text()}"
+            raise AssertionError(f"{arguments} did not end in {timeout_s:.0f} s:\n{said}") from error
+        return subprocess.CompletedProcess(list(arguments), code, out.read_text(), err.read_text())
 
 
 def _begin(arguments: list[str], cwd: str, env: dict[str, str], stdout: str, stderr: str) -> None:

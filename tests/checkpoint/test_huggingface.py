@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from shoal.checkpoint.inspect import save_weights, weights_of
 from shoal.errors import UsageError
 from shoal.models.huggingface.build import build
 from shoal.models.huggingface.config import TransformersConfig
+from tests import programs
 from tests.models.huggingface.architectures import ADAPTED, LLAMA, TABLES, TIED_LLAMA
 from tests.recipes.layouts import corpus
 
@@ -79,10 +78,7 @@ def test_what_is_there_is_kept_and_another_model_is_refused(tmp_path: Path) -> N
 
 
 def shoal(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "shoal", *arguments], cwd=folder, env=dict(os.environ), capture_output=True, text=True,
-        timeout=200, check=False,
-    )  # fmt: skip
+    return programs.run(["-m", "shoal", *arguments], cwd=folder)
 
 
 def test_adapters_trained_on_two_ranks_are_loaded_by_peft(tmp_path: Path) -> None:

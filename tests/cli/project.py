@@ -11,7 +11,6 @@ import time
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 from torch._C._distributed_c10d import HashStore
@@ -174,10 +173,7 @@ class Project:
         """`python ...`, to its end, with `text` on its standard input."""
         if text is not None or not programs.is_forked(arguments):
             return self._start_anew([sys.executable, *arguments], text)
-        with TemporaryDirectory() as folder:
-            return programs.run(
-                arguments, cwd=self.folder, env=self.environ(), folder=Path(folder), timeout_s=timeout_s
-            )
+        return programs.run(arguments, cwd=self.folder, env=self.environ(), timeout_s=timeout_s)
 
     def _start_anew(self, command: list[str], text: str | None = None) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -193,14 +193,7 @@ for name, steps in (("first", 3), ("second", 5)):
 def test_a_script_trains_its_own_objects_and_goes_on_once(trained: Project) -> None:
     """Each `shoal.train` of a script starts two ranks; what follows runs in the starting process alone."""
     (trained.folder / "script.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=trained.folder,
-        env=trained.environ(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = trained.python("script.py")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("trained into runs/second") == 1
     assert sorted(trained.losses("runs/first")) == [1, 2, 3]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import tomli_w
 
+from tests import programs
 from tests.recipes.hook_functions import HEARD
 from tests.recipes.layouts import corpus, verified
 
@@ -32,11 +32,8 @@ def trained(folder: Path, *, hooks: dict[str, list[str]]) -> subprocess.Complete
         "hooks": hooks,
     }
     (folder / "run.toml").write_text(tomli_w.dumps(tables))
-    return subprocess.run(
-        [sys.executable, "-m", "shoal", "train", str(folder / "run.toml")],
-        cwd=ROOT, env=os.environ | {HEARD: str(folder / "heard")}, capture_output=True, text=True, timeout=120,
-        check=False,
-    )  # fmt: skip
+    arguments = ["-m", "shoal", "train", str(folder / "run.toml")]
+    return programs.run(arguments, cwd=ROOT, env=os.environ | {HEARD: str(folder / "heard")})
 
 
 def test_hooks_hear_steps_evaluations_and_saves_and_add_measurements(tmp_path: Path) -> None:

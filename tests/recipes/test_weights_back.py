@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+from tests import programs
 
 SCRIPT = """
 import shoal, torch
@@ -34,9 +33,6 @@ print("the same weights")
 def test_a_module_given_to_train_is_trained_when_it_returns(tmp_path: Path) -> None:
     """The ranks train copies; under ZeRO-3, too, the script's own object ends with the checkpoint's weights."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, timeout=200,
-        check=False,
-    )  # fmt: skip
+    done = programs.run(["script.py"], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "the same weights" in done.stdout
