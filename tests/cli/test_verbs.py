@@ -164,18 +164,9 @@ def test_srun_variables_make_ranks_of_several_nodes(trained: Project) -> None:
             "MASTER_PORT": str(port),
             "GLOO_SOCKET_IFNAME": "lo",
         }
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "shoal", "train", "run.toml", "run.directory=srun"],
-                cwd=trained.folder,
-                env=trained.environ(**variables),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    outputs = [rank.communicate(timeout=90)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+        command = ("train", "run.toml", "run.directory=srun")
+        ranks.append(trained.start(*command, output=f"task-{node}.txt", **variables))
+    assert [rank.wait(90) for rank in ranks] == [0, 0], trained.said("task-0.txt")
     assert trained.losses("srun") == trained.losses()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 from shoal.errors import EnvironmentFault, ShoalError, UsageError
 from shoal.launch.environment import place_from
 from shoal.launch.host import Host, host_from
+from tests import programs
 
 SLURM = {
     "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "77", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2",
@@ -26,10 +26,8 @@ def launch(folder: Path, body: str, *options: str, **environ: str) -> subprocess
     """`shoal launch OPTIONS script.py first --second`, on a script of these lines."""
     (folder / "script.py").write_text(body)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PET_", "RANK"))}
-    return subprocess.run(
-        [sys.executable, "-m", "shoal", "launch", *options, "script.py", "first", "--second"],
-        cwd=folder, env=kept | environ, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    arguments = ["-m", "shoal", "launch", *options, "script.py", "first", "--second"]
+    return programs.run(arguments, cwd=folder, env=kept | environ)
 
 
 @given(st.integers(1, 16), st.integers(1, 16))
@@ -138,12 +136,6 @@ def test_the_rank_that_failed_is_named_with_its_own_traceback(tmp_path: Path) ->
 
 def test_a_script_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
     """Exit 2, before any rank."""
-    done = subprocess.run(
-        [sys.executable, "-m", "shoal", "launch", "absent.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = programs.run(["-m", "shoal", "launch", "absent.py"], cwd=tmp_path)
     assert (done.returncode, done.stderr.partition(":")[0]) == (2, "shoal")
     assert "there is no file absent.py" in done.stderr
