@@ -102,7 +102,7 @@ def _served(lanes: Lanes, clock: Collective, numel: int, rounds: int) -> float:
     worker, gradient = Worker(parts, lanes, part, dtype=torch.float32), torch.ones(numel)
     part.begin(Asynchronous(range(size)), worker.row[own])
     worker.begin()
-    serving = Serving(part, lanes)
+    serving = Serving(part, lanes, range(size))
     worker.push_pull(Push(0, gradient, LR))
 
     def work() -> None:

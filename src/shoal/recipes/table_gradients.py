@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from shoal.comm.collective import Collective
 from shoal.errors import ConfigError
 from shoal.gradients.gradients import Gradients, Groups
+from shoal.gradients.partition import GradientRanks
 from shoal.gradients.sparse_rows import WithSparseRows
 from shoal.recipes.splitting import Divided, trained_in
 from shoal.runfile.run_file import RunFile
 from shoal.state.ownership import Trained
-from shoal.sync.config import AllReduceConfig
+from shoal.sync.config import AllReduceConfig, ServerConfig
 
 
 def dense_and_tables(run_file: RunFile, parts: Divided) -> tuple[list[Trained], list[Trained]]:
@@ -27,20 +28,30 @@ def dense_and_tables(run_file: RunFile, parts: Divided) -> tuple[list[Trained], 
 
 
 def with_tables(
-    dense: Gradients, tables: Sequence[Trained], parts: Divided, *, groups: Groups, replica: Collective
+    dense: Gradients,
+    tables: Sequence[Trained],
+    parts: Divided,
+    *,
+    groups: Groups,
+    replica: Collective,
+    ranks: GradientRanks,
 ) -> Gradients:
-    """`dense`, and the gradients of `tables` beside it, where there are any; their norm adds up over `replica`."""
+    """`dense`, and the gradients of `tables` beside it, where there are any: summed over `ranks`. Their norm adds up
+    over `replica`.
+    """
     if not tables:
         return dense
     order = [trained.holding.name for trained in trained_in(parts)]
-    return WithSparseRows(dense, tables, order=order, groups=groups, replica=replica)
+    return WithSparseRows(
+        dense, tables, order=order, across=[groups(ranks(t.holding)) for t in tables], replica=replica
+    )
 
 
 def _check_tables(run_file: RunFile, name: str) -> None:
     """Raises `ConfigError` for keys that know dense gradients alone."""
     found = None
-    if not isinstance(run_file.sync, AllReduceConfig):
-        found = f'sync.kind = "{type(run_file.sync).__struct_config__.tag}"', '"allreduce"'
+    if not isinstance(run_file.sync, AllReduceConfig | ServerConfig):
+        found = f'sync.kind = "{type(run_file.sync).__struct_config__.tag}"', '"allreduce" or "server"'
     elif run_file.gradients.schedule == "priority":
         found = 'gradients.schedule = "priority"', '"order"'
     elif run_file.observe.noise_every_steps:
