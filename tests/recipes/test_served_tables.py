@@ -82,6 +82,19 @@ def test_bytes_follow_the_rows_touched_and_not_the_table(ranks, tmp_path: Path) 
         assert kept == 8
 
 
+def test_an_evaluation_looks_rows_up_at_the_servers(ranks, tmp_path: Path) -> None:
+    """After a step of the recipe every rank, servers too, finds the loss that one process finds."""
+    recipe = {
+        "model": {"kind": "python", "build": "recipes.models.dlrm:build", "arguments": {"rows": 500}},
+        "data": {"kind": "python", "build": "recipes.models.dlrm:clicks", "arguments": {"rows": 500}},
+        "batch": {"global_samples": 12, "denominator": "samples"},
+        "observe": {"evaluate_samples": 31},
+    }
+    found = ranks(3, step_with, recipe | FLOAT64 | ADAGRAD | server(servers=1), str(tmp_path))
+    one = ranks(1, step_with, recipe | FLOAT64 | ADAGRAD, str(tmp_path))[0]
+    assert [figures["loss/eval"] for _, _, figures in found] == pytest.approx([one[2]["loss/eval"]] * 3, rel=1e-9)
+
+
 @pytest.mark.parametrize(
     ("sync", "words"),
     [
