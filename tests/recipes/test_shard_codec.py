@@ -53,7 +53,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = {"ZeRO-3, bfloat16", "contexts of ZeRO-3"}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.stress] if case in SLOW else []) for case in CASES]
+)
 def test_a_resumed_run_is_the_same_run(ranks, folder: Path, case: str) -> None:
     """Stopped in the middle and gone on: the same bits. Losses are near those of exact pieces, and not the same."""
     world, choice = CASES[case]

@@ -81,7 +81,7 @@ def build_run_gradients(
                 exchange,
                 lockstep=None if several else mesh.axis(*sync.lockstep_axes),
                 whole=works_on == "matrices",
-                pieces=piece_codecs(run_file),
+                pieces=piece_codecs(run_file.shard_codec),
             ),
         )
 

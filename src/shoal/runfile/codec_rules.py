@@ -12,17 +12,20 @@ from shoal.sync.config import AllReduceConfig, LocalConfig, StreamingConfig
 
 
 def codec_refusal(run_file: RunFile) -> str | None:
-    """One sentence if `[codec]` cannot serve this run.
+    """One sentence if `[codec]`, or an optimizer that sends its momentum coded, cannot serve this run.
 
     A codec works on whole buckets, in which ranks of one replica may hold copies of a parameter beside different
     others; copies decode to the same bits only where there are none. Residuals count what was not sent of the gradient
     itself, so its unit may not change from step to step.
     """
-    if isinstance(run_file.codec, NoCodec):
+    sends_momentum = run_file.optimizer.sends_momentum
+    if isinstance(run_file.codec, NoCodec) and not sends_momentum:
         return None
-    found = next(_against_codec(run_file), None)
-    kind = type(run_file.codec).__struct_config__.tag
-    return None if found is None else f'codec.kind = "{kind}" with {found[0]}: {found[1]}'
+    found = next(_against_momenta(run_file), None) if sends_momentum else None
+    found = found or next(_against_codec(run_file), None)
+    table, chosen = ("optimizer", run_file.optimizer) if sends_momentum else ("codec", run_file.codec)
+    kind = type(chosen).__struct_config__.tag
+    return None if found is None else f'{table}.kind = "{kind}" with {found[0]}: {found[1]}'
 
 
 def _against_codec(run_file: RunFile) -> Iterator[tuple[str, str]]:
@@ -51,12 +54,28 @@ def _against_codec(run_file: RunFile) -> Iterator[tuple[str, str]]:
         yield 'gradients.bucket = "auto"', "residuals lie as the buckets do, and stay; leave gradients.bucket out"
     if run_file.gradients.schedule == "priority":
         yield 'gradients.schedule = "priority"', "its partitions are summed as they are; leave one of the two out"
-    if isinstance(run_file.precision, Float16) and run_file.codec.feedback:
-        why = "residuals are in units of the loss scale, which changes; use bfloat16, or set codec.feedback = false"
+    if isinstance(run_file.precision, Float16) and (run_file.codec.feedback or run_file.optimizer.sends_momentum):
+        repair = "" if run_file.optimizer.sends_momentum else ", or set codec.feedback = false"
+        why = f"residuals are in units of the loss scale, which changes; use bfloat16{repair}"
         yield 'precision.kind = "float16"', why
     if run_file.observe.noise_every_steps:
         why = "the noise needs the gradient itself, and a codec changes it; measure it without a codec"
         yield f"observe.noise_every_steps = {run_file.observe.noise_every_steps}", why
+
+
+def _against_momenta(run_file: RunFile) -> Iterator[tuple[str, str]]:
+    """(key and value, why not and what to do), for an optimizer whose gradients are momenta most of the time."""
+    if not isinstance(run_file.codec, NoCodec):
+        kind = type(run_file.codec).__struct_config__.tag
+        yield f'codec.kind = "{kind}"', "the optimizer has a codec of its own; leave [codec] out"
+    if run_file.optimizer.clip_norm is not None:
+        why = "it would clip momenta; leave optimizer.clip_norm out"
+        yield f"optimizer.clip_norm = {run_file.optimizer.clip_norm:g}", why
+    if not isinstance(run_file.sync, AllReduceConfig):
+        why = 'its momentum is summed in every step; use sync.kind = "allreduce", or another optimizer'
+        yield f'sync.kind = "{type(run_file.sync).__struct_config__.tag}"', why
+    if isinstance(run_file.sync, AllReduceConfig) and run_file.sync.order == "canonical":
+        yield 'sync.order = "canonical"', "what ranks send depends on how many there are; leave one of the two out"
 
 
 def shard_codec_refusal(run_file: RunFile) -> str | None:
