@@ -66,6 +66,7 @@ CASES = {
     "replicate, two rounds": (2, tables(POWER, {"replicate": 2})),
     "velocities": (2, tables(DGC, {"replicate": 2}) | {"optimizer": {"kind": "sgd", "lr": 0.1}}),
     "momenta, 1-bit Adam": (2, momenta("one_bit_adam", {"replicate": 2}, exact_steps=3)),
+    "momenta, 1-bit LAMB": (2, momenta("one_bit_lamb", {"replicate": 2}, exact_steps=3)),
     "momenta, 0/1 Adam of pieces": (
         4,
         momenta("zero_one_adam", {"replicate": 2, "shard": 2}, variance_updates=2),

@@ -119,13 +119,13 @@ def test_values_that_make_no_sense(tmp_path: Path, overrides: list[str], named: 
         ({"codec": {"kind": "sign"}}, 'codec.kind = "sign"'),
         ({"optimizer": {"clip_norm": 1.0}}, "optimizer.clip_norm = 1"),
         ({"sync": {"kind": "local"}}, 'sync.kind = "local"'),
-        ({"sync": {"order": "canonical", "logical_shards": 4}}, 'sync.order = "canonical"'),
+        ({"sync": {"kind": "allreduce", "order": "canonical", "logical_shards": 4}}, 'sync.order = "canonical"'),
         ({"layout": {"tensor": 2}}, "layout.tensor = 2"),
         ({"precision": {"kind": "float16"}}, 'precision.kind = "float16"'),
         ({"observe": {"noise_every_steps": 5}}, "observe.noise_every_steps = 5"),
     ],
 )
-@pytest.mark.parametrize("kind", ["one_bit_adam", "zero_one_adam"])
+@pytest.mark.parametrize("kind", ["one_bit_adam", "zero_one_adam", "one_bit_lamb"])
 def test_what_an_optimizer_that_sends_momenta_cannot_serve(
     tmp_path: Path, kind: str, tables: dict[str, Any], named: str
 ) -> None:

@@ -181,6 +181,27 @@ class OneBitAdam(OneBit, frozen=True, tag_field="kind", tag="one_bit_adam"):
         return update <= self.exact_steps
 
 
+class OneBitLAMB(OneBit, frozen=True, tag_field="kind", tag="one_bit_lamb"):
+    """1-bit LAMB (arXiv:2104.06069): LAMB, then a momentum sent by its signs; its step lengths follow the variance."""
+
+    implemented_by: ClassVar[str] = "shoal.optim.one_bit_lamb:MomentumLAMB"
+    works_on: ClassVar[Granularity] = "matrices"
+
+    lr: Annotated[float, says("Peak learning rate.", ge=0, le=1e3)] = 4e-3
+    exact_steps: Annotated[
+        int, says("First updates, of LAMB with gradients as they are; 15 to 20 % of all, in the paper.", ge=1)
+    ] = 100
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Both moments, the variance that goes on, the number of updates, and what scales a tensor's step."""
+        moments = (Slot("exp_avg"), Slot("exp_avg_sq"), Slot("exp_avg_sq_fresh"))
+        return (*moments, counter("step"), counter("coefficient"), counter("factor"))
+
+    def exact(self, update: int) -> bool:
+        return update <= self.exact_steps
+
+
 class ZeroOneAdam(OneBit, frozen=True, tag_field="kind", tag="zero_one_adam"):
     """0/1 Adam (arXiv:2202.06009) without its local steps: the variance moves at intervals of 1, 2, 4, ... updates."""
 
@@ -212,4 +233,4 @@ class Schedule(Table, frozen=True):
     final_fraction: Annotated[float, says("The rate at the last step, as a fraction of the peak.", ge=0, le=1)] = 0.1
 
 
-OptimizerConfig = AdamW | SGD | Adagrad | OneBitAdam | ZeroOneAdam
+OptimizerConfig = AdamW | SGD | Adagrad | OneBitAdam | ZeroOneAdam | OneBitLAMB

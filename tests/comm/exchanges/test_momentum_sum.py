@@ -18,15 +18,18 @@ from shoal.comm.exchanges.momentum_sum import MomentumSum
 from shoal.comm.local import local_group
 from shoal.config.table import implementation_of
 from shoal.optim.build import build_optimizer
-from shoal.optim.config import AdamW, OneBit, OneBitAdam, ZeroOneAdam
+from shoal.optim.config import AdamW, OneBit, OneBitAdam, OneBitLAMB, ZeroOneAdam
 
 NUMEL, BLOCK, STEPS, LR = 100, 16, 24, 0.01
 KINDS: dict[str, OneBit] = {
     "1-bit Adam": OneBitAdam(exact_steps=6, block=BLOCK, weight_decay=0.1),
     "0/1 Adam": ZeroOneAdam(variance_updates=3, block=BLOCK, weight_decay=0.1),
+    "1-bit LAMB": OneBitLAMB(exact_steps=6, block=BLOCK, weight_decay=0.1),
 }
 FLOAT64 = 1e-12
 """Relative, of 24 updates of float64 numbers; scales are float32 numbers on both sides."""
+COEFFICIENTS = 1e-6
+"""The same where a coefficient of the step is a float32 number."""
 WAIT_S = 30.0
 
 every_kind = pytest.mark.parametrize("kind", list(KINDS))
@@ -92,6 +95,7 @@ def one_process(config: OneBit, ranks: int) -> Tensor:
     codec = implementation_of(sign)(sign)
     x, m, v = start(), torch.zeros(NUMEL).double(), torch.zeros(NUMEL).double()
     errors, moved = [torch.zeros(NUMEL).double() for _ in range(ranks)], 0
+    fresh, m_before, factor, mean_ratio = torch.zeros(NUMEL).double(), m, 1.0, 0.0
     for step in range(STEPS):
         parts = [gradient(x, rank, step) for rank in range(ranks)]
         if config.exact(step + 1):
@@ -104,6 +108,23 @@ def one_process(config: OneBit, ranks: int) -> Tensor:
             errors = [a - b for a, b in zip(wanted, sent, strict=True)]
             m = sum(sent, torch.zeros(NUMEL).double())
         update = (m / (1 - config.beta1 ** (step + 1))) / ((v / (1 - config.beta2**moved)).sqrt() + config.eps)
+        if isinstance(config, OneBitLAMB):
+            g = (
+                sum(parts, torch.zeros(NUMEL).double())
+                if config.exact(step + 1)
+                else (m - config.beta1 * m_before) / (1 - config.beta1)
+            )
+            fresh = config.beta2 * fresh + (1 - config.beta2) * g * g
+            update = torch.where(v == 0, 0, update) + config.weight_decay * x
+            if config.exact(step + 1):
+                ratio = min(max(float(x.norm() / update.norm()), 0.01), 10.0)
+                mean_ratio = 0.9 * mean_ratio + 0.1 * ratio
+            else:
+                wanted_factor = float(((v.sqrt() + config.eps) / (fresh.sqrt() + config.eps)).max())
+                factor = min(max(wanted_factor, 0.5, 0.9 * factor), 4.0, 1.1 * factor)
+                ratio = mean_ratio * factor
+            m_before, x = m, x - LR * ratio * update
+            continue
         x = x * (1 - LR * config.weight_decay) - LR * torch.where(v == 0, 0, update)
     return x
 
@@ -116,11 +137,12 @@ def test_ranks_train_like_one_process_that_plays_the_rule(kind: str, size: int) 
     assert all(torch.equal(found[0][0], weights) for weights, _, _ in found)
     if size > 1:
         wanted = one_process(KINDS[kind], size)
-        assert float((found[0][0] - wanted).norm() / wanted.norm()) < FLOAT64
+        tolerance = COEFFICIENTS if isinstance(KINDS[kind], OneBitLAMB) else FLOAT64
+        assert float((found[0][0] - wanted).norm() / wanted.norm()) < tolerance
         assert all(bool(residual.any()) for _, residual, _ in found)
 
 
-@every_kind
+@pytest.mark.parametrize("kind", ["1-bit Adam", "0/1 Adam"])
 def test_the_first_updates_are_those_of_adamw(kind: str) -> None:
     """With gradients as they are: until the first update that is not exact."""
     config = KINDS[kind]
@@ -153,13 +175,20 @@ def test_a_step_without_an_update_leaves_nothing_behind(kind: str, skips: int) -
 
 
 def test_four_ranks_send_all_there_is_in_the_end() -> None:
-    """By two shots, too: residuals stay bounded, and the weights come to the minimum of the mean."""
-    config = OneBitAdam(exact_steps=20, block=BLOCK, weight_decay=0.0)
-    found = on_ranks(4, lambda group: trained(group, config, steps=300))
-    moved = torch.ones(NUMEL, dtype=torch.bool)
-    moved[40] = False
-    assert float((found[0][0] - 1.15)[moved].abs().mean()) < 0.1
-    assert float(found[0][0][40]) == float(start()[40])
+    """By two shots, too: the weights come as near to the minimum of the mean as without coding, and 0 stays where it
+    is.
+    """
+    steps = 200
+
+    def distance(exact_steps: int) -> tuple[float, Tensor]:
+        config = OneBitAdam(exact_steps=exact_steps, block=BLOCK, weight_decay=0.0)
+        weights = on_ranks(4, lambda group: trained(group, config, steps=steps))[0][0]
+        return float((weights - 1.15).norm()), weights
+
+    (coded, weights), (exact, _) = distance(20), distance(steps)
+    assert coded < 1.1 * exact
+    assert exact < 0.5 * float((start() - 1.15).norm())
+    assert float(weights[40]) == float(start()[40])
 
 
 def test_the_variance_of_zero_one_adam_moves_at_doubling_intervals() -> None:
