@@ -178,23 +178,6 @@ def test_a_step_without_an_update_leaves_nothing_behind(kind: str, lost: int) ->
             assert torch.equal(one, other)
 
 
-def test_four_ranks_send_all_there_is_in_the_end() -> None:
-    """By two shots, too: the weights come as near to the minimum of the mean as without coding, and 0 stays where it
-    is.
-    """
-    steps = 200
-
-    def distance(exact_steps: int) -> tuple[float, Tensor]:
-        config = OneBitAdam(exact_steps=exact_steps, block=BLOCK, weight_decay=0.0)
-        weights = on_ranks(4, lambda group: trained(group, config, steps=steps))[0][0]
-        return float((weights - 1.15).norm()), weights
-
-    (coded, weights), (exact, _) = distance(20), distance(steps)
-    assert coded < 1.1 * exact
-    assert exact < 0.5 * float((start() - 1.15).norm())
-    assert float(weights[40]) == float(start()[40])
-
-
 def test_the_variance_of_zero_one_adam_moves_at_doubling_intervals() -> None:
     """Three updates at each interval: 1, 2, 3, then every second, every fourth."""
     config = ZeroOneAdam(variance_updates=3)
