@@ -35,6 +35,10 @@ def _refusals(run_file: RunFile, elastic: ElasticConfig) -> Iterator[str]:
     for replicas in range(elastic.min, most + 1):
         if (refusal := sync_refusal(with_processes(run_file, replicas))) is not None:
             yield f"[elastic] with {elastic.min} to {most} replicas: {refusal}"
+    if run_file.optimizer.sends_momentum:
+        kind = type(run_file.optimizer).__struct_config__.tag
+        why = 'a lost replica would take its error feedback along; use "adamw"'
+        yield f'optimizer.kind = "{kind}" with [elastic]: {why}'
     if not isinstance(run_file.codec, NoCodec):
         yield "[codec] with [elastic]: a lost replica would take its error feedback along; leave [codec] out"
     if run_file.batch.division == "by_speed":
