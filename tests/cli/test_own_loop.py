@@ -166,6 +166,8 @@ def test_what_a_script_raises_ends_its_run(own: Project) -> None:
         (('{"run": {"name": "own"}}', '{"optimizer": {"kind": "sgd"}}'), "[optimizer] has no meaning"),
         (("epochs=2, ", ""), "pass epochs or steps, one of them"),
         (("sys.argv[1:]", '["layout.tensor=2"]'), "layout.tensor = 2: a script's own loop can be"),
+        (("sys.argv[1:]", '["run.processes=2", "sync.kind=\\"server\\"", "sync.servers=1"]'),
+         "sync.servers = 1: dedicated servers run no script"),
         (("data=(data, data)", "data=5"), "the data is of type int" ),
     ],
 )  # fmt: skip

@@ -62,7 +62,7 @@ def test_sums_do_not_depend_on_who_comes_first() -> None:
         part.begin(FirstComers(range(5)), torch.zeros(NUMEL))
         for worker in order:
             contribute(part, worker, 0, gradients[worker])
-        found.append(part.final().clone())
+        found.append(part.end().clone())
     assert torch.equal(*found)
 
 
@@ -98,7 +98,7 @@ def test_a_read_stays_as_it_is_while_others_update() -> None:
     before = values.clone()
     contribute(part, 1, 0, torch.ones(NUMEL))
     assert torch.equal(values, before)
-    assert not torch.equal(part.final(), before)
+    assert not torch.equal(part.end(), before)
 
 
 def test_a_thread_that_fails_frees_those_that_wait() -> None:

@@ -47,7 +47,7 @@ class StepShare:
 
     Args:
         global_samples: samples of one step, of all replicas together.
-        replica: the number of this one of `replicas`.
+        replica: the number of this one of `replicas`; None: it reads nothing.
         micro_samples: samples of one microbatch; None: this replica's whole share.
         group: samples that batch statistics are taken over; no share or microbatch cuts one.
         speeds: of all replicas, if shares are in proportion to them; None: they are even.
@@ -58,7 +58,7 @@ class StepShare:
     """
 
     global_samples: int
-    replica: int = 0
+    replica: int | None = 0
     replicas: int = 1
     micro_samples: int | None = None
     group: int = 1
@@ -74,11 +74,13 @@ class StepShare:
 
     def microbatches(self, step: Interval) -> Iterator[Interval]:
         """This replica's part of the positions of a `step`, cut into microbatches."""
+        if self.replica is None:
+            return
         own = self._own(step)
         yield from microbatches(own, self.micro_samples or max(1, len(own)))
 
     def _own(self, step: Interval) -> Interval:
-        return share(step, replicas=self.replicas, replica=self.replica, group=self.group, speeds=self.speeds)
+        return share(step, replicas=self.replicas, replica=self.replica or 0, group=self.group, speeds=self.speeds)
 
 
 @dataclass

@@ -40,14 +40,15 @@ class Noted(NamedTuple):
 
 @dataclass
 class ReplicaSpeeds:
-    """The speeds of the replicas that `ranks`, all ranks of the run, belong to; this rank is one of `replica`.
+    """The speeds of the `replicas` that `ranks`, all ranks of the run, belong to; this rank is one of `replica`, or of
+    none (None) if it computes no gradients.
 
     `divide` is told new speeds, in samples a second, when the division of work should follow them; None: it is even.
     `warn` and `note` hear of replicas that are slow, and no longer.
     """
 
     ranks: Collective
-    replica: int
+    replica: int | None
     replicas: int
     device: torch.device
     warn: Say
@@ -74,7 +75,9 @@ class ReplicaSpeeds:
 
     def figures(self) -> dict[str, float]:
         """Of this replica: its speed at the last exchange, in samples a second."""
-        return {"replica/samples_per_second": self.speeds[self.replica]} if self.speeds else {}
+        if self.replica is None or not self.speeds:
+            return {}
+        return {"replica/samples_per_second": self.speeds[self.replica]}
 
     def _exchange(self) -> None:
         rows = self._gathered()
@@ -91,7 +94,8 @@ class ReplicaSpeeds:
 
     def _gathered(self) -> list[list[Noted]]:
         """What each replica has noted since the last exchange. A replica is as slow as the slowest of its ranks."""
-        told = [float(self.replica), float(len(self._own)), *(number for noted in self._own for number in noted)]
+        replica = -1.0 if self.replica is None else float(self.replica)
+        told = [replica, float(len(self._own)), *(number for noted in self._own for number in noted)]
         told += [0.0] * (2 + 2 * WINDOW - len(told))
         self._own.clear()
         row = torch.tensor(told, dtype=torch.float64, device=self.device)
@@ -99,6 +103,8 @@ class ReplicaSpeeds:
         self.ranks.all_gather(everyone, row).wait()
         found: list[list[Noted]] = [[] for _ in range(self.replicas)]
         for replica, count, *numbers in everyone.view(self.ranks.size, -1).tolist():
+            if replica < 0:
+                continue
             own = [Noted(int(numbers[2 * n]), numbers[2 * n + 1]) for n in range(int(count))]
             held = found[int(replica)] or own
             found[int(replica)] = [max(pair, key=lambda noted: noted.seconds) for pair in zip(held, own, strict=False)]

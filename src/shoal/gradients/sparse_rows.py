@@ -17,23 +17,30 @@ import torch
 from torch import Tensor
 
 from shoal.comm.collective import Collective
-from shoal.gradients.gradients import Gradients, Groups, Tuned
+from shoal.gradients.gradients import Gradients, Tuned
 from shoal.gradients.reducer import OwnGradient
 from shoal.state.ownership import Owned, Trained, owned_whole
 
 
 class WithSparseRows:
     """`Gradients` of `dense` and of `tables`; their `.grad` are sparse. `order` are the names of all, in the model's
-    order; the norm adds up over `replica`."""
+    order; the gradient of a table is summed over its group in `across`, and the norm adds up over `replica`.
+    """
 
     def __init__(
-        self, dense: Gradients, tables: Sequence[Trained], *, order: Sequence[str], groups: Groups, replica: Collective
+        self,
+        dense: Gradients,
+        tables: Sequence[Trained],
+        *,
+        order: Sequence[str],
+        across: Sequence[Collective],
+        replica: Collective,
     ) -> None:
         place = {name: index for index, name in enumerate(order)}
         owned = [*dense.owned, *(owned_whole(table) for table in tables)]
         self.owned: Sequence[Owned] = sorted(owned, key=lambda one: place[one.name])
         self._dense, self._tables, self._replica = dense, tables, replica
-        self._across = [groups(table.holding.across) for table in tables]
+        self._across = across
 
     @property
     def own(self) -> OwnGradient:

@@ -14,6 +14,7 @@ from shoal.comm.mesh import Mesh
 from shoal.engine.forward_backward import ForwardBackward
 from shoal.errors import ConfigError
 from shoal.gradients.gradients import Gradients
+from shoal.models.embedding_table import tables_in
 from shoal.optim.adopt import OwnOptimizer
 from shoal.recipes.coding import coded_exchanges
 from shoal.recipes.microbatching import Microbatching
@@ -109,7 +110,16 @@ def _agreement(
     buffers = [b for name, b in model.named_buffers() if name in saved and b.is_floating_point()]
     whole = any(optimizer.works_on == "matrices" for optimizer in optimizers or [run_file.optimizer])
     return sync.agreement(
-        Replica(gradients.owned, gradients.gather, buffers, run_file.run.steps, whole, exchange or AllReduce, rounds)
+        Replica(
+            gradients.owned,
+            gradients.gather,
+            buffers,
+            run_file.run.steps,
+            whole,
+            exchange or AllReduce,
+            rounds,
+            {name: module for name, module in tables_in(model).items() if module.weight.requires_grad},
+        )
     )
 
 

@@ -132,13 +132,14 @@ def build_job(
 def replica_speeds(run: Run, feed: Feed, sinks: Sinks) -> ReplicaSpeeds | None:
     """What measures the replicas' speeds, and divides the work of `feed` by them where that is asked for."""
     mesh, first = run.mesh, run.mesh.rank == 0
-    replicas = mesh.layout.replicate
+    replica = mesh.layout.index("replicate", mesh.rank)
+    replicas = mesh.layout.replicate - run.run_file.sync.serving_only
     if replicas == 1:
         return None
     divides = run.run_file.batch.division == "by_speed"
     return ReplicaSpeeds(
         mesh.world,
-        mesh.layout.index("replicate", mesh.rank),
+        replica if replica < replicas else None,
         replicas,
         mesh.device,
         warn=sinks.warn if first else _unsaid,

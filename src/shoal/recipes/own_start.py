@@ -24,6 +24,7 @@ from shoal.launch.devices import gpus
 from shoal.launch.environment import ALONE, Place, place_from
 from shoal.launch.lock import RunLock
 from shoal.launch.signals import StopRequest
+from shoal.models.embedding_table import tables_in
 from shoal.observe.facts import write_facts
 from shoal.recipes.facts import run_facts
 from shoal.recipes.job import build_job, introduce, restore, run_start, sinks_of, write_run_file
@@ -70,6 +71,7 @@ def start_own_loop(
             place = ALONE
         run_file = checked(with_processes(run_file, place.world_size), place, file=file, planner=planner)
         _check_layout(run_file)
+        _check_servers(run_file, objects["model"])
         _check_optimizers(run_file, objects["optimizer"])
     except ShoalError as refusal:
         print(f"shoal: {refusal}", file=sys.stderr, flush=True)
@@ -241,6 +243,20 @@ def _check_optimizers(run_file: RunFile, optimizer: Any) -> None:
         raise ConfigError(
             f'precision.kind = "float16" with {len(optimizer)} optimizers: one loss scale would follow from all of '
             'them; use "bfloat16", or one optimizer'
+        )
+
+
+def _check_servers(run_file: RunFile, model: Any) -> None:
+    """Raises `ConfigError` for what would leave a rank without batches, or the script without its weights."""
+    if run_file.sync.serving_only:
+        raise ConfigError(
+            f"sync.servers = {run_file.sync.serving_only}: dedicated servers run no script; set it to 0, or let "
+            "shoal.train run the loop"
+        )
+    if run_file.sync.replicas_are == "workers" and isinstance(model, nn.Module) and tables_in(model):
+        raise ConfigError(
+            "the model has an EmbeddingTable, which would live on servers alone, out of reach of the script: let "
+            "shoal.train run the loop, or use nn.Embedding"
         )
 
 

@@ -86,10 +86,11 @@ class Run:
     ) -> Feed:
         """The samples of this rank's `share` of every step, (index, number), from `cursor` on. Close it.
 
-        Default: where the run stands, this rank's own share, in this rank's own microbatches.
+        Default: where the run stands, this rank's own share, in this rank's own microbatches. A rank that only serves
+        has none.
         """
         run_file, data = self.run_file, self.workload.data.train
-        replica, replicas = self.mesh.batch_share if share is None else share
+        replica, replicas = self._trains_on if share is None else share
         order = self.workload.data.order(
             run_file.run.seed, shuffle=run_file.data.shuffle, window=run_file.data.shuffle_window
         )
@@ -109,6 +110,13 @@ class Run:
             readers=run_file.data.readers,
             open_reader=reader_opener(run_file, self.workload.data),
         )
+
+    @property
+    def _trains_on(self) -> tuple[int | None, int]:
+        """(index, number): which part of every global batch this rank trains on, and of how many; None: of none."""
+        share, shares = self.mesh.batch_share
+        working = shares - self.run_file.sync.serving_only
+        return (share if share < working else None), working
 
     def rate(self, number: int) -> float:
         """The learning rate of step `number`."""
@@ -136,7 +144,8 @@ class Run:
     def evaluate(self, bar: ProgressBar | None = None) -> dict[str, float]:
         """The measurements on the held-out data, over all ranks; none without such data. `bar` counts batches."""
         batches = track(self.held_out(), bar or ProgressBar(), "evaluating: batches of held-out samples")
-        return evaluate(self.generation.forward_backward, batches, group=self.mesh.world, device=self.device)
+        with self.generation.agreement.looking_up():
+            return evaluate(self.generation.forward_backward, batches, group=self.mesh.world, device=self.device)
 
 
 def open_run(

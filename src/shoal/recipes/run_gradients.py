@@ -87,5 +87,5 @@ def build_run_gradients(
 
     if not several:
         dense = of(trained, optimizers[0].works_on if optimizers else run_file.optimizer.works_on)
-        return with_tables(dense, tables, parts, groups=mesh.ranks, replica=replica)
+        return with_tables(dense, tables, parts, groups=mesh.ranks, replica=replica, ranks=sync.gradient_ranks)
     return JointGradients([of([t for t in trained if t.holding.name in set(o.names)], o.works_on) for o in optimizers])

@@ -26,6 +26,7 @@ from shoal.recipes.generation import Generation
 from shoal.recipes.run_gradients import zero_of
 from shoal.recipes.workload import Workload
 from shoal.runfile.run_file import RunFile
+from shoal.state.ownership import Owned
 from shoal.state.section import Section
 
 
@@ -51,6 +52,8 @@ def build_state(run_file: RunFile, generation: Generation, workload: Workload, s
         model = ModelSection(split.model, _held(run_file, generation), owned, names)
     elif served is not None:
         owned, names = served, {*split.shapes}
+        if any(role.kind == "table" for role in split.roles.values()):
+            model = ModelSection(split.model, _held_beside_tables(generation, served), names={*names, *split.buffers})
     shared = served is not None or generation.sync.keeps_replicas_equal
     tuned = [] if gradients.tuned is None else [FactsSection("gradients", gradients.tuned)]
     exchanges = [] if generation.coded is None else generation.coded.made
@@ -92,6 +95,15 @@ def _of_script(workload: Workload) -> list[Section]:
     groups = ["optimizer_groups", *(f"optimizer_groups_{n}" for n in range(1, len(workload.optimizers)))]
     own = [FactsSection(name, optimizer) for name, optimizer in zip(groups, workload.optimizers, strict=False)]
     return [*own, *([ExtraSection(workload.objects.state)] if workload.objects.state else [])]
+
+
+def _held_beside_tables(generation: Generation, served: Sequence[Owned]) -> list[HeldWeight]:
+    """Where servers hold the tables: this rank's copy of the other weights, and what it serves of the tables."""
+    split = generation.parts.split
+    tables = [owned for owned in served if split.roles[owned.name].kind == "table"]
+    away = {owned.name for owned in tables}
+    held = [HeldWeight(holding.name, p, holding.global_shape, holding.box) for holding, p in split.held]
+    return [*(weight for weight in held if weight.name not in away), *held_pieces(tables)]
 
 
 def _held(run_file: RunFile, generation: Generation) -> list[HeldWeight]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from shoal.comm.collective import Collective
 from shoal.errors import ConfigError
 from shoal.gradients.gradients import Gradients, Groups
+from shoal.gradients.partition import GradientRanks
 from shoal.gradients.sparse_rows import WithSparseRows
 from shoal.recipes.splitting import Divided, trained_in
 from shoal.runfile.run_file import RunFile
@@ -27,13 +28,23 @@ def dense_and_tables(run_file: RunFile, parts: Divided) -> tuple[list[Trained], 
 
 
 def with_tables(
-    dense: Gradients, tables: Sequence[Trained], parts: Divided, *, groups: Groups, replica: Collective
+    dense: Gradients,
+    tables: Sequence[Trained],
+    parts: Divided,
+    *,
+    groups: Groups,
+    replica: Collective,
+    ranks: GradientRanks,
 ) -> Gradients:
-    """`dense`, and the gradients of `tables` beside it, where there are any; their norm adds up over `replica`."""
+    """`dense`, and the gradients of `tables` beside it, where there are any: summed over `ranks`. Their norm adds up
+    over `replica`.
+    """
     if not tables:
         return dense
     order = [trained.holding.name for trained in trained_in(parts)]
-    return WithSparseRows(dense, tables, order=order, groups=groups, replica=replica)
+    return WithSparseRows(
+        dense, tables, order=order, across=[groups(ranks(t.holding)) for t in tables], replica=replica
+    )
 
 
 def _check_tables(run_file: RunFile, name: str) -> None:

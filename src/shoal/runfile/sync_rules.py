@@ -121,7 +121,7 @@ def _against_canonical(run_file: RunFile, sync: AllReduceConfig) -> Iterator[tup
 
 
 def _against_backup(run_file: RunFile, sync: ServerConfig) -> Iterator[tuple[str, str]]:
-    workers = run_file.run.processes or run_file.layout.default_processes
+    workers = _workers(run_file)
     if workers is not None and sync.backup is not None and sync.backup >= workers > 1:
         why = f"of {workers} workers none would be left to count; backup must be at most {workers - 1}"
         yield f"backup = {sync.backup}", why
@@ -143,7 +143,7 @@ def _against_workers(run_file: RunFile) -> Iterator[tuple[str, str]]:
         if getattr(layout, axis) > 1:
             why = "its workers are replicas of one rank; leave it out, or choose another sync.kind"
             yield f"layout.{axis} = {getattr(layout, axis)}", why
-    workers = run_file.run.processes or layout.default_processes
+    workers = _workers(run_file)
     if workers is not None:
         yield from _against_shares(run_file, workers)
     if run_file.gradients.schedule == "priority":
@@ -157,14 +157,24 @@ def _against_workers(run_file: RunFile) -> Iterator[tuple[str, str]]:
 
 
 def _against_shares(run_file: RunFile, workers: int) -> Iterator[tuple[str, str]]:
-    if workers == 1:
+    serving = run_file.sync.serving_only
+    if workers < 1:
+        why = f"of {workers + serving} processes none would be left to work; lower it, or raise run.processes"
+        yield f"servers = {serving}", why
+    elif workers == 1 and not serving:
         yield "one replica", "there is no other to work with; raise layout.replicate or run.processes"
-    if run_file.batch.division == "even" and run_file.batch.global_samples % workers:
+    elif run_file.batch.division == "even" and run_file.batch.global_samples % workers:
         why = (
             f"every worker's gradient counts the same, so {workers} workers need equal shares; "
             f'use a multiple of {workers}, or batch.division = "by_speed"'
         )
         yield f"batch.global_samples = {run_file.batch.global_samples}", why
+
+
+def _workers(run_file: RunFile) -> int | None:
+    """Processes that compute gradients; None before their number is known."""
+    processes = run_file.run.processes or run_file.layout.default_processes
+    return None if processes is None else processes - run_file.sync.serving_only
 
 
 def divides_evenly(shards: int, replicas: int) -> bool:

@@ -31,6 +31,11 @@ class Strategy(Table, frozen=True):
 
     replicas_are: ClassVar[ReplicasAre] = "own_steps"
 
+    @property
+    def serving_only(self) -> int:
+        """Replicas, the last ones, that compute no gradients."""
+        return 0
+
 
 class AllReduceConfig(Strategy, frozen=True, tag_field="kind", tag="allreduce"):
     """The replicas' gradients are summed by all-reduce in every step, while the backward still runs."""
@@ -97,9 +102,9 @@ class LocalConfig(OuterKeys, frozen=True, tag_field="kind", tag="local"):
 
 
 class ServerConfig(Strategy, frozen=True, tag_field="kind", tag="server"):
-    """A parameter server: workers push gradients and pull parameters, of which every rank serves a part.
+    """A parameter server: workers push gradients and pull parameters; each server's optimizer updates its part for all.
 
-    A rank's optimizer updates its part for all.
+    Every rank is a worker and a server, or the last `servers` ranks serve and the others work.
     """
 
     implemented_by: ClassVar[str] = "shoal.sync.server:ServerSync"
@@ -140,6 +145,20 @@ class ServerConfig(Strategy, frozen=True, tag_field="kind", tag="server"):
             "saves and stops happen there. Default: 1 for sync, 50 for the others."
         ),
     ] = None
+    servers: Annotated[
+        Natural,
+        says(
+            "Dedicated servers: the last `servers` of `run.processes` serve and compute no gradients, the others work. "
+            "0: every rank works, and serves a part."
+        ),
+    ] = 0
+    topology: Annotated[
+        Literal["direct", "hybrid"],
+        says(
+            "direct: every worker pushes and pulls by itself. hybrid: the workers of a host sum their gradients by "
+            "all-reduce, and one of them pushes and pulls for all (BytePS, OSDI 2020)."
+        ),
+    ] = "direct"
 
     def __post_init__(self) -> None:
         for key, value, admission in (
@@ -161,6 +180,10 @@ class ServerConfig(Strategy, frozen=True, tag_field="kind", tag="server"):
     def steps_between(self) -> int:
         """Steps of each worker between two agreements."""
         return self.period or (1 if self.admission == "sync" else 50)
+
+    @property
+    def serving_only(self) -> int:
+        return self.servers
 
 
 class HogwildConfig(Strategy, frozen=True, tag_field="kind", tag="hogwild"):

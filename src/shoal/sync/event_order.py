@@ -4,7 +4,8 @@ What an asynchronous run computes follows from the order in which contributions 
 leave. A run that records it can be repeated bitwise: an event then waits for its turn. An event is a letter and the
 number of a worker,
 
-    c0   worker 0 contributes      r0   worker 0 reads      l0   worker 0 leaves
+    c0   worker 0 contributes      r0   worker 0 reads
+    t0   worker 0 looks rows of a table up                  l0   worker 0 leaves
 
 Each rank has a file of its own, with a line of JSON for each round: {"first": 1, "last": 50, "events": ["c0", ...]}. A
 run that went on from a checkpoint records rounds again; the last line of a step counts.
@@ -20,7 +21,7 @@ from typing import NamedTuple, Protocol
 
 from shoal.errors import ConfigError
 
-CONTRIBUTE, READ, LEAVE = "c", "r", "l"
+CONTRIBUTE, READ, LOOK_UP, LEAVE = "c", "r", "t", "l"
 
 
 class EventFiles(NamedTuple):

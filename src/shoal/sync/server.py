@@ -1,36 +1,43 @@
-"""A parameter server whose every rank is a worker, and serves a part of the parameters to all.
+"""A parameter server: workers compute gradients, servers hold the parameters and update them.
 
     worker   reads parameters | computes the gradient of its share of a batch | pushes it | pulls parameters ...
     server   collects gradients of its part as `admission` says | updates the part with its optimizer | answers
 
-The optimizer's state of a part lies at its server alone, as under ZeRO-1. Workers differ between two agreements; at an
-agreement all of them have made equally many steps, and take every part from its server. Under synchronous admission all
-have the same parameters after every step, and the steps are those of all-reduce with a mean over the workers.
+`server_roles` says who is what: every rank both, or some ranks servers alone. The optimizer's state of a part lies at
+its server alone, as under ZeRO-1. Workers differ between two agreements; at an agreement all of them have made equally
+many steps, and all ranks take every part from its server. Under synchronous admission all workers have the same
+parameters after every step, and the steps are those of all-reduce with a mean over the workers.
 
 Under backup admission, a worker that is late skips the steps that were made without it, and so goes on with the others.
-Its gradient was of the version before: each part drops it by that.
+Its gradient was of the version before: each part drops it by that. A rank that only serves skips every step.
 
 A worker whose gradient is not finite takes part in the update and adds nothing. Clipping is of each worker's own
-gradient. Persistent buffers, such as running statistics, are averaged at agreements.
+gradient. Persistent buffers, such as running statistics, are averaged over the workers at agreements.
+
+Embedding tables live on the servers alone (`server_tables`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch.nn import Parameter
 
-from shoal.comm.collective import Collective
+from shoal.comm.collective import Collective, GroupCollective
 from shoal.comm.mesh import Mesh
 from shoal.errors import ConfigError, UserCodeError
-from shoal.state.ownership import Owned, Trained, owned_run, owned_whole
+from shoal.state.ownership import Owned
 from shoal.state.section import Section
 from shoal.sync.admission import Asynchronous, Bounded, FirstComers, Rule
 from shoal.sync.config import ServerConfig
+from shoal.sync.party import Party
 from shoal.sync.server_part import Merge, ServedPart
-from shoal.sync.server_partition import Run, partition
+from shoal.sync.server_partition import owned_pieces, partition
+from shoal.sync.server_roles import Roles, roles_of
+from shoal.sync.server_tables import RowsFromServers, ServedTable, places_of, serve_table
 from shoal.sync.server_wire import FlatParts, Lanes, Push, Serving, Worker
 from shoal.sync.strategy import Agreed, OwnSteps, Replica, Taken
 
@@ -39,7 +46,7 @@ class ServerSync(OwnSteps):
     """`Sync` of kind "server"."""
 
     def __init__(self, config: ServerConfig, mesh: Mesh) -> None:
-        """Raises `ConfigError` on a device that is no processor."""
+        """Raises `ConfigError` on a device that is no processor, and where the roles leave nobody to work or count."""
         if mesh.device.type != "cpu":
             raise ConfigError(
                 f'sync.kind = "server" on {mesh.device.type}: servers run on processors so far; set run.device = "cpu"'
@@ -48,45 +55,75 @@ class ServerSync(OwnSteps):
         self._replicas = mesh.axis("replicate", lane="sync")
         push, pull = (mesh.axis("replicate", lane=lane) for lane in ("push", "pull"))
         self._lanes = Lanes(push, pull, mesh.ledger)
+        hosts = self._replicas.hosts if isinstance(self._replicas, GroupCollective) else ()
+        self._roles = roles_of(config, self._replicas.size, hosts)
+        own = self._roles.party_of(mesh.rank)
+        self._party = Party(mesh.ranks(own, lane="party")) if len(own) > 1 else None
+        alone = config.servers and mesh.rank in self._roles.servers
+        self._servers = mesh.ranks(self._roles.servers, lane="servers") if alone else None
 
     def agreement(self, replica: Replica) -> ServerAgreement:
-        """Raises `UserCodeError` for parameters of several dtypes."""
-        return ServerAgreement(self._config, replica, self._replicas, self._lanes)
+        """Raises `UserCodeError` for parameters of several dtypes, `ConfigError` for tables that cannot be served."""
+        return ServerAgreement(
+            self._config, replica, self._replicas, self._lanes, self._roles, party=self._party, servers=self._servers
+        )
 
 
-def rule_of(config: ServerConfig, workers: int) -> Rule:
-    """The rule of admission for workers 0 .. `workers` - 1, none of which has contributed yet."""
+def rule_of(config: ServerConfig, workers: Sequence[int]) -> Rule:
+    """The rule of admission for `workers`, none of which has contributed yet."""
     if config.admission == "async":
-        return Asynchronous(range(workers), cap=config.staleness_cap)
+        return Asynchronous(workers, cap=config.staleness_cap)
     if config.admission == "bounded":
-        return Bounded(range(workers), bound=config.bound or 0)
-    return FirstComers(range(workers), counted=workers - config.backup if config.backup else None)
+        return Bounded(workers, bound=config.bound or 0)
+    return FirstComers(workers, counted=len(workers) - config.backup if config.backup else None)
 
 
 class ServerAgreement:
-    """`Agreement` of workers that all serve: `replicas` are all ranks, `lanes` carry pushes and pulls."""
+    """`Agreement` of workers and servers: `replicas` are all ranks, `lanes` carry pushes and pulls.
+
+    `party`: the ranks that contribute as one with this one, if there are others; `servers`: the ranks that only serve,
+    if this is one of them.
+    """
 
     sections: Sequence[Section] = ()
 
-    def __init__(self, config: ServerConfig, replica: Replica, replicas: Collective, lanes: Lanes) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        replica: Replica,
+        replicas: Collective,
+        lanes: Lanes,
+        roles: Roles,
+        *,
+        party: Party | None = None,
+        servers: Collective | None = None,
+    ) -> None:
         self.equal = True
         self._config, self._replica, self._replicas, self._lanes = config, replica, replicas, lanes
-        self._parameters = [owned.parameter for owned in replica.owned]
+        self._roles, self._party, self._servers = roles, party, servers
+        self._works = bool(roles.party_of(replicas.rank))
+        self._pushes = replicas.rank in roles.workers
+        dense = [owned for owned in replica.owned if owned.name not in replica.tables]
+        self._parameters = [owned.parameter for owned in dense]
         dtype = _dtype_of(replica.owned)
-        runs = partition([p.numel() for p in self._parameters], replicas.size, whole=replica.whole)
+        own_runs = iter(partition([p.numel() for p in self._parameters], len(roles.servers), whole=replica.whole))
+        runs = [next(own_runs) if rank in roles.servers else () for rank in range(replicas.size)]
         self._flat = FlatParts(runs)
         own = runs[replicas.rank]
         numel = sum(run.numel for run in own)
         values, gradient = torch.zeros(numel, dtype=dtype), torch.zeros(numel, dtype=dtype)
+        self.served: list[Owned] = owned_pieces(dense, own, values, gradient)
+        self._tables: list[Parameter] = []
+        tables = self._serve_tables()
         merge = Merge(
-            divisor=replicas.size if config.admission == "async" else None,
+            divisor=len(roles.parties) if config.admission == "async" else None,
             staleness=config.staleness,
             strength=config.compensation,
         )
-        self._part = ServedPart(values, gradient, merge=merge)
-        self.served: Sequence[Owned] = _pieces(replica.owned, own, values, gradient)
-        self._worker = Worker(self._flat, lanes, self._part, dtype=dtype)
-        self._gradient = torch.zeros(self._flat.numel, dtype=dtype)
+        self._part = ServedPart(values, gradient, merge=merge, tables=tables)
+        places = [places_of(module, roles.servers) for module in replica.tables.values()]
+        self._worker = Worker(self._flat, lanes, self._part, dtype=dtype, tables=places)
+        self._gradient = torch.zeros(self._flat.numel if self._works else 0, dtype=dtype)
         self._serving: Serving | None = None
         self._number, self._contributed, self._weight = -1, True, 1.0
         self._stop, self._tokens, self._waited_s = False, 0, 0.0
@@ -100,36 +137,55 @@ class ServerAgreement:
             optimizer.step()
 
         self._part.step = step
-        return ServedOptimizer(self._parameters, self)
+        return ServedOptimizer([*self._parameters, *self._tables], self)
 
     def before_step(self, weight: float = 1.0) -> None:
         if self.equal:
             self._flat.pack(self._parameters, self._worker.row)
-            rule = rule_of(self._config, self._replicas.size)
+            rule = rule_of(self._config, self._roles.workers)
             values, rounds = self._worker.row[self._flat.spans[self._replicas.rank]], self._replica.rounds
             self._part.begin(rule, values, order=None if rounds is None else rounds.begin())
             self._worker.begin()
             self._number = -1
-            self._serving = Serving(self._part, self._lanes)
+            self._serving = self._serve(self._roles.workers)
             self.equal = False
         self._contributed, self._weight = self.skips_step, weight
         self._number += 1
 
     @property
     def skips_step(self) -> bool:
-        """Backup workers: the updates that this step would contribute to have been made without it."""
+        """Ranks that only serve; and late backup workers: the updates that this step would contribute to have been made
+        without it.
+        """
         late = self._config.admission == "backup" and not self.equal
-        return late and not self._worker.awaited(self._number + 1)
+        return not self._works or (late and not self._worker.awaited(self._number + 1))
+
+    @contextmanager
+    def looking_up(self) -> Iterator[None]:
+        if not self._tables:
+            yield
+            return
+        serving = self._serve(range(self._replicas.size), in_round=False)
+        yield
+        self._worker.leave(in_round=False)
+        serving.wait()
+        self._part.check()
 
     def push_pull(self, lr: float | None) -> None:
         """Contributes the gradients of the parameters, or nothing if `lr` is None, and reads the newest parameters."""
-        gradient = None
         if lr is not None:
             self._flat.pack([_gradient_of(parameter) for parameter in self._parameters], self._gradient)
-            gradient = self._gradient
         begin_s = time.perf_counter()
-        servers = None if self._config.admission != "backup" else self._worker.awaited(self._number)
-        self._worker.push_pull(Push(self._number, gradient, lr or 0.0, self._weight), servers)
+        weight = self._weight
+        if self._party is not None:
+            weight, lr = self._party.sum(self._gradient, weight, lr)
+        if self._pushes:
+            rows = [_gradient_of(table) for table in self._tables] if lr is not None else []
+            gradient = None if lr is None else self._gradient
+            servers = None if self._config.admission != "backup" else self._worker.awaited(self._number)
+            self._worker.push_pull(Push(self._number, gradient, lr or 0.0, weight, rows), servers)
+        if self._party is not None:
+            self._worker.standings = self._party.share(self._worker.row, self._worker.standings)
         self._waited_s = time.perf_counter() - begin_s
         self._contributed = True
         self._flat.unpack(self._worker.row, self._parameters)
@@ -163,21 +219,46 @@ class ServerAgreement:
             "server/wait_s": self._waited_s,
         }
 
+    def _serve_tables(self) -> list[ServedTable]:
+        """Takes the tables out of the model: what this rank serves of each. Raises `ConfigError` for what they cannot
+        work with.
+        """
+        found, modules = [], self._replica.tables
+        if modules:
+            _check_tables(self._config, next(iter(modules)))
+        for number, (name, module) in enumerate(modules.items()):
+            owned = next(owned for owned in self._replica.owned if owned.name == name)
+            table, piece = serve_table(owned, module, places_of(module, self._roles.servers), self._replicas.rank)
+            module.lookup = RowsFromServers(number, lambda table, ids: self._worker.look_up(table, ids))
+            self._tables.append(owned.parameter)
+            self.served.append(piece)
+            found.append(table)
+        return found
+
+    def _serve(self, workers: Sequence[int], *, in_round: bool = True) -> Serving:
+        """Nobody comes to a rank that has nothing."""
+        comers = workers if self._replicas.rank in self._worker.servers else ()
+        return Serving(self._part, self._lanes, comers, in_round=in_round)
+
     def _end_round(self) -> None:
-        """Returns when all workers have left all parts, and this one has what they came to."""
+        """Returns when all workers have left all parts, and this rank has what they came to."""
         assert self._serving is not None, "a step was begun"
-        self._worker.leave()
+        if self._pushes:
+            self._worker.leave()
         self._serving.wait()
-        final, row = self._part.final(), self._worker.row
-        if self._config.admission != "sync":  # there the last pull was of the last version
-            row[self._flat.spans[self._replicas.rank]].copy_(final)
+        final, row = self._part.end(), self._worker.row
+        row[self._flat.spans[self._replicas.rank]].copy_(final)
+        if self._config.admission != "sync":
             for server in self._flat.servers:
                 self._replicas.broadcast(row[self._flat.spans[server]], root=server).wait()
-            self._flat.unpack(row, self._parameters)
+        elif self._servers is not None:  # a worker's last pull was of the last version
+            for place, server in enumerate(self._roles.servers):
+                self._servers.broadcast(row[self._flat.spans[server]], root=place).wait()
+        self._flat.unpack(row, self._parameters)
         for buffer in self._replica.buffers:
-            mean = buffer.double()
+            mean = buffer.double() if self._works else torch.zeros_like(buffer, dtype=torch.float64)
             self._replicas.all_reduce(mean).wait()
-            buffer.copy_(mean / self._replicas.size)
+            buffer.copy_(mean / (self._replicas.size - self._config.servers))
 
     def _share(self) -> Agreed:
         shared = torch.tensor([float(self._stop), float(self._tokens)], dtype=torch.float64)
@@ -199,26 +280,22 @@ class ServedOptimizer(torch.optim.Optimizer):
         self._agreement.push_pull(self.param_groups[0]["lr"])
 
 
-def _pieces(owned: Sequence[Owned], runs: Sequence[Run], values: torch.Tensor, gradient: torch.Tensor) -> list[Owned]:
-    """What a server updates, as parts of the unsplit parameters: views of `values`, their gradients of `gradient`."""
-    pieces, at = [], 0
-    for run in runs:
-        of, place = owned[run.tensor], slice(at, at + run.numel)
-        at += run.numel
-        whole = run.numel == of.parameter.numel()
-        shape = of.parameter.shape if whole else (run.numel,)
-        piece = Parameter(values[place].view(shape))
-        piece.grad = gradient[place].view(shape)
-        if whole:
-            pieces.append(owned_whole(Trained(of.holding, of.parameter), piece))
-        else:
-            pieces.append(owned_run(of.holding, piece, run.start, run.stop))
-    return pieces
-
-
 def _gradient_of(parameter: Parameter) -> torch.Tensor:
     assert parameter.grad is not None, "gradients were reduced"
     return parameter.grad
+
+
+def _check_tables(config: ServerConfig, name: str) -> None:
+    if config.topology == "hybrid":
+        raise ConfigError(
+            f'sync.topology = "hybrid", and {name} is the weight of an EmbeddingTable: each worker looks rows up '
+            'alone; set sync.topology to "direct"'
+        )
+    if config.staleness == "compensated":
+        raise ConfigError(
+            f'sync.staleness = "compensated", and {name} is the weight of an EmbeddingTable, of which workers keep no '
+            'old rows to compare with; set sync.staleness to "plain" or "scaled"'
+        )
 
 
 def _dtype_of(owned: Sequence[Owned]) -> torch.dtype:

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from shoal.errors import CollectiveError
 from shoal.sync.admission import Accounts, Contribution, Effects, Rule, Update, staleness_of
-from shoal.sync.event_order import CONTRIBUTE, LEAVE, READ, AsTheyCome, EventOrder
+from shoal.sync.event_order import CONTRIBUTE, LEAVE, LOOK_UP, READ, AsTheyCome, EventOrder
+from shoal.sync.server_tables import ServedTable
 from shoal.sync.staleness import compensate_delay, scale_by_staleness
 
 StalenessPolicy = Literal["plain", "scaled", "compensated"]
@@ -40,7 +41,7 @@ class Merge(NamedTuple):
 
 class Sent(NamedTuple):
     """A contribution's gradient of this part, [numel], the learning rate that it was made for, and the weight of its
-    samples.
+    samples. `rows`: for each table, the ids [n] of rows that this server has, and their gradients [n, width].
 
     None: the worker's gradient was not finite; it takes part in the update and adds nothing.
     """
@@ -48,6 +49,7 @@ class Sent(NamedTuple):
     gradient: Tensor | None
     lr: float
     weight: float = 1.0
+    rows: Sequence[tuple[Tensor, Tensor]] = ()
 
 
 class Standing(NamedTuple):
@@ -61,14 +63,14 @@ class Standing(NamedTuple):
 
 class ServedPart:
     """`values` are its parameters, [numel]; `gradient` is what its optimizer finds, [numel]. `step` makes an update of
-    `values` from `gradient`, at a learning rate.
+    `values` from `gradient`, at a learning rate, and of `tables` from the sparse gradients of their weights.
 
     A round is what happens between two agreements of all workers. Methods may be called from any thread; where a
     round repeats another one, they wait for their turn.
     """
 
-    def __init__(self, values: Tensor, gradient: Tensor, *, merge: Merge) -> None:
-        self.values, self.gradient = values, gradient
+    def __init__(self, values: Tensor, gradient: Tensor, *, merge: Merge, tables: Sequence[ServedTable] = ()) -> None:
+        self.values, self.gradient, self.tables = values, gradient, tables
         self.step: Callable[[float], None] | None = None
         self._merge = merge
         self._changed = threading.Condition()
@@ -118,6 +120,11 @@ class ServedPart:
             standing = Standing(self._present_rule.version, account.counted, account.dropped, account.staleness)
             return self._read[worker], standing
 
+    def look_up(self, worker: int, table: int, ids: Tensor) -> Tensor:
+        """The rows `ids` [n] of a table as they are now, [n, width]."""
+        with self._turn(f"{LOOK_UP}{worker}"):
+            return self.tables[table].look_up(ids)
+
     def leave(self, worker: int) -> None:
         """`worker` has made all its contributions of this round."""
         with self._turn(f"{LEAVE}{worker}"):
@@ -135,11 +142,17 @@ class ServedPart:
         with self._changed:
             return self._present_rule.version
 
-    def final(self) -> Tensor:
-        """The parameters when all workers have left, [numel]. Raises `CollectiveError`: see `await_release`."""
+    def end(self) -> Tensor:
+        """All workers have left: the parameters, [numel]. Raises `CollectiveError`: see `await_release`."""
         with self._changed:
             self._check()
+            self._order = AsTheyCome()  # what is looked up between two rounds changes nothing
             return self.values
+
+    def check(self) -> None:
+        """Raises `CollectiveError` where a thread of this server had to give up."""
+        with self._changed:
+            self._check()
 
     @contextmanager
     def _turn(self, event: str, when: Callable[[], bool] = lambda: True) -> Iterator[None]:
@@ -178,6 +191,8 @@ class ServedPart:
             for other in others:
                 first.add_(other)
             torch.div(first, self._merge.divisor or len(counted), out=self.gradient)
+            for number, table in enumerate(self.tables):
+                table.weight.grad = self._rows_of(table, number, counted, update, mean)
             assert self.step is not None, "the optimizer is there before the first round"
             self.step(self._sent[max(counted, key=lambda c: c.number)].lr)
         for contribution in ordered:
@@ -190,7 +205,7 @@ class ServedPart:
         return fmean(self._weights.values())
 
     def _weighed(self, contribution: Contribution, tau: int, mean_weight: float) -> Tensor:
-        gradient, _, weight = self._sent[contribution]
+        gradient, _, weight, _ = self._sent[contribution]
         assert gradient is not None, "those without are left out"
         if self._merge.staleness == "scaled":
             scale_by_staleness(gradient, tau)
@@ -200,6 +215,18 @@ class ServedPart:
         if weight != mean_weight:
             gradient.mul_(weight / mean_weight)
         return gradient
+
+    def _rows_of(
+        self, table: ServedTable, number: int, counted: Sequence[Contribution], update: Update, mean_weight: float
+    ) -> Tensor:
+        """The gradient of a table, in the proportions of the dense one."""
+        ids, rows = zip(*(self._sent[contribution].rows[number] for contribution in counted), strict=True)
+        divisor = self._merge.divisor or len(counted)
+        for contribution, part in zip(counted, rows, strict=True):
+            if self._merge.staleness == "scaled":
+                scale_by_staleness(part, staleness_of(contribution, update))
+            part.mul_(self._sent[contribution].weight / mean_weight / divisor)
+        return table.gradient(ids, rows)
 
     def _forget(self, contribution: Contribution) -> None:
         gradient = self._sent.pop(contribution).gradient

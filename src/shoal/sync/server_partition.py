@@ -15,6 +15,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from torch import Tensor
+from torch.nn import Parameter
+
+from shoal.state.ownership import Owned, Trained, owned_run, owned_whole
+
 ALIGNMENT = 16
 """Elements: parts begin on a cache line."""
 
@@ -63,3 +68,22 @@ def _whole(lengths: Sequence[int], servers: int) -> tuple[tuple[Run, ...], ...]:
         parts[server].append(Run(tensor, 0, lengths[tensor]))
         loads[server] += lengths[tensor]
     return tuple(tuple(sorted(part)) for part in parts)
+
+
+def owned_pieces(owned: Sequence[Owned], runs: Sequence[Run], values: Tensor, gradient: Tensor) -> list[Owned]:
+    """What a server updates, as parts of the unsplit parameters `owned`: views of `values` [numel], the elements of
+    `runs`, whose gradients are views of `gradient` [numel].
+    """
+    pieces, at = [], 0
+    for run in runs:
+        of, place = owned[run.tensor], slice(at, at + run.numel)
+        at += run.numel
+        whole = run.numel == of.parameter.numel()
+        shape = of.parameter.shape if whole else (run.numel,)
+        piece = Parameter(values[place].view(shape))
+        piece.grad = gradient[place].view(shape)
+        if whole:
+            pieces.append(owned_whole(Trained(of.holding, of.parameter), piece))
+        else:
+            pieces.append(owned_run(of.holding, piece, run.start, run.stop))
+    return pieces

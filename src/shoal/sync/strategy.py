@@ -14,13 +14,15 @@ more.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from shoal.comm.exchanges.exchange import AllReduce, NewExchange
+from shoal.models.embedding_table import EmbeddingTable
 from shoal.state.ownership import Owned
 from shoal.state.section import Section
 from shoal.sync.event_order import Rounds
@@ -34,6 +36,7 @@ class Replica:
     written, `gather` makes the model compute with them. `buffers` are the model's persistent buffers of floating point.
     `steps` is the length of the run. `whole`: its optimizer works on whole matrices. `exchange` sums what replicas send
     each other: as it is, or with the run's codec. `rounds` records the order of events, or repeats a recorded one.
+    `tables` are the model's embedding tables that are trained, by the names of their weights.
     """
 
     owned: Sequence[Owned]
@@ -43,6 +46,7 @@ class Replica:
     whole: bool = False
     exchange: NewExchange = AllReduce
     rounds: Rounds | None = None
+    tables: Mapping[str, EmbeddingTable] = field(default_factory=dict)
 
 
 class Taken(NamedTuple):
@@ -99,6 +103,10 @@ class Agreement(Protocol):
         """Whether other replicas have made the next step already, so that this one's part would come too late."""
         ...
 
+    def looking_up(self) -> AbstractContextManager[None]:
+        """Around forwards between two steps, such as an evaluation's. Every rank enters, and leaves when it is done."""
+        ...
+
     def after_update(self, step: int, taken: Taken) -> Agreed | None:
         """After the optimizer's step `step`, in which the ranks in lock-step did what `taken` says; None if replicas
         did not agree in it.
@@ -117,6 +125,9 @@ class OwnOptimizer:
 
     def take_figures(self) -> Mapping[str, float]:
         return {}
+
+    def looking_up(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class OwnSteps:
