@@ -13,7 +13,7 @@ from shoal.comm.collective import Alone, Collective, Handle
 from shoal.comm.local import local_group
 from shoal.errors import CollectiveError
 from shoal.recipes.elastic import state_copy
-from shoal.recipes.elastic.showing import membership_sentence
+from shoal.recipes.elastic.sinks import membership_sentence
 from shoal.recipes.elastic.state_copy import HeldState, share_state
 
 CPU = torch.device("cpu")

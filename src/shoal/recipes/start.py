@@ -49,7 +49,7 @@ class Planner:
 def processes_of(run_file: RunFile, environ: Mapping[str, str] = os.environ) -> int:
     """How many ranks to start: as the run file says, else the layout's product, else one per GPU, else two."""
     if run_file.elastic is not None:
-        return run_file.elastic.max
+        return run_file.elastic.max * run_file.layout.replica_size
     if run_file.run.processes is not None:
         run_file.layout.layout(run_file.run.processes)
         return run_file.run.processes
@@ -78,7 +78,7 @@ def run(
     """
     place = place_from(environ)
     started_here = processes_of(run_file, environ) if lab is None else processes_in(lab, run_file, place)
-    processes = place.world_size if place is not None else started_here
+    processes = started_here if place is None or run_file.elastic is not None else place.world_size
     run_file = checked(with_processes(run_file, processes), place, file=file, planner=planner)
     if run_file.run.device == "cuda" and (installed("torch") or "").endswith("+cpu"):
         raise EnvironmentFault(
@@ -96,16 +96,10 @@ def run(
             if lab is not None:
                 code = run_in_lab(lab, command, run_directory=logs, environ=environ, keep_fds=keep_fds)
             elif run_file.elastic is not None:
-                from shoal.recipes.elastic.launch import run_elastic
+                from shoal.recipes.elastic.launch import Job, run_elastic
 
-                code = run_elastic(
-                    command,
-                    run_file.elastic,
-                    steps=run_file.run.steps,
-                    run_directory=logs,
-                    environ=environ,
-                    keep_fds=keep_fds,
-                )
+                job = Job(command, processes // run_file.elastic.max, run_file.run.steps, logs)
+                code = run_elastic(job, run_file.elastic, environ=environ, keep_fds=keep_fds)
             else:
                 code = run_ranks(command, processes=processes, run_directory=logs, environ=environ, keep_fds=keep_fds)
         if code == OutOfMemory.exit_code and planner is not None:

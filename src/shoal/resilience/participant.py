@@ -101,6 +101,10 @@ class Participant:
         self.step = None
         return "peer" if view.holders else "checkpoint"
 
+    def follow(self, view: View) -> None:
+        """Enters the generation that another rank, which speaks for the replica, has entered."""
+        self.view, self.promised, self.generation = view, view.generation, view.generation
+
     def ready(self, *, step: int, position: int) -> None:
         """The state after `step` was copied or loaded."""
         self.step, self.position = step, position

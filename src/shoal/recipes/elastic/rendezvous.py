@@ -1,7 +1,7 @@
-"""Where the members of a generation meet: at a store that its first member hosts.
+"""Where ranks meet: those of a replica at a store that its first rank hosts, those of a generation at the store of its
+first member.
 
-Every replica hosts one, on loopback, and joins with its address. So no store outlives the replicas that need it, and
-none is lost with a replica that is not rank 0 of the generation.
+So no store outlives the replicas that need it, and none is lost with a replica that is not the first of the generation.
 """
 
 from __future__ import annotations
@@ -10,43 +10,66 @@ import threading
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from shoal.comm.board import Board
 from shoal.errors import CollectiveError
-from shoal.launch.environment import LOOPBACK, Place
+from shoal.launch.environment import STORE_FD, Launcher, Place, master_from
 from shoal.launch.rendezvous import Rendezvous, connect_store
-from shoal.launch.sockets import listen_on_loopback
+from shoal.recipes.elastic.assignment import Assignment
 from shoal.recipes.process import Process
 from shoal.resilience.events import View
 
 CONNECT_S = 10.0
 POLL_S = 0.2
+START_S = 600.0
+"""How long the ranks of a replica wait for its first one, which imports what they import."""
 
 
-class Meeting:
-    """This replica's own store, and its way to those of the others. `place` is its place on the host."""
+class ReplicaRendezvous:
+    """The store of this rank's replica, and its way to those of the others."""
 
-    def __init__(self, place: Place, device: torch.device, *, timeout_s: float, environ: Mapping[str, str]) -> None:
-        self._place, self._device, self._timeout_s, self._environ = place, device, timeout_s, environ
-        listener = listen_on_loopback()
-        port = listener.getsockname()[1]
-        self.address = f"{LOOPBACK}:{port}"
-        self._own = connect_store(place, LOOPBACK, port, timeout_s=CONNECT_S, listen_fd=listener.detach())
+    def __init__(
+        self,
+        assignment: Assignment,
+        place: Place,
+        device: torch.device,
+        *,
+        timeout_s: float,
+        environ: Mapping[str, str],
+    ) -> None:
+        self._assignment, self._device, self._timeout_s, self._environ = assignment, device, timeout_s, environ
+        self._launcher: Launcher = place.launcher
+        host, port = master_from(environ)
+        self.address = f"{host}:{port}"
+        listen_fd = int(environ[STORE_FD]) if assignment.rank == 0 else None
+        self._own = connect_store(place, host, port, timeout_s=START_S, listen_fd=listen_fd)
         self._rendezvous: Rendezvous | None = None
         self._over = threading.Event()
 
-    def alone(self) -> Process:
-        """This replica's process before it has joined."""
-        rendezvous = Rendezvous(self._own, self._place, timeout_s=self._timeout_s)
-        return Process(self._place, self._device, self._own, rendezvous, self._environ)
+    @property
+    def inside(self) -> Store:
+        """For the ranks of this replica alone."""
+        return PrefixStore("replica", self._own)
 
-    def of(self, view: View, replica: str) -> Process:
-        """This replica's process as a rank of the generation. Raises `CollectiveError` without its first member."""
+    @property
+    def place_inside(self) -> Place:
+        """This rank's place in its replica."""
+        rank, ranks = self._assignment.rank, self._assignment.ranks
+        return Place(rank, ranks, rank, ranks, 0, self._launcher)
+
+    def alone(self) -> Process:
+        """This rank's process while its replica has not joined."""
+        store = PrefixStore("alone", self._own)
+        rendezvous = Rendezvous(store, self.place_inside, timeout_s=self._timeout_s)
+        return Process(self.place_inside, self._device, store, rendezvous, self._environ)
+
+    def of(self, view: View) -> Process:
+        """This rank's process as one of the generation's. Raises `CollectiveError` without its first member."""
         self._over = threading.Event()
-        rank, size = view.members.index(replica), len(view.members)
-        place = Place(rank, size, rank, size, 0, self._place.launcher)
-        if rank == 0:
+        member = view.members.index(self._assignment.replica)
+        place = place_of(view, member, self._assignment.rank, self._assignment.ranks, self._launcher)
+        if member == 0:
             store = self._own
         else:
             host, _, port = view.addresses[0].rpartition(":")
@@ -74,6 +97,20 @@ class Meeting:
         """This replica has left the generation: what its saves still wait for does not come."""
         self._over.set()
         self._rendezvous = None
+
+
+def place_of(view: View, member: int, rank: int, ranks: int, launcher: Launcher) -> Place:
+    """Where rank `rank` of the `ranks` of a member stands in the generation; members of one address share a host."""
+    hosts = [address.rpartition(":")[0] for address in view.addresses]
+    here = [index for index, host in enumerate(hosts) if host == hosts[member]]
+    return Place(
+        member * ranks + rank,
+        len(view.members) * ranks,
+        here.index(member) * ranks + rank,
+        len(here) * ranks,
+        list(dict.fromkeys(hosts)).index(hosts[member]),
+        launcher,
+    )
 
 
 class GenerationExchange:
