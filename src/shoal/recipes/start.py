@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.comm.mpi.world import why_no_mpi
-from shoal.errors import EnvironmentFault, OutOfMemory, ShoalError, Stopped
+from shoal.errors import EnvironmentFault, OutOfMemory, ShoalError, Stopped, UsageError
 from shoal.launch.devices import gpus
 from shoal.launch.environment import Place, place_from
 from shoal.launch.failure import FAILURE_FOLDER, TORCHRUN_FILE, failure_of, report_failure
@@ -34,6 +34,8 @@ from shoal.runfile.rules import check_across
 from shoal.runfile.run_file import RunFile, statistics_group, with_processes
 
 DEFAULT_PROCESSES = 2
+COORDINATOR = "SHOAL_COORDINATOR"
+"""The variable that names the coordinator of an elastic run on several hosts, as HOST:PORT."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +90,11 @@ def run(
     if place is None and run_file.wire.transport == "mpi":
         raise EnvironmentFault(f'wire.transport = "mpi", but {why_no_mpi(environ)}; or set it to "auto"')
     if place is None:
+        joins = _joins_a_coordinator(run_file, environ)
         with ExitStack() as stack:
-            keep_fds = [stack.enter_context(RunLock(directory)).fd] if writes else []
+            keep_fds = [stack.enter_context(RunLock(directory, shared=joins)).fd] if writes else []
             logs = directory if writes else stack.enter_context(temporary_folder())
-            if writes and facts_path(directory).is_file():
+            if writes and not joins and facts_path(directory).is_file():
                 write_facts(directory, {"state": ""})  # that of the start before
             if lab is not None:
                 code = run_in_lab(lab, command, run_directory=logs, environ=environ, keep_fds=keep_fds)
@@ -104,7 +107,7 @@ def run(
                 code = run_ranks(command, processes=processes, run_directory=logs, environ=environ, keep_fds=keep_fds)
         if code == OutOfMemory.exit_code and planner is not None:
             print(planner.memory_advice(run_file), file=sys.stderr, flush=True)
-        if writes and code not in (0, Stopped.exit_code):
+        if writes and not joins and code not in (0, Stopped.exit_code):
             _record_failure(run_file, directory, code)
         return code
 
@@ -123,6 +126,17 @@ def run(
 
     as_rank(place, ranked, environ)
     return ExitCode(0)
+
+
+def _joins_a_coordinator(run_file: RunFile, environ: Mapping[str, str]) -> bool:
+    """Whether launchers on other hosts may be part of the same run. Raises `UsageError` where none can be."""
+    named = bool(environ.get(COORDINATOR))
+    if named and run_file.elastic is None:
+        raise UsageError(
+            "a coordinator is named, and the run file has no table [elastic]: it says how many replicas train; add it, "
+            "or leave the coordinator out"
+        )
+    return named
 
 
 def checked(run_file: RunFile, place: Place | None, *, file: str, planner: Planner | None) -> RunFile:

@@ -10,8 +10,9 @@ from shoal.coordinator.client import Address
 from shoal.coordinator.handshake import read_token
 from shoal.errors import EnvironmentFault, UsageError
 from shoal.launch.environment import whole_number
+from shoal.recipes.start import COORDINATOR
 
-COORDINATOR, TOKEN, CERTIFICATES = "SHOAL_COORDINATOR", "SHOAL_COORDINATOR_TOKEN", "SHOAL_COORDINATOR_CA"
+TOKEN, CERTIFICATES = "SHOAL_COORDINATOR_TOKEN", "SHOAL_COORDINATOR_CA"
 REPLICAS_HERE = "SHOAL_REPLICAS_HERE"
 """How many replicas the launcher of one host of several starts."""
 REPLICA, RANKS, RANK_INSIDE = "SHOAL_REPLICA", "SHOAL_REPLICA_RANKS", "SHOAL_REPLICA_RANK"

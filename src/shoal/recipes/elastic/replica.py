@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
+import msgspec
 import torch
 
 from shoal.coordinator.client import Begin, Client
@@ -70,9 +71,11 @@ class ReplicaRank:
     """What a rank of a replica has for as long as its process lives."""
 
     def __init__(self, run_file: RunFile, place: Place, objects: UserObjects, forecast: Forecast | None) -> None:
-        self._run_file, self._forecast, self._directory = run_file, forecast, run_directory(run_file)
         mine = self._mine = assignment_from(os.environ)
         device = settle(run_file, place, os.environ)
+        if mine.several_hosts and device.type == "cpu":  # ZeRO divides by buckets: these stay when hosts come and go
+            run_file = msgspec.structs.replace(run_file, gradients=run_file.gradients.between_hosts())
+        self._run_file, self._forecast, self._directory = run_file, forecast, run_directory(run_file)
         timeout_s = run_file.run.start_timeout_s
         self._rendezvous = ReplicaRendezvous(mine, place, device, timeout_s=timeout_s, environ=os.environ)
         workload = load_workload(
