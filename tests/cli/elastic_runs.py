@@ -23,7 +23,7 @@ def pace(record):
 RUN = """
 [run]
 name = "own"
-steps = 40
+steps = 200
 [model]
 kind = "gpt"
 layers = 4
@@ -43,7 +43,7 @@ momentum = 0.9
 [precision]
 kind = "float64"
 [checkpoint]
-every_steps = 20
+every_steps = 50
 [observe]
 report = false
 sample_bytes = 0
@@ -93,6 +93,13 @@ def to_the_end(own: Project, running: subprocess.Popen[str]) -> int:
     return running.wait(90)
 
 
+def wait_for_join(own: Project, pattern: str, *, output: str = "out.txt") -> None:
+    """Until a replica has joined, as `pattern` says; the others hardly get on meanwhile."""
+    set_pace(own, 1.0)
+    wait_for(own, pattern, output=output, timeout_s=180.0)
+    set_pace(own, 0.2)
+
+
 def wait_for(own: Project, pattern: str, *, output: str = "out.txt", timeout_s: float = 90.0) -> None:
     """Until the run has said something that matches `pattern`."""
     deadline_s = time.monotonic() + timeout_s
@@ -105,9 +112,8 @@ def replicas_of(launcher: subprocess.Popen[str]) -> dict[int, list[int]]:
     """The pids of a launcher's replicas, in the order of their ranks, by slot."""
     found: dict[int, dict[int, int]] = {}
     for pid in ranks_of(launcher):
-        environ = dict(
-            line.partition("=")[::2] for line in Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0") if line
-        )
+        lines = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+        environ = {name: value for name, _, value in (line.partition("=") for line in lines)}
         if "SHOAL_REPLICA" in environ:
             slot = int(environ["SHOAL_REPLICA"].split("-")[1])
             found.setdefault(slot, {})[int(environ["SHOAL_REPLICA_RANK"])] = pid

@@ -16,6 +16,7 @@ from tests.cli.elastic_runs import (
     to_the_end,
     undisturbed,
     wait_for,
+    wait_for_join,
 )
 
 LOSS_TOLERANCE = 1e-9
@@ -39,7 +40,7 @@ def test_a_replica_that_is_split_inside_is_lost_and_replaced(tmp_path: Path, spl
     first = replicas_of(running)
     os.kill(first[1][1], signal.SIGKILL)
     wait_for(own, r"1 of 2 replicas; ranks \d to \d lost after step")
-    wait_for(own, r"2 of 2 replicas; ranks \d to \d joined after step")
+    wait_for_join(own, r"2 of 2 replicas; ranks \d to \d joined after step")
     second = replicas_of(running)
     assert second[0] == first[0], "survivors were restarted"
     assert not set(second[1]) & set(first[1]), "a rank outlived its replica"

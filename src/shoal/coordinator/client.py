@@ -177,7 +177,8 @@ class Client:
         self._wake.set()
 
     def generation(self, timeout_s: float, *, stopping: Callable[[], bool] = lambda: False) -> Begin:
-        """Waits for the next generation with this replica, accepting what is proposed, and enters it.
+        """Waits for the next generation with this replica, accepting what is proposed, and enters it. A spare waits
+        for as long as the others train.
 
         Raises `FencedOut`, `TokenRefused`, `CollectiveError` when there is none in `timeout_s`, and `Stopped` when
         `stopping` says that nobody wants one any more.
@@ -189,6 +190,8 @@ class Client:
                 if self._part.promised < self._part.heard.number:
                     self._part.accept()
                     self._wake.set()
+                if self._part.stands_by:
+                    deadline_s = time.monotonic() + timeout_s
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
                     raise CollectiveError(self._why_none(timeout_s))

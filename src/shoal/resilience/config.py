@@ -12,6 +12,9 @@ class ElasticConfig(Table, frozen=True):
 
     min: Annotated[Positive, says("Fewest replicas that train; with fewer the run waits.")] = 1
     max: Annotated[Positive, says("Most replicas that train; the launcher starts as many.")] = 1
+    spares: Annotated[
+        int, says("Replicas beside `max` that stand by, with everything loaded, to take a lost one's place.", ge=0)
+    ] = 0
     policy: Annotated[
         Literal["available", "throughput", "price"],
         says(

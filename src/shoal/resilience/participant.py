@@ -80,6 +80,14 @@ class Participant:
             and not self.fenced
         )
 
+    @property
+    def stands_by(self) -> bool:
+        """Do others train, in a generation without this replica that nothing is about to end?"""
+        view, heard = self.view, self.heard
+        if view is None or self.replica in view.members:
+            return False
+        return heard.number == heard.generation == view.generation > self.generation
+
     def accept(self) -> None:
         """Leaves every generation before the number that is out: no step of theirs is applied any more."""
         self.promised = max(self.promised, self.heard.number)

@@ -74,7 +74,7 @@ def run_elastic(
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     elsewhere = coordinator_from(environ)
     host = LOOPBACK if elsewhere is None else sockets.address_towards(elsewhere.host, elsewhere.port)
-    slots = config.max if elsewhere is None else replicas_here(environ)
+    slots = config.max + config.spares if elsewhere is None else replicas_here(environ)
     with ExitStack() as stack:
         folder = stack.enter_context(temporary_folder())
         stack.enter_context(listening(events))
@@ -140,7 +140,8 @@ class Fleet:
     def start(self, slot: int) -> None:
         """Another replica in `slot`."""
         name = f"replica-{slot}-{secrets.token_hex(4)}"
-        replica = self.starter.start(slot, name, late=bool(self.members))
+        spare = not self.starter.several_hosts and slot >= self.config.max
+        replica = self.starter.start(slot, name, late=bool(self.members) or spare)
         self.running[name] = replica
         self.processes += replica.ranks
         for process in replica.ranks:
