@@ -30,12 +30,11 @@ from shoal.launch.versions import check_torch_version, installed
 from shoal.observe.ending import Ending, write_ending
 from shoal.observe.facts import facts_path, read_facts, write_facts
 from shoal.recipes.lab import processes_in
+from shoal.resilience.config import COORDINATOR
 from shoal.runfile.rules import check_across
 from shoal.runfile.run_file import RunFile, statistics_group, with_processes
 
 DEFAULT_PROCESSES = 2
-COORDINATOR = "SHOAL_COORDINATOR"
-"""The variable that names the coordinator of an elastic run on several hosts, as HOST:PORT."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,9 @@ from typing import Annotated, Literal
 
 from shoal.config.table import Positive, PositiveFloat, Table, says
 
+COORDINATOR = "SHOAL_COORDINATOR"
+"""The variable that names the coordinator of an elastic run on several hosts, as HOST:PORT."""
+
 
 class ElasticConfig(Table, frozen=True):
     """Replicas may come and go while the run trains."""

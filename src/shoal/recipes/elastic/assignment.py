@@ -10,7 +10,7 @@ from shoal.coordinator.client import Address
 from shoal.coordinator.handshake import read_token
 from shoal.errors import EnvironmentFault, UsageError
 from shoal.launch.environment import whole_number
-from shoal.recipes.start import COORDINATOR
+from shoal.resilience.config import COORDINATOR
 
 TOKEN, CERTIFICATES = "SHOAL_COORDINATOR_TOKEN", "SHOAL_COORDINATOR_CA"
 REPLICAS_HERE = "SHOAL_REPLICAS_HERE"

@@ -17,6 +17,7 @@ from shoal.errors import CollectiveError
 from shoal.launch.environment import STORE_FD, Launcher, Place, master_from
 from shoal.launch.rendezvous import Rendezvous, connect_store
 from shoal.recipes.elastic.assignment import Assignment
+from shoal.recipes.elastic.connections import hosts_lost, shut_down_connections
 from shoal.recipes.process import Process
 from shoal.resilience.events import View
 
@@ -46,6 +47,7 @@ class ReplicaRendezvous:
         self._own = connect_store(place, host, port, timeout_s=START_S, listen_fd=listen_fd)
         self._rendezvous: Rendezvous | None = None
         self._over = threading.Event()
+        self._view: View | None = None
 
     @property
     def inside(self) -> Store:
@@ -66,7 +68,7 @@ class ReplicaRendezvous:
 
     def of(self, view: View) -> Process:
         """This rank's process as one of the generation's. Raises `CollectiveError` without its first member."""
-        self._over = threading.Event()
+        self._over, self._view = threading.Event(), view
         member = view.members.index(self._assignment.replica)
         place = place_of(view, member, self._assignment.rank, self._assignment.ranks, self._launcher)
         if member == 0:
@@ -88,6 +90,12 @@ class ReplicaRendezvous:
                 rendezvous.give_up(sentence)
             except RuntimeError:  # the store is gone, and with it all waits
                 return
+
+    def stop_waiting_for(self, lost: frozenset[str]) -> None:
+        """Ends what this rank waits for on hosts that have `lost` members alone. From any thread."""
+        if self._assignment.several_hosts and self._view is not None:
+            here = self.address.rpartition(":")[0]
+            shut_down_connections(hosts_lost(self._view, lost, here=here))
 
     def exchange(self, process: Process, *, timeout_s: float) -> GenerationExchange:
         """What the saves of this generation go by."""

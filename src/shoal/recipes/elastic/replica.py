@@ -28,7 +28,6 @@ from shoal.launch.failure import is_secondary
 from shoal.launch.signals import StopRequest
 from shoal.recipes.elastic.assignment import assignment_from
 from shoal.recipes.elastic.committed_state import CommittedState
-from shoal.recipes.elastic.connections import hosts_lost, shut_down_connections
 from shoal.recipes.elastic.generation import Generations, state_for
 from shoal.recipes.elastic.rendezvous import ReplicaRendezvous
 from shoal.recipes.elastic.replica_ranks import ReplicaRanks
@@ -43,7 +42,6 @@ from shoal.recipes.run import Run
 from shoal.recipes.training import conclude
 from shoal.recipes.workload import load_workload
 from shoal.resilience.config import ElasticConfig
-from shoal.resilience.events import View
 from shoal.resilience.participant import FencedOut
 from shoal.runfile.run_file import RunFile, default_micro_samples, run_directory
 
@@ -91,7 +89,6 @@ class ReplicaRank:
             self._generations.rehearse(self._rendezvous.alone())
         self._sinks = MembershipSinks(run_file, self._directory, mine.terminal_fd, ranks=mine.ranks)
         self._held: HeldState | None = None
-        self._view: View | None = None
         self._stop = StopRequest()
         self._leaving = False
         self._fruitless = 0
@@ -105,7 +102,7 @@ class ReplicaRank:
             rank=self._mine.rank,
             store_address=self._rendezvous.address,
             on_ending=lambda: self._rendezvous.end(ENDING),
-            on_lost=self._stop_waiting_for,
+            on_lost=self._rendezvous.stop_waiting_for,
         )
         ranks = ReplicaRanks(
             self._rendezvous.inside,
@@ -140,7 +137,7 @@ class ReplicaRank:
         """In one generation. True when the run is over, False when the generation is."""
         committed = CommittedState(self._held if begin.state_from == "here" else None)
         self._held = run = job = None
-        self._view, done = begin.view, False
+        done = False
         if ranks.rank:
             client.follow(begin.view)
         try:
@@ -269,12 +266,6 @@ class ReplicaRank:
             raise error
         self._sinks.note(f"lost another replica: {error}")
         client.failed()
-
-    def _stop_waiting_for(self, lost: frozenset[str]) -> None:
-        """Ends what this rank waits for on hosts that have lost members alone."""
-        if self._mine.several_hosts and self._view is not None:
-            here = self._rendezvous.address.rpartition(":")[0]
-            shut_down_connections(hosts_lost(self._view, lost, here=here))
 
 
 def _require_all(client: Client) -> None:
