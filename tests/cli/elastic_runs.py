@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import time
 from pathlib import Path
 
 from tests.cli.project import Project, ranks_of
+from tests.programs import Program
 
 OWN = '''
 import time
@@ -79,7 +79,7 @@ def set_pace(own: Project, pause_s: float) -> None:
     (own.folder / "next-pace").replace(own.folder / "pace")
 
 
-def start(own: Project, *overrides: str, step: int = 3) -> subprocess.Popen[str]:
+def start(own: Project, *overrides: str, step: int = 3) -> Program:
     """The run, at a pace that leaves time for what happens to it, once it has taken `step`."""
     set_pace(own, 0.2)
     running = own.start("train", "run.toml", *overrides)
@@ -87,7 +87,7 @@ def start(own: Project, *overrides: str, step: int = 3) -> subprocess.Popen[str]
     return running
 
 
-def to_the_end(own: Project, running: subprocess.Popen[str]) -> int:
+def to_the_end(own: Project, running: Program) -> int:
     """The exit code of the run, which needs to wait for nothing any more."""
     set_pace(own, 0.0)
     return running.wait(90)
@@ -108,7 +108,7 @@ def wait_for(own: Project, pattern: str, *, output: str = "out.txt", timeout_s: 
         time.sleep(0.02)
 
 
-def replicas_of(launcher: subprocess.Popen[str]) -> dict[int, list[int]]:
+def replicas_of(launcher: Program) -> dict[int, list[int]]:
     """The pids of a launcher's replicas, in the order of their ranks, by slot."""
     found: dict[int, dict[int, int]] = {}
     for pid in ranks_of(launcher):
