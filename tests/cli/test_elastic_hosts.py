@@ -152,6 +152,23 @@ def test_the_side_with_the_coordinator_goes_on_through_a_silent_partition(tmp_pa
         assert far.wait(60) == 0, own.said(f"{b.name}.txt")
 
 
+def test_a_launcher_without_the_jobs_token_starts_nothing(tmp_path: Path) -> None:
+    """A coordinator that is not there, or has another token: exit 3 and a sentence, before any rank is started."""
+    own, processes = gpt_project(tmp_path), []
+    with ended(processes):
+        where = coordinate(own, Host("one"), processes)
+        (own.folder / "other.token").write_bytes((own.folder / "job.token").read_bytes()[::-1])
+        (own.folder / "other.token").chmod(0o600)
+        for address, token, said in (
+            (where, "other.token", "refuses this process's token"),
+            ("127.0.0.1:9", "job.token", "nothing answers at 127.0.0.1:9"),
+        ):
+            done = own.shoal("train", "run.toml", "--coordinator", address, "--token", token)
+            assert done.returncode == 3
+            assert said in " ".join(done.stderr.split())
+            assert not (own.folder / "runs/own/hosts").exists()
+
+
 def test_options_of_a_run_on_several_hosts_are_refused_alone(tmp_path: Path) -> None:
     """A coordinator without a token, a token without a coordinator, and a run file without [elastic]: a sentence."""
     own = gpt_project(tmp_path)

@@ -29,6 +29,23 @@ class Silence:
 News = Decision | Verdict | Silence | EnvironmentFault
 
 
+def view_of(address: Address) -> View:
+    """The newest generation. Raises `EnvironmentFault` where the coordinator does not answer, or refuses this host."""
+    try:
+        connection = Connection(address)
+        try:
+            answer = connection.ask(Look())
+        finally:
+            connection.close()
+    except OSError as error:
+        raise EnvironmentFault(
+            f"the coordinator at {address.host}:{address.port} does not answer as one ({error}): is it running, and "
+            "does it ask for TLS (--authorities PEM)?"
+        ) from error
+    assert isinstance(answer, View)
+    return answer
+
+
 @contextmanager
 def watching(
     address: Address, replicas: Callable[[], Iterable[str]], *, told: Callable[[News], None], silence_s: float

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from shoal.coordinator.client import Address, Connection
 from shoal.coordinator.in_process import coordinator_in
-from shoal.coordinator.watch import Silence, watching
+from shoal.coordinator.watch import Silence, view_of, watching
 from shoal.errors import Diverged, EnvironmentFault, Stopped, UsageError, VerificationFailed
 from shoal.launch import sockets
 from shoal.launch.environment import LOOPBACK
@@ -107,6 +107,7 @@ def run_elastic(
         stack.enter_context(no_survivors(fleet.processes))
         if elsewhere is not None:
             names = lambda: tuple(fleet.running)  # noqa: E731
+            fleet.members = view_of(address).members
             stack.enter_context(watching(address, names, told=events.put, silence_s=config.silence_s))
         for slot in range(slots):
             fleet.start(slot)
