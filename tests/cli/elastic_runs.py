@@ -83,14 +83,14 @@ def start(own: Project, *overrides: str, step: int = 3) -> Program:
     """The run, at a pace that leaves time for what happens to it, once it has taken `step`."""
     set_pace(own, 0.2)
     running = own.start("train", "run.toml", *overrides)
-    own.wait_for_step(step)
+    own.wait_for_step(step, timeout_s=180.0)
     return running
 
 
 def to_the_end(own: Project, running: Program) -> int:
     """The exit code of the run, which needs to wait for nothing any more."""
     set_pace(own, 0.0)
-    return running.wait(90)
+    return running.wait(180)
 
 
 def wait_for_join(own: Project, pattern: str, *, output: str = "out.txt") -> None:
@@ -100,7 +100,7 @@ def wait_for_join(own: Project, pattern: str, *, output: str = "out.txt") -> Non
     set_pace(own, 0.2)
 
 
-def wait_for(own: Project, pattern: str, *, output: str = "out.txt", timeout_s: float = 90.0) -> None:
+def wait_for(own: Project, pattern: str, *, output: str = "out.txt", timeout_s: float = 120.0) -> None:
     """Until the run has said something that matches `pattern`."""
     deadline_s = time.monotonic() + timeout_s
     while not re.search(pattern, own.said(output)):

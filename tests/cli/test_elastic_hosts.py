@@ -107,7 +107,7 @@ def test_a_lost_host_is_a_lost_replica(tmp_path: Path) -> None:
         set_pace(own, 0.3)
         first, second = (here.start(own, "train", "run.toml", *options, output=f"{n}.txt") for n in (1, 2))
         processes += [first, second]
-        own.wait_for_step(3)
+        own.wait_for_step(3, timeout_s=180.0)
         leader = 1 if "step" in own.said("1.txt") else 2
         lost, rest = (second, first) if leader == 1 else (first, second)
         lost.kill()
@@ -116,8 +116,8 @@ def test_a_lost_host_is_a_lost_replica(tmp_path: Path) -> None:
         processes.append(again)
         wait_for_join(own, r"2 of 2 replicas; rank 1 joined after step", output=f"{leader}.txt")
         set_pace(own, 0.0)
-        assert rest.wait(60) == 0, own.said(f"{leader}.txt")
-        assert again.wait(60) == 0, own.said("3.txt")
+        assert rest.wait(120) == 0, own.said(f"{leader}.txt")
+        assert again.wait(120) == 0, own.said("3.txt")
     assert own.losses() == pytest.approx(plain, rel=LOSS_TOLERANCE)
 
 
@@ -139,7 +139,7 @@ def test_the_side_with_the_coordinator_goes_on_through_a_silent_partition(tmp_pa
         set_pace(own, 0.3)
         near, far = (h.start(own, "train", "run.toml", *options, output=f"{h.name}.txt") for h in (a, b))
         processes += [near, far]
-        own.wait_for_step(3)
+        own.wait_for_step(3, timeout_s=180.0)
         cut = ["ip", "-n", b.name, "link", "set", "eth0"]
         subprocess.run([*cut, "down"], check=True)
         wait_for(own, r"1 of 2 replicas; rank \d lost after step", output=f"{a.name}.txt")
@@ -148,8 +148,8 @@ def test_the_side_with_the_coordinator_goes_on_through_a_silent_partition(tmp_pa
         wait_for(own, "answers again", output=f"{b.name}.txt")
         wait_for_join(own, r"2 of 2 replicas; rank 1 joined after step", output=f"{a.name}.txt")
         set_pace(own, 0.0)
-        assert near.wait(60) == 0, own.said(f"{a.name}.txt")
-        assert far.wait(60) == 0, own.said(f"{b.name}.txt")
+        assert near.wait(120) == 0, own.said(f"{a.name}.txt")
+        assert far.wait(120) == 0, own.said(f"{b.name}.txt")
 
 
 def test_a_launcher_without_the_jobs_token_starts_nothing(tmp_path: Path) -> None:
