@@ -220,7 +220,10 @@ def test_what_cannot_be_elastic_is_refused(own: Project) -> None:
         ("elastic.min=4", "min = 4 is more than max = 3"),
         ("run.processes=2", "run.processes = 2 with elastic.max = 3"),
         ("layout.replicate=3", "layout.replicate = 3 with [elastic]"),
-        ("layout.shard=3", "a replica of several ranks"),
+        ("layout.shard=3", "each replica needs at least 3 of a step"),
+        ("layout.auto=true", "layout.auto with [elastic]"),
+        ('sync.kind="hogwild"', "its processes share one memory"),
+        ('sync.kind="gossip"', "there is no other to agree with"),
         ("batch.global_samples=2", "batch.global_samples = 2"),
     ):
         refused = own.shoal("train", "run.toml", override)
