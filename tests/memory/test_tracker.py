@@ -41,7 +41,7 @@ def test_a_block_keeps_what_the_closed_form_says(kind: RecomputeKind, packed: bo
         held = {}
         for layers in (1, 2):
             config = GPTConfig(vocabulary=50, layers=layers, width=64, heads=8, **keys)
-            model, loss = forward(config, kind, packed=packed, dtype=dtype)
+            _, loss = forward(config, kind, packed=packed, dtype=dtype)
             held[layers] = measured_activation_bytes(loss)
         size = Activations(
             tokens=BATCH * SEQ, element_bytes=dtype.itemsize, mask_length=SEQ if packed else 0

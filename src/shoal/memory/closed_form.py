@@ -42,7 +42,8 @@ def block_saved_bytes(config: GPTConfig, activations: Activations, *, kind: Reco
     if kind == "full":
         return activations.tokens * config.width * element_bytes
     if kind == "operators":
-        return activations.tokens * (_outputs(config) * element_bytes + config.heads * max(FLOAT32_BYTES, element_bytes))
+        lse_bytes = config.heads * max(FLOAT32_BYTES, element_bytes)
+        return activations.tokens * (_outputs(config) * element_bytes + lse_bytes)
     kept = activations.tokens * (_numbers(config) * element_bytes + 2 * FLOAT32_BYTES)
     return kept if kind == "selective" else kept + _core_bytes(config, activations)
 
