@@ -91,7 +91,8 @@ def test_gpus_are_divided_between_the_trials(monkeypatch: pytest.MonkeyPatch) ->
         (FILE + "[parameters]\na = {low = 0.0, high = 1.0, log = true}\n", "has no logarithm"),
         (FILE + "seeds = [1, 1]\n[parameters]\na = [1]\n", "names one twice"),
         (FILE.replace("run.toml", "none.toml") + "[parameters]\na = [1]\n", "is not there: give the run file"),
-        (FILE + '[search]\nkind = "bayes"\n[parameters]\na = [1]\n', "kind"),
+        (FILE + '[search]\nkind = "hyperband"\n[parameters]\na = [1]\n', "kind"),
+        (FILE + '[search]\nkind = "bayes"\n[parameters]\na = [1]\n', "trials"),
     ],
 )
 def test_a_sweep_that_cannot_be_is_refused_in_a_sentence(tmp_path: Path, text: str, sentence: str) -> None:

@@ -50,8 +50,11 @@ def listening(port: int, token: str) -> Iterator[tuple[int, str | None]]:
         yield listener.getsockname()[1], fault
 
 
-def measure(address: str, port: int, token: str) -> Link:
-    """The link to a peer that is `listening`; an `obstacle` where it cannot be reached or does not answer."""
+def measure(address: str, port: int, token: str, *, rate: bool = True) -> Link:
+    """The link to a peer that is `listening`; an `obstacle` where it cannot be reached or does not answer.
+
+    Without `rate` nothing is sent but pings, and `bytes_per_s` is 0.
+    """
     if (found := obstacle(address, port)) is not None:
         return Link(obstacle=found)
     try:
@@ -59,10 +62,12 @@ def measure(address: str, port: int, token: str) -> Link:
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             peer.sendall(_padded(token))
             trips = [_ping(peer) for _ in range(PINGS)]
-            rate = _rate(peer)
+            bytes_per_s = _rate(peer) if rate else 0.0
     except OSError as error:
         return Link(obstacle=f"it took the connection, then: {(error.strerror or str(error)).lower()}")
-    return Link(round_trip_s=statistics.median(trip for trip, _ in trips), bytes_per_s=rate, ahead_s=min(trips)[1])
+    return Link(
+        round_trip_s=statistics.median(trip for trip, _ in trips), bytes_per_s=bytes_per_s, ahead_s=min(trips)[1]
+    )
 
 
 def _ping(peer: socket.socket) -> tuple[float, float]:

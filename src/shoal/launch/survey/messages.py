@@ -36,10 +36,11 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
 
 
 class Measure(msgspec.Struct, frozen=True, tag="measure"):
-    """Asks for the link towards a peer."""
+    """Asks for the link towards a peer; without `rate` for its pings alone."""
 
     peer: Host
     port: int
+    rate: bool
 
 
 class Route(msgspec.Struct, frozen=True):

@@ -50,7 +50,7 @@ def serve(lines: Iterable[bytes], answers: BinaryIO, environ: Mapping[str, str] 
         _answer(answers, facts(begin, port, fault, environ))
         for line in incoming:
             asked = msgspec.json.decode(line, type=Measure)
-            _answer(answers, measure(asked.peer.address, asked.port, begin.token))
+            _answer(answers, measure(asked.peer.address, asked.port, begin.token, rate=asked.rate))
 
 
 def facts(begin: Begin, port: int, port_fault: str | None, environ: Mapping[str, str]) -> HostFacts:

@@ -1,6 +1,7 @@
 """`shoal doctor --hosts`: opens a channel to every host, and lets the hosts measure each other in rounds.
 
-In a round every host measures one peer and is measured by one, so that no port carries two measurements each way:
+In a round every host measures one peer and is measured by one, so that no port carries two measurements each way. All
+rounds are pings first, which nobody else's load delays then, and rates after them:
 
     round k:    host i  ->  host (i + k) mod n,    k = 1 ... n - 1
 
@@ -16,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+import msgspec
 
 from shoal.errors import EnvironmentFault, UsageError
 from shoal.launch.survey.channel import Channel, ShellChannel, remote_command
@@ -79,11 +82,12 @@ def surveyed(
         except EnvironmentFault as fault:
             silent[host.name] = str(fault)
 
-    def measure(pair: tuple[str, str]) -> None:
+    def measure(pair: tuple[str, str], *, rate: bool) -> None:
         source, target = pair
         try:
-            question = Measure(by_name[target], facts[target].port)
-            links[pair] = channels[source].ask(question, Link, within_s=MEASURE_S)
+            question = Measure(by_name[target], facts[target].port, rate)
+            found = channels[source].ask(question, Link, within_s=MEASURE_S)
+            links[pair] = msgspec.structs.replace(links[pair], bytes_per_s=found.bytes_per_s) if rate else found
         except EnvironmentFault as fault:
             links[pair] = Link(obstacle=f"the probe of {source} said nothing more: {fault}")
 
@@ -91,8 +95,12 @@ def surveyed(
     threads = ThreadPoolExecutor(max_workers=len(hosts))
     try:
         _all(threads, begin, hosts)
-        for pairs in rounds([host.name for host in hosts if host.name in facts]):
-            _all(threads, measure, pairs)
+        all_rounds = rounds([host.name for host in hosts if host.name in facts])
+        for pairs in all_rounds:
+            _all(threads, partial(measure, rate=False), pairs)
+        for pairs in all_rounds:
+            open_pairs = [pair for pair in pairs if links[pair].obstacle is None]
+            _all(threads, partial(measure, rate=True), open_pairs)
     finally:
         _all(threads, lambda channel: channel.close(), list(channels.values()))
         threads.shutdown()
