@@ -84,7 +84,7 @@ def test_a_slow_host_and_one_without_a_route_are_named(can_lab: None, tmp_path: 
         assert len(rates) == 6
         assert all(20 < rate < 60 for pair, rate in rates.items() if "2" in pair), rates
         assert all(rate > 200 for pair, rate in rates.items() if "2" not in pair), rates
-        assert {told["route"]["interface"] for told in found["hosts"].values()} == {"lo", "eth0"}
+        assert {told["route"]["interface"] for told in found["hosts"].values()} == {"eth0"}
 
         ip([f"route add prohibit {address(2)}/32"], namespace=net.namespaces[1])
         code, found = doctor(*options)
@@ -117,7 +117,7 @@ def test_what_is_planted_on_one_host_is_found_there(tmp_path: Path, python: str)
     hosts = ",".join(f"{name}=127.0.0.1" for name in ("a", "b", "c", "gone"))
     code, found = doctor("--hosts", hosts, "--shell", shell, "--python", python)
     assert code == 3
-    repairs = ill(found)
+    repairs = {name: repair for name, repair in ill(found).items() if name not in ("bandwidth", "latency")}
     assert set(repairs) == {"gone: probe", "c: clock", "version of torch", "code of Shoal", "variable NCCL_DEBUG",
                             "limit of open files", "c: open files"}  # fmt: skip
     assert "pip install 'torch==" in repairs["version of torch"]

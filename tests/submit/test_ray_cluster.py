@@ -132,13 +132,15 @@ parallel = 4
 """
 
 
-def test_a_sweep_over_the_cluster_stops_early_and_finds_the_best_of_the_grid(address: str, own: Project) -> None:
+def test_a_sweep_over_the_cluster_stops_early_and_finds_the_best_of_the_grid(
+    address: str, own: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Eight trials, four at a time, each in the cluster's own queue: asynchronous halving takes at most half the steps
     of the grid, and comes to the same best."""
     run = (own.folder / "run.toml").read_text().replace("steps = 9", "steps = 60\nprocesses = 1").replace("= 5", "= 30")
     run = run.replace('build = "own:model"', 'build = "own:model"\narguments = {pause = 0.1}')
     (own.folder / "run.toml").write_text(run.replace("every_steps = 1", ""))
-    own.environ |= {"RAY_ADDRESS": address, "OMP_NUM_THREADS": "1"}
+    monkeypatch.setenv("RAY_ADDRESS", address)
     results = {}
     for kind, search in (("grid", 'kind = "grid"'), ("asha", 'kind = "asha"\nfirst_steps = 10\nfactor = 2')):
         (own.folder / "sweep.toml").write_text(SWEEP.format(kind=kind, search=search))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -179,13 +182,13 @@ def test_a_real_time_limit_stops_saves_and_goes_on(cluster: SlurmCluster, own: P
 
 
 def test_the_doctor_looks_at_the_hosts_of_a_job(cluster: SlurmCluster, own: Project) -> None:
-    """Through srun, and as a step of its own with a process on each host: three hosts answer, all links are measured."""
+    """Through srun, and as a step with a process on each host: three hosts answer, all links are measured."""
     hosts = ",".join(f"{name}=127.0.0.1" for name in cluster.hosts)
     for command in (
         ["salloc", "--quiet", "-N3", sys.executable, "-m", "shoal", "doctor", "--hosts", hosts, "--shell", "srun"],
         ["srun", "-N3", "--ntasks-per-node=1", sys.executable, "-m", "shoal", "doctor", "--hosts", "ranks"],
     ):
-        environ = {**os.environ, **own.environ, **cluster.environ, "MASTER_ADDR": "127.0.0.1"}
+        environ = {**os.environ, **own.environ(), **cluster.environ, "MASTER_ADDR": "127.0.0.1"}
         done = subprocess.run(
             [*command, "--json"], cwd=own.folder, env=environ, capture_output=True, text=True, timeout=90, check=False
         )
@@ -202,13 +205,13 @@ def test_a_sweep_runs_its_trials_as_steps_of_a_job(cluster: SlurmCluster, own: P
     run = run.replace('build = "own:model"', 'build = "own:model"\narguments = {pause = 0.3}')
     (own.folder / "run.toml").write_text(run)
     (own.folder / "sweep.toml").write_text(
-        'name = "s"\nrun = "run.toml"\nobjective = "loss/train"\nparallel = 3\n[search]\nkind = "asha"\nfirst_steps = 4\n'
-        '[parameters]\n"optimizer.lr" = [0.05, 1e-5, 1e-6]\n'
+        'name = "s"\nrun = "run.toml"\nobjective = "loss/train"\nparallel = 3\n[search]\nkind = "asha"\n'
+        'first_steps = 4\n[parameters]\n"optimizer.lr" = [0.05, 1e-5, 1e-6]\n'
     )
     via = "srun --quiet --nodes=1 --ntasks=1 --exact"
     done = subprocess.run(
         ["salloc", "--quiet", "-N3", sys.executable, "-m", "shoal", "sweep", "sweep.toml", "--via", via, "--json"],
-        cwd=own.folder, env={**os.environ, **own.environ, **cluster.environ}, capture_output=True, text=True,
+        cwd=own.folder, env={**os.environ, **own.environ(), **cluster.environ}, capture_output=True, text=True,
         timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
