@@ -67,6 +67,7 @@ def script(path: Path, text: str) -> str:
     return str(path)
 
 
+@pytest.mark.stress
 def test_a_slow_host_and_one_without_a_route_are_named(can_lab: None, tmp_path: Path, python: str) -> None:
     """Three hosts in namespaces of their own, the third behind 50 instead of 1,000 Mbit/s: the slow links are its, the
     figures are near the rates of the links. Then the second loses its route to the third: both are closed to each
@@ -192,6 +193,7 @@ def ssh(tmp_path: Path) -> Iterator[str]:
         yield command
 
 
+@pytest.mark.stress
 def test_over_ssh(ssh: str, tmp_path: Path, python: str) -> None:
     """A real sshd: two names of this host answer, and one that ssh refuses is named with ssh's own words."""
     code, found = doctor(
@@ -207,6 +209,7 @@ def test_over_ssh(ssh: str, tmp_path: Path, python: str) -> None:
     assert "ermission denied" in probe["found"]
 
 
+@pytest.mark.stress
 def test_the_ranks_themselves_look_at_their_hosts(can_lab: None, python: str) -> None:
     """Three processes with a launcher's variables, each in a namespace of its own: rank 0 prints, the others are
     silent. One that does not come is named."""

@@ -181,6 +181,7 @@ def test_a_real_time_limit_stops_saves_and_goes_on(cluster: SlurmCluster, own: P
     assert used(own) == Order(30, seed=0).ids(np.arange(steps * SAMPLES_A_STEP)).tolist()
 
 
+@pytest.mark.stress
 def test_the_doctor_looks_at_the_hosts_of_a_job(cluster: SlurmCluster, own: Project) -> None:
     """Through srun, and as a step with a process on each host: three hosts answer, all links are measured."""
     hosts = ",".join(f"{name}=127.0.0.1" for name in cluster.hosts)
@@ -198,6 +199,7 @@ def test_the_doctor_looks_at_the_hosts_of_a_job(cluster: SlurmCluster, own: Proj
         assert [link["obstacle"] for link in found["links"]] == [None] * 6
 
 
+@pytest.mark.stress
 def test_a_sweep_runs_its_trials_as_steps_of_a_job(cluster: SlurmCluster, own: Project) -> None:
     """Inside an allocation of three hosts, each trial is started by srun on one of them; one that a rung stops gets
     SIGTERM through srun, and saves."""
