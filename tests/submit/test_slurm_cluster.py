@@ -221,3 +221,23 @@ def test_a_sweep_runs_its_trials_as_steps_of_a_job(cluster: SlurmCluster, own: P
     assert rows[0]["parameters"] == {"optimizer.lr": 0.05}
     assert {row["state"] for row in rows} == {"finished", "stopped early"}
     assert all((own.folder / f"sweeps/s/trial-000{index}/checkpoints/latest").exists() for index in range(3))
+
+
+@pytest.mark.stress
+def test_a_sweep_is_an_array(cluster: SlurmCluster, own: Project) -> None:
+    """Each task of the array trains the trial of its number; the sweep, called afterwards, trains none and has the
+    table."""
+    run = (own.folder / "run.toml").read_text().replace("steps = 9", "steps = 9\nprocesses = 1")
+    (own.folder / "run.toml").write_text(run)
+    (own.folder / "sweep.toml").write_text(
+        'name = "s"\nrun = "run.toml"\nobjective = "loss/train"\n[parameters]\n"optimizer.lr" = [1e-6, 0.05]\n'
+    )
+    task = f"{sys.executable} -m shoal sweep sweep.toml --trial $SLURM_ARRAY_TASK_ID"
+    done = subprocess.run(
+        ["sbatch", "--wait", "--array=0-1", f"--chdir={own.folder}", f"--wrap={task}"],
+        env={**own.environ(), **cluster.environ}, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = own.shoal("sweep", "sweep.toml", "--json")
+    assert [row["parameters"]["optimizer.lr"] for row in json.loads(found.stdout)["rows"]] == [0.05, 1e-6]
+    assert "starts" not in found.stderr

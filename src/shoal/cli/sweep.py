@@ -24,6 +24,10 @@ def sweep(
             "--exact --gpus=1'. 'ray': on the Ray cluster of RAY_ADDRESS."
         ),
     ] = None,
+    trial: Annotated[
+        int | None,
+        typer.Option(help="Train this one alone, as a task of a scheduler's array: --trial $SLURM_ARRAY_TASK_ID."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
 ) -> None:
     """Trains a run file with other keys, many times; started again, it goes on where it was.
@@ -33,12 +37,15 @@ def sweep(
     from shoal.experiments.config import load_sweep
     from shoal.experiments.results import draw, lines, rows
     from shoal.experiments.sweep import Sweep
+    from shoal.experiments.trial_command import train_alone
 
     loaded = load_sweep(file)
     folder = directory or Path("sweeps") / loaded.name
     folder.mkdir(parents=True, exist_ok=True)
     say = partial(print, file=sys.stderr, flush=True)
     running = Sweep(loaded, file.parent / loaded.run, folder, say=say, via=_words(via))
+    if trial is not None:
+        raise typer.Exit(train_alone(loaded, trial, running.run_file, folder))
     outcomes = running.run()
     found = rows(outcomes, minimize=loaded.goal == "minimize")
     draw(running, outcomes, folder / "sweep.png")

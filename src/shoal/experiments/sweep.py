@@ -21,7 +21,6 @@ import os
 import signal
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,13 +28,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import tomli_w
 
 from shoal.errors import UsageError
 from shoal.experiments.bayes import Known, propose
 from shoal.experiments.config import ASHA, Bayes, SweepFile
 from shoal.experiments.search import Trial, goes_on, rungs, trials
-from shoal.launch.devices import gpus
+from shoal.experiments.trial_command import command_of, devices_of, overrides_of
 from shoal.launch.lock import RunLock, is_locked
 from shoal.observe.ending import ending_in
 from shoal.observe.events import Event, read_events, series
@@ -180,17 +178,12 @@ class Sweep:
 
     def _checked(self, trial: Trial) -> int:
         """The steps of a trial; a key of the run file that is wrong is refused before any trial starts."""
-        return load_run(self.run_file, self._overrides(trial)).run.steps
-
-    def _overrides(self, trial: Trial) -> list[str]:
-        folder = str((self.directory / trial.name).resolve())
-        own = {"run.seed": trial.seed, "run.name": trial.name, "run.directory": folder}
-        return [f"{key}={_toml(value)}" for key, value in (dict(trial.parameters) | own).items()]
+        return load_run(self.run_file, overrides_of(trial, self.directory)).run.steps
 
     def _start(self, trial: Trial, slot: int, environ: Mapping[str, str]) -> None:
         folder = self.directory / trial.name
         folder.mkdir(parents=True, exist_ok=True)
-        command = [*self.via, sys.executable, "-m", "shoal", "train", str(self.run_file), *self._overrides(trial)]
+        command = command_of(trial, self.run_file, self.directory, via=self.via)
         with (folder / "output.txt").open("ab") as output:
             process = subprocess.Popen(
                 command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
@@ -281,17 +274,6 @@ class Sweep:
             one.process.wait()
 
 
-def devices_of(slot: int, parallel: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """The GPUs of one of `parallel` slots, as an environment variable; nothing where there are none to divide."""
-    count = gpus(environ)
-    if count < parallel or parallel == 1:
-        return {}
-    visible = environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if environ.get("CUDA_VISIBLE_DEVICES") else None
-    names = visible or [str(index) for index in range(count)]
-    share = count // parallel
-    return {"CUDA_VISIBLE_DEVICES": ",".join(names[slot * share : (slot + 1) * share])}
-
-
 def _known(parameters: Mapping[str, Any], outcomes: Sequence[Outcome], *, runs: bool) -> Known:
     """A configuration by the mean of its seeds that have finished."""
     values = [one.value for one in outcomes if one.state == "finished" and one.value is not None]
@@ -312,11 +294,3 @@ def _read(path: Path, kind: Any, without: str) -> Any:
 
 def _last_step(events: Sequence[Event]) -> int:
     return events[-1].step if events else 0
-
-
-def _toml(value: Any) -> str:
-    return tomli_w.dumps({"x": value}).partition("=")[2].strip() if not isinstance(value, dict) else _inline(value)
-
-
-def _inline(table: Mapping[str, Any]) -> str:
-    return "{" + ", ".join(f"{key} = {_toml(value)}" for key, value in table.items()) + "}"
