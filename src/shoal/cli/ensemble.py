@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 import tomllib
 from functools import partial
@@ -12,6 +11,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from shoal.cli.sweep import via_words
 from shoal.errors import EnvironmentFault
 
 
@@ -23,7 +23,9 @@ def ensemble(
     members: Annotated[int, typer.Option(min=2, max=1000, help="How many; their seeds are 0, 1, ...")] = 4,
     parallel: Annotated[int, typer.Option(min=1, help="Members that are trained side by side.")] = 1,
     directory: Annotated[Path | None, typer.Option(help="Their folder; default: ensembles/NAME.")] = None,
-    via: Annotated[str, typer.Option(help="A command that starts each member elsewhere, as of 'shoal sweep'.")] = "",
+    via: Annotated[
+        str | None, typer.Option(help="A command that starts each member elsewhere, as of 'shoal sweep'.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
 ) -> None:
     """Trains a run with several seeds and evaluates all of them together; started again, it goes on where it was.
@@ -48,7 +50,7 @@ def ensemble(
     folder = directory or Path("ensembles") / loaded.run.name
     folder.mkdir(parents=True, exist_ok=True)
     say = partial(print, file=sys.stderr, flush=True)
-    outcomes = Sweep(file, run_file, folder, say=say, via=shlex.split(via)).run()
+    outcomes = Sweep(file, run_file, folder, say=say, via=via_words(via)).run()
     trained = [folder / one.trial.name for one in outcomes if one.state == "finished"]
     if len(trained) < 2:
         raise EnvironmentFault(

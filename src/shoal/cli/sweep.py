@@ -43,7 +43,7 @@ def sweep(
     folder = directory or Path("sweeps") / loaded.name
     folder.mkdir(parents=True, exist_ok=True)
     say = partial(print, file=sys.stderr, flush=True)
-    running = Sweep(loaded, file.parent / loaded.run, folder, say=say, via=_words(via))
+    running = Sweep(loaded, file.parent / loaded.run, folder, say=say, via=via_words(via))
     if trial is not None:
         raise typer.Exit(train_alone(loaded, trial, running.run_file, folder))
     outcomes = running.run()
@@ -57,7 +57,8 @@ def sweep(
     raise typer.Exit(0 if any(row.state == "finished" for row in found) else 1)
 
 
-def _words(via: str | None) -> list[str]:
+def via_words(via: str | None) -> list[str]:
+    """The command before a trial's own. Raises `UsageError` where it cannot be read."""
     if via == "ray":
         return [sys.executable, "-m", "shoal.submit.ray_trial"]
     try:

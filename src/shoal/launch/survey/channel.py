@@ -8,7 +8,7 @@ import shlex
 import socket
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import IO, Protocol, TypeVar
 
 import msgspec
@@ -124,7 +124,9 @@ class SocketChannel:
         self._connection.close()
 
 
-def _answer(answers: queue.Queue, kind: type[Answer], *, within_s: float, complaint) -> Answer:
+def _answer(
+    answers: queue.Queue[bytes | None], kind: type[Answer], *, within_s: float, complaint: Callable[[], str]
+) -> Answer:
     while True:
         try:
             line = answers.get(timeout=within_s)
@@ -139,9 +141,9 @@ def _answer(answers: queue.Queue, kind: type[Answer], *, within_s: float, compla
                 raise EnvironmentFault(f"its answer is of another version of Shoal ({fault})") from fault
 
 
-def _lines_of(stream: IO[bytes]) -> queue.Queue:
+def _lines_of(stream: IO[bytes]) -> queue.Queue[bytes | None]:
     """The lines of a stream as they come, and None at its end."""
-    lines: queue.Queue = queue.Queue()
+    lines: queue.Queue[bytes | None] = queue.Queue()
 
     def read() -> None:
         with contextlib.suppress(OSError, ValueError):  # closed meanwhile
