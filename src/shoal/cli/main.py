@@ -14,6 +14,7 @@ from shoal.cli import (
     coordinator,
     diff,
     doctor,
+    ensemble,
     evaluate,
     launch,
     plan,
@@ -70,6 +71,7 @@ app.command("watch")(watch.watch)
 app.command("diff")(diff.diff)
 app.command("reproduce")(reproduce.reproduce)
 app.command("sweep")(sweep.sweep)
+app.command("ensemble")(ensemble.ensemble)
 app.add_typer(submit.app, name="submit", cls=submit.WithDefault)
 app.command("doctor")(doctor.doctor)
 app.add_typer(checkpoint.app, name="checkpoint", cls=Verbs)
