@@ -1,8 +1,7 @@
-"""One training script in the ways that people distribute it: with Shoal's own loop, by hand with DDP, and with other
-libraries.
+"""One training script in the ways that people distribute it: Shoal's own loop, DDP by hand, and other libraries.
 
-Model, data set, optimizer, loss and clipping are the same in all; each function sets one library up as its documentation
-says, and returns the body of the loop. The libraries join PyTorch's default group, over Gloo.
+Model, data set, optimizer, loss and clipping are the same in all. Each function sets one library up as its documents
+say, and returns the body of the loop. The libraries join PyTorch's default group, over Gloo.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ import typer
 from torch._C._distributed_c10d import PrefixStore
 
 from benchmarks.command import run
-from benchmarks.loop_scripts import Setting, Step, accelerate, ddp, deepspeed, fabric, own_loop as own
+from benchmarks.loop_scripts import Setting, Step, accelerate, ddp, deepspeed, fabric
+from benchmarks.loop_scripts import own_loop as own
 from shoal.bench.groups import join_default_group, join_group, join_store
 from shoal.bench.options import AsJson, Processes, names, token_counts
 from shoal.bench.pairs import Turns, again_cells, columns, lower_bound, milliseconds, ratios
