@@ -61,7 +61,6 @@ def _opened(init_process_group: Callable[..., None], *args: Any, **options: Any)
     init_process_group(*args, **{**options, "backend": OPENED})
 
 
-
 class Recorded(unittest.TestResult):
     """What became of each test, by name."""
 

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from shoal.cli.busy import busy
 from shoal.cli.output import output_file
 
 MARKS = {"ok": "ok", "warning": "!!", "problem": "XX"}
@@ -31,8 +32,9 @@ def doctor(
     """
     from shoal.launch.doctor import findings
 
-    found = findings(os.environ)
-    assumed = _write_cluster(cluster) if cluster is not None else ()
+    with busy("looking at this machine"):
+        found = findings(os.environ)
+        assumed = _write_cluster(cluster) if cluster is not None else ()
     if as_json:
         result = {"findings": [dataclasses.asdict(finding) for finding in found]}
         print(json.dumps(result if cluster is None else result | {"cluster": str(cluster), "assumed": list(assumed)}))
