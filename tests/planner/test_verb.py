@@ -47,7 +47,7 @@ def test_units_are_chosen_by_size(app: typer.Typer) -> None:
 
 
 def test_the_answer_states_its_odds_and_what_would_help(app: typer.Typer, tmp_path: Path) -> None:
-    """An interval around the step, the probability of running out of memory, with sources; the scaling curve, the front
+    """No interval around a guess, the probability of running out of memory, with sources; the scaling curve, the front
     of devices; pictures that are none are not written."""
     folder = tmp_path / "pictures"
     arguments = [str(STDLIB), "--json", "--pictures", str(folder), "layout.pipeline=2", "run.processes=4"]
