@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
+from shoal.cli.busy import busy
 from shoal.cli.output import output_file
 from shoal.errors import EnvironmentFault, UsageError
 
@@ -61,8 +62,9 @@ def doctor(
             raise UsageError("--cluster writes the file of this machine: call it without --hosts")
         _several(hosts, shell=shell, python=python, folder=folder, port=port, as_json=as_json)
         return
-    found = findings(os.environ)
-    assumed = _write_cluster(cluster) if cluster is not None else ()
+    with busy("looking at this machine"):
+        found = findings(os.environ)
+        assumed = _write_cluster(cluster) if cluster is not None else ()
     if as_json:
         result = {"findings": [dataclasses.asdict(finding) for finding in found]}
         print(json.dumps(result if cluster is None else result | {"cluster": str(cluster), "assumed": list(assumed)}))

@@ -25,6 +25,7 @@ from shoal.launch.rank_process import die_with_parent
 from shoal.launch.root_cause import ExitCode
 from shoal.launch.signals import end_at_once
 from shoal.launch.spawn import run_ranks
+from shoal.launch.supervision import Patience
 from shoal.launch.temporary_folder import temporary_folder
 from shoal.launch.versions import check_torch_version, installed
 from shoal.observe.ending import Ending, write_ending
@@ -103,7 +104,14 @@ def run(
                 job = Job(command, processes // run_file.elastic.max, run_file.run.steps, logs)
                 code = run_elastic(job, run_file.elastic, environ=environ, keep_fds=keep_fds)
             else:
-                code = run_ranks(command, processes=processes, run_directory=logs, environ=environ, keep_fds=keep_fds)
+                code = run_ranks(
+                    command,
+                    processes=processes,
+                    run_directory=logs,
+                    environ=environ,
+                    keep_fds=keep_fds,
+                    patience=Patience(saves=writes),
+                )
         if code == OutOfMemory.exit_code and planner is not None:
             print(planner.memory_advice(run_file), file=sys.stderr, flush=True)
         if writes and not joins and code not in (0, Stopped.exit_code):
