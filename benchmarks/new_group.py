@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 import typer
+from torch._C._distributed_c10d import TCPStore
 
 import shoal.c10d  # noqa: F401  (the backend's name)
 from benchmarks.command import run
@@ -41,10 +42,10 @@ def new_group(
 def measure(processes: int, repeats: int) -> Result:
     """A row for each backend, and the ratio of the medians."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        at = ("127.0.0.1", listener.getsockname()[1])
-        store = dist.TCPStore(*at, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        port = listener.getsockname()[1]
+        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     results = torch.multiprocessing.get_context("spawn").SimpleQueue()
-    torch.multiprocessing.start_processes(_rank, (processes, repeats, store.port, results), processes)
+    torch.multiprocessing.spawn(_rank, (processes, repeats, store.port, results), processes)  # pyright: ignore[reportPrivateImportUsage]
     times: dict[str, list[float]] = results.get()
     medians = {backend: statistics.median(each) for backend, each in times.items()}
     rows = [
@@ -58,12 +59,13 @@ def measure(processes: int, repeats: int) -> Result:
         for backend in BACKENDS
     ]
     ratio = medians["shoal"] / medians["gloo"]
-    return Result(rows, [check(f"new_group of {processes} ranks, in Gloo's time", ratio, RATIO, at_most=True)])
+    name = f"new_group of {processes} ranks, in Gloo's time"
+    return {"rows": rows, "checks": [check(name, ratio, RATIO, at_most=True)]}
 
 
 def _rank(rank: int, size: int, repeats: int, port: int, results: torch.multiprocessing.SimpleQueue) -> None:
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store = TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     times: dict[str, list[float]] = {backend: [] for backend in BACKENDS}
     for repeat in range(repeats + 1):
@@ -73,7 +75,8 @@ def _rank(rank: int, size: int, repeats: int, port: int, results: torch.multipro
             group = dist.new_group(backend=backend)
             spent = torch.tensor(time.perf_counter() - begin_s, dtype=torch.float64)
             dist.all_reduce(spent, op=dist.ReduceOp.MAX)
-            dist.destroy_process_group(group)
+            if not isinstance(group, int):  # every rank is a member
+                dist.destroy_process_group(group)
             if repeat > 0:  # the first loads the core
                 times[backend].append(float(spent))
     if rank == 0:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from tests.cli.project import Project, ranks_of
-from tests.programs import Program
+from tests.programs import Program, environ_of
 
 OWN = '''
 import time
@@ -112,8 +112,7 @@ def replicas_of(launcher: Program) -> dict[int, list[int]]:
     """The pids of a launcher's replicas, in the order of their ranks, by slot."""
     found: dict[int, dict[int, int]] = {}
     for pid in ranks_of(launcher):
-        lines = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-        environ = {name: value for name, _, value in (line.partition("=") for line in lines)}
+        environ = environ_of(pid)
         if "SHOAL_REPLICA" in environ:
             slot = int(environ["SHOAL_REPLICA"].split("-")[1])
             found.setdefault(slot, {})[int(environ["SHOAL_REPLICA_RANK"])] = pid

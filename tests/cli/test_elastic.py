@@ -15,7 +15,7 @@ import pytest
 
 from shoal.data.order import Order
 from tests.cli.project import OWN, RUN, Project, ranks_of
-from tests.programs import Program
+from tests.programs import Program, environ_of
 
 STOPPED = 75
 LOSS_TOLERANCE = 1e-9
@@ -65,8 +65,7 @@ def replicas_of(launcher: Program) -> dict[int, int]:
     """The pids of a launcher's replicas, by their slots."""
     found = {}
     for pid in ranks_of(launcher):
-        environ = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-        found[int(next(line for line in environ if line.startswith("RANK=")).partition("=")[2])] = pid
+        found[int(environ_of(pid)["RANK"])] = pid
     return found
 
 

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from queue import SimpleQueue
 from threading import Event, Thread
 from types import TracebackType
@@ -110,6 +111,18 @@ class SlowReads:
     tell_after_s: float = 5.0
     give_up_s: float = math.inf
 
+    def wait(self, read: Event, where: Callable[[], str]) -> None:
+        """Blocks until `read` is set; `where` says what is being read. Raises `DataError` when it gives up."""
+        begin_s, next_word_s = time.monotonic(), self.tell_after_s
+        while not read.wait(min(next_word_s, self.give_up_s) + begin_s - time.monotonic()):
+            if next_word_s >= self.give_up_s:
+                raise DataError(
+                    f"{where()} has been read for {self.give_up_s:.3g} s and is not there: the data source hangs; "
+                    "mend the source, or raise wire.timeout_s if it is only slow"
+                )
+            self.tell(f"waiting for the data for {next_word_s:.3g} s: {where()} is being read")
+            next_word_s *= 2
+
 
 class Feed:
     """The steps from `start` on, without end, of which one replica reads its share.
@@ -166,7 +179,7 @@ class Feed:
             raise ValueError("the feed is closed: make a new one at the cursor")
         slot = self._slots[0]
         started_s = time.perf_counter()
-        self._await(slot)
+        self._slow.wait(slot.filled, partial(self._being_read, slot))
         wait_s = time.perf_counter() - started_s
         if slot.error is not None:
             raise slot.error
@@ -201,18 +214,6 @@ class Feed:
     def sample_ids(self, positions: np.ndarray) -> np.ndarray:
         """The ids of the samples at `positions`; both int64 [samples]."""
         return self._order.ids(positions)
-
-    def _await(self, slot: _Slot) -> None:
-        """Until it is filled, or its error is known."""
-        slow, begin_s, next_word_s = self._slow, time.monotonic(), self._slow.tell_after_s
-        while not slot.filled.wait(min(next_word_s, slow.give_up_s) + begin_s - time.monotonic()):
-            if next_word_s >= slow.give_up_s:
-                raise DataError(
-                    f"{self._being_read(slot)} has been read for {slow.give_up_s:.3g} s and is not there: the data "
-                    "source hangs; mend the source, or raise wire.timeout_s if it is only slow"
-                )
-            slow.tell(f"waiting for the data for {next_word_s:.3g} s: {self._being_read(slot)} is being read")
-            next_word_s *= 2
 
     def _being_read(self, slot: _Slot) -> str:
         if slot.reader is not None and slot.reader.where:
