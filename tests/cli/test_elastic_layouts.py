@@ -47,6 +47,8 @@ def test_a_replica_that_is_split_inside_is_lost_and_replaced(tmp_path: Path, spl
     os.kill(second[0][0], signal.SIGKILL)
     wait_for(own, r"(?s)joined after step.*replicas; ranks 0 to \d lost after step")
     assert to_the_end(own, running) == 0, own.said()
-    assert own.losses() == pytest.approx(plain, rel=LOSS_TOLERANCE)
+    losses = own.losses()
+    assert len(losses) >= len(plain) - 1, "the record of one step may die with rank 0, which was to write it"
+    assert losses == pytest.approx({step: plain[step] for step in losses}, rel=LOSS_TOLERANCE)
     assert memberships(own)[0] == 2
     assert len(memberships(own)) >= 3
