@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import json
 import os
 import random
 import runpy
@@ -30,6 +31,7 @@ from tests.forkserver import forkserver
 
 FORKED_MODULES = ("shoal", "shoal.launch.script")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2)
+_ENVIRON = "environ"
 
 
 @dataclass
@@ -101,6 +103,16 @@ def run(
         return subprocess.CompletedProcess(list(arguments), code, out.read_text(), err.read_text())
 
 
+def environ_of(pid: int) -> dict[str, str]:
+    """The environment with which a process began; that of a forked one is not what the kernel shows."""
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if os.readlink(fd).startswith(f"/memfd:{_ENVIRON}"):
+                return json.loads(fd.read_bytes())
+    lines = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return {name: value for name, _, value in (line.partition("=") for line in lines)}
+
+
 def _begin(arguments: list[str], cwd: str, env: dict[str, str], stdout: str, stderr: str) -> None:
     flags = os.O_CREAT | os.O_WRONLY | os.O_TRUNC
     out = os.open(stdout, flags)
@@ -121,6 +133,7 @@ def _become(arguments: list[str], env: Mapping[str, str]) -> NoReturn:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.environ.clear()
         os.environ.update(env)
+        os.write(os.memfd_create(_ENVIRON), json.dumps(dict(env)).encode())
         _renew_what_a_start_sets()
         code = _execute(arguments)
     except BaseException:

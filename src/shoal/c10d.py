@@ -21,39 +21,37 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from shoal.comm.board import Board
 from shoal.comm.c10d_forms import open_gloo
 from shoal.comm.hierarchical.group import share_hosts
 from shoal.comm.shm.core import CoreMissing
 from shoal.comm.shm.group import share_core
-from shoal.comm.shm.host import Apart, host_identity
+from shoal.comm.shm.host import Apart
 
 BACKEND = "shoal"
 
 
 def create_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     """The group of one rank; blocks until all its ranks have called this. In the form that c10d asks of a backend."""
-    gloo = open_gloo(store, rank, size, timeout_s=timeout.total_seconds())
+    timeout_s = timeout.total_seconds()
     if size == 1:
-        return gloo
+        return open_gloo(store, rank, size, timeout_s=timeout_s)
     try:
-        return _shared(gloo, store, rank, size, timeout.total_seconds())
+        return _shared(store, rank, size, timeout_s)
     except (Apart, CoreMissing) as reason:
         logging.getLogger(__name__).warning("a group of %d ranks uses Gloo: %s", size, reason)
-        return gloo
+        return open_gloo(PrefixStore("apart", store), rank, size, timeout_s=timeout_s)
 
 
-def _shared(gloo: Any, store: Any, rank: int, size: int, timeout_s: float) -> Any:
+def _shared(store: Any, rank: int, size: int, timeout_s: float) -> Any:
     """Raises `Apart` or `CoreMissing` on all ranks alike."""
     try:
-        mine = host_identity()
-    except OSError as error:
-        mine = f"rank {rank}: {error}"  # a host of its own; `share_core` says why
-    board = Board(PrefixStore("hosts", store), timeout_s=timeout_s)
-    hosts = board.all_gather("identity", mine, rank=rank, ranks=range(size))
-    if 1 < len(set(hosts)) < size:
-        return share_hosts(gloo, store, hosts=hosts, timeout_s=timeout_s)
-    return share_core(gloo, store, timeout_s=timeout_s, prompt=True)
+        gloo = open_gloo(store, rank, size, timeout_s=timeout_s, lazy=True)  # for what the core does not do, if ever
+        return share_core(gloo, store, timeout_s=timeout_s, prompt=True)
+    except Apart as reason:
+        if not 1 < len(set(reason.hosts)) < size:
+            raise
+        gloo = open_gloo(PrefixStore("flat", store), rank, size, timeout_s=timeout_s)
+        return share_hosts(gloo, store, hosts=reason.hosts, timeout_s=timeout_s)
 
 
 if not hasattr(dist.Backend, BACKEND.upper()):

@@ -34,16 +34,16 @@ RANK = os.environ.get("RANK") or os.environ.get("SLURM_PROCID", "0")
 
 
 class Numbers:
-    """Sample i is the number i; `slow` seconds to read, `broken` one of them is not a number."""
+    """Sample i is the number i; `slow` seconds to read, `broken` one of them is not a number, `hangs` never comes."""
 
-    def __init__(self, slow=0.0, broken=-1):
-        self.slow, self.broken = slow, broken
+    def __init__(self, slow=0.0, broken=-1, hangs=-1):
+        self.slow, self.broken, self.hangs = slow, broken, hangs
 
     def __len__(self):
         return SAMPLES
 
     def __getitem__(self, i):
-        time.sleep(self.slow)
+        time.sleep(self.slow if i != self.hangs else 3600)
         x = torch.tensor([float(i) / SAMPLES, 1.0])
         return (x * float("nan") if i == self.broken else x), torch.tensor(i % 3)
 

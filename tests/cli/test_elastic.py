@@ -15,7 +15,7 @@ import pytest
 
 from shoal.data.order import Order
 from tests.cli.project import OWN, RUN, Project, ranks_of
-from tests.programs import Program
+from tests.programs import Program, environ_of
 
 STOPPED = 75
 LOSS_TOLERANCE = 1e-9
@@ -65,8 +65,7 @@ def replicas_of(launcher: Program) -> dict[int, int]:
     """The pids of a launcher's replicas, by their slots."""
     found = {}
     for pid in ranks_of(launcher):
-        environ = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-        found[int(next(line for line in environ if line.startswith("RANK=")).partition("=")[2])] = pid
+        found[int(environ_of(pid)["RANK"])] = pid
     return found
 
 
@@ -129,17 +128,22 @@ def test_killed_replicas_are_replaced_and_the_losses_stay_the_same(own: Project)
     running = start(own)
     first = replicas_of(running)
     os.kill(first[1], signal.SIGKILL)
-    wait_for(own, r"2 of 3 replicas; rank \d lost after step")
-    wait_for(own, r"3 of 3 replicas; rank 2 joined after step")
+    wait_for(own, r"of 3 replicas; rank \d lost after step")
+    wait_for(own, r"3 of 3 replicas; .*rank 2 joined after step")
     second = replicas_of(running)
     assert {slot for slot in first if second[slot] != first[slot]} == {1}, "survivors were restarted"
     os.kill(second[0], signal.SIGKILL)
-    wait_for(own, r"(?s)3 of 3.*2 of 3 replicas; rank \d lost after step")
+    wait_for(own, r"replicas; rank 0 lost after step")
     assert to_the_end(own, running) == 0, own.said()
-    assert own.losses() == pytest.approx(plain, rel=LOSS_TOLERANCE)
+    losses = own.losses()
+    assert len(losses) >= len(plain) - 1, "the record of one step may die with rank 0, which was to write it"
+    assert losses == pytest.approx({step: plain[step] for step in losses}, rel=LOSS_TOLERANCE)
     assert used_ids(own) == expected_ids(STEPS)
     facts = json.loads((own.folder / "runs/own/facts.json").read_text())
-    assert [change["replicas"] for change in facts["membership"]][:4] == [3, 2, 3, 2]
+    changes = facts["membership"]
+    assert changes[0]["replicas"] == 3
+    assert sum("lost" in change["change"] for change in changes) == 2
+    assert all(change["replicas"] in (2, 3) for change in changes)
 
 
 @pytest.mark.stress
@@ -149,7 +153,7 @@ def test_a_stopped_replica_is_fenced_and_replaced(own: Project) -> None:
     running = start(own)
     os.kill(replicas_of(running)[2], signal.SIGSTOP)
     wait_for(own, r"replica-2-\w+ is fenced: its rank 0 was silent for")
-    wait_for(own, r"3 of 3 replicas; rank 2 joined after step")
+    wait_for(own, r"3 of 3 replicas; .*rank 2 joined after step")
     assert to_the_end(own, running) == 0, own.said()
     assert own.losses() == pytest.approx(plain, rel=LOSS_TOLERANCE)
     assert used_ids(own) == expected_ids(STEPS)
@@ -161,7 +165,7 @@ def test_a_replica_that_is_asked_to_leave_hands_over(own: Project) -> None:
     plain = undisturbed(own)
     running = start(own)
     os.kill(replicas_of(running)[0], signal.SIGTERM)
-    wait_for(own, r"2 of 3 replicas; rank \d lost after step")
+    wait_for(own, r"of 3 replicas; rank \d lost after step")
     assert to_the_end(own, running) == 0, own.said()
     assert "takes its place" not in own.said()
     assert own.losses() == pytest.approx(plain, rel=LOSS_TOLERANCE)
@@ -190,7 +194,7 @@ def test_a_replica_with_a_flipped_bit_is_named_and_healed(own: Project) -> None:
     running = start(own)
     (own.folder / "flip").write_text("2")
     wait_for(own, r"replica-2-\w+ is fenced: its parameters after step \d+ differ from the majority's")
-    wait_for(own, r"3 of 3 replicas; rank 2 joined after step")
+    wait_for(own, r"3 of 3 replicas; .*rank 2 joined after step")
     assert to_the_end(own, running) == 0, own.said()
     assert used_ids(own) == expected_ids(STEPS)
 
@@ -220,7 +224,10 @@ def test_what_cannot_be_elastic_is_refused(own: Project) -> None:
         ("elastic.min=4", "min = 4 is more than max = 3"),
         ("run.processes=2", "run.processes = 2 with elastic.max = 3"),
         ("layout.replicate=3", "layout.replicate = 3 with [elastic]"),
-        ("layout.shard=3", "a replica of several ranks"),
+        ("layout.shard=3", "each replica needs at least 3 of a step"),
+        ("layout.auto=true", "layout.auto with [elastic]"),
+        ('sync.kind="hogwild"', "its processes share one memory"),
+        ('sync.kind="gossip"', "there is no other to agree with"),
         ("batch.global_samples=2", "batch.global_samples = 2"),
     ):
         refused = own.shoal("train", "run.toml", override)

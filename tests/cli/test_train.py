@@ -184,7 +184,7 @@ def test_data_that_is_no_number_is_named(own: Project) -> None:
     )
     assert done.returncode == 4
     assert "3 steps in a row were not finite" in done.stderr
-    assert "the inputs of the sample at position" in done.stderr
+    assert "the inputs of sample 7 at position" in done.stderr
     assert "Traceback" not in done.stderr
     values = [event.values for event in own.events()]
     assert values[-1]["steps/skipped"] == 3
@@ -198,6 +198,19 @@ def test_a_single_bad_step_is_skipped_and_the_run_goes_on(own: Project) -> None:
     skipped = [event.values["steps/skipped"] for event in own.events() if "steps/skipped" in event.values]
     assert 1 <= skipped[-1] <= 2
     assert "was skipped" in done.stdout + done.stderr
+    assert "Not finite: the inputs of sample 7 at position" in done.stdout + done.stderr
+
+
+def test_a_read_that_hangs_is_named_by_its_sample(own: Project) -> None:
+    """Rank 0's or rank 1's: no rank is said to be dead, the read is, with the sample that does not come."""
+    for sample, where in (
+        (8, r"at position \d+"),
+        (29, "of the training data"),
+    ):  # the last one is read at the start, too
+        done = own.shoal("train", "run.toml", f"data.arguments={{hangs={sample}}}", "wire.timeout_s=4")
+        assert done.returncode == 2
+        assert re.search(f"Sample {sample} {where} has been read for 3.2 s and is not there", done.stderr), done.stderr
+        assert done.stderr.count("has been read for") == 1
 
 
 def test_ranks_started_by_hand_hear_why_another_failed(own: Project) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.data.cursor import Cursor, Interval
-from shoal.data.feed import Feed, StepShare, evaluation_batches
+from shoal.data.feed import Feed, SlowReads, StepShare, evaluation_batches
 from shoal.data.order import Order
 from shoal.data.sample import Batch
 from shoal.errors import ConfigError, DataError, UserCodeError
@@ -188,6 +188,40 @@ class Hangs:
 Feed(Hangs(), Order(4, 0), StepShare(2))
 """
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+class Blocks(Numbers):
+    """Reading sample 0 blocks until `go` is set."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__(samples)
+        self.go = threading.Event()
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        if index == 0:
+            self.go.wait()
+        return index, index
+
+
+def test_a_read_that_takes_long_is_named_while_it_is_waited_for():
+    """By sample and position, among others in its batch; it ends the wait, or the step is taken when it is over."""
+    source, order, told = Blocks(8), Order(8, seed=7), []
+    position = int(np.flatnonzero(order.ids(np.arange(8)) == 0)[0])
+
+    def tell(text: str) -> None:
+        told.append(text)
+        if len(told) == 3:
+            source.go.set()
+
+    with Feed(source, order, StepShare(8), slow=SlowReads(tell, tell_after_s=0.02)) as fed:
+        assert sorted(ids_of(fed.next().microbatches)) == list(range(8))
+    assert len(told) >= 3
+    assert all(f"Sample 0 at position {position} is being read" in text for text in told[:3])
+    source.go.clear()
+    with Feed(source, order, StepShare(8), slow=SlowReads(tell_after_s=0.02, give_up_s=0.05)) as fed:
+        with pytest.raises(DataError, match=f"Sample 0 at position {position} has been read for 0.05 s"):
+            fed.next()
+        source.go.set()
 
 
 def test_an_order_of_another_size_is_refused():

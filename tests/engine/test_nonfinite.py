@@ -35,10 +35,10 @@ def batch() -> Batch:
     )
 
 
-def culprit(model: nn.Module, samples: Batch, loss=cross_entropy) -> str | None:
+def culprit(model: nn.Module, samples: Batch, loss=cross_entropy, ids=None) -> str | None:
     randomness = Randomness(model, seed=0, replica=0)
     compute = Compute(model, loss, Precision(torch.float32, None), torch.device("cpu"), randomness)
-    return first_nonfinite(compute, [samples])
+    return first_nonfinite(compute, [samples], ids=ids)
 
 
 def test_finite_everywhere_names_nobody() -> None:
@@ -51,6 +51,9 @@ def test_a_sample_is_named_by_its_position() -> None:
     samples = batch()
     samples.inputs[2, 1] = float("nan")
     assert culprit(Net(), samples) == "the inputs of the sample at position 12 of the data's order"
+    assert culprit(Net(), samples, ids=lambda positions: positions + 500) == (
+        "the inputs of sample 512 at position 12 of the data's order"
+    )
 
 
 def test_a_parameter_is_named() -> None:
@@ -63,6 +66,19 @@ def test_a_parameter_is_named() -> None:
 def test_a_module_is_named_by_its_output() -> None:
     """The first module whose output is not finite, from finite inputs and parameters."""
     assert culprit(Net(poison=True), batch()) == "the output of module second (Linear)"
+
+
+class OwnForward(Net):
+    """Its modules' outputs are finite, its own is not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / 0.0
+
+
+def test_a_model_s_own_forward_is_named() -> None:
+    """Not the loss, which only follows."""
+    found = culprit(OwnForward(), batch())
+    assert found == "the output of the model (OwnForward) itself, from finite outputs of its modules"
 
 
 def test_the_loss_is_named() -> None:

@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from shoal.errors import UsageError
 from shoal.experiments.config import ASHA, Range, SweepFile
 from shoal.experiments.search import trials
 from shoal.experiments.sweep import Decision, Sweep
+from shoal.experiments.trial_command import train_alone
 
 
 def sweep_of(folder: Path, decisions: dict[str, Decision]) -> Sweep:
@@ -46,3 +50,13 @@ def test_the_highest_rung_comes_first(tmp_path: Path) -> None:
     found = sweep._promoted(every)
     assert found is not None
     assert found.name == "trial-0000"
+
+
+def test_a_single_task_is_refused_where_trials_are_judged_together(tmp_path: Path) -> None:
+    """ASHA decides between trials; and a grid of four has no fifth."""
+    place = (tmp_path / "run.toml", tmp_path)
+    with pytest.raises(UsageError, match="--via"):
+        train_alone(sweep_of(tmp_path, {}).file, 0, *place)
+    rates: dict[str, list[Any] | Range] = {"optimizer.lr": [0.1, 0.2, 0.3, 0.4]}
+    with pytest.raises(UsageError, match=r"there is no trial 4: .*--array=0-3"):
+        train_alone(SweepFile("s", "run.toml", "loss/train", rates), 4, *place)

@@ -14,7 +14,7 @@ from shoal.experiments.config import ASHA, Range, SweepFile, load_sweep
 from shoal.experiments.config import Random as RandomSearch
 from shoal.experiments.results import interval
 from shoal.experiments.search import goes_on, rungs, trials
-from shoal.experiments.sweep import devices_of
+from shoal.experiments.trial_command import devices_of
 
 FILE = 'name = "s"\nrun = "run.toml"\nobjective = "loss/train"\n'
 
@@ -75,7 +75,7 @@ def test_the_interval_is_students() -> None:
 def test_gpus_are_divided_between_the_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four visible GPUs and two slots: two each, by the names that the environment gives; fewer than slots: shared."""
     environ = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
-    monkeypatch.setattr("shoal.experiments.sweep.gpus", lambda _: 4)
+    monkeypatch.setattr("shoal.experiments.trial_command.gpus", lambda _: 4)
     assert [devices_of(slot, 2, environ)["CUDA_VISIBLE_DEVICES"] for slot in (0, 1)] == ["4,5", "6,7"]
     assert devices_of(0, 8, environ) == {}
 
@@ -91,7 +91,8 @@ def test_gpus_are_divided_between_the_trials(monkeypatch: pytest.MonkeyPatch) ->
         (FILE + "[parameters]\na = {low = 0.0, high = 1.0, log = true}\n", "has no logarithm"),
         (FILE + "seeds = [1, 1]\n[parameters]\na = [1]\n", "names one twice"),
         (FILE.replace("run.toml", "none.toml") + "[parameters]\na = [1]\n", "is not there: give the run file"),
-        (FILE + '[search]\nkind = "bayes"\n[parameters]\na = [1]\n', "kind"),
+        (FILE + '[search]\nkind = "hyperband"\n[parameters]\na = [1]\n', "kind"),
+        (FILE + '[search]\nkind = "bayes"\n[parameters]\na = [1]\n', "trials"),
     ],
 )
 def test_a_sweep_that_cannot_be_is_refused_in_a_sentence(tmp_path: Path, text: str, sentence: str) -> None:

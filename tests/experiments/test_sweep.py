@@ -93,3 +93,23 @@ def test_stopping_early_finds_the_best_of_the_grid_in_half_the_steps(own: Projec
         results[kind] = json.loads(done.stdout)
     assert results["asha"]["rows"][0]["parameters"] == results["grid"]["rows"][0]["parameters"]
     assert 2 * results["asha"]["steps"] <= results["grid"]["steps"]
+
+
+@pytest.mark.stress
+def test_a_bayesian_search_proposes_goes_on_and_ends_at_its_trials(own: Project) -> None:
+    """Two configurations, each with two seeds, then two more by a longer search of the same name: the first are not
+    trained again, proposals lie in the range, and the table has an interval over the seeds."""
+    text = SWEEP.replace("[1e-6, 0.05]", "{low = 1e-6, high = 0.05, log = true}").replace(
+        "[parameters]", 'seeds = [0, 1]\nparallel = 2\n[search]\nkind = "bayes"\nstartup = 2\ntrials = 2\n[parameters]'
+    )
+    for count in (2, 3):
+        (own.folder / "sweep.toml").write_text(text.replace("trials = 2", f"trials = {count}"))
+        done = own.shoal("sweep", "sweep.toml", "--json", timeout_s=140)
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)["rows"]
+        assert [row["state"] for row in found] == ["finished"] * count
+        assert all(1e-6 <= row["parameters"]["optimizer.lr"] <= 0.05 for row in found)
+        assert all(row["half_interval"] is not None for row in found)
+        assert done.stderr.count(" starts: ") == (4 if count == 2 else 2)
+    (own.folder / "sweeps/s/proposals.json").write_text("[1")
+    assert "is damaged" in own.shoal("sweep", "sweep.toml").stderr

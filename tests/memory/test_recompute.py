@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.errors import UserCodeError
 from shoal.memory.blocks import blocks_of
+from shoal.memory.kept_operators import ATTENTION, PRODUCTS
 from shoal.memory.recompute import check_recompute, recompute
 from shoal.models.build import build
 from shoal.models.config import GPTConfig, MoEConfig
@@ -47,7 +49,7 @@ def gradients(model: nn.Module, *, documents: Tensor | None = None) -> dict[str,
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("kind", ["selective", "full"])
+@pytest.mark.parametrize("kind", ["selective", "operators", "full"])
 @pytest.mark.parametrize("keys", [{"dropout": 0.3}, {"kv_heads": 2}, {"moe": True}])
 def test_gradients_are_the_same_bits(kind: str, keys: dict[str, Any]) -> None:
     """Though another microbatch with other sample keys went through before the backward, and documents are packed."""
@@ -58,7 +60,7 @@ def test_gradients_are_the_same_bits(kind: str, keys: dict[str, Any]) -> None:
     assert all(torch.equal(found[name], x) for name, x in wanted.items())
 
 
-@pytest.mark.parametrize("kind", ["selective", "full"])
+@pytest.mark.parametrize("kind", ["selective", "operators", "full"])
 def test_gradients_under_autocast_are_the_same_bits(kind: str) -> None:
     def half(model: nn.Module) -> list[Tensor | None]:
         with torch.autocast("cpu", torch.bfloat16):
@@ -159,3 +161,68 @@ def test_what_cannot_be_recomputed_is_refused() -> None:
         gpt("full", layers=[0, 3])
     with pytest.raises(UserCodeError, match=r"no block of Users has a module .* 'full' or 'none'"):
         check_recompute(Users(), "selective")
+
+
+class Overwrites(nn.Module):
+    """Every operator's output is written to in place, inside of its block or behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [[nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.Dropout(0.5, inplace=True)]] * 2
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), *copy.deepcopy(block)) for block in layers)
+        self.blocks += [nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))] * 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).add_(1.0)
+        return x
+
+
+def test_outputs_that_are_written_to_in_place_are_computed_again() -> None:
+    """Kept by "operators", they would not be what the product gave."""
+    torch.manual_seed(0)
+    models, x = [Overwrites()], torch.randn(5, 8)
+    models.append(copy.deepcopy(models[0]))
+    recompute(models[1], "operators")
+    for model in models:
+        torch.manual_seed(1)
+        model(x).square().sum().backward()
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        assert torch.equal(a.grad, b.grad)
+
+
+class CountsProducts(TorchDispatchMode):
+    """How many matrix products and attentions run while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = self.attentions = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        self.products += name in PRODUCTS
+        self.attentions += name in ATTENTION
+        return func(*args, **(kwargs or {}))
+
+
+def test_operators_repeats_every_second_product_and_no_attention() -> None:
+    """Of a block's seven products three run again, query, value and gate; `full` repeats six, and attention."""
+    ran = {}
+    for kind in ("none", "operators", "full"):
+        model = gpt(kind)
+        with CountsProducts() as count:
+            model(tokens(0)).sum().backward()
+        ran[kind] = (count.products, count.attentions)
+    blocks = 3
+    assert ran["operators"] == (ran["none"][0] + 3 * blocks, ran["none"][1])
+    assert ran["full"] == (ran["none"][0] + 6 * blocks, ran["none"][1] + blocks)
+
+
+def test_a_second_backward_through_recomputed_operators_gives_the_same_again() -> None:
+    model = gpt("operators")
+    loss = model(tokens(0)).logsumexp(-1).sum()
+    once = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    twice = torch.autograd.grad(loss, list(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True))

@@ -43,20 +43,18 @@ def test_units_are_chosen_by_size(app: typer.Typer) -> None:
     assert "samples/s" in result.stdout
     assert "tokens/s" not in result.stdout
     assert "MiB" in result.stdout
-    assert " 0.00" not in result.stdout.split("memory of the fullest rank")[1].split("90 %")[0]
+    assert " 0.00" not in result.stdout.split("memory of the fullest rank")[1].split("The step is a guess")[0]
 
 
 def test_the_answer_states_its_odds_and_what_would_help(app: typer.Typer, tmp_path: Path) -> None:
-    """An interval around the step, the probability of running out of memory, with sources; the scaling curve, the front
+    """No interval around a guess, the probability of running out of memory, with sources; the scaling curve, the front
     of devices; pictures that are none are not written."""
     folder = tmp_path / "pictures"
     arguments = [str(STDLIB), "--json", "--pictures", str(folder), "layout.pipeline=2", "run.processes=4"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0
     found = json.loads(result.stdout)
-    low, high = found["confidence"]["step_s"]
-    assert low < found["plans"][0]["step_s"] * 1.2
-    assert low < high
+    assert found["confidence"]["step_s"] is None, "rates of cores are assumed: nothing published is like them"
     assert 0 <= found["confidence"]["out_of_memory"] < 0.01
     assert "published" in found["confidence"]["memory_source"]
     assert {1, 2, 4, 8} <= {one["devices"] for one in found["scaling"]}

@@ -40,7 +40,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "context": (1, 2, 4),
     "kind": ("ring", "ulysses", "allgather"),
     "expert": (1, 2, 4),
-    "recompute": ("none", "selective", "full"),
+    "recompute": ("none", "selective", "operators", "full"),
     "accumulation": (False, True),
     "optimizer": ("adamw", "sgd"),
     "exact": (False, True),

@@ -24,7 +24,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "optimizer": ("adamw", "sgd"),
     "exact": (False, True),
 }
-SPLITS: dict[str, tuple[Any, ...]] = {"tensor": (1, 2), "pipeline": (1, 2), "recompute": ("none", "full")}
+SPLITS: dict[str, tuple[Any, ...]] = {"tensor": (1, 2), "pipeline": (1, 2), "recompute": ("none", "operators", "full")}
 
 
 def drawn(number: int, *, seed: int = 1) -> list[Choices]:

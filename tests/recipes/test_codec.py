@@ -43,6 +43,11 @@ def tables(codec: dict[str, Any], layout: dict[str, int], zero: int | None = Non
     return {"model": GPT, "codec": codec, "layout": layout, "gradients": buckets, **memory}
 
 
+def momenta(kind: str, layout: dict[str, int], **keys: int) -> dict[str, Any]:
+    """A run whose optimizer sends its momentum."""
+    return tables({"kind": "none"}, layout) | {"optimizer": {"kind": kind, **keys}}
+
+
 def residuals(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The sum over sources of every parameter's residual."""
     found: dict[str, Tensor] = {}
@@ -60,6 +65,12 @@ CASES = {
     "replicate, two shots": (4, tables(INT4, {"replicate": 4})),
     "replicate, two rounds": (2, tables(POWER, {"replicate": 2})),
     "velocities": (2, tables(DGC, {"replicate": 2}) | {"optimizer": {"kind": "sgd", "lr": 0.1}}),
+    "momenta, 1-bit Adam": (2, momenta("one_bit_adam", {"replicate": 2}, exact_steps=3)),
+    "momenta, 1-bit LAMB": (2, momenta("one_bit_lamb", {"replicate": 2}, exact_steps=3)),
+    "momenta, 0/1 Adam of pieces": (
+        4,
+        momenta("zero_one_adam", {"replicate": 2, "shard": 2}, variance_updates=2),
+    ),
     "ZeRO-1": (4, tables(TOP_K, {"replicate": 2, "shard": 2}, 1)),
     "ZeRO-2": (4, tables(SIGN, {"replicate": 2, "shard": 2}, 2)),
     "ZeRO-3": (4, tables(TOP_K, {"replicate": 2, "shard": 2}, 3)),

@@ -1,20 +1,32 @@
-"""The state that an elastic run's replicas copy from each other, between threads that stand for replicas."""
+"""What the ranks of elastic runs hold, copy from each other and agree on, between threads that stand for them."""
 
 from __future__ import annotations
 
+import socket
+import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 
 from shoal.comm.collective import Alone, Collective, Handle
 from shoal.comm.local import local_group
+from shoal.coordinator.client import Begin
 from shoal.errors import CollectiveError
 from shoal.recipes.elastic import state_copy
-from shoal.recipes.elastic.showing import membership_sentence
+from shoal.recipes.elastic.connections import hosts_lost, shut_down_connections
+from shoal.recipes.elastic.rendezvous import place_of
+from shoal.recipes.elastic.replica_ranks import ReplicaRanks
+from shoal.recipes.elastic.sinks import membership_sentence
 from shoal.recipes.elastic.state_copy import HeldState, share_state
+from shoal.resilience.events import View
+from shoal.resilience.participant import FencedOut
+from shoal.state.target import targets_of, views
+from shoal.topology.box import Box
 
 CPU = torch.device("cpu")
 
@@ -26,9 +38,12 @@ def a_state() -> HeldState:
         "model/empty": torch.empty(0, 3),
         "model/flags": torch.tensor([True, False]),
         "optimizer/step": torch.tensor(12.0),
-        "model/weight": torch.randn(300, 70, generator=generator, dtype=torch.float64),
     }
-    return HeldState('{"step": 12}', tensors)
+    held = {name: targets_of(tensor) for name, tensor in tensors.items()}
+    flat = torch.arange(20.0)
+    held["model/split"] = tuple(views(flat, [(Box((2, 0), (2, 5)), 10), (Box((0, 0), (1, 5)), 0)], global_shape=(6, 5)))
+    held["model/weight"] = targets_of(torch.randn(300, 70, generator=generator, dtype=torch.float64))
+    return HeldState('{"step": 12}', held)
 
 
 def shared(groups: list[Any], states: list[HeldState | None], *, root: int) -> list[HeldState]:
@@ -47,10 +62,12 @@ def test_a_copy_has_every_bit_whatever_the_chunks(monkeypatch: pytest.MonkeyPatc
     assert second is holder
     for copy in (first, third):
         assert copy.facts == holder.facts
-        assert {name: (t.dtype, t.shape) for name, t in copy.tensors.items()} == {
-            name: (t.dtype, t.shape) for name, t in holder.tensors.items()
-        }
-        assert all(torch.equal(copy.tensors[name], tensor) for name, tensor in holder.tensors.items())
+        assert [*copy.pieces()] == [*holder.pieces()]
+        for name, tensor in holder.pieces().items():
+            assert copy.pieces()[name].dtype == tensor.dtype
+            assert torch.equal(copy.pieces()[name], tensor)
+        assert [part.global_shape for part in copy.tensors["model/split"]] == [(6, 5), (6, 5)]
+        assert copy.step == 12
 
 
 @dataclass
@@ -86,3 +103,77 @@ def test_the_membership_in_a_sentence() -> None:
     )
     sentence = membership_sentence(("b", "c"), ("c", "d"), most=2, step=9)
     assert sentence == "2 of 2 replicas; rank 0 lost after step 9; rank 1 joined after step 9"
+    sentence = membership_sentence(("b", "c"), ("b",), most=2, step=9, ranks=4)
+    assert sentence == "1 of 2 replicas; ranks 4 to 7 lost after step 9"
+
+
+def asked(size: int, ask: Callable[[ReplicaRanks], Any], *, check: Callable[[], None] = lambda: None) -> list[Any]:
+    """What each rank of one replica gets."""
+    store = HashStore()
+    ranks = [ReplicaRanks(store, rank, size, check=check, stopping=lambda: False) for rank in range(size)]
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(ask, ranks))
+
+
+VIEW = View(3, 3, ("a", "b", "c"), ("a",), 7, 70, 7, ("10.0.0.1:1", "10.0.0.2:2", "10.0.0.2:3"))
+
+
+def test_all_ranks_of_a_replica_enter_the_generation_that_the_first_one_finds() -> None:
+    """The others hear the same view, and where the state comes from."""
+    found = asked(3, lambda ranks: ranks.begin(lambda: Begin(VIEW, "peer")))
+    assert found == [Begin(VIEW, "peer")] * 3
+
+
+@pytest.mark.parametrize(
+    ("steps", "together"),
+    [((5, 5, 5), True), ((5, 6, 5), False), ((5, None, 5), False), ((None, None, None), False)],
+)
+def test_a_replica_holds_a_state_where_all_its_ranks_hold_the_same(
+    steps: tuple[int | None, ...], together: bool
+) -> None:
+    """Parts of two steps are no state."""
+    assert asked(3, lambda ranks: ranks.end(steps[ranks.rank])) == [(together, False)] * 3
+
+
+def test_one_rank_that_has_finished_the_run_ends_it_for_its_replica() -> None:
+    """The others may have lost it in the last barrier, after the last save."""
+    assert asked(2, lambda ranks: ranks.end(9, done=ranks.rank == 1)) == [(False, True)] * 2
+
+
+def test_a_rank_that_is_fenced_waits_for_no_other() -> None:
+    """What the client says ends a wait."""
+
+    def fenced() -> None:
+        raise FencedOut("it was silent")
+
+    with pytest.raises(FencedOut):
+        asked(2, lambda ranks: ranks.end(5) if ranks.rank else None, check=fenced)
+
+
+def test_places_of_ranks_on_several_hosts() -> None:
+    """Members that joined from one address share a host; local ranks count through them."""
+    place = place_of(VIEW, 2, 1, 4, "shoal")
+    assert (place.rank, place.world_size) == (9, 12)
+    assert (place.local_rank, place.local_world_size, place.node_rank) == (5, 8, 1)
+    assert not place.one_host
+
+
+def test_only_hosts_without_a_living_member_are_given_up() -> None:
+    """One of two replicas of a host is no reason to close connections to the other; this host is never closed."""
+    assert hosts_lost(VIEW, {"b"}, here="10.0.0.1") == set()
+    assert hosts_lost(VIEW, {"b", "c"}, here="10.0.0.1") == {"10.0.0.2"}
+    assert hosts_lost(VIEW, {"a", "b", "c"}, here="10.0.0.2") == {"10.0.0.1"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_who_waits_for_a_host_that_is_given_up_is_woken() -> None:
+    """A call that waits for a peer ends; connections to others stay."""
+    with socket.create_server(("127.0.0.2", 0)) as lost, socket.create_server(("127.0.0.3", 0)) as other:
+        waiting, staying = socket.create_connection(lost.getsockname()), socket.create_connection(other.getsockname())
+        far, near = lost.accept()[0], other.accept()[0]
+        with waiting, staying, far, near, ThreadPoolExecutor(1) as pool:
+            received = pool.submit(waiting.recv, 1)
+            assert shut_down_connections({"127.0.0.2"}) == 1
+            assert received.result(10) == b""
+            near.sendall(b"x")
+            assert staying.recv(1) == b"x"

@@ -10,8 +10,8 @@ import pytest
 
 from shoal.codec.config import TopKConfig
 from shoal.errors import ConfigError
+from shoal.runfile.codec_rules import codec_refusal
 from shoal.runfile.load import load_run
-from shoal.runfile.rules import codec_refusal
 from tests.recipes.layouts import run_file_of
 
 TOP_K = {"codec": {"kind": "top_k"}}
@@ -111,3 +111,28 @@ def test_values_that_make_no_sense(tmp_path: Path, overrides: list[str], named: 
         load_run(path, overrides)
     assert re.search(named, str(refused.value).partition(": ")[2])
     assert load_run(path, ["codec.kind=top_k", "codec.fraction=0.5"]).codec == TopKConfig(fraction=0.5)
+
+
+@pytest.mark.parametrize(
+    ("tables", "named"),
+    [
+        ({"codec": {"kind": "sign"}}, 'codec.kind = "sign"'),
+        ({"optimizer": {"clip_norm": 1.0}}, "optimizer.clip_norm = 1"),
+        ({"sync": {"kind": "local"}}, 'sync.kind = "local"'),
+        ({"sync": {"kind": "allreduce", "order": "canonical", "logical_shards": 4}}, 'sync.order = "canonical"'),
+        ({"layout": {"tensor": 2}}, "layout.tensor = 2"),
+        ({"precision": {"kind": "float16"}}, 'precision.kind = "float16"'),
+        ({"observe": {"noise_every_steps": 5}}, "observe.noise_every_steps = 5"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["one_bit_adam", "zero_one_adam", "one_bit_lamb"])
+def test_what_an_optimizer_that_sends_momenta_cannot_serve(
+    tmp_path: Path, kind: str, tables: dict[str, Any], named: str
+) -> None:
+    """The sentence names the optimizer and the key; alone it is served, and AdamW with the key too."""
+    own = {**tables.get("optimizer", {}), "kind": kind}
+    sentence = codec_refusal(run_file_of(tmp_path, **{**tables, "optimizer": own}))
+    assert sentence is not None
+    assert f'optimizer.kind = "{kind}"' in sentence
+    assert named in sentence
+    assert codec_refusal(run_file_of(tmp_path, optimizer={"kind": kind})) is None

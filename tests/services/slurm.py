@@ -78,6 +78,7 @@ class SlurmCluster:
 
     folder: Path
     hosts: tuple[str, ...]
+    daemons: dict[str, subprocess.Popen[bytes]]
 
     @property
     def environ(self) -> dict[str, str]:
@@ -91,6 +92,19 @@ class SlurmCluster:
         )
         assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
         return done.stdout
+
+    @contextlib.contextmanager
+    def without(self, host: str) -> Iterator[None]:
+        """A host whose slurmd is dead, and which the controller knows to be down; back at the end of the block."""
+        _end(self.daemons.pop(host))
+        self.call("scontrol", "update", f"NodeName={host}", "State=DOWN", "Reason=lost")
+        try:
+            yield
+        finally:
+            # It registers by itself (ReturnToService).
+            self.daemons[host] = _start(["slurmd", "-D", "-N", host], {**os.environ, **self.environ})
+            idle = ("sinfo", "-h", "-n", host, "-o", "%T")
+            wait_until(lambda: self.call(*idle).strip() == "idle", f"{host} to be back", self.log)
 
     def log(self) -> str:
         """The end of the controller's log."""
@@ -111,13 +125,14 @@ def slurm_cluster(folder: Path, *, hosts: int = 3, cores: int = 4) -> Iterator[S
     lines.append(f"PartitionName=main Nodes={','.join(names)} Default=YES MaxTime=INFINITE State=UP")
     (folder / "slurm.conf").write_text("\n".join([conf, *lines, ""]))
     (folder / "state").mkdir(exist_ok=True)
-    cluster = SlurmCluster(folder, names)
+    cluster = SlurmCluster(folder, names, {})
     with contextlib.ExitStack() as stack:
         stack.enter_context(_munged(folder))
         environ = {**os.environ, **cluster.environ}
         stack.enter_context(_daemon(["slurmctld", "-D"], environ))
+        stack.callback(lambda: [_end(daemon) for daemon in cluster.daemons.values()])
         for name in names:
-            stack.enter_context(_daemon(["slurmd", "-D", "-N", name], environ))
+            cluster.daemons[name] = _start(["slurmd", "-D", "-N", name], environ)
         idle = f"{hosts} idle"
         wait_until(lambda: cluster.call("sinfo", "-h", "-o", "%D %T").strip() == idle, "idle hosts", cluster.log)
         try:
@@ -154,20 +169,26 @@ def _munged(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _daemon(command: list[str], environ: dict[str, str]) -> Iterator[None]:
-    program = _program(command[0])
-    assert program is not None
-    process = subprocess.Popen(
-        [program, *command[1:]], env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    process = _start(command, environ)
     try:
         yield
     finally:
-        process.terminate()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        _end(process)
+
+
+def _start(command: list[str], environ: dict[str, str]) -> subprocess.Popen[bytes]:
+    program = _program(command[0])
+    assert program is not None
+    return subprocess.Popen([program, *command[1:]], env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _program(name: str) -> str | None:

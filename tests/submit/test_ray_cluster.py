@@ -111,10 +111,44 @@ def test_a_cancelled_job_saves(address: str, own: Project) -> None:
     assert (own.folder / "runs/own/checkpoints/latest").exists()
     again = own.shoal("submit", "cancel", "runs/own")
     assert again.returncode == 2
-    assert "is gone from this host: there is nothing to cancel" in again.stderr
+    assert "cancelled; ranks that trained have saved: there is nothing to cancel" in again.stderr
 
 
 def test_no_cluster_is_a_sentence(own: Project) -> None:
     """An address where nothing answers."""
     submit(own, "127.0.0.1:1")
     assert "no Ray cluster answers at '127.0.0.1:1'" in until(own, "failed", within_s=90)
+
+
+SWEEP = """
+name = "{kind}"
+run = "run.toml"
+objective = "loss/train"
+parallel = 2
+[search]
+{search}
+[parameters]
+"optimizer.lr" = [0.05, 0.02, 0.01, 3e-3, 1e-3, 1e-4, 1e-5, 1e-6]
+"""
+
+
+@pytest.mark.timeout(600)
+def test_a_sweep_over_the_cluster_stops_early_and_finds_the_best_of_the_grid(
+    address: str, own: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight trials, two at a time, each in the cluster's own queue: asynchronous halving takes at most half the steps
+    of the grid, which is trained on this host, and comes to the same best."""
+    run = (own.folder / "run.toml").read_text().replace("steps = 9", "steps = 60\nprocesses = 1").replace("= 5", "= 30")
+    run = run.replace('build = "own:model"', 'build = "own:model"\narguments = {pause = 0.05}')
+    (own.folder / "run.toml").write_text(run.replace("every_steps = 1", ""))
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    results = {}
+    asha = 'kind = "asha"\nfirst_steps = 10\nfactor = 2'
+    for kind, search, via in (("grid", 'kind = "grid"', []), ("asha", asha, ["--via", "ray"])):
+        (own.folder / "sweep.toml").write_text(SWEEP.format(kind=kind, search=search))
+        done = own.shoal("sweep", "sweep.toml", *via, "--json", timeout_s=240)
+        assert done.returncode == 0, done.stderr
+        results[kind] = json.loads(done.stdout)
+    assert results["asha"]["rows"][0]["parameters"] == results["grid"]["rows"][0]["parameters"]
+    assert 2 * results["asha"]["steps"] <= results["grid"]["steps"]
+    assert {"finished", "stopped early"} == {row["state"] for row in results["asha"]["rows"]}

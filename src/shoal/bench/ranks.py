@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -46,7 +47,9 @@ def on_ranks(command: Sequence[str], *, processes: int, lab: Lab | None = None, 
     """
     from shoal.launch.lab.start import run_in_lab
     from shoal.launch.spawn import run_ranks
+    from shoal.launch.supervision import Patience
 
+    patience = Patience(saves=False)
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
         result = Path(folder) / "result.json"
         environ = {**os.environ, "OMP_NUM_THREADS": "1", RESULT: str(result)}
@@ -56,7 +59,9 @@ def on_ranks(command: Sequence[str], *, processes: int, lab: Lab | None = None, 
         elif lab is not None:
             code = run_in_lab(lab, whole, run_directory=Path(folder), environ=environ)
         else:
-            code = run_ranks(whole, processes=processes, run_directory=Path(folder), environ=environ)
+            code = run_ranks(whole, processes=processes, run_directory=Path(folder), environ=environ, patience=patience)
+        if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+            raise SystemExit(int(code))  # what it did was said
         if code != 0:
             raise EnvironmentFault(f"the benchmark's ranks ended with exit code {code}; their errors are above")
         return json.loads(result.read_text())

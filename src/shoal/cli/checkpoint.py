@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 import typer
 
+from shoal.cli.busy import busy
+
 if TYPE_CHECKING:
     from shoal.checkpoint.inspect import Difference
 
@@ -28,7 +30,8 @@ def ls(directory: RunDirectory, as_json: AsJson = False) -> None:
     """
     from shoal.checkpoint.inspect import listing
 
-    rows = [msgspec.to_builtins(row) for row in listing(directory)]
+    with busy(f"reading the manifests of {directory}"):
+        rows = [msgspec.to_builtins(row) for row in listing(directory)]
     if as_json:
         print(json.dumps({"checkpoints": rows}))
         return
@@ -66,8 +69,9 @@ def verify(
     from shoal.checkpoint.inspect import unprotected_notes
     from shoal.checkpoint.inspect import verify as examine
 
-    found = [msgspec.to_builtins(finding) for finding in examine(directory, step)]
-    notes = unprotected_notes(directory, step)
+    with busy(f"reading the checkpoints of {directory}"):
+        found = [msgspec.to_builtins(finding) for finding in examine(directory, step)]
+        notes = unprotected_notes(directory, step)
     if as_json:
         print(json.dumps({"findings": found, "notes": notes}))
     else:
@@ -84,7 +88,8 @@ def diff(first: Source, second: Source, as_json: AsJson = False) -> None:
     """
     from shoal.checkpoint.inspect import compare
 
-    found = compare(first, second)
+    with busy("comparing tensors"):
+        found = compare(first, second)
     if as_json:
         print(msgspec.json.encode(found).decode())
     else:
@@ -121,7 +126,8 @@ def export(
     """
     from shoal.checkpoint.inspect import export as write
 
-    step = write(source, file) if to == "safetensors" else _export_folder(source, file)
+    with busy(f"writing {file}"):
+        step = write(source, file) if to == "safetensors" else _export_folder(source, file)
     print(json.dumps({"step": step, "file": str(file)}) if as_json else f"{file}: the weights of step {step}")
 
 
@@ -159,5 +165,6 @@ def import_(
     else:
         from shoal.checkpoint.inspect import import_weights as read
 
-    folder = read(file, directory)
+    with busy(f"writing a checkpoint to {directory}"):
+        folder = read(file, directory)
     print(json.dumps({"checkpoint": str(folder)}) if as_json else f"{folder}: start from it with run.warm_start")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
+from shoal.cli.busy import busy
 from shoal.cli.output import picture_file
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ def diff(
     """
     from shoal.experiments.diff import diff_runs, draw
 
-    found = diff_runs(first, second)
+    with busy(f"comparing {first} and {second}"):
+        found = diff_runs(first, second)
     if plot is not None:
         draw(first, second, plot)
     if as_json:

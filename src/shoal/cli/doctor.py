@@ -6,12 +6,20 @@ import dataclasses
 import json
 import os
 import platform
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
+from shoal.cli.busy import busy
 from shoal.cli.output import output_file
+from shoal.errors import EnvironmentFault, UsageError
+
+if TYPE_CHECKING:
+    from shoal.launch.doctor import Finding
 
 MARKS = {"ok": "ok", "warning": "!!", "problem": "XX"}
 
@@ -23,29 +31,89 @@ def doctor(
             "--cluster", metavar="OUT.toml", help="Write the cluster file of this machine.", callback=output_file
         ),
     ] = None,
+    hosts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B=ADDRESS|ranks",
+            help="Look at several hosts and the network between them; the first is the master. 'ranks': the hosts of "
+            "the processes that srun or torchrun has started.",
+        ),
+    ] = None,
+    shell: Annotated[
+        str, typer.Option(help="How hosts are reached: ssh, srun, or a command ('docker exec -i {host}').")
+    ] = "ssh",
+    python: Annotated[
+        str, typer.Option(help="The interpreter on the hosts.", show_default="this one")
+    ] = sys.executable,
+    folder: Annotated[
+        str | None, typer.Option(help="Where runs are to be started, on every host; default: here.")
+    ] = None,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="MASTER_PORT of the runs, tried on the master.")] = 29500,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
 ) -> None:
-    """Checks versions, devices, memory, interfaces and ports; each finding has its repair.
+    """Checks versions, devices, memory, interfaces and ports, here or on several hosts; each finding has its repair.
 
     Example: shoal doctor
     """
     from shoal.launch.doctor import findings
 
-    found = findings(os.environ)
-    assumed = _write_cluster(cluster) if cluster is not None else ()
+    if hosts is not None:
+        if cluster is not None:
+            raise UsageError("--cluster writes the file of this machine: call it without --hosts")
+        _several(hosts, shell=shell, python=python, folder=folder, port=port, as_json=as_json)
+        return
+    with busy("looking at this machine"):
+        found = findings(os.environ)
+        assumed = _write_cluster(cluster) if cluster is not None else ()
     if as_json:
         result = {"findings": [dataclasses.asdict(finding) for finding in found]}
         print(json.dumps(result if cluster is None else result | {"cluster": str(cluster), "assumed": list(assumed)}))
     else:
-        for finding in found:
-            print(f"{MARKS[finding.status]}  {finding.name}: {finding.found}")
-            if finding.repair:
-                print(f"      {finding.repair}")
+        _print(found)
         for sentence in assumed:
             print(f"assumed  {sentence}")
         if cluster is not None:
             print(f"Written: {cluster}")
-    raise typer.Exit(3 if any(finding.status == "problem" for finding in found) else 0)
+    raise typer.Exit(_exit_code(found))
+
+
+def _several(hosts: str, *, shell: str, python: str, folder: str | None, port: int, as_json: bool) -> None:
+    from shoal.launch.environment import place_from
+    from shoal.launch.survey import across, network, ranks, visit
+
+    if hosts == "ranks":
+        place = place_from(os.environ)
+        if place is None:
+            raise UsageError(
+                "--hosts ranks is for processes that a launcher has started: put srun --ntasks-per-node=1 or torchrun "
+                "in front, or name the hosts (--hosts n1,n2)"
+            )
+        found = ranks.survey_of_ranks(place, os.environ)
+        if found is None:
+            return
+    else:
+        named = visit.hosts_from(hosts)
+        found = visit.survey(named, shell=shell, python=python, folder=folder or str(Path.cwd()), port=port)
+    judged = across.findings(found)
+    if as_json:
+        links = [{"from": a, "to": b, **msgspec.to_builtins(link)} for (a, b), link in found.links.items()]
+        facts = {name: msgspec.to_builtins(told) for name, told in found.facts.items()}
+        print(json.dumps({"findings": [dataclasses.asdict(one) for one in judged], "hosts": facts, "links": links}))
+    else:
+        _print(judged)
+        print("\n".join(network.matrix(found)))
+    raise typer.Exit(_exit_code(judged))
+
+
+def _print(found: Sequence[Finding]) -> None:
+    for finding in found:
+        print(f"{MARKS[finding.status]}  {finding.name}: {finding.found}")
+        if finding.repair:
+            print(f"      {finding.repair}")
+
+
+def _exit_code(found: Sequence[Finding]) -> int:
+    return EnvironmentFault.exit_code if any(finding.status == "problem" for finding in found) else 0
 
 
 def _write_cluster(path: Path) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from typing import Annotated
 
@@ -14,6 +15,7 @@ from shoal.cli import (
     coordinator,
     diff,
     doctor,
+    ensemble,
     evaluate,
     launch,
     plan,
@@ -29,7 +31,7 @@ from shoal.cli import (
     watch,
 )
 from shoal.cli.verbs import Verbs
-from shoal.errors import ShoalError
+from shoal.errors import EnvironmentFault, ShoalError
 
 app = typer.Typer(
     name="shoal",
@@ -40,6 +42,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+REPAIRS = {
+    errno.ENOSPC: "the disk is full; free some space, or give another place",
+    errno.EDQUOT: "your share of the disk is used up; free some space, or give another place",
+    errno.EROFS: "the file system is read-only; give another place",
+    errno.EACCES: "you may not do that there; change the permissions, or give another place",
+}
+"""What a user can do where the system refuses a file, by the number of the error."""
 
 
 def _version(wanted: bool) -> None:
@@ -70,6 +81,7 @@ app.command("watch")(watch.watch)
 app.command("diff")(diff.diff)
 app.command("reproduce")(reproduce.reproduce)
 app.command("sweep")(sweep.sweep)
+app.command("ensemble")(ensemble.ensemble)
 app.add_typer(submit.app, name="submit", cls=submit.WithDefault)
 app.command("doctor")(doctor.doctor)
 app.add_typer(checkpoint.app, name="checkpoint", cls=Verbs)
@@ -86,3 +98,8 @@ def main() -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
+    except OSError as error:
+        if (repair := REPAIRS.get(error.errno or 0)) is None:
+            raise
+        print(f"shoal: {error}: {repair}", file=sys.stderr)
+        sys.exit(EnvironmentFault.exit_code)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shoal.cli.busy import busy
 from shoal.cli.output import output_file
 
 if TYPE_CHECKING:
@@ -88,11 +89,13 @@ def plan(
     loaded = load_run(run_file, overrides or ())
     step = _measured_step(measured_step, of, loaded)
     where = cluster_file(loaded, cluster)
-    result = planned(loaded, where, keep=max(top, measure), why_not=why_not, measured_step=step)
+    with busy("searching the layouts that fit"):
+        result = planned(loaded, where, keep=max(top, measure), why_not=why_not, measured_step=step)
     trials = _trials(run_file, result, overrides or (), measure) if measure else []
     confidence = confidence_in(result.predictor, os.environ, evidence=result.evidence)
     best = result.found.best[0]
-    scaled = scaling_of(result.predictor, best, steps=loaded.run.steps) if scaling or pictures is not None else None
+    with busy("planning for other numbers of devices"):
+        scaled = scaling_of(result.predictor, best, steps=loaded.run.steps) if scaling or pictures is not None else None
     written = (
         [] if pictures is None or scaled is None else draw_plan(pictures, result.predictor, best.plan, scaled.curve)
     )

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from shoal.cli.busy import busy
+
 
 def report(
     directory: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory, finished or not.")],
@@ -17,4 +19,6 @@ def report(
     """
     from shoal.observe.report import write_report
 
-    print(write_report(directory))
+    with busy(f"writing the report of {directory}"):
+        page = write_report(directory)
+    print(page)

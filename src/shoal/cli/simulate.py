@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shoal.cli.busy import busy
 from shoal.cli.output import output_file, picture_file
 
 if TYPE_CHECKING:
@@ -73,13 +74,14 @@ def simulate(
             raise typer.BadParameter("the schedule alone has no trace and no weeks; leave --schedule and --picture out")
         _show_schedule(loaded, where, stragglers, picture=picture, as_json=as_json)
         return
-    result = simulated(
-        loaded,
-        where,
-        stragglers=stragglers,
-        weeks=weeks,
-        saving=Saving(every_s=save_every, save_s=save_stall),
-    )
+    with busy("simulating"):
+        result = simulated(
+            loaded,
+            where,
+            stragglers=stragglers,
+            weeks=weeks,
+            saving=Saving(every_s=save_every, save_s=save_stall),
+        )
     if trace is not None:
         trace.write_text(json.dumps(traced(result.outcome.step)), encoding="utf-8")
     if as_json:

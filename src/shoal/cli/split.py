@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from shoal.cli.busy import busy
+
 
 def split(
     run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help='A run file with model.kind = "python".')],
@@ -25,7 +27,8 @@ def split(
     from shoal.recipes.proposal import propose, write_keys
     from shoal.runfile.load import load_run
 
-    proposal = propose(load_run(run_file, overrides or ()), stages=stages)
+    with busy("reading the module"):
+        proposal = propose(load_run(run_file, overrides or ()), stages=stages)
     if as_json:
         print(json.dumps(proposal.to_json()))
     else:

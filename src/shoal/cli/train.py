@@ -32,6 +32,19 @@ def train(
         Path | None,
         typer.Option("--replay", metavar="RUN_DIR", help="Repeat a run to the bit, in RUN_DIR-replay."),
     ] = None,
+    coordinator: Annotated[
+        str | None,
+        typer.Option(
+            "--coordinator", metavar="HOST:PORT", help="Of an elastic run on several hosts; start this on each of them."
+        ),
+    ] = None,
+    token: Annotated[Path | None, typer.Option("--token", metavar="FILE", help="The job's token.")] = None,
+    authorities: Annotated[
+        Path | None, typer.Option("--authorities", metavar="PEM", help="Who may vouch for the coordinator (TLS).")
+    ] = None,
+    replicas: Annotated[
+        int | None, typer.Option("--replicas", min=1, help="Replicas on this host, with --coordinator; default: one.")
+    ] = None,
 ) -> None:
     """Trains a run file; goes on from the newest checkpoint of its run directory.
 
@@ -56,10 +69,28 @@ def train(
         file, command = replay / "run.toml", [*command, "--replay", str(replay)]
         loaded = replayed(load_run(file, [f"run.directory={json.dumps(f'{replay}-replay')}"]))
     directory, hosts = run_directory(loaded), _lab(lab)
+    environ = os.environ | _coordination(coordinator, token, authorities, replicas)
     be_rank = partial(_rank, replay=replay)
     with _page(loaded, directory):
-        code = run(loaded, command, be_rank, directory=directory, file=str(file), lab=hosts, planner=PLANNER)
+        code = run(
+            loaded, command, be_rank, directory=directory, file=str(file), lab=hosts, planner=PLANNER, environ=environ
+        )
     raise typer.Exit(code)
+
+
+def _coordination(
+    coordinator: str | None, token: Path | None, authorities: Path | None, replicas: int | None
+) -> dict[str, str]:
+    """The variables that the options stand for; a scheduler may set these itself."""
+    if coordinator is None and (token is not None or authorities is not None or replicas is not None):
+        raise typer.BadParameter("goes with --coordinator HOST:PORT", param_hint="--token, --authorities, --replicas")
+    given = {
+        "SHOAL_COORDINATOR": coordinator,
+        "SHOAL_COORDINATOR_TOKEN": token,
+        "SHOAL_COORDINATOR_CA": authorities and authorities.absolute(),
+        "SHOAL_REPLICAS_HERE": replicas,
+    }
+    return {name: str(value) for name, value in given.items() if value is not None}
 
 
 def _page(run_file: RunFile, directory: Path) -> AbstractContextManager[object]:

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from typing import Any
 
+import typer
 from typer.core import TyperGroup
 
 
 class Verbs(TyperGroup):
-    """A list of verbs with their whole first paragraph, which click would cut at 45 characters."""
+    """A list of verbs with their whole first paragraph, which click would cut at 45 characters.
+
+    Ctrl-C in a verb that has no other answer to it ends the verb with a sentence, and the code of the signal.
+    """
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs the verb that the command line names."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            print(f"{ctx.command_path}: interrupted before its end", file=sys.stderr)
+            raise typer.Exit(128 + signal.SIGINT) from None
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the list; called for `--help`."""

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch import Tensor
 
 from shoal.codec.codec import Codec, Field, Payload, Place
 from shoal.codec.config import ACPSGDConfig
-from shoal.codec.power_sgd import orthonormal
+from shoal.codec.power_sgd import matrices_of, orthonormal
 from shoal.maths.counter import key_of, normal
 
 
@@ -70,16 +69,14 @@ class ACPSGD(Codec):
     def bound(self, places: Sequence[Place], *, key: int, rank: int, ranks: int) -> ACPSGD:
         """The same for a buffer in which tensors lie at `places`. `key` gives the first bases, on all ranks alike."""
         found, outside, at = [], [], 0
-        for name, start, shape in sorted(places, key=lambda place: place.start):
-            rows, columns = (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, prod(shape))
-            if self._rank * (rows + columns) < rows * columns:
-                p, q = (
-                    normal(key_of(key, "acp_sgd", side, name), torch.arange(length * self._rank)).view(length, -1)
-                    for side, length in (("p", rows), ("q", columns))
-                )
-                found.append(Factors(name, start, p, q, torch.zeros(1)))
-                outside.append(slice(at, start))
-                at = start + rows * columns
+        for name, start, rows, columns in matrices_of(places, rank=self._rank):
+            p, q = (
+                normal(key_of(key, "acp_sgd", side, name), torch.arange(length * self._rank)).view(length, -1)
+                for side, length in (("p", rows), ("q", columns))
+            )
+            found.append(Factors(name, start, p, q, torch.zeros(1)))
+            outside.append(slice(at, start))
+            at = start + rows * columns
         return ACPSGD(self._config, found, [*outside, slice(at, None)])
 
     @property

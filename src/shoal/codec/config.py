@@ -212,6 +212,32 @@ class ACPSGDConfig(Table, frozen=True, tag_field="kind", tag="acp_sgd"):
     feedback: Annotated[bool, says(_FEEDBACK)] = True
 
 
+class ShardCodecConfig(Table, frozen=True):
+    """What the ranks of `layout.shard` send each other under ZeRO (ZeRO++), rounded to nearest in blocks."""
+
+    weights: Annotated[
+        Literal["none", "bfloat16", "int8"],
+        says(
+            "Parameters that ZeRO-3 gathers, on the wire. Ranks compute with the rounded numbers, and the optimizer "
+            "updates the exact ones."
+        ),
+    ] = "none"
+    gradients: Annotated[
+        Literal["none", "bfloat16", "int8", "int4"],
+        says("Terms of a gradient on their way to the rank that adds them up; without error feedback."),
+    ] = "none"
+    block: Annotated[int, says("Integers that share a scale.", ge=8, le=1 << 20)] = 256
+
+    def codec(self, what: Literal["weights", "gradients"]) -> CastConfig | BlockwiseConfig | None:
+        """The codec of pieces of `what`; None: they are sent as they are."""
+        choice = self.weights if what == "weights" else self.gradients
+        if choice == "none":
+            return None
+        if choice == "bfloat16":
+            return CastConfig(dtype="bfloat16", feedback=False)
+        return BlockwiseConfig(bits=8 if choice == "int8" else 4, block=self.block, feedback=False)
+
+
 CodecConfig = (
     NoCodec
     | AutoConfig

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,6 +52,25 @@ class Matrix:
         return slice(self.start, self.start + self.rows * len(self.q))
 
 
+class Shape(NamedTuple):
+    """A matrix of `rows` and `columns` in a buffer, from `start` on."""
+
+    name: str
+    start: int
+    rows: int
+    columns: int
+
+
+def matrices_of(places: Sequence[Place], *, rank: int) -> list[Shape]:
+    """The tensors, in the order of the buffer, that two thin matrices of `rank` columns make smaller."""
+    found = []
+    for name, start, shape in sorted(places, key=lambda place: place.start):
+        rows, columns = (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, prod(shape))
+        if rank * (rows + columns) < rows * columns:
+            found.append(Shape(name, start, rows, columns))
+    return found
+
+
 class PowerSGD(Codec):
     """`PowerSGDConfig`, on the wire. Until it is `bound` to a buffer it knows no matrices, and sends all as it is."""
 
@@ -62,12 +82,10 @@ class PowerSGD(Codec):
     def bound(self, places: Sequence[Place], *, key: int, rank: int, ranks: int) -> PowerSGD:
         """The same for a buffer in which tensors lie at `places`. `key` gives the first bases, on all ranks alike."""
         found = []
-        for name, start, shape in places:
-            rows, columns = (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, prod(shape))
-            if self._rank * (rows + columns) < rows * columns:
-                counters = torch.arange(columns * self._rank)
-                q = normal(key_of(key, "power_sgd", name), counters).view(columns, self._rank)
-                found.append(Matrix(name, start, rows, q))
+        for name, start, rows, columns in matrices_of(places, rank=self._rank):
+            counters = torch.arange(columns * self._rank)
+            q = normal(key_of(key, "power_sgd", name), counters).view(columns, self._rank)
+            found.append(Matrix(name, start, rows, q))
         return PowerSGD(self._config, found)
 
     @property

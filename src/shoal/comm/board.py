@@ -159,8 +159,9 @@ def _write(store: Store, key: str, value: bytes) -> None:
     store.set(key, b"%d\n" % parts + value[:PART_BYTES])  # pyright: ignore[reportArgumentType]
 
 
-def _read(store: Store, key: str) -> bytes:
-    count, _, first = store.get(key).partition(b"\n")
+def _whole(store: Store, key: str, value: bytes) -> bytes:
+    """What was published under `key`, which holds `value`."""
+    count, _, first = value.partition(b"\n")
     return b"".join((first, *(store.get(f"{key}/part-{part}") for part in range(1, int(count)))))
 
 
@@ -170,7 +171,8 @@ def _read_some(store: Store, keys: Sequence[str], timeout_s: float) -> dict[str,
         there = list(keys)
     except DistStoreError:  # time is over
         there = [key for key in keys if store.check([key])]
-    return {key: _read(store, key) for key in there}
+    firsts = store.multi_get(there) if there else []  # pyright: ignore[reportAttributeAccessIssue] missing in torch's stubs
+    return {key: _whole(store, key, first) for key, first in zip(there, firsts, strict=True)}
 
 
 def _delete(store: Store, keys: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -84,8 +85,11 @@ def joined(works: Sequence[Any]) -> Any:
 class GlooGroup(dist.ProcessGroupGloo):
     """A Gloo group that tells the groups built on it when PyTorch sets another timeout (`_set_pg_timeout`)."""
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(store, rank, size, timeout)
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, *, lazy: bool = False) -> None:
+        if lazy:
+            super().__init__(store, rank, size, _lazy_options(timeout))
+        else:
+            super().__init__(store, rank, size, timeout)
         self._followers: list[Callable[[float], object]] = []
 
     def follow_timeout(self, follower: Callable[[float], object]) -> None:
@@ -98,14 +102,26 @@ class GlooGroup(dist.ProcessGroupGloo):
             follower(timeout.total_seconds())
 
 
-def open_gloo(store: Store, rank: int, size: int, *, timeout_s: float) -> Any:
+def _lazy_options(timeout: timedelta) -> Any:
+    """Of a Gloo group that connects two ranks when they first speak. The interface is chosen as c10d chooses it."""
+    gloo: Any = dist.ProcessGroupGloo  # the stubs lack what it needs here
+    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    options = gloo._Options()
+    options._timeout = timeout
+    options._devices = [gloo.create_device(interface=name, lazy_init=True) for name in interfaces]
+    options._devices = options._devices or [gloo.create_default_device(lazy_init=True)]
+    return options
+
+
+def open_gloo(store: Store, rank: int, size: int, *, timeout_s: float, lazy: bool = False) -> Any:
     """A Gloo group over connections that its ranks find through `store`. Blocks until all have called it.
 
-    `timeout_s` bounds this and every call of the group. Raises `CollectiveError` where a rank does not come.
+    `timeout_s` bounds this and every call of the group. `lazy`: two ranks connect when they first speak.
+    Raises `CollectiveError` where a rank does not come.
     """
     limit = timedelta(seconds=timeout_s)
     try:
-        return bounded(lambda: GlooGroup(store, rank, size, limit), timeout_s=timeout_s + GRACE_S)
+        return bounded(lambda: GlooGroup(store, rank, size, limit, lazy=lazy), timeout_s=timeout_s + GRACE_S)
     except RuntimeError as error:
         raise CollectiveError(
             f"rank {rank} of a group of {size} could not connect to the others over Gloo within {timeout_s:g} s "

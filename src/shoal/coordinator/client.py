@@ -93,9 +93,9 @@ class Begin:
 class Client:
     """One rank's client. Rank 0 of a replica speaks for it; the other ranks send their heartbeats, and follow.
 
-    `on_ending` is called in the client's thread when the generation is over or about to be: it wakes those who wait in
-    a collective. `store_address` ("host:port") is where a generation meets whose first member this replica is. Use it
-    as a context manager.
+    `on_ending` is called in the client's thread when the generation is over or about to be, and `on_lost` when members
+    of it were fenced, with their names: they wake those who wait for them. `store_address` ("host:port") is where a
+    generation meets whose first member this replica is. Use it as a context manager.
     """
 
     def __init__(
@@ -108,8 +108,11 @@ class Client:
         store_address: str = "",
         heartbeat_s: float = HEARTBEAT_S,
         on_ending: Callable[[], None] | None = None,
+        on_lost: Callable[[frozenset[str]], None] | None = None,
     ) -> None:
-        self._address, self._rank, self._heartbeat_s, self._on_ending = address, rank, heartbeat_s, on_ending
+        self._address, self._rank, self._heartbeat_s = address, rank, heartbeat_s
+        self._on_ending, self._on_lost = on_ending, on_lost
+        self._lost: frozenset[str] = frozenset()
         self._part = Participant(replica, ranks, store_address)
         self._changed = threading.Condition()
         self._wake = threading.Event()
@@ -134,6 +137,11 @@ class Client:
     def ending(self) -> bool:
         """Whether the present generation is over or about to be: then `accept`, at the end of a step."""
         return self._part.ending
+
+    @property
+    def lost(self) -> frozenset[str]:
+        """Members of the present generation that were fenced: it takes no step any more."""
+        return self._lost
 
     @property
     def silent_s(self) -> float:
@@ -169,7 +177,8 @@ class Client:
         self._wake.set()
 
     def generation(self, timeout_s: float, *, stopping: Callable[[], bool] = lambda: False) -> Begin:
-        """Waits for the next generation with this replica, accepting what is proposed, and enters it.
+        """Waits for the next generation with this replica, accepting what is proposed, and enters it. A spare waits
+        for as long as the others train.
 
         Raises `FencedOut`, `TokenRefused`, `CollectiveError` when there is none in `timeout_s`, and `Stopped` when
         `stopping` says that nobody wants one any more.
@@ -181,6 +190,8 @@ class Client:
                 if self._part.promised < self._part.heard.number:
                     self._part.accept()
                     self._wake.set()
+                if self._part.stands_by:
+                    deadline_s = time.monotonic() + timeout_s
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
                     raise CollectiveError(self._why_none(timeout_s))
@@ -190,9 +201,21 @@ class Client:
                     )
                 self._changed.wait(min(left_s, STOP_POLL_S))
             state_from = self._part.enter()
+            self._lost = frozenset()
             view = self._part.view
             assert view is not None
             return Begin(view, state_from)
+
+    def follow(self, view: View) -> None:
+        """Enters the generation that rank 0 of this replica has entered; for its other ranks."""
+        with self._changed:
+            self._part.follow(view)
+            self._lost = frozenset()
+
+    def require_well(self) -> None:
+        """Raises `FencedOut` and `TokenRefused` where the run goes on without this replica."""
+        with self._changed:
+            self._require_well()
 
     def ready(self, *, step: int, position: int) -> None:
         """The state after `step` was copied or loaded."""
@@ -241,10 +264,28 @@ class Client:
                 self._hear(connection.ask(event))
             if self._behind():
                 self._hear(connection.ask(Look()))
+            if self._part.ending and not self._part.fenced:
+                self._find_lost(connection)
             if self._part.fenced:
+                self._tell_lost(frozenset(self._part.view.members) if self._part.view else frozenset())
                 return
             self._wake.wait(self._heartbeat_s)
             self._wake.clear()
+
+    def _find_lost(self, connection: Connection) -> None:
+        """Whether the generation ends because members are lost: then nobody may wait for them."""
+        with self._changed:
+            view = self._part.view
+        if view is not None and view.generation == self._part.generation:
+            answer = connection.ask(Look())
+            if isinstance(answer, View) and answer.generation == view.generation:
+                self._tell_lost(frozenset(answer.fenced))
+
+    def _tell_lost(self, names: frozenset[str]) -> None:
+        if names - self._lost:
+            self._lost = names
+            if self._on_lost is not None:
+                self._on_lost(names)
 
     def _to_say(self) -> list[Event]:
         with self._changed:

@@ -7,6 +7,9 @@ that the backward needs (the tensors that PyTorch's operators save):
     attention       query, key, value, result: (2 q + 2 k) / t, and a float32 log-sum-exp of each head
     feed-forward    gate, its activation, up, product: 4 f / t; plain GELU 2 f / t
 
+Recomputed by operator, a block keeps its input w, attention's result q / t with its log-sum-exp, and every second
+product: key k / t, attention's output w, and f / t of a gated feed-forward or w of a plain one.
+
 A peak is one of two moments, whichever is larger:
 
     the loss's backward     all kept, the head's norm 3 w and log-probabilities V / t; on top two tensors of logits, or
@@ -74,6 +77,18 @@ class _Step:
             + self.tokens * (size * (attention + inner) / self.tensor + heads + scales)
         )
 
+    def held_block(self) -> float:
+        """What a block keeps under the plan's recomputation."""
+        model, size = self.model, self.kept.element_bytes
+        if self.plan.recompute == "full":
+            return self.stream
+        if self.plan.recompute != "operators":
+            return self.block()
+        split = model.attention_width + model.kv_width + (model.feed_forward if model.gated else 0)
+        whole = model.hidden * (1 if model.gated else 2)
+        heads = FLOAT_BYTES * model.heads / self.tensor
+        return self.stream + self.tokens * (size * (split / self.tensor + whole) + heads)
+
     def on_the_way(self) -> float:
         """Gradients between the operators of a block's backward; those of split layers are summed in a copy."""
         copies = 3 if self.tensor > 1 else 1
@@ -119,7 +134,7 @@ def eager_footprint(
 def eager_block_bytes(model: Transformer, plan: Plan, *, sequence: int, kept: Kept) -> float:
     """What one block keeps of one microbatch under the plan's recomputation."""
     step = _Step(model=model, plan=plan, kept=kept, tokens=plan.microbatch * sequence / plan.layout.context)
-    return step.stream if plan.recompute == "full" else step.block()
+    return step.held_block()
 
 
 def _activations(step: _Step, rank: int) -> tuple[float, float, float]:
@@ -129,10 +144,9 @@ def _activations(step: _Step, rank: int) -> tuple[float, float, float]:
         plan.schedule, rank, pipeline=pipeline, virtual_stages=plan.virtual_stages, microbatches=plan.microbatches
     )
     whole = step.block()
-    share = plan.recompute_share if plan.recompute == "full" else 0.0
-    block = share * step.stream + (1 - share) * whole
+    block = plan.recompute_share * step.held_block() + (1 - plan.recompute_share) * whole
     kept = held * plan.rank_layers(step.model.layers, rank) * block
-    again = (whole - step.stream if plan.recompute == "full" else 0.0) + step.on_the_way()
+    again = whole - step.held_block() + step.on_the_way()
     if pipeline > 1:
         kept += (held * plan.virtual_stages + MOVING) * step.stream
     if rank < pipeline - 1:

@@ -7,7 +7,7 @@ the loss.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -44,7 +44,9 @@ class BatchRead:
 
 
 class BatchReader(Protocol):
-    """Reads batches; used by one thread."""
+    """Reads batches; used by one thread. `where` is the sample that is read now, where it is known, for messages."""
+
+    where: str
 
     def read(self, part: Interval) -> BatchRead:
         """The batch at the positions `part`.
@@ -73,18 +75,24 @@ class SourceReader:
         self._source, self._order = source, order
         self._denominator: Denominator = denominator
         self._augmentation = augmentation
+        self.where = ""
 
     def read(self, part: Interval) -> BatchRead:
         """See `BatchReader.read`."""
         positions = part.positions()
         ids = self._order.ids(positions)
         if self._augmentation is None:
-            return read_batch(self._source, ids, positions, denominator=self._denominator)
+            return read_batch(self._source, ids, positions, denominator=self._denominator, began=self._began)
         changed = (self._augmentation, self._order.epochs(positions))
-        return read_batch(self._source, ids, positions, denominator=self._denominator, changed=changed)
+        return read_batch(
+            self._source, ids, positions, denominator=self._denominator, changed=changed, began=self._began
+        )
 
     def close(self) -> None:
         """Nothing is held."""
+
+    def _began(self, where: str) -> None:
+        self.where = where
 
 
 def read_batch(
@@ -94,26 +102,30 @@ def read_batch(
     *,
     denominator: Denominator,
     changed: tuple[Augmentation, np.ndarray] | None = None,
+    began: Callable[[str], object] = str,
 ) -> BatchRead:
     """The samples `ids` at `positions` (both int64 [samples]) as a batch; `changed` is by what, in which epochs.
+    `began` is told of each sample before it is read, or of all where they are read at once.
 
     Raises:
         DataError, UserCodeError: the source raised (its exception is the cause) or returned what no sample may be; the
             message names the sample id and the position.
     """
     if isinstance(source, BatchSource) and changed is None:
-        stacked = _guarded(source.samples_at, ids, where=_where(ids, positions))
+        began(where_of(ids, positions))
+        stacked = _guarded(source.samples_at, ids, where=where_of(ids, positions))
         return BatchRead(
             _guarded(
                 lambda rows: collate_stacked(rows, positions, denominator=denominator),
                 stacked,
-                where=_where(ids, positions),
+                where=where_of(ids, positions),
             )
         )
     samples: list[Sample | None] = []
     skipped: list[str] = []
     for place, index in enumerate(ids.tolist()):
         where = f"Sample {index} at position {int(positions[place])}"
+        began(where)
         augmentation, epoch = (None, 0) if changed is None else (changed[0], int(changed[1][place]))
         try:
             samples.append(_read_sample(source, index, where=where, epoch=epoch, augmentation=augmentation))
@@ -124,7 +136,7 @@ def read_batch(
             samples.append(None)
     filled = _filled(source, ids, samples) if skipped else samples
     batch = _guarded(
-        lambda rows: collate(rows, positions, denominator=denominator), filled, where=_where(ids, positions)
+        lambda rows: collate(rows, positions, denominator=denominator), filled, where=where_of(ids, positions)
     )
     return BatchRead(_without_weight(batch, samples) if skipped else batch, tuple(skipped))
 
@@ -182,7 +194,8 @@ def _guarded(function: Any, argument: Any, *, where: str) -> Any:
         ) from error
 
 
-def _where(ids: np.ndarray, positions: np.ndarray) -> str:
+def where_of(ids: np.ndarray, positions: np.ndarray) -> str:
+    """The samples `ids` at `positions` (both int64 [samples]), for messages."""
     if len(ids) == 1:
         return f"Sample {int(ids[0])} at position {int(positions[0])}"
     return (

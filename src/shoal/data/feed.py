@@ -9,16 +9,20 @@ data source that hangs cannot keep the interpreter from leaving.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from queue import SimpleQueue
 from threading import Event, Thread
 from types import TracebackType
 from typing import Self
 
-from shoal.data.batches import BatchRead, BatchReader, OrderOfSamples, SourceReader, read_batch
+import numpy as np
+
+from shoal.data.batches import BatchRead, BatchReader, OrderOfSamples, SourceReader, read_batch, where_of
 from shoal.data.config import Denominator
 from shoal.data.cursor import Cursor, Interval
 from shoal.data.order import microbatches, share
@@ -93,6 +97,31 @@ class _Slot:
     batches: list[Batch] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     error: BaseException | None = None
+    reader: BatchReader | None = None
+    part: Interval | None = None
+
+
+@dataclass(frozen=True)
+class SlowReads:
+    """What becomes of a step whose samples are not there yet: `tell` hears which read it waits for, first after
+    `tell_after_s` and then after twice as long each time; after `give_up_s` the wait ends.
+    """
+
+    tell: Callable[[str], object] = str
+    tell_after_s: float = 5.0
+    give_up_s: float = math.inf
+
+    def wait(self, read: Event, where: Callable[[], str]) -> None:
+        """Blocks until `read` is set; `where` says what is being read. Raises `DataError` when it gives up."""
+        begin_s, next_word_s = time.monotonic(), self.tell_after_s
+        while not read.wait(min(next_word_s, self.give_up_s) + begin_s - time.monotonic()):
+            if next_word_s >= self.give_up_s:
+                raise DataError(
+                    f"{where()} has been read for {self.give_up_s:.3g} s and is not there: the data source hangs; "
+                    "mend the source, or raise wire.timeout_s if it is only slow"
+                )
+            self.tell(f"waiting for the data for {next_word_s:.3g} s: {where()} is being read")
+            next_word_s *= 2
 
 
 class Feed:
@@ -103,6 +132,7 @@ class Feed:
         order: which sample stands at which position; of as many samples as `source`.
         own: what this replica reads of each step.
         start: a position, or the run's cursor, whose committed and leased positions are left out.
+        slow: what becomes of a step that has to wait for long.
         open_reader: what each of the `readers` threads reads with; default: from `source`, as it is.
 
     Raises:
@@ -119,12 +149,13 @@ class Feed:
         start: Cursor | int = 0,
         prefetch_steps: int = 2,
         readers: int = 1,
+        slow: SlowReads = SlowReads(),
         open_reader: Callable[[], BatchReader] | None = None,
     ) -> None:
         if len(source) != order.samples:
             raise DataError(f"The source has {len(source)} samples, its order {order.samples}: they must be equal.")
         self._open_reader = open_reader or (lambda: SourceReader(source, order, denominator=denominator))
-        self._own = own
+        self._own, self._order, self._slow = own, order, slow
         self._cursor = Cursor.at(start) if isinstance(start, int) else start
         self._slots: deque[_Slot] = deque()
         self._work: SimpleQueue[_Slot | None] = SimpleQueue()
@@ -139,6 +170,7 @@ class Feed:
         """The next step, waiting for it where it is not ready yet.
 
         Raises:
+            DataError: a read took too long (`SlowReads`); the message names what was read.
             DataError, UserCodeError: the source failed; the message names the sample id and the position, and the
                 source's own exception is the cause. The step stays the next one.
             ValueError: the feed is closed.
@@ -147,7 +179,7 @@ class Feed:
             raise ValueError("the feed is closed: make a new one at the cursor")
         slot = self._slots[0]
         started_s = time.perf_counter()
-        slot.filled.wait()
+        self._slow.wait(slot.filled, partial(self._being_read, slot))
         wait_s = time.perf_counter() - started_s
         if slot.error is not None:
             raise slot.error
@@ -179,6 +211,16 @@ class Feed:
     ) -> None:
         self.close()
 
+    def sample_ids(self, positions: np.ndarray) -> np.ndarray:
+        """The ids of the samples at `positions`; both int64 [samples]."""
+        return self._order.ids(positions)
+
+    def _being_read(self, slot: _Slot) -> str:
+        if slot.reader is not None and slot.reader.where:
+            return slot.reader.where
+        positions = (slot.part or slot.interval).positions()
+        return where_of(self._order.ids(positions), positions)
+
     def _plan_step(self) -> None:
         self._cursor, interval = self._cursor.lease(self._own.global_samples)
         slot = _Slot(interval, self._own)
@@ -189,7 +231,7 @@ class Feed:
         reader: BatchReader | None = None
         while (slot := self._work.get()) is not None and not self._closed.is_set():
             try:
-                reader = reader or self._open_reader()
+                slot.reader = reader = reader or self._open_reader()
                 for read in self._batches(reader, slot):
                     slot.batches.append(read.batch)
                     slot.skipped += read.skipped
@@ -203,6 +245,7 @@ class Feed:
         for part in slot.own.microbatches(slot.interval):
             if self._closed.is_set():
                 return
+            slot.part = part
             yield reader.read(part)
 
 

@@ -54,6 +54,7 @@ class ReaderProcess:
     """
 
     def __init__(self, opening: Opening) -> None:
+        self.where = ""  # the process does not tell
         self._process = subprocess.Popen(
             [sys.executable, "-m", "shoal.data.reader_process"],
             stdin=subprocess.PIPE,

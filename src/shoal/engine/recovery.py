@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,18 +21,24 @@ from shoal.engine.rank_context import RankContext
 from shoal.engine.step_result import StepResult
 from shoal.errors import Diverged
 
+SampleIds = Callable[[np.ndarray], np.ndarray]
+"""From positions in the data's order to the ids of the samples that stand there, both int64 [samples]."""
 
-def first_nonfinite(compute: Compute, batches: Iterable[Batch], *, forward: bool = True) -> str | None:
+
+def first_nonfinite(
+    compute: Compute, batches: Iterable[Batch], *, forward: bool = True, ids: SampleIds | None = None
+) -> str | None:
     """The first culprit: a parameter, a sample, a module's output, the loss, a gradient; None if all are finite.
 
-    Without `forward`, modules are not run: a rank that holds a part of the model cannot run it alone.
+    Without `forward`, modules are not run: a rank that holds a part of the model cannot run it alone. With `ids`, a
+    sample is named by its id, too.
     """
     for name, parameter in compute.model.named_parameters():
         if not _finite(parameter):
             return f"parameter {name}"
     for batch in batches:
         batch = compute.prepared(batch).batch
-        found = _in_samples(batch) or (_in_forward(compute, batch) if forward else None)
+        found = _in_samples(batch, ids) or (_in_forward(compute, batch) if forward else None)
         if found is not None:
             return found
     for name, parameter in compute.model.named_parameters():
@@ -40,12 +47,14 @@ def first_nonfinite(compute: Compute, batches: Iterable[Batch], *, forward: bool
     return None
 
 
-def _in_samples(batch: Batch) -> str | None:
+def _in_samples(batch: Batch, ids: SampleIds | None) -> str | None:
     for part, tree in (("inputs", batch.inputs), ("targets", batch.targets)):
         for leaf in _leaves(tree):
             if not _finite(leaf):
                 bad = (~torch.isfinite(leaf)).flatten(1).any(1) if leaf.ndim > 1 else ~torch.isfinite(leaf)
-                return f"the {part} of the sample at position {int(batch.positions[bad.cpu()][0])} of the data's order"
+                position = batch.positions[bad.cpu()][:1]
+                sample = "the sample" if ids is None else f"sample {int(ids(position.cpu().numpy())[0])}"
+                return f"the {part} of {sample} at position {int(position)} of the data's order"
     return None
 
 
@@ -56,11 +65,11 @@ def _in_forward(compute: Compute, batch: Batch) -> str | None:
     def watch(name: str):
         def after(module: nn.Module, inputs: object, output: object) -> None:
             if not found and not all(_finite(leaf) for leaf in _leaves(output)):
-                found.append(f"the output of module {name} ({type(module).__name__})")
+                found.append(_output_of(name, module))
 
         return after
 
-    hooks = [module.register_forward_hook(watch(name)) for name, module in compute.model.named_modules() if name]
+    hooks = [module.register_forward_hook(watch(name)) for name, module in compute.model.named_modules()]
     try:
         compute.randomness.microbatch(batch.positions)
         _, losses = compute.losses(batch)
@@ -70,6 +79,12 @@ def _in_forward(compute: Compute, batch: Batch) -> str | None:
     if found:
         return found[0]
     return None if _finite(losses) else "the loss, from finite outputs of the model"
+
+
+def _output_of(name: str, module: nn.Module) -> str:
+    if name:
+        return f"the output of module {name} ({type(module).__name__})"
+    return f"the output of the model ({type(module).__name__}) itself, from finite outputs of its modules"
 
 
 def _finite(tensor: Tensor) -> bool:
@@ -92,11 +107,13 @@ class NonfiniteGuard:
     """Counts non-finite steps in a row. An overflow that a smaller loss scale may cure does not count.
 
     `forward`: may a rank run its model alone, to find the module? Not where it holds a part of one.
+    `ids`: to name samples by their ids.
     """
 
     limit: int
     context: RankContext
     forward: bool = True
+    ids: SampleIds | None = None
     in_a_row: int = 0
 
     def check(
@@ -113,24 +130,33 @@ class NonfiniteGuard:
         if self.in_a_row >= self.limit:
             culprit = self._culprit(microbatches)
             raise Diverged(f"{self.in_a_row} steps in a row were not finite, the last was step {number}. {culprit}")
+        sample = self._first(lambda: self._own_sample(microbatches))
         warn(
             f"step {number} was not finite (loss {result.loss}, gradient norm {result.norm}) and was skipped: "
             f"{self.in_a_row} in a row; at {self.limit} the run stops"
+            + (f". Not finite: {sample}; mend the sample or leave it out" if sample else "")
         )
 
     def _culprit(self, microbatches: Sequence[Batch]) -> str:
-        for rank, text in enumerate(
-            gather_texts(self._own_culprit(microbatches), self.context.lockstep, device=self.context.device)
-        ):
-            if text:
-                return f"The first value that was not finite: {text} (rank {rank})"
+        compute = self.context.forward_backward.compute
+        culprit = self._first(lambda: first_nonfinite(compute, microbatches, forward=self.forward, ids=self.ids))
+        if culprit:
+            return f"The first value that was not finite: {culprit}"
         return "Parameters, samples and outputs are finite when looked at alone: the gradient overflowed; lower the lr"
 
-    def _own_culprit(self, microbatches: Sequence[Batch]) -> str:
+    def _own_sample(self, microbatches: Sequence[Batch]) -> str | None:
+        compute = self.context.forward_backward.compute
+        samples = (_in_samples(compute.prepared(batch).batch, self.ids) for batch in microbatches)
+        return next((text for text in samples if text), None)
+
+    def _first(self, look: Callable[[], str | None]) -> str:
+        """What the first rank that finds something says, with its number; "" where none does. All ranks call it."""
         try:
-            return first_nonfinite(self.context.forward_backward.compute, microbatches, forward=self.forward) or ""
+            own = look() or ""
         except Exception as error:  # the others wait for a text from this rank, whatever happens here
-            return f"unknown, as looking for it raised {type(error).__name__}: {error}"
+            own = f"unknown, as looking for it raised {type(error).__name__}: {error}"
+        texts = gather_texts(own, self.context.lockstep, device=self.context.device)
+        return next((f"{text} (rank {rank})" for rank, text in enumerate(texts) if text), "")
 
 
 def _scale_was_too_large(result: StepResult, scaler: LossScaler) -> bool:

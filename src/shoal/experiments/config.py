@@ -52,6 +52,14 @@ class ASHA(Table, frozen=True, tag_field="kind", tag="asha"):
     seed: Annotated[int, says("The draws follow from it.", ge=0)] = 0
 
 
+class Bayes(Table, frozen=True, tag_field="kind", tag="bayes"):
+    """Draws near what was good so far: the tree-structured Parzen estimator (Bergstra et al., NeurIPS 2011)."""
+
+    trials: Annotated[Positive, says("Configurations that are drawn.")]
+    startup: Annotated[Positive, says("The first of them are drawn at random.")] = 5
+    seed: Annotated[int, says("The draws follow from it.", ge=0)] = 0
+
+
 class SweepFile(Table, frozen=True):
     """Many runs of one run file."""
 
@@ -61,7 +69,7 @@ class SweepFile(Table, frozen=True):
     run: Annotated[str, says("The run file, relative to the sweep file.")]
     objective: Annotated[str, says('The measurement that is compared, such as "loss/eval".', min_length=1)]
     parameters: Annotated[dict[str, Choices | Range], says("Keys of the run file: values to try, or a range.")]
-    search: Annotated[Grid | Random | ASHA, says("Which configurations are tried, and how long.")] = Grid()
+    search: Annotated[Grid | Random | ASHA | Bayes, says("Which configurations are tried, and how long.")] = Grid()
     goal: Annotated[Literal["minimize", "maximize"], says("What is better.")] = "minimize"
     seeds: Annotated[list[int], says("Each configuration is trained with each of these seeds.", min_length=1)] = (
         msgspec.field(default_factory=lambda: [0])
@@ -71,7 +79,9 @@ class SweepFile(Table, frozen=True):
     def __post_init__(self) -> None:
         if not self.parameters:
             raise ValueError("there is nothing to vary: give [parameters] at least one key of the run file")
-        drawn = isinstance(self.search, Random) or (isinstance(self.search, ASHA) and self.search.trials is not None)
+        drawn = isinstance(self.search, Random | Bayes) or (
+            isinstance(self.search, ASHA) and self.search.trials is not None
+        )
         ranges = [key for key, value in self.parameters.items() if isinstance(value, Range)]
         if ranges and not drawn:
             raise ValueError(

@@ -1,5 +1,7 @@
 """Which configurations are tried, and which are stopped early. Pure: the same file gives the same trials.
 
+Bayesian search proposes its configurations while the sweep runs (`bayes`); the others are known before it starts.
+
 Asynchronous successive halving (Li et al., arXiv:1810.05934): a trial is judged at the rungs
 
     first_steps * factor^k,    k = 0, 1, ...
@@ -18,7 +20,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from shoal.experiments.config import ASHA, Random, Range, SweepFile
+from shoal.experiments.config import ASHA, Bayes, Random, Range, SweepFile
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,9 @@ class Trial:
         return f"trial-{self.number:04d}"
 
 
-def trials(sweep: SweepFile) -> list[Trial]:
-    """Every trial, the configurations in order and their seeds side by side."""
-    configurations = _configurations(sweep)
+def trials(sweep: SweepFile, proposed: Sequence[Mapping[str, Any]] = ()) -> list[Trial]:
+    """Every trial, the configurations in order and their seeds side by side; of a `Bayes` search, those `proposed`."""
+    configurations = proposed if isinstance(sweep.search, Bayes) else _configurations(sweep)
     pairs = [(index, seed) for index in range(len(configurations)) for seed in sweep.seeds]
     return [Trial(number, index, configurations[index], seed) for number, (index, seed) in enumerate(pairs)]
 

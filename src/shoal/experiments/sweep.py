@@ -5,10 +5,13 @@ it goes on from it.
 
     sweeps/NAME/
       sweep.json              what was decided: {"trial-0003": {"stopped_at": 50, "rungs": {"50": 2.31}}}
+      proposals.json          the configurations that a Bayesian search has proposed, in their order
       trial-0003/             the run directory of a trial, as `shoal train` writes it
 
 How a trial ended is read from its own run directory, so a sweep that was killed loses nothing: trials that had finished
 are not trained again, those that had not go on from their checkpoints. A trial that fails costs itself.
+
+`via` is a command before each trial's own that starts it elsewhere, `srun --nodes=1 --ntasks=1`. It passes SIGTERM on.
 """
 
 from __future__ import annotations
@@ -16,8 +19,8 @@ from __future__ import annotations
 import math
 import os
 import signal
+import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,12 +28,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import tomli_w
 
 from shoal.errors import UsageError
-from shoal.experiments.config import ASHA, SweepFile
+from shoal.experiments.bayes import Known, propose
+from shoal.experiments.config import ASHA, Bayes, SweepFile
 from shoal.experiments.search import Trial, goes_on, rungs, trials
-from shoal.launch.devices import gpus
+from shoal.experiments.trial_command import command_of, devices_of, overrides_of
 from shoal.launch.lock import RunLock, is_locked
 from shoal.observe.ending import ending_in
 from shoal.observe.events import Event, read_events, series
@@ -38,7 +41,7 @@ from shoal.observe.facts import read_facts, replace_file
 from shoal.runfile.load import load_run
 
 LOOK_S = 0.2
-DECISIONS = "sweep.json"
+DECISIONS, PROPOSALS = "sweep.json", "proposals.json"
 
 
 class Decision(msgspec.Struct):
@@ -75,6 +78,8 @@ class Sweep:
     directory: Path
     say: Callable[[str], None]
     decisions: dict[str, Decision] = field(default_factory=dict)
+    via: Sequence[str] = ()
+    _proposed: list[dict[str, Any]] = field(default_factory=list)
     _running: list[_Running] = field(default_factory=list)
 
     def run(self, environ: Mapping[str, str] = os.environ) -> list[Outcome]:
@@ -82,14 +87,18 @@ class Sweep:
 
         Raises `UsageError` where the objective is not measured.
         """
-        all_trials = trials(self.file)
-        steps = {trial.name: self._checked(trial) for trial in all_trials}
+        steps = {trial.name: self._checked(trial) for trial in trials(self.file)}
         with RunLock(self.directory):
             self._restore()
+            all_trials = trials(self.file, self._proposed)
             waiting = [trial for trial in all_trials if self.outcome(trial).state in ("not finished", "failed")]
             free = list(range(self.file.parallel))
             try:
-                while waiting or self._running or self._promoted(all_trials) is not None:
+                while waiting or self._running or self._promoted(all_trials) is not None or self._has_more():
+                    if free and not waiting and self._has_more():
+                        waiting = self._propose(all_trials)
+                        steps |= {trial.name: self._checked(trial) for trial in waiting}
+                        all_trials += waiting
                     while free and (trial := self._promoted(all_trials)) is not None:
                         self._let_go_on(trial)
                         self._start(trial, free.pop(0), environ)
@@ -122,6 +131,24 @@ class Sweep:
         seconds = sum(value for value in series(events, "time/step")[1] if math.isfinite(value))
         return Outcome(trial, state, _last_step(events), value, seconds)
 
+    def _has_more(self) -> bool:
+        """Whether configurations are left to propose."""
+        return isinstance(self.file.search, Bayes) and len(self._proposed) < self.file.search.trials
+
+    def _propose(self, all_trials: Sequence[Trial]) -> list[Trial]:
+        """The trials of the next configuration, which is written down before any of them starts."""
+        outcomes: dict[int, list[Outcome]] = {}
+        for trial in all_trials:
+            outcomes.setdefault(trial.configuration, []).append(self.outcome(trial))
+        running = {one.trial.configuration for one in self._running}
+        known = [
+            _known(parameters, outcomes[index], runs=index in running)
+            for index, parameters in enumerate(self._proposed)
+        ]
+        self._proposed.append(propose(self.file, known))
+        replace_file(self.directory / PROPOSALS, msgspec.json.encode(self._proposed))
+        return trials(self.file, self._proposed)[-len(self.file.seeds) :]
+
     def _next(self, waiting: Sequence[Trial]) -> Trial | None:
         """The next trial whose directory is free: one that a killed sweep left running is not started twice."""
         return next((trial for trial in waiting if not is_locked(self.directory / trial.name)), None)
@@ -151,21 +178,16 @@ class Sweep:
 
     def _checked(self, trial: Trial) -> int:
         """The steps of a trial; a key of the run file that is wrong is refused before any trial starts."""
-        return load_run(self.run_file, self._overrides(trial)).run.steps
-
-    def _overrides(self, trial: Trial) -> list[str]:
-        folder = str((self.directory / trial.name).resolve())
-        own = {"run.seed": trial.seed, "run.name": trial.name, "run.directory": folder}
-        return [f"{key}={_toml(value)}" for key, value in (dict(trial.parameters) | own).items()]
+        return load_run(self.run_file, overrides_of(trial, self.directory)).run.steps
 
     def _start(self, trial: Trial, slot: int, environ: Mapping[str, str]) -> None:
         folder = self.directory / trial.name
         folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "shoal", "train", str(self.run_file), *self._overrides(trial)]
+        command = command_of(trial, self.run_file, self.directory, via=self.via)
         with (folder / "output.txt").open("ab") as output:
             process = subprocess.Popen(
                 command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                env={**environ, **devices_of(slot, self.file.parallel, environ)},
+                env={**environ, **({} if self.via else devices_of(slot, self.file.parallel, environ))},
             )  # fmt: skip
         self._running.append(_Running(trial, slot, process))
         chosen = ", ".join(f"{key} = {value}" for key, value in trial.parameters.items())
@@ -231,13 +253,15 @@ class Sweep:
         return [math.nan if value is None else value for value in found]
 
     def _restore(self) -> None:
-        path = self.directory / DECISIONS
-        if not path.is_file():
-            return
-        try:
-            self.decisions = msgspec.json.decode(path.read_bytes(), type=dict[str, Decision])
-        except msgspec.DecodeError as fault:
-            raise UsageError(f"{path} is damaged ({fault}); remove it, and stopped trials are trained on") from fault
+        decisions = _read(self.directory / DECISIONS, dict[str, Decision], "stopped trials are trained on")
+        self.decisions = decisions if decisions is not None else self.decisions
+        proposed = _read(self.directory / PROPOSALS, list[dict[str, Any]], "the search begins anew")
+        if proposed and any(set(one) != set(self.file.parameters) for one in proposed):
+            raise UsageError(
+                f"{self.directory / PROPOSALS} has other parameters than the sweep file: give the sweep another name, "
+                "or remove its folder"
+            )
+        self._proposed = proposed or []
 
     def _save(self) -> None:
         replace_file(self.directory / DECISIONS, msgspec.json.encode(self.decisions))
@@ -250,24 +274,23 @@ class Sweep:
             one.process.wait()
 
 
-def devices_of(slot: int, parallel: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """The GPUs of one of `parallel` slots, as an environment variable; nothing where there are none to divide."""
-    count = gpus(environ)
-    if count < parallel or parallel == 1:
-        return {}
-    visible = environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if environ.get("CUDA_VISIBLE_DEVICES") else None
-    names = visible or [str(index) for index in range(count)]
-    share = count // parallel
-    return {"CUDA_VISIBLE_DEVICES": ",".join(names[slot * share : (slot + 1) * share])}
+def _known(parameters: Mapping[str, Any], outcomes: Sequence[Outcome], *, runs: bool) -> Known:
+    """A configuration by the mean of its seeds that have finished."""
+    values = [one.value for one in outcomes if one.state == "finished" and one.value is not None]
+    if runs or (len(values) < len(outcomes) and any(one.state == "not finished" for one in outcomes)):
+        return Known(parameters)
+    return Known(parameters, statistics.fmean(values)) if values else Known(parameters, failed=True)
+
+
+def _read(path: Path, kind: Any, without: str) -> Any:
+    """What a file of the sweep holds, None where it is not there. Raises `UsageError` where it is damaged."""
+    if not path.is_file():
+        return None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except msgspec.DecodeError as fault:
+        raise UsageError(f"{path} is damaged ({fault}); remove it, and {without}") from fault
 
 
 def _last_step(events: Sequence[Event]) -> int:
     return events[-1].step if events else 0
-
-
-def _toml(value: Any) -> str:
-    return tomli_w.dumps({"x": value}).partition("=")[2].strip() if not isinstance(value, dict) else _inline(value)
-
-
-def _inline(table: Mapping[str, Any]) -> str:
-    return "{" + ", ".join(f"{key} = {_toml(value)}" for key, value in table.items()) + "}"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
 from shoal.comm.collective import Collective
 from shoal.comm.exchanges.exchange import AllReduce, NewExchange
+from shoal.comm.exchanges.pieces import PieceCodecs
 from shoal.gradients.config import GradientsConfig
 from shoal.gradients.fully_sharded import FullyShardedGradients
 from shoal.gradients.gradients import Gradients, Groups
@@ -29,13 +30,15 @@ class Summing:
     """How gradients are summed, by the choice of `[sync]` and the optimizer.
 
     `ranks` sum a gradient in every step, by `exchange`; `lockstep` are the ranks that take every step together, and
-    search the size of buckets together; `whole`: no parameter may be divided between two ranks.
+    search the size of buckets together; `whole`: no parameter may be divided between two ranks. `pieces` code what the
+    ranks of `shard` send each other.
     """
 
     ranks: GradientRanks = all_replicas
     exchange: NewExchange = AllReduce
     lockstep: Collective | None = None
     whole: bool = False
+    pieces: PieceCodecs = field(default_factory=PieceCodecs)
 
 
 def build_gradients(
@@ -72,11 +75,12 @@ def build_gradients(
     _open(groups, (ranks for part in parts for ranks in (part.shard, beyond_shard(trained, part))))
     if zero < 3:
         return ShardedGradients(
-            trained, parts, stage=zero, groups=groups, replica=replica, exchange=summing.exchange, whole=summing.whole
-        )
+            trained, parts, stage=zero, groups=groups, replica=replica, exchange=summing.exchange, whole=summing.whole,
+            pieces=summing.pieces,
+        )  # fmt: skip
     return FullyShardedGradients(
         trained, parts, model=model, blocks=blocks, groups=groups, replica=replica, exchange=summing.exchange,
-        whole=summing.whole,
+        whole=summing.whole, pieces=summing.pieces,
     )  # fmt: skip
 
 

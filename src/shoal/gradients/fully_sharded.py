@@ -14,6 +14,7 @@ from torch import nn
 
 from shoal.comm.collective import Collective
 from shoal.comm.exchanges.exchange import AllReduce, NewExchange
+from shoal.comm.exchanges.pieces import PieceCodecs
 from shoal.gradients.gradients import Groups
 from shoal.gradients.partition import Part
 from shoal.gradients.sharded import ShardedBase, flat
@@ -37,12 +38,17 @@ class FullyShardedGradients(ShardedBase):
         replica: Collective,
         exchange: NewExchange = AllReduce,
         whole: bool = False,
+        pieces: PieceCodecs = PieceCodecs(),
     ) -> None:
         rest_modules = _direct_owners(model, [trained[i] for c in parts if c.unit < 0 for i in c.indices])
-        stores = [ShardedParameters(*flat(trained, part, groups, whole=whole), groups(part.shard)) for part in parts]
+        stores = [
+            ShardedParameters(*flat(trained, part, groups, whole=whole), groups(part.shard), codecs=pieces)
+            for part in parts
+        ]
         super().__init__(
-            trained, parts, stores, stage=3, groups=groups, replica=replica, exchange=exchange, whole=whole
-        )
+            trained, parts, stores, stage=3, groups=groups, replica=replica, exchange=exchange, whole=whole,
+            pieces=pieces,
+        )  # fmt: skip
         self._rest = Unit(_of_unit(parts, stores, -1), passes=False)
         passing = [Unit(_of_unit(parts, stores, number), passes=True) for number in range(len(blocks))]
         chained(passing)
@@ -81,8 +87,9 @@ class FullyShardedGradients(ShardedBase):
 
     @contextmanager
     def full_parameters(self) -> Iterator[None]:
+        self._release()  # what is here may have been coded on its way
         for unit in self._units:
-            unit.gather()
+            unit.gather(exact=True)
         try:
             yield
             for unit in self._units:

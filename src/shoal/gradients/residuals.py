@@ -4,7 +4,7 @@ Every rank has residuals of its own: what it has not sent of its gradients. `cod
 parameter `name`, in the shape of the unsplit model, on the rank that has place `source` among those that sum it. Ranks
 that divide a parameter each hold a part of the tensor.
 
-Where the codec sums velocities, `codec/velocity/<source>/<name>` is that rank's, likewise.
+Where ranks sum velocities or momenta, `codec/velocity/<source>/<name>` is that rank's, likewise.
 
 What a codec has learned, such as the bases of PowerSGD, is `codec/state/...`, the same on all ranks that sum.
 
@@ -23,6 +23,7 @@ from torch import Tensor
 from shoal.comm.exchanges.coded import Coded
 from shoal.comm.exchanges.exchange import Segment
 from shoal.comm.exchanges.momentum_corrected import MomentumCorrected
+from shoal.comm.exchanges.momentum_sum import MomentumSum
 from shoal.errors import UsageError
 from shoal.state.ownership import Owned
 from shoal.state.target import Held, Target, views
@@ -30,6 +31,8 @@ from shoal.state.target import Held, Target, views
 PREFIX = "codec/residual/"
 VELOCITY = "codec/velocity/"
 STATE = "codec/state/"
+WITH_MOMENTUM = (MomentumCorrected, MomentumSum)
+"""Exchanges that carry a velocity, or a share of the momentum, beside the residual."""
 
 
 class ResidualSection:
@@ -49,7 +52,7 @@ class ResidualSection:
         for exchange, segment in self._segments():
             if exchange.group.size > 1 and exchange.residual is not None:
                 found[f"{PREFIX}{exchange.group.rank}/{segment.name}"] = self._parts(exchange.residual, segment)
-                if isinstance(exchange, MomentumCorrected):
+                if isinstance(exchange, WITH_MOMENTUM):
                     key = f"{VELOCITY}{exchange.group.rank}/{segment.name}"
                     found[key] = self._parts(exchange.velocity, segment)
         return found
@@ -59,7 +62,7 @@ class ResidualSection:
         found = {name: held for name, held in self._state().items() if name in saved}
         exchanges = [exchange for exchange in self._exchanges if exchange.feedback]
         found |= self._arriving(PREFIX, saved, {exchange: exchange.arrival for exchange in exchanges})
-        corrected = [exchange for exchange in exchanges if isinstance(exchange, MomentumCorrected)]
+        corrected = [exchange for exchange in exchanges if isinstance(exchange, WITH_MOMENTUM)]
         return found | self._arriving(VELOCITY, saved, {one: one.velocity_arrival for one in corrected})
 
     def _arriving(
@@ -95,6 +98,7 @@ class ResidualSection:
         return {
             "kind": self._kind,
             "rounds": rounds,
+            "updates": max(exchange.updates for exchange in self._exchanges),
             "residuals": any(key.startswith(PREFIX) for key in self.tensors()),
         }
 
@@ -108,6 +112,7 @@ class ResidualSection:
             )
         for exchange in self._exchanges:
             exchange.rounds = int(facts["rounds"])
+            exchange.updates = int(facts.get("updates", facts["rounds"]))
 
     def _state(self) -> dict[str, Held]:
         return {f"{STATE}{name}": held for exchange in self._exchanges for name, held in exchange.state.items()}

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from shoal.comm.collective import Allocate, Collective, Handle, ordinary
-from shoal.comm.exchanges.exchange import AllReduce, NewExchange, ReduceScatter
+from shoal.comm.exchanges.exchange import AllReduce, NewExchange
+from shoal.comm.exchanges.pieces import PieceCodecs
 from shoal.gradients.bucket import Bucket, Flight
 from shoal.gradients.flat import FlatLayout, flat_layout
 from shoal.gradients.gradients import Groups, global_norm
@@ -34,7 +35,8 @@ class HasPiece(Protocol):
 class ShardedBase:
     """What the stages have in common: buckets, pieces and their gradients. The norm adds up over `replica`.
 
-    `stores` hold the parameters of `parts`. `whole`: no parameter is divided between two ranks.
+    `stores` hold the parameters of `parts`. `whole`: no parameter is divided between two ranks. `pieces` code what the
+    ranks of `shard` send each other.
     """
 
     tuned = None
@@ -50,10 +52,11 @@ class ShardedBase:
         replica: Collective,
         exchange: NewExchange = AllReduce,
         whole: bool = False,
+        pieces: PieceCodecs = PieceCodecs(),
     ) -> None:
         flight = Flight()
         self._buckets = [
-            _bucket(trained, part, groups, exchange, flight=None if stage == 1 else flight, whole=whole)
+            _bucket(trained, part, groups, exchange, flight=None if stage == 1 else flight, whole=whole, pieces=pieces)
             for part in parts
         ]
         self._reducer = Reducer([(t.holding.name, t.parameter) for t in trained], self._buckets, eager=stage > 1)
@@ -123,11 +126,13 @@ class ShardedGradients(ShardedBase):
         replica: Collective,
         exchange: NewExchange = AllReduce,
         whole: bool = False,
+        pieces: PieceCodecs = PieceCodecs(),
     ) -> None:
         self._stores = [FlatParameters(*flat(trained, part, groups, whole=whole), groups(part.shard)) for part in parts]
         super().__init__(
-            trained, parts, self._stores, stage=stage, groups=groups, replica=replica, exchange=exchange, whole=whole
-        )
+            trained, parts, self._stores, stage=stage, groups=groups, replica=replica, exchange=exchange, whole=whole,
+            pieces=pieces,
+        )  # fmt: skip
 
     def gather(self) -> None:
         super().gather()
@@ -179,6 +184,7 @@ def _bucket(
     *,
     flight: Flight | None,
     whole: bool,
+    pieces: PieceCodecs,
 ) -> Bucket:
     """A bucket whose pieces are agreed on by `exchange`. With a `flight` its buffer is lent."""
     parameters, layout = flat(trained, part, groups, whole=whole)
@@ -194,7 +200,7 @@ def _bucket(
     return Bucket(
         dict(zip(part.indices, parameters, strict=True)),
         layout,
-        ReduceScatter(shard, piece, exchange(beyond, piece, segments_of(trained, part, layout, rank=shard.rank))),
+        pieces.scatter(shard, piece, exchange(beyond, piece, segments_of(trained, part, layout, rank=shard.rank))),
         rank=shard.rank,
         buffer=buffer,
         counted=[i for i, h in holdings.items() if h.rank == min(same_piece(h, h.holders))],

@@ -52,16 +52,24 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from shoal.comm.collective import Collective, Handle
+from shoal.comm.exchanges.pieces import PieceCodecs
 from shoal.errors import UserCodeError
 from shoal.gradients.flat import FlatLayout
 from shoal.gradients.sharded import flattened
 
 
 class ShardedParameters:
-    """The `parameters` of one unit and kind. They begin released."""
+    """The `parameters` of one unit and kind. They begin released. `codecs` code what ranks gather of them."""
 
-    def __init__(self, parameters: Sequence[Parameter], layout: FlatLayout, shard: Collective) -> None:
-        self._parameters, self._layout, self._shard = parameters, layout, shard
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        layout: FlatLayout,
+        shard: Collective,
+        *,
+        codecs: PieceCodecs = PieceCodecs(),
+    ) -> None:
+        self._parameters, self._layout, self._shard, self._codecs = parameters, layout, shard, codecs
         self._whole = flattened(parameters, layout)
         self.piece = self._whole[layout.mine(shard.rank)].clone()
         self._views = [self._whole[layout.slice(n)].view(p.shape) for n, p in enumerate(parameters)]
@@ -72,18 +80,19 @@ class ShardedParameters:
         self.here = True
         self.release()
 
-    def start_gather(self) -> None:
-        """Begins to bring the pieces of all ranks."""
+    def start_gather(self, *, exact: bool = False) -> None:
+        """Begins to bring the pieces of all ranks; `exact`: as they are, and not coded."""
         if self.here or self._handle is not None:
             return
         self._whole.untyped_storage().resize_(self._bytes)
-        self._handle = self._shard.all_gather(self._whole, self.piece)
+        codecs = PieceCodecs() if exact else self._codecs
+        self._handle = codecs.gather(self._shard, self._whole, self.piece)
 
-    def gather(self) -> None:
+    def gather(self, *, exact: bool = False) -> None:
         """Returns when the parameters are whole."""
         if self.here:
             return
-        self.start_gather()
+        self.start_gather(exact=exact)
         assert self._handle is not None
         self._handle.wait()
         self._handle, self.here = None, True
@@ -130,16 +139,16 @@ class Unit:
     _calls: list[_Call] = field(default_factory=list, init=False)
     _backwards: int = field(default=0, init=False)
 
-    def start_gather(self) -> None:
-        """Begins to bring its parameters."""
+    def start_gather(self, *, exact: bool = False) -> None:
+        """Begins to bring its parameters; `exact`: as they are, and not coded."""
         for part in self.parts:
-            part.start_gather()
+            part.start_gather(exact=exact)
 
-    def gather(self) -> None:
+    def gather(self, *, exact: bool = False) -> None:
         """Returns when its parameters are whole."""
-        self.start_gather()
+        self.start_gather(exact=exact)
         for part in self.parts:
-            part.gather()
+            part.gather(exact=exact)
 
     def release(self) -> None:
         """Its parameters are gone."""

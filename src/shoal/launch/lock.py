@@ -30,10 +30,13 @@ class Holder(msgspec.Struct, frozen=True):
 
 
 class RunLock:
-    """The lock of one run directory. Hand `fd` to every rank (`pass_fds`), so that they hold it too."""
+    """The lock of one run directory. Hand `fd` to every rank (`pass_fds`), so that they hold it too.
 
-    def __init__(self, directory: Path) -> None:
-        self.path = directory / FILE_NAME
+    `shared`: by the launchers of one run on several hosts; a run of its own is refused beside them.
+    """
+
+    def __init__(self, directory: Path, *, shared: bool = False) -> None:
+        self.path, self._how = directory / FILE_NAME, fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         self._fd: int | None = None
 
     @property
@@ -47,7 +50,7 @@ class RunLock:
         """Take the lock, making the directory where needed. Raises `InUse`, or `EnvironmentFault`."""
         fd = _open(self.path)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, self._how | fcntl.LOCK_NB)
             os.ftruncate(fd, 0)
             os.pwrite(fd, msgspec.json.encode(Holder(os.getpid(), socket.gethostname())), 0)
         except BlockingIOError as taken:

@@ -7,8 +7,11 @@ loopback while all ranks share a host, else on the one address that the ranks we
 from __future__ import annotations
 
 import errno
+import fcntl
 import ipaddress
 import socket
+import struct
+import sys
 
 from shoal.errors import EnvironmentFault, InUse
 from shoal.launch.environment import LOOPBACK
@@ -16,6 +19,8 @@ from shoal.launch.environment import LOOPBACK
 # Ranks connect while rank 0 still imports torch: until then they wait in the socket's queue.
 BACKLOG = 4096
 CONNECT_S = 2.0
+SIOCGIFADDR = 0x8915
+"""Linux's request for the address of an interface (netdevice(7)). A name has at most 15 bytes."""
 _EVERY_INTERFACE = ("", "::")
 
 
@@ -29,6 +34,33 @@ def interface_name() -> str:
         f"no loopback interface among {', '.join(names) or 'none'}: ranks of one host meet there; "
         "enable it (ip link set lo up) or set GLOO_SOCKET_IFNAME"
     )
+
+
+def interface_of(address: str) -> str | None:
+    """The name of this host's interface that has an IPv4 `address`; None where none has, or the system does not say."""
+    if ipaddress.ip_address(address).is_loopback:
+        return interface_name()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex() if sys.platform == "linux" else ():
+            try:
+                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # it has no IPv4 address
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None
+
+
+def address_towards(host: str, port: int) -> str:
+    """This host's address on the way to `host`: the one that others there can reach. Raises `EnvironmentFault`."""
+    try:
+        with socket.create_connection((host, port), CONNECT_S) as connection:
+            return str(connection.getsockname()[0])
+    except OSError as error:
+        raise EnvironmentFault(
+            f"nothing answers at {host}:{port} ({error.strerror or error}): is the coordinator running, and can this "
+            "host reach it?"
+        ) from error
 
 
 def listen_on_loopback() -> socket.socket:

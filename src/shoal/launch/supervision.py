@@ -34,11 +34,12 @@ Sends = list[tuple[int, signal.Signals]]
 
 @dataclass(frozen=True)
 class Patience:
-    """How long ranks may go on after another has left, in seconds."""
+    """How long ranks may go on after another has left, in seconds; `saves`: ranks that are told to stop save first."""
 
     failure_s: float = 2.0
     saving_s: float = 300.0
     terminate_s: float = 1.0
+    saves: bool = True
 
 
 @dataclass
@@ -124,7 +125,8 @@ class Watch:
             first = self.supervision.stop_signal is None
             self._send(self.supervision.on_signal(event, now_s=now_s))
             if first:
-                say(f"{event.name}: finishing the step and saving; press again to stop at once")
+                doing = "finishing the step and saving" if self.supervision.patience.saves else "ending the ranks"
+                say(f"{event.name}: {doing}; press again to stop at once")
         self._note_stopped()
         self._send(self.supervision.on_time(now_s))
 

@@ -21,6 +21,7 @@ EXTRAS = {
     "mlflow": "mlflow-skinny",
     "wandb": "wandb",
     "ray": "ray",
+    "sweep": "optuna",
     "profile": "py-spy",
     "docs": "sphinx",
 }

@@ -8,8 +8,10 @@ In numbers a token, with width w, q = heads x head_size, k = kv_heads x head_siz
     dropout            2 w, the scaled masks, where there is dropout
     documents          a mask as numbers: `seq` for each token
 
-`selective` keeps all but the log-sum-exp and the mask; `full` the input of the block alone, w. Masks of documents,
-where attention is split over context ranks, are made anew in the backward and not kept.
+`selective` keeps all but the log-sum-exp and the mask; `full` the input of the block alone, w; `operators` also the
+result of attention with its log-sum-exp, and the outputs of every second product: key, attention's output w, and f of
+SwiGLU or w of GELU. Masks of documents, where attention is split over context ranks, are made anew in the backward and
+not kept.
 """
 
 from __future__ import annotations
@@ -39,6 +41,9 @@ def block_saved_bytes(config: GPTConfig, activations: Activations, *, kind: Reco
     element_bytes = activations.element_bytes
     if kind == "full":
         return activations.tokens * config.width * element_bytes
+    if kind == "operators":
+        lse_bytes = config.heads * max(FLOAT32_BYTES, element_bytes)
+        return activations.tokens * (_outputs(config) * element_bytes + lse_bytes)
     kept = activations.tokens * (_numbers(config) * element_bytes + 2 * FLOAT32_BYTES)
     return kept if kind == "selective" else kept + _core_bytes(config, activations)
 
@@ -48,6 +53,12 @@ def _numbers(config: GPTConfig) -> int:
     keys = config.key_value_heads * config.width // config.heads
     feed_forward = (4 if config.feed_forward == "swiglu" else 2) * config.hidden_width
     return 6 * config.width + 2 * config.width + 2 * keys + feed_forward + (2 * config.width if config.dropout else 0)
+
+
+def _outputs(config: GPTConfig) -> int:
+    """Numbers a token of the input and of what `operators` keeps: attention's result, key, output, up (or down)."""
+    keys = config.key_value_heads * config.width // config.heads
+    return 3 * config.width + keys + (config.hidden_width if config.feed_forward == "swiglu" else config.width)
 
 
 def _core_bytes(config: GPTConfig, activations: Activations) -> int:

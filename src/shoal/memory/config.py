@@ -20,8 +20,11 @@ class MemoryConfig(Table, frozen=True):
         ),
     ] = None
     recompute: Annotated[
-        Literal["none", "selective", "full"],
-        says("Activations computed again in the backward: none, those of attention (arXiv:2205.05198), or all."),
+        Literal["none", "selective", "operators", "full"],
+        says(
+            "Activations computed again in the backward: none, those of attention (arXiv:2205.05198), all but the "
+            "outputs of attention and of every second matrix product (arXiv:2410.06511), or all."
+        ),
     ] = "none"
     recompute_layers: Annotated[
         list[Annotated[int, msgspec.Meta(ge=0)]] | None,

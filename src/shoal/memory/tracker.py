@@ -5,13 +5,16 @@ Not the resident memory of the process: that knows of allocators and libraries, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 @dataclass(frozen=True)
@@ -99,11 +102,44 @@ class _Held:
         self._let_go()
 
 
-def measured_activation_bytes(model: nn.Module, forward: Callable[[], Tensor]) -> int:
-    """Bytes that the graph of `forward()`, a loss of `model`, holds when it returns; parameters not counted."""
-    with SavedActivations(apart=model.parameters()) as saved:
+class LivingStorages(TorchDispatchMode):
+    """Counts, while it is entered, the storages that operators make and that still live, whoever holds them.
+
+    What autograd saves is among them, and what a recomputed block keeps beside it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._living: dict[int, int] = {}
+
+    @property
+    def bytes(self) -> int:
+        """What is held now."""
+        return sum(self._living.values())
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        behind = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in behind:
+                self._see(tensor.untyped_storage())
+        return result
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._living:
+            self._living[key] = storage.nbytes()
+            weakref.finalize(storage, self._living.pop, key, None)
+
+
+def measured_activation_bytes(forward: Callable[[], Tensor]) -> int:
+    """Bytes that the graph of `forward()`, a loss, holds when it returns: what existed before, as parameters and
+    inputs did, not counted."""
+    with LivingStorages() as living:
         loss = forward()
-        held_bytes = saved.bytes
+        held_bytes = living.bytes
     del loss
     return held_bytes
 

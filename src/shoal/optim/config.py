@@ -51,6 +51,8 @@ class _Common(Table, frozen=True):
     """Keys that every optimizer has."""
 
     works_on: ClassVar[Granularity] = "elements"
+    sends_momentum: ClassVar[bool] = False
+    """Whether ranks sum momenta, coded, instead of gradients (`OneBit`)."""
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -142,6 +144,87 @@ class Adagrad(_Common, frozen=True, tag_field="kind", tag="adagrad"):
         return True
 
 
+class OneBit(_Common, frozen=True):
+    """What the optimizers have in common that send their momentum in one bit a number."""
+
+    sends_momentum: ClassVar[bool] = True
+
+    lr: Annotated[float, says("Peak learning rate.", ge=0, le=1e3)] = 3e-4
+    beta1: Annotated[float, says("Decay of the momentum.", ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, says("Decay of the variance.", ge=0, lt=1)] = 0.95
+    eps: Annotated[float, says("Added to the root of the variance.", gt=0)] = 1e-8
+    weight_decay: Annotated[float, says("Weight decay, on parameters of two dimensions or more only.", ge=0, le=1)] = (
+        0.1
+    )
+    block: Annotated[int, says("Numbers of a momentum that share a scale on the wire.", ge=8, le=1 << 20)] = 1024
+
+    def exact(self, update: int) -> bool:
+        """Whether `update`, counted from 1, takes the gradient as it is, and moves the variance."""
+        raise NotImplementedError
+
+
+class OneBitAdam(OneBit, frozen=True, tag_field="kind", tag="one_bit_adam"):
+    """1-bit Adam (arXiv:2102.02888): AdamW, then a variance that stands still and a momentum sent by its signs."""
+
+    implemented_by: ClassVar[str] = "shoal.optim.one_bit:MomentumAdam"
+
+    exact_steps: Annotated[
+        int, says("First updates, of AdamW with gradients as they are; 15 to 20 % of all, in the paper.", ge=1)
+    ] = 100
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Both moments, the number of updates, and that of the variance."""
+        return (Slot("exp_avg"), Slot("exp_avg_sq"), counter("step"), counter("variance_step"))
+
+    def exact(self, update: int) -> bool:
+        return update <= self.exact_steps
+
+
+class OneBitLAMB(OneBit, frozen=True, tag_field="kind", tag="one_bit_lamb"):
+    """1-bit LAMB (arXiv:2104.06069): LAMB, then a momentum sent by its signs; its step lengths follow the variance."""
+
+    implemented_by: ClassVar[str] = "shoal.optim.one_bit_lamb:MomentumLAMB"
+    works_on: ClassVar[Granularity] = "matrices"
+
+    lr: Annotated[float, says("Peak learning rate.", ge=0, le=1e3)] = 4e-3
+    exact_steps: Annotated[
+        int, says("First updates, of LAMB with gradients as they are; 15 to 20 % of all, in the paper.", ge=1)
+    ] = 100
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Both moments, the variance that goes on, the number of updates, and what scales a tensor's step."""
+        moments = (Slot("exp_avg"), Slot("exp_avg_sq"), Slot("exp_avg_sq_fresh"))
+        return (*moments, counter("step"), counter("coefficient"), counter("factor"))
+
+    def exact(self, update: int) -> bool:
+        return update <= self.exact_steps
+
+
+class ZeroOneAdam(OneBit, frozen=True, tag_field="kind", tag="zero_one_adam"):
+    """0/1 Adam (arXiv:2202.06009) without its local steps: the variance moves at intervals of 1, 2, 4, ... updates."""
+
+    implemented_by: ClassVar[str] = "shoal.optim.one_bit:MomentumAdam"
+
+    variance_updates: Annotated[
+        int, says("Updates of the variance at each interval, after which the interval doubles.", ge=1)
+    ] = 16
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Both moments, the number of updates, and that of the variance."""
+        return (Slot("exp_avg"), Slot("exp_avg_sq"), counter("step"), counter("variance_step"))
+
+    def exact(self, update: int) -> bool:
+        """At interval 2^i there are `variance_updates` of them, over variance_updates 2^i updates."""
+        interval, first = 1, 0
+        while update > first + self.variance_updates * interval:
+            first += self.variance_updates * interval
+            interval *= 2
+        return (update - first - 1) % interval == interval - 1
+
+
 class Schedule(Table, frozen=True):
     """The learning rate over the run: a linear warm-up, then a decay to `final_fraction` of the peak."""
 
@@ -150,4 +233,4 @@ class Schedule(Table, frozen=True):
     final_fraction: Annotated[float, says("The rate at the last step, as a fraction of the peak.", ge=0, le=1)] = 0.1
 
 
-OptimizerConfig = AdamW | SGD | Adagrad
+OptimizerConfig = AdamW | SGD | Adagrad | OneBitAdam | ZeroOneAdam | OneBitLAMB

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import msgspec
+
 from shoal import units
 from shoal.cost.footprint import AUTOCAST, FLOAT32, FLOAT64, Footprint, Overheads, StateBytes
 from shoal.cost.transformer import Transformer
@@ -25,7 +27,7 @@ from shoal.planner.search.candidates import Allowed
 from shoal.planner.search.search import Found, search
 from shoal.planning.history import remembered, track_record
 from shoal.planning.measured_step import MeasuredStep, calibrated
-from shoal.planning.operators import calibration_here, measured_for_traces, measured_here
+from shoal.planning.operators import calibration_here, cores, measured_for_traces, measured_here
 from shoal.planning.plan_file import runnable, written_plan
 from shoal.runfile.run_file import RunFile
 from shoal.topology.cluster import Cluster
@@ -133,7 +135,8 @@ def cluster_of(run_file: RunFile, path: Path | None) -> Cluster:
     if run_file.run.device == "cuda":
         raise ConfigError('run.device = "cuda": say which machine with --cluster C.toml, such as machine = "dgx-h100"')
     processes = run_file.run.processes or run_file.layout.default_processes or 2
-    table = {"nodes": 1, "machine": "cpu-2", "name": "this machine's cores", "devices_per_node": processes}
+    name = f"this machine's {cores()} cores" if processes <= cores() else f"ranks that share {cores()} cores"
+    table = {"nodes": 1, "machine": "cpu-2", "name": name, "devices_per_node": processes}
     return cluster_from({"cluster": table}, file="this machine")
 
 
@@ -196,7 +199,19 @@ def predictor_of(run_file: RunFile, cluster: Path | None) -> Predictor:
     calibration = calibration_here(os.environ) if here else None
     traced = not isinstance(run_file.model, GPTConfig)
     measured = (measured_for_traces if traced else measured_here)(run_file, calibration)
+    if here and measured is None:
+        where = _shared(where)
     return predictor_on(run_file, where, measured=measured)
+
+
+def _shared(cluster: Cluster) -> Cluster:
+    """`cluster`, its ranks at their share of a core where they outnumber this machine's."""
+    share = min(1.0, cores() / cluster.devices)
+    device = cluster.machine.device
+    slower = msgspec.structs.replace(
+        device, peak_tflops={dtype: rate * share for dtype, rate in device.peak_tflops.items()}
+    )
+    return msgspec.structs.replace(cluster, machine=msgspec.structs.replace(cluster.machine, device=slower))
 
 
 def basis_of(predictor: Predictor, *, stated: bool) -> str:

@@ -84,9 +84,9 @@ def _past(line: bytes) -> Past | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Confidence:
-    """The errors that time and memory have had."""
+    """The errors that time and memory have had; none are known of time where a machine's rates are assumed."""
 
-    time: Residuals
+    time: Residuals | None
     memory: Residuals
 
 
@@ -99,7 +99,9 @@ def confidence_in(predictor: Predictor, environ: Mapping[str, str], *, evidence:
     past = remembered(environ) if predictor.measured is not None and predictor.simulates else []
     times = [run.measured_s / run.predicted_s for run in past if run.predicted_s > 0 and run.measured_s > 0]
     sizes = [run.measured_bytes / run.predicted_bytes for run in past if run.predicted_bytes and run.measured_bytes]
-    return Confidence(time=_own(times, PUBLISHED_TIME[evidence]), memory=_own(sizes, PUBLISHED_MEMORY))
+    assumed = predictor.measured is None and predictor.cluster.machine.scale_up.kind == "memory"
+    time = None if assumed and evidence == "data sheet" else _own(times, PUBLISHED_TIME[evidence])
+    return Confidence(time=time, memory=_own(sizes, PUBLISHED_MEMORY))
 
 
 def _own(ratios: list[float], published: Residuals) -> Residuals:

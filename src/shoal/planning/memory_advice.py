@@ -61,7 +61,7 @@ def _changes(run_file: RunFile) -> Iterator[tuple[str, RunFile]]:
     if micro > 1:
         batch = replaced(run_file.batch, micro_samples=micro // 2)
         yield f"batch.micro_samples={micro // 2}", replaced(run_file, batch=batch)
-    for kind in ("selective", "full"):
+    for kind in ("selective", "operators", "full"):
         if run_file.memory.recompute == "none":
             memory = replaced(run_file.memory, recompute=kind)
             yield f'memory.recompute="{kind}"', replaced(run_file, memory=memory)

@@ -1,30 +1,75 @@
-"""From `[codec]` to the exchanges of a run: how sums between ranks are coded."""
+"""From `[codec]`, `[shard_codec]` and the optimizer to the exchanges of a run: how sums between ranks are coded."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any, NamedTuple
 
-from shoal.codec.config import AutoConfig, DGCConfig, NoCodec
+from shoal.codec.codec import Codec
+from shoal.codec.config import AutoConfig, DGCConfig, ShardCodecConfig, SignConfig
 from shoal.comm.exchanges.choice import Choice
-from shoal.comm.exchanges.coded import Coded, CodedExchanges
+from shoal.comm.exchanges.coded import Coded, CodedExchanges, NewChoice
 from shoal.comm.exchanges.momentum_corrected import MomentumCorrected
+from shoal.comm.exchanges.momentum_sum import MomentumSum
+from shoal.comm.exchanges.pieces import PieceCodecs
 from shoal.comm.mesh import Mesh
-from shoal.config.table import implementation_of
+from shoal.config.table import Table, implementation_of
+from shoal.optim.config import OneBit
 from shoal.runfile.run_file import RunFile
 
 
+class _Parts(NamedTuple):
+    """What a coded exchange is made of: the codec, or what chooses one, and the class of the exchange."""
+
+    codec: Codec | NewChoice
+    new: Callable[..., Coded] = Coded
+
+
+def _velocities(config: DGCConfig, mesh: Mesh) -> _Parts:
+    new = partial(MomentumCorrected, momentum=config.momentum, clip_norm=config.clip_norm)
+    return _Parts(implementation_of(config)(config), new)
+
+
+def _choice(config: AutoConfig, mesh: Mesh) -> _Parts:
+    candidates = {name: implementation_of(one)(one) for name, one in config.candidates.items()}
+    return _Parts(partial(Choice, candidates, every=config.measure_every if mesh.spans_hosts else None))
+
+
+def _gradients(config: Table, mesh: Mesh) -> _Parts:
+    return _Parts(implementation_of(config)(config))
+
+
+_SPECIAL: Mapping[type[Table], Callable[[Any, Mesh], _Parts]] = {DGCConfig: _velocities, AutoConfig: _choice}
+"""Tables of `[codec]` that need more than their codec; all others are coded sums of gradients."""
+
+
+def is_coded(run_file: RunFile) -> bool:
+    """Whether ranks sum something coded: by `[codec]`, or because the optimizer sends its momentum."""
+    return run_file.optimizer.sends_momentum or bool(run_file.codec.implemented_by) or type(run_file.codec) in _SPECIAL
+
+
 def coded_exchanges(run_file: RunFile, mesh: Mesh) -> CodedExchanges | None:
-    """What makes exchanges between ranks of `mesh` with the codec of `[codec]`; None without one."""
-    config = run_file.codec
-    if isinstance(config, NoCodec):
+    """What makes exchanges between ranks of `mesh` with the codec of `[codec]`, or of an optimizer that sends its
+    momentum; None where all is sent as it is.
+    """
+    if not is_coded(run_file):
         return None
-    new = Coded
-    if isinstance(config, DGCConfig):
-        new = partial(MomentumCorrected, momentum=config.momentum, clip_norm=config.clip_norm)
-    if isinstance(config, AutoConfig):
-        candidates = {name: implementation_of(one)(one) for name, one in config.candidates.items()}
-        every = config.measure_every if mesh.spans_hosts else None
-        codec = partial(Choice, candidates, every=every)
+    config, optimizer = run_file.codec, run_file.optimizer
+    feedback = config.feedback
+    if isinstance(optimizer, OneBit):
+        sign, feedback = SignConfig(block=optimizer.block), True
+        new = partial(MomentumSum, beta=optimizer.beta1, exact=optimizer.exact)
+        parts = _Parts(implementation_of(sign)(sign), new)
     else:
-        codec = implementation_of(config)(config)
-    return CodedExchanges(codec, feedback=config.feedback, seed=run_file.run.seed, levels=mesh.levels, new=new)
+        parts = _SPECIAL.get(type(config), _gradients)(config, mesh)
+    return CodedExchanges(parts.codec, feedback=feedback, seed=run_file.run.seed, levels=mesh.levels, new=parts.new)
+
+
+def piece_codecs(config: ShardCodecConfig) -> PieceCodecs:
+    """The codecs of what the ranks of `layout.shard` send each other."""
+    weights, gradients = (config.codec(what) for what in ("weights", "gradients"))
+    return PieceCodecs(
+        None if weights is None else implementation_of(weights)(weights),
+        None if gradients is None else implementation_of(gradients)(gradients),
+    )

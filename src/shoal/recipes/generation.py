@@ -12,6 +12,7 @@ from shoal.comm.exchanges.coded import CodedExchanges
 from shoal.comm.exchanges.exchange import AllReduce, NewExchange
 from shoal.comm.mesh import Mesh
 from shoal.engine.forward_backward import ForwardBackward
+from shoal.errors import ConfigError
 from shoal.gradients.gradients import Gradients
 from shoal.models.embedding_table import tables_in
 from shoal.optim.adopt import OwnOptimizer
@@ -62,6 +63,11 @@ def build_generation(
         run_file, parts, mesh, loss=workload.loss, precision=workload.precision, microbatching=plan
     )
     sync = build_sync(run_file.sync, mesh)
+    if workload.optimizers and run_file.optimizer.sends_momentum:
+        raise ConfigError(
+            f'optimizer.kind = "{type(run_file.optimizer).__struct_config__.tag}" with an optimizer of the script: '
+            "ranks would send momenta that it takes for gradients; leave one of the two out"
+        )
     coded, equal = coded_exchanges(run_file, mesh), sync.keeps_replicas_equal
     gradients = build_run_gradients(
         run_file,

@@ -108,7 +108,7 @@ def build_job(
         state=run.state,
         step=run.step,
         feed=feed,
-        guard=NonfiniteGuard(run_file.run.nonfinite_limit, context, forward=forward),
+        guard=NonfiniteGuard(run_file.run.nonfinite_limit, context, forward=forward, ids=feed.sample_ids),
         saver=saver,
         sinks=sinks,
         cadence=Cadence(

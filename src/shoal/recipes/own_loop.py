@@ -36,12 +36,13 @@ from torch import Tensor, nn
 from shoal.checkpoint.inspect import write_weights
 from shoal.comm.collective import Collective
 from shoal.data.feed import evaluation_batches
-from shoal.engine.loop import Job, PendingStep, steps
-from shoal.engine.updates import Outcome
+from shoal.engine.loop import Job
 from shoal.errors import UserCodeError
 from shoal.observe.ending import Ending
-from shoal.recipes.own_update import OpenStep, Player, Update, players_of
+from shoal.recipes.own_steps import OwnSteps
+from shoal.recipes.own_update import Player, Update, joint_outcome, players_of
 from shoal.recipes.run import Run
+from shoal.recipes.sample_draws import DrawsBySample
 
 
 class Training:
@@ -54,11 +55,9 @@ class Training:
         self._compute = run.step.context.forward_backward.compute
         lockstep = run.step.context.lockstep
         self._players = players_of(run, lambda own: _sum_over(lockstep, own, self.device))
-        self._open: OpenStep | None = None
-        self._pending: PendingStep | None = None
-        self._each_step = self._steps()
-        self._forwards = ExitStack()
-        self._draw_by_sample()
+        self._steps = OwnSteps(run, job, self._players)
+        models = self.model if isinstance(self.model, nn.ModuleList) else [self.model]
+        self._draws = DrawsBySample(models, self._compute.randomness.draws, inside=lambda: self._steps.open is not None)
 
     @property
     def model(self) -> nn.Module:
@@ -88,14 +87,14 @@ class Training:
     @property
     def epoch(self) -> float:
         """How often the data has been gone through, in epochs."""
-        return self._job.progress.samples / self._epoch_samples
+        return self._job.progress.samples / self._steps.epoch_samples
 
     @property
     def update(self) -> Update | None:
         """What the step's update did; None until it is made. With several optimizers: all of them together."""
         if all(player.outcome is None for player in self._players):
             return None
-        done = self._outcome()
+        done = joint_outcome(self._players)
         return Update(done.loss, done.norm, done.committed)
 
     def batches(self) -> Iterator[Any]:
@@ -105,7 +104,7 @@ class Training:
         Raises `Stopped` after a signal and a checkpoint, `Diverged` if too many steps in a row were not finite,
         `UserCodeError` if the loop leaves a step unfinished, `DataError` where a sample cannot be read.
         """
-        return self._until(None)
+        return self._steps.until(None)
 
     def epochs(self) -> Iterator[tuple[int, Iterator[Any]]]:
         """The epochs from where the run stands to its last step: the number of each, from 0, and its `batches`.
@@ -113,20 +112,20 @@ class Training:
         An epoch ends with the step that reaches the end of the data. A resumed run goes on inside its epoch. Raises
         what `batches` does.
         """
-        size = self._epoch_samples
-        while self._given < self._job.cadence.steps:
-            before = self._position
-            yield before // size, self._until((before // size + 1) * size)
-            if self._position == before:
+        size = self._steps.epoch_samples
+        while not self._steps.all_given:
+            before = self._steps.position
+            yield before // size, self._steps.until((before // size + 1) * size)
+            if self._steps.position == before:
                 raise UserCodeError("the loop took no batch of an epoch; iterate over what epochs() gives with it")
-        self._finish()
+        self._steps.finish()
 
     def steps(self) -> Iterator[tuple[int, Iterator[Any]]]:
         """The steps from where the run stands to its last: the number of each, from 0, and its microbatches on this
         rank, all of which are to be taken before the optimizer's step. Raises what `batches` does.
         """
-        while (step := next(self._each_step, None)) is not None:
-            yield self.steps_done, self._microbatches(step)
+        while (step := self._steps.next_step()) is not None:
+            yield self.steps_done, self._steps.microbatches(step)
 
     def backward(
         self,
@@ -146,7 +145,7 @@ class Training:
         total = player.weighed(loss, weight, more=more)
         if total is None:
             return
-        last = self._open is not None and self._open.is_last
+        last = self._steps.open is not None and self._steps.open.is_last
         with player.policy.gradients.backward(last=last), self._compute.randomness.drawing():
             total.backward(inputs=player.inputs)  # pyright: ignore[reportArgumentType]
 
@@ -172,9 +171,9 @@ class Training:
 
     def save(self) -> None:
         """Asks for a checkpoint after this step, beside those of `checkpoint.every_steps`. Every rank calls it."""
-        if self._pending is None:
+        if self._steps.pending is None:
             raise UserCodeError("there is no step to save: call save() inside the loop over batches()")
-        self._pending.save = True
+        self._steps.pending.save = True
 
     def export(self, file: str | Path) -> None:
         """Writes the model's whole weights to `file` in safetensors' format, in place of one that is there. Every rank
@@ -190,7 +189,7 @@ class Training:
 
     def log(self, values: Mapping[str, float | Tensor]) -> None:
         """Records measurements of this rank beside those of the step: name and number, such as "accuracy/train"."""
-        number = self.steps_done + (self._open is not None)
+        number = self._steps.given
         self._job.sinks.record(number, {name: float(value) for name, value in values.items()}, time_s=time.time())
 
     def note(self, text: str) -> None:
@@ -242,8 +241,8 @@ class Training:
 
         A loop that was left before its last step has no checkpoint of the steps since the last one; that is said.
         """
-        if self._given == self._job.cadence.steps and self.update is not None:
-            self._finish()
+        if self._steps.all_given and self.update is not None:
+            self._steps.finish()
         self._leave_script()
         done, steps_wanted = self.steps_done, self._job.cadence.steps
         if done < steps_wanted:
@@ -264,73 +263,6 @@ class Training:
         self._leave_script()
         self._stack.__exit__(kind, error, trace)
 
-    @property
-    def _epoch_samples(self) -> int:
-        return len(self._run.workload.data.train)
-
-    @property
-    def _given(self) -> int:
-        """Steps that the loop has been given."""
-        return self.steps_done + (self._open is not None)
-
-    @property
-    def _position(self) -> int:
-        """Samples of the steps that the loop has been given."""
-        open_samples = 0 if self._open is None else self._run.run_file.batch.global_samples
-        return self._job.progress.samples + open_samples
-
-    def _steps(self) -> Iterator[OpenStep]:
-        """Each step; what is due after it happens when the next is asked for."""
-        for pending in steps(self._job):
-            work = self._run.step.begin(pending.number, pending.microbatches, lr=None, stop=pending.stop)
-            uniform = self._run.generation.microbatching.uniform
-            batches = list(pending.microbatches) if uniform is None else uniform(pending.microbatches)
-            if len(self._players) > 1 and len(batches) > 1:
-                raise UserCodeError(
-                    f"a step has {len(batches)} microbatches, and a loop with several optimizers takes it in one: "
-                    "leave batch.micro_samples out"
-                )
-            self._pending = pending
-            self._open = OpenStep(work, batches, scale=self._run.step.context.scaler.scale)
-            for player in self._players:
-                player.begin(self._open)
-            yield self._open
-            if not self._open.is_last:
-                raise UserCodeError(f"step {work.step}: the loop did not go beyond {self._open.place}; take them all")
-            updated = [player.leave_step() for player in self._players]
-            if not any(updated):
-                raise UserCodeError(f"step {work.step}: no backward() was called; call it for every batch")
-            pending.lr, pending.result = self._players[0].lr, self._run.step.end(work, self._outcome())
-            self._open = self._pending = None
-
-    def _until(self, position: int | None) -> Iterator[Any]:
-        """Microbatches of the steps up to that position in the order of samples."""
-        while position is None or self._position < position:
-            step = next(self._each_step, None)
-            if step is None:
-                return
-            yield from self._microbatches(step)
-
-    def _microbatches(self, step: OpenStep) -> Iterator[Any]:
-        for index, batch in enumerate(step.batches):
-            step.enter(index, self._compute.prepared(batch))
-            for player in self._players:
-                player.enter()
-            self._compute.announce(step.microbatch, lambda: step.factor())
-            with self._compute.coupled():
-                yield step.microbatch.batch.inputs
-            computed = [player.leave() for player in self._players]
-            if not any(computed):
-                raise UserCodeError(
-                    f"step {step.work.step}: no backward() was called for {step.place}; the other ranks wait for its "
-                    "gradient. Call it for every batch, with weight=0 for one that shall not count"
-                )
-
-    def _finish(self) -> None:
-        """What is due after the last step."""
-        if next(self._each_step, None) is not None:
-            raise AssertionError("the last step has been given")
-
     def _player(self, optimizer: torch.optim.Optimizer | None) -> Player:
         if optimizer is None and len(self._players) == 1:
             return self._players[0]
@@ -343,50 +275,14 @@ class Training:
             )
         return found
 
-    def _outcome(self) -> Outcome:
-        done = [player.outcome for player in self._players if player.outcome is not None]
-        if len(done) == 1:
-            return done[0]
-        return Outcome(
-            sum(outcome.loss for outcome in done),
-            math.hypot(*(outcome.norm for outcome in done)),
-            all(outcome.committed for outcome in done),
-            sum(outcome.update_s for outcome in done),
-            scale=done[0].scale,
-            keeps_buffers=all(outcome.keeps_buffers for outcome in done),
-        )
-
     def _leave_script(self) -> None:
         """The script's model and optimizers are its own again."""
-        self._forwards.close()
+        self._draws.close()
         for player in self._players:
             player.close()
 
     def _sum(self, own: float) -> float:
         return _sum_over(self._run.mesh.world, own, self.device)
-
-    def _draw_by_sample(self) -> None:
-        """What the model draws in its forward is keyed on the samples, as under `shoal train`."""
-        draws = self._compute.randomness.draws
-        if draws is None:
-            return
-        entered: list[AbstractContextManager[Any]] = []
-
-        def before(module: nn.Module, inputs: object) -> None:
-            if module.training and self._open is not None:
-                draws.__enter__()
-                entered.append(draws)
-
-        def after(module: nn.Module, inputs: object, outputs: object) -> None:
-            if entered:
-                entered.pop().__exit__(None, None, None)
-
-        for model in self.model if isinstance(self.model, nn.ModuleList) else [self.model]:
-            for handle in (
-                model.register_forward_pre_hook(before),
-                model.register_forward_hook(after, always_call=True),
-            ):
-                self._forwards.callback(handle.remove)
 
 
 def _sum_over(group: Collective, own: float, device: torch.device) -> float:

@@ -11,6 +11,7 @@ player's parameters alone: what the discriminator's weights would get from the g
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -90,6 +91,21 @@ def players_of(run: Run, sum_over_ranks: Callable[[float], float]) -> list[Playe
         )
         for own, part in zip(optimizers, gradients.parts, strict=True)
     ]
+
+
+def joint_outcome(players: Sequence[Player]) -> Outcome:
+    """What the updates of a step did together: the sum of the losses, the norm over all gradients."""
+    done = [player.outcome for player in players if player.outcome is not None]
+    if len(done) == 1:
+        return done[0]
+    return Outcome(
+        sum(outcome.loss for outcome in done),
+        math.hypot(*(outcome.norm for outcome in done)),
+        all(outcome.committed for outcome in done),
+        sum(outcome.update_s for outcome in done),
+        scale=done[0].scale,
+        keeps_buffers=all(outcome.keeps_buffers for outcome in done),
+    )
 
 
 class Player:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 
@@ -9,10 +10,21 @@ from shoal.config.load import dumps, parse
 from shoal.data.augment import augmentation_of
 from shoal.data.batches import BatchReader, SourceReader
 from shoal.data.dataset import Dataset
+from shoal.data.feed import SlowReads
 from shoal.data.reader_process import Opening, ReaderProcess
+from shoal.launch.supervision import say
 from shoal.recipes.objects import UserObjects, data_of
 from shoal.runfile.load import run_file_of
 from shoal.runfile.run_file import RunFile
+
+BEFORE_TIMEOUT = 0.8
+"""A rank gives up a read this early, as a share of `wire.timeout_s`: before the others give up the rank."""
+
+
+def slow_reads(run_file: RunFile, *, rank: int, ranks: int) -> SlowReads:
+    """A rank alone says which read it waits for, for ever; one that others wait for gives up before they do."""
+    give_up_s = BEFORE_TIMEOUT * run_file.wire.timeout_s if ranks > 1 else math.inf
+    return SlowReads(lambda text: say(f"rank {rank}: {text}"), give_up_s=give_up_s)
 
 
 def reader_opener(run_file: RunFile, data: Dataset) -> Callable[[], BatchReader]:

@@ -34,7 +34,7 @@ from shoal.recipes.generation import Generation, build_generation
 from shoal.recipes.microbatching import microbatching
 from shoal.recipes.objects import UserObjects
 from shoal.recipes.process import Process, open_process
-from shoal.recipes.reading import reader_opener
+from shoal.recipes.reading import reader_opener, slow_reads
 from shoal.recipes.run_state import build_state
 from shoal.recipes.splitting import trained_in
 from shoal.recipes.train_step import build_step
@@ -108,6 +108,7 @@ class Run:
             start=self.state.progress.cursor if cursor is None else cursor,
             prefetch_steps=run_file.data.prefetch_steps,
             readers=run_file.data.readers,
+            slow=slow_reads(run_file, rank=self.mesh.rank, ranks=self.mesh.layout.world_size),
             open_reader=reader_opener(run_file, self.workload.data),
         )
 

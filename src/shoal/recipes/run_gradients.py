@@ -13,6 +13,7 @@ from shoal.gradients.joint import JointGradients
 from shoal.gradients.priority import PriorityGradients
 from shoal.optim.adopt import OwnOptimizer
 from shoal.optim.config import Granularity
+from shoal.recipes.coding import piece_codecs
 from shoal.recipes.splitting import Divided, blocks_in
 from shoal.recipes.table_gradients import dense_and_tables, with_tables
 from shoal.runfile.run_file import RunFile
@@ -80,6 +81,7 @@ def build_run_gradients(
                 exchange,
                 lockstep=None if several else mesh.axis(*sync.lockstep_axes),
                 whole=works_on == "matrices",
+                pieces=piece_codecs(run_file.shard_codec),
             ),
         )
 

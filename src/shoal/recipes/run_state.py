@@ -57,8 +57,12 @@ def build_state(run_file: RunFile, generation: Generation, workload: Workload, s
     shared = served is not None or generation.sync.keeps_replicas_equal
     tuned = [] if gradients.tuned is None else [FactsSection("gradients", gradients.tuned)]
     exchanges = [] if generation.coded is None else generation.coded.made
+    sender = run_file.optimizer if run_file.optimizer.sends_momentum else run_file.codec
     residuals = ResidualSection(
-        str(type(run_file.codec).__struct_config__.tag), exchanges, gradients.owned, feedback=run_file.codec.feedback
+        str(type(sender).__struct_config__.tag),
+        exchanges,
+        gradients.owned,
+        feedback=run_file.optimizer.sends_momentum or run_file.codec.feedback,
     )
     replica = None if shared else layout.index("replicate", generation.mesh.rank)
 

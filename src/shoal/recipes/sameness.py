@@ -10,6 +10,7 @@ import json
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.data.build import Dataset
+from shoal.data.feed import SlowReads
 from shoal.data.sample import Source, map_tree, parse_sample
 from shoal.errors import ConfigError, UserCodeError
 from shoal.launch.versions import installed
@@ -92,18 +94,34 @@ def shapes_of(model: nn.Module) -> list[str]:
     return [f"{name} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for name, tensor in tensors]
 
 
-def samples_of(data: Dataset) -> list[str]:
-    """Lines for `SAMPLED` samples of the training and of the held-out data, from the first to the last, by hash."""
+def samples_of(data: Dataset, slow: SlowReads = SlowReads()) -> list[str]:
+    """Lines for `SAMPLED` samples of the training and of the held-out data, from the first to the last, by hash.
+
+    Raises `DataError` where `slow` gives up a read.
+    """
     if data.endless:
         return ["a stream"]
-    held_out = _lines("held-out", data.held_out) if data.held_out is not None else []
-    return _lines("training", data.train) + held_out
+    held_out = _lines("held-out", data.held_out, slow) if data.held_out is not None else []
+    return _lines("training", data.train, slow) + held_out
 
 
-def _lines(name: str, source: Source) -> list[str]:
+def _lines(name: str, source: Source, slow: SlowReads) -> list[str]:
     last = len(source) - 1
     chosen = sorted({last * i // (SAMPLED - 1) for i in range(SAMPLED)})
-    return [f"{name} data of {len(source)} samples"] + [f"{name} sample {i}: {_stable_hash(source, i)}" for i in chosen]
+    lines, over = [f"{name} data of {len(source)} samples"], Event()
+
+    def read() -> None:
+        try:
+            for i in chosen:
+                reading.append(i)
+                lines.append(f"{name} sample {i}: {_stable_hash(source, i)}")
+        finally:
+            over.set()
+
+    reading: list[int] = []
+    Thread(target=read, name="shoal-samples", daemon=True).start()  # the source is a user's, and may hang
+    slow.wait(over, lambda: f"Sample {reading[-1] if reading else 0} of the {name} data")
+    return lines
 
 
 def _stable_hash(source: Source, index: int) -> str:

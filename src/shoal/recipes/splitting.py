@@ -127,7 +127,7 @@ def build_forward_backward(
         group=pipeline,
         back=back,
         counts=first and last,
-        splits=run_file.memory.recompute != "full",
+        splits=run_file.memory.recompute not in ("operators", "full"),
     )
 
 

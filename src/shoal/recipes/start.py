@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.comm.mpi.world import why_no_mpi
-from shoal.errors import EnvironmentFault, OutOfMemory, ShoalError, Stopped
+from shoal.errors import EnvironmentFault, OutOfMemory, ShoalError, Stopped, UsageError
 from shoal.launch.devices import gpus
 from shoal.launch.environment import Place, place_from
 from shoal.launch.failure import FAILURE_FOLDER, TORCHRUN_FILE, failure_of, report_failure
@@ -25,11 +25,13 @@ from shoal.launch.rank_process import die_with_parent
 from shoal.launch.root_cause import ExitCode
 from shoal.launch.signals import end_at_once
 from shoal.launch.spawn import run_ranks
+from shoal.launch.supervision import Patience
 from shoal.launch.temporary_folder import temporary_folder
 from shoal.launch.versions import check_torch_version, installed
 from shoal.observe.ending import Ending, write_ending
 from shoal.observe.facts import facts_path, read_facts, write_facts
 from shoal.recipes.lab import processes_in
+from shoal.resilience.config import COORDINATOR
 from shoal.runfile.rules import check_across
 from shoal.runfile.run_file import RunFile, statistics_group, with_processes
 
@@ -49,7 +51,7 @@ class Planner:
 def processes_of(run_file: RunFile, environ: Mapping[str, str] = os.environ) -> int:
     """How many ranks to start: as the run file says, else the layout's product, else one per GPU, else two."""
     if run_file.elastic is not None:
-        return run_file.elastic.max
+        return run_file.elastic.max * run_file.layout.replica_size
     if run_file.run.processes is not None:
         run_file.layout.layout(run_file.run.processes)
         return run_file.run.processes
@@ -78,7 +80,7 @@ def run(
     """
     place = place_from(environ)
     started_here = processes_of(run_file, environ) if lab is None else processes_in(lab, run_file, place)
-    processes = place.world_size if place is not None else started_here
+    processes = started_here if place is None or run_file.elastic is not None else place.world_size
     run_file = checked(with_processes(run_file, processes), place, file=file, planner=planner)
     if run_file.run.device == "cuda" and (installed("torch") or "").endswith("+cpu"):
         raise EnvironmentFault(
@@ -88,29 +90,31 @@ def run(
     if place is None and run_file.wire.transport == "mpi":
         raise EnvironmentFault(f'wire.transport = "mpi", but {why_no_mpi(environ)}; or set it to "auto"')
     if place is None:
+        joins = _joins_a_coordinator(run_file, environ)
         with ExitStack() as stack:
-            keep_fds = [stack.enter_context(RunLock(directory)).fd] if writes else []
+            keep_fds = [stack.enter_context(RunLock(directory, shared=joins)).fd] if writes else []
             logs = directory if writes else stack.enter_context(temporary_folder())
-            if writes and facts_path(directory).is_file():
+            if writes and not joins and facts_path(directory).is_file():
                 write_facts(directory, {"state": ""})  # that of the start before
             if lab is not None:
                 code = run_in_lab(lab, command, run_directory=logs, environ=environ, keep_fds=keep_fds)
             elif run_file.elastic is not None:
-                from shoal.recipes.elastic.launch import run_elastic
+                from shoal.recipes.elastic.launch import Job, run_elastic
 
-                code = run_elastic(
+                job = Job(command, processes // run_file.elastic.max, run_file.run.steps, logs)
+                code = run_elastic(job, run_file.elastic, environ=environ, keep_fds=keep_fds)
+            else:
+                code = run_ranks(
                     command,
-                    run_file.elastic,
-                    steps=run_file.run.steps,
+                    processes=processes,
                     run_directory=logs,
                     environ=environ,
                     keep_fds=keep_fds,
+                    patience=Patience(saves=writes),
                 )
-            else:
-                code = run_ranks(command, processes=processes, run_directory=logs, environ=environ, keep_fds=keep_fds)
         if code == OutOfMemory.exit_code and planner is not None:
             print(planner.memory_advice(run_file), file=sys.stderr, flush=True)
-        if writes and code not in (0, Stopped.exit_code):
+        if writes and not joins and code not in (0, Stopped.exit_code):
             _record_failure(run_file, directory, code)
         return code
 
@@ -129,6 +133,17 @@ def run(
 
     as_rank(place, ranked, environ)
     return ExitCode(0)
+
+
+def _joins_a_coordinator(run_file: RunFile, environ: Mapping[str, str]) -> bool:
+    """Whether launchers on other hosts may be part of the same run. Raises `UsageError` where none can be."""
+    named = bool(environ.get(COORDINATOR))
+    if named and run_file.elastic is None:
+        raise UsageError(
+            "a coordinator is named, and the run file has no table [elastic]: it says how many replicas train; add it, "
+            "or leave the coordinator out"
+        )
+    return named
 
 
 def checked(run_file: RunFile, place: Place | None, *, file: str, planner: Planner | None) -> RunFile:

@@ -16,6 +16,7 @@ from shoal.models.huggingface.model import check_plans
 from shoal.optim.adopt import OwnOptimizer, own_optimizers
 from shoal.recipes.objects import UserObjects, check_layout_independent, data_of, loss_of, model_of, skeleton_of
 from shoal.recipes.process import Process
+from shoal.recipes.reading import slow_reads
 from shoal.recipes.sameness import require_same, require_same_code, samples_of, shapes_of
 from shoal.runfile.run_file import RunFile
 from shoal.topology.layout import Layout
@@ -54,7 +55,8 @@ def build_workload(
         run_file, objects, device=process.device, environ=process.environ, layout=layout, micro_samples=micro_samples
     )
     require_same_code(process.place.rank, process.announce)
-    own = {"model": shapes_of(workload.model), "data": samples_of(workload.data)}
+    slow = slow_reads(run_file, rank=process.place.rank, ranks=process.place.world_size)
+    own = {"model": shapes_of(workload.model), "data": samples_of(workload.data, slow)}
     require_same(process.place.rank, process.announce, own)
     return workload
 

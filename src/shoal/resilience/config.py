@@ -6,12 +6,18 @@ from typing import Annotated, Literal
 
 from shoal.config.table import Positive, PositiveFloat, Table, says
 
+COORDINATOR = "SHOAL_COORDINATOR"
+"""The variable that names the coordinator of an elastic run on several hosts, as HOST:PORT."""
+
 
 class ElasticConfig(Table, frozen=True):
     """Replicas may come and go while the run trains."""
 
     min: Annotated[Positive, says("Fewest replicas that train; with fewer the run waits.")] = 1
     max: Annotated[Positive, says("Most replicas that train; the launcher starts as many.")] = 1
+    spares: Annotated[
+        int, says("Replicas beside `max` that stand by, with everything loaded, to take a lost one's place.", ge=0)
+    ] = 0
     policy: Annotated[
         Literal["available", "throughput", "price"],
         says(

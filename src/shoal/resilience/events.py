@@ -109,7 +109,9 @@ class Scale(Message, frozen=True):
 
 
 class Look(Message, frozen=True):
-    """Asks for a `View`."""
+    """Asks for a `View`, and which of `replicas` were fenced beside members."""
+
+    replicas: Annotated[tuple[Name, ...], msgspec.Meta(max_length=100)] = ()
 
 
 Event = Join | Heartbeat | Report | Accept | Broken | Restored | Leave | Ended | Expel | Scale | Look
@@ -131,7 +133,9 @@ class View(Message, frozen=True):
 
     `holders` have the state after `step`, at `position`; the other members copy it from one of them, which may be a
     replica that leaves. Without holders all members load the newest checkpoint. `committed` as in `Pulse`.
-    `addresses` are those that the members joined with, in their order.
+    `addresses` are those that the members joined with, in their order. `fenced` are lost members, and
+    why, beside those that were asked for.
+    `disagreement`: members differ in what should be equal, and no majority says who is right.
     """
 
     number: int
@@ -142,6 +146,8 @@ class View(Message, frozen=True):
     position: int
     committed: int
     addresses: tuple[str, ...] = ()
+    fenced: dict[str, str] = {}
+    disagreement: str = ""
 
     @property
     def pulse(self) -> Pulse:

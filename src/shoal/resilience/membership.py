@@ -99,6 +99,7 @@ class Membership:
         self._suspects: dict[str, str] = {}
         self._fruitless = 0
         self._verdict: Verdict | None = None
+        self._disagreement = ""
         for decision in history:
             self._apply(decision)
 
@@ -108,7 +109,7 @@ class Membership:
         refusal = self._take(event)
         if self._made or not isinstance(event, ev.Heartbeat | ev.Look | ev.Report):
             self._reconsider()
-        return self._outcome(refusal or (self.view() if isinstance(event, ev.Look) else self.pulse()))
+        return self._outcome(refusal or (self.view(event.replicas) if isinstance(event, ev.Look) else self.pulse()))
 
     def tick(self, now_s: float) -> Outcome:
         """Lets time pass: to be called a few times per `silence_s`."""
@@ -131,14 +132,16 @@ class Membership:
 
     def pulse(self) -> ev.Pulse:
         """What every answer says."""
-        return self.view().pulse
+        return ev.Pulse(self.number, self.generation, self.ledger.step if self.known else 0)
 
-    def view(self) -> ev.View:
-        """The newest generation."""
+    def view(self, asked: Iterable[str] = ()) -> ev.View:
+        """The newest generation, and which of its members, and of the replicas `asked` for, were fenced."""
         return ev.View(
             self.number, self.generation, self.members, self.holders,
             self.formed_step, self.formed_position, self.ledger.step if self.known else 0,
             tuple(self.replicas[name].address if name in self.replicas else "" for name in self.members),
+            {name: self.fenced[name].reason for name in (*self.members, *asked) if name in self.fenced},
+            self._disagreement,
         )  # fmt: skip
 
     @property
@@ -238,6 +241,8 @@ class Membership:
     def _commit(self, event: ev.Report, votes: dict[str, ev.Report]) -> None:
         self._decide(ev.Committed(event.generation, event.step, event.start, event.stop))
         self._verdict = compare(event.step, {name: vote.fingerprint for name, vote in votes.items()})
+        if self._verdict is not None and not self._verdict.culprits:
+            self._disagreement = self._verdict.sentence
         for name in self._verdict.culprits if self._verdict else ():
             self._fence(name, f"its parameters after step {event.step} differ from the majority's")
 

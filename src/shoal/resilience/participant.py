@@ -80,6 +80,14 @@ class Participant:
             and not self.fenced
         )
 
+    @property
+    def stands_by(self) -> bool:
+        """Do others train, in a generation without this replica that nothing is about to end?"""
+        view, heard = self.view, self.heard
+        if view is None or self.replica in view.members:
+            return False
+        return heard.number == heard.generation == view.generation > self.generation
+
     def accept(self) -> None:
         """Leaves every generation before the number that is out: no step of theirs is applied any more."""
         self.promised = max(self.promised, self.heard.number)
@@ -100,6 +108,10 @@ class Participant:
             return "here"
         self.step = None
         return "peer" if view.holders else "checkpoint"
+
+    def follow(self, view: View) -> None:
+        """Enters the generation that another rank, which speaks for the replica, has entered."""
+        self.view, self.promised, self.generation = view, view.generation, view.generation
 
     def ready(self, *, step: int, position: int) -> None:
         """The state after `step` was copied or loaded."""

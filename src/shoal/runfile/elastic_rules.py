@@ -8,7 +8,7 @@ from shoal.codec.config import NoCodec
 from shoal.resilience.config import ElasticConfig
 from shoal.runfile.run_file import RunFile, statistics_group, with_processes
 from shoal.runfile.sync_rules import sync_refusal
-from shoal.sync.config import AllReduceConfig
+from shoal.sync.config import HogwildConfig
 
 
 def elastic_refusal(run_file: RunFile) -> str | None:
@@ -17,24 +17,37 @@ def elastic_refusal(run_file: RunFile) -> str | None:
 
 
 def _refusals(run_file: RunFile, elastic: ElasticConfig) -> Iterator[str]:
-    run, layout, most = run_file.run, run_file.layout, elastic.max
-    fewest = most * statistics_group(run_file)
-    if run.processes not in (None, most):
-        yield f"run.processes = {run.processes} with elastic.max = {most}: the launcher starts max; leave one out"
+    run, layout, most, sync = run_file.run, run_file.layout, elastic.max, run_file.sync
+    ranks, fewest = layout.replica_size, most * layout.shard * statistics_group(run_file)
+    if run.processes not in (None, most * ranks):
+        each = "" if ranks == 1 else f" replicas of {ranks} ranks"
+        yield f"run.processes = {run.processes} with elastic.max = {most}{each}: the launcher starts max; leave it out"
     if layout.replicate is not None:
         yield (
             f"layout.replicate = {layout.replicate} with [elastic]: the number of replicas changes; leave it out, and "
             "set elastic.min and elastic.max"
         )
-    if layout.shard * layout.pipeline * layout.context * layout.tensor > 1:
-        yield "[elastic] with a replica of several ranks: replicas that come and go have one; leave [layout] out"
+    if layout.auto:
+        yield "layout.auto with [elastic]: it plans for a fixed number of replicas; leave it out"
+    if run_file.pipeline.asynchronous:
+        yield (
+            f"pipeline.schedule = {run_file.pipeline.schedule!r} with [elastic]: an update must be made whole, between "
+            "two steps; choose a schedule that updates once a step"
+        )
     if elastic.policy != "available":
         yield f'elastic.policy = "{elastic.policy}": `shoal train` takes all replicas that are there; leave it out'
-    if not isinstance(run_file.sync, AllReduceConfig):
-        yield f'sync.kind = "{type(run_file.sync).__struct_config__.tag}" with [elastic]: set sync.kind = "allreduce"'
+    if isinstance(sync, HogwildConfig):
+        yield (
+            'sync.kind = "hogwild" with [elastic]: its processes share one memory, which ends with them; choose '
+            "another sync.kind"
+        )
     for replicas in range(elastic.min, most + 1):
-        if (refusal := sync_refusal(with_processes(run_file, replicas))) is not None:
+        if (refusal := sync_refusal(with_processes(run_file, replicas * ranks))) is not None:
             yield f"[elastic] with {elastic.min} to {most} replicas: {refusal}"
+    if run_file.optimizer.sends_momentum:
+        kind = type(run_file.optimizer).__struct_config__.tag
+        why = 'a lost replica would take its error feedback along; use "adamw"'
+        yield f'optimizer.kind = "{kind}" with [elastic]: {why}'
     if not isinstance(run_file.codec, NoCodec):
         yield "[codec] with [elastic]: a lost replica would take its error feedback along; leave [codec] out"
     if run_file.batch.division == "by_speed":
@@ -47,5 +60,5 @@ def _refusals(run_file: RunFile, elastic: ElasticConfig) -> Iterator[str]:
     if run_file.batch.global_samples < fewest:
         yield (
             f"batch.global_samples = {run_file.batch.global_samples} with elastic.max = {most}: each replica needs at "
-            f"least {statistics_group(run_file)} of a step; raise it to {fewest} or more, or lower elastic.max"
+            f"least {fewest // most} of a step; raise it to {fewest} or more, or lower elastic.max"
         )

@@ -8,19 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from shoal.codec.config import AutoConfig, DGCConfig, NoCodec
 from shoal.data.config import StdlibText, TextFiles
 from shoal.engine.config import Float16
 from shoal.errors import ConfigError
 from shoal.models.config import GPTConfig, MoEConfig
 from shoal.models.huggingface.config import TransformersConfig, vocabulary_of
-from shoal.optim.config import SGD
+from shoal.runfile.codec_rules import codec_refusal, shard_codec_refusal
 from shoal.runfile.elastic_rules import elastic_refusal
 from shoal.runfile.layout_rules import layout_refusal
 from shoal.runfile.microbatches import microbatch_sizes, most_samples
 from shoal.runfile.run_file import RunFile, statistics_group
 from shoal.runfile.sync_rules import division_refusal, sync_refusal
-from shoal.sync.config import AllReduceConfig, LocalConfig, StreamingConfig
 
 
 def check_across(run_file: RunFile, *, file: str) -> None:
@@ -42,6 +40,7 @@ def refusal(run_file: RunFile) -> str | None:
         noise_refusal,
         gradients_refusal,
         codec_refusal,
+        shard_codec_refusal,
         wire_refusal,
         sync_refusal,
         division_refusal,
@@ -249,84 +248,6 @@ def _against_priority(run_file: RunFile) -> Iterator[tuple[str, str]]:
         yield "run.compile = true", "a compiled model does not say which module it comes to; leave run.compile out"
     if run_file.run.device == "cuda":
         yield 'run.device = "cuda"', "a credit of bytes on the wire is kept between processors only so far"
-
-
-def codec_refusal(run_file: RunFile) -> str | None:
-    """One sentence if `[codec]` cannot serve this run.
-
-    A codec works on whole buckets, in which ranks of one replica may hold copies of a parameter beside different
-    others; copies decode to the same bits only where there are none. Residuals count what was not sent of the gradient
-    itself, so its unit may not change from step to step.
-    """
-    if isinstance(run_file.codec, NoCodec):
-        return None
-    found = next(_against_codec(run_file), None)
-    kind = type(run_file.codec).__struct_config__.tag
-    return None if found is None else f'codec.kind = "{kind}" with {found[0]}: {found[1]}'
-
-
-def _against_codec(run_file: RunFile) -> Iterator[tuple[str, str]]:
-    """(key and value, why not and what to do)"""
-    layout = run_file.layout
-    processes = run_file.run.processes or layout.default_processes or 0
-    for axis in ("tensor", "expert"):
-        if getattr(layout, axis) > 1:
-            why = f"copies of a parameter along {axis} would decode to different bits; leave one of them out"
-            yield f"layout.{axis} = {getattr(layout, axis)}", why
-    if not isinstance(run_file.sync, AllReduceConfig | LocalConfig | StreamingConfig):
-        kind = type(run_file.sync).__struct_config__.tag
-        why = "it codes gradients, or outer gradients, that all replicas sum; leave one of the two out"
-        yield f'sync.kind = "{kind}"', why
-    if isinstance(run_file.codec, DGCConfig):
-        yield from _against_velocities(run_file)
-    if layout.shard > 1 and layout.context == 1 and processes == layout.shard * layout.pipeline:
-        why = "it codes what replicas send each other, and there is one; set layout.replicate to 2 or more"
-        yield f"layout.shard = {layout.shard} and one replica", why
-    if isinstance(run_file.codec, AutoConfig):
-        yield from _against_auto(run_file)
-    if layout.pipeline > 1 and run_file.pipeline.asynchronous:
-        why = "its stages update after each microbatch, and count residuals by step; choose another schedule"
-        yield f"pipeline.schedule = {run_file.pipeline.schedule!r}", why
-    if run_file.gradients.bucket == "auto":
-        yield 'gradients.bucket = "auto"', "residuals lie as the buckets do, and stay; leave gradients.bucket out"
-    if run_file.gradients.schedule == "priority":
-        yield 'gradients.schedule = "priority"', "its partitions are summed as they are; leave one of the two out"
-    if isinstance(run_file.precision, Float16) and run_file.codec.feedback:
-        why = "residuals are in units of the loss scale, which changes; use bfloat16, or set codec.feedback = false"
-        yield 'precision.kind = "float16"', why
-    if run_file.observe.noise_every_steps:
-        why = "the noise needs the gradient itself, and a codec changes it; measure it without a codec"
-        yield f"observe.noise_every_steps = {run_file.observe.noise_every_steps}", why
-
-
-def _against_auto(run_file: RunFile) -> Iterator[tuple[str, str]]:
-    """(key and value, why not and what to do): ranks measure together before a step, all at the same place."""
-    if not isinstance(run_file.sync, AllReduceConfig):
-        why = "it chooses for sums of every step; name a codec"
-        yield f'sync.kind = "{type(run_file.sync).__struct_config__.tag}"', why
-    for axis in ("pipeline", "shard", "context"):
-        if getattr(run_file.layout, axis) > 1:
-            why = "it measures between replicas of one rank so far; name a codec"
-            yield f"layout.{axis} = {getattr(run_file.layout, axis)}", why
-    if run_file.run.device == "cuda":
-        yield 'run.device = "cuda"', "it measures processors and their links so far; name a codec"
-
-
-def _against_velocities(run_file: RunFile) -> Iterator[tuple[str, str]]:
-    """(key and value, why not and what to do), for a codec that sends velocities instead of gradients."""
-    optimizer, sync = run_file.optimizer, run_file.sync
-    if not isinstance(optimizer, SGD):
-        why = 'it would take velocities for gradients; use optimizer.kind = "sgd", or another codec'
-        yield f'optimizer.kind = "{type(optimizer).__struct_config__.tag}"', why
-    elif optimizer.momentum:
-        why = "the codec has the momentum; set optimizer.momentum = 0"
-        yield f"optimizer.momentum = {optimizer.momentum:g}", why
-    if optimizer.clip_norm is not None:
-        why = "it would clip sums of velocities; set codec.clip_norm instead"
-        yield f"optimizer.clip_norm = {optimizer.clip_norm:g}", why
-    if not isinstance(sync, AllReduceConfig):
-        why = 'outer gradients have a momentum of their own; use sync.kind = "allreduce", or another codec'
-        yield f'sync.kind = "{type(sync).__struct_config__.tag}"', why
 
 
 def wire_refusal(run_file: RunFile) -> str | None:

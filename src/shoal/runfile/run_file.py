@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from shoal.checkpoint.config import CheckpointConfig
-from shoal.codec.config import CodecConfig, NoCodec
+from shoal.codec.config import CodecConfig, NoCodec, ShardCodecConfig
 from shoal.comm.config import WireConfig
 from shoal.config.table import Table, says
 from shoal.data.config import BatchConfig, DataConfig
@@ -77,6 +77,7 @@ class RunFile(Table, frozen=True):
     wire: WireConfig = WireConfig()
     gradients: GradientsConfig = GradientsConfig()
     codec: CodecConfig = NoCodec()
+    shard_codec: ShardCodecConfig = ShardCodecConfig()
     sync: SyncConfig = AllReduceConfig()
     elastic: Annotated[
         ElasticConfig | None, says("Replicas come and go while the run trains; without this table, none does.")

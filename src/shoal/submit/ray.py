@@ -66,9 +66,10 @@ class Ray:
         return ["tail", "-n", "+1", str(path)] if path.exists() else []
 
     def cancel(self, submission: Submission) -> None:
-        """SIGTERM to the driver, which has the ranks save. Raises `UsageError` where it is gone."""
-        if not _is_driver(int(submission.identity), submission):
-            raise UsageError(f"{_gone(submission)}: there is nothing to cancel; shoal submit status says how it ended")
+        """SIGTERM to the driver, which has the ranks save. Raises `UsageError` where the job is over."""
+        found = self.status(submission)
+        if found.state in ("done", "failed"):
+            raise UsageError(f"{found.sentence}: there is nothing to cancel")
         os.kill(int(submission.identity), signal.SIGTERM)
 
 

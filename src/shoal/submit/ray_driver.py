@@ -57,7 +57,7 @@ def import_ray() -> Any:
 def drive(job: RayJob, status: Path) -> int:
     """Run the job to its end; its exit code. Raises `EnvironmentFault` where the cluster cannot hold it."""
     ray = import_ray()
-    _connect(ray, job)
+    connect(ray, job.address)
     for number in (signal.SIGTERM, signal.SIGINT):  # after `ray.init`, which sets a handler of its own
         signal.signal(number, _note_asked)
     _say(status, "waiting", f"{job.name} waits for {_wanted(job)}; no rank has started")
@@ -81,12 +81,13 @@ def exit_code(codes: Sequence[int]) -> int:
     return next(iter([*own, *sorted(failed, reverse=True)]), 0)
 
 
-def _connect(ray: Any, job: RayJob) -> None:
-    _knock(job.address)
+def connect(ray: Any, address: str) -> None:
+    """To the cluster at an address ("auto": the one of this host). Raises `EnvironmentFault` where none answers."""
+    _knock(address)
     try:
-        ray.init(address=job.address, namespace="shoal", log_to_driver=True, configure_logging=False)
+        ray.init(address=address, namespace="shoal", log_to_driver=True, configure_logging=False)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise _no_cluster(job.address, str(error).strip().partition("\n")[0]) from None
+        raise _no_cluster(address, str(error).strip().partition("\n")[0]) from None
 
 
 def _knock(address: str) -> None:

@@ -63,6 +63,11 @@ class LayoutConfig(Table, frozen=True):
         return Layout.for_processes(processes, **self.sizes)
 
     @property
+    def replica_size(self) -> int:
+        """Ranks of one replica."""
+        return self.pipeline * self.shard * self.context * self.tensor
+
+    @property
     def default_processes(self) -> int | None:
         """The product of the sizes; None where no axis is given."""
         product = Layout.from_dict({**self.sizes, "replicate": self.replicate or 1}).world_size  # type: ignore[dict-item]

@@ -371,7 +371,7 @@ def late(place) -> str:
 
 
 def test_a_rank_that_does_not_come_is_named_after_the_timeout(ranks) -> None:
-    assert ranks(2, late)[0] == "Timed out after 2 s waiting for rank 1 of the group"
+    assert ranks(2, late)[0] == "shared memory: Timed out after 2 s waiting for rank 1 of the group"
 
 
 def in_children(place) -> tuple[str, float]:

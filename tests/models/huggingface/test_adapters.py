@@ -65,6 +65,37 @@ def test_frozen_layers_keep_no_state_and_send_no_bytes(ranks, tmp_path: Path, ax
     assert any("base_layer" in name for name in first["saved"])
 
 
+def kept_by(table: dict[str, Any]) -> list[int]:
+    """Bytes that a forward keeps for the backward, layer by layer; parameters do not count."""
+    torch.manual_seed(3)
+    model = build(msgspec.convert(table, TransformersConfig))
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: list[int] = []
+
+    def packed(tensor: torch.Tensor) -> torch.Tensor:
+        if kept and tensor.untyped_storage().data_ptr() not in own:
+            kept[-1] += tensor.untyped_storage().nbytes()
+        return tensor
+
+    def enter(*_: object) -> None:
+        kept.append(0)
+
+    for layer in model.get_submodule("model.layers"):
+        layer.register_forward_pre_hook(enter)
+    with torch.autograd.graph.saved_tensors_hooks(packed, lambda tensor: tensor):
+        model(torch.arange(3, 15)[None])
+    return kept
+
+
+def test_frozen_layers_keep_no_activations() -> None:
+    """Below the first adapter nothing is kept for the backward, and above it less than where all layers train."""
+    own, last = kept_by(LLAMA), kept_by(LLAMA | {"lora_rank": 4, "lora_targets": ["model.layers.1.mlp.down_proj"]})
+    assert len(own) == len(last) == 3
+    assert last[0] == 0
+    assert 0 < last[1] < own[1] / 4
+    assert 0 < last[2] < own[2]
+
+
 def test_the_model_with_adapters_is_pefts() -> None:
     """The same names trained, and the same logits, as peft's own way of putting adapters on transformers' model."""
     import transformers

@@ -69,7 +69,7 @@ def on_a_rank(place: TestPlace, kind: Any, *, packed: bool, variant: Any) -> tup
     mesh = mesh_of(place)
     model = gpt()
     put_context(model, mesh.axis("context"), kind)
-    if variant in ("selective", "full"):
+    if variant in ("selective", "operators", "full"):
         recompute(model, variant)
     here = positions(SEQ, size=place.size, rank=place.rank)
     parts = {name: x if x is None else slice_sequence(x, here) for name, x in batch(packed=packed).items()}
@@ -122,7 +122,7 @@ def test_loss_and_every_gradient_are_those_of_one_process(ranks: Any, size: int)
 
 def test_recomputed_attention_calls_the_ranks_again_and_gives_the_same(ranks: Any) -> None:
     """For each kind, with documents and dropout; of the whole blocks and of the cores alone."""
-    every = [(kind, True, variant) for kind in sorted(KINDS) for variant in ("selective", "full")]
+    every = [(kind, True, variant) for kind in sorted(KINDS) for variant in ("selective", "operators", "full")]
     loss, gradients = loss_and_gradients(gpt(), batch(packed=True))
     for results in ranks(2, cases, every, timeout_s=SLOW_S):
         for found in results:
@@ -140,7 +140,7 @@ def held_bytes(place: TestPlace, tokens: int) -> dict[str, int]:
         initialise(model, seed=0, device="cpu")
         put_context(model, group, kind)
         forward = partial(model, here[None] % VOCABULARY, here[None])
-        held[kind] = measured_activation_bytes(model, forward)
+        held[kind] = measured_activation_bytes(forward)
     return held
 
 

@@ -192,7 +192,7 @@ def test_a_sequence_that_does_not_divide_is_refused_on_every_rank(ranks) -> None
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole stream", "sequence parallel"])
-@pytest.mark.parametrize("kind", ["selective", "full"])
+@pytest.mark.parametrize("kind", ["selective", "operators", "full"])
 def test_activations_may_be_computed_again(ranks, kind: RecomputeKind, sequence_parallel: bool) -> None:
     """The collectives of the forward happen again in the backward, in the same order on every rank."""
     inputs, targets = batch()

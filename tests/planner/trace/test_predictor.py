@@ -117,7 +117,7 @@ def test_declarations_decide_which_layouts_there_are(both: tuple[Predictor, Trac
         return used, {plan.recompute for plan in plans}
 
     assert axes(free)[0] == {"replicate", "shard", "pipeline", "tensor"}
-    assert axes(plain) == ({"replicate", "shard"}, {"none", "selective", "full"})
+    assert axes(plain) == ({"replicate", "shard"}, {"none", "selective", "operators", "full"})
     assert axes(flat) == ({"replicate", "shard"}, {"none"})
 
 

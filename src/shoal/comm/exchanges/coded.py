@@ -43,8 +43,8 @@ class Coded:
     is zero, and stays so. Without a codec all is sent.
 
     `feedback`: keep what was not sent, in float32 at least. `key` is that of the codec's random numbers, the same on
-    all ranks of the group. `spent` is added to. `rounds` counts sums, and random numbers follow from it. `flying` are
-    the group's exchanges in their first round, shared by all of them.
+    all ranks of the group. `spent` is added to. `rounds` counts sums, and random numbers follow from it; `updates`
+    counts those that led to an update. `flying` are the group's exchanges in their first round, shared by all of them.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class Coded:
         flying: deque[Coded] | None = None,
     ) -> None:
         self.group, self.result, self.segments, self.rounds = group, buffer, tuple(segments), 0
+        self.updates = 0
         self.feedback, self._key, self._spent, self._measured = feedback, key, spent or Spent(), False
         self._bound: dict[int, tuple[Codec, CodedSum]] = {}
         self._dtype = torch.promote_types(buffer.dtype, torch.float32)
@@ -147,6 +148,7 @@ class Coded:
         if not self._sent:
             return
         self._sent = False
+        self.updates += 1
         if self._codec is None:
             self._residual = self._next = None
         else:

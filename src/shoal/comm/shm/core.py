@@ -132,6 +132,7 @@ def load_call() -> Callable[..., None] | None:
         return None
 
 
+@functools.cache
 def core_identity() -> str:
     """The same for the same build. Raises `CoreMissing`."""
     load_core()

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from shoal.comm.board import Board
 from shoal.comm.c10d_forms import GlooGroup, checked_root, given_timeout_s, joined, listed, profiler_enabled, ranged
-from shoal.comm.shm.core import DTYPES, REDUCTIONS, CoreMissing, Kind, core_identity, load_core
+from shoal.comm.shm.core import DTYPES, REDUCTIONS, Kind, load_core
 from shoal.comm.shm.host import find_mates
 from shoal.comm.shm.transport import Transport, core_settings
 
@@ -48,9 +48,6 @@ _OTHERS: dict[Any, dict[torch.dtype, tuple[int, int]]] = {
 }
 
 
-_MISSING = "missing: "
-
-
 def share_core(inner: Any, store: Store, *, timeout_s: float, prompt: bool = False) -> CoreGroup:
     """`inner`, of two ranks or more, behind the core in C. Blocks until all ranks of the group have called it.
 
@@ -58,24 +55,9 @@ def share_core(inner: Any, store: Store, *, timeout_s: float, prompt: bool = Fal
     """
     rank, size = inner.rank(), inner.size()
     board = Board(PrefixStore("shm", store), timeout_s=timeout_s)
-    _check_core(board, rank, size)
-    core, settings = load_core(), core_settings(size, timeout_s=timeout_s)
-    segment_bytes = core.shoal_segment_bytes(size, settings)
-    mates = find_mates(board, rank, size, core=core, segment_bytes=segment_bytes)
-    return CoreGroup(inner, Transport(core, mates, rank=rank, settings=settings, prompt=prompt))
-
-
-def _check_core(board: Board, rank: int, size: int) -> None:
-    """Raises `CoreMissing` on all ranks where one of them has no core, or another one."""
-    try:
-        mine = core_identity()
-    except CoreMissing as error:
-        mine = f"{_MISSING}rank {rank}: {error}"
-    answers = board.all_gather("core", mine, rank=rank, ranks=range(size))
-    if missing := next((a for a in answers if a.startswith(_MISSING)), None):
-        raise CoreMissing(missing.removeprefix(_MISSING))
-    if len(set(answers)) > 1:
-        raise CoreMissing("the ranks have different versions of it")
+    settings = core_settings(size, timeout_s=timeout_s)
+    mates = find_mates(board, rank, size, settings=settings)
+    return CoreGroup(inner, Transport(load_core(), mates, rank=rank, settings=settings, prompt=prompt))
 
 
 class CoreGroup(dist.ProcessGroup):

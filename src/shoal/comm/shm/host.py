@@ -25,8 +25,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from shoal.comm.board import Board
-from shoal.comm.shm.core import Core
+from shoal.comm.shm.core import CoreMissing, Settings, core_identity, load_core
 from shoal.comm.shm.segment import MappedSegment, create_segment
 
 HOST_NAME = "SHOAL_HOST"
@@ -36,7 +38,21 @@ _NO, _ECHO = "no: ", "no more: "  # what went wrong here, and what did because o
 
 
 class Apart(Exception):
-    """The reason why ranks cannot share memory, the same on all of them."""
+    """The reason why ranks cannot share memory, the same on all of them; `hosts` are those of the ranks, if known."""
+
+    def __init__(self, reason: str, hosts: Sequence[str] = ()) -> None:
+        super().__init__(reason)
+        self.hosts = tuple(hosts)
+
+
+class Introduction(msgspec.Struct, frozen=True):
+    """What a rank tells the others first: `core` is the build of its core, or else `no_core` says why it has none."""
+
+    host: str
+    user: int
+    door: str = ""
+    core: str = ""
+    no_core: str = ""
 
 
 @dataclass(frozen=True)
@@ -47,8 +63,8 @@ class HostMates:
     segments: tuple[MappedSegment, ...]
 
 
-def find_mates(board: Board, rank: int, size: int, *, core: Core, segment_bytes: int) -> HostMates:
-    """Blocks until all ranks have called it. Raises `Apart` on all of them, or returns on all of them."""
+def find_mates(board: Board, rank: int, size: int, *, settings: Settings) -> HostMates:
+    """Blocks until all ranks have called it. Raises `Apart` or `CoreMissing` on all of them, or returns on all."""
 
     def agree(step: str, attempt: Callable[[], str]) -> tuple[str, ...]:
         try:
@@ -61,13 +77,35 @@ def find_mates(board: Board, rank: int, size: int, *, core: Core, segment_bytes:
                 raise Apart(refusal)
         return answers
 
-    _same_host(agree("host", _host))
-    handshake = Handshake(rank, size, core=core, segment_bytes=segment_bytes, timeout_s=board.timeout_s)
+    handshake = Handshake(rank, size, settings=settings, timeout_s=board.timeout_s)
     with handshake:
-        doors = agree("open", handshake.open)
+        answers = agree("introduce", lambda: msgspec.json.encode(_introduction(rank, handshake)).decode())
+        doors = _check([msgspec.json.decode(answer, type=Introduction) for answer in answers])
         agree("knock", lambda: handshake.knock(doors[:rank]))
         agree("enter", handshake.enter)
     return HostMates(handshake.streams, tuple(handshake.segments[other] for other in range(size)))
+
+
+def _introduction(rank: int, handshake: Handshake) -> Introduction:
+    host, user = host_identity(), os.getuid()
+    try:
+        return Introduction(host, user, core=core_identity(), door=handshake.open())
+    except CoreMissing as error:
+        return Introduction(host, user, no_core=f"rank {rank}: {error}")
+
+
+def _check(everyone: Sequence[Introduction]) -> list[str]:
+    """The ranks' doors. Raises `Apart`, or `CoreMissing` where one of them has no core, or another one."""
+    hosts = [each.host for each in everyone]
+    if (count := len(set(hosts))) > 1:
+        raise Apart(f"ranks on {count} hosts", hosts)
+    if (count := len({each.user for each in everyone})) > 1:
+        raise Apart(f"ranks of {count} users", hosts)
+    if missing := next((each.no_core for each in everyone if each.no_core), None):
+        raise CoreMissing(missing)
+    if len({each.core for each in everyone}) > 1:
+        raise CoreMissing("the ranks have different versions of it")
+    return [each.door for each in everyone]
 
 
 def host_identity(environ: Mapping[str, str] = os.environ) -> str:
@@ -82,27 +120,15 @@ def host_identity(environ: Mapping[str, str] = os.environ) -> str:
     return _BOOT_ID.read_text().strip() + (f"/{name}" if name else "")
 
 
-def _host() -> str:
-    return f"{host_identity()}/{os.getuid()}"
-
-
-def _same_host(hosts: tuple[str, ...]) -> None:
-    if (count := len({host.rpartition("/")[0] for host in hosts})) > 1:
-        raise Apart(f"ranks on {count} hosts")
-    if (count := len(set(hosts))) > 1:
-        raise Apart(f"ranks of {count} users")
-
-
 class Handshake:
     """One rank's side: call `open`, `knock` and `enter` in this order, each after all ranks have done the one before.
 
-    All three raise `OSError`. As a context it leaves no folder and no descriptor but those of `streams`; where its body
-    raises, not those either.
+    All three raise `OSError`, and `open` also `CoreMissing`. As a context it leaves no folder and no descriptor but
+    those of `streams`; where its body raises, not those either.
     """
 
-    def __init__(self, rank: int, size: int, *, core: Core, segment_bytes: int, timeout_s: float) -> None:
-        self._rank, self._size, self._timeout_s = rank, size, timeout_s
-        self._core, self._segment_bytes = core, segment_bytes
+    def __init__(self, rank: int, size: int, *, settings: Settings, timeout_s: float) -> None:
+        self._rank, self._size, self._settings, self._timeout_s = rank, size, settings, timeout_s
         self.streams: dict[int, socket.socket] = {}
         self.segments: dict[int, MappedSegment] = {}
         self._stack = ExitStack()
@@ -116,7 +142,9 @@ class Handshake:
             self._hang_up()
 
     def open(self) -> str:
-        """The path of this rank's door."""
+        """The path of this rank's door. Raises `CoreMissing` before it makes anything."""
+        self._core = load_core()
+        self._segment_bytes = self._core.shoal_segment_bytes(self._size, self._settings)
         folder = tempfile.mkdtemp(prefix="shoal-")  # mode 0700
         self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
         self._door = self._stack.enter_context(socket.socket(socket.AF_UNIX))

@@ -138,7 +138,8 @@ class CoreWork(dist.Work):
             Fault.PEER_DEAD: f"Connection closed by peer: rank {rank} of the group is gone",
             Fault.PEER_LEFT: f"rank {rank} of the group has closed it",
             Fault.PEER_FAILED: f"another rank of the group gave up on rank {rank}",
-            Fault.TIMED_OUT: f"Timed out after {self._timeout_s:g} s waiting for rank {rank} of the group",
+            Fault.TIMED_OUT: f"shared memory: Timed out after {self._timeout_s:g} s waiting for rank {rank} of the "
+            "group",
             Fault.DISAGREE: f"rank {self._rank} called {_named(ours)}, rank {rank} of the group {_named(theirs)}: all "
             "ranks must make the same calls in the same order",
             Fault.WRONG_SIZE: f"rank {rank} of the group sends {theirs.bytes} bytes, rank {self._rank} expects "

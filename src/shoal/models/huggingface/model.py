@@ -60,6 +60,7 @@ class Called(nn.Module):
 
     def named_inputs(self, main: Tensor | None, positions: Tensor | None, named: Mapping[str, Any]) -> dict[str, Any]:
         """The keywords of the architecture's own forward."""
+        self._choose_products_of_experts()
         inputs = dict(named) if main is None else {self.main_input_name: main, **named}
         if "labels" in inputs:
             raise UserCodeError(
@@ -77,6 +78,13 @@ class Called(nn.Module):
             # The length of a slice of the sequence (layout.sequence_parallel) is not that of the sequence.
             inputs["position_ids"] = torch.arange(main.shape[1], device=main.device)[None]
         return inputs
+
+    def _choose_products_of_experts(self) -> None:
+        """PyTorch's grouped products take no float64, in which a proof may run: there, experts are called in turn."""
+        if getattr(self.config, "_experts_implementation", None) != "grouped_mm":
+            return
+        if next(self.parameters()).dtype == torch.float64:
+            self.set_experts_implementation("eager")  # type: ignore[operator]
 
     @property
     def _takes_position_ids(self) -> bool:

@@ -217,12 +217,14 @@ def prediction_record(one: Prediction) -> dict[str, Any]:
     }
 
 
-def confidence_record(one: Prediction, limit_bytes: float, *, time: Residuals, memory: Residuals) -> dict[str, Any]:
-    """The interval of the step, the odds of running out of memory, and their sources."""
+def confidence_record(
+    one: Prediction, limit_bytes: float, *, time: Residuals | None, memory: Residuals
+) -> dict[str, Any]:
+    """The interval of the step (None where its rates are assumed), the odds of running out of memory, their sources."""
     return {
         "level": 0.9,
-        "step_s": list(time.interval(one.step_s)),
-        "step_source": time.source,
+        "step_s": None if time is None else list(time.interval(one.step_s)),
+        "step_source": "assumed rates" if time is None else time.source,
         "out_of_memory": memory.exceeds(one.memory_bytes, limit_bytes),
         "memory_source": memory.source,
     }

@@ -105,14 +105,15 @@ def help_sentence(change: Change, best: Prediction) -> str | None:
     return f"{change.what} takes {saved:.1f} % off the step{cost}"
 
 
-def confidence(best: Prediction, limit_bytes: float, *, time: Residuals, memory: Residuals) -> str:
-    """The interval of the step, the odds of running out of memory, and what both are taken from."""
-    low, high = time.interval(best.step_s)
+def confidence(best: Prediction, limit_bytes: float, *, time: Residuals | None, memory: Residuals) -> str:
+    """The interval of the step (none where `time` is None: its rates are assumed), the odds of running out of memory,
+    and what both are taken from."""
+    interval = "The step is a guess without an interval: no published step was measured on CPU cores like these"
+    if time is not None:
+        low, high = (units.seconds(bound) for bound in time.interval(best.step_s))
+        interval = f"90 % of steps like this were measured between {low} and {high}: {time.source}"
     odds = memory.exceeds(best.memory_bytes, limit_bytes)
-    return (
-        f"90 % of steps like this were measured between {units.seconds(low)} and {units.seconds(high)}: {time.source}\n"
-        f"It runs out of memory with a probability of {percent(odds)}: {memory.source}"
-    )
+    return f"{interval}\nIt runs out of memory with a probability of {percent(odds)}: {memory.source}"
 
 
 def choices(found: Iterable[Choice]) -> str:

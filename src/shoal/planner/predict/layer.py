@@ -172,7 +172,7 @@ def _gathered_again(plan: Plan, machine: Machine, stream: float, device: LayerSe
 def _sent_again(plan: Plan, wires: _Wires, machine: Machine) -> float:
     """Seconds of the forward's collectives that recomputation repeats; what follows the last product is left out where
     it stops early."""
-    if plan.recompute != "full":
+    if plan.recompute not in ("operators", "full"):
         return 0.0
     whole = wires.tensor_forward + wires.expert / 2
     return plan.recompute_share * whole / (2 if machine.stack.stops_early else 1)

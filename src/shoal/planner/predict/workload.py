@@ -51,7 +51,7 @@ class Abilities:
     """What of a search a model can do: axes that can split it, what it can compute again, sliced sequences."""
 
     axes: frozenset[str] = frozenset(("replicate", "shard", "pipeline", "context", "tensor", "expert"))
-    recompute: frozenset[Recompute] = frozenset(("none", "selective", "full"))
+    recompute: frozenset[Recompute] = frozenset(("none", "selective", "operators", "full"))
     sequence_parallel: bool = True
 
 

@@ -47,7 +47,7 @@ class Allowed:
     microbatches: int | None = None
     virtual_stages: int | None = None
     zero: tuple[Zero, ...] = (0, 1, 2, 3)
-    recompute: tuple[Recompute, ...] = ("none", "selective", "full")
+    recompute: tuple[Recompute, ...] = ("none", "selective", "operators", "full")
     schedules: tuple[Schedule, ...] = (
         "1F1B",
         "ZB-H1",

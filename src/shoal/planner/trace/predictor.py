@@ -192,9 +192,6 @@ class TracedPredictor(Predictor):
 
 
 def _split(plan: Plan) -> Split:
-    """Raises `ConfigError` for recomputation by operators, which the run has not."""
-    if plan.recompute == "operators":
-        raise ConfigError('recompute = "operators": a traced model recomputes whole blocks; choose "full" or "none"')
     return Split(
         plan.microbatch,
         tensor=plan.layout.tensor,

@@ -1,11 +1,15 @@
 """Elastic training: replicas come and go while the others go on. See docs/recovery.md.
 
-launch.py       the launcher: the coordinator, a process a replica, replacements
-replica.py      a replica: one generation after the other, until the run is over
-meeting.py      the store at which the members of a generation meet
-generation.py   the beginning of a generation: groups, parts, and the state for those who lack it
-standing.py     whether a step is changing the state, and what is carried over to the next generation
-state_copy.py   the copy of a state, by chunks with hashes
-showing.py      sinks while ranks change, and who trains since when
-seat.py         what the launcher tells a replica
+launch.py           the launcher of a host: replacements, and the coordinator if there is no other
+processes.py        the processes of a replica
+assignment.py       what the launcher assigns to a rank
+replica.py          a rank of a replica: one generation after the other, until the run is over
+replica_ranks.py    what the ranks of a replica tell each other between generations
+rendezvous.py       where ranks meet: those of a replica, those of a generation
+generation.py       the beginning of a generation: groups, parts, and the state for those who lack it
+committed_state.py  the state that counts, and is carried over to the next generation
+state_copy.py       the copy of a state, by chunks with hashes
+reports.py          what a rank reports of its steps
+connections.py      ending what a process waits for on hosts that are out of reach
+sinks.py            the sinks of a rank whose number changes, and who trains since when
 """

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
-
 from shoal.errors import CollectiveError
-from shoal.launch.environment import Place
-from shoal.launch.rendezvous import STARTED, Rendezvous
+from shoal.launch.rendezvous import STARTED
 from shoal.recipes.elastic.state_copy import HeldState, share_state
 from shoal.recipes.process import Process
 from shoal.recipes.run import Run, next_generation, run_in_generation
@@ -17,8 +14,6 @@ from shoal.recipes.sameness import require_same, require_same_code, require_same
 from shoal.recipes.workload import Workload, with_new_model
 from shoal.resilience.events import View
 from shoal.runfile.run_file import RunFile
-
-REHEARSAL_S = 60.0
 
 
 class Generations:
@@ -30,13 +25,10 @@ class Generations:
         self._used = False
 
     def rehearse(self, process: Process) -> None:
-        """Builds a run of this replica alone, and drops it: whoever joins a run that waits should have everything in
-        memory that is loaded when it is first used.
+        """Builds a run of this replica alone, of `process`, and drops it: whoever joins a run that waits should have
+        everything in memory that is loaded when it is first used.
         """
-        place = Place(0, 1, 0, 1, 0, process.place.launcher)
-        store = PrefixStore("rehearsal", process.store)
-        alone = replace(process, place=place, store=store, rendezvous=Rendezvous(store, place, timeout_s=REHEARSAL_S))
-        run_in_generation(self._run_file, alone, self._workload, number=0).mesh.abort()
+        run_in_generation(self._run_file, process, self._workload, number=0).mesh.abort()
         self._used = True
 
     def open(self, process: Process, view: View) -> Run:
@@ -75,7 +67,7 @@ def state_for(run: Run, view: View, held: HeldState | None, load: Callable[[], N
         return None
     if not brings_newcomers(view):
         return held
-    root = next((rank for rank, name in enumerate(view.members) if name in view.holders), None)
+    root = next((member for member, name in enumerate(view.members) if name in view.holders), None)
     if root is None:
         raise CollectiveError("the replica that holds the newest state has left: waiting for another generation")
-    return share_state(held, run.mesh.world, root=root, device=run.device)
+    return share_state(held, run.mesh.axis("replicate"), root=root, device=run.device)

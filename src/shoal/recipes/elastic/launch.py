@@ -1,13 +1,14 @@
-"""The launcher of an elastic run on one host: the coordinator in a thread, a process a replica, replacements.
+"""The launcher of an elastic run on one host: a process a rank, replacements, and the coordinator if there is no other.
 
     a replica dies            its end is told to the coordinator, and another takes its slot
-    a replica is fenced       its process is ended, if it is stopped or hangs, and another takes its slot
+    a replica is fenced       its processes are ended, if they are stopped or hang, and another takes its slot
     a replica leaves          with exit 75, when its state was handed over: nobody takes its slot
     a replica fails for good  with exit 2, 4 or 6, which another would repeat: the run ends with that code
-    the user asks to stop     SIGINT to every replica: they take the step, save and end; asked twice, SIGKILL
+    the user asks to stop     SIGINT to every rank: they take the step, save and end; asked twice, SIGKILL
     replicas differ           after a step, and no majority says who is right: the run ends with exit 6
 
-Replicas keep their slot's log; whichever is rank 0 writes to the terminal.
+With a coordinator elsewhere, each host has such a launcher, for its own replicas. Ranks keep their slot's log;
+whichever is rank 0 of the run writes to the terminal of its host.
 """
 
 from __future__ import annotations
@@ -26,16 +27,19 @@ from pathlib import Path
 
 from shoal.coordinator.client import Address, Connection
 from shoal.coordinator.in_process import coordinator_in
+from shoal.coordinator.watch import Silence, view_of, watching
 from shoal.errors import Diverged, EnvironmentFault, Stopped, UsageError, VerificationFailed
 from shoal.launch import sockets
+from shoal.launch.environment import LOOPBACK
 from shoal.launch.failure import FAILURE_FOLDER, read_failures
-from shoal.launch.rank_process import LAUNCHER_PID, LAUNCHER_PIPE, RankProcess, rank_environment, start
+from shoal.launch.rank_process import LAUNCHER_PID, LAUNCHER_PIPE, RankProcess
 from shoal.launch.root_cause import Exit, ExitCode, exit_code, failure_report, how, root_cause
 from shoal.launch.signals import Debounce
 from shoal.launch.spawn import listening, no_survivors, pipe
 from shoal.launch.supervision import say
 from shoal.launch.temporary_folder import temporary_folder
-from shoal.recipes.elastic.seat import variables_of
+from shoal.recipes.elastic.assignment import TOKEN, coordinator_from, coordinator_variables, replicas_here
+from shoal.recipes.elastic.processes import ReplicaProcesses, Starter
 from shoal.resilience.config import ElasticConfig
 from shoal.resilience.events import Committed, Decision, Ended, Fenced, Formed
 from shoal.resilience.fingerprints import Verdict
@@ -43,103 +47,106 @@ from shoal.resilience.membership import Rules
 
 FOR_GOOD = (UsageError.exit_code, Diverged.exit_code, VerificationFailed.exit_code)
 """Exit codes of failures that a replacement would repeat."""
-QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-"""A store that went with its replica is no news: PyTorch would warn of it with a page of its own frames."""
 FAILURE_S = 2.0
 """How long the others get to end by themselves after a failure for good."""
 LAST_S = 300.0
 """How long they get after the first that is done, or has stopped as it was asked: to write the report, or the save."""
-Event = RankProcess | signal.Signals | Decision | Verdict | Exception
+Event = RankProcess | signal.Signals | Decision | Verdict | Silence | Exception
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is launched: `command` as each of the `ranks` of each replica, to step `steps` of the run."""
+
+    command: Sequence[str]
+    ranks: int
+    steps: int
+    run_directory: Path
 
 
 def run_elastic(
-    command: Sequence[str],
-    config: ElasticConfig,
-    *,
-    steps: int,
-    run_directory: Path,
-    environ: Mapping[str, str],
-    keep_fds: Sequence[int] = (),
+    job: Job, config: ElasticConfig, *, environ: Mapping[str, str], keep_fds: Sequence[int] = ()
 ) -> ExitCode:
-    """Runs `command` as the replicas of `config` to step `steps`; the exit code that the launcher should exit with.
+    """Runs `job` as replicas; the exit code that the launcher should exit with. `environ` may name a coordinator.
 
     Call it from the main thread, as `launch.spawn.run_ranks`. Raises `EnvironmentFault` where nothing can be started.
     """
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    rules = Rules(config.min, config.max, silence_s=config.silence_s, accept_s=config.accept_s)
+    elsewhere = coordinator_from(environ)
+    host = LOOPBACK if elsewhere is None else sockets.address_towards(elsewhere.host, elsewhere.port)
+    slots = config.max + config.spares if elsewhere is None else replicas_here(environ)
     with ExitStack() as stack:
         folder = stack.enter_context(temporary_folder())
         stack.enter_context(listening(events))
-        address = stack.enter_context(coordinator_in(folder, rules, told=events.put))
+        address, token = elsewhere, Path(environ.get(TOKEN, ""))
+        if address is None:
+            rules = Rules(config.min, config.max, silence_s=config.silence_s, accept_s=config.accept_s)
+            address = stack.enter_context(coordinator_in(folder, rules, told=events.put))
+            token = folder / "token"
         terminal_fd = os.dup(1)
         stack.callback(os.close, terminal_fd)
-        fleet = Fleet(config, steps, address, folder, events)
+        read_end = stack.enter_context(pipe())
+        starter = Starter(
+            list(job.command),
+            ranks=job.ranks,
+            slots=slots,
+            host=host,
+            several_hosts=elsewhere is not None,
+            run_directory=job.run_directory if elsewhere is None else job.run_directory / "hosts" / host,
+            environ={
+                **environ,
+                FAILURE_FOLDER: str(folder),
+                LAUNCHER_PID: str(os.getpid()),
+                LAUNCHER_PIPE: str(read_end),
+            },
+            coordinator=coordinator_variables(address, token.absolute()),
+            fds=(read_end, terminal_fd, *keep_fds),
+            terminal_fd=terminal_fd,
+        )
+        fleet = Fleet(config, job.steps, address, folder, events, starter)
         stack.enter_context(no_survivors(fleet.processes))
-        with pipe() as read_end:
-            own = {**environ, FAILURE_FOLDER: str(folder), LAUNCHER_PID: str(os.getpid()), LAUNCHER_PIPE: str(read_end)}
-            fleet.starter = Starter(
-                list(command), config.max, run_directory, own, (read_end, terminal_fd, *keep_fds), terminal_fd
-            )
-            for slot in range(config.max):
-                fleet.start(slot)
-            while fleet.running:
-                fleet.react()
+        if elsewhere is not None:
+            names = lambda: tuple(fleet.running)  # noqa: E731
+            fleet.members = view_of(address).members
+            stack.enter_context(watching(address, names, told=events.put, silence_s=config.silence_s))
+        for slot in range(slots):
+            fleet.start(slot)
+        while fleet.running:
+            fleet.react()
         return fleet.conclude()
-
-
-@dataclass(frozen=True)
-class Starter:
-    """How a replica's process is started."""
-
-    command: list[str]
-    slots: int
-    run_directory: Path
-    environ: Mapping[str, str]
-    fds: Sequence[int]
-    terminal_fd: int
-
-    def start(self, slot: int, replica: str, address: Address, token: Path, *, late: bool) -> RankProcess:
-        """The process in `slot`; `late`: the others train already. Raises `EnvironmentFault`."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        loopback = {"GLOO_SOCKET_IFNAME": sockets.interface_name()}
-        own = rank_environment(
-            {**loopback, **QUIET, **self.environ}, slot, processes=self.slots, port=address.port, cores=cores
-        ) | variables_of(replica, address, token=token, terminal_fd=self.terminal_fd, late=late)
-        return start(self.command, slot, environ=own, run_directory=self.run_directory, pass_fds=self.fds)
 
 
 @dataclass
 class Fleet:
-    """The replicas' processes, by the names of the replicas, and how those ended that nobody replaced."""
+    """The replicas of this host, by their names, and how those ended that nobody replaced."""
 
     config: ElasticConfig
     steps: int
     address: Address
     folder: Path
     events: queue.SimpleQueue[Event]
-    starter: Starter | None = None
-    running: dict[str, RankProcess] = field(default_factory=dict)
+    starter: Starter
+    running: dict[str, ReplicaProcesses] = field(default_factory=dict)
     processes: list[RankProcess] = field(default_factory=list)
     exits: list[Exit] = field(default_factory=list)
     members: tuple[str, ...] = ()
     stop_signal: signal.Signals | None = None
-    sentence: str = ""
     fault: EnvironmentFault | VerificationFailed | None = None
     over: bool = False
     deadline_s: float | None = None
     replaced: Counter[int] = field(default_factory=Counter)
     coordinated: bool = True
-    _sent: dict[str, set[int]] = field(default_factory=dict)
     _debounce: Debounce = field(default_factory=Debounce)
 
     def start(self, slot: int) -> None:
         """Another replica in `slot`."""
-        assert self.starter is not None
         name = f"replica-{slot}-{secrets.token_hex(4)}"
-        process = self.starter.start(slot, name, self.address, self.folder / "token", late=bool(self.members))
-        self.running[name] = process
-        self.processes.append(process)
-        threading.Thread(target=self._announce_end, args=(process,), daemon=True).start()
+        spare = not self.starter.several_hosts and slot >= self.config.max
+        replica = self.starter.start(slot, name, late=bool(self.members) or spare)
+        self.running[name] = replica
+        self.processes += replica.ranks
+        for process in replica.ranks:
+            threading.Thread(target=self._announce_end, args=(process,), daemon=True).start()
 
     def react(self) -> None:
         """Waits for the next event, and does what follows."""
@@ -152,7 +159,7 @@ class Fleet:
             return
         match event:
             case RankProcess():
-                self._ended(event)
+                self._rank_ended(event)
             case signal.Signals():
                 self._signalled(event)
             case Formed(_, members, _, step):
@@ -168,6 +175,8 @@ class Fleet:
                 self.running[name].send(signal.SIGKILL)
             case Verdict(_, (), sentence):
                 self._end(VerificationFailed(sentence))
+            case Silence(silent_s):
+                self._say_silence(silent_s)
             case EnvironmentFault():
                 self.coordinated = False
                 say(f"the coordinator has ended, and training goes on until a replica is lost: {event}")
@@ -194,7 +203,8 @@ class Fleet:
         ends = root_cause(records, kept)
         if ends:
             tails = {p.rank: p.log_tail() for p in self.processes if p.pid == ends[0].exit.pid}
-            say(failure_report(ends, kept, world_size=self.config.max, stopped={}, log_tails=tails))
+            most = self.config.max * self.starter.ranks
+            say(failure_report(ends, kept, world_size=most, stopped={}, log_tails=tails))
             return ExitCode(exit_code(kept, ends), rank=ends[0].exit.rank, sentence=ends[0].sentence)
         sentence = "stopped; the same command goes on from the newest checkpoint"
         if self.stop_signal is None:
@@ -206,22 +216,26 @@ class Fleet:
         process.wait()
         self.events.put(process)
 
-    def _ended(self, process: RankProcess) -> None:
-        name = next(name for name, found in self.running.items() if found is process)
-        del self.running[name]
-        time_ns, code = time.time_ns(), process.reap()
-        by_launcher = any(code in (-number, 128 + number) for number in self._sent.get(name, ()))
-        end = Exit(process.rank, process.pid, code, time_ns, by_launcher=by_launcher)
-        self._tell(Ended(name, f"its process ended: {how(end)}"))
+    def _rank_ended(self, process: RankProcess) -> None:
+        replica = next(replica for replica in self.running.values() if process in replica.ranks)
+        replica.ended(process)
+        code = replica.end.code
         if (self.over and code == 0) or (self.stop_signal is not None and code == Stopped.exit_code):
             self.deadline_s = self.deadline_s or time.monotonic() + LAST_S
-        if code in (0, Stopped.exit_code) or self._ending or self.over:
-            self.exits.append(end)
-        elif code in FOR_GOOD:
-            self.exits.append(end)
+        if replica.is_over:
+            del self.running[replica.name]
+            self._replica_ended(replica)
+
+    def _replica_ended(self, replica: ReplicaProcesses) -> None:
+        end = replica.end
+        self._tell(Ended(replica.name, f"its process ended: {how(end)}"))
+        if end.code in (0, Stopped.exit_code) or self._ending or self.over:
+            self.exits += replica.exits
+        elif end.code in FOR_GOOD:
+            self.exits += replica.exits
             self.deadline_s = time.monotonic() + FAILURE_S
         else:
-            self._replace(name, process, end)
+            self._replace(replica)
 
     @property
     def _ending(self) -> bool:
@@ -231,26 +245,30 @@ class Fleet:
         """The last step is taken: those that are no members would join a run that is over."""
         self.over = True
         for name in [name for name in self.running if name not in self.members]:
-            self._send(name, signal.SIGKILL)
+            self.running[name].send(signal.SIGKILL, as_end=True)
 
-    def _replace(self, name: str, process: RankProcess, end: Exit) -> None:
+    def _replace(self, replica: ReplicaProcesses) -> None:
         """Starts another in its slot, unless that came to nothing several times."""
-        said = next((f.headline for f in read_failures(self.folder) if f.pid == process.pid), how(end))
-        if self.coordinated and self.replaced[process.rank] < self.config.retries:
-            self.replaced[process.rank] += 1
-            say(f"{name} (pid {process.pid}) ended: {said}; another takes its place")
-            (self.folder / f"rank-{process.rank}.json").unlink(missing_ok=True)
-            self.start(process.rank)
+        end, slot = replica.end, replica.slot
+        said = next((f.headline for f in read_failures(self.folder) if f.pid == end.pid), how(end))
+        who = f"{replica.name} (pid {end.pid})"
+        if self.coordinated and self.replaced[slot] < self.config.retries:
+            self.replaced[slot] += 1
+            say(f"{who} ended: {said}; another takes its place")
+            for process in replica.ranks:
+                (self.folder / f"rank-{process.rank}.json").unlink(missing_ok=True)
+            self.start(slot)
             return
-        why = f"it was replaced {self.replaced[process.rank]} times without a step since"
+        why = f"it was replaced {self.replaced[slot]} times without a step since"
         if not self.coordinated:
             why = "without the coordinator none can join in its place"
-        say(f"{name} (pid {process.pid}) ended: {said}; {why}")
-        if len(self.running) < self.config.min:
-            self.exits.append(end)
+        say(f"{who} ended: {said}; {why}")
+        if len(self.running) < (1 if self.starter.several_hosts else self.config.min):
+            self.exits += replica.exits
+            here = " here" if self.starter.several_hosts else f" of at least {self.config.min}"
             self._end(
                 EnvironmentFault(
-                    f"{len(self.running)} of at least {self.config.min} replicas are left: the last one was not "
+                    f"{len(self.running)}{here} replicas are left: the last one was not "
                     f"replaced, because {why}; see what they said in logs/; the same command goes on from the newest "
                     "checkpoint"
                 )
@@ -264,18 +282,23 @@ class Fleet:
         if first:
             say(f"{number.name}: finishing the step and saving; press again to stop at once")
 
+    def _say_silence(self, silent_s: float) -> None:
+        where = f"the coordinator at {self.address.host}:{self.address.port}"
+        if silent_s:
+            say(
+                f"{where} has not answered for {silent_s:.0f} s: the replicas here go on while all members reach each "
+                "other, and else wait; check that it runs, and the network to it"
+            )
+        else:
+            say(f"{where} answers again")
+
     def _end(self, fault: EnvironmentFault | VerificationFailed) -> None:
         self.fault = fault
         self._send_all(signal.SIGKILL)
 
     def _send_all(self, number: signal.Signals) -> None:
-        for name in self.running:
-            self._send(name, number)
-
-    def _send(self, name: str, number: signal.Signals) -> None:
-        """A signal by which the run ends: whoever dies by it has not failed."""
-        self._sent.setdefault(name, set()).add(number)
-        self.running[name].send(number)
+        for replica in self.running.values():
+            replica.send(number, as_end=True)
 
     def _tell(self, event: Ended) -> None:
         """Best effort: a coordinator that is gone notices the silence."""

@@ -1,14 +1,16 @@
-"""The state that a replica carries over to the next generation, and its copy to replicas that lack it.
+"""The state that a rank carries over to the next generation, and its copy to replicas that lack it.
 
-One holder broadcasts first an index, which names the tensors and has a hash of every chunk, and then the chunks. A
-receiver checks each chunk against its hash before it uses any of them.
+Ranks at the same place in their replicas hold the same parts of the state. One of them broadcasts first an index, which
+names the parts and has a hash of every chunk, and then the chunks. A receiver checks each chunk against its hash before
+it uses any of them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -20,22 +22,48 @@ from shoal.checkpoint.progress import plain
 from shoal.comm.collective import Collective
 from shoal.engine.state import TrainState
 from shoal.errors import CollectiveError
-from shoal.state.target import parts_of
+from shoal.state.target import Target, parts_of
+from shoal.topology.box import intersection
 
 CHUNK_BYTES = 16 << 20
+_OF_REPLICA = re.compile(r"\breplica-\d+/")
 
 
 @dataclass(frozen=True)
 class HeldState:
-    """The state of a replica of one rank between two steps: `facts` are JSON, `tensors` whole, by their names."""
+    """What one rank holds between two steps: `facts` are JSON, `tensors` the parts of each tensor that are here."""
 
     facts: str
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Sequence[Target]]
+
+    @property
+    def step(self) -> int:
+        """The state is that after this step."""
+        return int(json.loads(self.facts)["step"])
+
+    def copied(self) -> HeldState:
+        """The same in memory of its own."""
+        own = {
+            name: [part._replace(tensor=part.tensor.detach().clone()) for part in parts]
+            for name, parts in self.tensors.items()
+        }
+        return replace(self, tensors=own)
+
+    def pieces(self, prefix: str = "") -> dict[str, Tensor]:
+        """The tensors below `prefix`, each under its name and place."""
+        return {
+            f"{name}@{tuple(part.offset)}": part.tensor
+            for name, parts in self.tensors.items()
+            if name.startswith(prefix)
+            for part in parts
+        }
 
 
 class _Entry(msgspec.Struct, frozen=True):
     name: str
     dtype: str
+    global_shape: list[int]
+    offset: list[int]
     shape: list[int]
     hashes: list[str]
 
@@ -46,26 +74,45 @@ class _Index(msgspec.Struct, frozen=True):
 
 
 def held_state(state: TrainState) -> HeldState:
-    """What `state` holds, in the memory that it has now."""
-    tensors = {name: part.tensor for name, parts in parts_of(state.tensors()).items() for part in parts}
-    return HeldState(json.dumps(plain(state.to_json(), "state")), tensors)
+    """What `state` holds, in the memory that it has now. What is a replica's own loses the replica's number."""
+    parts = {_OF_REPLICA.sub("replica-0/", name): parts for name, parts in parts_of(state.tensors()).items() if parts}
+    return HeldState(json.dumps(plain(state.to_json(), "state")), parts)
 
 
 def load_state(state: TrainState, held: HeldState) -> None:
-    """Makes `state`, that of a new generation, equal to `held`. Raises `CollectiveError` where names differ."""
+    """Makes `state`, that of a new generation, equal to `held`.
+
+    Raises `CollectiveError` where `held` lacks a part of it: then a replica is split in another way.
+    """
     facts: dict[str, Any] = json.loads(held.facts)
     state.load_json(facts)
-    targets = parts_of(state.targets({name: tensor.dtype for name, tensor in held.tensors.items()}))
-    if different := sorted(set(targets) ^ set(held.tensors)):
+    dtypes = {name: parts[0].tensor.dtype for name, parts in held.tensors.items()}
+    targets = parts_of(state.targets(dtypes))
+    missing = sorted({name for name in held.tensors if name.startswith("model/")} - set(targets))
+    with torch.no_grad():
+        missing += [
+            name
+            for name, parts in targets.items()
+            if not all(_filled(part, held.tensors.get(name, ())) for part in parts)
+        ]
+    if missing:
         raise CollectiveError(
-            f"the state of the last generation and this one's differ in {different[0]}: run one version of Shoal and "
+            f"the state of the last generation and this one's differ in {missing[0]}: run one version of Shoal and "
             "of the model everywhere"
         )
-    with torch.no_grad():
-        for name, parts in targets.items():
-            for part in parts:
-                part.tensor.copy_(held.tensors[name])
     state.restore_extra()
+
+
+def _filled(part: Target, sources: Sequence[Target]) -> bool:
+    """Whether `sources` had all of `part`, which they then fill."""
+    left = part.tensor.numel()
+    for source in sources if left else ():
+        box = intersection(part.box, source.box) if source.global_shape == part.global_shape else None
+        if box is not None:
+            there = source.tensor[box.relative_to(source.offset).slices]
+            part.tensor[box.relative_to(part.offset).slices].copy_(there)
+            left -= box.numel
+    return left == 0
 
 
 def share_state(held: HeldState | None, group: Collective, *, root: int, device: torch.device) -> HeldState:
@@ -76,18 +123,23 @@ def share_state(held: HeldState | None, group: Collective, *, root: int, device:
     mine = group.rank == root
     index = _index_of(held) if mine and held is not None else None
     index = _broadcast_index(index, group, root=root, device=device)
-    received: dict[str, Tensor] = {}
+    sources = iter([part for parts in held.tensors.values() for part in parts] if mine and held is not None else ())
+    received: dict[str, list[Target]] = {}
     for entry in index.entries:
-        source = held.tensors[entry.name] if held is not None and mine else None
-        received[entry.name] = _broadcast_tensor(entry, source, group, root=root, device=device)
+        source = next(sources, None)
+        tensor = _broadcast_tensor(entry, source, group, root=root, device=device)
+        received.setdefault(entry.name, []).append(Target(tensor, tuple(entry.global_shape), tuple(entry.offset)))
     return held if held is not None else HeldState(index.facts, received)
 
 
 def _index_of(held: HeldState) -> _Index:
     entries = []
-    for name, tensor in held.tensors.items():
-        hashes = [_hash(chunk) for chunk in _chunks(_bytes_of(tensor))]
-        entries.append(_Entry(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), hashes))
+    for name, parts in held.tensors.items():
+        for part in parts:
+            tensor, hashes = part.tensor, [_hash(chunk) for chunk in _chunks(_bytes_of(part.tensor))]
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            whole, offset = list(part.global_shape), list(part.offset)
+            entries.append(_Entry(name, dtype, whole, offset, list(tensor.shape), hashes))
     return _Index(held.facts, entries)
 
 
@@ -102,13 +154,13 @@ def _broadcast_index(index: _Index | None, group: Collective, *, root: int, devi
 
 
 def _broadcast_tensor(
-    entry: _Entry, source: Tensor | None, group: Collective, *, root: int, device: torch.device
+    entry: _Entry, source: Target | None, group: Collective, *, root: int, device: torch.device
 ) -> Tensor:
     """The tensor itself on `root`, a checked copy elsewhere."""
     if source is None:
         tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device=device)
     else:
-        tensor = source.detach().contiguous()
+        tensor = source.tensor.detach().contiguous()
     for number, chunk in enumerate(_chunks(_bytes_of(tensor))):
         group.broadcast(chunk, root=root).wait()
         if source is None and _hash(chunk) != entry.hashes[number]:

@@ -90,6 +90,17 @@ def verify_rank(
         raise ConfigError(
             f'codec.kind = "{kind}": verify compares gradients that are sent as they are; add codec.kind="none"'
         )
+    if run_file.optimizer.sends_momentum:
+        kind = type(run_file.optimizer).__struct_config__.tag
+        raise ConfigError(
+            f'optimizer.kind = "{kind}" sends coded momenta: verify compares gradients that are sent as they are; add '
+            'optimizer.kind="adamw"'
+        )
+    if run_file.shard_codec.weights != "none" or run_file.shard_codec.gradients != "none":
+        raise ConfigError(
+            "[shard_codec]: verify compares weights and gradients that are sent as they are; add "
+            'shard_codec.weights="none" shard_codec.gradients="none"'
+        )
     run = open_run(run_file, place, objects, store=store)
     if not run.generation.sync.keeps_replicas_equal:
         kind = type(run_file.sync).__struct_config__.tag

@@ -1,7 +1,15 @@
-"""A replica's state in one generation of an elastic run, and the steps that it takes there."""
+"""The state that a rank would carry over if its generation ended now: that after the newest step that counts.
+
+Where all replicas take every step together, that is the newest step whose optimizer is done, in the memory of the run
+itself: a step that fails before its update has changed nothing but buffers, which are taken back; one that fails within
+it has left no state. Where replicas take steps of their own, only what they have agreed on counts: the state at the
+last agreement, of which the rank keeps a copy. Parameter servers keep none, as each has a part that nobody else has:
+they go on from the newest checkpoint.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from shoal.engine.loop import Job, steps
@@ -10,7 +18,7 @@ from shoal.recipes.elastic.state_copy import HeldState, held_state, load_state
 from shoal.recipes.run import Run
 
 
-class Standing:
+class CommittedState:
     """Which run has the state, and whether a step is changing it. `held` is the state of the generation before, until
     a run has taken it over.
     """
@@ -19,35 +27,37 @@ class Standing:
         self.held: HeldState | None = held
         self._run: Run | None = None
         self._in_step = self._changing = False
-        self._reported = 0
+        self._step = 0
 
     def take_over(self, run: Run, held: HeldState | None) -> None:
         """`run` has the state from now on; `held`, where there is one, is loaded into it first."""
         if held is not None:
             load_state(run.state, held)
-        self._run, self.held, self._reported = run, None, run.state.progress.step
+        self._run, self.held = run, None
+        self.commit()
         run.state.optimizer.optimizer.register_step_pre_hook(self._change)
 
-    def train(self, job: Job) -> None:
-        """Takes the steps of the generation. Raises what `engine.loop.steps` does."""
+    def train(self, job: Job, *, before_step: Callable[[], None]) -> None:
+        """Takes the steps of the generation, each after `before_step`. Raises what this and `engine.loop.steps` do."""
         for pending in steps(job):
+            before_step()
             self._in_step, self._changing = True, False
             pending.result = job.step(pending.number, pending.microbatches, lr=pending.lr, stop=pending.stop)
             self._in_step = False
 
-    def reported(self) -> None:
-        """The coordinator is told of the newest step."""
+    def commit(self) -> None:
+        """The steps up to now count."""
         assert self._run is not None
-        self._reported = self._run.state.progress.step
+        self._step = self._run.state.progress.step
+        if not self._run.generation.sync.keeps_replicas_equal and self._run.generation.agreement.served is None:
+            self.held = held_state(self._run.state).copied()
 
     def carried_over(self) -> HeldState | None:
-        """The state between two steps, for the next generation; None where there is none, or a step has begun to
-        change it.
-        """
+        """The newest state that counts; None where there is none, or a step has begun to change it."""
         run = self._run
-        if run is None:
+        if run is None or not run.generation.sync.keeps_replicas_equal:
             return self.held
-        if run.state.progress.step != self._reported or (self._in_step and self._changing):
+        if run.state.progress.step != self._step or (self._in_step and self._changing):
             return None
         if self._in_step:
             _take_back_buffers(run)

@@ -1,4 +1,4 @@
-"""What an elastic run shows and records while its ranks change: a replica's sinks, and who trains since when."""
+"""The sinks of one rank of an elastic run, whose number changes, and the record of who trains since when."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ MOST_LISTED = 200
 """Changes of the membership that the facts of a run keep: the newest."""
 
 
-class Showing:
-    """The sinks of one replica. `rank` changes from one generation to the next; rank 0 writes to `terminal_fd`."""
+class MembershipSinks:
+    """The sinks of one rank. Its number changes from one generation to the next; rank 0 writes to `terminal_fd`."""
 
-    def __init__(self, run_file: RunFile, directory: Path, terminal_fd: int) -> None:
-        self._run_file, self._directory, self._terminal_fd = run_file, directory, terminal_fd
+    def __init__(self, run_file: RunFile, directory: Path, terminal_fd: int, *, ranks: int = 1) -> None:
+        """`ranks` are those of one replica."""
+        self._run_file, self._directory, self._terminal_fd, self._ranks = run_file, directory, terminal_fd, ranks
         self._sinks: Sinks | None = None
         self._rank = -1
         self._terminal: TextIO | None = None
@@ -44,7 +45,7 @@ class Showing:
     def begin(self, run: Run, sinks: Sinks, view: View) -> None:
         """A generation begins, and all its ranks have the state."""
         step = run.state.progress.step
-        sentence = membership_sentence(self._members, view.members, most=self._most, step=step)
+        sentence = membership_sentence(self._members, view.members, most=self._most, step=step, ranks=self._ranks)
         start = replace(run_start(run), membership=sentence)
         if self._rank == 0:
             self._write(run, sinks, {"step": step, "replicas": len(view.members), "change": sentence})
@@ -87,15 +88,22 @@ class Showing:
         write_facts(self._directory, run_facts(run) | {"membership": [*listed, change][-MOST_LISTED:]})
 
 
-def membership_sentence(before: tuple[str, ...], now: tuple[str, ...], *, most: int, step: int) -> str:
-    """Who trains from the step after `step` on: "3 of 4 replicas; rank 2 left after step 120". "" at the start."""
+def membership_sentence(before: tuple[str, ...], now: tuple[str, ...], *, most: int, step: int, ranks: int = 1) -> str:
+    """Who trains from the step after `step` on: "3 of 4 replicas; rank 2 left after step 120". "" at the start.
+
+    `ranks` are those of one replica.
+    """
     if not before:
         return f"{len(now)} of {most} replicas" if len(now) < most else ""
-    gone = [f"rank {rank}" for rank, name in enumerate(before) if name not in now]
-    new = [f"rank {rank}" for rank, name in enumerate(now) if name not in before]
+    gone = [_ranks_of(member, ranks) for member, name in enumerate(before) if name not in now]
+    new = [_ranks_of(member, ranks) for member, name in enumerate(now) if name not in before]
     parts = [f"{len(now)} of {most} replicas"]
     if gone:
         parts.append(f"{', '.join(gone)} lost after step {step}")
     if new:
         parts.append(f"{', '.join(new)} joined after step {step}")
     return "; ".join(parts)
+
+
+def _ranks_of(member: int, ranks: int) -> str:
+    return f"rank {member}" if ranks == 1 else f"ranks {member * ranks} to {member * ranks + ranks - 1}"

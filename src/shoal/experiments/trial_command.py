@@ -1,0 +1,80 @@
+"""The command of a trial: `shoal train` with its keys, its seed and its folder; and one trial by itself."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from shoal.errors import UsageError
+from shoal.experiments.config import Grid, Random, SweepFile
+from shoal.experiments.search import Trial, trials
+from shoal.launch.devices import gpus
+from shoal.runfile.load import load_run
+
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT)
+
+
+def command_of(trial: Trial, run_file: Path, directory: Path, *, via: Sequence[str] = ()) -> list[str]:
+    """What trains a trial of the sweep in `directory`; `via` goes before it."""
+    return [*via, sys.executable, "-m", "shoal", "train", str(run_file), *overrides_of(trial, directory)]
+
+
+def overrides_of(trial: Trial, directory: Path) -> list[str]:
+    """The keys by which a trial differs from the run file."""
+    folder = str((directory / trial.name).resolve())
+    own = {"run.seed": trial.seed, "run.name": trial.name, "run.directory": folder}
+    return [f"{key}={_toml(value)}" for key, value in (dict(trial.parameters) | own).items()]
+
+
+def train_alone(sweep: SweepFile, number: int, run_file: Path, directory: Path) -> int:
+    """Trains trial `number` of a sweep, as one task of a scheduler's array; its exit code, 128 + n for signal n.
+
+    Raises `UsageError` for a number that there is not, and for a search that decides between its trials.
+    """
+    if not isinstance(sweep.search, Grid | Random):
+        raise UsageError(
+            f'search.kind = "{type(sweep.search).__name__.lower()}" decides between trials while they run, which '
+            "single tasks cannot: start the whole sweep, with --via for its trials"
+        )
+    every = trials(sweep)
+    if not 0 <= number < len(every):
+        raise UsageError(
+            f"there is no trial {number}: the sweep has {len(every)}, from 0 on (--array=0-{len(every) - 1})"
+        )
+    trial = every[number]
+    load_run(run_file, overrides_of(trial, directory))
+    (directory / trial.name).mkdir(parents=True, exist_ok=True)
+    process = subprocess.Popen(command_of(trial, run_file, directory))
+    # The trial itself saves and stops, and its code says so.
+    before = {one: signal.signal(one, lambda number, _: process.send_signal(number)) for one in _PASSED_ON}
+    try:
+        code = process.wait()
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+    return code if code >= 0 else 128 - code
+
+
+def devices_of(slot: int, parallel: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """The GPUs of one of `parallel` slots, as an environment variable; nothing where there are none to divide."""
+    count = gpus(environ)
+    if count < parallel or parallel == 1:
+        return {}
+    visible = environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if environ.get("CUDA_VISIBLE_DEVICES") else None
+    names = visible or [str(index) for index in range(count)]
+    share = count // parallel
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[slot * share : (slot + 1) * share])}
+
+
+def _toml(value: Any) -> str:
+    return tomli_w.dumps({"x": value}).partition("=")[2].strip() if not isinstance(value, dict) else _inline(value)
+
+
+def _inline(table: Mapping[str, Any]) -> str:
+    return "{" + ", ".join(f"{key} = {_toml(value)}" for key, value in table.items()) + "}"

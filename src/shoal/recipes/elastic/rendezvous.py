@@ -1,0 +1,146 @@
+"""Where ranks meet: those of a replica at a store that its first rank hosts, those of a generation at the store of its
+first member.
+
+So no store outlives the replicas that need it, and none is lost with a replica that is not the first of the generation.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+
+from shoal.comm.board import Board
+from shoal.errors import CollectiveError
+from shoal.launch.environment import STORE_FD, Launcher, Place, master_from
+from shoal.launch.rendezvous import Rendezvous, connect_store
+from shoal.recipes.elastic.assignment import Assignment
+from shoal.recipes.elastic.connections import hosts_lost, shut_down_connections
+from shoal.recipes.process import Process
+from shoal.resilience.events import View
+
+CONNECT_S = 10.0
+POLL_S = 0.2
+START_S = 600.0
+"""How long the ranks of a replica wait for its first one, which imports what they import."""
+
+
+class ReplicaRendezvous:
+    """The store of this rank's replica, and its way to those of the others."""
+
+    def __init__(
+        self,
+        assignment: Assignment,
+        place: Place,
+        device: torch.device,
+        *,
+        timeout_s: float,
+        environ: Mapping[str, str],
+    ) -> None:
+        self._assignment, self._device, self._timeout_s, self._environ = assignment, device, timeout_s, environ
+        self._launcher: Launcher = place.launcher
+        host, port = master_from(environ)
+        self.address = f"{host}:{port}"
+        listen_fd = int(environ[STORE_FD]) if assignment.rank == 0 else None
+        self._own = connect_store(place, host, port, timeout_s=START_S, listen_fd=listen_fd)
+        self._rendezvous: Rendezvous | None = None
+        self._over = threading.Event()
+        self._view: View | None = None
+
+    @property
+    def inside(self) -> Store:
+        """For the ranks of this replica alone."""
+        return PrefixStore("replica", self._own)
+
+    @property
+    def place_inside(self) -> Place:
+        """This rank's place in its replica."""
+        rank, ranks = self._assignment.rank, self._assignment.ranks
+        return Place(rank, ranks, rank, ranks, 0, self._launcher)
+
+    def alone(self) -> Process:
+        """This rank's process while its replica has not joined."""
+        store = PrefixStore("alone", self._own)
+        rendezvous = Rendezvous(store, self.place_inside, timeout_s=self._timeout_s)
+        return Process(self.place_inside, self._device, store, rendezvous, self._environ)
+
+    def of(self, view: View) -> Process:
+        """This rank's process as one of the generation's. Raises `CollectiveError` without its first member."""
+        self._over, self._view = threading.Event(), view
+        member = view.members.index(self._assignment.replica)
+        place = place_of(view, member, self._assignment.rank, self._assignment.ranks, self._launcher)
+        if member == 0:
+            store = self._own
+        else:
+            host, _, port = view.addresses[0].rpartition(":")
+            if not host:
+                raise CollectiveError(f"replica {view.members[0]} is gone: the generation has nowhere to meet")
+            store = connect_store(place, host, int(port), timeout_s=CONNECT_S, listen_fd=None)
+        named = PrefixStore(f"membership-{view.generation}", store)
+        self._rendezvous = Rendezvous(named, place, timeout_s=self._timeout_s)
+        return Process(place, self._device, named, self._rendezvous, self._environ)
+
+    def end(self, sentence: str) -> None:
+        """The generation is over, or about to be: ends its waits at the start, on all ranks. From any thread."""
+        rendezvous = self._rendezvous
+        if rendezvous is not None:
+            try:
+                rendezvous.give_up(sentence)
+            except RuntimeError:  # the store is gone, and with it all waits
+                return
+
+    def stop_waiting_for(self, lost: frozenset[str]) -> None:
+        """Ends what this rank waits for on hosts that have `lost` members alone. From any thread."""
+        if self._assignment.several_hosts and self._view is not None:
+            here = self.address.rpartition(":")[0]
+            shut_down_connections(hosts_lost(self._view, lost, here=here))
+
+    def exchange(self, process: Process, *, timeout_s: float) -> GenerationExchange:
+        """What the saves of this generation go by."""
+        return GenerationExchange(Board(process.store, timeout_s=timeout_s).clone(), self._over)
+
+    def leave(self) -> None:
+        """This replica has left the generation: what its saves still wait for does not come."""
+        self._over.set()
+        self._rendezvous = None
+
+
+def place_of(view: View, member: int, rank: int, ranks: int, launcher: Launcher) -> Place:
+    """Where rank `rank` of the `ranks` of a member stands in the generation; members of one address share a host."""
+    hosts = [address.rpartition(":")[0] for address in view.addresses]
+    here = [index for index, host in enumerate(hosts) if host == hosts[member]]
+    return Place(
+        member * ranks + rank,
+        len(view.members) * ranks,
+        here.index(member) * ranks + rank,
+        len(here) * ranks,
+        list(dict.fromkeys(hosts)).index(hosts[member]),
+        launcher,
+    )
+
+
+class GenerationExchange:
+    """A save's messages, as `checkpoint.agreement.Exchange`; they end with the generation, and the save with them."""
+
+    def __init__(self, board: Board, over: threading.Event) -> None:
+        self._board, self._over = board, over
+
+    def publish(self, key: str, value: bytes) -> None:
+        self._board.publish(key, value)
+
+    def collect(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
+        """Raises `CollectiveError` when the generation is over, or after `timeout_s`."""
+        left_s = timeout_s
+        while not self._over.is_set():
+            found = self._board.collect_some(keys, min(POLL_S, left_s))
+            if len(found) == len(set(keys)):
+                return [found[key] for key in keys]
+            left_s -= POLL_S
+            if left_s <= 0:
+                return self._board.collect(keys, POLL_S)
+        raise CollectiveError("a replica was lost or joined while the checkpoint was written")
+
+    def forget(self, keys: Sequence[str]) -> None:
+        self._board.forget(keys)

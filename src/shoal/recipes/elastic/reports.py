@@ -1,0 +1,53 @@
+"""What a rank reports of its steps: those that count, in order, and now and then a fingerprint of its parameters."""
+
+from __future__ import annotations
+
+import torch
+
+from shoal.coordinator.client import Client
+from shoal.engine.step_result import StepResult
+from shoal.maths.fingerprint import fingerprint
+from shoal.recipes.elastic.state_copy import held_state
+from shoal.recipes.run import Run
+from shoal.topology.axes import INSIDE_REPLICA
+
+HALF_BITS = 31
+
+
+class StepReports:
+    """The reports of one rank in one generation. Fingerprints are taken `every` so many steps, 0: never."""
+
+    def __init__(self, client: Client, run: Run, *, every: int) -> None:
+        self._client, self._run, self._every = client, run, every
+        self._taken: list[tuple[int, float]] = []
+
+    def taken(self, result: StepResult) -> None:
+        """A step was taken; it counts when `send` is called."""
+        times = result.times
+        self._taken.append(
+            (self._run.state.progress.cursor.next_position, times.forward_backward_s + times.optimizer_s)
+        )
+
+    def send(self) -> None:
+        """All steps since the last call count. Does not wait for the coordinator. Raises `FencedOut`."""
+        step, taken, self._taken = self._run.state.progress.step, self._taken, []
+        due = self._every > 0 and step // self._every > (step - len(taken)) // self._every
+        last = len(taken) - 1
+        for number, (stop, step_s) in enumerate(taken):
+            value = replica_fingerprint(self._run) if due and number == last else 0
+            self._client.applied(stop=stop, fingerprint=value, step_s=step_s)
+
+
+def replica_fingerprint(run: Run) -> int:
+    """That of what all replicas have equal: the state, or where they have optimizers of their own the model.
+
+    The ranks of a replica add theirs: all of them call it.
+    """
+    equal = run.generation.sync.keeps_replicas_equal
+    own = fingerprint(held_state(run.state).pieces("" if equal else "model/"))
+    if run.mesh.layout.replica_size == 1:
+        return own
+    halves = torch.tensor([own >> HALF_BITS, own % (1 << HALF_BITS)], dtype=torch.int64, device=run.device)
+    run.mesh.axis(*INSIDE_REPLICA).all_reduce(halves).wait()
+    high, low = halves.tolist()
+    return ((high << HALF_BITS) + low) % (2**63 - 1) or 1

@@ -1,0 +1,61 @@
+"""Verbs that take long say what they do, and Ctrl-C ends them with a sentence."""
+
+from __future__ import annotations
+
+import io
+import sys
+import threading
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from shoal.cli.busy import busy
+from shoal.cli.verbs import Verbs
+
+
+class Heard(io.StringIO):
+    """A stream that says when something was written to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = threading.Event()
+
+    def write(self, text: str) -> int:
+        count = super().write(text)
+        self.written.set()
+        return count
+
+
+def test_long_work_says_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, while it goes on."""
+    monkeypatch.setattr(sys, "stderr", heard := Heard())
+    with busy("reading the model", after_s=0.0):
+        assert heard.written.wait(60)
+    assert heard.getvalue() == "reading the model\n"
+
+
+def test_short_work_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is shown once the work is over, and no thread is left."""
+    monkeypatch.setattr(sys, "stderr", heard := Heard())
+    with busy("reading the model", after_s=60.0):
+        thread = next(thread for thread in threading.enumerate() if thread.name == "shoal-busy")
+    thread.join(10)
+    assert not thread.is_alive()
+    assert heard.getvalue() == ""
+
+
+def test_an_interrupted_verb_ends_with_a_sentence_and_the_signal_s_code() -> None:
+    """128 + SIGINT, and no traceback."""
+    app = typer.Typer(cls=Verbs, name="shoal")
+
+    @app.command()
+    def works() -> None:
+        raise KeyboardInterrupt
+
+    @app.command()
+    def rests() -> None: ...
+
+    result = CliRunner().invoke(app, ["works"], prog_name="shoal")
+    assert result.exit_code == 130
+    assert result.stderr == "shoal: interrupted before its end\n"

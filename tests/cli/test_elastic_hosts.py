@@ -1,0 +1,183 @@
+"""Elastic runs on several hosts: a coordinator apart, a launcher on each host, and hosts that are lost or cut off."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.cli.elastic_runs import gpt_project, set_pace, undisturbed, wait_for, wait_for_join
+from tests.cli.project import Project
+
+LOSS_TOLERANCE = 1e-9
+PORT = 29461
+"""Of the coordinator, in a namespace of its own."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host of a run: what stands before its commands, and the name by which it tells itself from others."""
+
+    name: str
+    prefix: tuple[str, ...] = ()
+
+    def start(self, own: Project, *command: str, output: str) -> subprocess.Popen[str]:
+        """`shoal ...` there, in a session of its own."""
+        with open(own.folder / output, "w") as out:
+            return subprocess.Popen(
+                [*self.prefix, sys.executable, "-m", "shoal", *command],
+                cwd=own.folder,
+                env=own.environ(SHOAL_HOST=self.name),
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+
+
+@contextmanager
+def ended(processes: list[subprocess.Popen[str]]) -> Iterator[None]:
+    """What is in `processes` by then is ended with the block."""
+    try:
+        yield
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+@contextmanager
+def two_hosts() -> Iterator[tuple[Host, Host]]:
+    """Two network namespaces with a link between them: 10.78.0.1 and 10.78.0.2."""
+    prefix = f"shoal-elastic-{os.getpid()}-"
+    names = [prefix + "a", prefix + "b"]
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    with ExitStack() as stack:
+        for name in names:
+            ip("netns", "add", name)
+            stack.callback(subprocess.run, ["ip", "netns", "del", name], check=False)
+            ip("-n", name, "link", "set", "lo", "up")
+        ip("-n", names[0], "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", names[1])
+        for number, name in enumerate(names, start=1):
+            ip("-n", name, "addr", "add", f"10.78.0.{number}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "up")
+        hosts = [Host(name, ("ip", "netns", "exec", name)) for name in names]
+        yield hosts[0], hosts[1]
+
+
+def may_make_namespaces() -> bool:
+    if os.geteuid() or not shutil.which("ip") or not shutil.which("openssl"):
+        return False
+    name = f"shoal-probe-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], check=False, capture_output=True).returncode == 0
+    subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+    return made
+
+
+def coordinate(own: Project, host: Host, processes: list[subprocess.Popen[str]], *options: str) -> str:
+    """Starts a coordinator for one or two replicas; where it listens."""
+    command = ("serve", "job.journal", "--token", "job.token", "--min", "1", "--max", "2", "--start", "30", *options)
+    processes.append(host.start(own, "coordinator", *command, "--json", output="coordinator.txt"))
+    wait_for(own, r"\}\n", output="coordinator.txt")
+    where = json.loads(own.said("coordinator.txt").splitlines()[0])
+    return f"{where['address']}:{where['port']}"
+
+
+@pytest.mark.stress
+def test_a_lost_host_is_a_lost_replica(tmp_path: Path) -> None:
+    """kill -9 of one of two launchers: its replica is gone with it, the other host goes on, and a launcher that is
+    started again joins. The losses are those of one process that nothing happens to."""
+    own, processes = gpt_project(tmp_path), []
+    plain = undisturbed(own)
+    here = Host("one")
+    with ended(processes):
+        options = ("--coordinator", coordinate(own, here, processes), "--token", "job.token")
+        set_pace(own, 0.3)
+        first, second = (here.start(own, "train", "run.toml", *options, output=f"{n}.txt") for n in (1, 2))
+        processes += [first, second]
+        own.wait_for_step(3, timeout_s=180.0)
+        leader = 1 if "step" in own.said("1.txt") else 2
+        lost, rest = (second, first) if leader == 1 else (first, second)
+        lost.kill()
+        wait_for(own, r"1 of 2 replicas; rank \d lost after step", output=f"{leader}.txt")
+        again = here.start(own, "train", "run.toml", *options, output="3.txt")
+        processes.append(again)
+        wait_for_join(own, r"2 of 2 replicas; rank 1 joined after step", output=f"{leader}.txt")
+        set_pace(own, 0.0)
+        assert rest.wait(120) == 0, own.said(f"{leader}.txt")
+        assert again.wait(120) == 0, own.said("3.txt")
+    assert own.losses() == pytest.approx(plain, rel=LOSS_TOLERANCE)
+
+
+@pytest.mark.stress
+@pytest.mark.skipif(not may_make_namespaces(), reason="needs network namespaces and the command openssl")
+def test_the_side_with_the_coordinator_goes_on_through_a_silent_partition(tmp_path: Path) -> None:
+    """The link between two hosts is cut without a word: the host with the coordinator goes on alone, the other one
+    stands and says why, and joins when the link is back."""
+    own, processes = gpt_project(tmp_path), []
+    make = (
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=10.78.0.1 "
+        "-addext subjectAltName=IP:10.78.0.1 -keyout key.pem -out certificate.pem"
+    )
+    subprocess.run(make.split(), cwd=own.folder, check=True, capture_output=True)
+    with two_hosts() as (a, b), ended(processes):
+        tls = ("--address", "10.78.0.1", "--certificate", "certificate.pem", "--key", "key.pem", "--port", str(PORT))
+        where = coordinate(own, a, processes, *tls)
+        options = ("--coordinator", where, "--token", "job.token", "--authorities", "certificate.pem")
+        set_pace(own, 0.3)
+        near, far = (h.start(own, "train", "run.toml", *options, output=f"{h.name}.txt") for h in (a, b))
+        processes += [near, far]
+        own.wait_for_step(3, timeout_s=180.0)
+        cut = ["ip", "-n", b.name, "link", "set", "eth0"]
+        subprocess.run([*cut, "down"], check=True)
+        wait_for(own, r"1 of 2 replicas; rank \d lost after step", output=f"{a.name}.txt")
+        wait_for(own, "has not answered for", output=f"{b.name}.txt")
+        subprocess.run([*cut, "up"], check=True)
+        wait_for(own, "answers again", output=f"{b.name}.txt")
+        wait_for_join(own, r"2 of 2 replicas; rank 1 joined after step", output=f"{a.name}.txt")
+        set_pace(own, 0.0)
+        assert near.wait(120) == 0, own.said(f"{a.name}.txt")
+        assert far.wait(120) == 0, own.said(f"{b.name}.txt")
+
+
+def test_a_launcher_without_the_jobs_token_starts_nothing(tmp_path: Path) -> None:
+    """A coordinator that is not there, or has another token: exit 3 and a sentence, before any rank is started."""
+    own, processes = gpt_project(tmp_path), []
+    with ended(processes):
+        where = coordinate(own, Host("one"), processes)
+        (own.folder / "other.token").write_bytes((own.folder / "job.token").read_bytes()[::-1])
+        (own.folder / "other.token").chmod(0o600)
+        for address, token, said in (
+            (where, "other.token", "refuses this process's token"),
+            ("127.0.0.1:9", "job.token", "nothing answers at 127.0.0.1:9"),
+        ):
+            done = own.shoal("train", "run.toml", "--coordinator", address, "--token", token)
+            assert done.returncode == 3
+            assert said in " ".join(done.stderr.split())
+            assert not (own.folder / "runs/own/hosts").exists()
+
+
+def test_options_of_a_run_on_several_hosts_are_refused_alone(tmp_path: Path) -> None:
+    """A coordinator without a token, a token without a coordinator, and a run file without [elastic]: a sentence."""
+    own = gpt_project(tmp_path)
+    for file, options, said in (
+        ("run.toml", ("--coordinator", "127.0.0.1:1"), "asks for the job's token"),
+        ("run.toml", ("--coordinator", "nowhere", "--token", "t"), "'nowhere' is no address"),
+        ("run.toml", ("--token", "t"), "goes with --coordinator"),
+        ("fixed.toml", ("--coordinator", "127.0.0.1:1", "--token", "t"), "no table [elastic]"),
+    ):
+        done = own.here("train", file, *options)
+        assert done.returncode == 2
+        assert said in " ".join(done.stderr.split())

@@ -1,0 +1,77 @@
+"""Elastic runs whose replicas agree otherwise than by all-reduce: one is killed, the others go on and say so."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.cli.elastic_runs import ELASTIC, gpt_project, replicas_of, start, to_the_end, wait_for, wait_for_join
+from tests.cli.project import Project
+
+PERIOD = 5
+LOSS_TOLERANCE = 1e-9
+"""Relative, in float64: the same state, the same samples, the same ranks."""
+THREE = ELASTIC.replace("min = 1", "min = 2").replace("max = 2", "max = 3")
+SYNC = {
+    "local": f'[sync]\nkind = "local"\nperiod = {PERIOD}\n',
+    "streaming": f'[sync]\nkind = "streaming"\nperiod = {PERIOD}\nfragments = 2\ndelay = 1\n',
+    "gossip": f'[sync]\nkind = "gossip"\nmeet_every = {PERIOD}\n',
+    "easgd": f'[sync]\nkind = "easgd"\nperiod = {PERIOD}\n',
+    "server": '[sync]\nkind = "server"\n',
+}
+
+
+def lost_after(own: Project) -> int:
+    found = re.search(r"of 3 replicas; rank \d lost after step (\d+)", own.said())
+    assert found is not None, own.said()
+    return int(found[1])
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("kind", SYNC)
+def test_a_killed_worker_is_replaced_under_every_strategy(tmp_path: Path, kind: str) -> None:
+    """kill -9 of one of three: the others stay in their processes and say so, another joins, and every step of the run
+    is taken."""
+    own = gpt_project(tmp_path, SYNC[kind], THREE)
+    running = start(own, "checkpoint.every_steps=5", step=7)
+    first = replicas_of(running)
+    os.kill(first[1][0], signal.SIGKILL)
+    wait_for(own, r"of 3 replicas; rank \d lost after step \d+")
+    wait_for_join(own, r"3 of 3 replicas; .*rank \d joined after step \d+")
+    second = replicas_of(running)
+    assert {slot for slot in first if second[slot] != first[slot]} == {1}, "survivors were restarted"
+    assert to_the_end(own, running) == 0, own.said()
+    assert sorted(own.losses()) == list(range(1, 201))
+    if kind == "server":
+        assert "no replica holds the state" in own.said()
+    else:
+        assert lost_after(own) % PERIOD == 0, "what is not agreed on was kept"
+        assert "no replica holds the state" not in own.said()
+
+
+@pytest.mark.stress
+def test_survivors_of_a_round_keep_the_outer_state(tmp_path: Path) -> None:
+    """DiLoCo with an outer momentum: after the loss of one of three, the other two go on as two that start from the
+    checkpoint of the same agreement do."""
+    own = gpt_project(tmp_path, SYNC["local"], THREE)
+    plain = "optimizer.momentum=0"
+    running = start(own, "elastic.retries=0", plain, step=12)
+    os.kill(replicas_of(running)[2][0], signal.SIGKILL)
+    wait_for(own, r"2 of 3 replicas; rank \d lost after step \d+")
+    assert to_the_end(own, running) == 0, own.said()
+    step = lost_after(own)
+
+    (own.folder / "fixed.toml").write_text((own.folder / "run.toml").read_text().partition("[elastic]")[0])
+    same = ("run.directory=plain", plain, f"checkpoint.every_steps={PERIOD}", "checkpoint.keep=50")
+    assert own.shoal("train", "fixed.toml", *same, "run.processes=3").returncode == 0
+    for folder in (own.folder / "plain/checkpoints").glob("step-*"):
+        if int(folder.name.removeprefix("step-")) > step:
+            shutil.rmtree(folder)
+    done = own.shoal("train", "fixed.toml", *same, "run.processes=2")
+    assert f"going on from the checkpoint of step {step}" in done.stdout
+    assert own.losses() == pytest.approx(own.losses("plain"), rel=LOSS_TOLERANCE)
