@@ -20,6 +20,7 @@ from shoal.cli import (
     launch,
     plan,
     profile,
+    rehearse,
     report,
     reproduce,
     simulate,
@@ -82,6 +83,7 @@ app.command("diff")(diff.diff)
 app.command("reproduce")(reproduce.reproduce)
 app.command("sweep")(sweep.sweep)
 app.command("ensemble")(ensemble.ensemble)
+app.command("rehearse")(rehearse.rehearse)
 app.add_typer(submit.app, name="submit", cls=submit.WithDefault)
 app.command("doctor")(doctor.doctor)
 app.add_typer(checkpoint.app, name="checkpoint", cls=Verbs)

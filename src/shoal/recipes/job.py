@@ -15,6 +15,7 @@ from blake3 import blake3
 
 from shoal import units
 from shoal.checkpoint.agreement import Exchange
+from shoal.checkpoint.objects import unheard
 from shoal.checkpoint.save import Saver
 from shoal.comm.board import Board
 from shoal.comm.gather import gather_texts
@@ -90,7 +91,7 @@ def build_job(
     """What the loop of this rank is made of; `stack` closes it. `exchange` is what saves go by, a board on the run's
     store if there is none. `own_loop`: the script sets learning rates, evaluates and runs the model.
     """
-    run_file, mesh = run.run_file, run.mesh
+    run_file, mesh, injector = run.run_file, run.mesh, run.process.injector
     saver = Saver(
         directory,
         rank=mesh.rank,
@@ -101,12 +102,13 @@ def build_job(
         split=mesh.layout.replica_size > 1
         or not run.generation.sync.keeps_replicas_equal
         or run.generation.coded is not None,
+        on_point=unheard if injector is None else lambda label: injector.reached(f"save/{label}"),
     )
     feed = stack.enter_context(run.feed())
     context, forward = run.step.context, mesh.layout.replica_size == 1 and not own_loop
     return Job(
         state=run.state,
-        step=run.step,
+        step=run.step if injector is None else injector.around(run.step, run.state, run.model),
         feed=feed,
         guard=NonfiniteGuard(run_file.run.nonfinite_limit, context, forward=forward, ids=feed.sample_ids),
         saver=saver,
@@ -180,11 +182,13 @@ def restore(run: Run, directory: Path, sinks: Sinks) -> int | None:
 
     Raises `VerificationFailed` where ranks have loaded, or drawn, different weights.
     """
-    world = run.mesh.world
+    world, injector = run.mesh.world, run.process.injector
+    if injector is not None:
+        injector.reached("recovery/before")
     loaded = resume(
         run.state,
         directory,
-        announce=run.process.announce,
+        announce=run.process.announce if injector is None else injector.announce(run.process.announce),
         warn=sinks.warn,
         collect=lambda text: gather_texts(text, world, device=run.device),
     )
@@ -194,6 +198,8 @@ def restore(run: Run, directory: Path, sinks: Sinks) -> int | None:
         sinks.note(f"weights from step {step} of {source}")
     if run.run_file.observe.compare_every_steps != 0:
         _compare_start(run, loaded)
+    if injector is not None and loaded is not None:
+        injector.reached("recovery/after")
     return None if loaded is None else loaded.step
 
 
