@@ -21,6 +21,7 @@ from shoal.cli import (
     plan,
     profile,
     rehearse,
+    replay,
     report,
     reproduce,
     simulate,
@@ -83,6 +84,7 @@ app.command("diff")(diff.diff)
 app.command("reproduce")(reproduce.reproduce)
 app.command("sweep")(sweep.sweep)
 app.command("ensemble")(ensemble.ensemble)
+app.command("replay")(replay.replay)
 app.command("rehearse")(rehearse.rehearse)
 app.add_typer(submit.app, name="submit", cls=submit.WithDefault)
 app.command("doctor")(doctor.doctor)

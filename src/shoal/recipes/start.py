@@ -116,6 +116,7 @@ def run(
             print(planner.memory_advice(run_file), file=sys.stderr, flush=True)
         if writes and not joins and code not in (0, Stopped.exit_code):
             _record_failure(run_file, directory, code)
+            _leave_capsule(run_file, directory, code)
         return code
 
     def ranked() -> None:
@@ -168,6 +169,29 @@ def _record_failure(run_file: RunFile, directory: Path, code: ExitCode) -> None:
             print(f"report: {write_report(directory)}", file=sys.stderr, flush=True)
     except (ShoalError, OSError) as error:
         print(f"shoal: how the run ended could not be recorded: {error}", file=sys.stderr, flush=True)
+
+
+def _leave_capsule(run_file: RunFile, directory: Path, code: ExitCode) -> None:
+    """What is needed to compute the failed step again, of a run that began."""
+    if not facts_path(directory).is_file():
+        return
+    from shoal.checkpoint.objects import Places
+    from shoal.checkpoint.verify import newest_verified
+    from shoal.observe.capsule import Failed, write_capsule
+
+    try:
+        manifest, _ = newest_verified(directory)
+        path = write_capsule(
+            directory,
+            Failed(int(code), code.rank, code.sentence, code.text),
+            seed=run_file.run.seed,
+            global_samples=run_file.batch.global_samples,
+            checkpoint=None if manifest is None else Places(directory).step(manifest.step),
+        )
+    except (ShoalError, OSError, ValueError) as error:
+        print(f"shoal: no capsule could be written: {error}", file=sys.stderr, flush=True)
+    else:
+        print(f"capsule: {path}; shoal replay {path} computes the step again", file=sys.stderr, flush=True)
 
 
 def as_rank(place: Place, work: Callable[[], None], environ: Mapping[str, str]) -> None:
