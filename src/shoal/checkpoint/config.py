@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
+
+import msgspec
 
 from shoal.config.table import Table, says
 
@@ -17,3 +19,14 @@ class CheckpointConfig(Table, frozen=True):
     object_bytes: Annotated[
         int, says("Largest file that tensors are cut or packed into, in bytes.", ge=1 << 16, le=1 << 30)
     ] = 8 << 20
+    remote: Annotated[
+        str | None,
+        says(
+            "URL below which copies of the checkpoints are kept, such as `s3://bucket/run` (extra `data`). They are "
+            "sent behind training; a start in an empty run directory goes on from the newest."
+        ),
+    ] = None
+    remote_options: Annotated[
+        dict[str, Any], says("Keywords of fsspec's file system, such as an endpoint; keep secrets in the environment.")
+    ] = msgspec.field(default_factory=dict)
+    remote_attempts: Annotated[int, says("How often a failed request is made before a copy is given up.", ge=1)] = 10

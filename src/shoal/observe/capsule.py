@@ -1,4 +1,4 @@
-"""A crash capsule: `capsule.zip` in the directory of a run that failed, all that is needed to compute its last step again.
+"""A crash capsule: `capsule.zip` in the directory of a run that failed, with which its last step is computed again.
 
     capsule.json                           which step, which samples, what failed, which versions (`Capsule`)
     run.toml, facts.json                   as they lie in the run directory

@@ -130,8 +130,8 @@ def _judged(capsule: Capsule, ids: list[int], steps: list[StepAgain], error: Bas
     elif apart:
         same, first = False, apart[0]
         sentence = (
-            f"step {first.step} has the loss {first.loss} on one process, and {first.recorded} was recorded: the layout, "
-            "the data or the machine is to blame; `shoal verify` compares the layout with one process"
+            f"step {first.step} has the loss {first.loss} on one process, and {first.recorded} was recorded: the "
+            "layout, the data or the machine is to blame; `shoal verify` compares the layout with one process"
         )
     elif _is_of_the_step(capsule):
         same = False
@@ -156,4 +156,3 @@ def _differs(step: StepAgain, first: int) -> bool:
         return False
     tolerance = TOLERANCE if step.step == first else LOOSE_TOLERANCE
     return abs(step.loss - step.recorded) > tolerance * max(1e-12, abs(step.recorded))
-

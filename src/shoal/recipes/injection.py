@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.conditions import Conditions, Fault as WireFault
+from shoal.comm.conditions import Conditions
+from shoal.comm.conditions import Fault as WireFault
 from shoal.comm.volume import Sent
 from shoal.data.sample import Batch, first_leaf, map_tree
 from shoal.engine.rank_context import RankContext
@@ -37,7 +38,7 @@ _MANTISSA_BIT = {torch.float64: 40, torch.float32: 18, torch.float16: 6, torch.b
 
 
 def injector_from(environ: Mapping[str, str]) -> Injector | None:
-    """The injector of this rank; None but in a rehearsal. Raises `EnvironmentFault` for a scenario that is not there."""
+    """The injector of this rank; None but in a rehearsal. Raises `EnvironmentFault` where its scenario is missing."""
     if REHEARSAL not in environ:
         return None
     folder = Path(environ[REHEARSAL])
@@ -210,4 +211,3 @@ def _spoilt(batch: Batch) -> Batch:
         return _spoil(leaf) if leaf.is_floating_point() else leaf
 
     return replace(batch, inputs=map_tree(spoil, batch.inputs))
-

@@ -33,6 +33,7 @@ from shoal.observe.settings import differing_keys
 from shoal.observe.sink import RunStart, Sinks
 from shoal.observe.sinks import open_sinks
 from shoal.optim.schedule import peak_rate
+from shoal.recipes.remote_copies import fetch_newer, send_copies
 from shoal.recipes.run import Run
 from shoal.recipes.user_code import find_named, users_traceback
 from shoal.recipes.verification.passed import missing_proof
@@ -104,6 +105,7 @@ def build_job(
         or run.generation.coded is not None,
         on_point=unheard if injector is None else lambda label: injector.reached(f"save/{label}"),
     )
+    send_copies(run, saver, directory, sinks, stack)
     feed = stack.enter_context(run.feed())
     context, forward = run.step.context, mesh.layout.replica_size == 1 and not own_loop
     return Job(
@@ -185,6 +187,7 @@ def restore(run: Run, directory: Path, sinks: Sinks) -> int | None:
     world, injector = run.mesh.world, run.process.injector
     if injector is not None:
         injector.reached("recovery/before")
+    fetch_newer(run, directory, sinks)
     loaded = resume(
         run.state,
         directory,

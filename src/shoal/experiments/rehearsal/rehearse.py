@@ -100,7 +100,9 @@ def rehearse(
         if scenario.family in families and only in scenario.name
     ]
     if not wanted:
-        raise UsageError(f"no scenario of {', '.join(families)} has {only!r} in its name: leave out --only, or change it")
+        raise UsageError(
+            f"no scenario of {', '.join(families)} has {only!r} in its name: leave out --only, or change it"
+        )
     load_run(file, keys)
     rows: list[Row] = []
     with temporary_folder() as folder:

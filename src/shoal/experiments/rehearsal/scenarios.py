@@ -53,7 +53,7 @@ class Scenario:
 def scenarios(ranks: int, *, elastic: bool = False, every_point: bool = False) -> list[Scenario]:
     """All scenarios for a run of so many ranks; `every_point`: a kill at each point of a save."""
     last = ranks - 1
-    found = [
+    return [
         *_rank_faults(last, alone=ranks == 1),
         Scenario("kill before the update", "optimizer", (_fault("kill", "optimizer/before", last),)),
         Scenario("kill after the update", "optimizer", (_fault("kill", "optimizer/after", last),)),
@@ -72,7 +72,6 @@ def scenarios(ranks: int, *, elastic: bool = False, every_point: bool = False) -
         *_corruption(last),
         *_numbers(last, ranks),
     ]
-    return found
 
 
 def _fault(action: Action, label: str, rank: int, *, step: int = AT, passing: int = 1) -> Fault:

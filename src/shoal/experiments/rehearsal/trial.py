@@ -1,4 +1,4 @@
-"""One rehearsed run: `shoal train` in a directory of its own, struck as a scenario says, and started again until it ends.
+"""One rehearsed run: `shoal train` in a directory of its own, struck as a scenario says, and started until it ends.
 
 What is measured, with the clock of this host:
 
@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -170,7 +170,8 @@ def _process(command: Sequence[str], environ: Mapping[str, str], trial: Trial) -
         errors="replace",
         start_new_session=True,
     )
-    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
     streams = ((process.stdout, False), (process.stderr, True))
     readers = [threading.Thread(target=_read, args=(*stream, trial.lines), daemon=True) for stream in streams]
     for reader in readers:
@@ -192,10 +193,8 @@ def _read(stream: IO[str], is_error: bool, lines: list[Line]) -> None:
 
 def _kill(process: subprocess.Popen[str]) -> None:
     """The launcher and its ranks, as a scheduler does at the end of the grace."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def damage(directory: Path, what: str) -> str:
