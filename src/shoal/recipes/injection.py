@@ -155,7 +155,7 @@ class _Struck:
         if struck is not None and struck.action == "nan" and _floats(work.batches[0]):
             work = replace(work, batches=[_spoilt(work.batches[0]), *work.batches[1:]])
         elif struck is not None:
-            hook = self._first_parameter().register_hook(_spoil if struck.action == "nan" else _with_flipped_bit)
+            hook = self._first_parameter().register_hook(_spoil if struck.action == "nan" else flipped)
         try:
             outcome = self._policy(context, replace(work, on_gradients=self._reduced(work)))
         finally:
@@ -185,15 +185,15 @@ class _Struck:
         if fault.action == "flip_moment":
             states = self._optimizer.state.values()
             tensor = next(v for state in states for v in state.values() if isinstance(v, Tensor) and v.numel() > 1)
-        tensor.copy_(_with_flipped_bit(tensor))
+        tensor.copy_(flipped(tensor))
 
 
-def _with_flipped_bit(tensor: Tensor) -> Tensor:
+def flipped(tensor: Tensor) -> Tensor:
     """`tensor` with one bit of the mantissa of its largest element flipped."""
-    flipped = tensor.detach().clone()
-    bits = flipped.view(-1).view(_INTEGERS[tensor.dtype])
-    bits[int(flipped.view(-1).abs().argmax())] ^= 1 << _MANTISSA_BIT[tensor.dtype]
-    return flipped
+    changed = tensor.detach().clone()
+    bits = changed.view(-1).view(_INTEGERS[tensor.dtype])
+    bits[int(changed.view(-1).abs().argmax())] ^= 1 << _MANTISSA_BIT[tensor.dtype]
+    return changed
 
 
 def _spoil(tensor: Tensor) -> Tensor:
