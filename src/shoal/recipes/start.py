@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -25,13 +26,14 @@ from shoal.launch.rank_process import die_with_parent
 from shoal.launch.root_cause import ExitCode
 from shoal.launch.signals import end_at_once
 from shoal.launch.spawn import run_ranks
-from shoal.launch.supervision import Patience
+from shoal.launch.supervision import Patience, say
 from shoal.launch.temporary_folder import temporary_folder
 from shoal.launch.versions import check_torch_version, installed
 from shoal.observe.ending import Ending, write_ending
 from shoal.observe.facts import facts_path, read_facts, write_facts
 from shoal.recipes.lab import processes_in
 from shoal.resilience.config import COORDINATOR
+from shoal.resilience.hang_file import read_verdict
 from shoal.runfile.rules import check_across
 from shoal.runfile.run_file import RunFile, statistics_group, with_processes
 
@@ -91,6 +93,7 @@ def run(
         raise EnvironmentFault(f'wire.transport = "mpi", but {why_no_mpi(environ)}; or set it to "auto"')
     if place is None:
         joins = _joins_a_coordinator(run_file, environ)
+        began_s = time.time()
         with ExitStack() as stack:
             keep_fds = [stack.enter_context(RunLock(directory, shared=joins)).fd] if writes else []
             logs = directory if writes else stack.enter_context(temporary_folder())
@@ -116,6 +119,7 @@ def run(
             print(planner.memory_advice(run_file), file=sys.stderr, flush=True)
         if writes and not joins and code not in (0, Stopped.exit_code):
             _record_failure(run_file, directory, code)
+            _say_hang(directory, since_s=began_s)
             _leave_capsule(run_file, directory, code)
         return code
 
@@ -169,6 +173,13 @@ def _record_failure(run_file: RunFile, directory: Path, code: ExitCode) -> None:
             print(f"report: {write_report(directory)}", file=sys.stderr, flush=True)
     except (ShoalError, OSError) as error:
         print(f"shoal: how the run ended could not be recorded: {error}", file=sys.stderr, flush=True)
+
+
+def _say_hang(directory: Path, *, since_s: float) -> None:
+    """Why ranks waited in vain, where their watches have found it."""
+    verdict = read_verdict(directory, since_s=since_s)
+    if verdict is not None:
+        say(f"why it hung: {verdict.sentence}")
 
 
 def _leave_capsule(run_file: RunFile, directory: Path, code: ExitCode) -> None:

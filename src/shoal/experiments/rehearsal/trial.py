@@ -93,8 +93,7 @@ class Trial:
         noticed = self.noticed
         if noticed is None:
             return None
-        ended = (event.time_s for event in self.events() if _is_step(event) and event.time_s >= noticed.time_s)
-        return next(ended, None)
+        return next((event.time_s for event in self.events() if _step_start_s(event) >= noticed.time_s), None)
 
     def lost_steps(self) -> int:
         return sum(attempt.repeated_steps for attempt in attempts(self.events()))
@@ -103,8 +102,9 @@ class Trial:
         return read_events(self.directory)
 
 
-def _is_step(event: Event) -> bool:
-    return "loss/train" in event.values
+def _step_start_s(event: Event) -> float:
+    """Unix time at which the step of `event` began; long ago for a line that is of no step."""
+    return event.time_s - (event.get("time/step") or 0.0) if "loss/train" in event.values else 0.0
 
 
 def _tells(line: Line) -> bool:
