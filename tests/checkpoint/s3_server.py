@@ -22,18 +22,16 @@ class Trouble:
 
     failing: float = 0.0
     slow_s: float = 0.0
-    seed: int = 0
-    requests: int = 0
     failed: int = 0
-    draws: random.Random = field(init=False)
+    draws: random.Random = field(default_factory=lambda: random.Random(3))
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def __post_init__(self) -> None:
-        self.draws = random.Random(self.seed)
+    def become(self, *, failing: float = 0.0, slow_s: float = 0.0) -> None:
+        """From now on; counts anew."""
+        self.failing, self.slow_s, self.failed, self.draws = failing, slow_s, 0, random.Random(3)
 
     def fails(self) -> bool:
         with self.lock:
-            self.requests += 1
             failing = self.draws.random() < self.failing
             self.failed += failing
             return failing
@@ -59,7 +57,7 @@ class S3:
 
 
 @contextmanager
-def s3_server(**trouble: Any) -> Iterator[S3]:
+def s3_server() -> Iterator[S3]:
     """Serves until the end of the block."""
     moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     moto.start()
@@ -74,8 +72,6 @@ def s3_server(**trouble: Any) -> Iterator[S3]:
         import fsspec
 
         fsspec.filesystem("s3", **served.options).mkdir("copies")
-        for name, value in trouble.items():
-            setattr(found, name, value)
         yield served
     finally:
         relay.shutdown()
@@ -91,7 +87,7 @@ def _relay_to(target: str, trouble: Trouble) -> type[BaseHTTPRequestHandler]:
             """Nothing: the tests count what they need."""
 
         def pass_on(self) -> None:
-            content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            content = self.body()
             if trouble.fails():
                 return self.answer(503, {}, b"<Error><Code>SlowDown</Code><Message>reduce your rate</Message></Error>")
             time.sleep(trouble.slow_s)
@@ -105,6 +101,18 @@ def _relay_to(target: str, trouble: Trouble) -> type[BaseHTTPRequestHandler]:
                     self.answer(answer.status, dict(answer.headers), answer.read())
             except urllib.error.HTTPError as error:
                 self.answer(error.code, dict(error.headers), error.read())
+
+        def body(self) -> bytes:
+            """Of the request, whose length is told or which comes in chunks."""
+            if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
+                return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            parts = []
+            while size := int(self.rfile.readline().split(b";")[0], 16):
+                parts.append(self.rfile.read(size))
+                self.rfile.readline()
+            while self.rfile.readline().strip():
+                pass
+            return b"".join(parts)
 
         def answer(self, code: int, headers: dict[str, str], content: bytes) -> None:
             self.send_response(code)

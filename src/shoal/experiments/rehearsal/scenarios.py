@@ -69,7 +69,7 @@ def scenarios(ranks: int, *, elastic: bool = False, every_point: bool = False) -
             grace_s=GRACE_S,
         ),
         *_disk_faults(),
-        *_corruption(last),
+        *_corruption(),
         *_numbers(last, ranks),
     ]
 
@@ -125,8 +125,9 @@ def _disk_faults() -> list[Scenario]:
     return [Scenario(name, "disk", full, save_every=1, keep=1, steps=len(full) + 2)]
 
 
-def _corruption(last: int) -> list[Scenario]:
-    kill = (_fault("kill", "step/before", last),)
+def _corruption() -> list[Scenario]:
+    """Rank 0 is killed when its third save counts, so that there is a checkpoint before the newest."""
+    kill = (_fault("kill", "save/pointer/fsync.after", 0, step=3 * SAVE_EVERY),)
     return [
         Scenario("a flipped bit in the newest manifest", "corruption", kill, damages="manifest"),
         Scenario("a flipped bit in an object of the newest checkpoint", "corruption", kill, damages="object"),

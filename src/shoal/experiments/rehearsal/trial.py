@@ -66,6 +66,7 @@ class Trial:
     ends_s: list[float] = field(default_factory=list)
     struck: list[Strike] = field(default_factory=list)
     damaged: str = ""
+    damaged_s: float | None = None
 
     @property
     def finished(self) -> bool:
@@ -73,6 +74,9 @@ class Trial:
 
     @property
     def first_strike_s(self) -> float | None:
+        """Unix time of the damage to a file, or of the first fault."""
+        if self.damaged_s is not None:
+            return self.damaged_s
         return self.struck[0].time_s if self.struck else None
 
     @property
@@ -84,7 +88,7 @@ class Trial:
         said = (line for line in self.lines if line.time_s >= since_s and _tells(line))
         first = next(said, None)
         end_s = next((end for end in self.ends_s if end >= since_s), None)
-        if first is None and end_s is not None and self.codes[0] != 0:
+        if first is None and end_s is not None and self.codes[0] != 0 and self.damaged_s is None:
             return Line(end_s, "", is_error=True)
         return first
 
@@ -131,7 +135,7 @@ def play(setup: Setup, scenario: Scenario) -> Trial:
         if trial.codes[-1] in (0, None, *NO_RESTART):
             break
         if scenario.damages and not trial.damaged:
-            trial.damaged = damage(trial.directory, scenario.damages)
+            trial.damaged, trial.damaged_s = damage(trial.directory, scenario.damages), time.time()
     trial.struck = strikes(record)
     return trial
 
