@@ -15,8 +15,6 @@ from blake3 import blake3
 
 from shoal import units
 from shoal.checkpoint.agreement import Exchange
-from shoal.checkpoint.objects import unheard
-from shoal.checkpoint.save import Saver
 from shoal.comm.board import Board
 from shoal.comm.gather import gather_texts
 from shoal.config.load import dumps
@@ -33,8 +31,8 @@ from shoal.observe.settings import differing_keys
 from shoal.observe.sink import RunStart, Sinks
 from shoal.observe.sinks import open_sinks
 from shoal.optim.schedule import peak_rate
-from shoal.recipes.remote_copies import fetch_newer, send_copies
 from shoal.recipes.run import Run
+from shoal.recipes.saving import build_saver, fetch_newer, save_interval, send_copies
 from shoal.recipes.user_code import find_named, users_traceback
 from shoal.recipes.verification.passed import missing_proof
 from shoal.runfile.run_file import RunFile, run_directory
@@ -93,18 +91,7 @@ def build_job(
     store if there is none. `own_loop`: the script sets learning rates, evaluates and runs the model.
     """
     run_file, mesh, injector = run.run_file, run.mesh, run.process.injector
-    saver = Saver(
-        directory,
-        rank=mesh.rank,
-        world_size=mesh.layout.world_size,
-        exchange=exchange or Board(run.process.store, timeout_s=run.run_file.wire.timeout_s).clone(),
-        keep=run_file.checkpoint.keep,
-        object_bytes=run_file.checkpoint.object_bytes,
-        split=mesh.layout.replica_size > 1
-        or not run.generation.sync.keeps_replicas_equal
-        or run.generation.coded is not None,
-        on_point=unheard if injector is None else lambda label: injector.reached(f"save/{label}"),
-    )
+    saver = build_saver(run, directory, exchange)
     send_copies(run, saver, directory, sinks, stack)
     feed = stack.enter_context(run.feed())
     context, forward = run.step.context, mesh.layout.replica_size == 1 and not own_loop
@@ -118,7 +105,6 @@ def build_job(
         cadence=Cadence(
             run_file.run.steps,
             evaluate_every=run_file.observe.evaluate_every_steps,
-            save_every=run_file.checkpoint.every_steps,
             loads_every=_loads_every(run),
             compare_every=run_file.observe.compare_every_steps,
         ),
@@ -129,6 +115,7 @@ def build_job(
         compare=_comparison(run),
         speeds=replica_speeds(run, feed, sinks),
         hooks=_hooks(run),
+        saves=save_interval(run, directory, sinks),
         origin={"layout": mesh.layout.to_dict(), "generation": mesh.generation},
     )
 

@@ -121,6 +121,7 @@ def run(
             _record_failure(run_file, directory, code)
             _say_hang(directory, since_s=began_s)
             _leave_capsule(run_file, directory, code)
+            _alert(run_file, directory, code)
         return code
 
     def ranked() -> None:
@@ -180,6 +181,18 @@ def _say_hang(directory: Path, *, since_s: float) -> None:
     verdict = read_verdict(directory, since_s=since_s)
     if verdict is not None:
         say(f"why it hung: {verdict.sentence}")
+
+
+def _alert(run_file: RunFile, directory: Path, code: ExitCode) -> None:
+    """To the webhook, of an end that a rank could not tell of."""
+    if run_file.observe.webhook is None:
+        return
+    from shoal.observe.webhook import post
+
+    try:
+        post(run_file.observe.webhook, run=directory.name, level="failure", text=code.sentence or str(code), step=0)
+    except OSError as error:
+        say(f"observe.webhook: the end of the run was not delivered: {error}")
 
 
 def _leave_capsule(run_file: RunFile, directory: Path, code: ExitCode) -> None:
