@@ -46,5 +46,5 @@ class WireConfig(Table, frozen=True):
             "for and the line of code; 0: never.",
             ge=0,
         ),
-    ] = 15.0
+    ] = 30.0
     timeout_s: Annotated[float, says("Longest wait for the other ranks in one collective.", gt=0, le=86400)] = 60.0

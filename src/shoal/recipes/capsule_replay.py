@@ -101,12 +101,19 @@ def _replayed(run_file: RunFile, capsule: Capsule, directory: Path) -> Replay:
         try:
             run = open_run(run_file, place, UserObjects(), store=HashStore())
             restore(run, directory, Sinks())
+            if run.state.progress.step != (capsule.checkpoint or 0):
+                raise UsageError(
+                    f"{directory} now goes on from step {run.state.progress.step}, and the capsule from "
+                    f"{capsule.checkpoint or 0}: keep the checkpoint of that step"
+                )
             ids = sample_ids(run, capsule)
             job = build_job(run, Path(run_file.run.directory or "."), Sinks(), stack, stop_requested=lambda: False)
             while job.progress.step < capsule.step:
                 number = job.progress.step + 1
                 result = take_step(job)
                 steps.append(StepAgain(number, result.loss, capsule.losses.get(str(number))))
+        except UsageError:
+            raise
         except Exception as raised:
             error = raised
     return _judged(capsule, ids, steps, error)

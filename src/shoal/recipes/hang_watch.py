@@ -32,6 +32,8 @@ LOOK_S = 1.0
 ANSWER_S = 3.0
 """What ranks have to answer in; one that computes in C without the interpreter's lock for longer counts as silent."""
 DEEPEST = 60
+MOST = 5
+"""Verdicts of one start: a rank that is merely slow in every step is for `shoal profile`."""
 
 
 class Waiting(NamedTuple):
@@ -68,14 +70,14 @@ class HangWatch:
     def _watch(self) -> None:
         asked, since_s, before = 0, time.monotonic(), None
         try:
-            while not self._ended.is_set():
+            while asked < MOST and not self._ended.wait(LOOK_S):
                 here = self._waiting()
                 if here is None or here != before:
                     before, since_s = here, time.monotonic()
                 late = here is not None and time.monotonic() - since_s > self._after_s
                 if late:
                     self._board.publish(f"asked/{asked}", b"")
-                if late or self._board.collect_some([f"asked/{asked}"], LOOK_S):
+                if late or self._board.published(f"asked/{asked}"):
                     self._answer(asked, late=late or here is not None)
                     asked, since_s = asked + 1, time.monotonic()
         except CollectiveError:
@@ -93,7 +95,7 @@ class HangWatch:
         groups = {label: ranks for label, (ranks, _) in self._mesh.opened().items()}
         verdict = hang_verdict(groups, reports)
         self._say(verdict.sentence)
-        if rank == min(other for other in reports if other not in verdict.ranks or len(reports) == 1):
+        if rank == min({*reports} - {*verdict.ranks} or reports):
             write_verdict(self._directory, verdict)
 
     def report(self) -> RankReport:

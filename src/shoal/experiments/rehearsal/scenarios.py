@@ -17,6 +17,9 @@ STEPS, SAVE_EVERY, AT = 8, 2, 5
 GRACE_S = 1.0
 """A preemption that leaves less time than a save takes; the save is held up for longer."""
 
+JOIN_S = 20.0
+"""How long an elastic run that was struck waits for the replacement, which is to be struck as well."""
+
 Promise = Literal["same", "noticed", "nothing"]
 """What is checked of the end: "same": the run is finished and its state is that of the undisturbed run; "noticed": it
 is finished, and somebody was told, but the state is another (a step was skipped); "nothing": no mechanism sees it."""
@@ -102,8 +105,9 @@ def _save_faults(*, every_point: bool) -> list[Scenario]:
 def _recovery_faults(last: int, *, elastic: bool) -> list[Scenario]:
     first = _fault("kill", "step/before", last)
     if elastic:  # who joins gets the state from a peer: it is struck in its first step
-        again = Fault(action="kill", label="step/before", rank=last, step=0)
-        return [Scenario("kill, and kill the replacement in its first step", "recovery", (first, again))]
+        pause = Fault(action="wait", label="step/before", rank=0, step=AT + 1, seconds=JOIN_S)
+        again = Fault(action="kill", label="step/before", rank=last)
+        return [Scenario("kill, and kill the replacement in its first step", "recovery", (first, pause, again))]
     return [
         Scenario(f"kill, and kill in recovery ({moment})", "recovery", (first, _again(moment)))
         for moment in ("before", "in", "after")
