@@ -93,29 +93,27 @@ def _on_one_rank(path: Path, capsule: Capsule, folder: Path) -> RunFile:
 
 
 def _replayed(run_file: RunFile, capsule: Capsule, directory: Path) -> Replay:
-    place = Place(0, 1, 0, 1, 0, "shoal")
+    place, expected = Place(0, 1, 0, 1, 0, "shoal"), capsule.checkpoint or 0
     steps: list[StepAgain] = []
     ids: list[int] = []
     error: BaseException | None = None
+    at = expected
     with ExitStack() as stack:
         try:
             run = open_run(run_file, place, UserObjects(), store=HashStore())
             restore(run, directory, Sinks())
-            if run.state.progress.step != (capsule.checkpoint or 0):
-                raise UsageError(
-                    f"{directory} now goes on from step {run.state.progress.step}, and the capsule from "
-                    f"{capsule.checkpoint or 0}: keep the checkpoint of that step"
-                )
-            ids = sample_ids(run, capsule)
+            ids, at = sample_ids(run, capsule), run.state.progress.step
             job = build_job(run, Path(run_file.run.directory or "."), Sinks(), stack, stop_requested=lambda: False)
-            while job.progress.step < capsule.step:
+            while at == expected and job.progress.step < capsule.step:
                 number = job.progress.step + 1
                 result = take_step(job)
                 steps.append(StepAgain(number, result.loss, capsule.losses.get(str(number))))
-        except UsageError:
-            raise
         except Exception as raised:
             error = raised
+    if at != expected:
+        raise UsageError(
+            f"{directory} goes on from step {at} now, and the capsule from step {expected}: keep that checkpoint"
+        )
     return _judged(capsule, ids, steps, error)
 
 
