@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import socket
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +33,8 @@ LOOK_S = 1.0
 ANSWER_S = 3.0
 """What ranks have to answer in; one that computes in C without the interpreter's lock for longer counts as silent."""
 DEEPEST = 60
+LIBRARY = ("/shoal/", "/torch/", "<frozen", sysconfig.get_paths()["stdlib"])
+"""Parts of paths that are not the user's code."""
 MOST = 5
 """Verdicts of one start: a rank that is merely slow in every step is for `shoal profile`."""
 
@@ -93,7 +96,7 @@ class HangWatch:
         found = self._board.collect_some(list(keys), ANSWER_S)
         reports = {keys[key]: msgspec.json.decode(text, type=RankReport) for key, text in found.items()}
         groups = {label: ranks for label, (ranks, _) in self._mesh.opened().items()}
-        verdict = hang_verdict(groups, reports)
+        verdict = hang_verdict(groups, reports, library=LIBRARY)
         self._say(verdict.sentence)
         if rank == min({*reports} - {*verdict.ranks} or reports):
             write_verdict(self._directory, verdict)
