@@ -106,6 +106,7 @@ def test_a_newer_checkpoint_on_the_disk_is_kept(tmp_path: Path, server: S3, url:
     assert not (tmp_path / "there").exists()
 
 
+@pytest.mark.stress
 def test_a_store_that_is_gone_costs_the_copy_and_not_the_run(tmp_path: Path, server: S3, url: str) -> None:
     """Every request fails: the save counts, and a sentence says which copy is missing; a start is refused."""
     server.trouble.become(failing=1.0)
@@ -116,6 +117,7 @@ def test_a_store_that_is_gone_costs_the_copy_and_not_the_run(tmp_path: Path, ser
         fetch_newest(store, tmp_path / "there", newest_here=None)
 
 
+@pytest.mark.stress
 def test_retention_on_the_disk_takes_nothing_from_a_slow_copy(tmp_path: Path, server: S3, url: str) -> None:
     """With keep = 1 each save deletes the one before; copies that are still on their way are whole all the same."""
     server.trouble.become(slow_s=0.05)
