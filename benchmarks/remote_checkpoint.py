@@ -19,6 +19,7 @@ import tempfile
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -47,7 +48,7 @@ def step(a: torch.Tensor, b: torch.Tensor) -> float:
     return time.perf_counter() - begin_s
 
 
-def measure(mebibytes: int, saves: int, steps: int) -> dict[str, object]:
+def measure(mebibytes: int, saves: int, steps: int) -> dict[str, Any]:
     """Stalls and step times of both ways, in turns."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
@@ -81,7 +82,7 @@ def measure(mebibytes: int, saves: int, steps: int) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--mebibytes", type=int, default=64)
     parser.add_argument("--saves", type=int, default=12)
     parser.add_argument("--steps", type=int, default=200)
@@ -89,7 +90,7 @@ def main() -> None:
     torch.set_num_threads(1)
     result = measure(given.mebibytes, given.saves, given.steps)
     rows = []
-    for way, values in result.pop("ways").items():  # type: ignore[attr-defined]
+    for way, values in result.pop("ways").items():
         stalls = values["stall_s"][1:]  # the first allocates the staging memory
         rows.append(
             {
@@ -104,7 +105,7 @@ def main() -> None:
     checks = [
         {"name": "stall, remote / disk", "value": ratio, "bound": BOUND, "holds": ratio <= BOUND},
         {"name": "checkpoints lost", "value": len(result["warnings"]), "bound": 0, "holds": not result["warnings"]},
-    ]  # type: ignore[arg-type]
+    ]
     machine = {"platform": platform.platform(), "torch": str(torch.__version__)}
     print(json.dumps({"bench": "remote_checkpoint", "machine": machine, "rows": rows, "checks": checks, **result}))
 

@@ -118,6 +118,14 @@ def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
+def test_nothing_is_sent_to_what_the_real_run_writes_to(tmp_path: Path) -> None:
+    """A run file with remote copies or alerts is refused before any run is started."""
+    own = project(tmp_path)
+    done = own.shoal("rehearse", "run.toml", 'checkpoint.remote="s3://bucket/run"', 'observe.webhook="http://a/b"')
+    assert done.returncode == 2, done.stderr
+    assert "checkpoint.remote and observe.webhook: a rehearsal would send" in done.stderr
+
+
 @pytest.mark.stress
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_promise_is_kept_on_two_ranks(tmp_path: Path, family: str) -> None:

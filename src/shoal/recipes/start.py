@@ -26,14 +26,13 @@ from shoal.launch.rank_process import die_with_parent
 from shoal.launch.root_cause import ExitCode
 from shoal.launch.signals import end_at_once
 from shoal.launch.spawn import run_ranks
-from shoal.launch.supervision import Patience, say
+from shoal.launch.supervision import Patience
 from shoal.launch.temporary_folder import temporary_folder
 from shoal.launch.versions import check_torch_version, installed
-from shoal.observe.ending import Ending, write_ending
-from shoal.observe.facts import facts_path, read_facts, write_facts
+from shoal.observe.facts import facts_path, write_facts
+from shoal.recipes.failed_run import tell_of_failure
 from shoal.recipes.lab import processes_in
 from shoal.resilience.config import COORDINATOR
-from shoal.resilience.hang_file import read_verdict
 from shoal.runfile.rules import check_across
 from shoal.runfile.run_file import RunFile, statistics_group, with_processes
 
@@ -118,9 +117,7 @@ def run(
         if code == OutOfMemory.exit_code and planner is not None:
             print(planner.memory_advice(run_file), file=sys.stderr, flush=True)
         if writes and not joins and code not in (0, Stopped.exit_code):
-            _record_failure(run_file, directory, code)
-            _say_hang(directory, since_s=began_s)
-            _leave_capsule(run_file, directory, code)
+            tell_of_failure(run_file, directory, code, since_s=began_s)
             _alert(run_file, directory, code)
         return code
 
@@ -159,63 +156,6 @@ def checked(run_file: RunFile, place: Place | None, *, file: str, planner: Plann
     check_across(run_file, file=file)
     check_torch_version()
     return run_file
-
-
-def _record_failure(run_file: RunFile, directory: Path, code: ExitCode) -> None:
-    """Into the facts and the report of a run that began; one that ended by a decision of its own, as when it diverged,
-    has said so itself."""
-    try:
-        if not facts_path(directory).is_file() or read_facts(directory).get("state"):
-            return
-        write_ending(directory, Ending("failed", code.sentence, code.rank, int(code)))
-        if run_file.observe.report:
-            from shoal.observe.report import write_report
-
-            print(f"report: {write_report(directory)}", file=sys.stderr, flush=True)
-    except (ShoalError, OSError) as error:
-        print(f"shoal: how the run ended could not be recorded: {error}", file=sys.stderr, flush=True)
-
-
-def _say_hang(directory: Path, *, since_s: float) -> None:
-    """Why ranks waited in vain, where their watches have found it."""
-    verdict = read_verdict(directory, since_s=since_s)
-    if verdict is not None:
-        say(f"why it hung: {verdict.sentence}")
-
-
-def _alert(run_file: RunFile, directory: Path, code: ExitCode) -> None:
-    """To the webhook, of an end that a rank could not tell of."""
-    if run_file.observe.webhook is None:
-        return
-    from shoal.observe.webhook import post
-
-    try:
-        post(run_file.observe.webhook, run=directory.name, level="failure", text=code.sentence or str(code), step=0)
-    except OSError as error:
-        say(f"observe.webhook: the end of the run was not delivered: {error}")
-
-
-def _leave_capsule(run_file: RunFile, directory: Path, code: ExitCode) -> None:
-    """What is needed to compute the failed step again, of a run that began."""
-    if not facts_path(directory).is_file():
-        return
-    from shoal.checkpoint.objects import Places
-    from shoal.checkpoint.verify import newest_verified
-    from shoal.observe.capsule import Failed, write_capsule
-
-    try:
-        manifest, _ = newest_verified(directory)
-        path = write_capsule(
-            directory,
-            Failed(int(code), code.rank, code.sentence, code.text),
-            seed=run_file.run.seed,
-            global_samples=run_file.batch.global_samples,
-            checkpoint=None if manifest is None else Places(directory).step(manifest.step),
-        )
-    except (ShoalError, OSError, ValueError) as error:
-        print(f"shoal: no capsule could be written: {error}", file=sys.stderr, flush=True)
-    else:
-        print(f"capsule: {path}; shoal replay {path} computes the step again", file=sys.stderr, flush=True)
 
 
 def as_rank(place: Place, work: Callable[[], None], environ: Mapping[str, str]) -> None:

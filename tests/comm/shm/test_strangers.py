@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.comm.shm.core import load_core
+from shoal.comm.shm.core import Settings
 from shoal.comm.shm.host import Handshake
 
 NOBODY = 65534
-SEGMENT_BYTES = 1 << 16
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
 
@@ -42,7 +41,7 @@ def as_stranger(attempt: Callable[[], object]) -> str:
 
 @pytest.fixture
 def handshake() -> Iterator[Handshake]:
-    with Handshake(0, 2, core=load_core(), segment_bytes=SEGMENT_BYTES, timeout_s=5.0) as found:
+    with Handshake(0, 2, settings=Settings(), timeout_s=5.0) as found:
         yield found
 
 

@@ -23,6 +23,7 @@ from shoal.launch.temporary_folder import temporary_folder
 from shoal.recipes.start import processes_of
 from shoal.resilience.faults import REHEARSAL
 from shoal.runfile.load import load_run
+from shoal.runfile.run_file import RunFile
 
 TOLERANCE = 1e-4
 """Of the weights, after some steps in another order of summation: elastic runs divide a step's samples anew, and Adam
@@ -34,6 +35,8 @@ KEYS = (
     "observe.evaluate_every_steps=0",
     "observe.evaluate_samples=1",
     "observe.page=false",
+    'observe.wandb="off"',
+    'checkpoint.every="steps"',
 )
 WIRE_TIMEOUT_S = 10.0
 
@@ -88,10 +91,11 @@ def rehearse(
 ) -> Rehearsal:
     """Plays the scenarios of `families` whose names contain `only`.
 
-    `on_row` hears of each when it is over, `note` what is going on. Raises `UsageError` where no scenario is left, and
-    `EnvironmentFault` where the undisturbed run does not end well.
+    `on_row` hears of each when it is over, `note` what is going on. Raises `UsageError` where no scenario is left
+    or the run file names a service outside (remote copies, alerts, MLflow), and `EnvironmentFault` where the undisturbed run does not end well.
     """
     run_file = load_run(file, overrides)
+    _require_nothing_outside(run_file)
     ranks = processes_of(run_file, environ)
     keys = [*_keys(overrides, timeout_s=run_file.wire.timeout_s), *overrides]
     wanted = [
@@ -114,6 +118,20 @@ def rehearse(
             rows.append(row_of(play(setup, scenario), reference))
             on_row(rows[-1])
     return Rehearsal(str(file), ranks, keys[: len(keys) - len(overrides)], rows, _skipped(families))
+
+
+def _require_nothing_outside(run_file: RunFile) -> None:
+    """Raises `UsageError` where the rehearsed runs would write to what the real run writes to."""
+    outside = {
+        "checkpoint.remote": run_file.checkpoint.remote,
+        "observe.webhook": run_file.observe.webhook,
+        "observe.mlflow": run_file.observe.mlflow,
+    }
+    if found := [key for key, value in outside.items() if value is not None]:
+        raise UsageError(
+            f"{' and '.join(found)}: a rehearsal would send there what its runs do; rehearse a copy of the run file "
+            "without it"
+        )
 
 
 def _keys(overrides: Sequence[str], *, timeout_s: float) -> list[str]:
