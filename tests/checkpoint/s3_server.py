@@ -93,9 +93,7 @@ def _relay_to(target: str, trouble: Trouble) -> type[BaseHTTPRequestHandler]:
             time.sleep(trouble.slow_s)
             dropped = ("host", "connection", "transfer-encoding", "expect")
             headers = {name: value for name, value in self.headers.items() if name.lower() not in dropped}
-            headers.setdefault(
-                "Content-Type", "application/octet-stream"
-            )  # else urllib calls it a form, which moto eats
+            headers.setdefault("Content-Type", "application/octet-stream")  # urllib's own, a form, loses the body
             request = urllib.request.Request(
                 target + self.path, data=content or None, headers=headers, method=self.command
             )

@@ -1,5 +1,5 @@
 """What the process that started the ranks leaves of a run that failed: how it ended in the facts and the report, why
-ranks waited in vain, and a capsule to compute the failed step again. Imports no torch before it is needed.
+ranks waited in vain, a capsule to compute the failed step again, and an alert. Imports no torch before it is needed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from shoal.runfile.run_file import RunFile
 
 
 def tell_of_failure(run_file: RunFile, directory: Path, code: ExitCode, *, since_s: float) -> None:
-    """All of it, of the run in `directory` that began at `since_s` (Unix time) and ended with `code`. Raises nothing: what
-    cannot be written is said.
+    """All of it, of the run in `directory` that began at `since_s` (Unix time) and ended with `code`. Raises
+    nothing: what cannot be written or sent is said.
     """
     _record_failure(run_file, directory, code)
     _say_hang(directory, since_s=since_s)
     _leave_capsule(run_file, directory, code)
+    _alert(run_file, directory, code)
 
 
 def _record_failure(run_file: RunFile, directory: Path, code: ExitCode) -> None:
@@ -47,18 +48,6 @@ def _say_hang(directory: Path, *, since_s: float) -> None:
         say(f"why it hung: {verdict.sentence}")
 
 
-def _alert(run_file: RunFile, directory: Path, code: ExitCode) -> None:
-    """To the webhook, of an end that a rank could not tell of."""
-    if run_file.observe.webhook is None:
-        return
-    from shoal.observe.webhook import post
-
-    try:
-        post(run_file.observe.webhook, run=directory.name, level="failure", text=code.sentence or str(code), step=0)
-    except OSError as error:
-        say(f"observe.webhook: the end of the run was not delivered: {error}")
-
-
 def _leave_capsule(run_file: RunFile, directory: Path, code: ExitCode) -> None:
     """What is needed to compute the failed step again, of a run that began."""
     if not facts_path(directory).is_file():
@@ -80,3 +69,15 @@ def _leave_capsule(run_file: RunFile, directory: Path, code: ExitCode) -> None:
         print(f"shoal: no capsule could be written: {error}", file=sys.stderr, flush=True)
     else:
         print(f"capsule: {path}; shoal replay {path} computes the step again", file=sys.stderr, flush=True)
+
+
+def _alert(run_file: RunFile, directory: Path, code: ExitCode) -> None:
+    """To the webhook, of an end that a rank could not tell of."""
+    if run_file.observe.webhook is None:
+        return
+    from shoal.observe.webhook import post
+
+    try:
+        post(run_file.observe.webhook, run=directory.name, level="failure", text=code.sentence or str(code), step=0)
+    except OSError as error:
+        say(f"observe.webhook: the end of the run was not delivered: {error}")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.comm.mpi.world import why_no_mpi
-from shoal.errors import EnvironmentFault, OutOfMemory, ShoalError, Stopped, UsageError
+from shoal.errors import EnvironmentFault, OutOfMemory, Stopped, UsageError
 from shoal.launch.devices import gpus
 from shoal.launch.environment import Place, place_from
 from shoal.launch.failure import FAILURE_FOLDER, TORCHRUN_FILE, failure_of, report_failure
@@ -118,7 +118,6 @@ def run(
             print(planner.memory_advice(run_file), file=sys.stderr, flush=True)
         if writes and not joins and code not in (0, Stopped.exit_code):
             tell_of_failure(run_file, directory, code, since_s=began_s)
-            _alert(run_file, directory, code)
         return code
 
     def ranked() -> None:

@@ -91,8 +91,9 @@ def rehearse(
 ) -> Rehearsal:
     """Plays the scenarios of `families` whose names contain `only`.
 
-    `on_row` hears of each when it is over, `note` what is going on. Raises `UsageError` where no scenario is left
-    or the run file names a service outside (remote copies, alerts, MLflow), and `EnvironmentFault` where the undisturbed run does not end well.
+    `on_row` hears of each when it is over, `note` what is going on. Raises `UsageError` where no scenario is left or
+    the run file names a service outside (remote copies, alerts, MLflow), and `EnvironmentFault` where the undisturbed
+    run does not end well.
     """
     run_file = load_run(file, overrides)
     _require_nothing_outside(run_file)
