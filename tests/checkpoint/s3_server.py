@@ -62,6 +62,8 @@ def s3_server() -> Iterator[S3]:
     moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     moto.start()
     host, port = moto.get_host_and_port()
+    reset = urllib.request.Request(f"http://{host}:{port}/moto-api/reset", method="POST")  # all servers share one state
+    urllib.request.urlopen(reset).close()
     found = Trouble()
     relay = ThreadingHTTPServer(("127.0.0.1", 0), _relay_to(f"http://{host}:{port}", found))
     relay.daemon_threads = True

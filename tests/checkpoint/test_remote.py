@@ -50,6 +50,7 @@ def copied(store: RemoteStore, directory: Path, steps: list[int], *, keep: int =
     return warnings
 
 
+@pytest.mark.stress
 def test_no_checkpoint_is_lost_though_a_tenth_of_the_requests_fail(tmp_path: Path, server: S3, url: str) -> None:
     """10 % of 503s and slow answers: every save arrives whole, and an empty directory elsewhere goes on from it."""
     server.trouble.become(failing=0.1, slow_s=0.005)
