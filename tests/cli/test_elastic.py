@@ -226,6 +226,8 @@ def test_what_cannot_be_elastic_is_refused(own: Project) -> None:
         ("layout.replicate=3", "layout.replicate = 3 with [elastic]"),
         ("layout.shard=3", "each replica needs at least 3 of a step"),
         ("layout.auto=true", "layout.auto with [elastic]"),
+        ('checkpoint.every="auto"', 'checkpoint.every = "auto" with [elastic]'),
+        ('checkpoint.remote="s3://bucket/run"', "checkpoint.remote with [elastic]"),
         ('sync.kind="hogwild"', "its processes share one memory"),
         ('sync.kind="gossip"', "there is no other to agree with"),
         ("batch.global_samples=2", "batch.global_samples = 2"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from shoal.config.table import Table, says
 
@@ -13,7 +15,28 @@ class CheckpointConfig(Table, frozen=True):
     every_steps: Annotated[
         int, says("Optimizer steps between two checkpoints; 0 saves only at the end and on a signal.", ge=0)
     ] = 200
+    every: Annotated[
+        Literal["steps", "auto"],
+        says(
+            "steps: a checkpoint every `every_steps`. auto: the first after `every_steps`, then by Daly's formula from "
+            "the measured time of steps and saves and the failures of this run."
+        ),
+    ] = "steps"
+    expected_failure_s: Annotated[
+        float, says("auto: mean seconds between two failures, until the run has seen some.", gt=0)
+    ] = 86400.0
     keep: Annotated[int, says("How many checkpoints stay on the disk; older ones are deleted.", ge=1)] = 3
     object_bytes: Annotated[
         int, says("Largest file that tensors are cut or packed into, in bytes.", ge=1 << 16, le=1 << 30)
     ] = 8 << 20
+    remote: Annotated[
+        str | None,
+        says(
+            "URL below which copies of the checkpoints are kept, such as `s3://bucket/run` (extra `data`). They are "
+            "sent behind training; a start in an empty run directory goes on from the newest."
+        ),
+    ] = None
+    remote_options: Annotated[
+        dict[str, Any], says("Keywords of fsspec's file system, such as an endpoint; keep secrets in the environment.")
+    ] = msgspec.field(default_factory=dict)
+    remote_attempts: Annotated[int, says("How often a failed request is made before a copy is given up.", ge=1)] = 10

@@ -16,7 +16,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,8 @@ class Saver:
     system that all ranks share. Raises `EnvironmentFault` at once where nothing can be saved.
 
     `split` says that ranks may hold different tensors or parts of them: then all ranks first exchange inventories.
-    Without it all hold the same whole tensors, and no rank waits for another before it copies.
+    Without it all hold the same whole tensors, and no rank waits for another before it copies. `on_commit` is called
+    on the saving thread with the step of a checkpoint that counts, before the next save begins.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Saver:
         split: bool = False,
         on_point: OnPoint = unheard,
     ) -> None:
+        self.on_commit: Callable[[int], None] | None = None
         self._seat = Seat(
             rank=rank,
             world_size=world_size,
@@ -192,6 +194,8 @@ class Saver:
 
     def _run(self, round_: Round, staging: Staging, started_s: float) -> None:
         verdict = round_.run(staging)
+        if verdict.committed and self.on_commit is not None:
+            self.on_commit(round_.step)
         self._reports.put(
             SaveReport(
                 step=round_.step,

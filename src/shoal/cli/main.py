@@ -20,6 +20,8 @@ from shoal.cli import (
     launch,
     plan,
     profile,
+    rehearse,
+    replay,
     report,
     reproduce,
     simulate,
@@ -82,6 +84,8 @@ app.command("diff")(diff.diff)
 app.command("reproduce")(reproduce.reproduce)
 app.command("sweep")(sweep.sweep)
 app.command("ensemble")(ensemble.ensemble)
+app.command("replay")(replay.replay)
+app.command("rehearse")(rehearse.rehearse)
 app.add_typer(submit.app, name="submit", cls=submit.WithDefault)
 app.command("doctor")(doctor.doctor)
 app.add_typer(checkpoint.app, name="checkpoint", cls=Verbs)

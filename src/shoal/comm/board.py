@@ -80,6 +80,10 @@ class Board:
         """The values of those `keys` that are published within `timeout_s`; returns early when all are."""
         return self._call(lambda: _read_some(self.store, keys, timeout_s), timeout_s)
 
+    def published(self, key: str) -> bool:
+        """Whether there is something under `key` now; never waits for it."""
+        return self._call(lambda: self.store.check([key]), self.timeout_s)
+
     def forget(self, keys: Sequence[str]) -> None:
         """Removes what was published under `keys`; a key that is not there is no error."""
         self._call(lambda: _delete(self.store, keys), self.timeout_s)

@@ -39,4 +39,12 @@ class WireConfig(Table, frozen=True):
             "with the line of code, instead of hanging."
         ),
     ] = False
+    report_hang_s: Annotated[
+        float,
+        says(
+            "Seconds in one collective after which all ranks say where they are, and one sentence names who is waited "
+            "for and the line of code; 0: never.",
+            ge=0,
+        ),
+    ] = 30.0
     timeout_s: Annotated[float, says("Longest wait for the other ranks in one collective.", gt=0, le=86400)] = 60.0

@@ -21,6 +21,7 @@ from shoal.comm.connect import connect
 from shoal.comm.exchanges.between_hosts import Levels
 from shoal.comm.hierarchical.division import division_of
 from shoal.comm.ledger import Ledger
+from shoal.comm.seam import Seam
 from shoal.topology.axes import Axis
 from shoal.topology.layout import Layout
 
@@ -66,6 +67,13 @@ class Mesh:
         if key not in self._open:
             self._open[key] = Alone() if len(key[0]) == 1 else self._connect(*key)
         return self._open[key]
+
+    def opened(self) -> dict[str, tuple[Ranks, Seam]]:
+        """The groups that are open, by their labels, each with its ranks of the world."""
+        groups = (
+            (ranks, found.group) for (ranks, _), found in self._open.items() if isinstance(found, GroupCollective)
+        )
+        return {group.label: (ranks, group) for ranks, group in groups if isinstance(group, Seam)}
 
     def abort(self) -> None:
         """Ends all groups now: what waits in a collective of theirs, here and on other ranks, fails."""

@@ -84,6 +84,11 @@ class Seam(dist.ProcessGroup):
         return self
 
     @property
+    def log(self) -> CallLog:
+        """The last collectives of this rank here."""
+        return self._log
+
+    @property
     def hosts(self) -> tuple[str, ...]:
         """The identity of each rank's host, in rank order."""
         return self._volume.hosts
@@ -236,7 +241,7 @@ class Seam(dist.ProcessGroup):
         due_s = self._conditions.due_s(sent) if self._conditions else 0.0
         return SeamWork(
             inner, operation=operation, ledger=self.ledger, explain=explain, results=results, due_s=due_s,
-            finish=finish,
+            finish=finish, label=self.label,
         )  # fmt: skip
 
     def _launched(self, launch: Launch, fault: Fault | None, explain: Explain) -> Any:

@@ -151,6 +151,7 @@ class Booking:
     ) -> None:  # fmt: skip
         self.operation, self.ledger, self.explain = operation, ledger, explain
         self.results, self.due_s, self._finish = list(results), due_s, finish
+        self.label = ""
         self.started_s = time.perf_counter()
         self._lock, self._booked, self.done = threading.Lock(), False, False
 
@@ -206,13 +207,19 @@ class SeamWork(dist.Work):
 
     def __init__(
         self, inner: Any, *, operation: str, ledger: Ledger, explain: Explain, results: Sequence[Tensor],
-        due_s: float = 0.0, finish: Callable[[], object],
+        due_s: float = 0.0, finish: Callable[[], object], label: str = "",
     ) -> None:  # fmt: skip
         super().__init__()
         self._inner = inner
         self._booking = Booking(
             operation=operation, ledger=ledger, explain=explain, results=results, due_s=due_s, finish=finish
         )
+        self._booking.label = label
+
+    @property
+    def label(self) -> str:
+        """The group in which the call was made."""
+        return self._booking.label
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks until the call is over, and books the time as exposed. Raises `CollectiveError` naming the operation

@@ -20,6 +20,7 @@ from shoal.engine.hooks import Hooks
 from shoal.engine.measure import measurements
 from shoal.engine.recovery import NonfiniteGuard
 from shoal.engine.replica_speeds import Noted, ReplicaSpeeds
+from shoal.engine.save_interval import EverySteps, SaveInterval
 from shoal.engine.state import Progress, TrainState
 from shoal.engine.step import TrainStep
 from shoal.engine.step_result import StepResult
@@ -39,7 +40,6 @@ class Cadence:
 
     steps: int
     evaluate_every: int = 0
-    save_every: int = 0
     loads_every: int = 0
     compare_every: int | None = 0
 
@@ -57,8 +57,9 @@ class Job:
     """The parts of one run on one rank. Everything is an argument: the loop fetches nothing.
 
     `rate` gives the learning rate of a step (None: the optimizer has its own); `origin` is what a checkpoint records
-    about its writer (layout, generation). `figures`: more measurements of the step just taken. `compare`: raises where
-    copies of the state differ. `speeds`: those of the replicas; None: there is one alone. `leaves` is asked
+    about its writer (layout, generation). `saves` says after which steps a checkpoint is due,
+    beside the last. `figures`: more measurements of the step just taken. `compare`: raises where copies of the state
+    differ. `speeds`: those of the replicas; None: there is one alone. `leaves` is asked
     after every step, on all ranks alike: the generation ends here. `carried_over`: the state is that of a generation
     before, not of a checkpoint.
     """
@@ -78,6 +79,7 @@ class Job:
     compare: Callable[[], None] | None = None
     speeds: ReplicaSpeeds | None = None
     hooks: Hooks = field(default_factory=Hooks)
+    saves: SaveInterval = field(default_factory=lambda: EverySteps(0))
     leaves: Callable[[StepResult], bool] | None = None
     carried_over: bool = False
 
@@ -121,7 +123,7 @@ def steps(job: Job) -> Iterator[PendingStep]:
         taken = yield from _one_step(job, stall_s)
         result, step, stall_s = _result(taken), job.progress.step, 0.0
         evaluating |= cadence.due(cadence.evaluate_every, step)
-        saving |= taken.save or cadence.due(cadence.save_every, step)
+        saving |= taken.save or step == cadence.steps or job.saves.due(step)
         comparing |= cadence.compares(step, shown=evaluating or saving)
         tell_of_saves(job, job.saver.poll())
         leaving = job.leaves is not None and job.leaves(result)
@@ -134,6 +136,8 @@ def steps(job: Job) -> Iterator[PendingStep]:
             _evaluate(job)
         if saving or stopping:
             stall_s = _save(job)
+            if not stopping and step < cadence.steps:
+                job.saves.saved(step, stall_s=stall_s)
         evaluating = saving = comparing = False
         if leaving:
             return
@@ -236,6 +240,7 @@ def _evaluate(job: Job) -> None:
 def tell_of_saves(job: Job, reports: Sequence[SaveReport]) -> None:
     """Says what went wrong with finished saves, without which training goes on; tells hooks of those that count."""
     for report in reports:
+        job.saves.wrote(report.seconds)
         if report.committed:
             job.hooks.saved(report.step)
         if report.error is not None:

@@ -26,14 +26,15 @@ from shoal.launch.failure import Failure
 
 
 class ExitCode(int):
-    """The launcher's exit code, the rank that caused it (None: none did) and what it said, in one sentence."""
+    """The launcher's exit code, the rank that caused it (None: none did), what it said in one sentence, and whole."""
 
     rank: int | None
     sentence: str
+    text: str
 
-    def __new__(cls, code: int, *, rank: int | None = None, sentence: str = "") -> ExitCode:
+    def __new__(cls, code: int, *, rank: int | None = None, sentence: str = "", text: str = "") -> ExitCode:
         self = super().__new__(cls, code)
-        self.rank, self.sentence = rank, sentence
+        self.rank, self.sentence, self.text = rank, sentence, text
         return self
 
 

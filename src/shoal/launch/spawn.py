@@ -105,8 +105,9 @@ def conclude(watch: Watch, folder: Path, world_size: int) -> ExitCode:
     code = exit_code(watch.exits, ends)
     if ends:
         tails = {rank.rank: rank.log_tail() for rank in watch.ranks if rank.rank == ends[0].exit.rank}
-        say(failure_report(ends, watch.exits, world_size=world_size, stopped=watch.stopped, log_tails=tails))
-        return ExitCode(code, rank=ends[0].exit.rank, sentence=ends[0].sentence)
+        report = failure_report(ends, watch.exits, world_size=world_size, stopped=watch.stopped, log_tails=tails)
+        say(report)
+        return ExitCode(code, rank=ends[0].exit.rank, sentence=ends[0].sentence, text=report)
     if code == Stopped.exit_code:
         sentence = "stopped after a good checkpoint; the same command goes on from there"
         say(sentence)

@@ -41,6 +41,9 @@ class ObserveConfig(Table, frozen=True):
     ] = False
     page_port: Annotated[int, says("Port of that page, 0: any that is free.", ge=0, le=65535)] = 0
     report: Annotated[bool, says("Write `report.html` and `loss.png` at the end.")] = True
+    webhook: Annotated[
+        str | None, says("URL that gets every warning, and an end without success, as a POST of JSON.")
+    ] = None
     prometheus_port: Annotated[
         Annotated[int, msgspec.Meta(ge=0, le=65535)] | None,
         says("Port of the host's endpoint for Prometheus, 0: any that is free (extra `prometheus`)."),

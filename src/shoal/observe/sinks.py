@@ -16,6 +16,7 @@ from shoal.observe.report import ReportSink
 from shoal.observe.sink import Sinks
 from shoal.observe.tensorboard import tensorboard_sink
 from shoal.observe.wandb import wandb_sink
+from shoal.observe.webhook import WebhookSink
 
 
 def open_sinks(
@@ -47,6 +48,9 @@ def open_sinks(
         sinks.add(mlflow_sink(config.mlflow, warn=sinks.warn))
     if rank == 0 and config.wandb != "off":
         sinks.add(wandb_sink(run_directory, mode=config.wandb, warn=sinks.warn))
+    if rank == 0 and config.webhook is not None:
+        name = run_directory.name
+        sinks.add(WebhookSink(config.webhook, name=name, failures=reports_failure, note=sinks.note))
     if rank == 0:
         sinks.add(ReportSink(run_directory, page=config.report, failures=reports_failure, note=sinks.note))
     return sinks

@@ -15,7 +15,6 @@ from blake3 import blake3
 
 from shoal import units
 from shoal.checkpoint.agreement import Exchange
-from shoal.checkpoint.save import Saver
 from shoal.comm.board import Board
 from shoal.comm.gather import gather_texts
 from shoal.config.load import dumps
@@ -33,6 +32,7 @@ from shoal.observe.sink import RunStart, Sinks
 from shoal.observe.sinks import open_sinks
 from shoal.optim.schedule import peak_rate
 from shoal.recipes.run import Run
+from shoal.recipes.saving import build_saver, fetch_newer, save_interval, send_copies
 from shoal.recipes.user_code import find_named, users_traceback
 from shoal.recipes.verification.passed import missing_proof
 from shoal.runfile.run_file import RunFile, run_directory
@@ -90,23 +90,14 @@ def build_job(
     """What the loop of this rank is made of; `stack` closes it. `exchange` is what saves go by, a board on the run's
     store if there is none. `own_loop`: the script sets learning rates, evaluates and runs the model.
     """
-    run_file, mesh = run.run_file, run.mesh
-    saver = Saver(
-        directory,
-        rank=mesh.rank,
-        world_size=mesh.layout.world_size,
-        exchange=exchange or Board(run.process.store, timeout_s=run.run_file.wire.timeout_s).clone(),
-        keep=run_file.checkpoint.keep,
-        object_bytes=run_file.checkpoint.object_bytes,
-        split=mesh.layout.replica_size > 1
-        or not run.generation.sync.keeps_replicas_equal
-        or run.generation.coded is not None,
-    )
+    run_file, mesh, injector = run.run_file, run.mesh, run.process.injector
+    saver = build_saver(run, directory, exchange)
+    send_copies(run, saver, directory, sinks, stack)
     feed = stack.enter_context(run.feed())
     context, forward = run.step.context, mesh.layout.replica_size == 1 and not own_loop
     return Job(
         state=run.state,
-        step=run.step,
+        step=run.step if injector is None else injector.around(run.step, run.state, run.model),
         feed=feed,
         guard=NonfiniteGuard(run_file.run.nonfinite_limit, context, forward=forward, ids=feed.sample_ids),
         saver=saver,
@@ -114,7 +105,6 @@ def build_job(
         cadence=Cadence(
             run_file.run.steps,
             evaluate_every=run_file.observe.evaluate_every_steps,
-            save_every=run_file.checkpoint.every_steps,
             loads_every=_loads_every(run),
             compare_every=run_file.observe.compare_every_steps,
         ),
@@ -125,6 +115,7 @@ def build_job(
         compare=_comparison(run),
         speeds=replica_speeds(run, feed, sinks),
         hooks=_hooks(run),
+        saves=save_interval(run, directory, sinks),
         origin={"layout": mesh.layout.to_dict(), "generation": mesh.generation},
     )
 
@@ -180,11 +171,14 @@ def restore(run: Run, directory: Path, sinks: Sinks) -> int | None:
 
     Raises `VerificationFailed` where ranks have loaded, or drawn, different weights.
     """
-    world = run.mesh.world
+    world, injector = run.mesh.world, run.process.injector
+    if injector is not None:
+        injector.reached("recovery/before")
+    fetch_newer(run, directory, sinks)
     loaded = resume(
         run.state,
         directory,
-        announce=run.process.announce,
+        announce=run.process.announce if injector is None else injector.announce(run.process.announce),
         warn=sinks.warn,
         collect=lambda text: gather_texts(text, world, device=run.device),
     )
@@ -194,6 +188,8 @@ def restore(run: Run, directory: Path, sinks: Sinks) -> int | None:
         sinks.note(f"weights from step {step} of {source}")
     if run.run_file.observe.compare_every_steps != 0:
         _compare_start(run, loaded)
+    if injector is not None and loaded is not None:
+        injector.reached("recovery/after")
     return None if loaded is None else loaded.step
 
 

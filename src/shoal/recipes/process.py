@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch._C._distributed_c10d import Store
@@ -13,6 +14,7 @@ from shoal.comm.conditions import Conditions
 from shoal.errors import EnvironmentFault
 from shoal.launch.environment import Place
 from shoal.launch.rendezvous import STARTED, Rendezvous, interface_for, open_store
+from shoal.recipes.injection import Injector, injector_from
 from shoal.recipes.lab import conditions_from
 from shoal.recipes.sameness import require_same_start
 from shoal.runfile.run_file import RunFile, in_canonical_order
@@ -39,10 +41,16 @@ class Process:
         """Until every rank has built what it trains. A rank that failed before says why to the others here."""
         self.rendezvous.barrier(STARTED)
 
+    @cached_property
+    def injector(self) -> Injector | None:
+        """What strikes this rank in a rehearsal; None everywhere else."""
+        return injector_from(self.environ)
+
     @property
     def conditions(self) -> Conditions | None:
-        """The rates that a throttled lab's ranks keep to; None everywhere else."""
-        return conditions_from(self.environ)
+        """The rates that a throttled lab's ranks keep to, and a rehearsal's faults; None everywhere else."""
+        found = conditions_from(self.environ)
+        return found if self.injector is None else self.injector.conditions(found)
 
 
 def open_process(

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.comm.mpi.world import why_no_mpi
-from shoal.errors import EnvironmentFault, OutOfMemory, ShoalError, Stopped, UsageError
+from shoal.errors import EnvironmentFault, OutOfMemory, Stopped, UsageError
 from shoal.launch.devices import gpus
 from shoal.launch.environment import Place, place_from
 from shoal.launch.failure import FAILURE_FOLDER, TORCHRUN_FILE, failure_of, report_failure
@@ -28,8 +29,8 @@ from shoal.launch.spawn import run_ranks
 from shoal.launch.supervision import Patience
 from shoal.launch.temporary_folder import temporary_folder
 from shoal.launch.versions import check_torch_version, installed
-from shoal.observe.ending import Ending, write_ending
-from shoal.observe.facts import facts_path, read_facts, write_facts
+from shoal.observe.facts import facts_path, write_facts
+from shoal.recipes.failed_run import tell_of_failure
 from shoal.recipes.lab import processes_in
 from shoal.resilience.config import COORDINATOR
 from shoal.runfile.rules import check_across
@@ -91,6 +92,7 @@ def run(
         raise EnvironmentFault(f'wire.transport = "mpi", but {why_no_mpi(environ)}; or set it to "auto"')
     if place is None:
         joins = _joins_a_coordinator(run_file, environ)
+        began_s = time.time()
         with ExitStack() as stack:
             keep_fds = [stack.enter_context(RunLock(directory, shared=joins)).fd] if writes else []
             logs = directory if writes else stack.enter_context(temporary_folder())
@@ -115,7 +117,7 @@ def run(
         if code == OutOfMemory.exit_code and planner is not None:
             print(planner.memory_advice(run_file), file=sys.stderr, flush=True)
         if writes and not joins and code not in (0, Stopped.exit_code):
-            _record_failure(run_file, directory, code)
+            tell_of_failure(run_file, directory, code, since_s=began_s)
         return code
 
     def ranked() -> None:
@@ -153,21 +155,6 @@ def checked(run_file: RunFile, place: Place | None, *, file: str, planner: Plann
     check_across(run_file, file=file)
     check_torch_version()
     return run_file
-
-
-def _record_failure(run_file: RunFile, directory: Path, code: ExitCode) -> None:
-    """Into the facts and the report of a run that began; one that ended by a decision of its own, as when it diverged,
-    has said so itself."""
-    try:
-        if not facts_path(directory).is_file() or read_facts(directory).get("state"):
-            return
-        write_ending(directory, Ending("failed", code.sentence, code.rank, int(code)))
-        if run_file.observe.report:
-            from shoal.observe.report import write_report
-
-            print(f"report: {write_report(directory)}", file=sys.stderr, flush=True)
-    except (ShoalError, OSError) as error:
-        print(f"shoal: how the run ended could not be recorded: {error}", file=sys.stderr, flush=True)
 
 
 def as_rank(place: Place, work: Callable[[], None], environ: Mapping[str, str]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shoal.comm.board import Board
 from shoal.engine.loop import train
 from shoal.errors import ConfigError, CorruptCheckpoint, UsageError
 from shoal.launch.environment import Place
@@ -16,6 +17,7 @@ from shoal.observe.facts import write_facts
 from shoal.observe.sink import Sinks
 from shoal.recipes.facts import run_facts
 from shoal.recipes.forecast import Forecast
+from shoal.recipes.hang_watch import HangWatch
 from shoal.recipes.job import build_job, introduce, restore, run_start, sinks_of, write_run_file
 from shoal.recipes.objects import UserObjects
 from shoal.recipes.replay import check_replay, rounds_of
@@ -59,6 +61,11 @@ def train_rank(
         first = job.progress.step
         run.mesh.ledger.take()  # what the start sent belongs to no step
         sinks.start(run_start(run))
+        board = Board(run.process.store, timeout_s=run_file.wire.timeout_s).clone()
+        watched = board.under(f"hang/{run.mesh.generation}")
+        stack.enter_context(
+            HangWatch(run.mesh, watched, directory, after_s=run_file.wire.report_hang_s, say=sinks.warn)
+        )
         train(job)  # if it raises, no save is waited for: another rank may be gone
         job.saver.close()
         if place.rank == 0:

@@ -255,8 +255,9 @@ class ReplicaRank:
 
     def _save_what_has_no_copy(self, run: Run, job: Job) -> None:
         """Between two steps, servers save what the next generation begins with; all replicas are here."""
-        step, cadence = job.progress.step, job.cadence
-        if run.generation.agreement.served is not None and not cadence.due(cadence.save_every, step):
+        step = job.progress.step
+        saved = step == job.cadence.steps or job.saves.due(step)
+        if run.generation.agreement.served is not None and not saved:
             job.saver.save(step, job.state.tensors(), job.state.to_json(), **job.origin)
 
     def _lost(self, client: Client, error: Exception) -> None:

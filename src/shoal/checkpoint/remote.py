@@ -1,0 +1,259 @@
+"""Copies of checkpoints in a remote store, through fsspec (`s3://`, `gs://`, `memory://`, ...): sent behind training.
+
+    URL/objects/<blake3>.safetensors     content, shared by all checkpoints: what is there is not sent again
+    URL/step-00000100.json               the manifest, sent last: a checkpoint is there when its manifest is
+
+A checkpoint that was committed on the disk is linked into a folder of its own, so that retention cannot take it away,
+and a thread sends it: training waits for the links alone. Each request is made again after a growing pause when it
+fails (503, a slow answer that is given up). A run that starts fetches the newest remote checkpoint where it is newer
+than those on its disk; every object has to hash to its name.
+
+Only the first rank sends and fetches. Imports fsspec where it is used (extra `data`).
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import random
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from blake3 import blake3
+
+from shoal.checkpoint import manifest as manifests
+from shoal.checkpoint.manifest import Manifest
+from shoal.checkpoint.objects import MANIFEST, SUFFIX, Disk, Places, make_folders, step_name, step_of, temporary
+from shoal.errors import ConfigError, CorruptCheckpoint, EnvironmentFault, MissingExtra, Stopped, VerificationFailed
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
+END_S = 600.0
+"""How long the end of a run waits for copies that are on their way."""
+FOLDER = ".to-send"
+"""Below the run directory: checkpoints that are linked, and not sent yet."""
+
+T = TypeVar("T")
+
+
+class RemoteStore:
+    """The checkpoints below `url`. `options` are keywords of the fsspec file system; `sleep` is for tests.
+
+    Raises `ConfigError` for an unknown protocol, `MissingExtra` where its package is not installed.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        attempts: int = 10,
+        options: Mapping[str, Any] | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.url, self._attempts, self._sleep = url, attempts, sleep
+        try:
+            import fsspec
+        except ImportError as error:
+            raise MissingExtra("fsspec", extra="data", purpose=f"checkpoint.remote = {url!r}") from error
+        try:
+            self._files, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False, **dict(options or {}))
+        except ValueError as error:
+            raise ConfigError(f"checkpoint.remote = {url!r}: {error}; correct the protocol") from error
+        except ImportError as error:
+            raise MissingExtra(url.partition("://")[0], extra="data", purpose=f"checkpoint.remote = {url!r}") from error
+        self._sent: set[str] | None = None
+
+    def steps(self) -> list[int]:
+        """The steps whose checkpoints are there, newest first."""
+        found = (step_of(name.removesuffix(".json")) for name in self._names(self._root) if name.endswith(".json"))
+        return sorted((step for step in found if step is not None), reverse=True)
+
+    def send(self, folder: Path, manifest: Manifest) -> int:
+        """Sends the checkpoint in `folder`, its manifest last; the bytes that were sent. Raises `EnvironmentFault`."""
+        if self._sent is None:
+            self._sent = self._names(f"{self._root}/objects")
+        sent_bytes = 0
+        for digest in manifest.objects:
+            name = f"{digest}{SUFFIX}"
+            if name not in self._sent:
+                content = (folder / name).read_bytes()
+                self._put(f"objects/{name}", content)
+                self._sent.add(name)
+                sent_bytes += len(content)
+        content = (folder / MANIFEST).read_bytes()
+        self._put(f"{step_name(manifest.step)}.json", content)
+        return sent_bytes + len(content)
+
+    def retain(self, newest: int, *, keep: int) -> None:
+        """Deletes all but the `keep` newest checkpoints up to step `newest`, and objects that none of them names."""
+        steps = self.steps()
+        kept = [step for step in steps if step <= newest][:keep]
+        named: set[str] = set()
+        for step in kept:
+            named |= {f"{digest}{SUFFIX}" for digest in self.manifest(step).objects}
+        for step in steps:
+            if step not in kept:
+                self._delete(f"{step_name(step)}.json")
+        for name in self._names(f"{self._root}/objects") - named:
+            self._delete(f"objects/{name}")
+            if self._sent is not None:
+                self._sent.discard(name)
+
+    def manifest(self, step: int) -> Manifest:
+        """The manifest of the checkpoint of `step`. Raises `VerificationFailed` for a damaged one."""
+        name = f"{step_name(step)}.json"
+        return manifests.decode(self._get(name), Path(name))
+
+    def fetch(self, step: int, places: Places) -> None:
+        """Brings the checkpoint of `step` to the disk: objects, then the manifest by one rename.
+
+        Raises `CorruptCheckpoint` where an object does not hash to its name, `EnvironmentFault` and `OSError`.
+        """
+        content = self._get(f"{step_name(step)}.json")
+        manifest = manifests.decode(content, Path(f"{self.url}/{step_name(step)}.json"))
+        make_folders(places)
+        disk = Disk()
+        for digest in manifest.objects:
+            path = places.object(digest)
+            if path.is_file() and blake3(path.read_bytes()).hexdigest() == digest:
+                continue
+            data = self._get(f"objects/{digest}{SUFFIX}")
+            if blake3(data).hexdigest() != digest:
+                raise CorruptCheckpoint(f"{self.url}/objects/{digest}{SUFFIX} does not hash to its name")
+            unfinished = temporary(path, "fetch")
+            disk.write(unfinished, data, kind="object")
+            disk.rename(unfinished, path, action="object/rename")
+        disk.sync_folder(places.objects, action="objects/fsync")
+        folder = temporary(places.step(step), "fetch")
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        disk.write(folder / MANIFEST, content, kind="manifest")
+        places.latest.unlink(missing_ok=True)  # it names an older one
+        disk.rename(folder, places.step(step), action="commit/rename")
+        disk.sync_folder(places.root, action="commit/fsync")
+
+    def _names(self, folder: str) -> set[str]:
+        def listed() -> list[str]:
+            try:
+                return self._files.ls(folder, detail=False)
+            except FileNotFoundError:
+                return []
+
+        return {name.rstrip("/").rpartition("/")[2] for name in self._tried(listed, folder)}
+
+    def _put(self, name: str, content: bytes) -> None:
+        self._tried(lambda: self._files.pipe_file(f"{self._root}/{name}", content), name)
+
+    def _get(self, name: str) -> bytes:
+        return self._tried(lambda: self._files.cat_file(f"{self._root}/{name}"), name)
+
+    def _delete(self, name: str) -> None:
+        def delete() -> None:
+            with suppress(FileNotFoundError):
+                self._files.rm_file(f"{self._root}/{name}")
+
+        self._tried(delete, name)
+
+    def _tried(self, request: Callable[[], T], name: str) -> T:
+        """What `request` returns, made again when it fails. Raises `EnvironmentFault` after the last attempt."""
+        for attempt in range(1, self._attempts + 1):
+            try:
+                return request()
+            except (PermissionError, ImportError) as error:
+                raise EnvironmentFault(f"{self.url}: {error}; allow this run to write there") from error
+            except Exception as error:  # each file system has errors of its own
+                if attempt == self._attempts:
+                    raise EnvironmentFault(
+                        f"{self.url}: {name}: {attempt} attempts failed, the last with {type(error).__name__}: {error}"
+                        "; see that the store can be reached"
+                    ) from error
+            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (attempt - 1))
+            self._sleep(pause_s * random.uniform(0.5, 1.0))
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+class RemoteCopies:
+    """Sends committed checkpoints of the run directory `directory` to `store`, one after the other, on a thread.
+
+    As a context manager: its end waits for what is on its way, unless the block ends with a failure. `warn` hears of a
+    checkpoint that could not be sent; training goes on.
+    """
+
+    def __init__(self, store: RemoteStore, directory: Path, *, keep: int, warn: Callable[[str], None]) -> None:
+        self._store, self._places, self._keep, self._warn = store, Places(directory), keep, warn
+        self._folder = directory / FOLDER
+        shutil.rmtree(self._folder, ignore_errors=True)  # left by a start before; its newest checkpoint is sent anew
+        self._steps: queue.Queue[int | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._work, name="remote-checkpoints", daemon=True)
+        self._thread.start()
+
+    def committed(self, step: int) -> None:
+        """The checkpoint of `step` is on the disk: links its files, and has it sent."""
+        try:
+            self._link(step)
+        except (OSError, VerificationFailed) as error:
+            self._warn(f"the checkpoint of step {step} is not copied to {self._store.url}: {error}")
+        else:
+            self._steps.put(step)
+
+    def __enter__(self) -> RemoteCopies:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, Stopped):
+            return  # a failed run ends at once; its next start sends the newest checkpoint
+        self._steps.put(None)
+        self._thread.join(END_S)
+        if self._thread.is_alive():
+            self._warn(f"{self._store.url} did not take all checkpoints within {END_S:g} s; the next start goes on")
+
+    def _link(self, step: int) -> None:
+        manifest_path = self._places.manifest(step)
+        folder = self._folder / step_name(step)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        _link_all([manifest_path, *map(self._places.object, manifests.read(manifest_path).objects)], folder)
+
+    def _work(self) -> None:
+        while (step := self._steps.get()) is not None:
+            folder = self._folder / step_name(step)
+            try:
+                self._store.send(folder, manifests.read(folder / MANIFEST))
+                self._store.retain(step, keep=self._keep)
+            except Exception as error:  # whatever it is, training goes on without this copy
+                self._warn(f"the checkpoint of step {step} was not copied to {self._store.url}: {error}")
+            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _link_all(files: Iterable[Path], folder: Path) -> None:
+    for path in files:
+        try:
+            os.link(path, folder / path.name)
+        except OSError:  # a file system without hard links
+            shutil.copyfile(path, folder / path.name)
+
+
+def fetch_newest(store: RemoteStore, directory: Path, *, newest_here: int | None) -> str:
+    """Fetches the newest remote checkpoint that is whole and newer than `newest_here`; a sentence, "" for none.
+
+    Raises `EnvironmentFault` where the store cannot be reached.
+    """
+    damaged = ""
+    for step in store.steps():
+        if newest_here is not None and step <= newest_here:
+            break
+        try:
+            store.fetch(step, Places(directory))
+        except VerificationFailed as error:
+            damaged = damaged or f"{store.url} holds a damaged checkpoint of step {step}: {error}"
+            continue
+        return f"fetched the checkpoint of step {step} from {store.url}"
+    return damaged

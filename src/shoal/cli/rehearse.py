@@ -1,0 +1,92 @@
+"""`shoal rehearse`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+
+def rehearse(
+    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[key=value]...", help="Keys that replace the file's.")
+    ] = None,
+    faults: Annotated[
+        str,
+        typer.Option(
+            metavar="FAMILY,...",
+            help="rank, optimizer, save, recovery, preemption, disk, corruption, numbers; or all.",
+        ),
+    ] = "all",
+    only: Annotated[str, typer.Option(metavar="TEXT", help="The faults whose names contain it.")] = "",
+    every_point: Annotated[bool, typer.Option("--every-point", help="Kill at every point of a save.")] = False,
+    limit_s: Annotated[float, typer.Option(min=1, help="Longest that one start may take, in seconds.")] = 180.0,
+    show: Annotated[bool, typer.Option("--list", help="List the faults and train nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
+) -> None:
+    """Trains a run file under injected faults, each in a throw-away directory, and says what became of it.
+
+    Exit 6 where a run does not end with the state of the undisturbed run.
+
+    Example: shoal rehearse recipes/digits.toml --faults rank,save
+    """
+    from shoal.experiments.rehearsal.rehearse import line_of, table
+    from shoal.experiments.rehearsal.rehearse import rehearse as play_all
+    from shoal.experiments.rehearsal.scenarios import FAMILIES
+
+    families = FAMILIES if faults == "all" else tuple(faults.split(","))
+    unknown = [family for family in families if family not in FAMILIES]
+    if unknown:
+        raise typer.BadParameter(f"{unknown[0]!r}: give {', '.join(FAMILIES)}, or all", param_hint="--faults")
+    if show:
+        _list(run_file, overrides or [], families, every_point=every_point)
+        return
+    if not as_json:
+        print(next(table([])), flush=True)
+    found = play_all(
+        run_file,
+        overrides or (),
+        families=families,
+        only=only,
+        every_point=every_point,
+        limit_s=limit_s,
+        on_row=lambda row: None if as_json else print(line_of(row), flush=True),
+        note=_note,
+    )
+    if as_json:
+        print(msgspec.json.encode({**msgspec.structs.asdict(found), "holds": found.holds}).decode())
+    else:
+        print("\n".join(_conclusion(found)))
+    raise typer.Exit(0 if found.holds else 6)
+
+
+def _note(text: str) -> None:
+    """What is being played, where somebody watches."""
+    if sys.stderr.isatty():
+        print(f"... {text}", file=sys.stderr, flush=True)
+
+
+def _list(run_file: Path, overrides: list[str], families: tuple[str, ...], *, every_point: bool) -> None:
+    from shoal.experiments.rehearsal.scenarios import scenarios
+    from shoal.recipes.start import processes_of
+    from shoal.runfile.load import load_run
+
+    loaded = load_run(run_file, overrides)
+    for scenario in scenarios(processes_of(loaded), elastic=loaded.elastic is not None, every_point=every_point):
+        if scenario.family in families:
+            print(f"{scenario.family:<12} {scenario.name}")
+
+
+def _conclusion(found) -> list[str]:
+    kept = sum(row.kept is True for row in found.rows)
+    promised = sum(row.kept is not None for row in found.rows)
+    return [
+        f"{found.file} on {found.ranks} ranks: {kept} of {promised} promises kept",
+        f"rehearsed with {' '.join(found.keys)}",
+        *(f"not rehearsed: {sentence}" for sentence in found.skipped),
+        *(f"{row.name}: {row.said or 'nobody said anything'}" for row in found.rows if row.kept is False),
+    ]

@@ -1,0 +1,149 @@
+"""The scenarios of a rehearsal: which faults, and what a run promises when they strike.
+
+A run that is rehearsed takes `STEPS` steps and saves after every second one. Faults strike in step `AT`, so that one
+checkpoint lies behind them and one before the end. Where a run has several ranks, the last one is struck; saves are
+struck on rank 0, which commits them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shoal.checkpoint.objects import ACTIONS
+from shoal.resilience.faults import Action, Fault
+
+STEPS, SAVE_EVERY, AT = 8, 2, 5
+GRACE_S = 1.0
+"""A preemption that leaves less time than a save takes; the save is held up for longer."""
+
+JOIN_S = 20.0
+"""How long an elastic run that was struck waits for the replacement, which is to be struck as well."""
+
+Promise = Literal["same", "noticed", "nothing"]
+"""What is checked of the end: "same": the run is finished and its state is that of the undisturbed run; "noticed": it
+is finished, and somebody was told, but the state is another (a step was skipped); "nothing": no mechanism sees it."""
+Family = Literal["rank", "optimizer", "save", "recovery", "preemption", "disk", "corruption", "numbers"]
+FAMILIES: tuple[Family, ...] = (
+    "rank", "optimizer", "save", "recovery", "preemption", "disk", "corruption", "numbers"
+)  # fmt: skip
+USUAL_POINTS = ("object/write.before", "object/rename.after", "commit/rename.before", "commit/rename.after")
+"""Of the points of a save, those that are struck unless all are asked for."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """`damages`: which file of the newest checkpoint is changed after the first process has ended. `grace_s`: seconds
+    after the strike in which the run has to end, before it is killed whole.
+    """
+
+    name: str
+    family: Family
+    faults: tuple[Fault, ...]
+    promise: Promise = "same"
+    damages: Literal["", "manifest", "object", "latest"] = ""
+    grace_s: float | None = None
+    save_every: int = SAVE_EVERY
+    keep: int = 2
+    steps: int = STEPS
+
+    @property
+    def slug(self) -> str:
+        """A name for its folder."""
+        return "".join(c if c.isalnum() else "-" for c in self.name)
+
+
+def scenarios(ranks: int, *, elastic: bool = False, every_point: bool = False) -> list[Scenario]:
+    """All scenarios for a run of so many ranks; `every_point`: a kill at each point of a save."""
+    last = ranks - 1
+    return [
+        *_rank_faults(last, alone=ranks == 1),
+        Scenario("kill before the update", "optimizer", (_fault("kill", "optimizer/before", last),)),
+        Scenario("kill after the update", "optimizer", (_fault("kill", "optimizer/after", last),)),
+        *_save_faults(every_point=every_point),
+        *_recovery_faults(last, elastic=elastic),
+        Scenario(
+            f"SIGTERM, {GRACE_S:g} s of grace",
+            "preemption",
+            (
+                _fault("stop_run", "step/after", 0),
+                Fault(action="wait", label="save/object/write.before", seconds=3 * GRACE_S, every_passing=True),
+            ),
+            grace_s=GRACE_S,
+        ),
+        *_disk_faults(),
+        *_corruption(),
+        *_numbers(last, ranks),
+    ]
+
+
+def _fault(action: Action, label: str, rank: int, *, step: int = AT, passing: int = 1) -> Fault:
+    return Fault(action=action, label=label, rank=rank, step=step, passing=passing)
+
+
+def _rank_faults(rank: int, *, alone: bool) -> list[Scenario]:
+    found = [Scenario("kill before a step", "rank", (_fault("kill", "step/before", rank),))]
+    if alone:
+        return found
+    return [
+        *found,
+        Scenario("kill before a collective", "rank", (_fault("kill", "collective/before", rank),)),
+        Scenario("kill in a collective", "rank", (_fault("kill", "collective/in", rank),)),
+        Scenario("kill after a collective", "rank", (_fault("kill", "gradients/reduced", rank),)),
+        Scenario("stop before a collective", "rank", (_fault("stop", "collective/before", rank),)),
+    ]
+
+
+def _save_faults(*, every_point: bool) -> list[Scenario]:
+    points = [f"{action}.{moment}" for action in ACTIONS for moment in ("before", "after")]
+    return [
+        Scenario(f"kill in a save, {point}", "save", (_fault("kill", f"save/{point}", 0, step=4),), keep=1)
+        for point in (points if every_point else USUAL_POINTS)
+    ]
+
+
+def _recovery_faults(last: int, *, elastic: bool) -> list[Scenario]:
+    first = _fault("kill", "step/before", last)
+    if elastic:  # who joins gets the state from a peer: it is struck in its first step
+        pause = Fault(action="wait", label="step/before", rank=0, step=AT + 1, seconds=JOIN_S)
+        again = Fault(action="kill", label="step/before", rank=last)
+        return [Scenario("kill, and kill the replacement in its first step", "recovery", (first, pause, again))]
+    return [
+        Scenario(f"kill, and kill in recovery ({moment})", "recovery", (first, _again(moment)))
+        for moment in ("before", "in", "after")
+    ]
+
+
+def _again(moment: str) -> Fault:
+    return Fault(action="kill", label=f"recovery/{moment}", rank=0)
+
+
+def _disk_faults() -> list[Scenario]:
+    """Each save of one run fails at another action; the last save does not."""
+    struck = [action for action in ACTIONS if action.endswith(("/write", "/fsync", "/rename"))]
+    full = tuple(
+        Fault(action="fail_disk", label=f"save/{action}.before", step=number)
+        for number, action in enumerate(struck, start=1)
+    )
+    name = f"disk full at each of {len(full)} actions of a save"
+    return [Scenario(name, "disk", full, save_every=1, keep=1, steps=len(full) + 2)]
+
+
+def _corruption() -> list[Scenario]:
+    """Rank 0 is killed when its third save counts, so that there is a checkpoint before the newest."""
+    kill = (_fault("kill", "save/pointer/fsync.after", 0, step=3 * SAVE_EVERY),)
+    return [
+        Scenario("a flipped bit in the newest manifest", "corruption", kill, damages="manifest"),
+        Scenario("a flipped bit in an object of the newest checkpoint", "corruption", kill, damages="object"),
+        Scenario("a flipped bit in `latest`", "corruption", kill, damages="latest"),
+    ]
+
+
+def _numbers(last: int, ranks: int) -> list[Scenario]:
+    several: Promise = "same" if ranks > 1 else "nothing"
+    return [
+        Scenario("a batch with NaN", "numbers", (_fault("nan", "step/data", last),), promise="noticed"),
+        Scenario("a flipped bit in a gradient", "numbers", (_fault("flip_gradient", "step/data", last),), "nothing"),
+        Scenario("a flipped bit in a parameter", "numbers", (_fault("flip_parameter", "step/state", last),), several),
+        Scenario("a flipped bit in a moment", "numbers", (_fault("flip_moment", "step/state", last),), several),
+    ]

@@ -1,0 +1,222 @@
+"""One rehearsed run: `shoal train` in a directory of its own, struck as a scenario says, and started until it ends.
+
+What is measured, with the clock of this host:
+
+    noticed     from the strike to the first sentence about it, or to the end of the process
+    recovered   from the strike to the end of the first step that was begun after the notice
+    lost        steps that were taken again
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from shoal.checkpoint.objects import Places
+from shoal.checkpoint.verify import checkpoints, read_manifest
+from shoal.errors import ConfigError, Diverged, UsageError
+from shoal.experiments.rehearsal.scenarios import Scenario
+from shoal.observe.attempts import attempts
+from shoal.observe.events import Event, read_events
+from shoal.resilience.faults import REHEARSAL, Strike, strikes, write_faults
+
+MOST_STARTS = 6
+"""Starts of one run; a scenario strikes twice at most, and one start more is damaged by a rank that died late."""
+POLL_S = 0.02
+NO_RESTART = (UsageError.exit_code, ConfigError.exit_code, Diverged.exit_code)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all trials of a rehearsal share. `keys` are overrides of the run file."""
+
+    file: Path
+    keys: Sequence[str]
+    folder: Path
+    environ: Mapping[str, str]
+    limit_s: float
+
+
+@dataclass
+class Line:
+    """A line that a run has printed."""
+
+    time_s: float
+    text: str
+    is_error: bool
+
+
+@dataclass
+class Trial:
+    """How a scenario went. `codes` are the exit codes of its starts; None: it was killed for being too slow."""
+
+    directory: Path
+    scenario: Scenario
+    codes: list[int | None] = field(default_factory=list)
+    lines: list[Line] = field(default_factory=list)
+    ends_s: list[float] = field(default_factory=list)
+    struck: list[Strike] = field(default_factory=list)
+    damaged: str = ""
+    damaged_s: float | None = None
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.codes) and self.codes[-1] == 0
+
+    @property
+    def first_strike_s(self) -> float | None:
+        """Unix time of the damage to a file, or of the first fault."""
+        if self.damaged_s is not None:
+            return self.damaged_s
+        return self.struck[0].time_s if self.struck else None
+
+    @property
+    def noticed(self) -> Line | None:
+        """What first told of the strike: a sentence, or the end of the process."""
+        since_s = self.first_strike_s
+        if since_s is None:
+            return None
+        said = (line for line in self.lines if line.time_s >= since_s and _tells(line))
+        first = next(said, None)
+        end_s = next((end for end in self.ends_s if end >= since_s), None)
+        if first is None and end_s is not None and self.codes[0] != 0 and self.damaged_s is None:
+            return Line(end_s, "", is_error=True)
+        return first
+
+    def recovered_s(self) -> float | None:
+        """Unix time at which the run had taken a step again."""
+        noticed = self.noticed
+        if noticed is None:
+            return None
+        return next((event.time_s for event in self.events() if _step_start_s(event) >= noticed.time_s), None)
+
+    def lost_steps(self) -> int:
+        return sum(attempt.repeated_steps for attempt in attempts(self.events()))
+
+    def events(self) -> list[Event]:
+        return read_events(self.directory)
+
+
+def _step_start_s(event: Event) -> float:
+    """Unix time at which the step of `event` began; long ago for a line that is of no step."""
+    return event.time_s - (event.get("time/step") or 0.0) if "loss/train" in event.values else 0.0
+
+
+def _tells(line: Line) -> bool:
+    """Whether a line tells of trouble: all that is on standard error, and warnings."""
+    return bool(line.text.strip()) and (line.is_error or line.text.startswith("warning:"))
+
+
+def play(setup: Setup, scenario: Scenario) -> Trial:
+    """Plays `scenario` to its end."""
+    trial = Trial(setup.folder / scenario.slug, scenario)
+    record = setup.folder / f"{scenario.slug}.faults"
+    write_faults(list(scenario.faults), record)
+    environ = {**setup.environ, REHEARSAL: str(record)} if scenario.faults else dict(setup.environ)
+    keys = [
+        f'run.directory="{trial.directory}"',
+        f"run.steps={scenario.steps}",
+        f"checkpoint.every_steps={scenario.save_every}",
+        f"checkpoint.keep={scenario.keep}",
+    ]
+    command = [sys.executable, "-m", "shoal", "train", str(setup.file), *setup.keys, *keys]
+    while len(trial.codes) < MOST_STARTS:
+        trial.codes.append(_start(command, environ, trial, record, limit_s=setup.limit_s))
+        trial.ends_s.append(time.time())
+        if trial.codes[-1] in (0, None, *NO_RESTART):
+            break
+        if scenario.damages and not trial.damaged:
+            trial.damaged, trial.damaged_s = damage(trial.directory, scenario.damages), time.time()
+    trial.struck = strikes(record)
+    return trial
+
+
+def _start(
+    command: Sequence[str], environ: Mapping[str, str], trial: Trial, record: Path, *, limit_s: float
+) -> int | None:
+    """One start, to its end; its exit code, None where it did not end in `limit_s`."""
+    deadline_s = time.monotonic() + limit_s
+    before, killed_at_s, in_grace = len(strikes(record)), None, trial.scenario.grace_s
+    with _process(command, environ, trial) as process:
+        while process.poll() is None:
+            now_s = time.monotonic()
+            if in_grace is not None and killed_at_s is None and len(strikes(record)) > before:
+                killed_at_s = now_s + in_grace
+            if killed_at_s is not None and now_s >= killed_at_s:
+                _kill(process)
+            if now_s >= deadline_s:
+                _kill(process)
+                process.wait()
+                return None
+            time.sleep(POLL_S)
+        return process.returncode
+
+
+@contextmanager
+def _process(command: Sequence[str], environ: Mapping[str, str], trial: Trial) -> Iterator[subprocess.Popen[str]]:
+    """The process of `command` in a group of its own, which ends with this block; its lines go to `trial`."""
+    process = subprocess.Popen(
+        command,
+        env=dict(environ),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    streams = ((process.stdout, False), (process.stderr, True))
+    readers = [threading.Thread(target=_read, args=(*stream, trial.lines), daemon=True) for stream in streams]
+    for reader in readers:
+        reader.start()
+    try:
+        yield process
+    finally:
+        _kill(process)
+        process.wait()
+        for reader in readers:
+            reader.join(5.0)
+        trial.lines.sort(key=lambda line: line.time_s)
+
+
+def _read(stream: IO[str], is_error: bool, lines: list[Line]) -> None:
+    for text in stream:
+        lines.append(Line(time.time(), text.rstrip("\n"), is_error))
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """The launcher and its ranks, as a scheduler does at the end of the grace."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def damage(directory: Path, what: str) -> str:
+    """Flips a bit in the middle of one file of the newest checkpoint of `directory`; the file's name, "" for none.
+
+    `what`: "manifest", "latest", or "object": one that no other checkpoint names.
+    """
+    folders, places = checkpoints(directory), Places(directory)
+    if not folders:
+        return ""
+    path = places.latest if what == "latest" else folders[0] / "manifest.json"
+    if what == "object":
+        older = {digest for folder in folders[1:] for digest in read_manifest(folder).objects}
+        own = [digest for digest in read_manifest(folders[0]).objects if digest not in older]
+        if not own:
+            return ""
+        path = places.object(own[0])
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    return path.name

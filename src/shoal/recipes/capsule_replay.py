@@ -1,0 +1,163 @@
+"""The step of a crash capsule, computed again in this process: does it fail in the same way?
+
+The run file is that of the capsule on one rank: without layout, strategy, codec and elastic table, which change no
+number beyond the order of summation. The run goes on from the capsule's checkpoint to the step that failed, and each
+step's loss is held against the recorded one.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from torch._C._distributed_c10d import HashStore
+
+from shoal.engine.loop import take_step
+from shoal.errors import Diverged, UsageError
+from shoal.launch.environment import Place
+from shoal.launch.failure import failure_of
+from shoal.observe.capsule import Capsule, read_capsule, shoal_version, unpack
+from shoal.observe.sink import Sinks
+from shoal.recipes.job import build_job, restore
+from shoal.recipes.objects import UserObjects
+from shoal.recipes.run import Run, open_run
+from shoal.runfile.load import run_file_of
+from shoal.runfile.run_file import RunFile
+
+TOLERANCE = 1e-5
+"""Relative, of losses in float32: the layouts' own (docs/reference/tolerances.md), for some steps of plain SGD."""
+LOOSE_TOLERANCE = 1e-2
+"""Of losses after several steps: optimizers such as Adam amplify the last digits."""
+DROPPED = ("layout", "pipeline", "context", "wire", "gradients", "codec", "sync", "elastic", "memory", "hooks")
+
+
+class StepAgain(msgspec.Struct, frozen=True):
+    """A step's loss here and as it was recorded; None: no finite one."""
+
+    step: int
+    loss: float | None
+    recorded: float | None
+
+
+class Replay(msgspec.Struct, frozen=True):
+    """What came of it. `error` is this process's ("": none), `same`: None where the run ended by what one process
+    cannot repeat, such as a kill.
+    """
+
+    step: int
+    sample_ids: list[int]
+    steps: list[StepAgain]
+    recorded_error: str
+    error: str
+    traceback: str
+    same: bool | None
+    sentence: str
+
+
+def replay_capsule(path: Path, folder: Path, *, run_directory: Path | None = None, any_version: bool = False) -> Replay:
+    """Computes the step in `folder`, an empty one. `run_directory` has the checkpoint where the capsule does not.
+
+    Raises `UsageError` for a capsule that is none, of another version (but with `any_version`), or whose checkpoint is
+    not found.
+    """
+    capsule = read_capsule(path)
+    if capsule.shoal != shoal_version() and not any_version:
+        raise UsageError(
+            f"{path} is a capsule of shoal {capsule.shoal}, and this is {shoal_version()}: the step may be another; "
+            "replay it with that version, or with --any-version"
+        )
+    unpack(path, folder)
+    directory = folder
+    if capsule.checkpoint is not None and not capsule.holds_checkpoint:
+        directory = run_directory or Path(capsule.directory)
+        if not (directory / "checkpoints").is_dir():
+            raise UsageError(
+                f"the capsule's checkpoint was too large to be in it, and {directory} has none: give --run-directory"
+            )
+    run_file = _on_one_rank(folder / "run.toml", capsule, folder)
+    return _replayed(run_file, capsule, directory)
+
+
+def _on_one_rank(path: Path, capsule: Capsule, folder: Path) -> RunFile:
+    tables: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    for name in DROPPED:
+        tables.pop(name, None)
+    tables["run"] |= {"processes": 1, "steps": max(capsule.step, 1), "directory": str(folder), "device": "cpu"}
+    tables["observe"] = {"report": False, "compare_every_steps": 0}
+    tables["checkpoint"] = {"every_steps": 0}
+    return run_file_of(tables, file=f"{path} of the capsule")
+
+
+def _replayed(run_file: RunFile, capsule: Capsule, directory: Path) -> Replay:
+    place, expected = Place(0, 1, 0, 1, 0, "shoal"), capsule.checkpoint or 0
+    steps: list[StepAgain] = []
+    ids: list[int] = []
+    error: BaseException | None = None
+    at = expected
+    with ExitStack() as stack:
+        try:
+            run = open_run(run_file, place, UserObjects(), store=HashStore())
+            restore(run, directory, Sinks())
+            ids, at = sample_ids(run, capsule), run.state.progress.step
+            job = build_job(run, Path(run_file.run.directory or "."), Sinks(), stack, stop_requested=lambda: False)
+            while at == expected and job.progress.step < capsule.step:
+                number = job.progress.step + 1
+                result = take_step(job)
+                steps.append(StepAgain(number, result.loss, capsule.losses.get(str(number))))
+        except Exception as raised:
+            error = raised
+    if at != expected:
+        raise UsageError(
+            f"{directory} goes on from step {at} now, and the capsule from step {expected}: keep that checkpoint"
+        )
+    return _judged(capsule, ids, steps, error)
+
+
+def sample_ids(run: Run, capsule: Capsule) -> list[int]:
+    """The samples of the step that failed, in order."""
+    data = run.run_file.data
+    order = run.workload.data.order(run.run_file.run.seed, shuffle=data.shuffle, window=data.shuffle_window)
+    return [int(found) for found in order.ids(np.arange(capsule.start, capsule.stop))]
+
+
+def _judged(capsule: Capsule, ids: list[int], steps: list[StepAgain], error: BaseException | None) -> Replay:
+    record = None if error is None else failure_of(error, 0)
+    said = "" if record is None else record.headline
+    recorded, same, where = capsule.failed.sentence, None, f"step {capsule.step} of {capsule.name}"
+    apart = [step for step in steps if step.step < capsule.step and _differs(step, steps[0].step)]
+    if record is not None:
+        same = _head(said) == _head(recorded) or (isinstance(error, Diverged) and capsule.failed.exit_code == 4)
+        sentence = f"{where} fails {'in the same way' if same else 'in another way'} on one process: {said}"
+    elif apart:
+        same, first = False, apart[0]
+        sentence = (
+            f"step {first.step} has the loss {first.loss} on one process, and {first.recorded} was recorded: the "
+            "layout, the data or the machine is to blame; `shoal verify` compares the layout with one process"
+        )
+    elif _is_of_the_step(capsule):
+        same = False
+        sentence = f"{where} does not fail on one process: look at what only rank {capsule.failed.rank} has"
+    else:
+        sentence = f"{where} does not fail on one process, and the run ended by {recorded or 'a signal'}"
+        sentence += "; the losses before it are those that were recorded" if len(steps) > 1 else ""
+    return Replay(capsule.step, ids, steps, recorded, said, "" if record is None else record.traceback, same, sentence)
+
+
+def _is_of_the_step(capsule: Capsule) -> bool:
+    """Whether the failure was an error of a rank's own, and not a kill or a lost peer."""
+    return ": " in capsule.failed.sentence and not capsule.failed.sentence.startswith(("CollectiveError", "killed"))
+
+
+def _head(sentence: str) -> str:
+    return sentence.strip().splitlines()[0][:200] if sentence.strip() else ""
+
+
+def _differs(step: StepAgain, first: int) -> bool:
+    if step.loss is None or step.recorded is None:
+        return False
+    tolerance = TOLERANCE if step.step == first else LOOSE_TOLERANCE
+    return abs(step.loss - step.recorded) > tolerance * max(1e-12, abs(step.recorded))

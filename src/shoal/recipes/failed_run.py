@@ -1,0 +1,83 @@
+"""What the process that started the ranks leaves of a run that failed: how it ended in the facts and the report, why
+ranks waited in vain, a capsule to compute the failed step again, and an alert. Imports no torch before it is needed.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from shoal.errors import ShoalError
+from shoal.launch.root_cause import ExitCode
+from shoal.launch.supervision import say
+from shoal.observe.ending import Ending, write_ending
+from shoal.observe.facts import facts_path, read_facts
+from shoal.resilience.hang_file import read_verdict
+from shoal.runfile.run_file import RunFile
+
+
+def tell_of_failure(run_file: RunFile, directory: Path, code: ExitCode, *, since_s: float) -> None:
+    """All of it, of the run in `directory` that began at `since_s` (Unix time) and ended with `code`. Raises
+    nothing: what cannot be written or sent is said.
+    """
+    _record_failure(run_file, directory, code)
+    _say_hang(directory, since_s=since_s)
+    _leave_capsule(run_file, directory, code)
+    _alert(run_file, directory, code)
+
+
+def _record_failure(run_file: RunFile, directory: Path, code: ExitCode) -> None:
+    """Into the facts and the report of a run that began; one that ended by a decision of its own, as when it diverged,
+    has said so itself."""
+    try:
+        if not facts_path(directory).is_file() or read_facts(directory).get("state"):
+            return
+        write_ending(directory, Ending("failed", code.sentence, code.rank, int(code)))
+        if run_file.observe.report:
+            from shoal.observe.report import write_report
+
+            print(f"report: {write_report(directory)}", file=sys.stderr, flush=True)
+    except (ShoalError, OSError) as error:
+        print(f"shoal: how the run ended could not be recorded: {error}", file=sys.stderr, flush=True)
+
+
+def _say_hang(directory: Path, *, since_s: float) -> None:
+    """Why ranks waited in vain, where their watches have found it."""
+    verdict = read_verdict(directory, since_s=since_s)
+    if verdict is not None:
+        say(f"why it hung: {verdict.sentence}")
+
+
+def _leave_capsule(run_file: RunFile, directory: Path, code: ExitCode) -> None:
+    """What is needed to compute the failed step again, of a run that began."""
+    if not facts_path(directory).is_file():
+        return
+    from shoal.checkpoint.objects import Places
+    from shoal.checkpoint.verify import newest_verified
+    from shoal.observe.capsule import Failed, write_capsule
+
+    try:
+        manifest, _ = newest_verified(directory)
+        path = write_capsule(
+            directory,
+            Failed(int(code), code.rank, code.sentence, code.text),
+            seed=run_file.run.seed,
+            global_samples=run_file.batch.global_samples,
+            checkpoint=None if manifest is None else Places(directory).step(manifest.step),
+        )
+    except (ShoalError, OSError, ValueError) as error:
+        print(f"shoal: no capsule could be written: {error}", file=sys.stderr, flush=True)
+    else:
+        print(f"capsule: {path}; shoal replay {path} computes the step again", file=sys.stderr, flush=True)
+
+
+def _alert(run_file: RunFile, directory: Path, code: ExitCode) -> None:
+    """To the webhook, of an end that a rank could not tell of."""
+    if run_file.observe.webhook is None:
+        return
+    from shoal.observe.webhook import post
+
+    try:
+        post(run_file.observe.webhook, run=directory.name, level="failure", text=code.sentence or str(code), step=0)
+    except OSError as error:
+        say(f"observe.webhook: the end of the run was not delivered: {error}")

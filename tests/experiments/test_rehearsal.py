@@ -1,0 +1,135 @@
+"""`shoal rehearse`: what it injects, what it measures, and real runs that are struck."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal.checkpoint.objects import ACTIONS
+from shoal.checkpoint.verify import newest_verified
+from shoal.experiments.rehearsal.rehearse import row_of, state_of
+from shoal.experiments.rehearsal.scenarios import AT, FAMILIES, Scenario, scenarios
+from shoal.experiments.rehearsal.trial import Line, Trial, damage
+from shoal.observe.events import EventWriter
+from shoal.resilience.faults import Strike
+from tests.checkpoint.states import save, saver_for
+from tests.cli.project import Project, project
+
+PASSED = {
+    "recovery/before", "recovery/in", "recovery/after", "step/before", "step/data", "step/state", "step/after",
+    "collective/before", "collective/in", "gradients/reduced", "optimizer/before", "optimizer/after",
+    *(f"save/{action}.{moment}" for action in ACTIONS for moment in ("before", "after")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("ranks", "elastic"), [(1, False), (2, False), (4, False), (3, True)])
+def test_every_scenario_strikes_at_a_label_that_ranks_pass(ranks: int, elastic: bool) -> None:
+    """All families are there, names differ, ranks exist, and a kill at every point of a save can be asked for."""
+    found = scenarios(ranks, elastic=elastic, every_point=True)
+    assert {scenario.family for scenario in found} == set(FAMILIES)
+    assert len({scenario.slug for scenario in found}) == len(found)
+    for scenario in found:
+        for fault in scenario.faults:
+            assert fault.label in PASSED, fault.label
+            assert fault.rank < ranks
+            assert fault.step <= scenario.steps
+    points = [scenario for scenario in found if scenario.family == "save"]
+    assert len(points) == 2 * len(ACTIONS)
+
+
+def trial(folder: Path, *, codes: list[int | None], lines: list[Line], steps: list[tuple[int, float]]) -> Trial:
+    """A run that was struck at second 10 of step 5, with these events (a negative step: a start after it)."""
+    found = Trial(folder, Scenario("a fault", "rank", ()), codes, lines, [12.0, 30.0])
+    found.struck = [Strike(10.0, AT, 1, 77, "step/before")]
+    with EventWriter(folder, rank=0) as writer:
+        for step, time_s in steps:
+            writer.write(abs(step), {"loss/train": 1.0} if step > 0 else {}, time_s=time_s)
+    return found
+
+
+def test_what_a_row_says_is_what_happened(tmp_path: Path) -> None:
+    """The first sentence after the strike is the notice, the next finished step the recovery; two steps are redone."""
+    calm = Trial(tmp_path / "calm", Scenario("calm", "rank", ()), [0])
+    for directory in ("calm", "struck"):
+        save(saver_for(tmp_path / directory), 8)
+    lines = [Line(9.0, "an earlier line", True), Line(10.5, "shown", False), Line(11.0, "rank 1 failed", True)]
+    steps = [(3, 8.0), (4, 9.5), (-2, 20.0), (3, 21.0), (4, 22.0), (8, 25.0)]
+    found = row_of(trial(tmp_path / "struck", codes=[137, 0], lines=lines, steps=steps), calm)
+    assert (found.noticed_s, found.said, found.recovered_s) == (1.0, "rank 1 failed", 11.0)
+    assert (found.lost_steps, found.starts, found.exit_code) == (2, 2, 0)
+    assert (found.state, found.kept) == ("bitwise", True)
+
+
+def test_a_run_that_ends_in_another_state_has_not_kept_its_promise(tmp_path: Path) -> None:
+    """One changed weight, or no checkpoint of the last step."""
+    calm = Trial(tmp_path / "calm", Scenario("calm", "rank", ()), [0])
+    save(saver_for(tmp_path / "calm"), 8, {"model/weight": torch.ones(100)})
+    save(saver_for(tmp_path / "other"), 8, {"model/weight": torch.ones(100).index_fill_(0, torch.tensor(3), 1.5)})
+    save(saver_for(tmp_path / "near"), 8, {"model/weight": torch.ones(100) * (1 + 1e-6)})
+    save(saver_for(tmp_path / "early"), 6, {"model/weight": torch.ones(100)})
+    line = [Line(11.0, "rank 1 failed", True)]
+    other = trial(tmp_path / "other", codes=[0], lines=line, steps=[(8, 12.0)])
+    assert state_of(other, calm) == ("differs", pytest.approx(0.05))
+    assert row_of(other, calm).kept is False
+    near = trial(tmp_path / "near", codes=[0], lines=line, steps=[(8, 12.0)])
+    assert state_of(near, calm) == ("within 0.0001", pytest.approx(1e-6, rel=0.1))
+    assert row_of(near, calm).kept is True
+    assert state_of(trial(tmp_path / "early", codes=[0], lines=line, steps=[]), calm)[0] == "none"
+
+
+def test_a_fault_that_nobody_told_of_is_not_kept(tmp_path: Path) -> None:
+    """A run that ends with the right state, and said nothing."""
+    calm = Trial(tmp_path / "calm", Scenario("calm", "rank", ()), [0])
+    for directory in ("calm", "struck"):
+        save(saver_for(tmp_path / directory), 8)
+    found = row_of(trial(tmp_path / "struck", codes=[0], lines=[], steps=[(8, 12.0)]), calm)
+    assert (found.noticed_s, found.kept) == (None, False)
+
+
+@pytest.mark.parametrize("what", ["manifest", "object", "latest"])
+def test_damage_is_noticed(tmp_path: Path, what: str) -> None:
+    """One bit of each kind of file: the newest checkpoint is passed over, or `latest` is reported."""
+    saver = saver_for(tmp_path)
+    for step in (100, 200):
+        save(saver, step)
+    assert damage(tmp_path, what)
+    manifest, problems = newest_verified(tmp_path)
+    assert manifest is not None
+    assert manifest.step == (200 if what == "latest" else 100)
+    assert problems
+
+
+def rehearsed(own: Project, *arguments: str) -> list[dict]:
+    done = own.shoal("rehearse", "run.toml", "--json", *arguments, timeout_s=280.0)
+    found = json.loads(done.stdout)
+    assert done.returncode == (0 if found["holds"] else 6), done.stderr
+    return found["rows"]
+
+
+def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
+    """One rank, kill -9 in the middle: the next start goes on, and the user's own run directory is not made."""
+    own = project(tmp_path)
+    (row,) = rehearsed(own, "run.processes=1", "--only", "kill before a step")
+    assert (row["state"], row["kept"], row["starts"], row["struck_step"]) == ("bitwise", True, 2, AT)
+    assert row["noticed_s"] < row["recovered_s"]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_nothing_is_sent_to_what_the_real_run_writes_to(tmp_path: Path) -> None:
+    """A run file with remote copies or alerts is refused before any run is started."""
+    own = project(tmp_path)
+    done = own.shoal("rehearse", "run.toml", 'checkpoint.remote="s3://bucket/run"', 'observe.webhook="http://a/b"')
+    assert done.returncode == 2, done.stderr
+    assert "checkpoint.remote and observe.webhook: a rehearsal would send" in done.stderr
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_promise_is_kept_on_two_ranks(tmp_path: Path, family: str) -> None:
+    """The whole suite, a family at a time."""
+    rows = rehearsed(project(tmp_path), "--faults", family)
+    assert rows
+    assert [row["name"] for row in rows if row["kept"] is False] == []

@@ -1,0 +1,108 @@
+"""Alerts to a real HTTP server on loopback."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+
+from shoal.errors import ConfigError
+from shoal.observe.ending import Ending
+from shoal.observe.sink import RunStart
+from shoal.observe.webhook import ATTEMPTS, MOST, WebhookSink
+
+
+class Receiver:
+    """What came, and how many requests are refused first."""
+
+    def __init__(self) -> None:
+        self.alerts: list[dict[str, Any]] = []
+        self.refuse, self.requests, self.port = 0, 0, 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/alerts"
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    found = Receiver()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            found.requests += 1
+            refused = found.requests <= found.refuse
+            if not refused:
+                found.alerts.append(json.loads(body))
+            self.send_response(503 if refused else 204)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Nothing."""
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    found.port = server.server_address[1]
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield found
+    server.shutdown()
+    server.server_close()
+
+
+def sink(receiver: Receiver, notes: list[str], *, failures: bool = True) -> WebhookSink:
+    made = WebhookSink(receiver.url, name="digits", failures=failures, note=notes.append)
+    made.start(RunStart(name="digits", total_steps=10))
+    return made
+
+
+def test_warnings_and_a_failure_arrive_in_order(receiver: Receiver) -> None:
+    """With the run's name, the step, and what was said."""
+    hook = sink(receiver, notes := [])
+    hook.record(3, {"loss/train": 1.0}, time_s=0.0)
+    hook.warn("step 3 was not finite")
+    hook.finish(Ending("diverged", "3 steps in a row were not finite"))
+    assert [(a["run"], a["level"], a["text"], a["step"]) for a in receiver.alerts] == [
+        ("digits", "warning", "step 3 was not finite", 3),
+        ("digits", "failure", "3 steps in a row were not finite", 3),
+    ]
+    assert notes == []
+
+
+def test_a_run_that_finished_is_no_alert(receiver: Receiver) -> None:
+    """Nor is one that was stopped, nor a failure that the launcher tells of."""
+    for failures, ending in ((True, Ending("finished")), (True, Ending("stopped")), (False, Ending("failed", "x"))):
+        sink(receiver, [], failures=failures).finish(ending)
+    assert receiver.alerts == []
+
+
+def test_a_server_that_refuses_is_asked_again(receiver: Receiver) -> None:
+    """503, then 204: one alert, and nobody is told."""
+    receiver.refuse = ATTEMPTS - 1
+    hook = sink(receiver, notes := [])
+    hook.warn("a warning")
+    hook.finish(Ending("finished"))
+    assert (len(receiver.alerts), notes) == (1, [])
+
+
+def test_a_server_that_takes_nothing_costs_one_note(receiver: Receiver) -> None:
+    """However many alerts there are; and a flood is cut."""
+    receiver.refuse = 10**6
+    hook = sink(receiver, notes := [])
+    for number in range(MOST + 50):
+        hook.warn(f"warning {number}")
+    hook.finish(Ending("finished"))
+    (note,) = notes
+    assert "takes no alerts" in note
+    assert receiver.requests == MOST * ATTEMPTS
+
+
+@pytest.mark.parametrize("url", ["ftp://host/x", "file:///etc/passwd", "host:80", "http://"])
+def test_a_url_that_is_not_http_is_refused(url: str) -> None:
+    """With the key's name."""
+    with pytest.raises(ConfigError, match=r"observe\.webhook"):
+        WebhookSink(url, name="x", failures=True, note=print)
