@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 
@@ -96,20 +97,22 @@ def refused(place, break_it: Callable[[int], None]) -> tuple[str, float, list[st
     return mesh.world.group.why, float(tensor[-1]), [mesh.world.group.backend]  # type: ignore[attr-defined]
 
 
-_honest = (host._host, host.Handshake.knock, host.Handshake.enter, host.Handshake.open)
+_honest = (host.host_identity, host.Handshake.knock, host.Handshake.enter, host.Handshake.open)
+_getuid = os.getuid
 
 
 def mend() -> None:
     """The workers of the pool are used again."""
-    host._host, host.Handshake.knock, host.Handshake.enter, host.Handshake.open = _honest
+    host.host_identity, host.Handshake.knock, host.Handshake.enter, host.Handshake.open = _honest
+    os.getuid = _getuid
 
 
 def other_host(rank: int) -> None:
-    host._host = lambda: f"boot-{rank}/0"
+    host.host_identity = lambda: f"boot-{rank}"
 
 
 def other_user(rank: int) -> None:
-    host._host = lambda: f"boot/{rank}"
+    os.getuid = lambda: rank
 
 
 def no_door(rank: int) -> None:
