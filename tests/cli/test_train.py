@@ -165,7 +165,7 @@ def test_a_killed_launcher_leaves_no_ranks(own: Project) -> None:
 
 def test_a_stopped_rank_is_named(own: Project) -> None:
     """A rank that stands still (SIGSTOP) in mid-step: after the timeout the others name it, and it is ended."""
-    done = own.shoal("train", "run.toml", "model.arguments={stop_at=3}", "wire.timeout_s=2")
+    done = own.shoal("train", "run.toml", "model.arguments={stop_at=3}", "wire.timeout_s=5")
     assert done.returncode != 0
     assert "rank 1" in done.stderr
     assert "stopped" in done.stderr

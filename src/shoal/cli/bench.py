@@ -13,7 +13,6 @@ from typing import Any
 import typer
 from typer.main import get_command
 
-from shoal.bench.ranks import is_rank
 from shoal.cli.busy import busy
 from shoal.cli.verbs import Verbs
 
@@ -32,6 +31,8 @@ class Benchmarks(Verbs):
 
     def invoke(self, ctx: Any) -> Any:
         """Measures, and says so on the process that the user started."""
+        from shoal.bench.ranks import is_rank
+
         with nullcontext() if is_rank() else busy("measuring, several times each"):
             return super().invoke(ctx)
 

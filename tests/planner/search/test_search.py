@@ -40,7 +40,7 @@ def test_the_order_is_that_of_pricing_every_plan() -> None:
     maker = predictor(cluster=_memory(NODE, middle / 2**30), samples=16)
     everything = [maker.predict(plan) for plan in candidates(maker.workload, NODE, allowed)]
     fitting = sorted(one.step_s for one in everything if one.memory_bytes <= middle)
-    found = search(maker, keep=KEEP)
+    found = search(maker, allowed, keep=KEEP)
     assert [one.step_s for one in found.best] == fitting[:KEEP]
     assert found.considered == len(everything)
     assert found.fitting == len(fitting)
