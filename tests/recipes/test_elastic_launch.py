@@ -78,7 +78,7 @@ def test_spares_stop_when_all_members_have_left(tmp_path: Path) -> None:
     fleet = fleet_of(tmp_path, Processes({0: "exit(75)", 1: "exit(75)", 2: STOPS}), min=2)
     members = tuple(names(fleet)[slot] for slot in (0, 1))
     fleet.members = members
-    assert to_the_end(fleet).code == 75
+    assert to_the_end(fleet) == 75
     assert cast(Processes, fleet.starter).started == [0, 1, 2]
 
 
@@ -91,7 +91,7 @@ def test_a_replica_that_found_no_generation_ends_the_run(tmp_path: Path) -> None
     assert process.stdin is not None
     process.stdin.write(b"\n")
     process.stdin.flush()
-    assert to_the_end(fleet).code == 3
+    assert to_the_end(fleet) == 3
     assert cast(Processes, fleet.starter).started == [0, 1]
 
 
@@ -113,4 +113,4 @@ def test_a_host_whose_replicas_only_stood_by_has_done_its_part(tmp_path: Path) -
     """The run is over, on other hosts: exit code 0."""
     fleet = fleet_of(tmp_path, Processes({0: WAITS}, several_hosts=True))
     fleet.events.put(Formed(1, ("elsewhere",), (), 100, 800))
-    assert to_the_end(fleet).code == 0
+    assert to_the_end(fleet) == 0

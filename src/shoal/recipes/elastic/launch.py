@@ -237,7 +237,7 @@ class Fleet:
     def _replica_ended(self, replica: ReplicaProcesses) -> None:
         end = replica.end
         self._tell(Ended(replica.name, f"its process ended: {how(end)}"))
-        if end.code in (0, Stopped.exit_code) or self._ending or self.over:
+        if end.code in (0, Stopped.exit_code) or end.by_launcher or self._ending or self.over:
             self.exits += replica.exits
             if end.code == Stopped.exit_code and not self._ending and not self.over:
                 self._stop_too_few()
