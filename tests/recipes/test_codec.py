@@ -66,6 +66,7 @@ CASES = {
     "replicate, two rounds": (2, tables(POWER, {"replicate": 2})),
     "velocities": (2, tables(DGC, {"replicate": 2}) | {"optimizer": {"kind": "sgd", "lr": 0.1}}),
     "momenta, 1-bit Adam": (2, momenta("one_bit_adam", {"replicate": 2}, exact_steps=3)),
+    "momenta, one rank": (1, momenta("one_bit_adam", {}, exact_steps=3)),
     "momenta, 1-bit LAMB": (2, momenta("one_bit_lamb", {"replicate": 2}, exact_steps=3)),
     "momenta, 0/1 Adam of pieces": (
         4,
@@ -90,7 +91,7 @@ def test_a_resumed_run_is_the_same_run(ranks, folder: Path, case: str) -> None:
     assert legs[1].left.keys() == straight.left.keys()
     differing = [key for key, value in straight.left.items() if not torch.equal(value, legs[1].left[key])]
     assert differing == []
-    if choice["codec"]["kind"] != "terngrad":
+    if world > 1 and choice["codec"]["kind"] != "terngrad":
         assert any(value.any() for value in residuals(straight.left).values())
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import programs
 from tests.ranks import TestPlace
 from tests.recipes.test_embedding_tables import tables
 from tests.recipes.test_server import AMPLIFIED, Trained, distance, opened, server, train
@@ -17,6 +18,7 @@ FLOAT64: dict[str, Any] = {"precision": {"kind": "float64"}}
 BATCH: dict[str, Any] = {"batch": {"global_samples": 12, "denominator": "samples"}}
 ADAGRAD: dict[str, Any] = {"optimizer": {"kind": "adagrad", "lr": 0.1, "clip_norm": None}}
 STEPS = 8
+ROOT = Path(__file__).parents[2]
 
 
 def choice(sync: dict[str, Any], **keys: Any) -> dict[str, Any]:
@@ -93,6 +95,15 @@ def test_an_evaluation_looks_rows_up_at_the_servers(ranks, tmp_path: Path) -> No
     found = ranks(3, step_with, recipe | FLOAT64 | ADAGRAD | server(servers=1), str(tmp_path))
     one = ranks(1, step_with, recipe | FLOAT64 | ADAGRAD, str(tmp_path))[0]
     assert [figures["loss/eval"] for _, _, figures in found] == pytest.approx([one[2]["loss/eval"]] * 3, rel=1e-9)
+
+
+def test_the_recipe_trains_evaluates_and_saves_with_a_server(tmp_path: Path) -> None:
+    """`shoal train`, with what it compares between ranks before evaluations and saves."""
+    keys = ["run.processes=3", "sync.kind=server", "sync.servers=1", "run.steps=4", "observe.evaluate_every_steps=2"]
+    keys += ["checkpoint.every_steps=2", "model.arguments={rows=500}", "data.arguments={rows=500}"]
+    done = programs.run(["-m", "shoal", "train", "recipes/dlrm.toml", f"run.directory={tmp_path}", *keys], cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == ["step-00000002", "step-00000004"]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@
 
 Of a parameter, mixed-precision Adam keeps 18 bytes: weight 2, gradient 4, float32 master 4, two moments 8
 (Megatron-LM). ZeRO divides over D ranks (Rajbhandari et al. arXiv:1910.02054); with weight w, gradient r, optimizer o:
-ZeRO-1 w + r + o/D, ZeRO-2 w + (r + o)/D, ZeRO-3 (w + r + o)/D. What an optimizer keeps is what its slots declare.
+ZeRO-1 w + r + o/D, ZeRO-2 w + (r + o)/D, ZeRO-3 (w + r + o)/D. What an optimizer keeps is what its slots declare;
+those whose momentum travels in one bit keep four more vectors beside, which are not counted.
 
 Experts divide by `expert` and use their own data axis, `expert_shard`. DualPipeV holds the parameters of two stages.
 """

@@ -1,4 +1,4 @@
-"""Evaluation: the loss over held-out data with exact weights, each rank taking its part of the samples."""
+"""Evaluation: the loss over held-out data with the weights of a step, each rank taking its part of the samples."""
 
 from __future__ import annotations
 

@@ -47,10 +47,11 @@ class ResidualSection:
         self._owned = {own.name: own for own in owned}
 
     def tensors(self) -> dict[str, Held]:
-        """Nothing of a group of one rank: it sends all."""
+        """No residual of a group of one rank, which sends all, but what it knows of the momentum."""
         found = self._state()
         for exchange, segment in self._segments():
-            if exchange.group.size > 1 and exchange.residual is not None:
+            carries = exchange.group.size > 1 or isinstance(exchange, WITH_MOMENTUM)
+            if carries and exchange.residual is not None:
                 found[f"{PREFIX}{exchange.group.rank}/{segment.name}"] = self._parts(exchange.residual, segment)
                 if isinstance(exchange, WITH_MOMENTUM):
                     key = f"{VELOCITY}{exchange.group.rank}/{segment.name}"

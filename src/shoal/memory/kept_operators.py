@@ -104,9 +104,16 @@ class _Keeping(_Numbered):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         number = self._number(func)
-        if number is not None:
+        if number is not None and not _grows(func, args, result):
             self._outputs[number] = tree_map_only(Tensor, _Output.of, result)
         return result
+
+
+def _grows(func: Any, args: Sequence[Any], result: Any) -> bool:
+    """Whether a batched product is larger than its two factors, as the scores of attention that is not fused are."""
+    if func._schema.name.removeprefix("aten::") not in ("bmm", "baddbmm"):
+        return False
+    return result.numel() > sum(factor.numel() for factor in args[-2:])
 
 
 class _Repeating(_Numbered):

@@ -41,6 +41,11 @@ class Generation:
     agreement: Agreement
     coded: CodedExchanges | None = None
 
+    @property
+    def looks_up(self) -> bool:
+        """Whether a forward asks servers for rows of tables, which they answer in their rounds alone."""
+        return self.agreement.served is not None and bool(tables_in(self.parts.split.model))
+
 
 def build_generation(
     run_file: RunFile,

@@ -12,6 +12,7 @@ from typing import TextIO
 
 import msgspec
 from blake3 import blake3
+from torch import Tensor
 
 from shoal import units
 from shoal.checkpoint.agreement import Exchange
@@ -25,6 +26,7 @@ from shoal.engine.loop import Cadence, Job
 from shoal.engine.recovery import NonfiniteGuard
 from shoal.engine.replica_speeds import ReplicaSpeeds
 from shoal.engine.resume import Loaded, load_weights, resume
+from shoal.engine.state import OPTIMIZER
 from shoal.launch.environment import Place
 from shoal.observe.facts import replace_file
 from shoal.observe.settings import differing_keys
@@ -36,6 +38,7 @@ from shoal.recipes.saving import build_saver, fetch_newer, save_interval, send_c
 from shoal.recipes.user_code import find_named, users_traceback
 from shoal.recipes.verification.passed import missing_proof
 from shoal.runfile.run_file import RunFile, run_directory
+from shoal.state.target import Held
 
 
 def sinks_of(run_file: RunFile, place: Place, *, stream: TextIO | None = None) -> Sinks:
@@ -94,12 +97,12 @@ def build_job(
     saver = build_saver(run, directory, exchange)
     send_copies(run, saver, directory, sinks, stack)
     feed = stack.enter_context(run.feed())
-    context, forward = run.step.context, mesh.layout.replica_size == 1 and not own_loop
+    forward = mesh.layout.replica_size == 1 and not own_loop and not run.generation.looks_up
     return Job(
         state=run.state,
         step=run.step if injector is None else injector.around(run.step, run.state, run.model),
         feed=feed,
-        guard=NonfiniteGuard(run_file.run.nonfinite_limit, context, forward=forward, ids=feed.sample_ids),
+        guard=NonfiniteGuard(run_file.run.nonfinite_limit, run.step.context, forward=forward, ids=feed.sample_ids),
         saver=saver,
         sinks=sinks,
         cadence=Cadence(
@@ -218,7 +221,19 @@ def _copies(run: Run, name: str) -> Copies:
 def _comparison(run: Run) -> Callable[[], None]:
     """Compares what ranks hold of the state as it is when it is called."""
     copies, state = _copies(run, "run"), run.state
-    return lambda: copies.compare(state.tensors(), when=f"after step {state.progress.step}")
+    served = run.generation.agreement.served is not None
+
+    def compare() -> None:
+        held = state.tensors()
+        if served:  # servers count the updates of their own parts
+            held = {name: one for name, one in held.items() if not _is_count(name, one)}
+        copies.compare(held, when=f"after step {state.progress.step}")
+
+    return compare
+
+
+def _is_count(name: str, held: Held) -> bool:
+    return name.startswith(OPTIMIZER) and isinstance(held, Tensor) and held.dim() == 0
 
 
 def introduce(sinks: Sinks, run: Run, resumed_step: int | None) -> None:

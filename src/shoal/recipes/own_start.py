@@ -35,6 +35,7 @@ from shoal.recipes.start import Planner, checked, in_rank, run
 from shoal.recipes.user_code import GIVEN
 from shoal.runfile.load import run_file_of
 from shoal.runfile.run_file import RunFile, run_directory, with_processes
+from shoal.sync.config import ServerConfig
 
 STARTED = "SHOAL_STARTED"
 """Of which run this process is a rank: its own number, and the run's name."""
@@ -253,7 +254,7 @@ def _check_servers(run_file: RunFile, model: Any) -> None:
             f"sync.servers = {run_file.sync.serving_only}: dedicated servers run no script; set it to 0, or let "
             "shoal.train run the loop"
         )
-    if run_file.sync.replicas_are == "workers" and isinstance(model, nn.Module) and tables_in(model):
+    if isinstance(run_file.sync, ServerConfig) and isinstance(model, nn.Module) and tables_in(model):
         raise ConfigError(
             "the model has an EmbeddingTable, which would live on servers alone, out of reach of the script: let "
             "shoal.train run the loop, or use nn.Embedding"

@@ -101,7 +101,7 @@ def _held_beside_tables(generation: Generation, served: Sequence[Owned]) -> list
     """Where servers hold the tables: this rank's copy of the other weights, and what it serves of the tables."""
     split = generation.parts.split
     tables = [owned for owned in served if split.roles[owned.name].kind == "table"]
-    away = {owned.name for owned in tables}
+    away = {name for name, role in split.roles.items() if role.kind == "table" and name not in split.frozen}
     held = [HeldWeight(holding.name, p, holding.global_shape, holding.box) for holding, p in split.held]
     return [*(weight for weight in held if weight.name not in away), *held_pieces(tables)]
 

@@ -18,7 +18,8 @@ def elastic_refusal(run_file: RunFile) -> str | None:
 
 def _refusals(run_file: RunFile, elastic: ElasticConfig) -> Iterator[str]:
     run, layout, most, sync = run_file.run, run_file.layout, elastic.max, run_file.sync
-    ranks, fewest = layout.replica_size, most * layout.shard * statistics_group(run_file)
+    ranks, working = layout.replica_size, max(1, most - sync.serving_only)
+    fewest = working * layout.shard * statistics_group(run_file)
     if run.processes not in (None, most * ranks):
         each = "" if ranks == 1 else f" replicas of {ranks} ranks"
         yield f"run.processes = {run.processes} with elastic.max = {most}{each}: the launcher starts max; leave it out"
@@ -64,5 +65,5 @@ def _refusals(run_file: RunFile, elastic: ElasticConfig) -> Iterator[str]:
     if run_file.batch.global_samples < fewest:
         yield (
             f"batch.global_samples = {run_file.batch.global_samples} with elastic.max = {most}: each replica needs at "
-            f"least {fewest // most} of a step; raise it to {fewest} or more, or lower elastic.max"
+            f"least {fewest // working} of a step; raise it to {fewest} or more, or lower elastic.max"
         )

@@ -55,7 +55,7 @@ def refusal(run_file: RunFile) -> str | None:
 def _batch_rule(run_file: RunFile) -> str | None:
     layout, samples = run_file.layout, run_file.batch.global_samples
     processes = run_file.run.processes or layout.default_processes or 1
-    shares = processes // (layout.pipeline * layout.context * layout.tensor)
+    shares = max(1, processes // (layout.pipeline * layout.context * layout.tensor) - run_file.sync.serving_only)
     fewest = shares * statistics_group(run_file)
     if samples < fewest:
         what = f"{shares} replicas" if layout.shard == 1 else f"{shares} shares (replicate x shard)"

@@ -122,9 +122,13 @@ def _against_canonical(run_file: RunFile, sync: AllReduceConfig) -> Iterator[tup
 
 def _against_backup(run_file: RunFile, sync: ServerConfig) -> Iterator[tuple[str, str]]:
     workers = _workers(run_file)
-    if workers is not None and sync.backup is not None and sync.backup >= workers > 1:
+    if workers is None or workers < 1 or sync.backup is None or sync.backup < workers:
+        return
+    if workers > 1:
         why = f"of {workers} workers none would be left to count; backup must be at most {workers - 1}"
         yield f"backup = {sync.backup}", why
+    elif sync.servers:
+        yield f"backup = {sync.backup}", "of one worker none would be left to count; use more, or another admission"
 
 
 def _against_shared_state(run_file: RunFile) -> Iterator[tuple[str, str]]:

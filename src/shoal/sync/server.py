@@ -231,7 +231,8 @@ class ServerAgreement:
             table, piece = serve_table(owned, module, places_of(module, self._roles.servers), self._replicas.rank)
             module.lookup = RowsFromServers(number, lambda table, ids: self._worker.look_up(table, ids))
             self._tables.append(owned.parameter)
-            self.served.append(piece)
+            if piece.parameter.numel():  # else the optimizer would count steps of nothing
+                self.served.append(piece)
             found.append(table)
         return found
 
@@ -252,8 +253,8 @@ class ServerAgreement:
             for server in self._flat.servers:
                 self._replicas.broadcast(row[self._flat.spans[server]], root=server).wait()
         elif self._servers is not None:  # a worker's last pull was of the last version
-            for place, server in enumerate(self._roles.servers):
-                self._servers.broadcast(row[self._flat.spans[server]], root=place).wait()
+            for server in self._flat.servers:
+                self._servers.broadcast(row[self._flat.spans[server]], root=self._roles.servers.index(server)).wait()
         self._flat.unpack(row, self._parameters)
         for buffer in self._replica.buffers:
             mean = buffer.double() if self._works else torch.zeros_like(buffer, dtype=torch.float64)

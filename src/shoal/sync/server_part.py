@@ -103,7 +103,8 @@ class ServedPart:
         """A contribution is here; `await_release` says when its worker may go on."""
         with self._turn(f"{CONTRIBUTE}{contribution.worker}"):
             self._sent[contribution] = sent
-            self._weights[contribution.worker] = sent.weight
+            if sent.gradient is not None:  # else its next one counts as much as its last
+                self._weights[contribution.worker] = sent.weight
             effects = self._present_rule.arrive(contribution)
             self._accounts.followed(effects, now_s=0.0)  # how long it waits, the worker measures itself
             self._follow(effects)

@@ -4,8 +4,9 @@
     backward   a sparse gradient, which goes along with the worker's next push
 
 A worker keeps nothing of the table. Its parameter has the table's shape and the memory of one number, and exists for
-its gradient. A row that a step looks up several times travels once; rows that no step looks up travel never. So a table
-may be larger than a worker's memory, and a step's bytes follow the rows that it touches.
+its gradient. A row that a step looks up several times travels once; rows that no step looks up travel never. So a
+step's bytes follow the rows that it touches, and a table may be larger than a worker's memory once it is built; every
+rank builds it whole first.
 """
 
 from __future__ import annotations

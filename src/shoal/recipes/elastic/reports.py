@@ -44,7 +44,13 @@ def replica_fingerprint(run: Run) -> int:
     The ranks of a replica add theirs: all of them call it.
     """
     equal = run.generation.sync.keeps_replicas_equal
-    own = fingerprint(held_state(run.state).pieces("" if equal else "model/"))
+    pieces = held_state(run.state).pieces("" if equal else "model/")
+    if run.generation.agreement.served is not None:  # servers hold different rows of a table
+        away = tuple(
+            f"model/{name}@" for name, role in run.generation.parts.split.roles.items() if role.kind == "table"
+        )
+        pieces = {name: piece for name, piece in pieces.items() if not name.startswith(away)}
+    own = fingerprint(pieces)
     if run.mesh.layout.replica_size == 1:
         return own
     halves = torch.tensor([own >> HALF_BITS, own % (1 << HALF_BITS)], dtype=torch.int64, device=run.device)
