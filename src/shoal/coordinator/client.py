@@ -254,7 +254,7 @@ class Client:
                 self._talk(self._connection)
             except (OSError, EnvironmentFault) as error:
                 refused = refused + 1 if isinstance(error, handshake.TokenRefused) else 0
-                if refused == handshake.MOST_REFUSALS:
+                if isinstance(error, EnvironmentFault) and refused == handshake.MOST_REFUSALS:
                     with self._changed:
                         self._error = error
                         self._changed.notify_all()
