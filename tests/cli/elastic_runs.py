@@ -56,6 +56,7 @@ ELASTIC = """
 min = 1
 max = 2
 silence_s = 4
+accept_s = 20
 wait_s = 30
 fingerprint_every_steps = 3
 """

@@ -45,6 +45,7 @@ kind = "float64"
 min = 1
 max = 3
 silence_s = 4
+accept_s = 15
 wait_s = 20
 fingerprint_every_steps = 3
 """
@@ -222,6 +223,7 @@ def test_what_cannot_be_elastic_is_refused(own: Project) -> None:
     """A sentence before any process starts."""
     for override, said in (
         ("elastic.min=4", "min = 4 is more than max = 3"),
+        ("elastic.wait_s=15", "raise wait_s above accept_s"),
         ("run.processes=2", "run.processes = 2 with elastic.max = 3"),
         ("layout.replicate=3", "layout.replicate = 3 with [elastic]"),
         ("layout.shard=3", "each replica needs at least 3 of a step"),

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import queue
+import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from shoal.coordinator.client import Client, Connection
+from shoal.coordinator import frames
+from shoal.coordinator.client import Address, Client, Connection, NoGeneration
+from shoal.coordinator.handshake import MOST_REFUSALS, TokenRefused, hello
 from shoal.coordinator.journal import Journal
-from shoal.errors import CollectiveError
-from shoal.resilience.events import Ended, Look, View
+from shoal.coordinator.watch import watching
+from shoal.resilience.events import Committed, Ended, Formed, Look, View
 from shoal.resilience.ledger import audit
 from shoal.resilience.participant import FencedOut
 from tests.coordinator.services import first_generation, running, start, together
@@ -116,6 +121,49 @@ def test_an_expelled_replica_is_told(tmp_path: Path) -> None:
                 b.generation(PATIENCE_S)
 
 
+def test_a_launcher_that_watches_anew_hears_no_old_news(tmp_path: Path) -> None:
+    """It knows the generation and its steps from the view that it begins with; then it hears what is new."""
+    with running(tmp_path, "--min", "1", "--max", "2", "--start", "0") as service:  # noqa: SIM117
+        with Client(service.address, "a") as a:
+            first_generation(a)
+            a.applied(stop=8)
+            since = committed(service.address, 1)
+            news: queue.SimpleQueue[object] = queue.SimpleQueue()
+            with watching(service.address, lambda: ("a", "b"), since=since, told=news.put, silence_s=60):  # noqa: SIM117
+                with Client(service.address, "b") as b:
+                    together(a, b)
+                    b.ready(step=1, position=8)
+                    formed = news.get(timeout=PATIENCE_S)
+                    assert isinstance(formed, Formed)
+                    assert (formed.members, formed.step) == (("a", "b"), 1)
+                    for client in (a, b):
+                        client.applied(stop=16)
+                    step = news.get(timeout=PATIENCE_S)  # the one that it began with is none of its own
+                    assert isinstance(step, Committed)
+                    assert step.step == 2
+
+
+def test_one_connection_that_breaks_is_no_refusal() -> None:
+    """A coordinator that dies in the handshake resets it: a client tries again, and gives up at the third in a row."""
+    tried: list[bool] = []
+
+    def refuse(listener: socket.socket) -> None:
+        for _ in range(MOST_REFUSALS):
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(frames.encode(hello()))
+                tried.append(bool(connection.recv(1 << 10)))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        listener.settimeout(PATIENCE_S)
+        refused = pool.submit(refuse, listener)
+        address = Address("127.0.0.1", listener.getsockname()[1], b"x" * 64)
+        with Client(address, "a") as client, pytest.raises(TokenRefused):
+            client.generation(PATIENCE_S)
+        refused.result(PATIENCE_S)
+    assert tried == [True] * MOST_REFUSALS
+
+
 def test_a_second_coordinator_on_one_journal_is_refused(tmp_path: Path) -> None:
     """One journal, one coordinator: the second ends with exit code 3 and says why."""
     with running(tmp_path):
@@ -164,5 +212,5 @@ def test_no_coordinator_is_a_sentence(tmp_path: Path) -> None:
     """A client whose coordinator never answers says so, and does not hang."""
     with running(tmp_path) as service:
         address = service.address
-    with Client(address, "a") as client, pytest.raises(CollectiveError, match="does not answer: start it"):
+    with Client(address, "a") as client, pytest.raises(NoGeneration, match="does not answer: start it"):
         client.generation(0.5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from collections.abc import Callable
@@ -11,15 +12,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from shoal.comm.collective import Alone, Collective, Handle
 from shoal.comm.local import local_group
-from shoal.coordinator.client import Begin
+from shoal.coordinator.client import Address, Begin
 from shoal.errors import CollectiveError
+from shoal.launch import sockets
+from shoal.launch.environment import STORE_FD, Place
 from shoal.recipes.elastic import state_copy
+from shoal.recipes.elastic.assignment import Assignment
 from shoal.recipes.elastic.connections import hosts_lost, shut_down_connections
-from shoal.recipes.elastic.rendezvous import place_of
+from shoal.recipes.elastic.rendezvous import ReplicaRendezvous, place_of
 from shoal.recipes.elastic.replica_ranks import ReplicaRanks
 from shoal.recipes.elastic.sinks import membership_sentence
 from shoal.recipes.elastic.state_copy import HeldState, share_state
@@ -94,6 +99,22 @@ def test_a_damaged_chunk_is_refused() -> None:
         shared([holder, Damaging(receiver)], [a_state(), None], root=0)
 
 
+def test_a_holder_passes_on_what_it_has_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps its own state, and takes part in the broadcast without a copy: what arrives damaged is not even looked
+    at."""
+    monkeypatch.setattr(state_copy, "CHUNK_BYTES", 1 << 10)
+    root, holder, receiver = local_group(3)
+    states = [a_state(), a_state(), None]
+    hashed: list[Tensor] = []
+    hash_of = state_copy._hash
+    monkeypatch.setattr(state_copy, "_hash", lambda chunk: (hashed.append(chunk), hash_of(chunk))[1])
+    found = shared([root, Damaging(holder), receiver], states, root=0)
+    assert found[1] is states[1]
+    assert all(torch.equal(tensor, found[2].pieces()[name]) for name, tensor in a_state().pieces().items())
+    chunks = sum(-(-tensor.numel() * tensor.element_size() // (1 << 10)) for tensor in a_state().pieces().values())
+    assert len(hashed) == 2 * chunks  # by the root and by the receiver
+
+
 def test_the_membership_in_a_sentence() -> None:
     """Ranks that are gone are named as in the generation before, those that are new as in this one."""
     assert membership_sentence((), ("a", "b"), most=2, step=0) == ""
@@ -163,6 +184,33 @@ def test_only_hosts_without_a_living_member_are_given_up() -> None:
     assert hosts_lost(VIEW, {"b"}, here="10.0.0.1") == set()
     assert hosts_lost(VIEW, {"b", "c"}, here="10.0.0.1") == {"10.0.0.2"}
     assert hosts_lost(VIEW, {"a", "b", "c"}, here="10.0.0.2") == {"10.0.0.1"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
+def test_a_connection_that_ipv6_carries_is_found_by_its_address_in_ipv4() -> None:
+    """As the sockets of Gloo and of PyTorch's store are where IPv6 is there."""
+    with socket.create_server(("127.0.0.2", 0)) as lost, socket.socket(socket.AF_INET6) as connection:
+        connection.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        connection.connect(("::ffff:127.0.0.2", lost.getsockname()[1]))
+        assert shut_down_connections({"127.0.0.2"}) == 1
+        assert connection.recv(1) == b""
+
+
+def test_a_save_ends_when_a_member_is_lost() -> None:
+    """It waits for the parts of all members, for minutes, and those of the lost one do not come."""
+    with sockets.listen_at("127.0.0.1", 0, one_host=True) as listener:
+        port, fd = listener.getsockname()[1], listener.fileno()
+        environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), STORE_FD: str(os.dup(fd))}
+        assigned = Assignment("a", Address("127.0.0.1", 1, b""), 1)
+        rendezvous = ReplicaRendezvous(assigned, Place(0, 1, 0, 1, 0, "shoal"), CPU, timeout_s=10, environ=environ)
+        view = View(1, 1, ("a", "b"), (), 0, 0, 0, (rendezvous.address, "127.0.0.1:1"))
+        saves = rendezvous.exchange(rendezvous.of(view), timeout_s=10)
+        with ThreadPoolExecutor(1) as pool:
+            collected = pool.submit(saves.collect, ["part of b"], 600.0)
+            rendezvous.stop_waiting_for(frozenset({"b"}))
+            with pytest.raises(CollectiveError, match="was lost or joined while the checkpoint was written"):
+                collected.result(20)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")

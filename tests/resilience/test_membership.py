@@ -247,6 +247,26 @@ def test_a_leaver_hands_its_state_over_before_it_goes() -> None:
     assert (machine.ledger.step, machine.ledger.redone) == (2, 0)
 
 
+def test_who_has_left_is_not_shown_as_fenced() -> None:
+    """Its launcher would kill and replace it. Lost members are shown, and others that were fenced and may still run."""
+    machine, parts = ready(1, maximum=2)
+    step(machine, parts)
+    spare = Participant("spare")
+    exchange(machine, spare)
+    machine.handle(ev.Expel("spare", "too slow"), 0)
+    other = Participant("other")
+    machine.handle(ev.Leave("r0"), 0)
+    exchange_all(machine, {**parts, "other": other})
+    exchange_all(machine, {**parts, "other": other})
+    assert other.enter() == "peer"
+    other.ready(step=1, position=8)
+    step(machine, {"other": other})
+    assert machine.fenced["r0"].reason == "it left"
+    assert machine.view(["r0", "spare"]).fenced == {"spare": "too slow"}
+    machine.handle(ev.Ended("other"), 0)
+    assert machine.view().fenced == {"other": "its processes ended"}
+
+
 def test_the_majority_fences_the_one_whose_parameters_differ() -> None:
     """Three fingerprints, one of them different: that replica goes, and the verdict names it."""
     machine, parts = ready(3)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shoal.coordinator import frames, handshake
-from shoal.errors import CollectiveError, EnvironmentFault, Stopped
+from shoal.errors import EnvironmentFault, Stopped
 from shoal.resilience.events import Answer, Event, Heartbeat, Leave, Look, View
 from shoal.resilience.participant import FencedOut, Participant, StateFrom
 
@@ -82,6 +82,11 @@ class Connection:
         return frames.receive(self._socket, most_bytes=handshake.MOST_HANDSHAKE_BYTES)
 
 
+class NoGeneration(EnvironmentFault):
+    """No generation was formed in time: too few replicas, or no coordinator. A replica that starts again waits for as
+    long, and in vain."""
+
+
 @dataclass(frozen=True)
 class Begin:
     """A generation that this replica has entered, and where its state comes from."""
@@ -94,8 +99,8 @@ class Client:
     """One rank's client. Rank 0 of a replica speaks for it; the other ranks send their heartbeats, and follow.
 
     `on_ending` is called in the client's thread when the generation is over or about to be, and `on_lost` when members
-    of it were fenced, with their names: they wake those who wait for them. `store_address` ("host:port") is where a
-    generation meets whose first member this replica is. Use it as a context manager.
+    of it were fenced, with their names: they wake those who wait for them, and wait for nothing. `store_address`
+    ("host:port") is where a generation meets whose first member this replica is. Use it as a context manager.
     """
 
     def __init__(
@@ -180,7 +185,7 @@ class Client:
         """Waits for the next generation with this replica, accepting what is proposed, and enters it. A spare waits
         for as long as the others train.
 
-        Raises `FencedOut`, `TokenRefused`, `CollectiveError` when there is none in `timeout_s`, and `Stopped` when
+        Raises `FencedOut`, `TokenRefused`, `NoGeneration` when there is none in `timeout_s`, and `Stopped` when
         `stopping` says that nobody wants one any more.
         """
         deadline_s = time.monotonic() + timeout_s
@@ -194,7 +199,7 @@ class Client:
                     deadline_s = time.monotonic() + timeout_s
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
-                    raise CollectiveError(self._why_none(timeout_s))
+                    raise NoGeneration(self._why_none(timeout_s))
                 if stopping():
                     raise Stopped(
                         "stopped while it waited for other replicas; the next start goes on from a checkpoint"
@@ -241,16 +246,19 @@ class Client:
             raise FencedOut(f"{self._part.fenced}: drop the state, and join again under a new name")
 
     def _run(self) -> None:
+        refused = 0
         while not self._closed and not self._part.fenced:
             try:
                 self._connection = Connection(self._address)
+                refused = 0
                 self._talk(self._connection)
-            except handshake.TokenRefused as error:
-                with self._changed:
-                    self._error = error
-                    self._changed.notify_all()
-                return
-            except (OSError, EnvironmentFault):
+            except (OSError, EnvironmentFault) as error:
+                refused = refused + 1 if isinstance(error, handshake.TokenRefused) else 0
+                if isinstance(error, EnvironmentFault) and refused == handshake.MOST_REFUSALS:
+                    with self._changed:
+                        self._error = error
+                        self._changed.notify_all()
+                    return
                 if not self._closed:
                     self._wake.wait(RETRY_S)
                     self._wake.clear()
@@ -267,7 +275,8 @@ class Client:
             if self._part.ending and not self._part.fenced:
                 self._find_lost(connection)
             if self._part.fenced:
-                self._tell_lost(frozenset(self._part.view.members) if self._part.view else frozenset())
+                if self._part.view is not None:
+                    self._tell_lost(self._part.view.generation, frozenset(self._part.view.members))
                 return
             self._wake.wait(self._heartbeat_s)
             self._wake.clear()
@@ -279,13 +288,16 @@ class Client:
         if view is not None and view.generation == self._part.generation:
             answer = connection.ask(Look())
             if isinstance(answer, View) and answer.generation == view.generation:
-                self._tell_lost(frozenset(answer.fenced))
+                self._tell_lost(view.generation, frozenset(answer.fenced))
 
-    def _tell_lost(self, names: frozenset[str]) -> None:
-        if names - self._lost:
+    def _tell_lost(self, generation: int, names: frozenset[str]) -> None:
+        """`names` are lost members of `generation`: nothing to do where this rank is in a newer one by now."""
+        with self._changed:
+            if generation != self._part.generation or not names - self._lost:
+                return
             self._lost = names
-            if self._on_lost is not None:
-                self._on_lost(names)
+        if self._on_lost is not None:
+            self._on_lost(names)
 
     def _to_say(self) -> list[Event]:
         with self._changed:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from shoal.coordinator.client import Address, Connection
+from shoal.coordinator.handshake import MOST_REFUSALS, TokenRefused
 from shoal.errors import EnvironmentFault
 from shoal.resilience.events import Committed, Decision, Fenced, Formed, Look, View
 from shoal.resilience.fingerprints import Verdict
@@ -48,12 +49,18 @@ def view_of(address: Address) -> View:
 
 @contextmanager
 def watching(
-    address: Address, replicas: Callable[[], Iterable[str]], *, told: Callable[[News], None], silence_s: float
+    address: Address,
+    replicas: Callable[[], Iterable[str]],
+    *,
+    since: View,
+    told: Callable[[News], None],
+    silence_s: float,
 ) -> Iterator[None]:
-    """Watches until the end of the block. `replicas` are those whose fencing is asked for; `told` hears the news, in
-    the watcher's thread: also that the coordinator is silent for `silence_s`, and that it refuses this host.
+    """Watches until the end of the block. `replicas` are those whose fencing is asked for; `told` hears what is new
+    `since` this view, in the watcher's thread: also that the coordinator is silent for `silence_s`, and that it refuses
+    this host.
     """
-    watcher = _Watcher(address, replicas, told, silence_s)
+    watcher = _Watcher(address, replicas, since, told, silence_s)
     thread = threading.Thread(target=watcher.run, name="shoal-coordinator-watch", daemon=True)
     thread.start()
     try:
@@ -68,20 +75,23 @@ class _Watcher:
         self,
         address: Address,
         replicas: Callable[[], Iterable[str]],
+        since: View,
         told: Callable[[News], None],
         silence_s: float,
     ) -> None:
         self._address, self._replicas, self._told, self._silence_s = address, replicas, told, silence_s
         self.over = threading.Event()
-        self._generation = self._committed = 0
-        self._fenced: set[str] = set()
-        self._disagreement = ""
+        self._generation, self._committed = since.generation, since.committed
+        self._fenced = set(since.fenced)
+        self._disagreement = since.disagreement
         self._heard_s, self._silent = time.monotonic(), False
 
     def run(self) -> None:
+        refused = 0
         while not self.over.is_set():
             try:
                 connection = Connection(self._address)
+                refused = 0
                 try:
                     while not self.over.is_set():
                         self._hear(connection.ask(Look(tuple(self._replicas())[:100])))
@@ -89,9 +99,13 @@ class _Watcher:
                 finally:
                     connection.close()
             except EnvironmentFault as error:
-                self._told(error)
-                return
+                refused += 1
+                if refused == MOST_REFUSALS or not isinstance(error, TokenRefused):
+                    self._told(error)
+                    return
+                self._wait()
             except OSError:
+                refused = 0
                 self._wait()
 
     def _wait(self) -> None:
@@ -110,7 +124,7 @@ class _Watcher:
         if view.generation > self._generation:
             self._generation, self._committed = view.generation, 0
             self._told(Formed(view.generation, view.members, view.holders, view.step, view.position))
-        if view.committed > self._committed:
+        if view.committed > max(self._committed, view.step):  # the step that it began with is no step of its own
             self._committed = view.committed
             self._told(Committed(view.generation, view.committed, 0, 0))
         for name in sorted(set(view.fenced) - self._fenced):

@@ -33,8 +33,11 @@ class ElasticConfig(Table, frozen=True):
     silence_s: Annotated[float, says("Seconds without a heartbeat after which a rank is lost.", ge=1)] = 5.0
     accept_s: Annotated[float, says("Seconds that a replica may need to the end of its step.", ge=1)] = 300.0
     wait_s: Annotated[
-        float, says("Seconds with fewer than `min` replicas after which the run ends with exit 3.", ge=1)
-    ] = 300.0
+        float,
+        says(
+            "Seconds with fewer than `min` replicas after which the run ends with exit 3; more than `accept_s`.", ge=1
+        ),
+    ] = 600.0
     retries: Annotated[
         int, says("Replicas that are started again in a row, without a step between, before the run ends.", ge=0)
     ] = 3
@@ -45,6 +48,11 @@ class ElasticConfig(Table, frozen=True):
     def __post_init__(self) -> None:
         if self.min > self.max:
             raise ValueError(f"min = {self.min} is more than max = {self.max}: lower min or raise max")
+        if self.wait_s <= self.accept_s:
+            raise ValueError(
+                f"wait_s = {self.wait_s:g} with accept_s = {self.accept_s:g}: replicas would give up before one that "
+                "does not answer is fenced; raise wait_s above accept_s"
+            )
         priced = self.price_limit is not None and self.price_file is not None
         if self.policy == "price" and not priced:
             raise ValueError('policy = "price" compares a price with a limit: set price_limit and price_file')

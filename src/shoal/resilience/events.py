@@ -132,9 +132,9 @@ class View(Message, frozen=True):
     """The newest generation that was formed, and how it begins.
 
     `holders` have the state after `step`, at `position`; the other members copy it from one of them, which may be a
-    replica that leaves. Without holders all members load the newest checkpoint. `committed` as in `Pulse`.
-    `addresses` are those that the members joined with, in their order. `fenced` are lost members, and
-    why, beside those that were asked for.
+    replica that leaves (one of `shoal train` shares no state then). Without holders all members load the newest
+    checkpoint. `committed` as in `Pulse`. `addresses` are those that the members joined with, in their order. `fenced`
+    are lost members, and why, beside those that were asked for and may still run: one that has left is not among them.
     `disagreement`: members differ in what should be equal, and no majority says who is right.
     """
 

@@ -135,12 +135,16 @@ class Membership:
         return ev.Pulse(self.number, self.generation, self.ledger.step if self.known else 0)
 
     def view(self, asked: Iterable[str] = ()) -> ev.View:
-        """The newest generation, and which of its members, and of the replicas `asked` for, were fenced."""
+        """The newest generation, which of its members were fenced, and which of the replicas `asked` for were fenced
+        and may still run.
+        """
+        lost = [name for name in asked if name in self.fenced and not self.fenced[name].ended]
+        lost += [name for name in self.members if name in self.fenced]
         return ev.View(
             self.number, self.generation, self.members, self.holders,
             self.formed_step, self.formed_position, self.ledger.step if self.known else 0,
             tuple(self.replicas[name].address if name in self.replicas else "" for name in self.members),
-            {name: self.fenced[name].reason for name in (*self.members, *asked) if name in self.fenced},
+            {name: self.fenced[name].reason for name in lost},
             self._disagreement,
         )  # fmt: skip
 

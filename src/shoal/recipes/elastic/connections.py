@@ -37,7 +37,12 @@ def shut_down_connections(hosts: Collection[str]) -> int:
         except OSError:  # closed meanwhile
             continue
         with socket.socket(fileno=duplicate) as connection, contextlib.suppress(OSError):  # one that is not connected
-            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername()[0] in hosts:
+            if connection.family in (socket.AF_INET, socket.AF_INET6) and _host_of_peer(connection) in hosts:
                 connection.shutdown(socket.SHUT_RDWR)
                 count += 1
     return count
+
+
+def _host_of_peer(connection: socket.socket) -> str:
+    """A socket of IPv6 that talks to one of IPv4 names its peer "::ffff:10.0.0.2" (RFC 4291, 2.5.5.2)."""
+    return str(connection.getpeername()[0]).removeprefix("::ffff:")

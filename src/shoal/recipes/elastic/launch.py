@@ -3,7 +3,7 @@
     a replica dies            its end is told to the coordinator, and another takes its slot
     a replica is fenced       its processes are ended, if they are stopped or hang, and another takes its slot
     a replica leaves          with exit 75, when its state was handed over: nobody takes its slot
-    a replica fails for good  with exit 2, 4 or 6, which another would repeat: the run ends with that code
+    a replica fails for good  with exit 2, 4 or 6, or as no generation came, which another would repeat: the run ends
     the user asks to stop     SIGINT to every rank: they take the step, save and end; asked twice, SIGKILL
     replicas differ           after a step, and no majority says who is right: the run ends with exit 6
 
@@ -25,7 +25,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shoal.coordinator.client import Address, Connection
+from shoal.coordinator.client import ANSWER_S, Address, Connection, NoGeneration
 from shoal.coordinator.in_process import coordinator_in
 from shoal.coordinator.watch import Silence, view_of, watching
 from shoal.errors import Diverged, EnvironmentFault, Stopped, UsageError, VerificationFailed
@@ -107,8 +107,9 @@ def run_elastic(
         stack.enter_context(no_survivors(fleet.processes))
         if elsewhere is not None:
             names = lambda: tuple(fleet.running)  # noqa: E731
-            fleet.members = view_of(address).members
-            stack.enter_context(watching(address, names, told=events.put, silence_s=config.silence_s))
+            since = view_of(address)
+            fleet.members = since.members
+            stack.enter_context(watching(address, names, since=since, told=events.put, silence_s=config.silence_s))
         for slot in range(slots):
             fleet.start(slot)
         while fleet.running:
@@ -137,6 +138,7 @@ class Fleet:
     replaced: Counter[int] = field(default_factory=Counter)
     coordinated: bool = True
     _debounce: Debounce = field(default_factory=Debounce)
+    _tellings: list[threading.Thread] = field(default_factory=list)
 
     def start(self, slot: int) -> None:
         """Another replica in `slot`."""
@@ -167,7 +169,9 @@ class Fleet:
                 if step >= self.steps:
                     self._finished()
             case Committed(_, step):
-                self.replaced.clear()
+                for name in self.members:
+                    if name in self.running:
+                        del self.replaced[self.running[name].slot]
                 if step == self.steps:
                     self._finished()
             case Fenced(name, reason, False) if name in self.running and not self.over:
@@ -190,11 +194,15 @@ class Fleet:
         if self.fault is not None:
             say(str(self.fault))
             return ExitCode(self.fault.exit_code, sentence=str(self.fault))
+        for telling in self._tellings:
+            telling.join(ANSWER_S)
         kept = [end for end in self.exits if not end.by_launcher]
         failed = {end.pid for end in kept if end.failed}
         records = [record for record in read_failures(self.folder) if record.pid in failed]
         own_failure = any(not record.secondary for record in records)
         if any(end.code == 0 for end in self.exits) and not own_failure:
+            return ExitCode(0)
+        if self.over and self.stop_signal is None and not kept:  # all here stood by
             return ExitCode(0)
         if self._debounce.requests > 1 and self.stop_signal is not None:
             sentence = f"{self.stop_signal.name}: stopped at once; the next start goes on from the newest checkpoint"
@@ -229,13 +237,27 @@ class Fleet:
     def _replica_ended(self, replica: ReplicaProcesses) -> None:
         end = replica.end
         self._tell(Ended(replica.name, f"its process ended: {how(end)}"))
-        if end.code in (0, Stopped.exit_code) or self._ending or self.over:
+        if end.code in (0, Stopped.exit_code) or end.by_launcher or self._ending or self.over:
             self.exits += replica.exits
-        elif end.code in FOR_GOOD:
+            if end.code == Stopped.exit_code and not self._ending and not self.over:
+                self._stop_too_few()
+        elif self._is_for_good(end):
             self.exits += replica.exits
             self.deadline_s = time.monotonic() + FAILURE_S
         else:
             self._replace(replica)
+
+    def _is_for_good(self, end: Exit) -> bool:
+        """Whether a replacement would fail in the same way."""
+        kinds = {record.kind for record in read_failures(self.folder) if record.pid == end.pid}
+        return end.code in FOR_GOOD or NoGeneration.__name__ in kinds
+
+    def _stop_too_few(self) -> None:
+        """All members have left, and those that are here are fewer than a generation needs: none will come."""
+        members = any(name in self.running for name in self.members)
+        if not self.starter.several_hosts and not members and len(self.running) < self.config.min:
+            self.deadline_s = time.monotonic() + LAST_S
+            self._send_all(signal.SIGINT)
 
     @property
     def _ending(self) -> bool:
@@ -301,7 +323,14 @@ class Fleet:
             replica.send(number, as_end=True)
 
     def _tell(self, event: Ended) -> None:
-        """Best effort: a coordinator that is gone notices the silence."""
+        """Best effort: a coordinator that is gone notices the silence. Waits for no coordinator on another host."""
+        if not self.starter.several_hosts:
+            self._ask(event)
+            return
+        self._tellings.append(threading.Thread(target=self._ask, args=(event,), daemon=True))
+        self._tellings[-1].start()
+
+    def _ask(self, event: Ended) -> None:
         try:
             connection = Connection(self.address)
             try:

@@ -6,6 +6,7 @@ So no store outlives the replicas that need it, and none is lost with a replica 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Mapping, Sequence
 
@@ -83,16 +84,18 @@ class ReplicaRendezvous:
         return Process(place, self._device, named, self._rendezvous, self._environ)
 
     def end(self, sentence: str) -> None:
-        """The generation is over, or about to be: ends its waits at the start, on all ranks. From any thread."""
+        """The generation is over, or about to be: ends its waits at the start, on all ranks. From any thread, and
+        without a wait for the store, which may be on a host that is out of reach.
+        """
         rendezvous = self._rendezvous
         if rendezvous is not None:
-            try:
-                rendezvous.give_up(sentence)
-            except RuntimeError:  # the store is gone, and with it all waits
-                return
+            threading.Thread(target=_give_up, args=(rendezvous, sentence), daemon=True).start()
 
     def stop_waiting_for(self, lost: frozenset[str]) -> None:
-        """Ends what this rank waits for on hosts that have `lost` members alone. From any thread."""
+        """Ends what this rank waits for on hosts that have `lost` members alone, and the saves of this generation,
+        which wait for all its members. From any thread.
+        """
+        self._over.set()
         if self._assignment.several_hosts and self._view is not None:
             here = self.address.rpartition(":")[0]
             shut_down_connections(hosts_lost(self._view, lost, here=here))
@@ -105,6 +108,11 @@ class ReplicaRendezvous:
         """This replica has left the generation: what its saves still wait for does not come."""
         self._over.set()
         self._rendezvous = None
+
+
+def _give_up(rendezvous: Rendezvous, sentence: str) -> None:
+    with contextlib.suppress(RuntimeError):  # the store is gone, and with it all waits
+        rendezvous.give_up(sentence)
 
 
 def place_of(view: View, member: int, rank: int, ranks: int, launcher: Launcher) -> Place:

@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from shoal.coordinator.client import Begin, Client
-from shoal.engine.loop import Job, tell_of_saves
+from shoal.engine.loop import CHECKPOINT_TIMEOUT_S, Job, tell_of_saves
 from shoal.engine.step_result import StepResult
 from shoal.errors import CollectiveError, Stopped
 from shoal.launch.environment import Place
@@ -116,7 +116,7 @@ class ReplicaRank:
         try:
             with self._stop, client:
                 while not over:
-                    find = partial(client.generation, wait_s, stopping=self._is_asked_to_stop)
+                    find = partial(client.generation, wait_s, stopping=self._stops_waiting)
                     over = self._take_part(client, ranks, ranks.begin(find))
                     wait_s = self._elastic.wait_s
         except FencedOut as error:
@@ -145,13 +145,16 @@ class ReplicaRank:
                 process = self._rendezvous.of(begin.view)
                 if client.ending:  # before there was a rendezvous that could be told
                     self._rendezvous.end(ENDING)
+                if client.lost:
+                    self._rendezvous.stop_waiting_for(client.lost)
                 run = self._generations.open(process, begin.view)
                 reports = StepReports(client, run, every=self._elastic.fingerprint_every_steps)
                 job = self._begin(client, begin, run, committed, reports, stack)
                 first = job.progress.step
                 committed.train(job, before_step=partial(_require_all, client))
                 self._save_what_has_no_copy(run, job)
-                tell_of_saves(job, job.saver.wait(SAVE_S))
+                served = run.generation.agreement.served is not None  # then the next one begins with this checkpoint
+                tell_of_saves(job, job.saver.wait(CHECKPOINT_TIMEOUT_S if served else SAVE_S))
                 done = job.progress.step >= job.cadence.steps
                 if done and run.mesh.rank == 0:
                     conclude(run, self._directory, job.sinks, self._forecast if first < job.progress.step else None)
@@ -216,6 +219,13 @@ class ReplicaRank:
 
     def _is_asked_to_stop(self) -> bool:
         return self._stop.signal == signal.SIGINT
+
+    def _stops_waiting(self) -> bool:
+        """Whether this rank waits for no generation any more. SIGTERM asks a replica to leave that is in none: it goes
+        at once, where it has no other ranks to tell.
+        """
+        told_to_go = self._stop.signal == signal.SIGTERM and not self._leaving and self._mine.ranks == 1
+        return told_to_go or self._is_asked_to_stop()
 
     def _asks_to_stop(self, client: Client) -> bool:
         """Whether this rank wants the step to be the last of the generation. SIGTERM asks its replica to leave, SIGINT

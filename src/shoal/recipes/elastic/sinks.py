@@ -89,7 +89,8 @@ class MembershipSinks:
 
 
 def membership_sentence(before: tuple[str, ...], now: tuple[str, ...], *, most: int, step: int, ranks: int = 1) -> str:
-    """Who trains from the step after `step` on: "3 of 4 replicas; rank 2 left after step 120". "" at the start.
+    """Who trains from the step after `step` on: "3 of 4 replicas; rank 2 lost after step 120", which is also
+    said of one that has left. At the start "" where all are there, else "3 of 4 replicas".
 
     `ranks` are those of one replica.
     """

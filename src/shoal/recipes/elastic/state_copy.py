@@ -8,6 +8,7 @@ it uses any of them.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -127,7 +128,10 @@ def share_state(held: HeldState | None, group: Collective, *, root: int, device:
     received: dict[str, list[Target]] = {}
     for entry in index.entries:
         source = next(sources, None)
-        tensor = _broadcast_tensor(entry, source, group, root=root, device=device)
+        if held is not None:
+            _pass_on(entry, source, group, root=root, device=device)
+            continue
+        tensor = _receive_tensor(entry, group, root=root, device=device)
         received.setdefault(entry.name, []).append(Target(tensor, tuple(entry.global_shape), tuple(entry.offset)))
     return held if held is not None else HeldState(index.facts, received)
 
@@ -153,17 +157,27 @@ def _broadcast_index(index: _Index | None, group: Collective, *, root: int, devi
     return msgspec.json.decode(data.cpu().numpy().tobytes(), type=_Index)
 
 
-def _broadcast_tensor(
-    entry: _Entry, source: Target | None, group: Collective, *, root: int, device: torch.device
-) -> Tensor:
-    """The tensor itself on `root`, a checked copy elsewhere."""
-    if source is None:
-        tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device=device)
-    else:
-        tensor = source.tensor.detach().contiguous()
+def _pass_on(entry: _Entry, source: Target | None, group: Collective, *, root: int, device: torch.device) -> None:
+    """A holder's part in the broadcast of a tensor. One that is not `root` drops what it gets, chunk by chunk."""
+    if source is not None:
+        for chunk in _chunks(_bytes_of(source.tensor)):
+            group.broadcast(chunk, root=root).wait()
+        return
+    dtype: torch.dtype = getattr(torch, entry.dtype)
+    left = math.prod(entry.shape) * dtype.itemsize
+    dropped = torch.empty(min(left, CHUNK_BYTES), dtype=torch.uint8, device=device)
+    while left:
+        size = min(left, CHUNK_BYTES)
+        group.broadcast(dropped[:size], root=root).wait()
+        left -= size
+
+
+def _receive_tensor(entry: _Entry, group: Collective, *, root: int, device: torch.device) -> Tensor:
+    """A checked copy of the tensor that `root` holds."""
+    tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device=device)
     for number, chunk in enumerate(_chunks(_bytes_of(tensor))):
         group.broadcast(chunk, root=root).wait()
-        if source is None and _hash(chunk) != entry.hashes[number]:
+        if _hash(chunk) != entry.hashes[number]:
             raise CollectiveError(
                 f"chunk {number} of {entry.name} did not arrive as its holder sent it: check the network and the "
                 "memory of both hosts"

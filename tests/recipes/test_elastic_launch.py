@@ -1,0 +1,116 @@
+"""What the launcher of an elastic run does when replicas end: with real processes that only end, and no run."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from shoal.coordinator.client import Address, NoGeneration
+from shoal.errors import EnvironmentFault
+from shoal.launch.failure import failure_of, write_failure
+from shoal.launch.rank_process import RankProcess
+from shoal.launch.root_cause import ExitCode
+from shoal.recipes.elastic.launch import Fleet
+from shoal.recipes.elastic.processes import ReplicaProcesses
+from shoal.resilience.config import ElasticConfig
+from shoal.resilience.events import Committed, Formed
+
+WAITS = "import sys; sys.stdin.read()"
+"""Ends at a signal, or with the test."""
+STOPS = "import signal, sys; signal.signal(signal.SIGINT, lambda *_: sys.exit(75)); print(flush=True); sys.stdin.read()"
+"""Ends with 75 at SIGINT."""
+
+
+@dataclass
+class Processes:
+    """Starts processes that run no rank, by the program of their slot."""
+
+    programs: dict[int, str]
+    several_hosts: bool = False
+    ranks: int = 1
+    started: list[int] = field(default_factory=list)
+
+    def start(self, slot: int, name: str, *, late: bool) -> ReplicaProcesses:
+        program = self.programs[slot]
+        pipe = subprocess.PIPE
+        process = subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe, start_new_session=True)
+        if program == STOPS:
+            assert process.stdout is not None
+            process.stdout.readline()
+        self.started.append(slot)
+        return ReplicaProcesses(name, slot, [RankProcess(slot, process, None, 0)])
+
+
+def fleet_of(folder: Path, processes: Processes, **config: Any) -> Fleet:
+    """All of its replicas run."""
+    elastic = ElasticConfig(max=len(processes.programs), **config)
+    nowhere = Address("127.0.0.1", 1, b"x" * 32)  # nobody listens: it is told of no end
+    fleet = Fleet(elastic, 100, nowhere, folder, queue.SimpleQueue(), cast(Any, processes))
+    for slot in processes.programs:
+        fleet.start(slot)
+    return fleet
+
+
+def names(fleet: Fleet) -> dict[int, str]:
+    return {replica.slot: name for name, replica in fleet.running.items()}
+
+
+def to_the_end(fleet: Fleet) -> ExitCode:
+    while fleet.running:
+        fleet.react()
+    return fleet.conclude()
+
+
+def end_of(fleet: Fleet, slot: int) -> subprocess.Popen[bytes]:
+    return fleet.running[names(fleet)[slot]].ranks[0].process
+
+
+def test_spares_stop_when_all_members_have_left(tmp_path: Path) -> None:
+    """Fewer than `min` would wait for others in vain: they are asked to stop, and the run ends with 75."""
+    fleet = fleet_of(tmp_path, Processes({0: "exit(75)", 1: "exit(75)", 2: STOPS}), min=2)
+    members = tuple(names(fleet)[slot] for slot in (0, 1))
+    fleet.members = members
+    assert to_the_end(fleet) == 75
+    assert cast(Processes, fleet.starter).started == [0, 1, 2]
+
+
+def test_a_replica_that_found_no_generation_ends_the_run(tmp_path: Path) -> None:
+    """Exit code 3 at once: another in its place would wait for as long."""
+    fleet = fleet_of(tmp_path, Processes({0: "input(); exit(3)", 1: WAITS}))
+    process = end_of(fleet, 0)
+    record = failure_of(NoGeneration("replica a waited 9 s for a generation"), 0)
+    write_failure(msgspec.structs.replace(record, pid=process.pid), tmp_path)
+    assert process.stdin is not None
+    process.stdin.write(b"\n")
+    process.stdin.flush()
+    assert to_the_end(fleet) == 3
+    assert cast(Processes, fleet.starter).started == [0, 1]
+
+
+def test_a_step_forgets_the_replacements_of_its_members_alone(tmp_path: Path) -> None:
+    """A slot whose replicas end before they train is given up, however many steps the others take."""
+    fleet = fleet_of(tmp_path, Processes({0: WAITS, 1: WAITS}))
+    fleet.replaced = Counter({0: 2, 1: 2})
+    fleet.events.put(Formed(1, (names(fleet)[1],), (), 0, 0))
+    fleet.events.put(Committed(1, 1, 0, 8))
+    fleet.react()
+    fleet.react()
+    assert fleet.replaced == Counter({0: 2})
+    fleet.events.put(EnvironmentFault("the test ends"))
+    fleet.events.put(signal.SIGTERM)
+    to_the_end(fleet)
+
+
+def test_a_host_whose_replicas_only_stood_by_has_done_its_part(tmp_path: Path) -> None:
+    """The run is over, on other hosts: exit code 0."""
+    fleet = fleet_of(tmp_path, Processes({0: WAITS}, several_hosts=True))
+    fleet.events.put(Formed(1, ("elsewhere",), (), 100, 800))
+    assert to_the_end(fleet) == 0
