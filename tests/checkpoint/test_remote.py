@@ -139,6 +139,54 @@ def test_a_stopped_run_waits_for_its_copies(tmp_path: Path, server: S3, url: str
     assert store.steps() == [100]
 
 
+def test_a_damaged_checkpoint_on_the_disk_is_replaced_by_the_whole_copy(tmp_path: Path) -> None:
+    """A bit of its manifest is flipped: the copy takes its place, and nothing else is left in the folder."""
+    store = RemoteStore((tmp_path / "store").as_uri())
+    assert copied(store, tmp_path / "here", [100, 200]) == []
+    path = tmp_path / "here/checkpoints/step-00000200/manifest.json"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    assert "step 200" in fetch_newest(store, tmp_path / "here", newest_here=100)
+    manifest, problems = newest_verified(tmp_path / "here")
+    assert manifest is not None
+    assert (manifest.step, problems) == (200, [])
+    assert not list((tmp_path / "here/checkpoints").glob(".tmp-*"))
+
+
+def test_a_copy_with_a_missing_object_is_passed_over_at_once(tmp_path: Path) -> None:
+    """Missing is an answer: nothing is asked for twice, and the copy before it is fetched."""
+    pauses: list[float] = []
+    store = RemoteStore((tmp_path / "store").as_uri(), sleep=pauses.append)
+    copied(store, tmp_path / "here", [100, 200])
+    digest = next(d for d in store.manifest(200).objects if d not in store.manifest(100).objects)
+    (tmp_path / f"store/objects/{digest}.safetensors").unlink()
+    assert "step 100" in fetch_newest(store, tmp_path / "there", newest_here=None)
+    assert pauses == []
+
+
+def test_an_object_that_was_cut_is_sent_again(tmp_path: Path) -> None:
+    """Its name is there, with another size."""
+    store = RemoteStore((tmp_path / "store").as_uri())
+    copied(store, tmp_path / "here", [100])
+    cut = next((tmp_path / "store/objects").iterdir())
+    whole = cut.read_bytes()
+    cut.write_bytes(whole[:10])
+    copied(RemoteStore(store.url), tmp_path / "here", [100])
+    assert cut.read_bytes() == whole
+
+
+def test_a_copy_with_a_damaged_manifest_hinders_no_save(tmp_path: Path) -> None:
+    """It counts as one of those kept, and no object is deleted while its objects are not known."""
+    store = RemoteStore((tmp_path / "store").as_uri())
+    copied(store, tmp_path / "here", [100, 200])
+    named = set(store.manifest(200).objects)
+    (tmp_path / "store/step-00000200.json").write_text("{}")
+    assert copied(store, tmp_path / "here", [300], keep=2) == []
+    assert store.steps() == [300, 200]
+    assert {f"{digest}.safetensors" for digest in named} <= {p.name for p in (tmp_path / "store/objects").iterdir()}
+
+
 def test_a_protocol_that_nobody_knows_is_a_sentence() -> None:
     """The key and the URL are named."""
     with pytest.raises(ConfigError, match=r"checkpoint\.remote = 'sss://bucket/run'"):

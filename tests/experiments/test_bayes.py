@@ -6,15 +6,18 @@ import math
 import statistics
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from shoal.errors import MissingExtra
+from shoal.errors import MissingExtra, UsageError
 from shoal.experiments.bayes import Known, propose
 from shoal.experiments.config import Bayes, Range, SweepFile
 from shoal.experiments.config import Random as RandomSearch
 from shoal.experiments.search import trials
+from shoal.experiments.sweep import Sweep
 
 PARAMETERS: dict[str, Any] = {
     "optimizer.lr": Range(low=1e-5, high=1.0, log=True),
@@ -74,6 +77,25 @@ def test_configurations_that_run_failed_or_are_not_finite_do_not_stop_it() -> No
     file = sweep(search=Bayes(trials=TRIALS, seed=1))
     extra = [Known(known[0].parameters), Known(known[1].parameters, failed=True), Known(known[2].parameters, math.nan)]
     assert set(propose(file, [*known, *extra])) == set(PARAMETERS)
+
+
+def test_a_range_of_whole_numbers_holds_one() -> None:
+    """Between 0.2 and 0.8 there is none; what a range may have drawn is known."""
+    with pytest.raises(ValueError, match=r"no whole number lies between low = 0\.2 and high = 0\.8"):
+        Range(low=0.2, high=0.8, whole=True)
+    assert Range(low=0.2, high=1.8, whole=True).holds(1)
+    assert not Range(low=0.2, high=1.8, whole=True).holds(1.5)
+    assert not Range(low=0.2, high=1.8).holds(2.0)
+
+
+@pytest.mark.parametrize("proposed", [{"optimizer": "rmsprop"}, {"model.width": 65}, {"model.width": 8.5}])
+def test_a_search_whose_space_was_edited_is_refused(tmp_path: Path, proposed: dict[str, Any]) -> None:
+    """A proposal that the sweep file no longer has: one sentence, before anything starts."""
+    first = {"optimizer.lr": 0.1, "model.width": 8, "optimizer": "sgd"}
+    (tmp_path / "proposals.json").write_bytes(msgspec.json.encode([first | proposed]))
+    made = Sweep(sweep(search=Bayes(trials=3)), tmp_path / "run.toml", tmp_path, say=print)
+    with pytest.raises(UsageError, match="has other parameters, or other values of them, than the sweep file"):
+        made.run()
 
 
 def test_without_optuna_one_sentence_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

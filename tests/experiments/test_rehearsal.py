@@ -10,11 +10,12 @@ import torch
 
 from shoal.checkpoint.objects import ACTIONS
 from shoal.checkpoint.verify import newest_verified
-from shoal.experiments.rehearsal.rehearse import row_of, state_of
+from shoal.errors import UsageError
+from shoal.experiments.rehearsal.rehearse import rehearse, row_of, state_of
 from shoal.experiments.rehearsal.scenarios import AT, FAMILIES, Scenario, scenarios
 from shoal.experiments.rehearsal.trial import Line, Trial, damage
 from shoal.observe.events import EventWriter
-from shoal.resilience.faults import Strike
+from shoal.resilience.faults import Fault, Strike
 from tests.checkpoint.states import save, saver_for
 from tests.cli.project import Project, project
 
@@ -87,6 +88,37 @@ def test_a_fault_that_nobody_told_of_is_not_kept(tmp_path: Path) -> None:
         save(saver_for(tmp_path / directory), 8)
     found = row_of(trial(tmp_path / "struck", codes=[0], lines=[], steps=[(8, 12.0)]), calm)
     assert (found.noticed_s, found.kept) == (None, False)
+
+
+def test_a_fault_or_a_damage_that_did_not_happen_proves_nothing(tmp_path: Path) -> None:
+    """One of two faults at the same label struck; a checkpoint was to be damaged, and there was none."""
+    calm = Trial(tmp_path / "calm", Scenario("calm", "rank", ()), [0])
+    for directory in ("calm", "struck"):
+        save(saver_for(tmp_path / directory), 8)
+    line = [Line(11.0, "rank 1 failed", True)]
+    found = trial(tmp_path / "struck", codes=[0], lines=line, steps=[(8, 12.0)])
+    assert row_of(found, calm).kept is True
+    twice = (Fault(action="kill", label="step/before"), Fault(action="kill", label="step/before", rank=1))
+    found.scenario = Scenario("two kills", "recovery", twice)
+    assert row_of(found, calm).kept is False
+    found.scenario = Scenario("a damage", "corruption", twice[:1], damages="object")
+    assert row_of(found, calm).kept is False
+
+
+@pytest.mark.parametrize(
+    "environ", [{"SHOAL_COORDINATOR": "host:1"}, {"RANK": "0", "WORLD_SIZE": "2"}, {"SHOAL_LAUNCHER_PID": "1"}]
+)
+def test_the_environment_of_another_run_is_refused(tmp_path: Path, environ: dict[str, str]) -> None:
+    """Its ranks would be struck, or this process would be one."""
+    own = project(tmp_path)
+    with pytest.raises(UsageError, match="outside of srun, torchrun and mpiexec"):
+        rehearse(own.folder / "run.toml", environ=environ)
+
+
+def test_a_list_holds_what_would_be_played(tmp_path: Path) -> None:
+    """--only counts for it too."""
+    listed = project(tmp_path).here("rehearse", "run.toml", "--list", "--only", "kill before a step")
+    assert listed.stdout.split(maxsplit=1) == ["rank", "kill before a step\n"]
 
 
 @pytest.mark.parametrize("what", ["manifest", "object", "latest"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -19,10 +20,10 @@ from tests.checkpoint.states import save, saver_for
 FAILED = Failed(1, 1, "ArithmeticError: a mistake", "the whole traceback")
 
 
-def run_with_losses(folder: Path, losses: list[float]) -> Path:
+def run_with_losses(folder: Path, losses: list[float], text: str = "[run]\n") -> Path:
     """A run directory with a checkpoint of step 2, and these losses from step 1 on."""
     write_facts(folder, {"name": "own", "world": 2, "torch": "2.13", "data": {"train/samples": 30}})
-    (folder / "run.toml").write_text("[run]\n")
+    (folder / "run.toml").write_text(text)
     with EventWriter(folder, rank=0) as writer:
         for step, loss in enumerate(losses, start=1):
             values = {"loss/train": loss, "grad/norm": loss, "samples/consumed": 5 * step}
@@ -44,6 +45,48 @@ def test_a_step_that_was_not_finite_is_the_one_that_failed(tmp_path: Path) -> No
     found = read_capsule(run_with_losses(tmp_path, [1.0, 0.9, math.nan]))
     assert (found.step, found.start, found.stop) == (3, 10, 15)
     assert found.losses == {"3": None}
+
+
+def test_after_a_restart_the_last_start_counts(tmp_path: Path) -> None:
+    """It goes on from step 2 of three: without a step of its own, step 3 failed, on the samples behind those of step 2;
+    a loss that is none counts with its own samples."""
+    run_with_losses(tmp_path, [1.0, 0.9, 0.8])
+
+    def capsule_after(*losses: float) -> tuple[int, int, int]:
+        with EventWriter(tmp_path, rank=0) as writer:
+            writer.resume(2, time_s=10.0)
+            for step, loss in enumerate(losses, start=3):
+                values = {"loss/train": loss, "grad/norm": loss, "samples/consumed": 5 * step}
+                writer.write(step, values, time_s=10.0 + step)
+        found = read_capsule(write_capsule(tmp_path, FAILED, seed=7, global_samples=5, checkpoint=None))
+        return found.step, found.start, found.stop
+
+    assert capsule_after() == (3, 10, 15)
+    assert capsule_after(math.nan) == (3, 10, 15)
+    assert capsule_after(0.8, 0.7) == (5, 20, 25)
+
+
+def test_a_capsule_without_a_run_file_is_a_sentence(tmp_path: Path) -> None:
+    """And so is one that was cut in the middle of a file."""
+    path = rewritten(run_with_losses(tmp_path / "run", [1.0]), tmp_path / "bare.zip")
+    with pytest.raises(UsageError, match=r"holds no run\.toml"):
+        unpack(path, tmp_path / "out")
+    content = bytearray((tmp_path / "run/capsule.zip").read_bytes())
+    content[60:80] = bytes(20)
+    (tmp_path / "damaged.zip").write_bytes(content)
+    with pytest.raises(UsageError, match="cannot be unpacked"):
+        unpack(tmp_path / "damaged.zip", tmp_path / "out")
+
+
+def test_secrets_of_the_run_file_are_left_out(tmp_path: Path) -> None:
+    """The webhook and the store's options; all other keys stay."""
+    text = '[run]\nname = "own"\n[observe]\nwebhook = "http://a/hidden"\nreport = false\n'
+    (tmp_path / "run").mkdir()
+    text += '[checkpoint]\nkeep = 3\n[checkpoint.remote_options]\nsecret = "hidden"\n'
+    path = run_with_losses(tmp_path / "run", [1.0], text)
+    unpack(path, tmp_path / "out")
+    found = tomllib.loads((tmp_path / "out/run.toml").read_text())
+    assert found == {"run": {"name": "own"}, "observe": {"report": False}, "checkpoint": {"keep": 3}}
 
 
 def test_the_checkpoint_in_it_is_whole(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from shoal.errors import ConfigError
+from shoal.observe.config import ObserveConfig
 from shoal.observe.ending import Ending
 from shoal.observe.sink import RunStart
 from shoal.observe.webhook import ATTEMPTS, MOST, WebhookSink
@@ -21,7 +22,7 @@ class Receiver:
 
     def __init__(self) -> None:
         self.alerts: list[dict[str, Any]] = []
-        self.refuse, self.requests, self.port = 0, 0, 0
+        self.refuse, self.garble, self.requests, self.port = 0, 0, 0, 0
 
     @property
     def url(self) -> str:
@@ -36,6 +37,9 @@ def receiver() -> Iterator[Receiver]:
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             found.requests += 1
+            if found.requests <= found.garble:
+                self.wfile.write(b"nonsense\r\n\r\n")
+                return
             refused = found.requests <= found.refuse
             if not refused:
                 found.alerts.append(json.loads(body))
@@ -101,8 +105,36 @@ def test_a_server_that_takes_nothing_costs_one_note(receiver: Receiver) -> None:
     assert receiver.requests == MOST * ATTEMPTS
 
 
-@pytest.mark.parametrize("url", ["ftp://host/x", "file:///etc/passwd", "host:80", "http://"])
+def test_an_answer_that_is_no_http_costs_one_note(receiver: Receiver) -> None:
+    """The thread lives on, and the next alert arrives; the note has no token that is in the URL."""
+    receiver.garble = ATTEMPTS
+    notes: list[str] = []
+    hook = WebhookSink(f"{receiver.url}?key=hidden", name="digits", failures=True, note=notes.append)
+    hook.warn("lost")
+    hook.warn("a warning")
+    hook.finish(Ending("finished"))
+    assert [alert["text"] for alert in receiver.alerts] == ["a warning"]
+    (note,) = notes
+    assert "takes no alerts (BadStatusLine" in note
+    assert "hidden" not in note
+
+
+NO_URLS = [
+    "ftp://host/x",
+    "file:///etc/passwd",
+    "host:80",
+    "http://",
+    "http://[::1/",
+    "http://host:port/",
+    "http://host/a b",
+    "http://user:password@host/",
+]
+
+
+@pytest.mark.parametrize("url", NO_URLS)
 def test_a_url_that_is_not_http_is_refused(url: str) -> None:
-    """With the key's name."""
+    """With the key's name, when the run file is read."""
     with pytest.raises(ConfigError, match=r"observe\.webhook"):
         WebhookSink(url, name="x", failures=True, note=print)
+    with pytest.raises(ValueError, match="webhook"):
+        ObserveConfig(webhook=url)

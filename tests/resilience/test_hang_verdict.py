@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from shoal.recipes.hang_watch import groups_of, writers
 from shoal.resilience.hang_verdict import HangVerdict, LastCall, Place, RankReport, hang_verdict
 
 WORLD = {"world": (0, 1, 2, 3)}
@@ -101,6 +102,37 @@ def test_the_chain_of_waits_is_followed_over_groups() -> None:
     found = hang_verdict(groups, reports)
     assert (found.ranks, found.place) == ((2,), ELSEWHERE)
     assert "for it wait rank 1 in call 4" in found.sentence
+
+
+def test_in_two_by_two_ranks_the_one_outside_of_the_watchers_groups_is_found() -> None:
+    """Rank 0 waits for 1, 1 for 3 in a group that 0 is not in, and 3 sleeps: every watch blames 3, from the groups of
+    all reports. Rank 2 is in no collective, so that 0 writes the verdict."""
+
+    def over(number: int) -> LastCall:
+        return LastCall(number, SUM, TRAIN, ended=True)
+
+    call = LastCall(5, SUM, TRAIN)
+    rows, columns = {"0-1": (0, 1), "2-3": (2, 3)}, {"0-2": (0, 2), "1-3": (1, 3)}
+    calls = {
+        0: {"0-1": call, "0-2": over(4)},
+        1: {"0-1": over(4), "1-3": call},
+        2: {"2-3": over(4), "0-2": over(4)},
+        3: {"2-3": over(4), "1-3": over(4)},
+    }
+    reports = {
+        rank: RankReport(
+            rank,
+            "a",
+            found,
+            (ELSEWHERE,) if rank in (2, 3) else INSIDE,
+            {name: members for name, members in (rows | columns).items() if rank in members},
+        )
+        for rank, found in calls.items()
+    }
+    found = hang_verdict(groups_of(reports), reports)
+    assert (found.ranks, found.place) == ((3,), ELSEWHERE)
+    assert min(writers(reports, found)) == 0
+    assert min(writers({rank: reports[rank] for rank in (1, 2, 3)}, found)) == 1
 
 
 def test_groups_in_different_orders_are_a_circle() -> None:

@@ -29,7 +29,17 @@ from blake3 import blake3
 
 from shoal.checkpoint import manifest as manifests
 from shoal.checkpoint.manifest import Manifest
-from shoal.checkpoint.objects import MANIFEST, SUFFIX, Disk, Places, make_folders, step_name, step_of, temporary
+from shoal.checkpoint.objects import (
+    MANIFEST,
+    SUFFIX,
+    TEMPORARY,
+    Disk,
+    Places,
+    make_folders,
+    step_name,
+    step_of,
+    temporary,
+)
 from shoal.errors import ConfigError, CorruptCheckpoint, EnvironmentFault, MissingExtra, Stopped, VerificationFailed
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
@@ -60,13 +70,15 @@ class RemoteStore:
             import fsspec
         except ImportError as error:
             raise MissingExtra("fsspec", extra="data", purpose=f"checkpoint.remote = {url!r}") from error
+        self._is_local = fsspec.core.split_protocol(url)[0] in (None, "file", "local")
+        keywords = ({"auto_mkdir": True} if self._is_local else {}) | dict(options or {})
         try:
-            self._files, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False, **dict(options or {}))
+            self._files, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False, **keywords)
         except ValueError as error:
             raise ConfigError(f"checkpoint.remote = {url!r}: {error}; correct the protocol") from error
         except ImportError as error:
             raise MissingExtra(url.partition("://")[0], extra="data", purpose=f"checkpoint.remote = {url!r}") from error
-        self._sent: set[str] | None = None
+        self._sent: dict[str, int | None] | None = None
 
     def steps(self) -> list[int]:
         """The steps whose checkpoints are there, newest first."""
@@ -74,35 +86,46 @@ class RemoteStore:
         return sorted((step for step in found if step is not None), reverse=True)
 
     def send(self, folder: Path, manifest: Manifest) -> int:
-        """Sends the checkpoint in `folder`, its manifest last; the bytes that were sent. Raises `EnvironmentFault`."""
+        """Sends the checkpoint in `folder`, its manifest last; the bytes that were sent.
+
+        An object that is there with another size is sent again. Raises `EnvironmentFault` and `OSError`.
+        """
         if self._sent is None:
-            self._sent = self._names(f"{self._root}/objects")
+            self._sent = self._sizes(f"{self._root}/objects")
         sent_bytes = 0
-        for digest in manifest.objects:
+        for digest, nbytes in manifest.objects.items():
             name = f"{digest}{SUFFIX}"
-            if name not in self._sent:
-                content = (folder / name).read_bytes()
-                self._put(f"objects/{name}", content)
-                self._sent.add(name)
-                sent_bytes += len(content)
+            if name in self._sent and self._sent[name] in (nbytes, None):  # None: the store tells no sizes
+                continue
+            content = (folder / name).read_bytes()
+            self._put(f"objects/{name}", content)
+            self._sent[name] = len(content)
+            sent_bytes += len(content)
         content = (folder / MANIFEST).read_bytes()
         self._put(f"{step_name(manifest.step)}.json", content)
         return sent_bytes + len(content)
 
     def retain(self, newest: int, *, keep: int) -> None:
-        """Deletes all but the `keep` newest checkpoints up to step `newest`, and objects that none of them names."""
+        """Deletes all but the `keep` newest checkpoints up to step `newest`, and objects that none of them names.
+
+        Where the manifest of a kept one cannot be read, all objects stay until that checkpoint is deleted.
+        """
         steps = self.steps()
         kept = [step for step in steps if step <= newest][:keep]
         named: set[str] = set()
+        all_read = True
         for step in kept:
-            named |= {f"{digest}{SUFFIX}" for digest in self.manifest(step).objects}
+            try:
+                named |= {f"{digest}{SUFFIX}" for digest in self.manifest(step).objects}
+            except VerificationFailed:
+                all_read = False
         for step in steps:
             if step not in kept:
                 self._delete(f"{step_name(step)}.json")
-        for name in self._names(f"{self._root}/objects") - named:
+        for name in self._names(f"{self._root}/objects") - named if all_read else ():
             self._delete(f"objects/{name}")
             if self._sent is not None:
-                self._sent.discard(name)
+                self._sent.pop(name, None)
 
     def manifest(self, step: int) -> Manifest:
         """The manifest of the checkpoint of `step`. Raises `VerificationFailed` for a damaged one."""
@@ -112,7 +135,8 @@ class RemoteStore:
     def fetch(self, step: int, places: Places) -> None:
         """Brings the checkpoint of `step` to the disk: objects, then the manifest by one rename.
 
-        Raises `CorruptCheckpoint` where an object does not hash to its name, `EnvironmentFault` and `OSError`.
+        A damaged checkpoint of the same step on the disk is replaced. Raises `CorruptCheckpoint` where an object is
+        missing or does not hash to its name, `EnvironmentFault` and `OSError`.
         """
         content = self._get(f"{step_name(step)}.json")
         manifest = manifests.decode(content, Path(f"{self.url}/{step_name(step)}.json"))
@@ -133,24 +157,53 @@ class RemoteStore:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         disk.write(folder / MANIFEST, content, kind="manifest")
-        places.latest.unlink(missing_ok=True)  # it names an older one
+        places.latest.unlink(missing_ok=True)  # it names an older one, or the damaged one
+        damaged = temporary(places.step(step), "damaged")
+        shutil.rmtree(damaged, ignore_errors=True)
+        if places.step(step).exists():  # no folder can be renamed to one that is not empty
+            disk.rename(places.step(step), damaged, action="commit/aside")
         disk.rename(folder, places.step(step), action="commit/rename")
         disk.sync_folder(places.root, action="commit/fsync")
+        shutil.rmtree(damaged, ignore_errors=True)
 
     def _names(self, folder: str) -> set[str]:
-        def listed() -> list[str]:
+        return set(self._sizes(folder))
+
+    def _sizes(self, folder: str) -> dict[str, int | None]:
+        """The names in a folder with their sizes in bytes; None where the store does not tell."""
+
+        def listed() -> list[dict[str, Any]]:
             try:
-                return self._files.ls(folder, detail=False)
+                return self._files.ls(folder, detail=True)
             except FileNotFoundError:
                 return []
 
-        return {name.rstrip("/").rpartition("/")[2] for name in self._tried(listed, folder)}
+        found = self._tried(listed, folder)
+        return {entry["name"].rstrip("/").rpartition("/")[2]: entry.get("size") for entry in found}
 
     def _put(self, name: str, content: bytes) -> None:
-        self._tried(lambda: self._files.pipe_file(f"{self._root}/{name}", content), name)
+        path = f"{self._root}/{name}"
+
+        def put() -> None:
+            if not self._is_local:
+                self._files.pipe_file(path, content)  # an object store shows all of it or nothing
+                return
+            folder, _, last = path.rpartition("/")
+            self._files.pipe_file(draft := f"{folder}/{TEMPORARY}{last}", content)
+            self._files.mv(draft, path)
+
+        self._tried(put, name)
 
     def _get(self, name: str) -> bytes:
-        return self._tried(lambda: self._files.cat_file(f"{self._root}/{name}"), name)
+        """Raises `CorruptCheckpoint` where nothing has this name, `EnvironmentFault` where no answer comes."""
+
+        def get() -> bytes:
+            try:
+                return self._files.cat_file(f"{self._root}/{name}")
+            except FileNotFoundError as error:
+                raise CorruptCheckpoint(f"{self.url}/{name} is missing") from error
+
+        return self._tried(get, name)
 
     def _delete(self, name: str) -> None:
         def delete() -> None:
@@ -164,6 +217,8 @@ class RemoteStore:
         for attempt in range(1, self._attempts + 1):
             try:
                 return request()
+            except CorruptCheckpoint:  # an answer, which another attempt does not change
+                raise
             except (PermissionError, ImportError) as error:
                 raise EnvironmentFault(f"{self.url}: {error}; allow this run to write there") from error
             except Exception as error:  # each file system has errors of its own
@@ -226,11 +281,18 @@ class RemoteCopies:
             folder = self._folder / step_name(step)
             try:
                 self._store.send(folder, manifests.read(folder / MANIFEST))
-                self._store.retain(step, keep=self._keep)
             except Exception as error:  # whatever it is, training goes on without this copy
                 self._warn(f"the checkpoint of step {step} was not copied to {self._store.url}: {error}")
+            else:
+                self._retain(step)
             shutil.rmtree(folder, ignore_errors=True)
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _retain(self, step: int) -> None:
+        try:
+            self._store.retain(step, keep=self._keep)
+        except Exception as error:  # the copy is there; too many of them cost no training
+            self._warn(f"checkpoints before step {step} were not deleted from {self._store.url}: {error}")
 
 
 def _link_all(files: Iterable[Path], folder: Path) -> None:

@@ -43,7 +43,7 @@ def rehearse(
     if unknown:
         raise typer.BadParameter(f"{unknown[0]!r}: give {', '.join(FAMILIES)}, or all", param_hint="--faults")
     if show:
-        _list(run_file, overrides or [], families, every_point=every_point)
+        _list(run_file, overrides or [], families, only=only, every_point=every_point)
         return
     if not as_json:
         print(next(table([])), flush=True)
@@ -70,14 +70,14 @@ def _note(text: str) -> None:
         print(f"... {text}", file=sys.stderr, flush=True)
 
 
-def _list(run_file: Path, overrides: list[str], families: tuple[str, ...], *, every_point: bool) -> None:
+def _list(run_file: Path, overrides: list[str], families: tuple[str, ...], *, only: str, every_point: bool) -> None:
     from shoal.experiments.rehearsal.scenarios import scenarios
     from shoal.recipes.start import processes_of
     from shoal.runfile.load import load_run
 
     loaded = load_run(run_file, overrides)
     for scenario in scenarios(processes_of(loaded), elastic=loaded.elastic is not None, every_point=every_point):
-        if scenario.family in families:
+        if scenario.family in families and only in scenario.name:
             print(f"{scenario.family:<12} {scenario.name}")
 
 

@@ -70,9 +70,8 @@ class Mesh:
 
     def opened(self) -> dict[str, tuple[Ranks, Seam]]:
         """The groups that are open, by their labels, each with its ranks of the world."""
-        groups = (
-            (ranks, found.group) for (ranks, _), found in self._open.items() if isinstance(found, GroupCollective)
-        )
+        opened = list(self._open.items())  # at once: a watching thread asks while the one that trains opens others
+        groups = ((ranks, found.group) for (ranks, _), found in opened if isinstance(found, GroupCollective))
         return {group.label: (ranks, group) for ranks, group in groups if isinstance(group, Seam)}
 
     def abort(self) -> None:

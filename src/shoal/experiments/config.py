@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,6 +26,16 @@ class Range(Table, frozen=True):
             raise ValueError(f"low = {self.low:g} is not below high = {self.high:g}: exchange them")
         if self.log and self.low <= 0:
             raise ValueError(f"low = {self.low:g} has no logarithm: take a low above 0, or log = false")
+        if self.whole and math.ceil(self.low) > math.floor(self.high):
+            raise ValueError(
+                f"no whole number lies between low = {self.low:g} and high = {self.high:g}: widen the range, or take "
+                "whole = false"
+            )
+
+    def holds(self, value: Any) -> bool:
+        """Whether `value` may have been drawn from this range."""
+        is_number = isinstance(value, int if self.whole else int | float) and not isinstance(value, bool)
+        return is_number and self.low <= value <= self.high
 
 
 Choices = Annotated[list[Any], msgspec.Meta(min_length=1)]

@@ -31,8 +31,9 @@ import msgspec
 
 from shoal.errors import UsageError
 from shoal.experiments.bayes import Known, propose
-from shoal.experiments.config import ASHA, Bayes, SweepFile
+from shoal.experiments.config import ASHA, Bayes, Range, SweepFile
 from shoal.experiments.search import Trial, goes_on, rungs, trials
+from shoal.experiments.trained_keys import require_trained_with
 from shoal.experiments.trial_command import command_of, devices_of, overrides_of
 from shoal.launch.lock import RunLock, is_locked
 from shoal.observe.ending import ending_in
@@ -85,19 +86,22 @@ class Sweep:
     def run(self, environ: Mapping[str, str] = os.environ) -> list[Outcome]:
         """Trains what is not finished; every trial's outcome.
 
-        Raises `UsageError` where the objective is not measured.
+        Raises `UsageError` where the objective is not measured, and where a trial that is over had other keys.
         """
         steps = {trial.name: self._checked(trial) for trial in trials(self.file)}
         with RunLock(self.directory):
             self._restore()
             all_trials = trials(self.file, self._proposed)
             waiting = [trial for trial in all_trials if self.outcome(trial).state in ("not finished", "failed")]
+            for trial in all_trials:
+                if trial not in waiting:
+                    overrides = overrides_of(trial, self.directory)
+                    require_trained_with(self.run_file, overrides, self.directory / trial.name)
             free = list(range(self.file.parallel))
             try:
                 while waiting or self._running or self._promoted(all_trials) is not None or self._has_more():
                     if free and not waiting and self._has_more():
-                        waiting = self._propose(all_trials)
-                        steps |= {trial.name: self._checked(trial) for trial in waiting}
+                        waiting = self._propose(all_trials, steps)
                         all_trials += waiting
                     while free and (trial := self._promoted(all_trials)) is not None:
                         self._let_go_on(trial)
@@ -135,8 +139,9 @@ class Sweep:
         """Whether configurations are left to propose."""
         return isinstance(self.file.search, Bayes) and len(self._proposed) < self.file.search.trials
 
-    def _propose(self, all_trials: Sequence[Trial]) -> list[Trial]:
-        """The trials of the next configuration, which is written down before any of them starts."""
+    def _propose(self, all_trials: Sequence[Trial], steps: dict[str, int]) -> list[Trial]:
+        """The trials of the next configuration, which is checked and written down before any of them starts; their
+        steps go to `steps`."""
         outcomes: dict[int, list[Outcome]] = {}
         for trial in all_trials:
             outcomes.setdefault(trial.configuration, []).append(self.outcome(trial))
@@ -145,9 +150,12 @@ class Sweep:
             _known(parameters, outcomes[index], runs=index in running)
             for index, parameters in enumerate(self._proposed)
         ]
-        self._proposed.append(propose(self.file, known))
-        replace_file(self.directory / PROPOSALS, msgspec.json.encode(self._proposed))
-        return trials(self.file, self._proposed)[-len(self.file.seeds) :]
+        proposed = [*self._proposed, propose(self.file, known)]
+        found = trials(self.file, proposed)[-len(self.file.seeds) :]
+        steps |= {trial.name: self._checked(trial) for trial in found}
+        self._proposed = proposed
+        replace_file(self.directory / PROPOSALS, msgspec.json.encode(proposed))
+        return found
 
     def _next(self, waiting: Sequence[Trial]) -> Trial | None:
         """The next trial whose directory is free: one that a killed sweep left running is not started twice."""
@@ -256,12 +264,20 @@ class Sweep:
         decisions = _read(self.directory / DECISIONS, dict[str, Decision], "stopped trials are trained on")
         self.decisions = decisions if decisions is not None else self.decisions
         proposed = _read(self.directory / PROPOSALS, list[dict[str, Any]], "the search begins anew")
-        if proposed and any(set(one) != set(self.file.parameters) for one in proposed):
+        if proposed and not all(self._may_propose(one) for one in proposed):
             raise UsageError(
-                f"{self.directory / PROPOSALS} has other parameters than the sweep file: give the sweep another name, "
-                "or remove its folder"
+                f"{self.directory / PROPOSALS} has other parameters, or other values of them, than the sweep file: "
+                "give the sweep another name, or remove its folder"
             )
         self._proposed = proposed or []
+
+    def _may_propose(self, parameters: Mapping[str, Any]) -> bool:
+        """Whether the sweep file has these parameters and values."""
+        space = self.file.parameters
+        return set(parameters) == set(space) and all(
+            values.holds(parameters[key]) if isinstance(values, Range) else parameters[key] in values
+            for key, values in space.items()
+        )
 
     def _save(self) -> None:
         replace_file(self.directory / DECISIONS, msgspec.json.encode(self.decisions))

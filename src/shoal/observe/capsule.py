@@ -1,7 +1,7 @@
 """A crash capsule: `capsule.zip` in the directory of a run that failed, with which its last step is computed again.
 
     capsule.json                           which step, which samples, what failed, which versions (`Capsule`)
-    run.toml, facts.json                   as they lie in the run directory
+    run.toml, facts.json                   as they lie in the run directory, without the keys in `SECRETS`
     events/..., logs/...                   the end of each rank's
     checkpoints/...                        the newest whole checkpoint, where it takes `CHECKPOINT_BYTES` at most
 
@@ -14,18 +14,24 @@ from __future__ import annotations
 import math
 import os
 import time
+import tomllib
 import zipfile
+import zlib
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import msgspec
+import tomli_w
 
 from shoal.errors import UsageError
+from shoal.observe.attempts import last_attempt
 from shoal.observe.events import Event, read_events
 from shoal.observe.facts import read_facts
 
-FILE, INDEX = "capsule.zip", "capsule.json"
+FILE, INDEX, RUN_FILE = "capsule.zip", "capsule.json", "run.toml"
+SECRETS = (("observe", "webhook"), ("checkpoint", "remote_options"))
+"""Keys of the run file that a capsule does not hold."""
 FORMAT = 1
 CHECKPOINT_BYTES = 64 << 20
 TAIL_BYTES = 64 << 10
@@ -81,7 +87,7 @@ def write_capsule(directory: Path, failed: Failed, *, seed: int, global_samples:
     `checkpoint`: the folder of the newest whole one. Raises `OSError`, and `UsageError` for damaged facts.
     """
     facts, events = read_facts(directory), read_events(directory)
-    step, start = _failed_step(events)
+    step, start = _failed_step(events, global_samples)
     holds, first = _checkpoint_files(checkpoint), 0 if checkpoint is None else int(checkpoint.name.split("-")[1])
     data = facts.get("data")
     samples = data.get("train/samples") if isinstance(data, dict) else None
@@ -142,6 +148,13 @@ def read_capsule(path: Path) -> Capsule:
 
 def unpack(path: Path, folder: Path) -> None:
     """The files of a capsule, below `folder`. Raises `UsageError` for names that lead elsewhere, and for too much."""
+    try:
+        _unpack(path, folder)
+    except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise UsageError(f"{path} cannot be unpacked ({error}): copy it anew, or see that the disk has room") from error
+
+
+def _unpack(path: Path, folder: Path) -> None:
     with zipfile.ZipFile(path) as archive:
         if sum(entry.file_size for entry in archive.infolist()) > MOST_BYTES:
             raise UsageError(f"{path} unpacks to more than {MOST_BYTES} bytes: it is no capsule of Shoal's")
@@ -149,19 +162,32 @@ def unpack(path: Path, folder: Path) -> None:
             target = folder / name
             if not target.resolve().is_relative_to(folder.resolve()):
                 raise UsageError(f"{path} holds {name!r}, which lies outside of it: it is no capsule of Shoal's")
+        if RUN_FILE not in archive.namelist():
+            raise UsageError(f"{path} holds no {RUN_FILE}, so there is nothing to replay: give a whole capsule")
         archive.extractall(folder)
 
 
-def _failed_step(events: list[Event]) -> tuple[int, int]:
-    """The step that failed, and the first position of its samples: after the last step that came to a finite loss."""
-    taken = [event for event in events if event.get("loss/train") is not None]
+def _failed_step(events: list[Event], global_samples: int) -> tuple[int, int]:
+    """The step that failed, and the first position of its samples: after the last step that came to a finite loss.
+
+    Where the last start took no step, it is the first that this start had before it.
+    """
+    own = last_attempt(events)
+    taken = [event for event in own if event.get("loss/train") is not None]
     if not taken:
-        return 1, 0
+        before = own[0].step if own else 0  # a start leaves a line of the step from which it goes on
+        return before + 1, _consumed(events, before) if before else 0
     last = taken[-1]
-    consumed = [int(event.get("samples/consumed") or 0) for event in taken]
+    consumed = int(last.get("samples/consumed") or 0)
     if math.isfinite(last.get("loss/train") or 0.0) and math.isfinite(last.get("grad/norm") or 0.0):
-        return last.step + 1, consumed[-1]
-    return last.step, consumed[-2] if len(consumed) > 1 else 0
+        return last.step + 1, consumed
+    return last.step, max(0, consumed - global_samples)
+
+
+def _consumed(events: list[Event], step: int) -> int:
+    """The samples that the run had consumed after `step`, as it last came to it."""
+    found = (event.get("samples/consumed") for event in reversed(events) if event.step == step)
+    return int(next((value for value in found if value is not None), 0.0))
 
 
 def _losses(events: list[Event]) -> dict[int, float | None]:
@@ -170,12 +196,21 @@ def _losses(events: list[Event]) -> dict[int, float | None]:
 
 
 def _files(directory: Path) -> Iterator[tuple[str, bytes]]:
-    for name in ("run.toml", "facts.json"):
-        if (directory / name).is_file():
-            yield name, (directory / name).read_bytes()
+    if (directory / RUN_FILE).is_file():
+        yield RUN_FILE, _without_secrets((directory / RUN_FILE).read_text(encoding="utf-8")).encode()
+    if (directory / "facts.json").is_file():
+        yield "facts.json", (directory / "facts.json").read_bytes()
     for folder in ("events", "logs"):
         for path in sorted((directory / folder).glob("rank-*")):
             yield f"{folder}/{path.name}", _tail(path)
+
+
+def _without_secrets(text: str) -> str:
+    """A run file without the keys in `SECRETS`."""
+    tables = tomllib.loads(text)
+    for table, key in SECRETS:
+        tables.get(table, {}).pop(key, None)
+    return tomli_w.dumps(tables)
 
 
 def _tail(path: Path) -> bytes:

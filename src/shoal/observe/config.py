@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -60,3 +61,22 @@ class ObserveConfig(Table, frozen=True):
         Literal["off", "offline", "online"],
         says("Weights & Biases; offline: files in the run directory for `wandb sync` (extra `wandb`)."),
     ] = "off"
+
+    def __post_init__(self) -> None:
+        if self.webhook is not None:
+            require_webhook_url(self.webhook)
+
+
+def require_webhook_url(url: str) -> None:
+    """Raises `ValueError` where `url` is none to which alerts can be sent."""
+    user = False
+    try:
+        parts = urlsplit(url)
+        user = "@" in parts.netloc
+        named = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets that do not match, a port that is no number
+        named = False
+    if not named or any(character <= " " or character == "\x7f" for character in url):
+        raise ValueError(f"webhook = {url!r}: write an http:// or https:// URL")
+    if user:
+        raise ValueError("webhook has a user name in front of its host, which is not sent: write the URL without it")

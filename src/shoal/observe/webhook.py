@@ -9,6 +9,7 @@ not become a flood.
 
 from __future__ import annotations
 
+import http.client
 import json
 import queue
 import threading
@@ -19,6 +20,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from shoal.errors import ConfigError
+from shoal.observe.config import require_webhook_url
 from shoal.observe.ending import Ending
 from shoal.observe.sink import RunStart, Sink
 
@@ -31,9 +33,10 @@ Level = Literal["warning", "failure"]
 
 def check_url(url: str) -> str:
     """`url`, if it is one of HTTP. Raises `ConfigError`."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"observe.webhook = {url!r}: write an http:// or https:// URL")
+    try:
+        require_webhook_url(url)
+    except ValueError as error:
+        raise ConfigError(f"observe.{error}") from error
     return url
 
 
@@ -50,6 +53,9 @@ def post(url: str, *, run: str, level: Level, text: str, step: int) -> None:
         except OSError:
             if attempt == ATTEMPTS:
                 raise
+        except (http.client.HTTPException, ValueError) as error:  # an answer that is no HTTP; a redirect to no URL
+            if attempt == ATTEMPTS:
+                raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 class WebhookSink(Sink):
@@ -93,4 +99,5 @@ class WebhookSink(Sink):
             except OSError as error:
                 if not self._told:
                     self._told = True
-                    self._note(f"observe.webhook: {self._url} takes no alerts ({error}); the log has them")
+                    host = urlsplit(self._url).hostname  # the rest of the URL may be a secret
+                    self._note(f"observe.webhook: {host} takes no alerts ({error}); the log has them")

@@ -1,13 +1,15 @@
 """The step of a crash capsule, computed again in this process: does it fail in the same way?
 
-The run file is that of the capsule on one rank: without layout, strategy, codec and elastic table, which change no
-number beyond the order of summation. The run goes on from the capsule's checkpoint to the step that failed, and each
-step's loss is held against the recorded one.
+The run file is that of the capsule on one rank, without the tables in `DROPPED`. Most of these change no number beyond
+the order of summation; a lossy codec, another strategy than the plain sum, and hooks do, and then losses that differ
+are no finding. The run goes on from the capsule's checkpoint to the step that failed, and each step's loss is held
+against the recorded one.
 """
 
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -27,12 +29,17 @@ from shoal.recipes.objects import UserObjects
 from shoal.recipes.run import Run, open_run
 from shoal.runfile.load import run_file_of
 from shoal.runfile.run_file import RunFile
+from shoal.sync.config import AllReduceConfig
 
 TOLERANCE = 1e-5
 """Relative, of losses in float32: the layouts' own (docs/reference/tolerances.md), for some steps of plain SGD."""
 LOOSE_TOLERANCE = 1e-2
 """Of losses after several steps: optimizers such as Adam amplify the last digits."""
-DROPPED = ("layout", "pipeline", "context", "wire", "gradients", "codec", "sync", "elastic", "memory", "hooks")
+DROPPED = (
+    "layout", "pipeline", "context", "wire", "gradients", "codec", "shard_codec", "sync", "elastic", "memory", "hooks",
+)  # fmt: skip
+CHANGING = ("codec", "shard_codec", "sync", "hooks")
+"""Those of `DROPPED` that change what a step computes, where they are set; the others change the order of summation."""
 
 
 class StepAgain(msgspec.Struct, frozen=True):
@@ -78,43 +85,60 @@ def replay_capsule(path: Path, folder: Path, *, run_directory: Path | None = Non
             raise UsageError(
                 f"the capsule's checkpoint was too large to be in it, and {directory} has none: give --run-directory"
             )
-    run_file = _on_one_rank(folder / "run.toml", capsule, folder)
-    return _replayed(run_file, capsule, directory)
+    path = folder / "run.toml"
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as fault:
+        raise UsageError(f"run.toml of the capsule is damaged ({fault}): give a whole capsule") from fault
+    name = f"{path} of the capsule"
+    run_file = _on_one_rank(tables, capsule, folder, name=name)
+    return _replayed(run_file, capsule, directory, changing=changing(run_file_of(tables, file=name), run_file))
 
 
-def _on_one_rank(path: Path, capsule: Capsule, folder: Path) -> RunFile:
-    tables: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
-    for name in DROPPED:
-        tables.pop(name, None)
-    tables["run"] |= {"processes": 1, "steps": max(capsule.step, 1), "directory": str(folder), "device": "cpu"}
+def changing(recorded: RunFile, replayed: RunFile) -> list[str]:
+    """The tables of `CHANGING` that are set in `recorded`, and not in `replayed`."""
+    differ = [name for name in CHANGING if getattr(recorded, name) != getattr(replayed, name)]
+    sums = isinstance(recorded.sync, AllReduceConfig)
+    return [name for name in differ if not (name == "sync" and sums)]
+
+
+def _on_one_rank(tables: dict[str, Any], capsule: Capsule, folder: Path, *, name: str) -> RunFile:
+    tables = dict(tables)
+    for dropped in DROPPED:
+        tables.pop(dropped, None)
+    tables["run"] = tables.get("run", {}) | {
+        "processes": 1,
+        "steps": max(capsule.step, 1),
+        "directory": str(folder),
+        "device": "cpu",
+    }
     tables["observe"] = {"report": False, "compare_every_steps": 0}
     tables["checkpoint"] = {"every_steps": 0}
-    return run_file_of(tables, file=f"{path} of the capsule")
+    return run_file_of(tables, file=name)
 
 
-def _replayed(run_file: RunFile, capsule: Capsule, directory: Path) -> Replay:
+def _replayed(run_file: RunFile, capsule: Capsule, directory: Path, *, changing: Sequence[str]) -> Replay:
     place, expected = Place(0, 1, 0, 1, 0, "shoal"), capsule.checkpoint or 0
     steps: list[StepAgain] = []
-    ids: list[int] = []
     error: BaseException | None = None
-    at = expected
     with ExitStack() as stack:
+        # What fails up to here is not the step: it is raised, and nothing is judged.
+        run = open_run(run_file, place, UserObjects(), store=HashStore())
+        restore(run, directory, Sinks())
+        ids, at = sample_ids(run, capsule), run.state.progress.step
+        if at != expected:
+            raise UsageError(
+                f"{directory} goes on from step {at} now, and the capsule from step {expected}: keep that checkpoint"
+            )
+        job = build_job(run, Path(run_file.run.directory or "."), Sinks(), stack, stop_requested=lambda: False)
         try:
-            run = open_run(run_file, place, UserObjects(), store=HashStore())
-            restore(run, directory, Sinks())
-            ids, at = sample_ids(run, capsule), run.state.progress.step
-            job = build_job(run, Path(run_file.run.directory or "."), Sinks(), stack, stop_requested=lambda: False)
-            while at == expected and job.progress.step < capsule.step:
+            while job.progress.step < capsule.step:
                 number = job.progress.step + 1
                 result = take_step(job)
                 steps.append(StepAgain(number, result.loss, capsule.losses.get(str(number))))
         except Exception as raised:
             error = raised
-    if at != expected:
-        raise UsageError(
-            f"{directory} goes on from step {at} now, and the capsule from step {expected}: keep that checkpoint"
-        )
-    return _judged(capsule, ids, steps, error)
+    return _judged(capsule, ids, steps, error, changing=changing)
 
 
 def sample_ids(run: Run, capsule: Capsule) -> list[int]:
@@ -124,7 +148,9 @@ def sample_ids(run: Run, capsule: Capsule) -> list[int]:
     return [int(found) for found in order.ids(np.arange(capsule.start, capsule.stop))]
 
 
-def _judged(capsule: Capsule, ids: list[int], steps: list[StepAgain], error: BaseException | None) -> Replay:
+def _judged(
+    capsule: Capsule, ids: list[int], steps: list[StepAgain], error: BaseException | None, *, changing: Sequence[str]
+) -> Replay:
     record = None if error is None else failure_of(error, 0)
     said = "" if record is None else record.headline
     recorded, same, where = capsule.failed.sentence, None, f"step {capsule.step} of {capsule.name}"
@@ -133,11 +159,15 @@ def _judged(capsule: Capsule, ids: list[int], steps: list[StepAgain], error: Bas
         same = _head(said) == _head(recorded) or (isinstance(error, Diverged) and capsule.failed.exit_code == 4)
         sentence = f"{where} fails {'in the same way' if same else 'in another way'} on one process: {said}"
     elif apart:
-        same, first = False, apart[0]
-        sentence = (
-            f"step {first.step} has the loss {first.loss} on one process, and {first.recorded} was recorded: the "
-            "layout, the data or the machine is to blame; `shoal verify` compares the layout with one process"
-        )
+        first = apart[0]
+        sentence = f"step {first.step} has the loss {first.loss} on one process, and {first.recorded} was recorded"
+        if changing:
+            sentence += f": so it may be, as the replay is without {', '.join(changing)}, which changes the numbers"
+        else:
+            same = False
+            sentence += (
+                ": the layout, the data or the machine is to blame; `shoal verify` compares the layout with one process"
+            )
     elif _is_of_the_step(capsule):
         same = False
         sentence = f"{where} does not fail on one process: look at what only rank {capsule.failed.rank} has"

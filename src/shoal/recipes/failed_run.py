@@ -7,10 +7,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from shoal.errors import ShoalError
+from shoal.errors import EnvironmentFault, ShoalError, UsageError
 from shoal.launch.root_cause import ExitCode
 from shoal.launch.supervision import say
 from shoal.observe.ending import Ending, write_ending
+from shoal.observe.events import read_events
 from shoal.observe.facts import facts_path, read_facts
 from shoal.resilience.hang_file import read_verdict
 from shoal.runfile.run_file import RunFile
@@ -22,7 +23,7 @@ def tell_of_failure(run_file: RunFile, directory: Path, code: ExitCode, *, since
     """
     _record_failure(run_file, directory, code)
     _say_hang(directory, since_s=since_s)
-    _leave_capsule(run_file, directory, code)
+    _leave_capsule(run_file, directory, code, since_s=since_s)
     _alert(run_file, directory, code)
 
 
@@ -48,7 +49,7 @@ def _say_hang(directory: Path, *, since_s: float) -> None:
         say(f"why it hung: {verdict.sentence}")
 
 
-def _leave_capsule(run_file: RunFile, directory: Path, code: ExitCode) -> None:
+def _leave_capsule(run_file: RunFile, directory: Path, code: ExitCode, *, since_s: float) -> None:
     """What is needed to compute the failed step again, of a run that began."""
     if not facts_path(directory).is_file():
         return
@@ -57,6 +58,10 @@ def _leave_capsule(run_file: RunFile, directory: Path, code: ExitCode) -> None:
     from shoal.observe.capsule import Failed, write_capsule
 
     try:
+        events = read_events(directory)
+        began = bool(events) and events[-1].time_s >= since_s
+        if code in (UsageError.exit_code, EnvironmentFault.exit_code) and not began:
+            return  # this start was refused: the capsule of the start before stays
         manifest, _ = newest_verified(directory)
         path = write_capsule(
             directory,

@@ -14,7 +14,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NamedTuple
@@ -27,7 +27,7 @@ from shoal.comm.seam import Seam
 from shoal.comm.seam_work import SeamWork
 from shoal.errors import CollectiveError
 from shoal.resilience.hang_file import write_verdict
-from shoal.resilience.hang_verdict import LastCall, Place, RankReport, hang_verdict
+from shoal.resilience.hang_verdict import HangVerdict, LastCall, Place, RankReport, hang_verdict
 
 LOOK_S = 1.0
 ANSWER_S = 3.0
@@ -89,36 +89,42 @@ class HangWatch:
     def _answer(self, number: int, *, late: bool) -> None:
         """Tells where this rank is; one that waits tells what follows from all answers."""
         rank, size = self._mesh.rank, self._mesh.layout.world_size
-        self._board.publish(f"report/{number}/{rank}", msgspec.json.encode(self.report()))
-        if not late:
+        own = self.report()
+        self._board.publish(f"report/{number}/{rank}", msgspec.json.encode(own))
+        if not late and not waits(own):
             return
         keys = {f"report/{number}/{other}": other for other in range(size)}
         found = self._board.collect_some(list(keys), ANSWER_S)
         reports = {keys[key]: msgspec.json.decode(text, type=RankReport) for key, text in found.items()}
-        groups = {label: ranks for label, (ranks, _) in self._mesh.opened().items()}
-        verdict = hang_verdict(groups, reports, library=LIBRARY)
+        verdict = hang_verdict(groups_of(reports), reports, library=LIBRARY)
         self._say(verdict.sentence)
-        if rank == min({*reports} - {*verdict.ranks} or reports):
-            write_verdict(self._directory, verdict)
+        if rank == min(writers(reports, verdict), default=rank):
+            try:
+                write_verdict(self._directory, verdict)
+            except OSError as error:
+                self._say(f"the reason could not be written for the launcher: {error}")
 
     def report(self) -> RankReport:
         """Where this rank is now."""
-        here, calls = self._waiting(), {}
-        for label, (_, group) in self._mesh.opened().items():
+        here, calls, groups = self._waiting(), {}, {}
+        for label, (ranks, group) in self._mesh.opened().items():
+            groups[label] = ranks
             if group.log.count:
                 call = group.log.last()
                 inside = here is not None and here.label == label
                 place = Place(call.file, call.line)
                 calls[label] = LastCall(group.log.count, call.signature, place, ended=not inside)
         places = [Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) for frame in self._frames()]
-        return RankReport(self._mesh.rank, socket.gethostname(), calls, tuple(reversed(places)))
+        return RankReport(self._mesh.rank, socket.gethostname(), calls, tuple(reversed(places)), groups)
 
     def _waiting(self) -> Waiting | None:
         """The collective that the watched thread is in; None where it is in none."""
         for frame in self._frames():
             owner = frame.f_locals.get("self") if frame.f_code.co_filename.endswith(_SEAMS) else None
-            if isinstance(owner, SeamWork | Seam) and owner.label in (opened := self._mesh.opened()):
-                return Waiting(owner.label, opened[owner.label][1].log.count)
+            if isinstance(owner, SeamWork | Seam):
+                label = getattr(owner, "label", None)  # none yet, while it is being made
+                if label in (opened := self._mesh.opened()):
+                    return Waiting(label, opened[label][1].log.count)
         return None
 
     def _frames(self) -> Iterator[FrameType]:
@@ -132,3 +138,19 @@ class HangWatch:
 
 
 _SEAMS = ("seam.py", "seam_work.py")
+
+
+def groups_of(reports: Mapping[int, RankReport]) -> dict[str, tuple[int, ...]]:
+    """The members of every group that is open on a rank that has reported."""
+    return {label: ranks for report in reports.values() for label, ranks in report.groups.items()}
+
+
+def writers(reports: Mapping[int, RankReport], verdict: HangVerdict) -> set[int]:
+    """The ranks that have worked out `verdict`, as they wait; without those to blame, where there are others."""
+    waiting = {rank for rank, report in reports.items() if waits(report)}
+    return waiting - {*verdict.ranks} or waiting
+
+
+def waits(report: RankReport) -> bool:
+    """Whether the rank is in a collective."""
+    return any(not call.ended for call in report.calls.values())

@@ -80,7 +80,7 @@ def read_faults(folder: Path) -> list[Fault]:
 
 def strikes(folder: Path) -> list[Strike]:
     """The faults of the scenario that have struck, in order."""
-    found = sorted(folder.glob("struck-*.json"))
+    found = sorted(folder.glob("struck-*.json"), key=lambda path: int(path.stem.removeprefix("struck-")))
     return [msgspec.json.decode(path.read_bytes(), type=Strike) for path in found]
 
 

@@ -41,12 +41,15 @@ class LastCall(msgspec.Struct, frozen=True):
 
 
 class RankReport(msgspec.Struct, frozen=True):
-    """One rank, when it was asked. `calls` by the group's name; `stack` is the main thread's, the innermost last."""
+    """One rank, when it was asked. `calls` by the group's name; `stack` is the main thread's, the innermost last;
+    `groups`: the members of those that are open on it, by their names.
+    """
 
     rank: int
     host: str
     calls: dict[str, LastCall]
     stack: tuple[Place, ...] = ()
+    groups: dict[str, tuple[int, ...]] = {}
 
 
 class HangVerdict(msgspec.Struct, frozen=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,8 +20,12 @@ from shoal.checkpoint.inspect import compare, weights_of
 from shoal.errors import EnvironmentFault, ShoalError, UsageError
 from shoal.experiments.rehearsal.scenarios import FAMILIES, Scenario, scenarios
 from shoal.experiments.rehearsal.trial import Setup, Trial, play
+from shoal.launch.environment import place_from
+from shoal.launch.rank_process import LAUNCHER_PID
 from shoal.launch.temporary_folder import temporary_folder
+from shoal.recipes.elastic.assignment import REPLICA
 from shoal.recipes.start import processes_of
+from shoal.resilience.config import COORDINATOR
 from shoal.resilience.faults import REHEARSAL
 from shoal.runfile.load import load_run
 from shoal.runfile.run_file import RunFile
@@ -39,6 +44,7 @@ KEYS = (
     'checkpoint.every="steps"',
 )
 WIRE_TIMEOUT_S = 10.0
+_OTHER_RUN = (COORDINATOR, REPLICA, LAUNCHER_PID)
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -92,9 +98,10 @@ def rehearse(
     """Plays the scenarios of `families` whose names contain `only`.
 
     `on_row` hears of each when it is over, `note` what is going on. Raises `UsageError` where no scenario is left or
-    the run file names a service outside (remote copies, alerts, MLflow), and `EnvironmentFault` where the undisturbed
-    run does not end well.
+    the run file names a service outside (remote copies, alerts, MLflow) or `environ` belongs to another run, and
+    `EnvironmentFault` where the undisturbed run does not end well.
     """
+    _require_no_other_run(environ)
     run_file = load_run(file, overrides)
     _require_nothing_outside(run_file)
     ranks = processes_of(run_file, environ)
@@ -116,9 +123,23 @@ def rehearse(
         for scenario in wanted:
             reference = undisturbed.like(scenario)
             note(scenario.name)
-            rows.append(row_of(play(setup, scenario), reference))
+            trial = play(setup, scenario)
+            rows.append(row_of(trial, reference))
             on_row(rows[-1])
+            shutil.rmtree(trial.directory, ignore_errors=True)  # its checkpoints may be large
     return Rehearsal(str(file), ranks, keys[: len(keys) - len(overrides)], rows, _skipped(families))
+
+
+def _require_no_other_run(environ: Mapping[str, str]) -> None:
+    """Raises `UsageError` in the environment of a rank or of an elastic run: its processes would be struck."""
+    found = next((name for name in _OTHER_RUN if environ.get(name)), None)
+    if found is None and place_from(environ) is not None:
+        found = "RANK, SLURM_PROCID or one like them"
+    if found is not None:
+        raise UsageError(
+            f"the environment has {found}, so a run is going on here, which the faults would strike: start the "
+            "rehearsal from a shell without it, outside of srun, torchrun and mpiexec"
+        )
 
 
 def _require_nothing_outside(run_file: RunFile) -> None:
@@ -191,8 +212,8 @@ def row_of(trial: Trial, reference: Trial) -> Row:
 
 def _kept(trial: Trial, state: str) -> bool | None:
     promise = trial.scenario.promise
-    if len(trial.struck) < len({fault.label for fault in trial.scenario.faults}):
-        return False  # the run never passed a label: nothing is proved
+    if len(trial.struck) < len(trial.scenario.faults) or (trial.scenario.damages and not trial.damaged):
+        return False  # a fault never struck: nothing is proved
     if promise == "nothing":
         return None
     told = trial.noticed is not None and trial.finished
