@@ -15,7 +15,7 @@ OPENS_RUNS = "shoal.recipes.run"
 
 
 def test_only_one_module_of_the_benchmarks_opens_runs() -> None:
-    """So that a change of how runs are opened changes one benchmark file. Scripts with a loop of their own are another."""
+    """So that a change of how runs are opened changes one file; scripts with a loop of their own are another."""
     files = [*(ROOT / "src" / "shoal" / "bench").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
     assert {path.name for path in files if OPENS_RUNS in imports_of(path)} == {"training_job.py", "loop_scripts.py"}
 
