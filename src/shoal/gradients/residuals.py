@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from shoal.comm.exchanges.coded import Coded
+from shoal.comm.exchanges.coded_momentum import CodedMomentum
 from shoal.comm.exchanges.exchange import Segment
-from shoal.comm.exchanges.momentum_corrected import MomentumCorrected
-from shoal.comm.exchanges.momentum_sum import MomentumSum
 from shoal.errors import UsageError
 from shoal.state.ownership import Owned
 from shoal.state.target import Held, Target, views
@@ -31,8 +30,6 @@ from shoal.state.target import Held, Target, views
 PREFIX = "codec/residual/"
 VELOCITY = "codec/velocity/"
 STATE = "codec/state/"
-WITH_MOMENTUM = (MomentumCorrected, MomentumSum)
-"""Exchanges that carry a velocity, or a share of the momentum, beside the residual."""
 
 
 class ResidualSection:
@@ -50,10 +47,10 @@ class ResidualSection:
         """No residual of a group of one rank, which sends all, but what it knows of the momentum."""
         found = self._state()
         for exchange, segment in self._segments():
-            carries = exchange.group.size > 1 or isinstance(exchange, WITH_MOMENTUM)
+            carries = exchange.group.size > 1 or isinstance(exchange, CodedMomentum)
             if carries and exchange.residual is not None:
                 found[f"{PREFIX}{exchange.group.rank}/{segment.name}"] = self._parts(exchange.residual, segment)
-                if isinstance(exchange, WITH_MOMENTUM):
+                if isinstance(exchange, CodedMomentum):
                     key = f"{VELOCITY}{exchange.group.rank}/{segment.name}"
                     found[key] = self._parts(exchange.velocity, segment)
         return found
@@ -63,7 +60,7 @@ class ResidualSection:
         found = {name: held for name, held in self._state().items() if name in saved}
         exchanges = [exchange for exchange in self._exchanges if exchange.feedback]
         found |= self._arriving(PREFIX, saved, {exchange: exchange.arrival for exchange in exchanges})
-        corrected = [exchange for exchange in exchanges if isinstance(exchange, WITH_MOMENTUM)]
+        corrected = [exchange for exchange in exchanges if isinstance(exchange, CodedMomentum)]
         return found | self._arriving(VELOCITY, saved, {one: one.velocity_arrival for one in corrected})
 
     def _arriving(

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from shoal.codec.codec import Codec
 from shoal.comm.collective import Collective
-from shoal.comm.exchanges.coded import Coded
+from shoal.comm.exchanges.coded_momentum import CodedMomentum
 from shoal.comm.exchanges.exchange import Segment
 from shoal.maths.norm import two_norm
 
 
-class MomentumCorrected(Coded):
+class MomentumCorrected(CodedMomentum):
     """`Coded` with error feedback, of velocities with `momentum`; gradients of the whole group are clipped to
     `clip_norm`, each rank's to its share. Other arguments are passed on.
     """
@@ -42,24 +42,10 @@ class MomentumCorrected(Coded):
         clip_norm: float | None,
         **others: object,
     ) -> None:
-        super().__init__(codec, group, buffer, segments, **others)  # pyright: ignore[reportArgumentType]
+        super().__init__(codec, group, buffer, segments, **others)
         self._momentum = momentum
         self._limit = math.inf if clip_norm is None else clip_norm / math.sqrt(group.size)
-        self._velocity, self._next_velocity = (torch.zeros_like(buffer, dtype=self._dtype) for _ in range(2))
-        self._velocity_arrivals: list[Tensor] = []
         self._masked: Tensor | None = None
-
-    @property
-    def velocity(self) -> Tensor:
-        """This rank's, `[numel]`."""
-        while self._velocity_arrivals:
-            self._velocity.add_(self._velocity_arrivals.pop())
-        return self._velocity
-
-    def velocity_arrival(self) -> Tensor:
-        """A tensor `[numel]` of zeros; what is written into it is added to the velocity before that is next used."""
-        self._velocity_arrivals.append(torch.zeros_like(self._velocity))
-        return self._velocity_arrivals[-1]
 
     def send(self, buffer: Tensor) -> None:
         gradient = buffer.to(self._dtype)

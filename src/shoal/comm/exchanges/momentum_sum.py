@@ -20,14 +20,14 @@ from torch import Tensor
 
 from shoal.codec.codec import Codec
 from shoal.comm.collective import Collective
-from shoal.comm.exchanges.coded import Coded
+from shoal.comm.exchanges.coded_momentum import CodedMomentum
 from shoal.comm.exchanges.coded_sum import as_it_is
 from shoal.comm.exchanges.exchange import Segment
 
 
-class MomentumSum(Coded):
+class MomentumSum(CodedMomentum):
     """`Coded` of momenta that decay by `beta`; `exact` says of an update, counted from 1, whether its gradient is sent
-    as it is. Other arguments are passed on.
+    as it is. `velocity` is this rank's share of the momentum. Other arguments are passed on.
     """
 
     def __init__(
@@ -41,23 +41,9 @@ class MomentumSum(Coded):
         exact: Callable[[int], bool],
         **others: object,
     ) -> None:
-        super().__init__(codec, group, buffer, segments, **others)  # pyright: ignore[reportArgumentType]
+        super().__init__(codec, group, buffer, segments, **others)
         self._beta, self._exact, self._plain = beta, exact, as_it_is(group, buffer)
-        self._share, self._next_share = (torch.zeros_like(buffer, dtype=self._dtype) for _ in range(2))
-        self._share_arrivals: list[Tensor] = []
         self._is_exact = True
-
-    @property
-    def velocity(self) -> Tensor:
-        """This rank's share of the momentum, `[numel]`."""
-        while self._share_arrivals:
-            self._share.add_(self._share_arrivals.pop())
-        return self._share
-
-    def velocity_arrival(self) -> Tensor:
-        """A tensor `[numel]` of zeros; what is written into it is added to the share before that is next used."""
-        self._share_arrivals.append(torch.zeros_like(self._share))
-        return self._share_arrivals[-1]
 
     def start(self) -> None:
         super().start()
@@ -69,8 +55,8 @@ class MomentumSum(Coded):
             self._sent = True
             self._plain.send(buffer, residual=False, key=0)
             return
-        torch.mul(self.velocity, self._beta, out=self._next_share).add_(buffer, alpha=1 - self._beta)
-        super().send(self._next_share)
+        torch.mul(self.velocity, self._beta, out=self._next_velocity).add_(buffer, alpha=1 - self._beta)
+        super().send(self._next_velocity)
 
     def settle(self) -> None:
         if not self._is_exact:
@@ -81,16 +67,16 @@ class MomentumSum(Coded):
             return
         if not self._is_exact:
             super().wait()
-            torch.div(self.result, self.group.size, out=self._next_share)
+            torch.div(self.result, self.group.size, out=self._next_velocity)
             return
         self._plain.wait()
-        torch.mul(self.velocity, self._beta, out=self._next_share)
-        self._next_share.add_(self.result, alpha=(1 - self._beta) / self.group.size)
+        torch.mul(self.velocity, self._beta, out=self._next_velocity)
+        self._next_velocity.add_(self.result, alpha=(1 - self._beta) / self.group.size)
 
     def commit(self) -> None:
         if not self._sent:
             return
-        self._share, self._next_share = self._next_share, self._share
+        self._velocity, self._next_velocity = self._next_velocity, self._velocity
         if self._is_exact:
             self._sent = False
             self.updates += 1
