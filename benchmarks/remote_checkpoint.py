@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from shoal.checkpoint.agreement import LocalExchange
-from shoal.checkpoint.remote import RemoteCopies, RemoteStore
+from shoal.checkpoint.remote import RemoteCheckpoints, RemoteCopies
 from shoal.checkpoint.save import Saver
 
 FAILING, SLOW_S, BOUND = 0.1, 0.02, 1.5
@@ -63,7 +63,7 @@ def measure(mebibytes: int, saves: int, steps: int) -> dict[str, Any]:
         savers = {
             way: Saver(Path(folder, way), rank=0, world_size=1, exchange=LocalExchange(), keep=3) for way in found
         }
-        store = RemoteStore("s3://copies/bench", options=options)
+        store = RemoteCheckpoints("s3://copies/bench", options=options)
         with RemoteCopies(store, Path(folder, "remote"), keep=3, warn=warnings.append) as copies:
             savers["remote"].on_commit = copies.committed
             for number in range(1, saves + 1):

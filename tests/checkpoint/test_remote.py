@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal.checkpoint.load import read_all
-from shoal.checkpoint.remote import FOLDER, RemoteCopies, RemoteStore, fetch_newest
+from shoal.checkpoint.remote import FOLDER, RemoteCheckpoints, RemoteCopies, fetch_newest
 from shoal.checkpoint.verify import newest_verified
 from shoal.errors import ConfigError, EnvironmentFault, Stopped
 from tests.checkpoint.states import same, save, saver_for, state_of
@@ -39,7 +39,7 @@ def url(request: pytest.FixtureRequest) -> str:
     return f"s3://copies/{request.node.name}"
 
 
-def copied(store: RemoteStore, directory: Path, steps: list[int], *, keep: int = 3) -> list[str]:
+def copied(store: RemoteCheckpoints, directory: Path, steps: list[int], *, keep: int = 3) -> list[str]:
     """Saves at `steps` in `directory`, each copied; the warnings."""
     warnings: list[str] = []
     saver = saver_for(directory, keep=keep)
@@ -54,7 +54,7 @@ def copied(store: RemoteStore, directory: Path, steps: list[int], *, keep: int =
 def test_no_checkpoint_is_lost_though_a_tenth_of_the_requests_fail(tmp_path: Path, server: S3, url: str) -> None:
     """10 % of 503s and slow answers: every save arrives whole, and an empty directory elsewhere goes on from it."""
     server.trouble.become(failing=0.1, slow_s=0.005)
-    store = RemoteStore(url, options=server.options, sleep=lambda seconds: None)
+    store = RemoteCheckpoints(url, options=server.options, sleep=lambda seconds: None)
     assert copied(store, tmp_path / "here", [100, 200, 300, 400]) == []
     assert store.steps() == [400, 300, 200]
     assert "step 400" in fetch_newest(store, tmp_path / "there", newest_here=None)
@@ -68,7 +68,7 @@ def test_no_checkpoint_is_lost_though_a_tenth_of_the_requests_fail(tmp_path: Pat
 
 def test_content_that_is_there_is_not_sent_again(tmp_path: Path, server: S3, url: str) -> None:
     """A second checkpoint of equal tensors costs its manifest alone."""
-    store = RemoteStore(url, options=server.options)
+    store = RemoteCheckpoints(url, options=server.options)
     saver = saver_for(tmp_path, keep=3)
     first, second = save(saver, 100), save(saver, 100)
     assert (first.committed, second.committed) == (True, True)
@@ -80,13 +80,13 @@ def test_content_that_is_there_is_not_sent_again(tmp_path: Path, server: S3, url
     for path in [*(tmp_path / "checkpoints/objects").iterdir(), *(tmp_path / "checkpoints").glob("step-*/*.json")]:
         (folder / path.name).write_bytes(path.read_bytes())
     assert store.send(folder, manifest) > whole
-    again = RemoteStore(url, options=server.options)
+    again = RemoteCheckpoints(url, options=server.options)
     assert again.send(folder, manifest) == (folder / "manifest.json").stat().st_size
 
 
 def test_a_damaged_copy_is_passed_over_for_the_one_before(tmp_path: Path, server: S3, url: str) -> None:
     """An object that does not hash to its name never reaches a checkpoint."""
-    store = RemoteStore(url, options=server.options)
+    store = RemoteCheckpoints(url, options=server.options)
     copied(store, tmp_path / "here", [100, 200])
     digest = next(d for d in store.manifest(200).objects if d not in store.manifest(100).objects)
     import fsspec
@@ -101,7 +101,7 @@ def test_a_damaged_copy_is_passed_over_for_the_one_before(tmp_path: Path, server
 
 def test_a_newer_checkpoint_on_the_disk_is_kept(tmp_path: Path, server: S3, url: str) -> None:
     """What the store has is fetched only where it is newer."""
-    store = RemoteStore(url, options=server.options)
+    store = RemoteCheckpoints(url, options=server.options)
     copied(store, tmp_path / "here", [100])
     assert fetch_newest(store, tmp_path / "there", newest_here=100) == ""
     assert not (tmp_path / "there").exists()
@@ -111,7 +111,7 @@ def test_a_newer_checkpoint_on_the_disk_is_kept(tmp_path: Path, server: S3, url:
 def test_a_store_that_is_gone_costs_the_copy_and_not_the_run(tmp_path: Path, server: S3, url: str) -> None:
     """Every request fails: the save counts, and a sentence says which copy is missing; a start is refused."""
     server.trouble.become(failing=1.0)
-    store = RemoteStore(url, options=server.options, attempts=2, sleep=lambda seconds: None)
+    store = RemoteCheckpoints(url, options=server.options, attempts=2, sleep=lambda seconds: None)
     (warning,) = copied(store, tmp_path, [100])
     assert f"step 100 was not copied to {url}" in warning
     with pytest.raises(EnvironmentFault, match="attempts failed"):
@@ -122,7 +122,7 @@ def test_a_store_that_is_gone_costs_the_copy_and_not_the_run(tmp_path: Path, ser
 def test_retention_on_the_disk_takes_nothing_from_a_slow_copy(tmp_path: Path, server: S3, url: str) -> None:
     """With keep = 1 each save deletes the one before; copies that are still on their way are whole all the same."""
     server.trouble.become(slow_s=0.05)
-    store = RemoteStore(url, options=server.options)
+    store = RemoteCheckpoints(url, options=server.options)
     assert copied(store, tmp_path, [100, 200, 300], keep=1) == []
     assert store.steps() == [300]
 
@@ -130,7 +130,7 @@ def test_retention_on_the_disk_takes_nothing_from_a_slow_copy(tmp_path: Path, se
 def test_a_stopped_run_waits_for_its_copies(tmp_path: Path, server: S3, url: str) -> None:
     """SIGTERM ends with a checkpoint that is in the store."""
     server.trouble.become(slow_s=0.05)
-    store = RemoteStore(url, options=server.options)
+    store = RemoteCheckpoints(url, options=server.options)
     saver = saver_for(tmp_path, keep=3)
     copies = RemoteCopies(store, tmp_path, keep=3, warn=print)
     saver.on_commit = copies.committed
@@ -141,7 +141,7 @@ def test_a_stopped_run_waits_for_its_copies(tmp_path: Path, server: S3, url: str
 
 def test_a_damaged_checkpoint_on_the_disk_is_replaced_by_the_whole_copy(tmp_path: Path) -> None:
     """A bit of its manifest is flipped: the copy takes its place, and nothing else is left in the folder."""
-    store = RemoteStore((tmp_path / "store").as_uri())
+    store = RemoteCheckpoints((tmp_path / "store").as_uri())
     assert copied(store, tmp_path / "here", [100, 200]) == []
     path = tmp_path / "here/checkpoints/step-00000200/manifest.json"
     content = bytearray(path.read_bytes())
@@ -157,7 +157,7 @@ def test_a_damaged_checkpoint_on_the_disk_is_replaced_by_the_whole_copy(tmp_path
 def test_a_copy_with_a_missing_object_is_passed_over_at_once(tmp_path: Path) -> None:
     """Missing is an answer: nothing is asked for twice, and the copy before it is fetched."""
     pauses: list[float] = []
-    store = RemoteStore((tmp_path / "store").as_uri(), sleep=pauses.append)
+    store = RemoteCheckpoints((tmp_path / "store").as_uri(), sleep=pauses.append)
     copied(store, tmp_path / "here", [100, 200])
     digest = next(d for d in store.manifest(200).objects if d not in store.manifest(100).objects)
     (tmp_path / f"store/objects/{digest}.safetensors").unlink()
@@ -167,18 +167,18 @@ def test_a_copy_with_a_missing_object_is_passed_over_at_once(tmp_path: Path) -> 
 
 def test_an_object_that_was_cut_is_sent_again(tmp_path: Path) -> None:
     """Its name is there, with another size."""
-    store = RemoteStore((tmp_path / "store").as_uri())
+    store = RemoteCheckpoints((tmp_path / "store").as_uri())
     copied(store, tmp_path / "here", [100])
     cut = next((tmp_path / "store/objects").iterdir())
     whole = cut.read_bytes()
     cut.write_bytes(whole[:10])
-    copied(RemoteStore(store.url), tmp_path / "here", [100])
+    copied(RemoteCheckpoints(store.url), tmp_path / "here", [100])
     assert cut.read_bytes() == whole
 
 
 def test_a_copy_with_a_damaged_manifest_hinders_no_save(tmp_path: Path) -> None:
     """It counts as one of those kept, and no object is deleted while its objects are not known."""
-    store = RemoteStore((tmp_path / "store").as_uri())
+    store = RemoteCheckpoints((tmp_path / "store").as_uri())
     copied(store, tmp_path / "here", [100, 200])
     named = set(store.manifest(200).objects)
     (tmp_path / "store/step-00000200.json").write_text("{}")
@@ -190,7 +190,7 @@ def test_a_copy_with_a_damaged_manifest_hinders_no_save(tmp_path: Path) -> None:
 def test_a_protocol_that_nobody_knows_is_a_sentence() -> None:
     """The key and the URL are named."""
     with pytest.raises(ConfigError, match=r"checkpoint\.remote = 'sss://bucket/run'"):
-        RemoteStore("sss://bucket/run")
+        RemoteCheckpoints("sss://bucket/run")
 
 
 def test_states_differ_between_steps() -> None:

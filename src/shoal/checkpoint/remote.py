@@ -4,18 +4,16 @@
     URL/step-00000100.json               the manifest, sent last: a checkpoint is there when its manifest is
 
 A checkpoint that was committed on the disk is linked into a folder of its own, so that retention cannot take it away,
-and a thread sends it: training waits for the links alone. Each request is made again after a growing pause when it
-fails (503, a slow answer that is given up). A run that starts fetches the newest remote checkpoint where it is newer
-than those on its disk; every object has to hash to its name.
+and a thread sends it: training waits for the links alone. A run that starts fetches the newest remote checkpoint where
+it is newer than those on its disk; every object has to hash to its name.
 
-Only the first rank sends and fetches. Imports fsspec where it is used (extra `data`).
+Only the first rank sends and fetches.
 """
 
 from __future__ import annotations
 
 import os
 import queue
-import random
 import shutil
 import threading
 import time
@@ -40,9 +38,9 @@ from shoal.checkpoint.objects import (
     step_of,
     temporary,
 )
-from shoal.errors import ConfigError, CorruptCheckpoint, EnvironmentFault, MissingExtra, Stopped, VerificationFailed
+from shoal.errors import CorruptCheckpoint, EnvironmentFault, Stopped, VerificationFailed
+from shoal.remote_files import Attempts, open_url
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
 END_S = 600.0
 """How long the end of a run waits for copies that are on their way."""
 FOLDER = ".to-send"
@@ -51,7 +49,7 @@ FOLDER = ".to-send"
 T = TypeVar("T")
 
 
-class RemoteStore:
+class RemoteCheckpoints:
     """The checkpoints below `url`. `options` are keywords of the fsspec file system; `sleep` is for tests.
 
     Raises `ConfigError` for an unknown protocol, `MissingExtra` where its package is not installed.
@@ -65,19 +63,12 @@ class RemoteStore:
         options: Mapping[str, Any] | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.url, self._attempts, self._sleep = url, attempts, sleep
-        try:
-            import fsspec
-        except ImportError as error:
-            raise MissingExtra("fsspec", extra="data", purpose=f"checkpoint.remote = {url!r}") from error
-        self._is_local = fsspec.core.split_protocol(url)[0] in (None, "file", "local")
-        keywords = ({"auto_mkdir": True} if self._is_local else {}) | dict(options or {})
-        try:
-            self._files, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False, **keywords)
-        except ValueError as error:
-            raise ConfigError(f"checkpoint.remote = {url!r}: {error}; correct the protocol") from error
-        except ImportError as error:
-            raise MissingExtra(url.partition("://")[0], extra="data", purpose=f"checkpoint.remote = {url!r}") from error
+        self.url, self._attempts = url, Attempts(attempts, "checkpoint.remote_attempts", sleep)
+        self._is_local = url.partition("://")[0] in (url, "file", "local")
+        keywords = (
+            ({"auto_mkdir": True} if self._is_local else {}) | dict(options or {}) | {"use_listings_cache": False}
+        )
+        self._files, self._root = open_url(url, purpose=f"checkpoint.remote = {url!r}", options=keywords)
         self._sent: dict[str, int | None] | None = None
 
     def steps(self) -> list[int]:
@@ -214,22 +205,10 @@ class RemoteStore:
 
     def _tried(self, request: Callable[[], T], name: str) -> T:
         """What `request` returns, made again when it fails. Raises `EnvironmentFault` after the last attempt."""
-        for attempt in range(1, self._attempts + 1):
-            try:
-                return request()
-            except CorruptCheckpoint:  # an answer, which another attempt does not change
-                raise
-            except (PermissionError, ImportError) as error:
-                raise EnvironmentFault(f"{self.url}: {error}; allow this run to write there") from error
-            except Exception as error:  # each file system has errors of its own
-                if attempt == self._attempts:
-                    raise EnvironmentFault(
-                        f"{self.url}: {name}: {attempt} attempts failed, the last with {type(error).__name__}: {error}"
-                        "; see that the store can be reached"
-                    ) from error
-            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (attempt - 1))
-            self._sleep(pause_s * random.uniform(0.5, 1.0))
-        raise AssertionError("unreachable: the last attempt returns or raises")
+        try:
+            return self._attempts(request, f"{self.url}: {name}", answers=(PermissionError,))
+        except (PermissionError, ImportError) as error:
+            raise EnvironmentFault(f"{self.url}: {error}; allow this run to write there") from error
 
 
 class RemoteCopies:
@@ -239,7 +218,7 @@ class RemoteCopies:
     checkpoint that could not be sent; training goes on.
     """
 
-    def __init__(self, store: RemoteStore, directory: Path, *, keep: int, warn: Callable[[str], None]) -> None:
+    def __init__(self, store: RemoteCheckpoints, directory: Path, *, keep: int, warn: Callable[[str], None]) -> None:
         self._store, self._places, self._keep, self._warn = store, Places(directory), keep, warn
         self._folder = directory / FOLDER
         shutil.rmtree(self._folder, ignore_errors=True)  # left by a start before; its newest checkpoint is sent anew
@@ -303,7 +282,7 @@ def _link_all(files: Iterable[Path], folder: Path) -> None:
             shutil.copyfile(path, folder / path.name)
 
 
-def fetch_newest(store: RemoteStore, directory: Path, *, newest_here: int | None) -> str:
+def fetch_newest(store: RemoteCheckpoints, directory: Path, *, newest_here: int | None) -> str:
     """Fetches the newest remote checkpoint that is whole and newer than `newest_here`; a sentence, "" for none.
 
     Raises `EnvironmentFault` where the store cannot be reached.

@@ -108,13 +108,24 @@ class HuggingFace(Records, frozen=True, kw_only=True, tag_field="kind", tag="dat
 
 
 class Stream(Reading, frozen=True, kw_only=True, tag_field="kind", tag="stream"):
-    """JSON lines without end: a file that grows, or a socket. Each sample is taken once, in the order of arrival."""
+    """JSON lines without end: a file that grows, a socket, or a Kafka topic (extra `kafka`). Each sample is taken once,
+    in the order of arrival."""
 
-    path: Annotated[str, says("The file that grows; with a socket, where its lines are kept for a run that resumes.")]
+    path: Annotated[
+        str, says("The file that grows; with a socket or a topic, where lines are kept for a run that resumes.")
+    ]
     socket: Annotated[
         Annotated[str, msgspec.Meta(pattern=r".+:\d+")] | None,
         says("host:port of a sender of lines, which is told how many have arrived."),
     ] = None
+    kafka: Annotated[
+        Annotated[str, msgspec.Meta(pattern=r"^[^,\s]+:\d+(,[^,\s]+:\d+)*$")] | None,
+        says("host:port of Kafka brokers, several with commas, with `topic`."),
+    ] = None
+    topic: Annotated[str | None, says("The topic, whose messages are JSON; read from its beginning.")] = None
+    kafka_options: Annotated[
+        dict[str, str], says("librdkafka's properties; $NAME in one is a variable of the environment.")
+    ] = msgspec.field(default_factory=dict)
     inputs: Annotated[str | list[str], says("The field of the inputs; several become keyword arguments.")]
     targets: Annotated[str | list[str], says("The field of the targets, or several.")]
     weights: Annotated[str | None, says("The field that weighs each sample's loss.")] = None
@@ -130,6 +141,12 @@ class Stream(Reading, frozen=True, kw_only=True, tag_field="kind", tag="stream")
         super().__post_init__()
         if self.augment or self.shuffle_window is not None:
             raise ValueError("a stream is taken as it comes: leave out augment and shuffle_window")
+        if (self.kafka is None) != (self.topic is None):
+            raise ValueError("kafka names brokers and topic what they hold: give both, or none")
+        if self.kafka is not None and self.socket is not None:
+            raise ValueError("socket and kafka: a stream comes from one of them")
+        if self.kafka_options and self.kafka is None:
+            raise ValueError("kafka_options without kafka: name the brokers, or leave them out")
 
 
 RecordData = Parquet | Arrow | JSONL | WebDataset | ImageFolders | HuggingFace

@@ -1,14 +1,13 @@
 """Files behind URLs, through fsspec (`https://`, `s3://`, `gs://`, `memory://`, ...), in a bounded cache on disk.
 
-A file is fetched in parts, each request tried again after a growing pause when it fails; what was fetched has to have
-the promised size. It is kept under its fingerprint, so a new version of it is another file, and the files that were not
-used for longest go when the cache is full. All processes of a machine share the cache: a lock lets one of them fetch.
+A file is fetched in parts; what was fetched has to have the promised size. It is kept under its fingerprint, so a new
+version of it is another file, and the files that were not used for longest go when the cache is full. All processes of
+a machine share the cache: a lock lets one of them fetch.
 """
 
 from __future__ import annotations
 
 import os
-import random
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,10 +16,10 @@ from typing import Any, TypeVar
 
 from shoal.data.prepared import locked
 from shoal.data.shard_files import ShardFile
-from shoal.errors import ConfigError, DataError, EnvironmentFault, MissingExtra
+from shoal.errors import DataError, EnvironmentFault
+from shoal.remote_files import Attempts, missing, open_url
 
 PART_BYTES = 2**23
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
 VERSIONS = ("ETag", "etag", "Last-Modified", "LastModified", "mtime", "updated", "created")
 """What file systems call the thing that changes with a file's content; the first that is there counts."""
 
@@ -52,8 +51,8 @@ class RemoteStore:
         options: Mapping[str, Any] | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._folder, self._limit_bytes, self._attempts = folder, limit_bytes, attempts
-        self._options, self._sleep = dict(options or {}), sleep
+        self._folder, self._limit_bytes, self._options = folder, limit_bytes, dict(options or {})
+        self._attempts = Attempts(attempts, "data.remote_attempts", sleep)
 
     def listed(self, patterns: Sequence[str], *, key: str) -> list[ShardFile]:
         """The files that URLs and globs of URLs name, sorted.
@@ -137,41 +136,15 @@ class RemoteStore:
 
     def _tried(self, request: Callable[[], T], name: str) -> T:
         """What `request` returns, made again when it fails. Raises EnvironmentFault after the last attempt."""
-        for attempt in range(1, self._attempts + 1):
-            try:
-                return request()
-            except (FileNotFoundError, PermissionError) as error:
-                raise DataError(f"{name} is not there or not for us to read ({error}): correct data.files.") from error
-            except ImportError as error:
-                raise _missing(name, error) from error
-            except Exception as error:  # each file system has errors of its own
-                if attempt == self._attempts:
-                    raise EnvironmentFault(
-                        f"{name}: {attempt} attempts failed, the last with {type(error).__name__}: {error}. See that "
-                        "the store can be reached, or raise data.remote_attempts."
-                    ) from error
-            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (attempt - 1))
-            self._sleep(pause_s * random.uniform(0.5, 1.0))  # apart from the other ranks, who failed at the same time
-        raise AssertionError("unreachable: the last attempt returns or raises")
+        try:
+            return self._attempts(request, name, answers=(FileNotFoundError, PermissionError))
+        except (FileNotFoundError, PermissionError) as error:
+            raise DataError(f"{name} is not there or not for us to read ({error}): correct data.files.") from error
+        except ImportError as error:
+            raise missing(name, error, purpose=f"reading {name}") from error
 
     def _open(self, name: str) -> tuple[Any, str]:
-        try:
-            import fsspec
-        except ImportError as error:
-            raise MissingExtra("fsspec", extra="data", purpose=f"reading {name}") from error
-        try:
-            return fsspec.core.url_to_fs(name, **self._options)
-        except ValueError as error:
-            raise ConfigError(f"data.files names {name}: {error}. Correct the protocol.") from error
-        except ImportError as error:
-            raise _missing(name, error) from error
-
-
-def _missing(name: str, error: ImportError) -> EnvironmentFault:
-    package = {"s3": "s3fs", "gs": "gcsfs", "http": "aiohttp", "https": "aiohttp"}.get(name.split("://")[0])
-    if package is None:
-        return EnvironmentFault(f"Reading {name} needs a package that is not installed ({error}): install it.")
-    return MissingExtra(package, extra="data", purpose=f"reading {name}")
+        return open_url(name, purpose=f"reading {name}", options=self._options)
 
 
 def _touched(path: Path) -> bool:

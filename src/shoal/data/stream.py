@@ -1,46 +1,49 @@
-"""JSON lines without end: a file that grows, and the lines of a socket, kept in such a file.
+"""JSON lines without end: a file that grows, and the lines of a socket or a Kafka topic, kept in such a file.
 
 Line i is sample i, so the run's cursor, which counts positions, is the offset in the stream. A file keeps its lines,
-and each is used in exactly one committed step. A socket gives them *at least* once: its lines are appended to the file;
-after a break the receiver tells the sender how many whole lines it holds, `{"from": n}`, and the sender goes on from
-there. One that cannot begins where it likes, and what it sends twice is trained on twice.
+and each is used in exactly one committed step. `receiver` says what a socket and a topic promise of the lines that they
+bring to the file.
 """
 
 from __future__ import annotations
 
 import bisect
-import fcntl
-import os
-import socket
 import time
 from pathlib import Path
-from threading import Lock, Thread
+from threading import Lock
 from typing import Any
-
-import msgspec
 
 from shoal.data.blocks import BLOCK_BYTES
 from shoal.data.dataset import Dataset, Surroundings
 from shoal.data.jsonl import JSONBlock
+from shoal.data.kafka import KafkaTopic
 from shoal.data.order import MOST_SAMPLES
+from shoal.data.receiver import Receiver, Sender, SocketLines
 from shoal.data.record_config import Stream
 from shoal.data.records import Fields
 from shoal.errors import DataError
 
 POLL_S = 0.02
 CHUNK_BYTES = 2**20
-RECONNECT_S = 0.5
-CONNECT_TIMEOUT_S = 30.0
 
 
 def build_stream(config: Stream, around: Surroundings) -> Dataset:
     """The stream that `config` names, without an end and with nothing held out."""
     path = Path(config.path).expanduser()
     fields = Fields(config.inputs, config.targets, config.weights)
-    receiver = None if config.socket is None else Receiver(config.socket, path)
+    sender = _sender(config)
+    receiver = None if sender is None else Receiver(sender, path)
     lines = GrowingFile(path, patience_s=config.patience_s, receiver=receiver)
     source = StreamSamples(lines, fields, skips_bad=config.bad_records == "skip")
-    return Dataset(source, endless=True, facts={"stream": config.socket or str(path)})
+    return Dataset(source, endless=True, facts={"stream": str(path) if sender is None else sender.name})
+
+
+def _sender(config: Stream) -> Sender | None:
+    if config.socket is not None:
+        return SocketLines(config.socket)
+    if config.kafka is not None and config.topic is not None:
+        return KafkaTopic(config.kafka, config.topic, options=config.kafka_options)
+    return None
 
 
 class GrowingFile:
@@ -60,6 +63,7 @@ class GrowingFile:
 
         Raises:
             DataError: it does not come in time, or the file has become shorter.
+            ConfigError, MissingExtra: what the receiver was told cannot be.
         """
         self._wait_for(index)
         with self._lock:
@@ -83,6 +87,8 @@ class GrowingFile:
                     deadline_s = time.monotonic() + self._patience_s
             if self._receiver is not None:
                 self._receiver.start()
+                if self._receiver.fault is not None:
+                    raise self._receiver.fault
             if time.monotonic() > deadline_s:
                 why = "" if self._receiver is None or not self._receiver.trouble else f" ({self._receiver.trouble})"
                 raise DataError(
@@ -138,66 +144,3 @@ class StreamSamples:
     def skips(self, index: int) -> bool:
         """Whether line `index` is left out where it is damaged."""
         return self._skips_bad
-
-
-class Receiver:
-    """Appends the lines of a socket to a file, in a thread of one process of this machine: whoever has the lock.
-
-    `trouble` is why the last connection ended, "" where there was none.
-    """
-
-    def __init__(self, address: str, path: Path) -> None:
-        host, _, port = address.rpartition(":")
-        self._address, self._path = (host, int(port)), path
-        self._thread: Thread | None = None
-        self._lock = Lock()
-        self.trouble = ""
-
-    def start(self) -> None:
-        """Begins to receive, where that has not begun."""
-        with self._lock:
-            if self._thread is None:
-                self._thread = Thread(target=self._run, name="shoal-receiver", daemon=True)
-                self._thread.start()
-
-    def _run(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.with_name(f"{self._path.name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # of the processes that wait here, one goes on when the holder dies
-            while True:
-                try:
-                    self._receive()
-                    self.trouble = "the sender closed the connection"
-                except OSError as error:
-                    self.trouble = f"{self._address[0]}:{self._address[1]}: {error}"
-                time.sleep(RECONNECT_S)
-
-    def _receive(self) -> None:
-        lines = _whole_lines(self._path)
-        with (
-            socket.create_connection(self._address, timeout=CONNECT_TIMEOUT_S) as connection,
-            self._path.open("ab") as file,
-        ):
-            connection.sendall(msgspec.json.encode({"from": lines}) + b"\n")
-            connection.settimeout(None)
-            rest = b""
-            while chunk := connection.recv(CHUNK_BYTES):
-                whole, newline, rest = (rest + chunk).rpartition(b"\n")
-                if newline:
-                    file.write(whole + newline)
-                    file.flush()
-                    os.fsync(file.fileno())
-
-
-def _whole_lines(path: Path) -> int:
-    """The lines in the file; what a crash left of one behind them is cut off."""
-    lines, whole_bytes, seen_bytes = 0, 0, 0
-    with path.open("a+b") as file:
-        file.seek(0)
-        while chunk := file.read(CHUNK_BYTES):
-            lines += chunk.count(b"\n")
-            if (last := chunk.rfind(b"\n")) >= 0:
-                whole_bytes = seen_bytes + last + 1
-            seen_bytes += len(chunk)
-        file.truncate(whole_bytes)
-    return lines

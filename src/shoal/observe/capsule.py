@@ -20,6 +20,7 @@ import zlib
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import tomli_w
@@ -30,8 +31,8 @@ from shoal.observe.events import Event, read_events
 from shoal.observe.facts import read_facts
 
 FILE, INDEX, RUN_FILE = "capsule.zip", "capsule.json", "run.toml"
-SECRETS = (("observe", "webhook"), ("checkpoint", "remote_options"))
-"""Keys of the run file that a capsule does not hold."""
+SECRETS = {"webhook", "remote_options", "kafka_options"}
+"""Keys of the run file that a capsule does not hold, in whatever table."""
 FORMAT = 1
 CHECKPOINT_BYTES = 64 << 20
 TAIL_BYTES = 64 << 10
@@ -207,10 +208,13 @@ def _files(directory: Path) -> Iterator[tuple[str, bytes]]:
 
 def _without_secrets(text: str) -> str:
     """A run file without the keys in `SECRETS`."""
-    tables = tomllib.loads(text)
-    for table, key in SECRETS:
-        tables.get(table, {}).pop(key, None)
-    return tomli_w.dumps(tables)
+    return tomli_w.dumps(_cleaned(tomllib.loads(text)))
+
+
+def _cleaned(table: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _cleaned(value) if isinstance(value, dict) else value for key, value in table.items() if key not in SECRETS
+    }
 
 
 def _tail(path: Path) -> bytes:

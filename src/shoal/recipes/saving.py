@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shoal.checkpoint.agreement import Exchange
 from shoal.checkpoint.objects import unheard
-from shoal.checkpoint.remote import RemoteCopies, RemoteStore, fetch_newest
+from shoal.checkpoint.remote import RemoteCheckpoints, RemoteCopies, fetch_newest
 from shoal.checkpoint.save import Saver
 from shoal.checkpoint.verify import newest_verified
 from shoal.comm.board import Board
@@ -92,7 +92,7 @@ def send_copies(run: Run, saver: Saver, directory: Path, sinks: Sinks, stack: Ex
     saver.on_commit = copies.committed
 
 
-def _store(run: Run) -> RemoteStore:
+def _store(run: Run) -> RemoteCheckpoints:
     config = run.run_file.checkpoint
     assert config.remote is not None
-    return RemoteStore(config.remote, attempts=config.remote_attempts, options=config.remote_options)
+    return RemoteCheckpoints(config.remote, attempts=config.remote_attempts, options=config.remote_options)
