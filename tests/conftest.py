@@ -18,6 +18,22 @@ hypothesis.settings.register_profile("shoal", deadline=None)  # a deadline is a 
 hypothesis.settings.load_profile("shoal")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the rows of a `matrix` as stress, but for its first ones or every so many: `make test` runs these."""
+    rows: dict[str, int] = {}
+    for item in items:
+        matrix = item.get_closest_marker("matrix")
+        if matrix is None:
+            continue
+        test = item.nodeid.partition("[")[0]
+        row = rows.setdefault(test, 0)
+        rows[test] += 1
+        first, every = matrix.kwargs.get("first", 0), matrix.kwargs.get("every", 0)
+        if row >= first and not (every and row % every == 0):
+            item.add_marker(pytest.mark.stress)
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator:
     """`ranks(world, function, *args)` runs `function(place, *args)` on that many processes: see tests/ranks.py."""

@@ -84,6 +84,7 @@ def plain(own: Project) -> dict:
     return json.loads(own.python("plain.py").stdout)
 
 
+@pytest.mark.matrix(every=3)
 @pytest.mark.parametrize(
     "layout",
     [

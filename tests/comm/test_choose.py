@@ -61,6 +61,7 @@ def uneven(ranks: int) -> Links:
     return Links(latency, rate, tuple(range(ranks)))
 
 
+@pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("kind", TREE_KINDS)
 @pytest.mark.parametrize("name", topologies())
 def test_a_tree_is_as_fast_as_in_the_best_order(name: str, kind: Kind) -> None:
@@ -86,6 +87,7 @@ def test_a_tree_goes_around_a_slow_link() -> None:
     assert found.seconds < 0.4 * max(other.seconds for other in others)
 
 
+@pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("kind", TREE_KINDS)
 def test_the_search_is_bounded_and_the_same_everywhere(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """On 16 ranks whose links all differ; above that nothing is searched, nor for a name that is no tree's.

@@ -88,6 +88,7 @@ VALUES = [
 ]
 
 
+@pytest.mark.matrix(every=4)
 @pytest.mark.parametrize("text", LARGE.values(), ids=LARGE.keys())
 @pytest.mark.parametrize("kind", READERS)
 def test_a_large_file_is_refused_in_bounded_memory(tmp_path, kind, text):

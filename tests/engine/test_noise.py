@@ -103,6 +103,7 @@ def _square(run: Run, samples: list[Batch]) -> float:
     return sum(float(p.grad.double().square().sum()) for p in run.model.parameters() if p.grad is not None)
 
 
+@pytest.mark.matrix(every=3)
 @pytest.mark.parametrize(("world", "tables"), CASES, ids=lambda case: str(case) if isinstance(case, int) else None)
 def test_the_noise_is_that_of_the_samples(ranks, folder: Path, world: int, tables: dict[str, Any]) -> None:
     """Signal and trace are those of each rank's own part, and every rank says the same."""

@@ -52,6 +52,7 @@ def difference(got, want) -> tuple[float, float, float]:
     return losses, norms, weights
 
 
+@pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("world", "micro"), [(2, None), (3, 3), (4, 3)])
 def test_world_size_and_accumulation_change_nothing(ranks, name: str, world: int, micro: int | None) -> None:

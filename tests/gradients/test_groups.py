@@ -109,6 +109,7 @@ def reduced(place, layout: Layout, zero: int | None) -> tuple[float, list[tuple[
     return worst, [(o.name, region.box, o.holding.shard) for o in sync.owned for region in o.regions]
 
 
+@pytest.mark.matrix(every=4)
 @pytest.mark.parametrize("zero", [None, 1, 2, 3])
 @pytest.mark.parametrize("layout", [*LAYOUTS, LARGE], ids=Layout.describe)
 def test_every_gradient_is_the_sum_over_its_own_ranks(ranks, layout: Layout, zero: int | None) -> None:

@@ -39,6 +39,7 @@ def furthest(place: TestPlace, case: Case, conditions: Conditions | None = None)
 LAYOUTS = [Layout(shard=2), Layout(shard=4), Layout(replicate=2, shard=2), Layout(shard=2, context=2)]
 
 
+@pytest.mark.matrix(every=4)
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=Layout.describe)
 @pytest.mark.parametrize("zero", [None, 1, 2, 3])

@@ -80,6 +80,7 @@ CASES = {
 }
 
 
+@pytest.mark.matrix(every=4)
 @pytest.mark.parametrize("case", CASES)
 def test_a_resumed_run_is_the_same_run(ranks, folder: Path, case: str) -> None:
     """Stopped in the middle and gone on, every tensor of the state has the same bits: weights, moments, residuals."""
@@ -104,6 +105,7 @@ WORLDS = [
 ]
 
 
+@pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("case", WORLDS, ids=lambda case: case[0].replace(" ", "-"))
 def test_the_sum_of_residuals_is_kept_when_the_world_changes(ranks, folder: Path, case: tuple) -> None:
     """Whoever holds them, and however many: what was not sent still adds up to the same."""
@@ -146,6 +148,7 @@ def bytes_of_steps(place: TestPlace, choice: dict[str, Any], folder: str) -> tup
     return [result.bytes_sent for result in results], [result.loss for result in results]
 
 
+@pytest.mark.matrix(every=3)
 @pytest.mark.parametrize(("codec", "times"), [(TOP_K, 10), (SIGN, 20), (INT4, 6), (RANDOM, 5), (POWER, 4)])
 def test_the_ledger_shows_fewer_bytes(ranks, folder: Path, codec: dict[str, Any], times: float) -> None:
     """As many times fewer as the codec says; and the loss of the first step, before any update, is the same."""

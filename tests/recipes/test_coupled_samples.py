@@ -40,6 +40,7 @@ def _tables(model: dict[str, Any], cut: dict[str, Any]) -> dict[str, Any]:
     return {**model, **cut, "batch": {**model.get("batch", {}), **cut.get("batch", {})}}
 
 
+@pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("model", COUPLED)
 def test_a_loss_that_couples_samples_is_found_and_named(ranks, tmp_path: Path, model: str, cut: str) -> None:

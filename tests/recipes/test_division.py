@@ -47,6 +47,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.matrix(first=2)
 @pytest.mark.parametrize(
     "sync",
     [{}, {"sync": {"kind": "server"}}, {"sync": {"kind": "server", "admission": "bounded", "bound": 0}}, AVERAGE],

@@ -43,6 +43,7 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("split", ["rows", "columns"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_split_tables_are_the_model_of_one_process(ranks, tmp_path: Path, layout: dict[str, Any], split: str) -> None:

@@ -66,6 +66,7 @@ SAME: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.matrix(every=4)
 @pytest.mark.parametrize("case", SAME)
 def test_a_foreign_model_is_the_same_model(ranks, tmp_path: Path, case: str) -> None:
     """`verify` holds, and nothing about the model had to change."""

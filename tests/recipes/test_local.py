@@ -47,6 +47,7 @@ def test_an_agreement_a_period_sends_less(ranks, folder: Path) -> None:
     assert sum(local.sent) < 1.2 * sum(plain.sent) / STEPS
 
 
+@pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("layout", [{"replicate": 2}, {"replicate": 2, "shard": 2}], ids=str)
 def test_a_run_goes_on_bitwise(ranks, folder: Path, layout: Tables) -> None:
     """Each replica's moments, the outer momentum and the parameters are those of the run that was not interrupted."""
@@ -89,6 +90,7 @@ def test_a_codec_codes_outer_gradients(ranks, folder: Path) -> None:
     assert "codec/residual/1/head.weight" in coded.state
 
 
+@pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("sync", [DILOCO, {"kind": "streaming", "period": 4, "fragments": 2, "delay": 1}], ids=str)
 def test_coded_outer_gradients_go_on_bitwise(ranks, folder: Path, sync: Tables) -> None:
     """With what was not sent yet of them, and the random numbers of the codec."""

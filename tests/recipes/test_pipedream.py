@@ -33,6 +33,7 @@ def tables_of(tables: dict[str, Any]) -> dict[str, Any]:
     return {"model": DEEP} | tables | {"pipeline": {"schedule": "PipeDream"} | tables.get("pipeline", {})}
 
 
+@pytest.mark.matrix(every=3)
 @pytest.mark.parametrize(("world", "exact", "tables"), LAYOUTS, ids=lambda value: str(value)[:70])
 def test_every_update_is_that_of_the_stale_sequential_program(
     ranks, folder: Path, world: int, exact: bool, tables: dict[str, Any]

@@ -96,6 +96,7 @@ QUICK = ("accumulation_overwritten", "statistics_not_committed", "warmup_left_ou
          "updated_twice", "sample_repeated", "teacher_frozen", "dropout_left_out")  # fmt: skip
 
 
+@pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_planted_mistake_is_caught_by_name(ranks, tmp_path: Path, fault: str) -> None:
     """The verdict does not hold, and the worst of the first step is what the fault spoils."""

@@ -35,6 +35,7 @@ def proved(place: TestPlace, name: str, layout: str, folder: str) -> dict[str, A
     return None if verdict is None else verdict.to_json() | {"sentence": verdict.sentence()}
 
 
+@pytest.mark.matrix(every=3)
 @pytest.mark.parametrize(("name", "layout"), RECIPES.items())
 def test_a_recipe_is_the_model_of_one_process(ranks, tmp_path: Path, name: str, layout: str) -> None:
     """Loss, every gradient and the weights after a step."""

@@ -50,6 +50,7 @@ def train(place: TestPlace, tables: Tables, folder: str, replay: str, late: bool
     return whole_state(run)
 
 
+@pytest.mark.matrix(first=1)
 @pytest.mark.parametrize(
     "tables",
     [served("async", staleness="compensated"), served("bounded", bound=4), served("backup", backup=1)],

@@ -102,6 +102,7 @@ def distance(ours: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     return max(float((ours[name] - tensor).norm() / tensor.norm()) for name, tensor in weights(wanted).items())
 
 
+@pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize(
     "sync", [server(), server(period=5), server("bounded", bound=0, period=5)], ids=["sync", "period", "bounded by 0"]
@@ -123,6 +124,7 @@ def test_after_fifty_steps_in_float32_too(ranks, folder: Path) -> None:
     assert distance(found.state, plain.state) < LIKE_ALL_REDUCE
 
 
+@pytest.mark.matrix(first=2)
 @pytest.mark.parametrize(
     "sync",
     [server(), server("bounded", bound=0, period=4), server("async", period=4), server("bounded", bound=2, period=4)],

@@ -54,6 +54,7 @@ def train_on_hosts(place: TestPlace, tables: Tables, folder: str, hosts: list[st
         return train(place, tables, folder)
 
 
+@pytest.mark.matrix(first=1)
 @pytest.mark.parametrize(
     ("workers", "sync"),
     [(2, server(servers=1)), (2, server(servers=2)), (3, server("bounded", bound=0, period=4, servers=1))],
@@ -124,6 +125,7 @@ def test_servers_compute_no_gradients_and_take_part_in_evaluations(ranks, folder
     assert found[0][1]["loss/eval"] == pytest.approx(plain[0][1]["loss/eval"], rel=1e-9)
 
 
+@pytest.mark.matrix(first=1)
 @pytest.mark.parametrize(
     ("hosts", "sync"),
     [

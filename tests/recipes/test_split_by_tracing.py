@@ -35,6 +35,7 @@ def proposed(name: str, folder: Path) -> SplitProposal:
 LAYOUTS: list[dict[str, int]] = [{"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "pipeline": 2}]
 
 
+@pytest.mark.matrix(every=4)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_that_declares_nothing_splits_as_proposed(

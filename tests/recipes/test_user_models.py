@@ -59,6 +59,7 @@ RAGGED_PIPELINES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("tables", RAGGED_PIPELINES, ids=str)
 def test_microbatches_of_a_pipeline_may_be_of_different_lengths(ranks, tmp_path: Path, tables: dict[str, Any]) -> None:
     """Nothing is padded: the forms of activations follow from those of the inputs, which every rank knows."""

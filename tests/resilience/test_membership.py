@@ -16,6 +16,7 @@ from tests.resilience.simulator import World, play
 SEEDS_PER_TEST = 150
 
 
+@pytest.mark.matrix(first=3)
 @pytest.mark.parametrize("first", range(0, 10 * SEEDS_PER_TEST, SEEDS_PER_TEST))
 def test_random_faults_break_no_rule(first: int) -> None:
     """Each position is used once by every state, no generation takes a step beside a newer one, and steps are taken

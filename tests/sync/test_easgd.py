@@ -48,6 +48,7 @@ def test_the_first_pull_takes_the_centre_to_the_mean(ranks, folder: Path) -> Non
     assert gap(easgd.weights, plain.weights) < SUM_ORDER
 
 
+@pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("layout", [{"replicate": 2}, {"replicate": 2, "shard": 2}], ids=str)
 def test_a_run_goes_on_bitwise(ranks, folder: Path, layout: Tables) -> None:
     """The centre, each replica's parameters and its moments."""

@@ -55,6 +55,7 @@ def test_consensus_is_exact_after_k_rounds(ranks, folder: Path) -> None:
         assert gap(after.own(replica), after.weights) < SUM_ORDER
 
 
+@pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("delay", [0, 2])
 def test_push_sum_reaches_the_average_on_a_one_way_graph(ranks, folder: Path, delay: int) -> None:
     """Though replicas receive more or less than they send: x / w is the average, x alone is not."""
@@ -80,6 +81,7 @@ def test_a_meeting_changes_no_replica(ranks, folder: Path, sync: Tables) -> None
     assert all(torch.equal(tensor, seldom.state[name]) for name, tensor in often.state.items())
 
 
+@pytest.mark.matrix(first=1)
 @pytest.mark.parametrize(
     ("layout", "sync"),
     [

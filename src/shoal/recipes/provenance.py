@@ -10,6 +10,7 @@ import os
 import platform
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterable, Mapping
 from importlib.metadata import distributions
 from pathlib import Path
@@ -20,6 +21,7 @@ from blake3 import blake3
 PACKAGE = Path(__file__).parents[1]
 PREFIXES = ("OMP_", "MKL_", "KMP_", "OPENBLAS_", "NCCL_", "GLOO_", "CUDA_", "CUBLAS_", "TORCH_", "PYTORCH_")
 SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD")
+SITE = "site-packages"
 GIT_TIMEOUT_S = 10.0
 
 
@@ -63,11 +65,13 @@ def imported_files(directory: Path) -> list[str]:
     """Shoal's own files, and those that were imported from `directory` or below it."""
     own = [f"shoal/{path.relative_to(PACKAGE)}" for path in PACKAGE.rglob("*.py")]
     files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
-    found = {Path(file).resolve() for file in files if file}
+    elsewhere = (sysconfig.get_path("stdlib"), f"{PACKAGE}{os.sep}")
+    # to resolve a path costs a system call for each of its folders, and thousands of modules are imported
+    found = {Path(file).resolve() for file in files if file and not file.startswith(elsewhere) and SITE not in file}
     theirs = [
         str(path.relative_to(directory))
         for path in found
-        if path.is_relative_to(directory) and "site-packages" not in path.parts and not path.is_relative_to(PACKAGE)
+        if path.is_relative_to(directory) and SITE not in path.parts and not path.is_relative_to(PACKAGE)
     ]
     return sorted(own + theirs)
 

@@ -147,6 +147,7 @@ KEYS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("keys", KEYS, ids=["auxiliary", "bias"])
 @pytest.mark.parametrize(("sizes", "sequence_parallel"), LAYOUTS)
 def test_loss_gradients_routes_and_biases_are_those_of_one_process(

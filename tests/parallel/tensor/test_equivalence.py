@@ -50,6 +50,7 @@ GPTS = {
 }
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize("keys", GPTS.values(), ids=GPTS.keys())
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole stream", "sequence parallel"])
 @pytest.mark.parametrize("world", [2, 4])
