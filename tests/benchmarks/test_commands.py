@@ -31,6 +31,7 @@ def test_a_benchmark_shows_an_example(name: str) -> None:
     assert f"Example: python -m benchmarks.{name}" in shown.stdout
 
 
+@pytest.mark.stress
 def test_a_benchmark_starts_its_own_ranks() -> None:
     """`python -m benchmarks.checkpoint` from the repository: one JSON object with the row of its two ranks."""
     done = subprocess.run(

@@ -15,7 +15,7 @@ from shoal.collectives.table import Kind, Move, Receive, Send, Step, Table, Tran
 from shoal.errors import LayoutError
 
 KINDS: tuple[Kind, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce")
-MOST_RANKS = 64
+WORLDS = (*range(1, 18), 23, 24, 31, 32, 33, 48, 63, 64)
 EAGER_RANKS = 12
 BLOCKS = 3
 
@@ -30,7 +30,7 @@ def all_tables(kind: Kind, ranks: int) -> tuple[Table, ...]:
 def test_every_algorithm_is_its_collective_for_any_number_of_ranks(kind: Kind) -> None:
     """1 to 64 ranks: each contribution once in each result, no rank waits for ever although sends wait."""
     names = set()
-    for ranks in range(1, MOST_RANKS + 1):
+    for ranks in WORLDS:
         for table in all_tables(kind, ranks):
             check(table)
             names.add(table.name)

@@ -34,6 +34,7 @@ def called(*command: str, timeout_s: float = 120.0) -> subprocess.CompletedProce
 
 
 @needs_mpi
+@pytest.mark.stress  # three ranks that never sleep, on whatever cores there are
 def test_mpi_keeps_what_the_seam_promises(tmp_path: Path) -> None:
     """On three ranks: collectives as defined, in a subgroup too; reductions as Gloo's; mismatches named; choice. Groups
     give their communicators back, and calls keep their memory."""

@@ -53,6 +53,7 @@ def _best(run_file: Path, number: int) -> list[Prediction]:
     return planned(load_run(run_file, ()), None, keep=number).found.best
 
 
+@pytest.mark.stress
 def test_plans_are_run_and_ordered_by_what_they_took(run_file: Path) -> None:
     """Both have a second of their own, in order; nothing is left where the run file lies."""
     before, said = sorted(run_file.parent.iterdir()), io.StringIO()
