@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,33 @@ def test_survivors_of_a_round_keep_the_outer_state(tmp_path: Path) -> None:
     done = own.shoal("train", "fixed.toml", *same, "run.processes=2")
     assert f"going on from the checkpoint of step {step}" in done.stdout
     assert own.losses() == pytest.approx(own.losses("plain"), rel=LOSS_TOLERANCE)
+
+
+@pytest.mark.stress
+def test_a_killed_server_comes_back_with_its_last_state(tmp_path: Path) -> None:
+    """Two workers and a rank that only serves: whichever is killed, the others stay in their processes, all go on from
+    the newest checkpoint, and every step of the run is taken."""
+    own = gpt_project(tmp_path, SYNC["server"] + "servers = 1\n", THREE)
+    running = start(own, "checkpoint.every_steps=5", step=7)
+    lost: set[str] = set()
+    for turn in range(6):
+        slot, before = turn % 3, replicas_of(running)
+        os.kill(before[slot][0], signal.SIGKILL)
+        wait_for_times(own, r"of 3 replicas; rank \d lost after step \d+", turn + 1)
+        wait_for_times(own, r"3 of 3 replicas; .*rank \d joined after step \d+", turn + 1)
+        after = replicas_of(running)
+        assert {one for one in before if before[one] != after[one]} == {slot}, "survivors were restarted"
+        lost = set(re.findall(r"of 3 replicas; rank (\d) lost after step", own.said()))
+        if "2" in lost and lost & {"0", "1"}:
+            break
+    assert "2" in lost, "the server, the last rank, was never killed"
+    assert to_the_end(own, running) == 0, own.said()
+    assert sorted(own.losses()) == list(range(1, 201))
+
+
+def wait_for_times(own: Project, pattern: str, times: int) -> None:
+    """Until what the run has said matches so often."""
+    deadline_s = time.monotonic() + 120
+    while len(re.findall(pattern, own.said())) < times:
+        assert time.monotonic() < deadline_s, f"{pattern!r} did not come {times} times:\n{own.said()}"
+        time.sleep(0.05)

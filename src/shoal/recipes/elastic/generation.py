@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import msgspec
+
 from shoal.errors import CollectiveError
 from shoal.launch.rendezvous import STARTED
 from shoal.recipes.elastic.state_copy import HeldState, share_state
@@ -14,6 +16,7 @@ from shoal.recipes.sameness import require_same, require_same_code, require_same
 from shoal.recipes.workload import Workload, with_new_model
 from shoal.resilience.events import View
 from shoal.runfile.run_file import RunFile
+from shoal.sync.config import ServerConfig
 
 
 class Generations:
@@ -28,7 +31,7 @@ class Generations:
         """Builds a run of this replica alone, of `process`, and drops it: whoever joins a run that waits should have
         everything in memory that is loaded when it is first used.
         """
-        run_in_generation(self._run_file, process, self._workload, number=0).mesh.abort()
+        run_in_generation(_for_one(self._run_file), process, self._workload, number=0).mesh.abort()
         self._used = True
 
     def open(self, process: Process, view: View) -> Run:
@@ -49,6 +52,13 @@ class Generations:
         self._used = True
         process.rendezvous.barrier(STARTED)
         return run_in_generation(self._run_file, process, workload, number=number)
+
+
+def _for_one(run_file: RunFile) -> RunFile:
+    """The run file for a replica alone, which neither dedicated servers nor backup workers can do without."""
+    sync = run_file.sync
+    needs_others = isinstance(sync, ServerConfig) and (sync.servers or sync.backup)
+    return msgspec.structs.replace(run_file, sync=ServerConfig()) if needs_others else run_file
 
 
 def brings_newcomers(view: View) -> bool:
