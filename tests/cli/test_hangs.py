@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -13,10 +18,11 @@ from tests.cli.project import OWN, RUN, Project
 
 HANGS = '''
 
-import signal, threading
-import torch.distributed as dist
+import ctypes, signal, threading
+import shoal
 
 STUCK = threading.Lock()
+SEIZE, INTERRUPT = 0x4206, 0x4207  # of ptrace(2)
 
 
 class Hanging(Logging):
@@ -27,9 +33,33 @@ class Hanging(Logging):
         self.how = how
 
     def forward(self, x):
-        if self.training and RANK == "1" and int(self.step) == 3:
+        strikes = self.training and RANK == "1" and int(self.step) == 3
+        if self.how == "skips" and self.training and not strikes:
+            shoal.gather_samples(x)  # here: skips
+        elif self.how == "gathers_less" and self.training:
+            shoal.gather_samples(x[:, :1] if strikes else x)  # here: gathers_less
+        elif strikes and self.how != "skips":
             getattr(self, self.how)()
         return super().forward(x)
+
+    def writes_to_a_disk_that_hangs(self):
+        open(open("disk").read(), "wb").write(b"x")  # here: writes_to_a_disk_that_hangs
+
+    def stops_the_backends_threads(self):
+        threads = [t.native_id for t in threading.enumerate() if t.name == "shoal-check"]
+        assert threads, [t.name for t in threading.enumerate()]
+        time.sleep(1)  # what the step has begun already is over
+        rank, (seized, end) = os.getpid(), os.pipe()
+        if os.fork() == 0:  # one that is traced and interrupted stands still, alone of its process
+            libc = ctypes.CDLL(None)
+            for thread in threads:
+                assert libc.ptrace(SEIZE, thread, None, None) == 0
+                assert libc.ptrace(INTERRUPT, thread, None, None) == 0
+            os.write(end, b"x")
+            while os.getppid() == rank:
+                time.sleep(0.1)
+            os._exit(0)
+        os.read(seized, 1)
 
     def sleeps(self):
         time.sleep(600)  # here: sleeps
@@ -75,6 +105,7 @@ def starving():
     return Starving(), Numbers()
 '''
 WAYS = ("sleeps", "locks", "waits_for_a_thread", "spins", "reads_a_pipe", "waits_for_a_child", "stops")
+NO_DISK = "a file system of its own needs root, loop devices and fsfreeze"
 
 
 def hung(folder: Path, *overrides: str) -> tuple[HangVerdict, str]:
@@ -113,3 +144,72 @@ def test_a_rank_whose_data_does_not_come_is_named(tmp_path: Path) -> None:
     verdict, _ = hung(tmp_path, 'data.build="own:starving"')
     assert verdict.ranks == (1,)
     assert "waits for data" in verdict.sentence
+
+
+@pytest.mark.stress
+def test_ranks_that_gather_other_shapes_are_named_with_their_lines(tmp_path: Path) -> None:
+    """They are told at once, before anybody hangs."""
+    (tmp_path / "own.py").write_text(OWN + HANGS)
+    (tmp_path / "run.toml").write_text(RUN)
+    keys = ('model.build="own:hanging"', 'model.arguments.how="gathers_less"', "checkpoint.every_steps=0")
+    done = Project(tmp_path).shoal("train", "run.toml", *keys)
+    assert done.returncode == 3
+    line = f"own.py:{line_of('gathers_less')}"
+    assert re.search(rf"rank 1 \(.*\) called all_gather of float32 \[\d+, 1\] at .*{line}", done.stderr)
+
+
+@pytest.mark.stress
+def test_a_rank_that_skips_a_collective_is_named(tmp_path: Path) -> None:
+    """One of three goes on to a collective of another group."""
+    keys = ('model.build="own:hanging"', 'model.arguments.how="skips"', "run.processes=3", "batch.global_samples=6")
+    verdict, _ = hung(tmp_path, *keys)
+    assert verdict.ranks == (1,)
+    assert "rank 1 left out call" in verdict.sentence
+    assert f"own.py:{line_of('skips')}" in verdict.sentence, "where the others wait for it"
+
+
+@pytest.mark.stress
+def test_a_thread_of_the_backend_that_stands_still_is_named(tmp_path: Path) -> None:
+    """The thread that compares and makes collectives is stopped by ptrace; the rank itself goes on to its next call."""
+    keys = ('model.arguments.how="stops_the_backends_threads"', "wire.check_collectives=true")
+    verdict, _ = hung(tmp_path, 'model.build="own:hanging"', *keys)
+    assert verdict.ranks == (1,)
+    assert "the backend's thread of rank 1 has not taken call" in verdict.sentence
+
+
+@pytest.mark.stress
+def test_a_disk_that_hangs_is_named_with_the_line_that_writes(tmp_path: Path) -> None:
+    """A frozen file system: no write to it returns, and no signal ends who waits for one."""
+    with frozen_disk(tmp_path) as folder:
+        (tmp_path / "disk").write_text(str(folder / "file"))
+        verdict, _ = hung(tmp_path, 'model.build="own:hanging"', 'model.arguments.how="writes_to_a_disk_that_hangs"')
+    assert verdict.ranks == (1,)
+    assert verdict.place is not None
+    assert verdict.place.line == line_of("writes_to_a_disk_that_hangs")
+
+
+@contextmanager
+def frozen_disk(folder: Path) -> Iterator[Path]:
+    """A small ext4 that is frozen until the launcher has told of the hang: then the rank that waits can be ended."""
+    image, mount = folder / "disk.img", folder / "mount"
+    image.write_bytes(bytes(32 << 20))
+    mount.mkdir()
+    made = subprocess.run(["mkfs.ext4", "-q", str(image)], capture_output=True, check=False).returncode == 0
+    if not made or subprocess.run(["mount", "-o", "loop", str(image), str(mount)], check=False).returncode:
+        pytest.skip(NO_DISK)
+    try:
+        subprocess.run(["fsfreeze", "-f", str(mount)], check=True)
+        thaw = threading.Thread(target=_thaw_when, args=(folder / "runs/own/hang.json", mount))
+        thaw.start()
+        yield mount
+        thaw.join()
+    finally:
+        subprocess.run(["umount", str(mount)], check=True)
+
+
+def _thaw_when(told: Path, mount: Path) -> None:
+    deadline_s = time.monotonic() + 100
+    while not told.exists() and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    time.sleep(15.0)  # until the rank that waits for it has given up, or the writer would go on
+    subprocess.run(["fsfreeze", "-u", str(mount)], check=True)

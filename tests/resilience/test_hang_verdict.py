@@ -14,7 +14,7 @@ SUM = "all_reduce (sum) of float32 [1000]"
 INSIDE = (TRAIN, Place("/lib/shoal/comm/seam_work.py", 200, "wait"))
 
 
-def waiting(rank: int, number: int = 9, signature: str = SUM, place: Place = TRAIN, **more: bool) -> RankReport:
+def waiting(rank: int, number: int = 9, signature: str = SUM, place: Place = TRAIN, **more: int) -> RankReport:
     return RankReport(rank, f"host{rank // 2}", {"world": LastCall(number, signature, place, **more)}, INSIDE)
 
 
@@ -59,10 +59,10 @@ PLANTED: dict[str, tuple[dict[int, RankReport], tuple[int, ...], Place | None, s
         "waits for data at /home/u/train.py:40",
     ),
     "the backend's thread is stuck": (
-        all_but(waiting(1, started=False)),
+        {rank: waiting(rank, pending=2 if rank == 1 else 1) for rank in range(4)},
         (1,),
         TRAIN,
-        "the backend's thread of rank 1 has not taken call 9 of group 'world'",
+        "the backend's thread of rank 1 has not taken call 8 of group 'world'",
     ),
     "the disk hangs": (
         all_but(busy(0, ELSEWHERE, Place("/lib/shoal/checkpoint/objects.py", 180, "fsync"))),
@@ -146,6 +146,21 @@ def test_groups_in_different_orders_are_a_circle() -> None:
     assert found.ranks == (0, 1)
     assert "rank 0 waits for rank 1 in call 3 of group 'a'" in found.sentence
     assert "use the groups in the same order" in found.sentence
+
+
+def test_of_a_circle_the_rank_that_left_a_call_out_is_named() -> None:
+    """Two of three wait in call 3 of group a; rank 1 did not make it, and waits for them in group b."""
+    groups = {"a": (0, 1, 2), "b": (0, 1, 2)}
+    reports = {
+        rank: RankReport(rank, "h", {"a": LastCall(3, SUM, TRAIN), "b": LastCall(7, SUM, TRAIN, ended=True)}, INSIDE)
+        for rank in (0, 2)
+    }
+    over = LastCall(2, SUM, TRAIN, ended=True)
+    reports[1] = RankReport(1, "h", {"a": over, "b": LastCall(8, SUM, ELSEWHERE)}, INSIDE)
+    found = hang_verdict(groups, reports)
+    assert (found.ranks, found.place) == ((1,), ELSEWHERE)
+    assert "rank 1 left out call 3 of group 'a'" in found.sentence
+    assert "ranks 0, 2 in call 3" in found.sentence
 
 
 def test_where_nobody_is_missing_the_network_is_named() -> None:

@@ -128,7 +128,7 @@ parallel = 2
 [search]
 {search}
 [parameters]
-"optimizer.lr" = [0.05, 0.02, 0.01, 3e-3, 1e-3, 1e-4, 1e-5, 1e-6]
+"optimizer.lr" = [0.02, 3e-3, 1e-3, 3e-4, 1e-4, 3e-5, 1e-5, 1e-6]
 """
 
 

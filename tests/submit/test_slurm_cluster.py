@@ -208,7 +208,7 @@ def test_a_sweep_runs_its_trials_as_steps_of_a_job(cluster: SlurmCluster, own: P
     (own.folder / "run.toml").write_text(run)
     (own.folder / "sweep.toml").write_text(
         'name = "s"\nrun = "run.toml"\nobjective = "loss/train"\nparallel = 3\n[search]\nkind = "asha"\n'
-        'first_steps = 4\n[parameters]\n"optimizer.lr" = [0.05, 1e-5, 1e-6]\n'
+        'first_steps = 4\n[parameters]\n"optimizer.lr" = [0.02, 3.0, 10.0]\n'
     )
     via = "srun --quiet --nodes=1 --ntasks=1 --exact"
     done = subprocess.run(
@@ -218,7 +218,7 @@ def test_a_sweep_runs_its_trials_as_steps_of_a_job(cluster: SlurmCluster, own: P
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["rows"]
-    assert rows[0]["parameters"] == {"optimizer.lr": 0.05}
+    assert rows[0]["parameters"] == {"optimizer.lr": 0.02}
     assert {row["state"] for row in rows} == {"finished", "stopped early"}
     assert all((own.folder / f"sweeps/s/trial-000{index}/checkpoints/latest").exists() for index in range(3))
 

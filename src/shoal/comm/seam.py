@@ -89,6 +89,11 @@ class Seam(dist.ProcessGroup):
         return self._log
 
     @property
+    def pending(self) -> int:
+        """Calls that no thread of the backend has begun, as far as Shoal can see."""
+        return max(getattr(holder, "pending", 0) for holder in (self._checker, self.inner))
+
+    @property
     def hosts(self) -> tuple[str, ...]:
         """The identity of each rank's host, in rank order."""
         return self._volume.hosts

@@ -107,6 +107,11 @@ class Worker:
         self._calls.put(work)
         return work
 
+    @property
+    def pending(self) -> int:
+        """Calls that the thread has not begun."""
+        return self._calls.qsize()
+
     def close(self) -> None:
         """Ends the thread when the calls that were made are done."""
         self._end()

@@ -113,7 +113,7 @@ class HangWatch:
                 call = group.log.last()
                 inside = here is not None and here.label == label
                 place = Place(call.file, call.line)
-                calls[label] = LastCall(group.log.count, call.signature, place, ended=not inside)
+                calls[label] = LastCall(group.log.count, call.signature, place, ended=not inside, pending=group.pending)
         places = [Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) for frame in self._frames()]
         return RankReport(self._mesh.rank, socket.gethostname(), calls, tuple(reversed(places)), groups)
 

@@ -29,15 +29,15 @@ class Place(msgspec.Struct, frozen=True):
 class LastCall(msgspec.Struct, frozen=True):
     """A rank's newest collective in one group: the `number`-th there, from 1.
 
-    `signature` is all that has to be the same on all ranks; `ended`: it is over here; `started`: it was handed to the
-    backend.
+    `signature` is all that has to be the same on all ranks; `ended`: it is over here; `pending`: as many calls up to
+    this one wait for a thread of the backend.
     """
 
     number: int
     signature: str
     place: Place
     ended: bool = False
-    started: bool = True
+    pending: int = 0
 
 
 class RankReport(msgspec.Struct, frozen=True):
@@ -92,7 +92,7 @@ def hang_verdict(
     if ends:
         return _elsewhere(min(ends), groups, reports, library)
     if circle := _circle(waits):
-        return _deadlock(circle, reports)
+        return _left_out(circle, groups, reports) or _deadlock(circle, reports)
     return _all_inside(groups, reports)
 
 
@@ -190,6 +190,26 @@ def _circle(waits: Mapping[int, set[int]]) -> list[int]:
     return []
 
 
+def _left_out(
+    circle: Sequence[int], groups: Mapping[str, Sequence[int]], reports: Mapping[int, RankReport]
+) -> HangVerdict | None:
+    """Of a circle, the ranks that went past a call in which most members of its group wait; None without a majority."""
+    for name, members in groups.items():
+        calls = {rank: reports[rank].calls[name].number for rank in members if name in _open_calls(reports[rank])}
+        past = [rank for rank in circle if rank in members and rank not in calls]
+        if not past or 2 * len(calls) <= len(members) or len(set(calls.values())) > 1:
+            continue
+        went_on_to = next(iter(_open_calls(reports[past[0]]).values()))
+        return HangVerdict(
+            tuple(past),
+            went_on_to.place,
+            f"{_ranks(past)} left out call {next(iter(calls.values()))} of group '{name}' and went on to "
+            f"{went_on_to.signature} at {went_on_to.place}; for it wait {_waiting(name, list(calls), reports)}: all "
+            "ranks must make the same calls in the same order",
+        )
+    return None
+
+
 def _deadlock(circle: list[int], reports: Mapping[int, RankReport]) -> HangVerdict:
     parts = []
     for rank, following in zip(circle, [*circle[1:], circle[0]], strict=True):
@@ -204,15 +224,17 @@ def _deadlock(circle: list[int], reports: Mapping[int, RankReport]) -> HangVerdi
 def _all_inside(groups: Mapping[str, Sequence[int]], reports: Mapping[int, RankReport]) -> HangVerdict:
     for name, members in groups.items():
         inside = {rank: reports[rank].calls[name] for rank in members if name in _open_calls(reports[rank])}
-        unstarted = tuple(rank for rank, call in inside.items() if not call.started)
-        if unstarted and len(unstarted) < len(inside):
-            call = inside[unstarted[0]]
-            others = [rank for rank in members if rank not in unstarted]
+        begun = {rank: call.number - call.pending for rank, call in inside.items()}
+        behind = tuple(rank for rank in begun if begun[rank] < max(begun.values()))
+        if behind:
+            call = inside[behind[0]]
+            others = [rank for rank in members if rank not in behind]
             return HangVerdict(
-                unstarted,
+                behind,
                 call.place,
-                f"the backend's thread of {_ranks(unstarted)} has not taken call {call.number} of group '{name}' "
-                f"({call.signature} at {call.place}); for it wait {_waiting(name, others, reports)}",
+                f"the backend's thread of {_ranks(behind)} has not taken call {begun[behind[0]] + 1} of group "
+                f"'{name}' (it has been asked for {call.number}, {call.signature} at {call.place}); for it wait "
+                f"{_waiting(name, others, reports)}",
             )
     waiting = [text for name, members in groups.items() if (text := _waiting(name, members, reports))]
     if not waiting:

@@ -67,6 +67,11 @@ class AlgorithmGroup:
             self._chosen = ChosenCollective(messages, links, name=_TABLE_NAMES.get(algorithm, algorithm))
         self.tables = GroupTables(self._chosen.tables, all_kinds=self._all_kinds)
 
+    @property
+    def pending(self) -> int:
+        """Calls that the thread has not begun."""
+        return self._chosen.pending
+
     def __getattr__(self, name: str) -> Any:
         """Any other operation is Gloo's. Forwarded by name, because c10d's names differ between torch versions."""
         return getattr(self._inner, name)

@@ -68,6 +68,11 @@ class ChosenCollective:
     def wire(self) -> str:
         return self._inner.wire
 
+    @property
+    def pending(self) -> int:
+        """Calls that the thread has not begun."""
+        return self._worker.pending
+
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self._inner.allocate(numel, dtype=dtype, device=device)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import sysconfig
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +30,10 @@ _REDUCTIONS: tuple[tuple[Any, str], ...] = (
     (dist.ReduceOp.MIN, "min"),
     (dist.ReduceOp.PRODUCT, "product"),
 )
-_NOT_THE_CALLER = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+_INSIDE, _LIBRARY, _USERS = range(3)
+"""Whose a line of code is: PyTorch's or a collective's own, another library's or the rest of Shoal's, the user's."""
+_INSIDE_OF = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+_LIBRARIES = (str(Path(__file__).parents[2]), sysconfig.get_path("stdlib"), sysconfig.get_path("scripts"), "<")
 
 
 class Call(NamedTuple):
@@ -66,30 +70,39 @@ class Call(NamedTuple):
         return f"{str(dtype).removeprefix('torch.')} [{', '.join(dims)}]"
 
 
+def _kind_of(file: str) -> int:
+    if file.startswith(_INSIDE_OF):
+        return _INSIDE
+    return _LIBRARY if file.startswith(_LIBRARIES) or "site-packages" in file else _USERS
+
+
 class CallLog:
     """`count` collectives were called so far."""
 
     def __init__(self) -> None:
         self.count = 0
         self._rows: deque[tuple] = deque(maxlen=KEPT)
-        self._internal: dict[str, bool] = {}
+        self._kinds: dict[str, int] = {}
 
     def add(
         self, operation: str, tensors: Sequence[Tensor], reduce_op: Any, root: int | None, uneven: bool, depth: int = 1
     ) -> None:
-        """Records a call that is being made now. Its line is the nearest one outside PyTorch and `shoal.comm`; the
-        search begins `depth` frames above this one."""
+        """Records a call that is being made now. Its line is the nearest one of the user's; without any, the nearest
+        outside PyTorch and `shoal.comm`. The search begins `depth` frames above this one."""
         self.count += 1
-        frame, internal = sys._getframe(depth), self._internal
-        while (inside := internal.get(name := frame.f_code.co_filename)) is not False:
-            if inside is None:
-                internal[name] = name.startswith(_NOT_THE_CALLER)
-            elif frame.f_back is None:
-                break
-            else:
-                frame = frame.f_back
+        frame, kinds, nearest = sys._getframe(depth), self._kinds, None
+        while frame is not None:
+            name = frame.f_code.co_filename
+            kind = kinds.get(name)
+            if kind is None:
+                kind = kinds[name] = _kind_of(name)
+            if kind == _USERS or (kind == _LIBRARY and nearest is None):
+                nearest = (name, frame.f_lineno)
+                if kind == _USERS:
+                    break
+            frame = frame.f_back
         shapes = [(tensor.dtype, tensor.shape) for tensor in tensors]
-        self._rows.append((operation, shapes, reduce_op, root, uneven, name, frame.f_lineno))
+        self._rows.append((operation, shapes, reduce_op, root, uneven, *(nearest or ("", 0))))
 
     def last(self) -> Call:
         """The newest call."""

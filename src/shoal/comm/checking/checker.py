@@ -44,6 +44,11 @@ class CollectiveChecker:
         self._label, self._graph = label, graph
         self._worker = Worker(_nothing, name="shoal-check") if device.type == "cpu" else None
 
+    @property
+    def pending(self) -> int:
+        """Calls that the thread has not begun."""
+        return 0 if self._worker is None else self._worker.pending
+
     def call(self, number: int, call: Call, launch: Callable[[], Any], results: Sequence[Tensor], rows: Rows) -> Any:
         """The work of the group's `number`-th call, which `launch` makes. Its `wait` raises `CollectiveError` where
         ranks called different things, or wait for each other in different groups."""

@@ -63,6 +63,11 @@ class Hierarchical(dist.ProcessGroup):
         self._worker = Worker(self._levels.clear, name="shoal-hosts")
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, flat)
 
+    @property
+    def pending(self) -> int:
+        """Calls that the thread has not begun."""
+        return self._worker.pending
+
     def getBackendName(self) -> str:
         return "hierarchical"
 
