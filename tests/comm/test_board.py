@@ -24,9 +24,9 @@ from shoal.errors import CollectiveError, EnvironmentFault
 from shoal.launch import sockets
 from shoal.launch.environment import Place
 from shoal.launch.rendezvous import open_store
+from tests.waiting import HANG_S
 
 LIMIT_S = 0.3  # of the boards whose store is cut
-HANG_S = 60.0  # a wait that lasts so long has no bound
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +35,12 @@ def store():
     listener = sockets.listen_on_loopback()
     environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
     environ["SHOAL_STORE_FD"] = str(listener.detach())
-    return open_store(Place(0, 1, 0, 1, 0, "torchrun"), environ, timeout_s=10)
+    return open_store(Place(0, 1, 0, 1, 0, "torchrun"), environ, timeout_s=HANG_S)
 
 
 @pytest.fixture
 def board(store) -> Board:
-    return Board(store, timeout_s=5.0)
+    return Board(store, timeout_s=HANG_S)
 
 
 @pytest.mark.parametrize("size", [0, 1, PART_BYTES, PART_BYTES + 1, 3 * PART_BYTES + 5])
@@ -100,7 +100,7 @@ def test_a_waiting_thread_does_not_hold_the_main_thread(board: Board) -> None:
 
     def wait() -> None:
         waits.set()
-        got.extend(waiting.collect(["late"], 10))
+        got.extend(waiting.collect(["late"], HANG_S))
 
     thread = threading.Thread(target=wait)
     thread.start()
@@ -109,7 +109,7 @@ def test_a_waiting_thread_does_not_hold_the_main_thread(board: Board) -> None:
     assert board.collect(["main"]) == [b"thread"]
     assert got == []
     board.publish("late", b"now")
-    thread.join(10)
+    thread.join(HANG_S)
     assert got == [b"now"]
 
 
@@ -127,7 +127,7 @@ def test_what_is_forgotten_is_gone_in_all_its_parts(board: Board, size: int) -> 
 def test_a_store_that_is_gone_is_named() -> None:
     """Its host has ended: one sentence, not an error of the socket."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    board = Board(dist.TCPStore("127.0.0.1", server.port, is_master=False), timeout_s=5.0)
+    board = Board(dist.TCPStore("127.0.0.1", server.port, is_master=False), timeout_s=HANG_S)
     board.publish("a", b"")
     del server
     with pytest.raises(CollectiveError, match="the run's store is gone"):

@@ -11,6 +11,7 @@ import pytest
 
 from shoal.comm.shm.core import Settings
 from shoal.comm.shm.host import Handshake
+from tests.waiting import HANG_S
 
 NOBODY = 65534
 
@@ -41,7 +42,7 @@ def as_stranger(attempt: Callable[[], object]) -> str:
 
 @pytest.fixture
 def handshake() -> Iterator[Handshake]:
-    with Handshake(0, 2, settings=Settings(), timeout_s=5.0) as found:
+    with Handshake(0, 2, settings=Settings(), timeout_s=HANG_S) as found:
         yield found
 
 
