@@ -177,14 +177,14 @@ def _together(*calls: Callable[[], object]) -> list[int]:
     return [index for index, thread in enumerate(threads) if thread.is_alive()]
 
 
-def _opens_a_group(rank: int, store: dist.Store, size: int = 2) -> str:
+def _opens_a_group(rank: int, store: dist.Store, limit_s: float, size: int = 2) -> str:
     """Two ranks open a group, make a call and differ in the next one."""
-    waits = WaitGraph(Board(store, timeout_s=LIMIT_S), rank)
+    waits = WaitGraph(Board(store, timeout_s=limit_s), rank)
     waits.enter("t", range(size))
     try:
         group = connect(
             store, rank, size, device=torch.device("cpu"), label="t", ledger=Ledger(),
-            wire=WireConfig(timeout_s=LIMIT_S, transport="gloo", check_collectives=True), waits=waits,
+            wire=WireConfig(timeout_s=limit_s, transport="gloo", check_collectives=True), waits=waits,
         )  # fmt: skip
         group.all_reduce(torch.ones(3)).wait()
         group.all_reduce(torch.ones(3 + rank)).wait()
@@ -193,32 +193,32 @@ def _opens_a_group(rank: int, store: dist.Store, size: int = 2) -> str:
     return "no error"
 
 
-def _says_everything(rank: int, store: dist.Store) -> str:
+def _says_everything(rank: int, store: dist.Store, limit_s: float) -> str:
     """Every method of a board, and the diagnosis of a failure."""
-    board = Board(store, timeout_s=LIMIT_S)
+    board = Board(store, timeout_s=limit_s)
     try:
         board.all_gather("texts", "text", rank=rank, ranks=range(2))
         board.announce("word", lambda: "found", rank=rank)
         board.publish(f"mine/{rank}", b"x")
         board.collect([f"mine/{rank}"])
-        board.collect_some(["absent"], LIMIT_S)
+        board.collect_some(["absent"], min(limit_s, LIMIT_S))
         board.forget([f"mine/{rank}"])
-        return Diagnosis(board, rank, ("zero", "one"), patience_s=LIMIT_S).sentence("it", 0.0, "no reason")
+        return Diagnosis(board, rank, ("zero", "one"), patience_s=limit_s).sentence("it", 0.0, "no reason")
     except CollectiveError as error:
         return str(error)
 
 
 @pytest.mark.parametrize("program", [_opens_a_group, _says_everything])
-def test_a_cut_at_any_call_of_the_store_ends_every_wait(program: Callable[[int, dist.Store], str]) -> None:
+def test_a_cut_at_any_call_of_the_store_ends_every_wait(program: Callable[[int, dist.Store, float], str]) -> None:
     """Rank 1 loses the store before its first call, its second, ...: both ranks end, with a sentence."""
     mended, whole = threading.Event(), CutStore(dist.HashStore(), float("inf"), threading.Event())
-    assert _together(lambda: program(0, whole.inner), lambda: program(1, whole)) == []
+    assert _together(lambda: program(0, whole.inner, HANG_S), lambda: program(1, whole, HANG_S)) == []
     stores = [CutStore(dist.HashStore(), calls, mended) for calls in range(whole.made)]
     ended: dict[tuple[int, int], str] = {}
 
     def run(number: int, rank: int) -> None:
         store = stores[number]
-        ended[number, rank] = program(rank, store if rank == 1 else store.inner)
+        ended[number, rank] = program(rank, store if rank == 1 else store.inner, LIMIT_S)
 
     cases = [(number, rank) for number in range(whole.made) for rank in (0, 1)]
     try:

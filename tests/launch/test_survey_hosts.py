@@ -175,9 +175,8 @@ def test_who_does_not_know_the_token_is_sent_away() -> None:
         assert measure("127.0.0.1", port, "wrong").obstacle is not None
         link = measure("127.0.0.1", port, "right")
     assert link.obstacle is None
-    assert 0 < link.round_trip_s < 1
-    assert link.bytes_per_s > 1e6
-    assert abs(link.ahead_s) < 1
+    assert link.bytes_per_s > 0
+    assert abs(link.ahead_s) <= link.round_trip_s  # one clock, and half of the shortest round trip is the error
 
 
 @pytest.fixture
