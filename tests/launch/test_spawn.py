@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
+import threading
 import time
 
 import pytest
 
 from shoal.errors import EnvironmentFault
 from shoal.launch.signals import SAME_REQUEST_S
-from shoal.launch.spawn import run_ranks
+from shoal.launch.spawn import listening, run_ranks
 from tests.waiting import HANG_S
 
 WAIT = "ready(); wait_for_ever()"
@@ -134,6 +136,19 @@ def test_ctrl_c_lets_the_ranks_save(launch):
     assert code == 75
     assert "press again to stop at once" in said
     assert "stopped after a good checkpoint" in said
+
+
+def test_a_signal_that_another_thread_is_given_is_an_event():
+    """As the kernel may do where two come at once: it interrupts no wait of the main thread."""
+    events, over = queue.SimpleQueue(), threading.Event()
+    other = threading.Thread(target=over.wait)
+    other.start()
+    with listening(events):
+        assert other.ident is not None
+        threading.Timer(0.2, signal.pthread_kill, (other.ident, signal.SIGTERM)).start()
+        assert events.get(timeout=HANG_S) is signal.SIGTERM
+    over.set()
+    other.join()
 
 
 def test_ctrl_c_twice_stops_at_once(launch):
