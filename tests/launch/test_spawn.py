@@ -141,7 +141,7 @@ def test_ctrl_c_lets_the_ranks_save(launch):
 def test_a_signal_that_another_thread_is_given_is_an_event():
     """As the kernel may do where two come at once: it interrupts no wait of the main thread."""
     events, over = queue.SimpleQueue(), threading.Event()
-    other = threading.Thread(target=over.wait)
+    other = threading.Thread(target=over.wait, daemon=True)
     other.start()
     with listening(events):
         assert other.ident is not None
