@@ -14,8 +14,18 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # PyTorch reads it when i
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that runs the tests in the background has them ignore SIGINT; the programs that they start would, too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-hypothesis.settings.register_profile("shoal", deadline=None)  # a deadline is a timing assertion in disguise
-hypothesis.settings.load_profile("shoal")
+# A deadline and the check for slow draws are timing assertions in disguise; and `make test` gives one answer, on any
+# machine and at any time. `make stress` draws other examples in every run.
+_UNTIMED = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("same", **_UNTIMED, derandomize=True)
+hypothesis.settings.register_profile("other", **_UNTIMED)
+hypothesis.settings.load_profile("same")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before any test is imported."""
+    if config.getoption("markexpr") == "stress":
+        hypothesis.settings.load_profile("other")
 
 
 @pytest.hookimpl(tryfirst=True)

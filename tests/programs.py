@@ -28,6 +28,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 from tests.forkserver import forkserver
+from tests.waiting import HANG_S
 
 FORKED_MODULES = ("shoal", "shoal.launch.script")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2)
@@ -87,7 +88,7 @@ def start(arguments: Sequence[str], *, cwd: Path, env: Mapping[str, str], stdout
 
 
 def run(
-    arguments: Sequence[str], *, cwd: Path, env: Mapping[str, str] = os.environ, timeout_s: float = 90.0
+    arguments: Sequence[str], *, cwd: Path, env: Mapping[str, str] = os.environ, timeout_s: float = HANG_S
 ) -> subprocess.CompletedProcess[str]:
     """Runs `python ARGUMENTS` to its end."""
     with TemporaryDirectory() as folder:

@@ -12,7 +12,7 @@ import multiprocessing.connection
 import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 
 from tests.forkserver import forkserver
-
-TIMEOUT_S = 60.0
+from tests.waiting import HANG_S
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class RankPool:
         self._context = forkserver()
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def __call__(self, world: int, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
+    def __call__(self, world: int, function: Callable[..., Any], *args: Any, timeout_s: float = HANG_S) -> list[Any]:
         """What `function(place, *args)` returned on each rank. Raises `AssertionError` with the traceback of one."""
         outcomes = self.outcomes(world, function, *args, timeout_s=timeout_s)
         for rank, (worked, value) in enumerate(outcomes):
@@ -54,15 +53,25 @@ class RankPool:
         return [value for _, value in outcomes]
 
     def outcomes(
-        self, world: int, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S
+        self,
+        world: int,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout_s: float = HANG_S,
+        lost: Collection[int] = (),
     ) -> list[tuple[bool, Any]]:
-        """Per rank: (True, value), or (False, what went wrong). For tests that expect ranks to fail."""
+        """Per rank: (True, value), or (False, what went wrong). For tests that expect ranks to fail.
+
+        Nobody waits for the ranks in `lost`, which the function stops or kills: they are ended when the others have
+        answered.
+        """
         self._fill(world)
         self.calls += 1
         for rank in range(world):
             self.workers[rank][1].send((function, args, rank, world, self._store.port, f"call-{self.calls}"))
         deadline_s = time.monotonic() + timeout_s
-        return [self._answer(rank, deadline_s) for rank in range(world)]
+        found = {rank: self._answer(rank, deadline_s) for rank in range(world) if rank not in lost}
+        return [found[rank] if rank in found else self._ended(rank, "lost") for rank in range(world)]
 
     def close(self) -> None:
         """Ends the workers."""
@@ -88,11 +97,14 @@ class RankPool:
             if pipe.poll():
                 return pipe.recv()
         except EOFError:
-            pass
-        died = not process.is_alive()
+            process.join()  # only its end closes its pipe
+        return self._ended(rank, "timed out") if process.is_alive() else self._ended(rank, "died")
+
+    def _ended(self, rank: int, how: str) -> tuple[bool, str]:
+        process, _ = self.workers[rank]
         process.kill()
         process.join()
-        return False, f"died with exit code {process.exitcode}" if died else "timed out"
+        return False, f"died with exit code {process.exitcode}" if how == "died" else how
 
 
 def _serve(pipe: Any) -> None:

@@ -28,6 +28,7 @@ import shoal.c10d  # noqa: F401  (the backend's name)
 from shoal.comm.shm import transport
 from shoal.comm.shm.group import CoreGroup
 from shoal.comm.shm.work import PATIENCE_S
+from tests.waiting import wait_until
 
 RELATIVE = 1e-12  # float64; with more than two ranks Gloo adds in another order
 
@@ -253,6 +254,12 @@ class Stop(Exception):
     """What the signal of a test raises."""
 
 
+def times_rested(pid: int) -> int:
+    """How often a process has given up its core to wait for something."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+
+
 def interrupted(place, in_time: bool) -> tuple[list[float], list[float]]:
     """A strided sum of a call that a signal has ended on rank 0, and one of the next calls. Rank 1 sends it, and comes
     right behind it (`in_time`: most often before rank 0 looks for signals) or when its exception is out.
@@ -275,7 +282,8 @@ def interrupted(place, in_time: bool) -> tuple[list[float], list[float]]:
             place.store.wait(["summed"])  # no call meanwhile: the group goes on by itself
         else:
             waiter = int(place.store.get("ready"))
-            time.sleep(3.3 * PATIENCE_S)  # it is in its call by then, and between two looks
+            rests = times_rested(waiter)
+            wait_until(lambda: times_rested(waiter) > rests + 3)  # it is in its call, and has just looked for signals
             os.kill(waiter, signal.SIGALRM)
             if not in_time:
                 place.store.wait(["interrupted"])

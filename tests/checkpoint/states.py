@@ -19,6 +19,7 @@ from shoal.checkpoint.plan import plan_for
 from shoal.checkpoint.save import Saver, SaveReport
 from shoal.checkpoint.verify import checkpoints, read_manifest
 from shoal.topology.box import whole
+from tests.waiting import HANG_S
 
 light = settings(deadline=None, max_examples=50)
 """Properties on machines whose cores are busy: fewer examples, and no verdict on time."""
@@ -52,7 +53,7 @@ def saver_for(directory: Path, **options: Any) -> Saver:
 def save(saver: Saver, step: int, tensors: Mapping[str, Tensor] | None = None) -> SaveReport:
     """Save the state of `step` and wait for what became of it."""
     saver.save(step, state_of(step) if tensors is None else tensors, {"step": step}, layout=LAYOUT)
-    (report,) = saver.wait(60)
+    (report,) = saver.wait(HANG_S)
     return report
 
 
@@ -70,7 +71,7 @@ def on_ranks(world_size: int, work: Callable[[int], None]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(HANG_S)
     if failures:
         raise failures[0]
 

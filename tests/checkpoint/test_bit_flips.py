@@ -18,6 +18,7 @@ from shoal.checkpoint.objects import Places
 from shoal.checkpoint.verify import newest_verified, read_manifest
 from shoal.errors import CorruptCheckpoint, VerificationFailed
 from tests.checkpoint.states import same, saver_for
+from tests.waiting import HANG_S
 
 SAMPLE = 60
 """Bits of each file that the suite tries; the stress test tries them all."""
@@ -48,7 +49,7 @@ def run(tmp_path) -> Path:
     saver = saver_for(tmp_path)
     for step in (10, 20):
         saver.save(step, tensors_of(step), run_state(step), layout={"replicate": 1})
-        assert all(report.committed for report in saver.wait(60))
+        assert all(report.committed for report in saver.wait(HANG_S))
     return tmp_path
 
 
@@ -206,7 +207,7 @@ def test_the_pointer_tells_of_what_is_gone_and_of_what_was_swapped(run):
     manifest, older = places.manifest(20), places.manifest(20).read_bytes()
     saver = saver_for(run)
     saver.save(20, tensors_of(7), run_state(20), layout={})
-    assert saver.wait(60)[0].error is None
+    assert saver.wait(HANG_S)[0].error is None
     assert newest_verified(run)[1] == []
     manifest.write_bytes(older)
     assert any("has the hash" in problem for problem in newest_verified(run)[1])
@@ -222,6 +223,6 @@ def test_saving_a_step_again_never_looks_like_damage(run):
     seen = []
     saver = saver_for(run, on_point=lambda label: seen.append((label, newest_verified(run)[1])))
     saver.save(20, tensors_of(7), run_state(20), layout={})
-    assert saver.wait(60)[0].error is None
+    assert saver.wait(HANG_S)[0].error is None
     assert "commit/rename.after" in [label for label, _ in seen]
     assert [problems for _, problems in seen if problems] == []

@@ -22,6 +22,7 @@ from shoal.checkpoint.verify import newest_verified, read_manifest
 from shoal.errors import CorruptCheckpoint, ShoalError, UsageError, VerificationFailed
 from tests.checkpoint.states import save, saver_for, state_of
 from tests.memory_limit import memory_limit
+from tests.waiting import HANG_S
 
 PATH = Path("step-00000001/manifest.json")
 MEGABYTE = 1 << 20
@@ -235,6 +236,6 @@ def test_the_limit_of_the_state_is_met_by_the_writer_first(tmp_path):
     large = {"numbers": [draw.randrange(10**9, 10**10) for _ in range(MAX_STATE_BYTES // 10)]}
     saver = saver_for(tmp_path)
     saver.save(1, state_of(1), large, layout={})
-    (report,) = saver.wait(60)
+    (report,) = saver.wait(HANG_S)
     assert not report.committed
     assert "save what is large as tensors" in str(report.error)

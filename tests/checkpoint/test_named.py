@@ -14,6 +14,7 @@ from shoal.checkpoint.objects import Places
 from shoal.checkpoint.verify import checkpoint_in, newest_verified, read_manifest
 from shoal.errors import CorruptCheckpoint, UsageError
 from tests.checkpoint.states import leftovers, on_ranks, save, saver_for, state_of
+from tests.waiting import HANG_S
 
 
 @pytest.fixture
@@ -96,7 +97,7 @@ def test_ranks_make_them_again_together(tmp_path):
 
     def work(rank: int) -> None:
         savers[rank].save(1, state_of(1), {}, layout={})
-        (reports[rank],) = savers[rank].wait(60)
+        (reports[rank],) = savers[rank].wait(HANG_S)
 
     on_ranks(3, work)
     assert [report.error for report in reports.values()] == [None] * 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -22,6 +23,7 @@ from shoal.state.target import Target
 from shoal.topology.box import Box
 from tests.checkpoint.cuts import held, of_rank, shapes, targets
 from tests.checkpoint.states import OBJECT_BYTES, on_ranks, same, saver_for, state_of
+from tests.waiting import HANG_S
 
 WORLD = 4
 few = settings(deadline=None, max_examples=30)
@@ -44,7 +46,7 @@ class Ranks:
 
         def work(rank: int) -> None:
             self.savers[rank].save(step, tensors_of(rank), {}, layout={})
-            (reports[rank],) = self.savers[rank].wait(60)
+            (reports[rank],) = self.savers[rank].wait(HANG_S)
 
         on_ranks(self.world, work)
         found = checkpoints(self.directory)
@@ -131,7 +133,7 @@ def test_each_rank_writes_what_it_has_and_shares_are_level(tmp_path):
 
     def work(rank):
         savers[rank].save(1, tensors_of(rank), {}, layout={})
-        assert savers[rank].wait(60)[0].committed
+        assert savers[rank].wait(HANG_S)[0].committed
 
     on_ranks(WORLD, work)
     assert max(written) - min(written) <= 1
@@ -225,9 +227,20 @@ def test_what_did_not_change_is_agreed_upon_by_a_hash(tmp_path):
     assert ranks.exchange.nbytes - before == 64 * WORLD
 
 
+class ImpatientExchange(LocalExchange):
+    """Waits for as long as `limit_s` says."""
+
+    limit_s = HANG_S
+
+    def collect(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
+        return super().collect(keys, self.limit_s)
+
+
 def test_a_rank_that_does_not_come_costs_a_checkpoint_and_not_the_run(tmp_path):
-    """The save is reported as failed in time; when the rank is there again the next save works."""
-    ranks = Ranks(tmp_path, world=2, timeout_s=0.2)
+    """The save is reported as failed; when the rank is there again the next save works."""
+    exchange = ImpatientExchange()
+    ranks = Ranks(tmp_path, world=2, exchange=exchange)
+    exchange.limit_s = 0.2
     tensors = {"model/a": numbers((9,))}
     ranks.savers[0].save(1, tensors, {}, layout={})
     (report,) = ranks.savers[0].wait()
@@ -235,8 +248,9 @@ def test_a_rank_that_does_not_come_costs_a_checkpoint_and_not_the_run(tmp_path):
     assert "a rank did not answer" in str(report.error)
     late = threading.Thread(target=lambda: ranks.savers[1].save(1, tensors, {}, layout={}))
     late.start()
-    late.join(10)
-    ranks.savers[1].wait(10)
+    late.join(HANG_S)
+    ranks.savers[1].wait(HANG_S)
+    exchange.limit_s = HANG_S
     reports, _ = ranks.save(2, lambda rank: tensors)
     assert all(report.committed for report in reports.values())
 

@@ -7,6 +7,7 @@ import os
 import resource
 import subprocess
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from shoal.checkpoint.save import Saver, SaveReport
 from shoal.checkpoint.verify import checkpoints, newest_verified, read_manifest
 from shoal.errors import EnvironmentFault, UsageError
 from tests.checkpoint.states import LAYOUT, OBJECT_BYTES, leftovers, on_ranks, same, save, saver_for, state_of
+from tests.waiting import HANG_S, NEVER_S
 
 
 def loaded(directory: Path) -> tuple[int, dict[str, torch.Tensor]]:
@@ -46,30 +48,35 @@ def test_what_was_saved_comes_back_bit_by_bit(tmp_path):
 def test_training_may_change_its_tensors_as_soon_as_save_returns(tmp_path):
     """The checkpoint has the values at the call, though it is written later."""
     hold = threading.Event()
-    saver = saver_for(tmp_path, on_point=lambda label: label != "object/write.before" or hold.wait(30))
+    saver = saver_for(tmp_path, on_point=lambda label: label != "object/write.before" or hold.wait(HANG_S))
     tensors, state = state_of(1), {"cursor": [1]}
     saver.save(1, tensors, state, layout={})
     for tensor in tensors.values():
         tensor.zero_()
     state["cursor"].append(2)
     hold.set()
-    saver.wait(30)
+    saver.wait(HANG_S)
     assert same(loaded(tmp_path)[1], state_of(1))
     assert read_manifest(checkpoints(tmp_path)[0]).state == {"cursor": [1]}
 
 
 def test_a_save_waits_for_the_one_before(tmp_path):
     """Both are whole, in order, and the wait is part of the second one's stall."""
-    release = threading.Timer(0.3, lambda: hold.set())
-    hold = threading.Event()
-    saver = saver_for(tmp_path, on_point=lambda label: label != "commit/rename.before" or hold.wait(30))
+    hold, released_s = threading.Event(), []
+
+    def release() -> None:
+        released_s.append(time.monotonic())
+        hold.set()
+
+    saver = saver_for(tmp_path, on_point=lambda label: label != "commit/rename.before" or hold.wait(HANG_S))
     saver.save(1, state_of(1), {}, layout={})
     assert saver.poll() == []
     assert saver.wait(0.01) == []
-    release.start()
+    threading.Timer(0.3, release).start()
+    begin_s = time.monotonic()
     stall_s = saver.save(2, state_of(2), {}, layout={})
-    assert stall_s >= 0.2
-    assert [(report.step, report.committed) for report in saver.wait(30)] == [(1, True), (2, True)]
+    assert stall_s >= (released_s[0] - begin_s) / 2
+    assert [(report.step, report.committed) for report in saver.wait(HANG_S)] == [(1, True), (2, True)]
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000002", "step-00000001"]
 
 
@@ -253,7 +260,7 @@ def test_ranks_share_the_work_and_hear_the_same(tmp_path):
 
         saver = saver_for(tmp_path / "many", rank=rank, world_size=3, exchange=exchange, on_point=count)
         saver.save(1, state_of(1), {"step": 1}, layout=LAYOUT)
-        (reports[rank],) = saver.wait(60)
+        (reports[rank],) = saver.wait(HANG_S)
 
     on_ranks(3, work)
     assert min(written) >= 2
@@ -282,18 +289,18 @@ def test_no_rank_writes_while_rank_0_may_still_clear_up(tmp_path):
     exchange, heard, reports = Asked(), [], {}
 
     def saved_by(rank: int, on_point: OnPoint) -> Saver:
-        saver = saver_for(tmp_path, rank=rank, world_size=2, exchange=exchange, timeout_s=30, on_point=on_point)
+        saver = saver_for(tmp_path, rank=rank, world_size=2, exchange=exchange, timeout_s=HANG_S, on_point=on_point)
         with pytest.raises(UsageError):  # on all ranks alike: the round after it is the first that writes
             saver.save(1, state_of(1), {"not JSON": torch.ones(1)}, layout=LAYOUT)
         saver.save(1, state_of(1), {"step": 1}, layout=LAYOUT)
         return saver
 
     savers = [saved_by(1, heard.append)]
-    assert exchange.asked.wait(30)
+    assert exchange.asked.wait(HANG_S)
     assert heard == []
     savers.append(saved_by(0, unheard))
     for saver in savers:
-        (reports[saver],) = saver.wait(60)
+        (reports[saver],) = saver.wait(HANG_S)
     assert [report.error for report in reports.values()] == [None, None]
     assert "object/write.after" in heard
     assert same(loaded(tmp_path)[1], state_of(1))
@@ -305,9 +312,9 @@ def saves_of_ranks(directory: Path, tensors_of, **options) -> dict[int, SaveRepo
 
     def work(rank: int) -> None:
         heard = {"on_point": options["on_point"]} if "on_point" in options and rank == 1 else {}
-        saver = saver_for(directory, rank=rank, world_size=2, exchange=exchange, timeout_s=5, **heard)
+        saver = saver_for(directory, rank=rank, world_size=2, exchange=exchange, timeout_s=HANG_S, **heard)
         saver.save(2, tensors_of(rank), {}, layout={})
-        (reports[rank],) = saver.wait(60)
+        (reports[rank],) = saver.wait(HANG_S)
 
     on_ranks(2, work)
     return reports
@@ -349,14 +356,13 @@ def test_a_late_rank_0_hears_at_once_who_gave_up(tmp_path):
     """It does not wait for the share of a rank that has waited for it in vain."""
     exchange = LocalExchange()
     assert not save(saver_for(tmp_path, rank=1, world_size=2, exchange=exchange, timeout_s=0.05), 1).committed
-    report = save(saver_for(tmp_path, rank=0, world_size=2, exchange=exchange, timeout_s=20), 1)
+    report = save(saver_for(tmp_path, rank=0, world_size=2, exchange=exchange, timeout_s=NEVER_S), 1)
     assert "rank 1: " in str(report.error)
-    assert report.seconds < 10
 
 
 def test_closing_does_not_wait_for_the_dead(tmp_path):
     """A rank that leaves because others died is not held back by a save that they will never finish."""
-    saver = saver_for(tmp_path, world_size=2, timeout_s=20)
+    saver = saver_for(tmp_path, world_size=2, timeout_s=HANG_S)
     saver.save(1, state_of(1), {}, layout={})
     assert saver.close(0.05) == []
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import re
-import time
+import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from tests.cli.project import Project, ranks_of
 from tests.programs import Program, environ_of
+from tests.waiting import HANG_S
 
 OWN = '''
 import time
@@ -55,9 +57,9 @@ ELASTIC = """
 [elastic]
 min = 1
 max = 2
-silence_s = 4
-accept_s = 20
-wait_s = 30
+silence_s = 10
+accept_s = 40
+wait_s = 60
 fingerprint_every_steps = 3
 """
 
@@ -84,29 +86,21 @@ def start(own: Project, *overrides: str, step: int = 3) -> Program:
     """The run, at a pace that leaves time for what happens to it, once it has taken `step`."""
     set_pace(own, 0.2)
     running = own.start("train", "run.toml", *overrides)
-    own.wait_for_step(step, timeout_s=180.0)
+    own.wait_for_step(step)
     return running
 
 
 def to_the_end(own: Project, running: Program) -> int:
     """The exit code of the run, which needs to wait for nothing any more."""
     set_pace(own, 0.0)
-    return running.wait(180)
+    return running.wait(HANG_S)
 
 
 def wait_for_join(own: Project, pattern: str, *, output: str = "out.txt") -> None:
-    """Until a replica has joined, as `pattern` says; the others hardly get on meanwhile."""
+    """Until a replica has joined, as `pattern` says; the others hardly get on meanwhile, so that the run lasts."""
     set_pace(own, 1.0)
-    wait_for(own, pattern, output=output, timeout_s=180.0)
+    own.wait_for_text(pattern, output)
     set_pace(own, 0.2)
-
-
-def wait_for(own: Project, pattern: str, *, output: str = "out.txt", timeout_s: float = 120.0) -> None:
-    """Until the run has said something that matches `pattern`."""
-    deadline_s = time.monotonic() + timeout_s
-    while not re.search(pattern, own.said(output)):
-        assert time.monotonic() < deadline_s, f"{pattern!r} did not come:\n{own.said(output)}"
-        time.sleep(0.02)
 
 
 def replicas_of(launcher: Program) -> dict[int, list[int]]:
@@ -118,6 +112,16 @@ def replicas_of(launcher: Program) -> dict[int, list[int]]:
             slot = int(environ["SHOAL_REPLICA"].split("-")[1])
             found.setdefault(slot, {})[int(environ["SHOAL_REPLICA_RANK"])] = pid
     return {slot: [pids[rank] for rank in sorted(pids)] for slot, pids in found.items()}
+
+
+def rank_zero(pids: Iterable[int]) -> int:
+    """The process that writes the events of rank 0; slots come in any order, so slot 0 may have other ranks."""
+    for pid in pids:
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if Path(os.readlink(fd)).name == "rank-00000.jsonl":
+                    return pid
+    raise AssertionError("no replica writes the events of rank 0")
 
 
 def undisturbed(own: Project, *overrides: str) -> dict[int, float]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
-import time
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from shoal.recipes.run import open_run
 from shoal.runfile.load import load_run
 from tests import programs
 from tests.programs import Program
+from tests.waiting import HANG_S, wait_until
 
 OWN = '''
 import json, os, time
@@ -31,6 +32,7 @@ from torch import nn
 
 SAMPLES = 30
 RANK = os.environ.get("RANK") or os.environ.get("SLURM_PROCID", "0")
+LAST_RANK = str(int(os.environ.get("WORLD_SIZE", "1")) - 1)
 
 
 class Numbers:
@@ -49,13 +51,16 @@ class Numbers:
 
 
 class Logging(nn.Module):
-    """Learns the remainder by three, and writes down which numbers it was trained on in which step."""
+    """Learns the remainder by three, and writes down which numbers it was trained on in which step.
 
-    def __init__(self, width=8, pause=0.0, fail_at=-1, stop_at=-1):
+    The last rank does not get beyond step `hold_at` before there is a file `go`.
+    """
+
+    def __init__(self, width=8, pause=0.0, fail_at=-1, stop_at=-1, hold_at=-1):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(2, width), nn.Tanh(), nn.Linear(width, 3))
         self.register_buffer("step", torch.zeros((), dtype=torch.int64))
-        self.pause, self.fail_at, self.stop_at = pause, fail_at, stop_at
+        self.pause, self.fail_at, self.stop_at, self.hold_at = pause, fail_at, stop_at, hold_at
 
     def forward(self, x):
         if self.training:
@@ -69,6 +74,8 @@ class Logging(nn.Module):
                 raise ArithmeticError("a mistake in the user's own module")
             if int(self.step) == self.stop_at and RANK == "1":
                 os.kill(os.getpid(), 19)
+            while int(self.step) == self.hold_at and RANK == LAST_RANK and not os.path.exists("go"):
+                time.sleep(0.01)
         return self.layers(x)
 
 
@@ -132,7 +139,7 @@ class Project:
         return {**kept, "OMP_NUM_THREADS": "1", "SHOAL_CACHE": str(self.folder / "cache"), **more}
 
     def shoal(
-        self, *arguments: str, timeout_s: float = 90.0, address_space_bytes: int | None = None
+        self, *arguments: str, timeout_s: float = HANG_S, address_space_bytes: int | None = None
     ) -> subprocess.CompletedProcess[str]:
         """`shoal ...`, to its end, in an address space of that size."""
         if address_space_bytes is None:
@@ -168,7 +175,7 @@ class Project:
         return refusal.value
 
     def python(
-        self, *arguments: str, text: str | None = None, timeout_s: float = 90.0
+        self, *arguments: str, text: str | None = None, timeout_s: float = HANG_S
     ) -> subprocess.CompletedProcess[str]:
         """`python ...`, to its end, with `text` on its standard input."""
         if text is not None or not programs.is_forked(arguments):
@@ -183,7 +190,7 @@ class Project:
             input=text,
             capture_output=True,
             text=True,
-            timeout=90.0,
+            timeout=HANG_S,
             check=False,
         )
 
@@ -213,12 +220,9 @@ class Project:
         """What a process in the background has written so far."""
         return (self.folder / output).read_text()
 
-    def wait_for_text(self, text: str, output: str = "out.txt", timeout_s: float = 60.0) -> None:
-        """Until a process in the background has written `text`."""
-        deadline_s = time.monotonic() + timeout_s
-        while text not in self.said(output):
-            assert time.monotonic() < deadline_s, f"{text!r} did not come:\n{self.said(output)}"
-            time.sleep(0.02)
+    def wait_for_text(self, pattern: str, output: str = "out.txt") -> None:
+        """Until a process in the background has written what matches `pattern`."""
+        wait_until(lambda: re.search(pattern, self.said(output)), lambda: f"not {pattern!r}, but: {self.said(output)}")
 
     def events(self, run: str = "runs/own", rank: int = 0) -> list[Event]:
         return read_events(self.folder / run, rank)
@@ -235,14 +239,10 @@ class Project:
     def manifest(self, run: str = "runs/own", step: int = 9) -> dict:
         return json.loads((self.folder / run / f"checkpoints/step-{step:08d}/manifest.json").read_text())
 
-    def wait_for_step(self, step: int, run: str = "runs/own", timeout_s: float = 60.0) -> None:
+    def wait_for_step(self, step: int, run: str = "runs/own") -> None:
         """Until the events hold `step`."""
-        deadline_s = time.monotonic() + timeout_s
-        while time.monotonic() < deadline_s:
-            if any(event.step >= step for event in self.events(run)):
-                return
-            time.sleep(0.02)
-        raise AssertionError(f"step {step} did not come:\n{(self.folder / 'out.txt').read_text()}")
+        said = self.folder / "out.txt"
+        wait_until(lambda: any(event.step >= step for event in self.events(run)), lambda: said.read_text())
 
 
 def project(folder: Path) -> Project:

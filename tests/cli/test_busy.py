@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from shoal.cli.busy import busy
 from shoal.cli.verbs import Verbs
+from tests.waiting import HANG_S, NEVER_S
 
 
 class Heard(io.StringIO):
@@ -31,16 +32,16 @@ def test_long_work_says_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, while it goes on."""
     monkeypatch.setattr(sys, "stderr", heard := Heard())
     with busy("reading the model", after_s=0.0):
-        assert heard.written.wait(60)
+        assert heard.written.wait(HANG_S)
     assert heard.getvalue() == "reading the model\n"
 
 
 def test_short_work_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is shown once the work is over, and no thread is left."""
     monkeypatch.setattr(sys, "stderr", heard := Heard())
-    with busy("reading the model", after_s=60.0):
+    with busy("reading the model", after_s=NEVER_S):
         thread = next(thread for thread in threading.enumerate() if thread.name == "shoal-busy")
-    thread.join(10)
+    thread.join(HANG_S)
     assert not thread.is_alive()
     assert heard.getvalue() == ""
 

@@ -1,16 +1,19 @@
-"""Bad input by the table in `cases/refusals.toml`: one sentence, its exit code, and in under a second, for no rank is
-started and torch is not needed.
+"""Bad input by the table in `cases/refusals.toml`: one sentence and its exit code, at once, for no process is started
+and torch is not imported.
 """
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cli.project import project
+from tests.cli.project import OWN, RUN, project
 
 CASES: list[dict[str, Any]] = tomllib.loads((Path(__file__).parent / "cases/refusals.toml").read_text())["case"]
 
@@ -34,3 +37,52 @@ def test_bad_input_gets_its_sentence(case: dict[str, Any], tmp_path: Path, monke
     ]
     assert done.stdout == ""
     assert sorted(tmp_path.rglob("*")) == before
+
+
+ALL = """
+import io, json, os, sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from shoal.cli.main import main
+
+cases, files, folder = json.load(sys.stdin)
+started, found = [], {}
+
+def heard(event, arguments):
+    if event in ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system"):
+        started.append(event)
+
+sys.addaudithook(heard)
+environ = dict(os.environ)
+for number, case in enumerate(cases):
+    here = Path(folder, str(number))
+    here.mkdir()
+    for name, text in files.items():
+        (here / name).write_text(text)
+    if "file" in case:
+        file = case["file"]
+        (here / file["name"]).write_bytes(bytes.fromhex(file["hex"]) if "hex" in file else file["text"].encode())
+    os.chdir(here)
+    os.environ.clear()
+    os.environ.update(environ | case.get("environ", {}))
+    sys.argv = case["command"].split()
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        try:
+            main()
+            code = 0
+        except SystemExit as end:
+            code = end.code
+    found[f"{number}: {case['command']}"] = [code == case["code"], "torch" in sys.modules, started.copy()]
+    started.clear()
+json.dump(found, sys.stdout)
+"""
+
+
+def test_no_refusal_needs_torch_or_a_process(tmp_path: Path) -> None:
+    """All of them in one interpreter that has imported nothing else: what would take seconds does not happen."""
+    asked = json.dumps([CASES, {"own.py": OWN, "run.toml": RUN}, str(tmp_path)])
+    done = subprocess.run([sys.executable, "-c", ALL], input=asked, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found) == len(CASES)
+    assert [name for name, (refused, torch, started) in found.items() if not refused or torch or started] == []

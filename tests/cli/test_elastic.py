@@ -3,21 +3,19 @@ undisturbed one, in float64, where the order of summation shows in the last digi
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import re
 import signal
-import time
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from shoal.data.order import Order
+from tests.cli.elastic_runs import rank_zero, set_pace, to_the_end, wait_for_join
 from tests.cli.project import OWN, RUN, Project, ranks_of
 from tests.programs import Program, environ_of
+from tests.waiting import HANG_S
 
 STOPPED = 75
 LOSS_TOLERANCE = 1e-9
@@ -46,9 +44,9 @@ kind = "float64"
 [elastic]
 min = 1
 max = 3
-silence_s = 4
-accept_s = 15
-wait_s = 20
+silence_s = 10
+accept_s = 40
+wait_s = 50
 fingerprint_every_steps = 3
 """
 
@@ -72,42 +70,12 @@ def replicas_of(launcher: Program) -> dict[int, int]:
     return found
 
 
-def rank_zero(pids: Iterable[int]) -> int:
-    """The process that writes the events of rank 0; slots come in any order, so slot 0 may be another rank."""
-    for pid in pids:
-        for fd in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                if Path(os.readlink(fd)).name == "rank-00000.jsonl":
-                    return pid
-    raise AssertionError("no replica writes the events of rank 0")
-
-
 def start(own: Project, *overrides: str) -> Program:
     """The run, at a pace that leaves time for what happens to it, in its first steps."""
     set_pace(own, 0.2)
     running = own.start("train", "run.toml", *overrides)
     own.wait_for_step(3)
     return running
-
-
-def set_pace(own: Project, pause_s: float) -> None:
-    """From the next step on, every one pauses for so long; a reader finds a whole number at any time."""
-    (own.folder / "next-pace").write_text(str(pause_s))
-    (own.folder / "next-pace").replace(own.folder / "pace")
-
-
-def to_the_end(own: Project, running: Program) -> int:
-    """The exit code of the run, which needs to wait for nothing any more."""
-    set_pace(own, 0.0)
-    return running.wait(60)
-
-
-def wait_for(own: Project, pattern: str, *, timeout_s: float = 60.0) -> None:
-    """Until the run has said something that matches `pattern`."""
-    deadline_s = time.monotonic() + timeout_s
-    while not re.search(pattern, own.said()):
-        assert time.monotonic() < deadline_s, f"{pattern!r} did not come:\n{own.said()}"
-        time.sleep(0.02)
 
 
 def used_ids(own: Project) -> list[int]:
@@ -142,12 +110,12 @@ def test_killed_replicas_are_replaced_and_the_losses_stay_the_same(own: Project)
     first = replicas_of(running)
     lost = next(slot for slot in first if first[slot] != rank_zero(first.values()))
     os.kill(first[lost], signal.SIGKILL)
-    wait_for(own, r"of 3 replicas; rank [12] lost after step")
-    wait_for(own, r"3 of 3 replicas; .*rank 2 joined after step")
+    own.wait_for_text(r"of 3 replicas; rank [12] lost after step")
+    wait_for_join(own, r"3 of 3 replicas; .*rank 2 joined after step")
     second = replicas_of(running)
     assert {slot for slot in first if second[slot] != first[slot]} == {lost}, "survivors were restarted"
     os.kill(rank_zero(second.values()), signal.SIGKILL)
-    wait_for(own, r"replicas; rank 0 lost after step")
+    own.wait_for_text(r"replicas; rank 0 lost after step")
     assert to_the_end(own, running) == 0, own.said()
     losses = own.losses()
     assert len(losses) >= len(plain) - 1, "the record of one step may die with rank 0, which was to write it"
@@ -166,8 +134,8 @@ def test_a_stopped_replica_is_fenced_and_replaced(own: Project) -> None:
     plain = undisturbed(own)
     running = start(own)
     os.kill(replicas_of(running)[2], signal.SIGSTOP)
-    wait_for(own, r"replica-2-\w+ is fenced: its rank 0 was silent for")
-    wait_for(own, r"3 of 3 replicas; .*rank 2 joined after step")
+    own.wait_for_text(r"replica-2-\w+ is fenced: its rank 0 was silent for")
+    wait_for_join(own, r"3 of 3 replicas; .*rank 2 joined after step")
     assert to_the_end(own, running) == 0, own.said()
     assert own.losses() == pytest.approx(plain, rel=LOSS_TOLERANCE)
     assert used_ids(own) == expected_ids(STEPS)
@@ -179,7 +147,7 @@ def test_a_replica_that_is_asked_to_leave_hands_over(own: Project) -> None:
     plain = undisturbed(own)
     running = start(own)
     os.kill(replicas_of(running)[0], signal.SIGTERM)
-    wait_for(own, r"of 3 replicas; rank \d lost after step")
+    own.wait_for_text(r"of 3 replicas; rank \d lost after step")
     assert to_the_end(own, running) == 0, own.said()
     assert "takes its place" not in own.said()
     assert own.losses() == pytest.approx(plain, rel=LOSS_TOLERANCE)
@@ -193,7 +161,7 @@ def test_the_launcher_stops_the_run_and_the_same_command_goes_on(own: Project) -
     plain = undisturbed(own)
     running = start(own)
     running.send_signal(signal.SIGTERM)
-    assert running.wait(60) == STOPPED, own.said()
+    assert running.wait(HANG_S) == STOPPED, own.said()
     set_pace(own, 0.0)
     again = own.shoal("train", "run.toml")
     assert again.returncode == 0, again.stderr
@@ -207,8 +175,8 @@ def test_a_replica_with_a_flipped_bit_is_named_and_healed(own: Project) -> None:
     """One bit of one weight: the fingerprints after a step name the replica, and another takes over from the others."""
     running = start(own)
     (own.folder / "flip").write_text("2")
-    wait_for(own, r"replica-2-\w+ is fenced: its parameters after step \d+ differ from the majority's")
-    wait_for(own, r"3 of 3 replicas; .*rank 2 joined after step")
+    own.wait_for_text(r"replica-2-\w+ is fenced: its parameters after step \d+ differ from the majority's")
+    wait_for_join(own, r"3 of 3 replicas; .*rank 2 joined after step")
     assert to_the_end(own, running) == 0, own.said()
     assert used_ids(own) == expected_ids(STEPS)
 
@@ -218,7 +186,7 @@ def test_of_two_replicas_that_differ_none_goes_on(own: Project) -> None:
     """Nobody can say which of the two is right: exit 6 with a sentence, and nothing of it is saved."""
     running = start(own, "elastic.max=2")
     (own.folder / "flip").write_text("1")
-    assert running.wait(60) == 6, own.said()
+    assert running.wait(HANG_S) == 6, own.said()
     assert "no majority says whose are right" in own.said()
     assert not (own.folder / "runs/own/checkpoints/latest").exists()
 
@@ -226,9 +194,9 @@ def test_of_two_replicas_that_differ_none_goes_on(own: Project) -> None:
 @pytest.mark.stress
 def test_too_few_replicas_end_the_run_with_a_sentence(own: Project) -> None:
     """Below `min`, and nothing that is started again takes a step: exit 3, and how to go on."""
-    running = start(own, "elastic.min=3", "elastic.retries=0")
+    running = start(own, "elastic.min=3", "elastic.retries=0", "elastic.accept_s=15", "elastic.wait_s=20")
     os.kill(replicas_of(running)[1], signal.SIGKILL)
-    assert running.wait(60) == 3, own.said()
+    assert running.wait(HANG_S) == 3, own.said()
     assert "2 of at least 3 replicas are left" in own.said()
 
 
@@ -236,7 +204,7 @@ def test_what_cannot_be_elastic_is_refused(own: Project) -> None:
     """A sentence before any process starts."""
     for override, said in (
         ("elastic.min=4", "min = 4 is more than max = 3"),
-        ("elastic.wait_s=15", "raise wait_s above accept_s"),
+        ("elastic.wait_s=40", "raise wait_s above accept_s"),
         ("run.processes=2", "run.processes = 2 with elastic.max = 3"),
         ("layout.replicate=3", "layout.replicate = 3 with [elastic]"),
         ("layout.shard=3", "each replica needs at least 3 of a step"),

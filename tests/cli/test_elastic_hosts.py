@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.elastic_runs import gpt_project, set_pace, undisturbed, wait_for, wait_for_join
+from tests.cli.elastic_runs import gpt_project, set_pace, undisturbed, wait_for_join
 from tests.cli.project import Project
+from tests.waiting import HANG_S
 
 LOSS_TOLERANCE = 1e-9
 PORT = 29461
@@ -90,7 +91,7 @@ def coordinate(own: Project, host: Host, processes: list[subprocess.Popen[str]],
     """Starts a coordinator for one or two replicas; where it listens."""
     command = ("serve", "job.journal", "--token", "job.token", "--min", "1", "--max", "2", "--start", "30", *options)
     processes.append(host.start(own, "coordinator", *command, "--json", output="coordinator.txt"))
-    wait_for(own, r"\}\n", output="coordinator.txt")
+    own.wait_for_text(r"\}\n", output="coordinator.txt")
     where = json.loads(own.said("coordinator.txt").splitlines()[0])
     return f"{where['address']}:{where['port']}"
 
@@ -107,17 +108,17 @@ def test_a_lost_host_is_a_lost_replica(tmp_path: Path) -> None:
         set_pace(own, 0.3)
         first, second = (here.start(own, "train", "run.toml", *options, output=f"{n}.txt") for n in (1, 2))
         processes += [first, second]
-        own.wait_for_step(3, timeout_s=180.0)
+        own.wait_for_step(3)
         leader = 1 if "step" in own.said("1.txt") else 2
         lost, rest = (second, first) if leader == 1 else (first, second)
         lost.kill()
-        wait_for(own, r"1 of 2 replicas; rank \d lost after step", output=f"{leader}.txt")
+        own.wait_for_text(r"1 of 2 replicas; rank \d lost after step", output=f"{leader}.txt")
         again = here.start(own, "train", "run.toml", *options, output="3.txt")
         processes.append(again)
         wait_for_join(own, r"2 of 2 replicas; rank 1 joined after step", output=f"{leader}.txt")
         set_pace(own, 0.0)
-        assert rest.wait(120) == 0, own.said(f"{leader}.txt")
-        assert again.wait(120) == 0, own.said("3.txt")
+        assert rest.wait(HANG_S) == 0, own.said(f"{leader}.txt")
+        assert again.wait(HANG_S) == 0, own.said("3.txt")
     assert own.losses() == pytest.approx(plain, rel=LOSS_TOLERANCE)
 
 
@@ -139,17 +140,17 @@ def test_the_side_with_the_coordinator_goes_on_through_a_silent_partition(tmp_pa
         set_pace(own, 0.3)
         near, far = (h.start(own, "train", "run.toml", *options, output=f"{h.name}.txt") for h in (a, b))
         processes += [near, far]
-        own.wait_for_step(3, timeout_s=180.0)
+        own.wait_for_step(3)
         cut = ["ip", "-n", b.name, "link", "set", "eth0"]
         subprocess.run([*cut, "down"], check=True)
-        wait_for(own, r"1 of 2 replicas; rank \d lost after step", output=f"{a.name}.txt")
-        wait_for(own, "has not answered for", output=f"{b.name}.txt")
+        own.wait_for_text(r"1 of 2 replicas; rank \d lost after step", output=f"{a.name}.txt")
+        own.wait_for_text("has not answered for", output=f"{b.name}.txt")
         subprocess.run([*cut, "up"], check=True)
-        wait_for(own, "answers again", output=f"{b.name}.txt")
+        own.wait_for_text("answers again", output=f"{b.name}.txt")
         wait_for_join(own, r"2 of 2 replicas; rank 1 joined after step", output=f"{a.name}.txt")
         set_pace(own, 0.0)
-        assert near.wait(120) == 0, own.said(f"{a.name}.txt")
-        assert far.wait(120) == 0, own.said(f"{b.name}.txt")
+        assert near.wait(HANG_S) == 0, own.said(f"{a.name}.txt")
+        assert far.wait(HANG_S) == 0, own.said(f"{b.name}.txt")
 
 
 def test_a_launcher_without_the_jobs_token_starts_nothing(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ import pytest
 from tests.cli.elastic_runs import (
     gpt_project,
     memberships,
+    rank_zero,
     replicas_of,
     start,
     to_the_end,
     undisturbed,
-    wait_for,
     wait_for_join,
 )
 
@@ -38,14 +38,17 @@ def test_a_replica_that_is_split_inside_is_lost_and_replaced(tmp_path: Path, spl
     plain = undisturbed(own)
     running = start(own)
     first = replicas_of(running)
-    os.kill(first[1][1], signal.SIGKILL)
-    wait_for(own, r"of 2 replicas; ranks \d to \d lost after step")
+    writer = rank_zero(pid for pids in first.values() for pid in pids)
+    leader = next(slot for slot, pids in first.items() if writer in pids)
+    other = 1 - leader
+    os.kill(first[other][1], signal.SIGKILL)
+    own.wait_for_text(r"of 2 replicas; ranks \d to \d lost after step")
     wait_for_join(own, r"2 of 2 replicas; .*ranks \d to \d joined after step")
     second = replicas_of(running)
-    assert second[0] == first[0], "survivors were restarted"
-    assert not set(second[1]) & set(first[1]), "a rank outlived its replica"
-    os.kill(second[0][0], signal.SIGKILL)
-    wait_for(own, r"(?s)joined after step.*replicas; ranks 0 to \d lost after step")
+    assert second[leader] == first[leader], "survivors were restarted"
+    assert not set(second[other]) & set(first[other]), "a rank outlived its replica"
+    os.kill(second[leader][0], signal.SIGKILL)
+    own.wait_for_text(r"(?s)joined after step.*replicas; ranks 0 to \d lost after step")
     assert to_the_end(own, running) == 0, own.said()
     losses = own.losses()
     assert len(losses) >= len(plain) - 1, "the record of one step may die with rank 0, which was to write it"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.elastic_runs import ELASTIC, gpt_project, replicas_of, start, to_the_end, wait_for, wait_for_join
+from tests.cli.elastic_runs import ELASTIC, gpt_project, replicas_of, start, to_the_end, wait_for_join
 from tests.cli.project import Project
 
 PERIOD = 5
@@ -42,7 +42,7 @@ def test_a_killed_worker_is_replaced_under_every_strategy(tmp_path: Path, kind: 
     running = start(own, "checkpoint.every_steps=5", step=7)
     first = replicas_of(running)
     os.kill(first[1][0], signal.SIGKILL)
-    wait_for(own, r"of 3 replicas; rank \d lost after step \d+")
+    own.wait_for_text(r"of 3 replicas; rank \d lost after step \d+")
     wait_for_join(own, r"3 of 3 replicas; .*rank \d joined after step \d+")
     second = replicas_of(running)
     assert {slot for slot in first if second[slot] != first[slot]} == {1}, "survivors were restarted"
@@ -63,7 +63,7 @@ def test_survivors_of_a_round_keep_the_outer_state(tmp_path: Path) -> None:
     plain = "optimizer.momentum=0"
     running = start(own, "elastic.retries=0", plain, step=12)
     os.kill(replicas_of(running)[2][0], signal.SIGKILL)
-    wait_for(own, r"2 of 3 replicas; rank \d lost after step \d+")
+    own.wait_for_text(r"2 of 3 replicas; rank \d lost after step \d+")
     assert to_the_end(own, running) == 0, own.said()
     step = lost_after(own)
 

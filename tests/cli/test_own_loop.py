@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.project import Project, project, ranks_of
+from tests.waiting import HANG_S
 
 PLAIN = """
 import json, sys
@@ -27,12 +28,13 @@ scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
 OWN = (
     PLAIN
     + """
-import shoal, time
+import os, shoal, time
 data = torch.utils.data.TensorDataset(inputs, targets)
 run = shoal.start({"run": {"name": "own"}}, sys.argv[1:], model=model, optimizer=optimizer, data=(data, data),
                   batch_samples=12, epochs=2, state={"scheduler": scheduler})
-for x, y in run.batches():
-    time.sleep(PAUSE_S)
+for number, (x, y) in enumerate(run.batches(), start=1):
+    while HELD:
+        time.sleep(0.01)
     run.backward(F.cross_entropy(run.model(x), y))
     if run.step(clip_norm=1.0):
         scheduler.step()
@@ -43,6 +45,8 @@ if run.rank == 0:
 run.close()
 """
 )
+HELD = 'number == 8 and not os.path.exists(sys.argv[1] + ".go")'
+"""Whether a life of the script waits: in its eighth step, for a file that is named after the run."""
 ONE_PROCESS = (
     PLAIN
     + """
@@ -67,8 +71,8 @@ print(json.dumps({"losses": losses, "right": right, "lr": optimizer.param_groups
 def own(tmp_path_factory: pytest.TempPathFactory) -> Project:
     made = project(tmp_path_factory.mktemp("own"))
     (made.folder / "plain.py").write_text(ONE_PROCESS)
-    (made.folder / "own.py").write_text(OWN.replace("PAUSE_S", "0"))
-    (made.folder / "slow.py").write_text(OWN.replace("PAUSE_S", "0.15"))
+    (made.folder / "own.py").write_text(OWN.replace("HELD", "False"))
+    (made.folder / "held.py").write_text(OWN.replace("HELD", HELD))
     return made
 
 
@@ -112,11 +116,12 @@ def test_a_loop_computes_what_it_did_in_one_process(own: Project, plain: dict, l
 
 def test_a_killed_loop_goes_on_with_other_ranks(own: Project, plain: dict) -> None:
     """Killed on two ranks in mid-run and started again on three: the losses of the plain script, its learning rates."""
-    command = ("slow.py", "run.name=killed", "checkpoint.every_steps=2")
+    command = ("held.py", "run.name=killed", "checkpoint.every_steps=2")
     running = own.start(*command, "run.processes=2", module=())
     own.wait_for_step(5, run="runs/killed")
     os.kill(ranks_of(running)[-1], signal.SIGKILL)
-    assert running.wait(30) == 128 + signal.SIGKILL
+    (own.folder / "run.name=killed.go").touch()
+    assert running.wait(HANG_S) == 128 + signal.SIGKILL
     done = own.python(*command, "run.processes=3")
     assert done.returncode == 0, done.stderr
     losses = losses_of(own, "killed")
@@ -128,11 +133,12 @@ def test_a_killed_loop_goes_on_with_other_ranks(own: Project, plain: dict) -> No
 
 def test_a_signal_ends_a_loop_after_a_checkpoint(own: Project, plain: dict) -> None:
     """SIGTERM: exit 75 at the next step; the same command goes on."""
-    command = ("slow.py", "run.name=stopped", "run.processes=1")
+    command = ("held.py", "run.name=stopped", "run.processes=1")
     running = own.start(*command, module=())
     own.wait_for_step(3, run="runs/stopped")
     running.send_signal(signal.SIGTERM)
-    assert running.wait(30) == 75
+    (own.folder / "run.name=stopped.go").touch()
+    assert running.wait(HANG_S) == 75
     done = own.python(*command)
     assert done.returncode == 0, done.stderr
     losses = losses_of(own, "stopped")
@@ -142,7 +148,7 @@ def test_a_signal_ends_a_loop_after_a_checkpoint(own: Project, plain: dict) -> N
 def test_what_a_script_raises_ends_its_run(own: Project) -> None:
     """The script's own error: exit 1, its own traceback without Shoal's frames, and a report that names it."""
     (own.folder / "broken.py").write_text(
-        OWN.replace("PAUSE_S", "0").replace("        scheduler.step()", "        raise ArithmeticError('a mistake')")
+        OWN.replace("HELD", "False").replace("        scheduler.step()", "        raise ArithmeticError('a mistake')")
     )
     done = own.python("broken.py", "run.name=broken", "run.processes=2")
     assert done.returncode == 1
@@ -174,7 +180,9 @@ def test_what_a_script_raises_ends_its_run(own: Project) -> None:
 )  # fmt: skip
 def test_what_a_loop_may_not_do(own: Project, change: tuple[str, str], sentence: str) -> None:
     """Each mistake is one sentence, and no hang."""
-    script = OWN.replace("PAUSE_S", "0").replace("import shoal, time", "import shoal, time\nx0 = torch.zeros(3)")
+    script = OWN.replace("HELD", "False").replace(
+        "import os, shoal, time", "import os, shoal, time\nx0 = torch.zeros(3)"
+    )
     assert change[0] in script
     (own.folder / "wrong.py").write_text(script.replace(*change))
     done = own.python("wrong.py")
@@ -200,7 +208,7 @@ def test_weights_of_the_loop(own: Project) -> None:
     per_sample = F.cross_entropy(run.model(x), y, reduction="none")
     run.backward((per_sample * count).sum() / count.sum(), weight=float(count.sum()))
 """
-    script = OWN.replace("PAUSE_S", "0").replace("    run.backward(F.cross_entropy(run.model(x), y))\n", body[1:])
+    script = OWN.replace("HELD", "False").replace("    run.backward(F.cross_entropy(run.model(x), y))\n", body[1:])
     (own.folder / "weighed.py").write_text(script)
     for name, layout in (("one", "batch.micro_samples=5"), ("three", "run.processes=3")):
         done = own.python("weighed.py", layout, f"run.name={name}")

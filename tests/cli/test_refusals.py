@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.cli.project import Project, project
+from tests.waiting import HANG_S
 
 USAGE, ENVIRONMENT = 2, 3
 
@@ -134,10 +135,11 @@ def test_a_directory_of_another_model_is_refused_and_kept(own: Project) -> None:
 
 def test_a_directory_in_use_is_refused(own: Project) -> None:
     """A second run in the same directory: exit 3 names the holder, and the first goes on."""
-    running = own.start("train", "run.toml", "model.arguments={pause=0.5}")
+    running = own.start("train", "run.toml", "model.arguments={hold_at=3}")
     own.wait_for_step(1)
     refused(own.shoal("train", "run.toml"), ENVIRONMENT, "in use", str(running.pid))
-    assert running.wait(60) == 0
+    (own.folder / "go").touch()
+    assert running.wait(HANG_S) == 0
 
 
 def test_an_empty_data_file_of_arrays_is_named(own: Project) -> None:

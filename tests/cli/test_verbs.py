@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.project import Project, project
+from tests.waiting import HANG_S
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +167,7 @@ def test_srun_variables_make_ranks_of_several_nodes(trained: Project) -> None:
         }
         command = ("train", "run.toml", "run.directory=srun")
         ranks.append(trained.start(*command, output=f"task-{node}.txt", **variables))
-    assert [rank.wait(90) for rank in ranks] == [0, 0], trained.said("task-0.txt")
+    assert [rank.wait(HANG_S) for rank in ranks] == [0, 0], trained.said("task-0.txt")
     assert trained.losses("srun") == trained.losses()
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import runpy
 import signal
-import socket
 import sys
 import traceback
 from pathlib import Path
@@ -17,17 +16,15 @@ from typing import Any
 import numpy as np
 
 from tests.forkserver import forkserver
-
-TIMEOUT_S = 90.0
+from tests.ports import free_port
+from tests.waiting import HANG_S
 
 
 def run_script(script: Path, folder: Path, *overrides: str, world: int = 1, dies_at: int = 0) -> list[int]:
     """Runs `script` in `folder` on `world` ranks under Shoal, with these keys on top; their exit codes. Output goes to
     `rank-N.txt`. The last rank is killed in its backward number `dies_at`, if that is not 0.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     return _run(_be_rank, [(script, folder, overrides, rank, world, port, dies_at) for rank in range(world)])
 
 
@@ -46,7 +43,7 @@ def _run(target: Any, each: list[tuple]) -> list[int]:
     for process in processes:
         process.start()
     for process in processes:
-        process.join(TIMEOUT_S)
+        process.join(HANG_S)
     late = [process for process in processes if process.is_alive()]
     for process in late:
         process.kill()

@@ -11,8 +11,11 @@ from shoal.comm.mesh import Mesh, build_mesh
 from shoal.topology.layout import Layout
 from tests.ranks import TestPlace
 
+STOPPED_S = 3.0
+"""The timeout where a test has to wait for one. Ranks of a busy machine come to a call less far apart than this."""
 
-def replicas(place: TestPlace, *, timeout_s: float = 20.0, conditions: Conditions | None = None) -> Mesh:
+
+def replicas(place: TestPlace, *, timeout_s: float = 60.0, conditions: Conditions | None = None) -> Mesh:
     """One replica a rank."""
     return build_mesh(
         Layout(replicate=place.size),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 import weakref
 from typing import Any, get_args
 
@@ -17,6 +16,7 @@ from shoal.comm.mesh import Mesh, build_mesh
 from shoal.comm.volume import bytes_sent
 from shoal.topology.layout import Layout
 from tests.comm.test_collective import everything, expected
+from tests.waiting import wait_until
 
 NAMED = [name for name in get_args(Algorithm) if name not in ("backend", "auto")]
 
@@ -27,7 +27,7 @@ def mesh_by(place, algorithm: Algorithm, check: bool) -> Mesh:
         place.rank,
         store=torch.distributed.PrefixStore(algorithm, place.store),
         device=torch.device("cpu"),
-        wire=WireConfig(timeout_s=20, transport="gloo", algorithm=algorithm, check_collectives=check),
+        wire=WireConfig(timeout_s=60, transport="gloo", algorithm=algorithm, check_collectives=check),
     )
 
 
@@ -88,10 +88,8 @@ def dropped(place, algorithm: Algorithm, check: bool) -> bool:
     group = weakref.ref(world.group.inner)
     del mesh, world
     gc.collect()
-    until_s = time.monotonic() + 5
-    while group() is not None and time.monotonic() < until_s:  # a thread may still have it in hand
-        time.sleep(0.01)
-    return group() is None
+    wait_until(lambda: group() is None)  # a thread may still have it in hand
+    return True
 
 
 @pytest.mark.parametrize("check", [False, True])

@@ -24,9 +24,9 @@ from shoal.errors import CollectiveError, EnvironmentFault
 from shoal.launch import sockets
 from shoal.launch.environment import Place
 from shoal.launch.rendezvous import open_store
+from tests.waiting import HANG_S
 
 LIMIT_S = 0.3  # of the boards whose store is cut
-HANG_S = 60.0  # a wait that lasts so long has no bound
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +35,12 @@ def store():
     listener = sockets.listen_on_loopback()
     environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
     environ["SHOAL_STORE_FD"] = str(listener.detach())
-    return open_store(Place(0, 1, 0, 1, 0, "torchrun"), environ, timeout_s=10)
+    return open_store(Place(0, 1, 0, 1, 0, "torchrun"), environ, timeout_s=HANG_S)
 
 
 @pytest.fixture
 def board(store) -> Board:
-    return Board(store, timeout_s=5.0)
+    return Board(store, timeout_s=HANG_S)
 
 
 @pytest.mark.parametrize("size", [0, 1, PART_BYTES, PART_BYTES + 1, 3 * PART_BYTES + 5])
@@ -100,7 +100,7 @@ def test_a_waiting_thread_does_not_hold_the_main_thread(board: Board) -> None:
 
     def wait() -> None:
         waits.set()
-        got.extend(waiting.collect(["late"], 10))
+        got.extend(waiting.collect(["late"], HANG_S))
 
     thread = threading.Thread(target=wait)
     thread.start()
@@ -109,7 +109,7 @@ def test_a_waiting_thread_does_not_hold_the_main_thread(board: Board) -> None:
     assert board.collect(["main"]) == [b"thread"]
     assert got == []
     board.publish("late", b"now")
-    thread.join(10)
+    thread.join(HANG_S)
     assert got == [b"now"]
 
 
@@ -127,7 +127,7 @@ def test_what_is_forgotten_is_gone_in_all_its_parts(board: Board, size: int) -> 
 def test_a_store_that_is_gone_is_named() -> None:
     """Its host has ended: one sentence, not an error of the socket."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    board = Board(dist.TCPStore("127.0.0.1", server.port, is_master=False), timeout_s=5.0)
+    board = Board(dist.TCPStore("127.0.0.1", server.port, is_master=False), timeout_s=HANG_S)
     board.publish("a", b"")
     del server
     with pytest.raises(CollectiveError, match="the run's store is gone"):
@@ -177,14 +177,14 @@ def _together(*calls: Callable[[], object]) -> list[int]:
     return [index for index, thread in enumerate(threads) if thread.is_alive()]
 
 
-def _opens_a_group(rank: int, store: dist.Store, size: int = 2) -> str:
+def _opens_a_group(rank: int, store: dist.Store, limit_s: float, size: int = 2) -> str:
     """Two ranks open a group, make a call and differ in the next one."""
-    waits = WaitGraph(Board(store, timeout_s=LIMIT_S), rank)
+    waits = WaitGraph(Board(store, timeout_s=limit_s), rank)
     waits.enter("t", range(size))
     try:
         group = connect(
             store, rank, size, device=torch.device("cpu"), label="t", ledger=Ledger(),
-            wire=WireConfig(timeout_s=LIMIT_S, transport="gloo", check_collectives=True), waits=waits,
+            wire=WireConfig(timeout_s=limit_s, transport="gloo", check_collectives=True), waits=waits,
         )  # fmt: skip
         group.all_reduce(torch.ones(3)).wait()
         group.all_reduce(torch.ones(3 + rank)).wait()
@@ -193,32 +193,32 @@ def _opens_a_group(rank: int, store: dist.Store, size: int = 2) -> str:
     return "no error"
 
 
-def _says_everything(rank: int, store: dist.Store) -> str:
+def _says_everything(rank: int, store: dist.Store, limit_s: float) -> str:
     """Every method of a board, and the diagnosis of a failure."""
-    board = Board(store, timeout_s=LIMIT_S)
+    board = Board(store, timeout_s=limit_s)
     try:
         board.all_gather("texts", "text", rank=rank, ranks=range(2))
         board.announce("word", lambda: "found", rank=rank)
         board.publish(f"mine/{rank}", b"x")
         board.collect([f"mine/{rank}"])
-        board.collect_some(["absent"], LIMIT_S)
+        board.collect_some(["absent"], min(limit_s, LIMIT_S))
         board.forget([f"mine/{rank}"])
-        return Diagnosis(board, rank, ("zero", "one"), patience_s=LIMIT_S).sentence("it", 0.0, "no reason")
+        return Diagnosis(board, rank, ("zero", "one"), patience_s=limit_s).sentence("it", 0.0, "no reason")
     except CollectiveError as error:
         return str(error)
 
 
 @pytest.mark.parametrize("program", [_opens_a_group, _says_everything])
-def test_a_cut_at_any_call_of_the_store_ends_every_wait(program: Callable[[int, dist.Store], str]) -> None:
+def test_a_cut_at_any_call_of_the_store_ends_every_wait(program: Callable[[int, dist.Store, float], str]) -> None:
     """Rank 1 loses the store before its first call, its second, ...: both ranks end, with a sentence."""
     mended, whole = threading.Event(), CutStore(dist.HashStore(), float("inf"), threading.Event())
-    assert _together(lambda: program(0, whole.inner), lambda: program(1, whole)) == []
+    assert _together(lambda: program(0, whole.inner, HANG_S), lambda: program(1, whole, HANG_S)) == []
     stores = [CutStore(dist.HashStore(), calls, mended) for calls in range(whole.made)]
     ended: dict[tuple[int, int], str] = {}
 
     def run(number: int, rank: int) -> None:
         store = stores[number]
-        ended[number, rank] = program(rank, store if rank == 1 else store.inner)
+        ended[number, rank] = program(rank, store if rank == 1 else store.inner, LIMIT_S)
 
     cases = [(number, rank) for number in range(whole.made) for rank in (0, 1)]
     try:

@@ -12,6 +12,7 @@ from shoal.comm.collective import Collective
 from shoal.comm.local import local_group
 from shoal.errors import CollectiveError
 from tests.comm.groups import replicas
+from tests.waiting import HANG_S
 
 
 def everything(group: Collective) -> dict[str, torch.Tensor]:
@@ -90,7 +91,7 @@ def over_threads(size: int, function: Callable[[Collective], object]) -> list[ob
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(HANG_S)
     return results
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from itertools import permutations
 
@@ -13,6 +12,7 @@ import torch
 from shoal.collectives.catalogue import tables
 from shoal.collectives.table import Kind, Table, relabelled
 from shoal.comm.algorithms import execute
+from shoal.comm.algorithms import probe as probes
 from shoal.comm.algorithms.choose import choose, ranking
 from shoal.comm.algorithms.probe import probe
 from shoal.comm.algorithms.tables import ChosenCollective
@@ -22,6 +22,7 @@ from shoal.errors import CollectiveError, LayoutError
 from shoal.topology.links import Links, clustered, slow_links, uniform
 from tests.comm.groups import replicas
 from tests.comm.test_collective import everything, expected
+from tests.waiting import HANG_S
 
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 5e-2, torch.float16: 5e-3}
 """Sums of up to eight numbers in another order: a few units in the last place."""
@@ -43,7 +44,7 @@ def over_threads(size: int, function: Callable[[Collective], object], groups: li
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(HANG_S)
     for result in results:
         if isinstance(result, BaseException):
             raise result
@@ -274,19 +275,29 @@ def test_short_vectors_take_few_steps_and_long_ones_few_bytes() -> None:
     assert choose("all_reduce", 1e3, uniform(1, latency_s=1e-5, bytes_s=1e9)).seconds == 0
 
 
+class Clock:
+    """The time of all ranks: a pair sends one message at a time while the others wait, and only messages take time."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+
 class Delayed:
     """`Collective` of a rank whose messages take a planted latency and rate to arrive."""
 
-    def __init__(self, inner: Collective, links: Links) -> None:
-        self._inner, self._links, self.rank, self.size = inner, links, inner.rank, inner.size
+    def __init__(self, inner: Collective, links: Links, clock: Clock) -> None:
+        self._inner, self._links, self._clock, self.rank, self.size = inner, links, clock, inner.rank, inner.size
         self.all_gather, self.barrier, self.recv = inner.all_gather, inner.barrier, inner.recv
 
     def send(self, tensor: torch.Tensor, *, to: int, tag: int = 0) -> Handle:
-        time.sleep(self._links.seconds(self.rank, to, tensor.nbytes))
+        self._clock.now_s += self._links.seconds(self.rank, to, tensor.nbytes)
         return self._inner.send(tensor, to=to, tag=tag)
 
 
-def test_the_probe_finds_planted_hosts_and_a_slow_link() -> None:
+def test_the_probe_finds_planted_hosts_and_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks 0 and 3 and ranks 1 and 4 share hosts; the link between host 0 and host 2 is slow. All ranks agree."""
     placement = [0, 1, 2, 0, 1]
     inner, outer, slow = (0.0, 1e9), (2e-4, 2e7), 4e6
@@ -296,7 +307,8 @@ def test_the_probe_finds_planted_hosts_and_a_slow_link() -> None:
         if {placement[i], placement[j]} == {0, 2}:
             rates[i][j] = slow
     links = Links(planted.latency_s, tuple(map(tuple, rates)), planted.hosts)
-    groups = [Delayed(group, links) for group in local_group(5)]
+    monkeypatch.setattr(probes, "time", clock := Clock())
+    groups = [Delayed(group, links, clock) for group in local_group(5)]
     found = over_threads(5, lambda group: probe(group, device=CPU, size_bytes=1 << 16, repeats=9), groups)
     assert all(links == found[0] for links in found)
     assert found[0].hosts == tuple(placement)

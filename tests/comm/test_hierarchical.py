@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -27,6 +26,7 @@ from shoal.errors import CollectiveError
 from tests.comm.groups import replicas
 from tests.comm.hosts import on_host
 from tests.comm.test_collective import everything, expected
+from tests.waiting import HANG_S, NEVER_S
 
 DIVISIONS = ["abbb", "aabb", "abab", "aaabbbcc", "abcabcab"]
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -35,7 +35,7 @@ DTYPES = (*FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8)
 RELATIVE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
-def on_two_levels(place, hosts: str, *, timeout_s: float = 20.0, conditions: Conditions | None = None) -> Collective:
+def on_two_levels(place, hosts: str, *, timeout_s: float = 60.0, conditions: Conditions | None = None) -> Collective:
     with on_host(hosts[place.rank]):
         world = replicas(place, timeout_s=timeout_s, conditions=conditions).world
     assert world.group.why.startswith("shared memory inside hosts, Gloo between")
@@ -241,7 +241,7 @@ def sent_between_hosts(hosts: str, operation: str, numel: int) -> int:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(HANG_S)
     return sum(sent)
 
 
@@ -268,7 +268,7 @@ def test_two_levels_never_send_more_between_hosts_than_a_ring(operation: str) ->
 
 def losing_one(place, hosts: str, loser: int) -> str:
     faults = [Fault("all_reduce", 1, "kill")] if place.rank == loser else []
-    world = on_two_levels(place, hosts, conditions=Conditions(faults=faults))
+    world = on_two_levels(place, hosts, timeout_s=NEVER_S, conditions=Conditions(faults=faults))
     world.all_reduce(torch.ones(3)).wait()
     try:
         world.all_reduce(torch.ones(3)).wait()
@@ -278,10 +278,8 @@ def losing_one(place, hosts: str, loser: int) -> str:
 
 
 def test_a_rank_that_dies_is_named_on_every_host(ranks) -> None:
-    """Whether it shares the dead rank's host or not, a survivor knows in seconds who it was."""
-    begin_s = time.monotonic()
+    """Whether it shares the dead rank's host or not, a survivor knows who it was, not by a timeout."""
     outcomes = ranks.outcomes(4, losing_one, "aabb", 3)
-    assert time.monotonic() - begin_s < 15
     for survived, sentence in outcomes[:3]:
         assert survived, sentence
         assert "rank 3 (host" in sentence

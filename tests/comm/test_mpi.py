@@ -29,7 +29,7 @@ needs_mpi = pytest.mark.skipif(
 )
 
 
-def called(*command: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+def called(*command: str, timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 

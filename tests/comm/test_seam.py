@@ -13,7 +13,8 @@ from shoal.comm.conditions import Conditions, Fault
 from shoal.comm.ledger import Entry
 from shoal.comm.volume import bytes_sent
 from shoal.errors import CollectiveError
-from tests.comm.groups import replicas
+from tests.comm.groups import STOPPED_S, replicas
+from tests.waiting import NEVER_S
 
 
 def counted(place) -> tuple[int, int, float]:
@@ -44,22 +45,20 @@ def under(place, faults: list[Fault], faulty_rank: int, timeout_s: float) -> str
 
 
 def test_a_killed_rank_is_named_by_the_others(ranks) -> None:
-    """When a rank dies in mid-run, the survivor learns in seconds which one it was and in what operation."""
-    begin_s = time.monotonic()
-    (survived, sentence), (lived, _) = ranks.outcomes(2, under, [Fault("all_reduce", 1, "kill")], 1, 20.0)
+    """When a rank dies in mid-run, the survivor learns which one it was and in what operation, not by a timeout."""
+    (survived, sentence), (lived, _) = ranks.outcomes(2, under, [Fault("all_reduce", 1, "kill")], 1, NEVER_S)
     assert survived, sentence
     assert not lived
     assert "rank 1 (host" in sentence
     assert "all_reduce number 1" in sentence
     assert "did not come" in sentence
-    assert time.monotonic() - begin_s < 10
 
 
 def test_a_stopped_rank_is_named_after_the_timeout(ranks) -> None:
     """A rank that stands still (SIGSTOP) is named once the timeout is over, although its connection is alive."""
     ranks._fill(2)
     stopped = ranks.workers[1][0].pid
-    (survived, sentence), _ = ranks.outcomes(2, under, [Fault("all_reduce", 1, "stop")], 1, 1.0, timeout_s=8.0)
+    (survived, sentence), _ = ranks.outcomes(2, under, [Fault("all_reduce", 1, "stop")], 1, STOPPED_S, lost=[1])
     assert survived, sentence
     assert "rank 1 (host" in sentence
     assert "did not come" in sentence

@@ -141,7 +141,7 @@ def property_of_a_changed_file(folder: Path, kind: str, data: st.DataObject) -> 
 
 
 @pytest.mark.parametrize("kind", READERS)
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=100, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_changed_file_is_read_or_refused(tmp_path, kind, data):
     """No exception of Python's or msgspec's reaches the user."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from shoal.coordinator.client import Address, Begin, Client
 from shoal.coordinator.handshake import read_token
+from tests.waiting import HANG_S
 
 
 @dataclass
@@ -57,7 +58,7 @@ def first_generation(*clients: Client) -> None:
         client.ready(step=0, position=0)
 
 
-def together(*clients: Client, timeout_s: float = 20.0) -> list[Begin]:
+def together(*clients: Client, timeout_s: float = HANG_S) -> list[Begin]:
     """The next generation, which all of them wait for at the same time."""
     with ThreadPoolExecutor(len(clients)) as pool:
         return list(pool.map(lambda client: client.generation(timeout_s), clients))

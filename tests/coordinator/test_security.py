@@ -20,6 +20,7 @@ from shoal.coordinator.service import Limits
 from shoal.errors import EnvironmentFault
 from shoal.resilience.events import Expel, Heartbeat, Join, Look, View
 from tests.coordinator.services import Running, first_generation, running
+from tests.waiting import HANG_S, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def knock(service: Running) -> socket.socket:
 
 def is_closed(connection: socket.socket) -> bool:
     """Does the coordinator close it, after at most one frame of its own?"""
-    connection.settimeout(Limits().handshake_s + 10)
+    connection.settimeout(Limits().handshake_s + HANG_S)
     try:
         while connection.recv(1 << 16):
             pass
@@ -54,19 +55,22 @@ def is_closed(connection: socket.socket) -> bool:
 
 
 def still_trains(service: Running, honest: Client) -> bool:
-    """The generation stands, and a step is committed, at once."""
+    """The generation stands, and a step is committed."""
     connection = Connection(service.address)
     before = connection.ask(Look())
     assert isinstance(before, View)
     honest.applied(stop=8 * (before.committed + 1))
-    for _ in range(500):
+    views: list[View] = []
+
+    def look() -> bool:
         now = connection.ask(Look())
         assert isinstance(now, View)
-        if now.committed > before.committed:
-            connection.close()
-            return now.members == ("honest",) and now.number == before.number
-        threading.Event().wait(0.01)
-    return False
+        views.append(now)
+        return now.committed > before.committed
+
+    wait_until(look)
+    connection.close()
+    return views[-1].members == ("honest",) and views[-1].number == before.number
 
 
 def test_a_wrong_token_is_refused(service: Running, honest: Client) -> None:
@@ -74,7 +78,7 @@ def test_a_wrong_token_is_refused(service: Running, honest: Client) -> None:
     with pytest.raises(handshake.TokenRefused, match="use the token file of the job"):
         Connection(Address("127.0.0.1", service.port, b"x" * 64))
     with Client(Address("127.0.0.1", service.port, b"x" * 64), "b") as client, pytest.raises(handshake.TokenRefused):
-        client.generation(10)
+        client.generation(HANG_S)
     assert still_trains(service, honest)
 
 
@@ -84,7 +88,7 @@ def test_nothing_is_answered_before_the_proof(service: Running, honest: Client, 
     with knock(service) as connection:
         frames.receive(connection, most_bytes=512)
         connection.sendall(frames.encode(message))
-        connection.settimeout(10)
+        connection.settimeout(HANG_S)
         with contextlib.suppress(ConnectionResetError):
             assert connection.recv(1) == b""
     assert still_trains(service, honest)
@@ -136,11 +140,11 @@ def test_one_byte_at_a_time_is_cut_off(service: Running, honest: Client) -> None
         connection.settimeout(1)
         drops = (100).to_bytes(4, "big") + b"\x83" * 100  # a frame of legal size that never ends
         sent, closed, wait = 0, False, threading.Event()
-        while not closed and sent < 40:
+        while not closed and sent < len(drops):
             try:
                 connection.sendall(drops[sent : sent + 1])
                 sent += 1
-                wait.wait(0.5)
+                wait.wait(0.2)
                 connection.settimeout(0.01)
                 closed = connection.recv(1) == b""
             except TimeoutError:
@@ -166,7 +170,7 @@ def test_a_peer_that_does_not_read_is_closed(service: Running, honest: Client) -
     """It asks and never takes the answers: the coordinator's memory does not grow, and others are served."""
     connection = Connection(service.address)
     raw = connection._socket
-    raw.settimeout(30)
+    raw.settimeout(HANG_S)
 
     def ask_for_ever() -> None:
         for _ in range(4000):

@@ -22,22 +22,23 @@ from shoal.resilience.events import Committed, Ended, Formed, Look, View
 from shoal.resilience.ledger import audit
 from shoal.resilience.participant import FencedOut
 from tests.coordinator.services import first_generation, running, start, together
-
-PATIENCE_S = 20.0
+from tests.waiting import HANG_S, wait_until
 
 
 def committed(service_address: object, step: int) -> View:
     """The view when `step` is committed."""
     connection = Connection(service_address)  # pyright: ignore[reportArgumentType]
-    event = threading.Event()
-    for _ in range(int(PATIENCE_S / 0.02)):
+    views: list[View] = []
+
+    def look() -> bool:
         view = connection.ask(Look())
         assert isinstance(view, View)
-        if view.committed >= step:
-            connection.close()
-            return view
-        event.wait(0.02)
-    raise AssertionError(f"step {step} was not committed, but {view}")
+        views.append(view)
+        return view.committed >= step
+
+    wait_until(look, lambda: str(views[-1]))
+    connection.close()
+    return views[-1]
 
 
 def test_steps_are_committed_through_a_kill_of_the_coordinator(tmp_path: Path) -> None:
@@ -84,7 +85,7 @@ def test_survivors_are_woken_and_form_the_next_generation(tmp_path: Path) -> Non
             connection = Connection(service.address)
             connection.ask(Ended("c"))
             connection.close()
-            assert woken.wait(PATIENCE_S)
+            assert woken.wait(HANG_S)
             begin, copied = together(a, b)
             assert (begin.state_from, begin.view.step, begin.view.position) == ("here", 2, 16)
             assert copied.state_from == "peer"
@@ -118,7 +119,7 @@ def test_an_expelled_replica_is_told(tmp_path: Path) -> None:
             where = ["coordinator", "expel", f"127.0.0.1:{service.port}", "b", "--token", str(tmp_path / "token")]
             subprocess.run([sys.executable, "-m", "shoal", *where], check=True)
             with pytest.raises(FencedOut, match="an operator expelled it"):
-                b.generation(PATIENCE_S)
+                b.generation(HANG_S)
 
 
 def test_a_launcher_that_watches_anew_hears_no_old_news(tmp_path: Path) -> None:
@@ -133,12 +134,12 @@ def test_a_launcher_that_watches_anew_hears_no_old_news(tmp_path: Path) -> None:
                 with Client(service.address, "b") as b:
                     together(a, b)
                     b.ready(step=1, position=8)
-                    formed = news.get(timeout=PATIENCE_S)
+                    formed = news.get(timeout=HANG_S)
                     assert isinstance(formed, Formed)
                     assert (formed.members, formed.step) == (("a", "b"), 1)
                     for client in (a, b):
                         client.applied(stop=16)
-                    step = news.get(timeout=PATIENCE_S)  # the one that it began with is none of its own
+                    step = news.get(timeout=HANG_S)  # the one that it began with is none of its own
                     assert isinstance(step, Committed)
                     assert step.step == 2
 
@@ -155,12 +156,12 @@ def test_one_connection_that_breaks_is_no_refusal() -> None:
                 tried.append(bool(connection.recv(1 << 10)))
 
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
-        listener.settimeout(PATIENCE_S)
+        listener.settimeout(HANG_S)
         refused = pool.submit(refuse, listener)
         address = Address("127.0.0.1", listener.getsockname()[1], b"x" * 64)
         with Client(address, "a") as client, pytest.raises(TokenRefused):
-            client.generation(PATIENCE_S)
-        refused.result(PATIENCE_S)
+            client.generation(HANG_S)
+        refused.result(HANG_S)
     assert tried == [True] * MOST_REFUSALS
 
 

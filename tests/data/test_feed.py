@@ -16,6 +16,7 @@ from shoal.data.feed import Feed, SlowReads, StepShare, evaluation_batches
 from shoal.data.order import Order
 from shoal.data.sample import Batch
 from shoal.errors import ConfigError, DataError, UserCodeError
+from tests.waiting import wait_until
 
 
 class Numbers:
@@ -137,18 +138,37 @@ def test_order_is_kept_when_readers_race():
     assert ids_of([b for step in got for b in step.microbatches]) == Order(100, 7).ids(np.arange(60)).tolist()
 
 
+class Gated(Numbers):
+    """Gives a sample for each that it is `allowed`."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__(samples)
+        self.allowed, self.asked = threading.Semaphore(0), 0
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        self.asked += 1
+        self.allowed.acquire()
+        return index, index
+
+    def allow(self, samples: int) -> None:
+        self.allowed.release(samples)
+
+
 def test_reading_hides_behind_the_step():
-    """Where reading takes just under a step, the caller hardly waits; without time to hide behind, it does."""
-    source = Numbers(1000, pause_s=0.009)  # 4 samples: 36 ms of a 45 ms step
-    with feed(source) as fed:
+    """While the caller takes a step, the next ones are read: it gets them though nothing can be read any more. Then it
+    waits, and says for how long."""
+    source, steps = Gated(1000), []
+    with feed(source, prefetch_steps=2) as fed:
+        source.allow(4)
         fed.next()
-        waits_s = []
-        for _ in range(10):
-            time.sleep(0.045)
-            waits_s.append(fed.next().wait_s)
-        hurried_s = [fed.next().wait_s for _ in range(10)]
-    assert sum(waits_s) < 0.5 * sum(hurried_s)
-    assert sum(hurried_s) > 0.2
+        source.allow(2 * 4)  # nobody asks for them yet
+        wait_until(lambda: source.asked == 4 + 2 * 4)
+        steps += [fed.next(), fed.next()]
+        threading.Timer(0.3, source.allow, [4]).start()
+        steps.append(fed.next())
+        source.allow(1000)  # for the threads that are still in the source
+    assert [step.interval.start for step in steps] == [4, 8, 12]
+    assert steps[-1].wait_s > 0.2
 
 
 def test_a_failing_sample_stops_at_its_own_step():
@@ -166,12 +186,13 @@ def test_a_failing_sample_stops_at_its_own_step():
 
 def test_closing_ends_the_readers():
     """After `close` no thread of the feed runs, even in mid-step, and `next` says so."""
-    before = threading.active_count()
+    before = set(threading.enumerate())
     fed = feed(Numbers(1000, pause_s=0.005), global_samples=1000, micro_samples=2, readers=3)  # 5 s a step
-    assert threading.active_count() == before + 3
+    readers = set(threading.enumerate()) - before
+    assert len(readers) == 3
     fed.close()
     fed.close()
-    assert threading.active_count() == before
+    assert not any(reader.is_alive() for reader in readers)
     with pytest.raises(ValueError, match="closed"):
         fed.next()
 

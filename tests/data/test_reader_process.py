@@ -17,6 +17,7 @@ from shoal.data.reader_process import Opening, ReaderProcess
 from shoal.data.sample import map_tree
 from shoal.errors import DataError, EnvironmentFault, UserCodeError
 from tests.data.sources import built, written
+from tests.waiting import HANG_S
 
 SEED = 3
 
@@ -144,4 +145,4 @@ def test_a_killed_rank_leaves_no_reader():
 
     poll = select.poll()
     poll.register(ended, select.POLLIN)
-    assert poll.poll(30_000), "the reader still runs"
+    assert poll.poll(1000 * HANG_S), "the reader still runs"

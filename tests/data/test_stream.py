@@ -13,6 +13,7 @@ from shoal.data.feed import Feed, StepShare
 from shoal.data.stream import GrowingFile
 from shoal.errors import DataError
 from tests.data.sources import built
+from tests.waiting import HANG_S
 
 
 def line(i: int, pad: int = 0) -> str:
@@ -20,7 +21,7 @@ def line(i: int, pad: int = 0) -> str:
 
 
 def table(path: Path, **more) -> dict:
-    return {"kind": "stream", "path": str(path), "inputs": "x", "targets": "y", "patience_s": 20.0} | more
+    return {"kind": "stream", "path": str(path), "inputs": "x", "targets": "y", "patience_s": HANG_S} | more
 
 
 def fed(dataset: Dataset, cursor: Cursor, *, ranks: int, steps: int, readers: int = 2) -> tuple[Cursor, list[int]]:

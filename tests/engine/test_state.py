@@ -34,6 +34,7 @@ from shoal.topology.box import Box, whole
 from shoal.topology.holding import AlongTensor, held
 from shoal.topology.layout import Layout
 from tests.checkpoint.states import on_ranks, saver_for
+from tests.waiting import HANG_S
 
 IDENTITY = {"optimizer.kind": "adamw"}
 SPLIT_DIM = {"embed.weight": 0, "up.weight": 0, "up.bias": 0, "down.weight": 1}
@@ -155,7 +156,7 @@ def save(directory: Path, states: list[TrainState]) -> None:
 
     def work(rank: int) -> None:
         savers[rank].save(states[rank].progress.step, states[rank].tensors(), states[rank].to_json(), layout={})
-        (report,) = savers[rank].wait(60)
+        (report,) = savers[rank].wait(HANG_S)
         assert report.committed, report.error
 
     on_ranks(len(states), work)

@@ -11,6 +11,7 @@ import pytest
 
 from shoal.observe.events import read_events
 from tests.cli.project import Project, project, ranks_of
+from tests.waiting import HANG_S
 
 SWEEP = """
 name = "s"
@@ -38,13 +39,14 @@ def test_a_killed_trial_costs_itself_and_a_second_start_trains_it_alone(own: Pro
     slow = (
         (own.folder / "run.toml")
         .read_text()
-        .replace('build = "own:model"', 'build = "own:model"\narguments = {pause = 0.3}')
+        .replace('build = "own:model"', 'build = "own:model"\narguments = {hold_at = 5}')
     )
     (own.folder / "run.toml").write_text(slow)
     sweeping = own.start("sweep", "sweep.toml")
     own.wait_for_step(2, run="sweeps/s/trial-0000")
     os.kill(ranks_of(sweeping)[0], signal.SIGKILL)
-    assert sweeping.wait(80) == 0, own.said()
+    (own.folder / "go").touch()
+    assert sweeping.wait(HANG_S) == 0, own.said()
     assert "trial-0000 failed with exit code 137" in own.said()
     finished = (own.folder / "sweeps/s/trial-0001/events/rank-00000.jsonl").read_bytes()
 

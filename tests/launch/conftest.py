@@ -6,12 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.waiting import HANG_S, wait_until
 
 SOURCE = Path(__file__).parents[2] / "src"
 LAUNCHER = """
@@ -19,9 +20,9 @@ import os, sys
 from pathlib import Path
 from shoal.launch.spawn import run_ranks
 from shoal.launch.supervision import Patience
-script, processes, directory = sys.argv[1:]
+script, processes, directory, failure_s = sys.argv[1:]
 sys.exit(run_ranks([sys.executable, script], processes=int(processes), run_directory=Path(directory),
-                   environ=os.environ, patience=Patience(failure_s=0.5, saving_s=5.0, terminate_s=0.3)))
+                   environ=os.environ, patience=Patience(failure_s=float(failure_s), saving_s=300.0, terminate_s=0.3)))
 """
 RANK = """
 import os, signal, sys, time
@@ -40,18 +41,11 @@ def ready():
 def until(condition):
     while not condition():
         time.sleep(0.01)
+def wait_for_ever():
+    while True:
+        time.sleep(60)
 with report_failure(place, Path(os.environ["SHOAL_FAILURE_FOLDER"])):
 """
-
-
-def _eventually(condition: Callable[[], bool], within_s: float = 20.0) -> bool:
-    """Whether the condition comes true in time."""
-    end_s = time.monotonic() + within_s
-    while not condition():
-        if time.monotonic() > end_s:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 def _is_alive(pid: int) -> bool:
@@ -66,51 +60,55 @@ def _is_alive(pid: int) -> bool:
 class Launched:
     """A launcher that runs."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[bytes]
     directory: Path
     processes: int
+    said: Path
 
     def rank_pids(self) -> list[int]:
         """The ranks' pids, once every one of them is ready."""
         files = [self.directory / f"ready-{rank}" for rank in range(self.processes)]
-        assert _eventually(lambda: all(file.exists() for file in files)), "the ranks never got ready"
+        wait_until(lambda: all(file.exists() for file in files), self.said.read_text)
         return [int(file.read_text()) for file in files]
 
     def survivors(self, pids: list[int]) -> list[int]:
         """Those of `pids` that still run."""
         return [pid for pid in pids if _is_alive(pid)]
 
-    def are_gone(self, pids: list[int], *, within_s: float) -> bool:
-        """Whether all of `pids` end in time."""
-        return _eventually(lambda: not self.survivors(pids), within_s)
+    def wait_for_ends(self, pids: list[int]) -> None:
+        """Until none of `pids` runs."""
+        wait_until(lambda: not self.survivors(pids))
+
+    def interrupt(self) -> None:
+        """A first SIGINT, until the launcher has answered: by then every rank that runs was sent SIGTERM."""
+        self.process.send_signal(signal.SIGINT)
+        wait_until(lambda: "press again to stop at once\n" in self.said.read_text())
 
     def end(self) -> tuple[int, str]:
         """The launcher's exit code and what it said."""
-        _, said = self.process.communicate(timeout=30)
-        return self.process.returncode, said
+        code = self.process.wait(timeout=HANG_S)
+        return code, self.said.read_text()
 
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
-    """Start a launcher over ranks that run `body`."""
+    """Start a launcher over ranks that run `body`; once one has failed, the others have `failure_s` to end."""
     started: list[Launched] = []
 
-    def start(body: str, processes: int = 2) -> Launched:
+    def start(body: str, processes: int = 2, *, failure_s: float = 0.5) -> Launched:
         script = tmp_path / "rank.py"
         indented = "".join(f"    {line}\n" for line in body.strip().splitlines())
         script.write_text(RANK.format(directory=str(tmp_path)) + indented)
-        process = subprocess.Popen(
-            [sys.executable, "-c", LAUNCHER, str(script), str(processes), str(tmp_path)],
-            env={**os.environ, "PYTHONPATH": str(SOURCE)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        started.append(Launched(process, tmp_path, processes))
+        command = [sys.executable, "-c", LAUNCHER, str(script), str(processes), str(tmp_path), str(failure_s)]
+        environ = {**os.environ, "PYTHONPATH": str(SOURCE)}
+        said = tmp_path / f"said-{len(started)}"
+        with said.open("wb") as stderr:
+            process = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=stderr)
+        started.append(Launched(process, tmp_path, processes, said))
         return started[-1]
 
     yield start
     for launched in started:
         if launched.process.poll() is None:
             launched.process.send_signal(signal.SIGKILL)
-        launched.process.communicate()
+        launched.process.wait()

@@ -14,6 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from shoal import errors
 from shoal.launch.failure import Failure, failure_of, read_failures, write_failure, write_for_torchrun
+from tests.waiting import HANG_S
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -94,13 +95,13 @@ with report_failure(Place(0, 1, 0, 1, 0, "torchrun"), {folder}):
 print("went on")
 """
     environ = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    return subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=20)
+    return subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=HANG_S)
 
 
 def test_a_thread_that_hangs_does_not_hold_the_exit(tmp_path):
     """A non-daemon thread that sleeps would keep a normal exit waiting; the failed rank leaves at once."""
     done = run(
-        "threading.Thread(target=time.sleep, args=(60,)).start(); raise ValueError('x')", f"Path({str(tmp_path)!r})"
+        "threading.Thread(target=time.sleep, args=(3600,)).start(); raise ValueError('x')", f"Path({str(tmp_path)!r})"
     )
     assert done.returncode == 1
     (record,) = read_failures(tmp_path)

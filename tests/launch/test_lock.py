@@ -20,7 +20,7 @@ from pathlib import Path
 from shoal.launch.lock import RunLock
 with RunLock(Path(sys.argv[1])):
     print("held", flush=True)
-    time.sleep(60)
+    time.sleep(3600)
 """
 
 
@@ -42,7 +42,7 @@ def test_the_lock_lives_as_long_as_a_rank_that_inherited_it(tmp_path):
     """The launcher lets go, a rank still holds; the rank is gone, the lock is free."""
     lock = RunLock(tmp_path)
     lock.acquire()
-    rank = subprocess.Popen(["sleep", "60"], pass_fds=[lock.fd])
+    rank = subprocess.Popen(["sleep", "infinity"], pass_fds=[lock.fd])
     lock.release()
     with pytest.raises(InUse):
         RunLock(tmp_path).acquire()
@@ -55,7 +55,7 @@ def test_the_lock_lives_as_long_as_a_rank_that_inherited_it(tmp_path):
 def test_a_child_that_is_not_handed_the_lock_does_not_hold_it(tmp_path):
     """Only ranks inherit it: any other child of the launcher may outlive the run."""
     with RunLock(tmp_path):
-        other = subprocess.Popen(["sleep", "60"])
+        other = subprocess.Popen(["sleep", "infinity"])
     with RunLock(tmp_path):
         pass
     other.kill()

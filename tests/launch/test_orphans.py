@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from shoal.launch.rank_process import LAUNCHER_PID, LAUNCHER_PIPE
+from tests.waiting import HANG_S
 
 SOURCE = Path(__file__).parents[2] / "src"
 RANK = """
@@ -16,7 +17,7 @@ import os, time
 from shoal.launch.rank_process import die_with_parent
 die_with_parent(os.environ)
 print("armed", flush=True)
-time.sleep(60)
+time.sleep(3600)
 """
 
 
@@ -35,7 +36,7 @@ def test_the_end_of_the_pipe_is_the_end_of_the_rank():
     assert rank.stdout.readline() == b"armed\n"
     assert rank.poll() is None
     os.close(write_end)
-    assert rank.wait(timeout=10) == -signal.SIGKILL
+    assert rank.wait(timeout=HANG_S) == -signal.SIGKILL
     os.close(read_end)
     rank.stdout.close()
 
@@ -44,7 +45,7 @@ def test_a_launcher_that_died_first_is_noticed():
     """A rank whose parent is not its launcher any more ends before it starts, though the pipe is open."""
     read_end, write_end = os.pipe()
     rank = start(read_end, launcher_pid=os.getppid())
-    assert rank.communicate(timeout=10) == (b"", None)
+    assert rank.communicate(timeout=HANG_S) == (b"", None)
     assert rank.returncode == -signal.SIGKILL
     os.close(read_end)
     os.close(write_end)

@@ -17,6 +17,8 @@ from shoal.errors import CollectiveError, EnvironmentFault, InUse
 from shoal.launch import sockets, wait
 from shoal.launch.environment import Place
 from shoal.launch.rendezvous import Rendezvous, interface_for, open_store, tell_failure
+from tests.ports import free_port
+from tests.waiting import HANG_S
 
 FIRST, SECOND = Place(0, 2, 0, 2, 0, "torchrun"), Place(1, 2, 1, 2, 0, "torchrun")
 ALONE, REMOTE = Place(0, 1, 0, 1, 0, "torchrun"), (Place(0, 2, 0, 1, 0, "slurm"), Place(1, 2, 0, 1, 1, "slurm"))
@@ -32,12 +34,6 @@ def listening(port: int) -> list[str]:
     return [address for address, hex_port in ends if int(hex_port, 16) == port]
 
 
-def free_port() -> int:
-    """A port that was free just now."""
-    with sockets.listen_on_loopback() as listener:
-        return listener.getsockname()[1]
-
-
 def environ_for(port: int, address: str = "127.0.0.1") -> dict[str, str]:
     """What every rank finds."""
     return {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
@@ -46,7 +42,7 @@ def environ_for(port: int, address: str = "127.0.0.1") -> dict[str, str]:
 def opened(*pairs: tuple[Place, dict[str, str]]) -> list[Store]:
     """The stores of all ranks, opened at the same time."""
     with ThreadPoolExecutor() as pool:
-        return [future.result() for future in [pool.submit(open_store, *pair, timeout_s=20) for pair in pairs]]
+        return [future.result() for future in [pool.submit(open_store, *pair, timeout_s=HANG_S) for pair in pairs]]
 
 
 def met(timeout_s: float) -> tuple[Rendezvous, Rendezvous]:
@@ -73,7 +69,7 @@ def test_the_launchers_socket_becomes_the_store():
 def test_without_a_launcher_a_local_store_stays_on_loopback(address):
     """Rank 0 binds MASTER_ADDR itself; a loopback address is reachable from this host alone."""
     port = free_port()
-    store = open_store(ALONE, environ_for(port, address), timeout_s=10)
+    store = open_store(ALONE, environ_for(port, address), timeout_s=HANG_S)
     store.set("key", "value")
     assert len(listening(port)) == 1
     assert listening(port)[0] in (LOOPBACK_4, "00000000000000000000000001000000")
@@ -92,7 +88,7 @@ def test_a_port_in_use_is_named():
     with sockets.listen_on_loopback() as listener:
         port = listener.getsockname()[1]
         with pytest.raises(InUse, match=rf"port {port} .*MASTER_PORT"):
-            open_store(FIRST, environ_for(port), timeout_s=5)
+            open_store(FIRST, environ_for(port), timeout_s=HANG_S)
 
 
 def test_a_rank_0_that_does_not_answer_is_named():
@@ -128,7 +124,7 @@ def test_ranks_that_never_come_are_named():
 def test_a_wait_is_reported_before_it_ends(monkeypatch, capfd):
     """The first sentence comes long before the timeout, names who is missing, and the wait goes on after it."""
     monkeypatch.setattr(wait, "SAY_AFTER_S", 0.2)
-    one, two = met(10)
+    one, two = met(HANG_S)
     found: Future[str] = Future()
     with ThreadPoolExecutor() as pool:
         ends = [pool.submit(rank.announce, "slow", found.result) for rank in (one, two)]
@@ -145,7 +141,7 @@ def test_a_rank_that_failed_tells_those_that_wait_for_it():
     port = free_port()
     first, _ = opened((FIRST, environ_for(port)), (SECOND, environ_for(port)))
     with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(Rendezvous(first, FIRST, timeout_s=60).barrier, "the end")
+        waiting = pool.submit(Rendezvous(first, FIRST, timeout_s=HANG_S).barrier, "the end")
         tell_failure(SECOND, environ_for(port), "own.toml: run.steps: found 0")
         with pytest.raises(CollectiveError, match=r"^rank 1 failed: own.toml: run.steps: found 0$"):
             waiting.result()
@@ -155,7 +151,7 @@ def test_a_rank_0_that_failed_before_it_hosted_the_store_still_tells():
     """Rank 1 waits for a store that is not there; rank 0 refuses, hosts it just long enough, and is heard."""
     environ = environ_for(free_port())
     with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(open_store, SECOND, environ, timeout_s=60)
+        waiting = pool.submit(open_store, SECOND, environ, timeout_s=HANG_S)
         tell_failure(FIRST, environ, "the run directory is in use")
         with pytest.raises(CollectiveError, match="rank 0 failed: the run directory is in use"):
             waiting.result()
@@ -164,7 +160,7 @@ def test_a_rank_0_that_failed_before_it_hosted_the_store_still_tells():
 def test_a_failure_is_not_told_to_another_run():
     """Rank 0 that finds another run's store at its port leaves that run alone."""
     environ = environ_for(free_port())
-    other = open_store(ALONE, environ, timeout_s=10)
+    other = open_store(ALONE, environ, timeout_s=HANG_S)
     other.set("barrier/the store/0", "elsewhere 1")
     tell_failure(FIRST, environ, "the port is in use")
     assert not other.check(["failed"])
@@ -181,7 +177,7 @@ from shoal.launch.rendezvous import open_store
 from shoal.launch.signals import end_at_once
 wait.SAY_AFTER_S = 0.2
 with end_at_once():
-    open_store(place_from(os.environ), os.environ, timeout_s=600)
+    open_store(place_from(os.environ), os.environ, timeout_s=3600)
 """
     place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     with sockets.listen_on_loopback() as silent:
@@ -190,7 +186,7 @@ with end_at_once():
         assert rank.stderr is not None
         assert rank.stderr.readline().startswith("rank 1 waits for rank 0 at 127.0.0.1:")
         rank.send_signal(number)
-        _, rest = rank.communicate(timeout=30)
+        _, rest = rank.communicate(timeout=HANG_S)
     assert rank.returncode == -number
     assert "Traceback" not in rest
 
@@ -199,10 +195,10 @@ def test_torchruns_agent_hosts_the_store_and_attempts_do_not_mix():
     """With the agent's store every rank is a client, and a restart does not see the keys of the attempt before."""
     listener = sockets.listen_on_loopback()
     environ = environ_for(listener.getsockname()[1])
-    agent = open_store(ALONE, {**environ, "SHOAL_STORE_FD": str(listener.detach())}, timeout_s=10)
+    agent = open_store(ALONE, {**environ, "SHOAL_STORE_FD": str(listener.detach())}, timeout_s=HANG_S)
     elastic = {**environ, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "7"}
-    first = open_store(ALONE, {**elastic, "TORCHELASTIC_RESTART_COUNT": "0"}, timeout_s=10)
-    again = open_store(ALONE, {**elastic, "TORCHELASTIC_RESTART_COUNT": "1"}, timeout_s=10)
+    first = open_store(ALONE, {**elastic, "TORCHELASTIC_RESTART_COUNT": "0"}, timeout_s=HANG_S)
+    again = open_store(ALONE, {**elastic, "TORCHELASTIC_RESTART_COUNT": "1"}, timeout_s=HANG_S)
     first.set("key", "old")
     assert not again.check(["key"])
     assert not agent.check(["key"])

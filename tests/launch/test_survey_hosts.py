@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from shoal.launch.lab.network import address, network
 from shoal.launch.survey.link import listening, measure
 from tests.launch.labs import can_lab, lab_of
 from tests.services.sshd import sshd, why_not
+from tests.waiting import HANG_S, wait_until
 
 __all__ = ["can_lab"]
 SOURCE = Path(__file__).parents[2] / "src"
@@ -32,7 +32,7 @@ def doctor(*options: str, environ: dict[str, str] | None = None) -> tuple[int, d
     done = subprocess.run(
         [sys.executable, "-m", "shoal", "doctor", "--json", *options],
         env={**os.environ, "PYTHONPATH": str(SOURCE), **(environ or {})},
-        capture_output=True, text=True, timeout=100, check=False,
+        capture_output=True, text=True, timeout=HANG_S, check=False,
     )  # fmt: skip
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)
@@ -128,7 +128,9 @@ def test_what_is_planted_on_one_host_is_found_there(tmp_path: Path, python: str)
     assert "raise it on c: ulimit -n" in repairs["limit of open files"]
     said = {finding["name"]: finding["found"] for finding in found["findings"]}
     assert said["gone: probe"] == "connection refused by gone"
-    assert said["c: clock"] == "5.0 s ahead"
+    ahead_s, _, unit = said["c: clock"].partition(" ")
+    assert unit == "s ahead"
+    assert float(ahead_s) == pytest.approx(5.0, abs=1.0)  # half a round trip to a busy machine
 
 
 def test_a_port_that_is_taken_and_a_run_that_is_there_are_found(tmp_path: Path, python: str) -> None:
@@ -154,22 +156,16 @@ def test_a_port_that_is_taken_and_a_run_that_is_there_are_found(tmp_path: Path, 
 def test_no_probe_is_left_when_the_doctor_is_interrupted(tmp_path: Path, python: str) -> None:
     """Ctrl-C while a host's shell hangs: exit 130, and neither probe nor shell stays."""
     shell = script(
-        tmp_path / "shell", f'echo $$ >> "{tmp_path}/pids"; [ "$1" = b ] && exec sleep 300; shift; exec "$@"'
+        tmp_path / "shell", f'echo $$ >> "{tmp_path}/pids"; [ "$1" = b ] && exec sleep infinity; shift; exec "$@"'
     )
     command = [sys.executable, "-m", "shoal", "doctor", "--hosts", "a=127.0.0.1,b=127.0.0.1", "--shell", shell,
                "--python", python]  # fmt: skip
     with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(SOURCE)}, stderr=subprocess.PIPE) as asking:
         pids = tmp_path / "pids"
-        end_s = time.monotonic() + 30
-        while not (pids.exists() and len(pids.read_text().split()) == 2):
-            assert time.monotonic() < end_s
-            time.sleep(0.05)
+        wait_until(lambda: pids.exists() and len(pids.read_text().split()) == 2)
         asking.send_signal(signal.SIGINT)
-        assert asking.wait(30) == 130
-    for pid in map(int, pids.read_text().split()):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, 0)
-            pytest.fail(f"process {pid} is still there")
+        assert asking.wait(HANG_S) == 130
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids.read_text().split()))
 
 
 def test_who_does_not_know_the_token_is_sent_away() -> None:
@@ -179,9 +175,8 @@ def test_who_does_not_know_the_token_is_sent_away() -> None:
         assert measure("127.0.0.1", port, "wrong").obstacle is not None
         link = measure("127.0.0.1", port, "right")
     assert link.obstacle is None
-    assert 0 < link.round_trip_s < 1
-    assert link.bytes_per_s > 1e6
-    assert abs(link.ahead_s) < 1
+    assert link.bytes_per_s > 0
+    assert abs(link.ahead_s) <= link.round_trip_s  # one clock, and half of the shortest round trip is the error
 
 
 @pytest.fixture
@@ -222,7 +217,7 @@ def test_the_ranks_themselves_look_at_their_hosts(can_lab: None, python: str) ->
             ranks.append(
                 running.enter_context(subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True))
             )
-        said = [process.communicate(timeout=60)[0] for process in ranks]
+        said = [process.communicate(timeout=HANG_S)[0] for process in ranks]
         assert [process.returncode for process in ranks] == [0, 0, 0], said
     assert said[1:] == ["", ""]
     found = json.loads(said[0])

@@ -17,6 +17,7 @@ from shoal.observe.displays import LiveDisplay, PlainDisplay, display_on
 from shoal.observe.ending import Ending
 from shoal.observe.sink import RunStart, Sink
 from tests.observe.streams import VALUES, Clock, Terminal
+from tests.waiting import HANG_S
 
 FINISHED = Ending("finished")
 
@@ -148,7 +149,7 @@ def test_a_terminal_is_left_as_it_was(end: str, columns: str) -> None:
     output = _read(ours, until=b"412/900" if end == "kill" else None)
     if end == "kill":
         process.send_signal(signal.SIGKILL)
-    process.wait(timeout=20)
+    process.wait(timeout=HANG_S)
     os.close(ours)
     assert b"step 412/900" in output
     assert b"a note" in output
@@ -160,7 +161,7 @@ def test_a_terminal_is_left_as_it_was(end: str, columns: str) -> None:
 
 
 def _read(descriptor: int, *, until: bytes | None) -> bytes:
-    output, deadline_s = b"", time.monotonic() + 20
+    output, deadline_s = b"", time.monotonic() + HANG_S
     while time.monotonic() < deadline_s and not (until and until in output):
         if select.select([descriptor], [], [], 0.2)[0]:
             try:

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -18,6 +17,7 @@ from hypothesis import strategies as st
 
 from shoal.errors import EnvironmentFault
 from shoal.observe.events import Event, EventWriter, events_path, read_events, scan_events, series
+from tests.waiting import wait_until
 
 NUMBERS = st.floats(allow_nan=True, allow_infinity=True)
 LINES = st.lists(st.tuples(st.integers(0, 10**12), st.dictionaries(st.text(), NUMBERS, min_size=1, max_size=4)))
@@ -104,9 +104,7 @@ def test_kill_9_leaves_whole_lines(tmp_path: Path) -> None:
     )
     process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], env=os.environ | {"PYTHONPATH": "src"})
     path = events_path(tmp_path, 0)
-    deadline_s = time.monotonic() + 20
-    while not (path.exists() and path.stat().st_size > 20_000) and time.monotonic() < deadline_s:
-        time.sleep(0.01)
+    wait_until(lambda: path.exists() and path.stat().st_size > 20_000)
     process.send_signal(signal.SIGKILL)
     process.wait()
     events, unreadable = scan_events(tmp_path)

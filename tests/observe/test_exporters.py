@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import struct
 import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from shoal.observe.mlflow import EXPERIMENT, mlflow_sink
 from shoal.observe.sink import RunStart, Sink
 from shoal.observe.tensorboard import FOLDER, tensorboard_sink
 from shoal.observe.wandb import wandb_sink
+from tests.waiting import HANG_S, wait_until
 
 RUN = RunStart(name="own", total_steps=3)
 STEPS = {
@@ -44,7 +44,7 @@ class Broken(Sink):
 
     def record(self, step: int, values: Mapping[str, float], *, time_s: float) -> None:
         if self.gate is not None:
-            self.gate.wait(20)
+            self.gate.wait(HANG_S)
         self.heard.append(step)
         if step == self.at:
             raise ConnectionError("the server\nis down")
@@ -135,9 +135,7 @@ def test_wandb_writes_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     train(wandb_sink(tmp_path, mode="offline", warn=pytest.fail))
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    deadline_s = time.monotonic() + 30
-    while len(wandb_history(file)) < 3 and time.monotonic() < deadline_s:  # a process of wandb's own writes the file
-        time.sleep(0.05)
+    wait_until(lambda: len(wandb_history(file)) >= 3)  # a process of wandb's own writes the file
     assert wandb_history(file) == [(1, "0.5"), (2, "0.25"), (3, "0.125")]
 
 

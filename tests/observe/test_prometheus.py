@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
 import socket
 import subprocess
-import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
@@ -23,6 +23,8 @@ from shoal.observe.events import EventWriter
 from shoal.observe.prometheus import PrometheusSink
 from shoal.observe.sink import RunStart
 from tests.page.runs import START_S, loss, values, write_run
+from tests.ports import free_port
+from tests.waiting import HANG_S, wait_until
 
 pytest.importorskip("prometheus_client", reason="pip install 'shoal[prometheus]'")
 from prometheus_client.parser import text_string_to_metric_families
@@ -46,7 +48,7 @@ def endpoint(directory: Path, **options: Any) -> Iterator[tuple[str, list[str]]]
 
 def scraped(address: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     """The value of every sample, by its name and labels without the run's."""
-    with urllib.request.urlopen(address, timeout=20) as answer:
+    with urllib.request.urlopen(address, timeout=HANG_S) as answer:
         text = answer.read().decode()
     return {
         (sample.name, tuple(sorted(item for item in sample.labels.items() if item[0] != "run"))): sample.value
@@ -111,10 +113,8 @@ def test_the_dashboard_asks_for_metrics_that_exist(tmp_path: Path) -> None:
 def test_a_real_prometheus_scrapes_it_and_answers_the_dashboard(tmp_path: Path) -> None:
     """Debian's Prometheus takes every sample in; each query of the dashboard is one that it can answer."""
     write_run(tmp_path / "run", steps=20, ranks=2)
-    with endpoint(tmp_path / "run") as (address, _), socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
+    port = free_port()
+    with endpoint(tmp_path / "run") as (address, _):
         target = urllib.parse.urlsplit(address).netloc
         config = tmp_path / "prometheus.yml"
         config.write_text(
@@ -136,19 +136,18 @@ def test_a_real_prometheus_scrapes_it_and_answers_the_dashboard(tmp_path: Path) 
 def ask(port: int, query: str) -> dict[str, Any]:
     """Prometheus's answer to a query."""
     address = f"http://127.0.0.1:{port}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
-    with urllib.request.urlopen(address, timeout=20) as answer:
+    with urllib.request.urlopen(address, timeout=HANG_S) as answer:
         return json.load(answer)
 
 
 def waited(port: int, query: str) -> str:
     """The first value that the query has, when the server is up and has scraped."""
-    deadline_s = time.monotonic() + 60
-    while time.monotonic() < deadline_s:
-        try:
-            result = ask(port, query)["data"]["result"]
-        except OSError:
-            result = []
-        if result:
-            return result[0]["value"][1]
-        time.sleep(0.1)
-    raise AssertionError(f"{query} had no value")
+    found: list[str] = []
+
+    def look() -> bool:
+        with contextlib.suppress(OSError):
+            found.extend(result["value"][1] for result in ask(port, query)["data"]["result"])
+        return bool(found)
+
+    wait_until(look)
+    return found[0]

@@ -15,6 +15,7 @@ import pytest
 
 from tests.page.runs import write_run
 from tests.page.watching import watching
+from tests.waiting import HANG_S
 
 Answer = tuple[int, dict[str, str], bytes]
 
@@ -31,7 +32,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[urllib.parse.Sp
 def get(served: urllib.parse.SplitResult, path: str, **headers: str) -> Answer:
     """One request, redirects not followed."""
     assert served.hostname
-    connection = http.client.HTTPConnection(served.hostname, served.port, timeout=20)
+    connection = http.client.HTTPConnection(served.hostname, served.port, timeout=HANG_S)
     try:
         connection.request("GET", path, headers=headers)
         answer = connection.getresponse()

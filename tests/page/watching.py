@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.waiting import HANG_S
+
 
 @contextmanager
 def watching(*directories: Path, options: tuple[str, ...] = ()) -> Iterator[tuple[str, subprocess.Popen[str]]]:
@@ -22,4 +24,4 @@ def watching(*directories: Path, options: tuple[str, ...] = ()) -> Iterator[tupl
         yield address, process
     finally:
         process.terminate()
-        process.communicate(timeout=20)
+        process.communicate(timeout=HANG_S)

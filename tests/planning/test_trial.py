@@ -55,12 +55,12 @@ def _best(run_file: Path, number: int) -> list[Prediction]:
 
 @pytest.mark.stress
 def test_plans_are_run_and_ordered_by_what_they_took(run_file: Path) -> None:
-    """Both have a second of their own, in order; nothing is left where the run file lies."""
+    """Both have seconds of their own, in order; nothing is left where the run file lies."""
     before, said = sorted(run_file.parent.iterdir()), io.StringIO()
     bar = PlainProgressBar(said)
     trials = tried(run_file, _best(run_file, 2), overrides=(), environ=os.environ, bar=bar, turns=1)
     measured = [one.measured_s for one in trials]
-    assert all(seconds is not None and 0 < seconds < 10 for seconds in measured)
+    assert all(seconds is not None and seconds > 0 for seconds in measured)
     assert measured == sorted(measured, key=lambda seconds: seconds or 0.0)
     assert len(said.getvalue().splitlines()) == len({one.prediction.plan for one in trials}) == 2
     assert [path for path in sorted(run_file.parent.iterdir()) if path.name != "cache"] == before

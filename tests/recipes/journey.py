@@ -21,6 +21,7 @@ from shoal.recipes.run import Run, open_run
 from shoal.state.target import parts_of
 from tests.ranks import TestPlace
 from tests.recipes.layouts import run_file_of
+from tests.waiting import HANG_S
 
 LR = 2e-3
 
@@ -67,7 +68,7 @@ def save(run: Run, directory: Path, place: TestPlace) -> None:
     )
     state = run.state
     saver.save(state.progress.step, state.tensors(), state.to_json(), layout=run.mesh.layout.to_dict())
-    (report,) = saver.wait(60.0)
+    (report,) = saver.wait(HANG_S)
     assert report.committed, report.error
     saver.close()
     run.mesh.world.barrier().wait()

@@ -32,6 +32,7 @@ from shoal.resilience.events import View
 from shoal.resilience.participant import FencedOut
 from shoal.state.target import targets_of, views
 from shoal.topology.box import Box
+from tests.waiting import HANG_S
 
 CPU = torch.device("cpu")
 
@@ -210,7 +211,7 @@ def test_a_save_ends_when_a_member_is_lost() -> None:
             collected = pool.submit(saves.collect, ["part of b"], 600.0)
             rendezvous.stop_waiting_for(frozenset({"b"}))
             with pytest.raises(CollectiveError, match="was lost or joined while the checkpoint was written"):
-                collected.result(20)
+                collected.result(HANG_S)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -222,6 +223,6 @@ def test_who_waits_for_a_host_that_is_given_up_is_woken() -> None:
         with waiting, staying, far, near, ThreadPoolExecutor(1) as pool:
             received = pool.submit(waiting.recv, 1)
             assert shut_down_connections({"127.0.0.2"}) == 1
-            assert received.result(10) == b""
+            assert received.result(HANG_S) == b""
             near.sendall(b"x")
             assert staying.recv(1) == b"x"

@@ -23,9 +23,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.ports import free_ports
+from tests.waiting import HANG_S
+
 PACKAGES = ("munge", "slurmctld", "slurmd", "slurm-client")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "sinfo", "scancel")
-READY_S = 30.0
 _CONF = """
 ClusterName=shoal
 SlurmctldHost={host}(127.0.0.1)
@@ -115,7 +117,7 @@ class SlurmCluster:
 def slurm_cluster(folder: Path, *, hosts: int = 3, cores: int = 4) -> Iterator[SlurmCluster]:
     """Hosts `n1`, `n2`, ... of `cores` cores in a partition `main`; ended with all their jobs."""
     names = tuple(f"n{index + 1}" for index in range(hosts))
-    controller_port, *ports = _free_ports(1 + hosts)
+    controller_port, *ports = free_ports(1 + hosts)
     this = socket.gethostname().partition(".")[0]
     lines = [
         f"NodeName={name} NodeHostname={this} NodeAddr=127.0.0.1 Port={port} CPUs={cores} RealMemory=2000"
@@ -144,7 +146,7 @@ def slurm_cluster(folder: Path, *, hosts: int = 3, cores: int = 4) -> Iterator[S
                 wait_until(lambda: not cluster.call("squeue", "-h").strip(), "the end of all jobs", cluster.log)
 
 
-def wait_until(condition: Callable[[], bool], what: str, log: Callable[[], str], *, within_s: float = READY_S) -> None:
+def wait_until(condition: Callable[[], bool], what: str, log: Callable[[], str], *, within_s: float = HANG_S) -> None:
     """Look again and again until the condition holds. Raises `AssertionError` with the log where it does not."""
     end_s = time.monotonic() + within_s
     while True:
@@ -194,14 +196,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _program(name: str) -> str | None:
     """Debian keeps daemons where plain users' PATH does not look."""
     return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for listener in listeners:
-            listener.bind(("127.0.0.1", 0))
-        return [listener.getsockname()[1] for listener in listeners]
 
 
 if __name__ == "__main__":

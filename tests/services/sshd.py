@@ -19,8 +19,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.ports import free_port
+from tests.waiting import HANG_S
+
 PACKAGES = ("openssh-server", "openssh-client")
-READY_S = 20.0
 
 
 def why_not() -> str | None:
@@ -44,9 +46,7 @@ def sshd(folder: Path) -> Iterator[str]:
     """Runs until the end of the block; the `ssh` command that reaches it, to which host and command are added."""
     for key in ("host_key", "user_key"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     # sshd refuses to start without the folder in which it confines the part that talks to strangers.
     Path("/run/sshd").mkdir(exist_ok=True)
     options = {
@@ -77,7 +77,7 @@ def sshd(folder: Path) -> Iterator[str]:
 
 
 def _wait(port: int, log: Path) -> None:
-    end_s = time.monotonic() + READY_S
+    end_s = time.monotonic() + HANG_S
     while True:
         with contextlib.suppress(OSError):
             socket.create_connection(("127.0.0.1", port), 1.0).close()

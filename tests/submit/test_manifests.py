@@ -16,7 +16,6 @@ import pytest
 
 from shoal.data.order import Order
 from shoal.errors import UsageError
-from shoal.launch.sockets import listen_on_loopback
 from shoal.runfile.load import load_run
 from shoal.submit import yaml
 from shoal.submit.job import Job, Resources, job_of
@@ -24,9 +23,11 @@ from shoal.submit.jobset import QUEUE_LABEL, jobset
 from shoal.submit.pods import RUN_FILE, RUN_FOLDER, RUNS, KubernetesOptions
 from shoal.submit.trainjob import trainjob
 from tests.cli.project import project
+from tests.ports import free_port
 from tests.submit.jobs import RUNS as RUN_FILES
 from tests.submit.jobs import job
 from tests.submit.structural import faults
+from tests.waiting import HANG_S
 
 OPTIONS = KubernetesOptions("registry.site/shoal:0.1", "runs", queue="team", spot=("cloud/spot=true", "cloud/cheap"))
 WRITERS = {"jobset": jobset, "trainjob": trainjob}
@@ -189,9 +190,7 @@ def test_what_pods_start_trains(tmp_path: Path) -> None:
     (tmp_path / RUN_FOLDER.lstrip("/") / RUN_FILE).write_text(here(config["data"][RUN_FILE]))
     pods = found["spec"]["replicatedJobs"][0]["template"]["spec"]
     container = pods["template"]["spec"]["containers"][0]
-    with listen_on_loopback() as listener:
-        port = listener.getsockname()[1]
-    running = []
+    port, running = free_port(), []
     for index in range(pods["completions"]):
         given = {entry["name"]: entry.get("value", str(index)) for entry in container["env"]}
         assert given["PET_MASTER_ADDR"] == "own-hosts-0-0.own"
@@ -204,7 +203,7 @@ def test_what_pods_start_trains(tmp_path: Path) -> None:
                 cwd=tmp_path, env=own.environ(**given), stderr=subprocess.PIPE, text=True,
             )
         )  # fmt: skip
-    ends = [(pod.communicate(timeout=90)[1], pod.returncode) for pod in running]
+    ends = [(pod.communicate(timeout=HANG_S)[1], pod.returncode) for pod in running]
     assert [code for _, code in ends] == [0, 0], ends
     lines = [json.loads(line) for line in (tmp_path / "used.jsonl").read_text().splitlines()]
     used = [i for line in sorted(lines, key=lambda line: (line["step"], line["rank"])) for i in line["ids"]]

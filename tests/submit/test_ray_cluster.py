@@ -15,6 +15,7 @@ from shoal.data.order import Order
 from tests.cli.project import Project, project
 from tests.services.ray import ray_cluster, why_not
 from tests.services.slurm import wait_until
+from tests.waiting import HANG_S
 
 pytestmark = [pytest.mark.stress, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 STEPS = 30
@@ -50,7 +51,7 @@ def log(own: Project) -> str:
     return (own.folder / "runs/own/submit/ray.log").read_text(errors="replace")
 
 
-def until(own: Project, state: str, *, within_s: float = 60.0) -> str:
+def until(own: Project, state: str, *, within_s: float = HANG_S) -> str:
     """Wait for the state; the driver's last sentence."""
     wait_until(lambda: status(own)["state"] == state, state, lambda: log(own), within_s=within_s)
     return status(own)["sentence"]

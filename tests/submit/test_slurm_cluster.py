@@ -15,6 +15,7 @@ import pytest
 from shoal.data.order import Order
 from tests.cli.project import Project, project
 from tests.services.slurm import SlurmCluster, slurm_cluster, wait_until, why_not
+from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 STEPS, SAMPLES_A_STEP = 12, 5
@@ -68,7 +69,7 @@ def used(own: Project) -> list[int]:
     return [sample for line in sorted(lines, key=lambda line: (line["step"], line["rank"])) for sample in line["ids"]]
 
 
-def wait_for_requeue(cluster: SlurmCluster, own: Project, identity: str, *, within_s: float = 30.0) -> None:
+def wait_for_requeue(cluster: SlurmCluster, own: Project, identity: str, *, within_s: float = HANG_S) -> None:
     """Until the job was queued again; it starts once its old credentials have expired (`cred_expire`)."""
     wait_until(
         lambda: int(field(cluster, identity, "Restarts")) > 0,
@@ -78,7 +79,7 @@ def wait_for_requeue(cluster: SlurmCluster, own: Project, identity: str, *, with
     )
 
 
-def ended(cluster: SlurmCluster, own: Project, identity: str, *, within_s: float = 60.0) -> str:
+def ended(cluster: SlurmCluster, own: Project, identity: str, *, within_s: float = HANG_S) -> str:
     """The state in which the job ended."""
     wait_until(
         lambda: field(cluster, identity, "JobState") in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"),

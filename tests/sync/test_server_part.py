@@ -11,6 +11,7 @@ from torch import Tensor
 from shoal.errors import CollectiveError
 from shoal.sync.admission import Asynchronous, Contribution, FirstComers
 from shoal.sync.server_part import Merge, Sent, ServedPart
+from tests.waiting import HANG_S
 
 NUMEL, LR = 8, 0.5
 
@@ -117,5 +118,5 @@ def test_a_thread_that_fails_frees_those_that_wait() -> None:
     thread = threading.Thread(target=wait)
     thread.start()
     part.fail(ValueError("worker 1 is gone"))
-    thread.join(timeout=10.0)
+    thread.join(HANG_S)
     assert raised == ["this rank can serve its parameters no longer: worker 1 is gone"]

@@ -12,8 +12,10 @@ import contextlib
 import os
 import queue
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 
 from shoal.errors import Stopped
 from shoal.launch import sockets
@@ -117,15 +119,38 @@ def conclude(watch: Watch, folder: Path, world_size: int) -> ExitCode:
 
 @contextlib.contextmanager
 def listening(events: queue.SimpleQueue) -> Iterator[None]:
-    """Signals to the launcher become events. One that is ignored (`nohup`) stays so."""
+    """Signals to the launcher become events. One that is ignored (`nohup`) stays so.
+
+    Of two signals at once the kernel may hand both to a thread that waits for a rank. The main thread, in which Python
+    runs handlers, then sleeps on; so a thread of their own passes on what Python's C handler writes down at once.
+    """
     chosen = [number for number in _STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    # SimpleQueue.put may be called from a handler, even while the main thread is inside get.
-    before = {number: signal.signal(number, lambda n, _: events.put(signal.Signals(n))) for number in chosen}
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    before = {number: signal.signal(number, _noted) for number in chosen}
+    other_end = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    passing = threading.Thread(target=_pass_on, args=(read_end, frozenset(chosen), events), daemon=True)
+    passing.start()
     try:
         yield
     finally:
+        signal.set_wakeup_fd(other_end)
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        os.close(write_end)
+        passing.join()
+        os.close(read_end)
+
+
+def _noted(number: int, frame: FrameType | None) -> None:
+    """Python's part of a handler whose C part has done everything."""
+
+
+def _pass_on(read_end: int, chosen: frozenset[signal.Signals], events: queue.SimpleQueue) -> None:
+    while numbers := os.read(read_end, 64):
+        for number in numbers:
+            if number in chosen:
+                events.put(signal.Signals(number))
 
 
 @contextlib.contextmanager

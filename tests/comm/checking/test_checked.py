@@ -1,4 +1,7 @@
-"""Ranks that call different collectives are named, with the line of code, in seconds and on every transport."""
+"""Ranks that call different collectives are named, with the line of code, on every transport.
+
+No group has a timeout here that a test could wait for: what is said, the check has found.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,13 @@ from shoal.errors import CollectiveError
 from shoal.topology.layout import Layout
 from tests.comm.hosts import on_host
 from tests.comm.test_collective import everything, expected
+from tests.waiting import NEVER_S
 
-SECONDS = 5.0  # the promise
 HOSTS = "aab"
 REPEATS = 8
 
 
-def checked(place, transport: Transport, *, timeout_s: float = 30.0) -> Mesh:
+def checked(place, transport: Transport, *, timeout_s: float = NEVER_S) -> Mesh:
     """One replica a rank; for "hierarchical", on two hosts."""
     with on_host(HOSTS[place.rank] if transport == "hierarchical" else "a"):
         return build_mesh(
@@ -80,8 +83,8 @@ MISTAKES: dict[str, tuple[Callable[[Collective, bool], None], tuple[str, str]]] 
 }
 
 
-def mistaken(place, transport: Transport, names: list[str], rounds: int) -> dict[str, tuple[str, float]]:
-    """What this rank is told of each mistake of the last rank, and after how long; each on groups of its own.
+def mistaken(place, transport: Transport, names: list[str], rounds: int) -> dict[str, str]:
+    """What this rank is told of each mistake of the last rank, each on groups of its own.
 
     All are right in some `rounds` before.
     """
@@ -91,10 +94,9 @@ def mistaken(place, transport: Transport, names: list[str], rounds: int) -> dict
         world.all_reduce(torch.ones(3)).wait()
         for _ in range(rounds):
             _mistake(name, world, False)
-        begin_s = time.monotonic()
         with pytest.raises(CollectiveError) as error:
             _mistake(name, world, place.rank == place.size - 1)
-        told[name] = (str(error.value), time.monotonic() - begin_s)
+        told[name] = str(error.value)
         with pytest.raises(CollectiveError):  # the group stays refused, nobody goes on with half of it
             world.barrier().wait()
     return told
@@ -121,9 +123,7 @@ def _in(place, name: str):
         ("hierarchical", REPEATS, ["shape", "order"]),
     ],
 )
-def test_each_mistake_is_named_by_all_ranks_in_seconds(
-    ranks, transport: Transport, rounds: int, names: list[str]
-) -> None:
+def test_each_mistake_is_named_by_all_ranks(ranks, transport: Transport, rounds: int, names: list[str]) -> None:
     """Shape, dtype, reduction, operation, root, order, rows: both calls, who made them and where, the same on all.
 
     Whether it is made at the start or after a while.
@@ -131,11 +131,9 @@ def test_each_mistake_is_named_by_all_ranks_in_seconds(
     results = ranks(3, mistaken, transport, names, rounds)
     for name in names:
         function, says = MISTAKES[name]
-        assert len({result[name][0] for result in results}) == 1
-        sentence = results[0][name][0]
+        (sentence,) = {result[name] for result in results}
         for part in says:
             assert part in sentence, sentence
-        assert max(result[name][1] for result in results) < SECONDS
         if name == "rows":
             continue
         assert "rank 0 (host" in sentence
@@ -144,7 +142,7 @@ def test_each_mistake_is_named_by_all_ranks_in_seconds(
         assert f"test_checked.py:{line + 1}" in sentence or f"test_checked.py:{line + 2}" in sentence, sentence
 
 
-def crossed(place, transport: Transport, rounds: int) -> tuple[str, float]:
+def crossed(place, transport: Transport, rounds: int) -> str:
     """Two groups of the same ranks, called in another order by the last one, after some `rounds` in one order."""
     mesh = checked(place, transport)
     groups = [mesh.world, mesh.ranks(range(place.size), lane="other")]
@@ -152,23 +150,21 @@ def crossed(place, transport: Transport, rounds: int) -> tuple[str, float]:
         group.all_reduce(torch.ones(3)).wait()
     if place.rank == place.size - 1:
         groups.reverse()
-    begin_s = time.monotonic()
     try:
         for group in groups:
             group.all_reduce(torch.ones(3)).wait()
     except CollectiveError as error:
-        return str(error), time.monotonic() - begin_s
-    return "no error", 0.0
+        return str(error)
+    return "no error"
 
 
 @pytest.mark.parametrize(("transport", "rounds"), [("gloo", 0), ("gloo", REPEATS), ("shm", 0)])
 def test_ranks_that_wait_for_each_other_in_different_groups_are_named(ranks, transport: Transport, rounds: int) -> None:
     """Ranks 0 and 1 wait in one group, rank 2 in another: no call differs, and yet nobody can go on."""
-    for sentence, seconds in ranks(3, crossed, transport, rounds):
+    for sentence in ranks(3, crossed, transport, rounds):
         assert "ranks wait for each other" in sentence
         assert "group 'world'" in sentence
         assert "group 'world-other'" in sentence
-        assert seconds < SECONDS
 
 
 def slow(place) -> float:
@@ -218,29 +214,27 @@ def test_a_call_under_way_needs_nobody_who_waits_for_it(ranks, transport: Transp
     assert ranks(2, async_then_message, transport) == [2.0, 2.0]
 
 
-def elsewhere(place) -> tuple[str, float]:
+def elsewhere(place) -> str:
     """The last rank calls something else than all expect of it; the others wait for it in another group."""
     mesh = checked(place, "gloo")
     world, other = mesh.world, mesh.ranks(range(place.size), lane="other")
     for _ in range(REPEATS):
         world.all_reduce(torch.ones(3)).wait()
-    begin_s = time.monotonic()
     try:
         handle = world.all_reduce(torch.ones(4 if place.rank == place.size - 1 else 3))
         if place.rank == place.size - 1:
             handle.wait()
         other.all_reduce(torch.ones(3)).wait()
     except CollectiveError as error:
-        return str(error), time.monotonic() - begin_s
-    return "no error", 0.0
+        return str(error)
+    return "no error"
 
 
 def test_a_difference_is_heard_of_while_nobody_waits_for_that_call(ranks) -> None:
     """Who called something else is told, and so are the others, although they stand in another group's call."""
-    for sentence, seconds in ranks(3, elsewhere):
+    for sentence in ranks(3, elsewhere):
         assert "float32 [3]" in sentence, sentence
         assert "float32 [4]" in sentence
-        assert seconds < SECONDS
 
 
 def test_ranks_that_called_the_same_are_named_together() -> None:

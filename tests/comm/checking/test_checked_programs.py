@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import torch
 from shoal.comm.backends import Transport
 from shoal.comm.collective import Collective, Handle
 from shoal.errors import CollectiveError
-from tests.comm.checking.test_checked import SECONDS, checked
+from tests.comm.checking.test_checked import checked
 
 Program = list[tuple[str, int]]
 STEPS, PROGRAMS = 12, 3
@@ -60,33 +59,31 @@ def run(world: Collective, calls: Program, draw: random.Random) -> None:
         handle.wait()
 
 
-def outcome(place, transport: Transport, seed: int, mistake: bool) -> tuple[str, float]:
-    """What this rank is told, and after how long."""
+def outcome(place, transport: Transport, seed: int, mistake: bool) -> str:
+    """What this rank is told."""
     draw = random.Random(seed)
     calls = program(draw)
     wrong = mutated(calls, draw)
     culprit = draw.randrange(place.size)
     world = checked(place, transport).world
-    begin_s = time.monotonic()
     try:
         run(world, wrong if mistake and place.rank == culprit else calls, random.Random(seed + place.rank))
     except CollectiveError as error:
-        return str(error), time.monotonic() - begin_s
-    return "", time.monotonic() - begin_s
+        return str(error)
+    return ""
 
 
 @pytest.mark.parametrize(
     ("transport", "seed"), [*(("gloo", seed) for seed in range(PROGRAMS)), ("hierarchical", PROGRAMS)]
 )
 def test_a_wrong_call_anywhere_in_a_program_is_named(ranks, transport: Transport, seed: int) -> None:
-    """By every rank, in seconds, although most calls were made without asking; and no process ends."""
-    for sentence, seconds in ranks(3, outcome, transport, seed, True):
+    """By every rank, not by a timeout, although most calls were made without asking; and no process ends."""
+    for sentence in ranks(3, outcome, transport, seed, True):
         assert "differs between ranks" in sentence, sentence
-        assert seconds < SECONDS
 
 
 @pytest.mark.parametrize("transport", ["gloo", "hierarchical", "shm"])
 def test_a_program_that_is_alike_goes_through(ranks, transport: Transport) -> None:
     """Nobody is accused, however the ranks order their waits."""
     for seed in range(PROGRAMS):
-        assert [sentence for sentence, _ in ranks(3, outcome, transport, seed, False)] == [""] * 3
+        assert ranks(3, outcome, transport, seed, False) == [""] * 3

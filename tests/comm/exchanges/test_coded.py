@@ -16,8 +16,9 @@ from shoal.comm.exchanges.coded import Coded, CodedExchanges
 from shoal.comm.exchanges.exchange import Segment
 from shoal.comm.local import local_group
 from tests.codec.every import CONFIGS, codec_of
+from tests.waiting import HANG_S
 
-NUMEL, STEPS, WAIT_S = 400, 5, 30.0
+NUMEL, STEPS = 400, 5
 SEGMENTS = (Segment("a", 0, (13, 15)), Segment("b", 208, (183,)))
 """195 numbers, a gap, 183 numbers, a gap."""
 FLOAT64 = 1e-11
@@ -33,7 +34,7 @@ with_feedback = pytest.mark.parametrize("name", [name for name, config in CONFIG
 def on_ranks(size: int, work: Callable[[Collective], object]) -> list:
     """What `work` returned on each of `size` threads."""
     found: list = [None] * size
-    groups = local_group(size, timeout_s=WAIT_S)
+    groups = local_group(size, timeout_s=HANG_S)
 
     def run(rank: int) -> None:
         found[rank] = work(groups[rank])

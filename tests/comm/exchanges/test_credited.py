@@ -15,8 +15,7 @@ from shoal.comm.exchanges.credited import CreditQueue
 from shoal.comm.ledger import Ledger
 from shoal.errors import CollectiveError
 from shoal.gradients.rehearsal import Partition, leaving_order
-
-WAIT_S = 10.0
+from tests.waiting import HANG_S
 
 
 class Wire(Alone):
@@ -44,7 +43,7 @@ class Wire(Alone):
     def when(self, left: list[int]) -> bool:
         """Waits until exactly these have left."""
         with self._turn:
-            self._turn.wait_for(lambda: len(self.left) >= len(left), WAIT_S)
+            self._turn.wait_for(lambda: len(self.left) >= len(left), HANG_S)
             return self.left == left
 
 
@@ -53,7 +52,7 @@ class Handle:
         self._wire, self._number = wire, number
 
     def wait(self) -> None:
-        assert self._wire.event(self._number).wait(WAIT_S)
+        assert self._wire.event(self._number).wait(HANG_S)
         if self._number in self._wire.fails:
             raise CollectiveError("rank 1 is gone")
 

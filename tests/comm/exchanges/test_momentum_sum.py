@@ -19,6 +19,7 @@ from shoal.comm.local import local_group
 from shoal.config.table import implementation_of
 from shoal.optim.build import build_optimizer
 from shoal.optim.config import AdamW, OneBit, OneBitAdam, OneBitLAMB, ZeroOneAdam
+from tests.waiting import HANG_S
 
 NUMEL, BLOCK, STEPS, LR = 100, 16, 24, 0.01
 KINDS: dict[str, OneBit] = {
@@ -30,7 +31,6 @@ FLOAT64 = 1e-12
 """Relative, of 24 updates of float64 numbers; scales are float32 numbers on both sides."""
 COEFFICIENTS = 1e-6
 """The same where a coefficient of the step is a float32 number."""
-WAIT_S = 30.0
 
 every_kind = pytest.mark.parametrize("kind", list(KINDS))
 
@@ -38,7 +38,7 @@ every_kind = pytest.mark.parametrize("kind", list(KINDS))
 def on_ranks(size: int, work: Callable[[Collective], Any]) -> list[Any]:
     """What `work` returned on each of `size` threads."""
     found: list[Any] = [None] * size
-    groups = local_group(size, timeout_s=WAIT_S)
+    groups = local_group(size, timeout_s=HANG_S)
 
     def run(rank: int) -> None:
         found[rank] = work(groups[rank])
@@ -47,7 +47,7 @@ def on_ranks(size: int, work: Callable[[Collective], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(WAIT_S)
+        thread.join(HANG_S)
     assert all(result is not None for result in found), "a rank failed"
     return found
 

@@ -18,8 +18,9 @@ from shoal.comm.exchanges.exchange import AllReduce
 from shoal.comm.exchanges.pieces import PieceCodecs
 from shoal.comm.local import local_group
 from shoal.config.table import implementation_of
+from tests.waiting import HANG_S
 
-PIECE, BLOCK, WAIT_S = 40, 16, 30.0
+PIECE, BLOCK = 40, 16
 """40 numbers are two blocks and a part of one."""
 FORMATS = ("bfloat16", "int8", "int4")
 WEIGHTS = ("bfloat16", "int8")
@@ -43,7 +44,7 @@ def on_ranks(size: int, work: Callable[[Collective], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(WAIT_S)
+        thread.join(HANG_S)
     assert not any(thread.is_alive() for thread in threads)
     return found
 

@@ -21,11 +21,12 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from shoal.comm.shm.group import share_core
+from tests.comm.groups import STOPPED_S
+from tests.waiting import HANG_S, NEVER_S, wait_until
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 DTYPES = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 PLACE_BYTES = 256 << 10
-DEATH_S = 1.0  # the promise; a slice of waiting is a tenth of it
 
 OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -36,7 +37,7 @@ OPS = {
 }
 
 
-def shared(place, name: str = "group", *, members: tuple[int, ...] = (), timeout_s: float = 30.0) -> Any:
+def shared(place, name: str = "group", *, members: tuple[int, ...] = (), timeout_s: float = HANG_S) -> Any:
     """The group of `members` (none: of all), behind no seam."""
     members = members or tuple(range(place.size))
     store, rank = dist.PrefixStore(name, place.store), members.index(place.rank)
@@ -329,13 +330,12 @@ def test_a_message_of_another_size_is_an_error(ranks) -> None:
     assert ranks(2, of_wrong_size)[1] == "rank 0 of the group sends 20 bytes, rank 1 expects 16"
 
 
-def survivors(place, act: str, numel: int) -> tuple[str, float]:
-    """The sentence of a survivor and how long after the death it came; rank 1 dies in a loop of calls."""
-    group, tensor, word = shared(place), torch.ones(numel), torch.zeros(4)
+def survivors(place, act: str, numel: int) -> str:
+    """The sentence of a survivor; rank 1 dies in a loop of calls that have no timeout."""
+    group, tensor, word = shared(place, timeout_s=NEVER_S), torch.ones(numel), torch.zeros(4)
     group.allreduce([tensor]).wait()
     if place.rank == 1 and os.fork() == 0:
         time.sleep(random.Random(numel).random() * 0.05)
-        place.store.set("dead", str(time.time()))
         os.kill(os.getppid(), 9)
         os._exit(0)
     try:
@@ -344,34 +344,35 @@ def survivors(place, act: str, numel: int) -> tuple[str, float]:
                 group.recv([word], 1, 0).wait() if place.rank == 0 else time.sleep(1)
             group.allreduce([tensor]).wait()
     except RuntimeError as error:
-        return str(error), time.time() - float(place.store.get("dead"))
+        return str(error)
 
 
 @pytest.mark.parametrize(("size", "act", "numel"), [(2, "sum", 10), (3, "sum", 2_000_000), (2, "message", 10)])
-def test_survivors_of_a_kill_are_told_within_a_second(ranks, size: int, act: str, numel: int) -> None:
+def test_survivors_of_a_kill_are_told(ranks, size: int, act: str, numel: int) -> None:
     """kill -9 at some moment of a stream of calls, small or large: an error that names the dead, no hang."""
     outcomes = ranks.outcomes(size, survivors, act, numel)
     for rank in set(range(size)) - {1}:
         survived, told = outcomes[rank]
         assert survived, told
-        assert "rank 1" in told[0]
-        assert told[1] < DEATH_S + size * 0.2  # a store on a busy machine is asked, too
+        assert "rank 1 of the group is gone" in told
 
 
 def late(place) -> str:
-    group = shared(place, timeout_s=2.0)
+    group = shared(place, timeout_s=STOPPED_S)
     if place.rank == 1:
-        time.sleep(4)
+        place.store.wait(["told"])
         return ""
     try:
         group.barrier().wait()
     except RuntimeError as error:
         return str(error)
+    finally:
+        place.store.set("told", "")
     return "no error"
 
 
 def test_a_rank_that_does_not_come_is_named_after_the_timeout(ranks) -> None:
-    assert ranks(2, late)[0] == "shared memory: Timed out after 2 s waiting for rank 1 of the group"
+    assert ranks(2, late)[0] == "shared memory: Timed out after 3 s waiting for rank 1 of the group"
 
 
 def in_children(place) -> tuple[str, float]:
@@ -416,14 +417,12 @@ def left_behind(place) -> list[int]:
 
     for number in range(200):
         _made_and_dropped(place, gloo, f"group-{number}")
-    deadline_s = time.monotonic() + 10
-    while any(more(held())) and time.monotonic() < deadline_s:
-        time.sleep(0.02)  # threads end on their own
+    wait_until(lambda: not any(more(held())), lambda: str(more(held())))  # threads end on their own
     return more(held())
 
 
 def _made_and_dropped(place, gloo: Any, name: str) -> None:
-    group = share_core(gloo, dist.PrefixStore(name, place.store), timeout_s=30.0)
+    group = share_core(gloo, dist.PrefixStore(name, place.store), timeout_s=HANG_S)
     work = group.allreduce([torch.ones(100_000)])
     message = group.send([torch.ones(2)], 1 - place.rank, 3)
     if name.endswith("3"):

@@ -20,8 +20,9 @@ from shoal.comm.connect import connect
 from shoal.comm.ledger import Ledger
 from shoal.errors import CollectiveError
 from shoal.gradients.reducer import Reducer
-from tests.comm.shm.test_group import DEATH_S, DTYPES, FLOATS, OPS, brought, by_definition, options, shared
+from tests.comm.shm.test_group import DTYPES, FLOATS, OPS, brought, by_definition, options, shared
 from tests.gradients.buckets import buckets_over
+from tests.waiting import NEVER_S
 
 CPU = torch.device("cpu")
 SMALL, LARGE = 1, 140_001  # elements: below the size that is carried out in windows for every dtype, and above it
@@ -173,30 +174,28 @@ def test_ranks_in_different_memory_are_told(ranks: Any, case: str, named: str) -
     assert "no error" not in (first, second)
 
 
-def survivors(place: Any) -> tuple[str, float]:
-    """The sentence of a survivor and how long after the death it came; rank 1 dies in a loop of calls."""
-    group = shared(place)
+def survivors(place: Any) -> str:
+    """The sentence of a survivor; rank 1 dies in a loop of calls that have no timeout."""
+    group = shared(place, timeout_s=NEVER_S)
     tensor = group.allocate(2_000_000, dtype=torch.float32, device=CPU)
     group.allreduce([tensor]).wait()
     if place.rank == 1 and os.fork() == 0:
         time.sleep(0.03)
-        place.store.set("dead", str(time.time()))
         os.kill(os.getppid(), 9)
         os._exit(0)
     try:
         while True:
             group.allreduce([tensor]).wait()
     except RuntimeError as error:
-        return str(error), time.time() - float(place.store.get("dead"))
+        return str(error)
 
 
-def test_survivors_of_a_kill_are_told_within_a_second(ranks: Any) -> None:
+def test_survivors_of_a_kill_are_told(ranks: Any) -> None:
     outcomes = ranks.outcomes(3, survivors)
     for rank in (0, 2):
         survived, told = outcomes[rank]
         assert survived, told
-        assert "rank 1" in told[0]
-        assert told[1] < DEATH_S + 0.6  # a store on a busy machine is asked, too
+        assert "rank 1 of the group is gone" in told
 
 
 def in_children(place: Any) -> tuple[int, float]:
@@ -285,7 +284,7 @@ def over_gloo(place: Any) -> tuple[bool, int]:
         device=CPU,
         label="t",
         ledger=Ledger(),
-        wire=WireConfig(timeout_s=20.0, transport="gloo"),
+        wire=WireConfig(timeout_s=60.0, transport="gloo"),
     )
     before = held()[1]
     memory = group.allocate(LARGE, dtype=torch.bfloat16, device=CPU)
@@ -297,10 +296,11 @@ def test_elsewhere_it_is_ordinary_memory(ranks: Any) -> None:
     assert ranks(2, over_gloo) == [(True, 0)] * 2
 
 
-def resting(place: Any, operation: str) -> float:
-    """Rank 1 makes a call and then neither waits nor calls again; rank 0 waits at once."""
+def resting(place: Any, operation: str) -> bool:
+    """Whether the result is right. Rank 1 makes a call and then neither waits nor calls again before rank 0, which
+    waits at once, has its own."""
     torch.set_num_threads(64)  # no core to spare: the call rests
-    group = shared(place)
+    group = shared(place, timeout_s=NEVER_S)
     memory = group.allocate(2 * LARGE, dtype=torch.float32, device=CPU).fill_(1)
     half = torch.empty(LARGE)
     calls = {
@@ -309,22 +309,20 @@ def resting(place: Any, operation: str) -> float:
         "all-gather": lambda: group.all_gather_single(memory, memory.chunk(2)[place.rank]),
     }
     group.barrier().wait()
-    begin_s = time.monotonic()
     if place.rank == 0:
         time.sleep(0.1)
     work = calls[operation]()
     if place.rank == 0:
         work.wait()
         place.store.set("done", "")
-    spent_s = time.monotonic() - begin_s
     place.store.wait(["done"])
     work.wait()
     torch.set_num_threads(1)
     result = half if operation == "reduce-scatter" else memory
-    return spent_s if bool((result == (1 if operation == "all-gather" else place.size)).all()) else float("inf")
+    return bool((result == (1 if operation == "all-gather" else place.size)).all())
 
 
 @pytest.mark.parametrize("operation", ["all-reduce", "reduce-scatter", "all-gather"])
 def test_a_call_that_rests_does_not_hold_up_a_peer(ranks: Any, operation: str) -> None:
-    """Its rank's thread goes on with it when the peer has waited for a moment."""
-    assert max(ranks(2, resting, operation)) < DEATH_S
+    """Its rank's thread goes on with it when the peer has waited for a moment, and not when the rank waits."""
+    assert ranks(2, resting, operation) == [True] * 2

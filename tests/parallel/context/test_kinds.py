@@ -19,6 +19,7 @@ from shoal.parallel.context import tiles as rows_of_tiles
 from shoal.parallel.context.kernels import Plain
 from shoal.parallel.context.put import KINDS, check_context, put_context
 from shoal.parallel.context.shard import positions
+from tests.waiting import HANG_S
 
 # Other orders of the same float64 sums.
 F64 = {"rtol": 1e-12, "atol": 1e-13}
@@ -38,7 +39,7 @@ def on_threads(size: int, function: Callable[[Collective], Any]) -> list[Any]:
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=run, args=(group,)) for group in local_group(size, timeout_s=10)]
+    threads = [threading.Thread(target=run, args=(group,)) for group in local_group(size, timeout_s=HANG_S)]
     for thread in threads:
         thread.start()
     for thread in threads:

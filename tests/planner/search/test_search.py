@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import time
+import cProfile
+import pstats
 from dataclasses import replace
 
 import msgspec
@@ -22,8 +23,8 @@ from tests.planner.jobs import CLUSTER, LARGE, MIXTURE, MODEL, predictor
 
 NODE = known_cluster("dgx-h100", 1)
 KEEP = 10
-SECONDS_OF_ONE_CORE = 10
-"""The promise, in processor time, so that a machine that others use too does not break it."""
+CALLS_A_PLAN = 1000
+"""Of functions: the same on every machine. `benchmarks.plan` has the seconds."""
 
 
 def _memory(cluster: Cluster, gib: float) -> Cluster:
@@ -85,11 +86,13 @@ def test_a_size_that_is_asked_for_is_kept() -> None:
     assert all(layout.tensor == 4 and layout.pipeline == 2 for layout in found)
 
 
-def test_405b_on_16384_devices_is_planned_in_seconds() -> None:
-    """With two schedules; `benchmarks.plan` times all of them. The best plan is one that the field would recognise."""
-    begin_s = time.process_time()
-    found = search(llama_405b_predictor(), Allowed(schedules=("1F1B", "Interleaved1F1B")))
-    assert time.process_time() - begin_s < SECONDS_OF_ONE_CORE
+def test_a_plan_for_405b_on_16384_devices_takes_little_work() -> None:
+    """With two schedules: what is common to plans is computed once. The best plan is one that the field would
+    recognise."""
+    profile, allowed = cProfile.Profile(), Allowed(schedules=("1F1B", "Interleaved1F1B"))
+    found = profile.runcall(search, llama_405b_predictor(), allowed)
+    calls = pstats.Stats(profile).total_calls  # pyright: ignore[reportAttributeAccessIssue]
+    assert calls < CALLS_A_PLAN * found.considered, f"{calls / found.considered:.0f} calls a plan"
     assert found.best[0].mfu > 0.4
     assert found.best[0].plan.layout.tensor > 1
 

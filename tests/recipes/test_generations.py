@@ -1,0 +1,75 @@
+"""What a rank keeps of the generations of an elastic run that are over: no thread."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch.distributed as dist
+
+from shoal.engine.loop import steps
+from shoal.launch.environment import Place
+from shoal.observe.sink import Sinks
+from shoal.recipes.elastic.generation import Generations
+from shoal.recipes.job import build_job, run_start
+from shoal.recipes.microbatching import microbatching
+from shoal.recipes.objects import UserObjects
+from shoal.recipes.process import open_process
+from shoal.recipes.workload import build_workload
+from shoal.resilience.events import View
+from shoal.runfile.run_file import RunFile
+from tests.ranks import TestPlace
+from tests.recipes.layouts import corpus, run_file_of
+
+GENERATIONS = 10
+MEMBERS = ("a", "b")
+
+
+def lived(place: TestPlace, folder: str, transport: str) -> list[list[str]]:
+    """The threads of this rank after each of ten generations in which it took two steps."""
+    run_file = run_file_of(Path(folder), wire={"transport": transport}, checkpoint={"every_steps": 1})
+    run = msgspec.structs.replace(run_file.run, processes=place.size, directory=f"{folder}/run", steps=2)
+    run_file = msgspec.structs.replace(run_file, run=run)
+    here = Place(place.rank, place.size, place.rank, place.size, 0, "shoal")
+    process = open_process(run_file, here, store=place.store)
+    layout = run_file.layout.layout(place.size)
+    micro_samples = microbatching(run_file, layout).samples
+    workload = build_workload(run_file, process, UserObjects(), layout=layout, micro_samples=micro_samples)
+    generations, found = Generations(run_file, workload), []
+    for number in range(1, GENERATIONS + 1):
+        store = dist.PrefixStore(f"generation {number}", place.store)
+        _one(run_file, generations, here, store, number)
+        found.append(threads())
+    return found
+
+
+def _one(run_file: RunFile, generations: Generations, here: Place, store: dist.Store, number: int) -> None:
+    view = View(number, number, MEMBERS, MEMBERS, 0, 0, 0, ())
+    run = generations.open(open_process(run_file, here, store=store), view)
+    with ExitStack() as stack:
+        sinks = stack.enter_context(Sinks())
+        job = build_job(run, Path(f"{run_file.run.directory}/{number}"), sinks, stack, stop_requested=lambda: False)
+        stack.callback(job.saver.close)
+        sinks.start(run_start(run))
+        for pending in steps(job):
+            pending.result = job.step(pending.number, pending.microbatches, lr=pending.lr)
+    run.mesh.abort()
+
+
+def threads() -> list[str]:
+    """By their names in the kernel."""
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        names.append((task / "comm").read_text().strip())
+    return sorted(names)
+
+
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+def test_ten_generations_leave_no_thread(ranks, tmp_path: Path, transport: str) -> None:
+    """Groups, feeds, savers and watches end with the generation that they were made for."""
+    corpus(tmp_path)
+    for found in ranks(2, lived, str(tmp_path), transport):
+        print([len(each) for each in found])
+        assert len(found[-1]) <= len(found[1]), found[-1]
