@@ -38,7 +38,10 @@ def simulate(
     save_every: Annotated[
         float | None, typer.Option("--save-every", help="Seconds of training between saves; default: the best.", min=1)
     ] = None,
-    save_stall: Annotated[float, typer.Option("--save-stall", help="Seconds that a save holds the job up.", min=0)] = 2,
+    save_stall: Annotated[
+        float | None,
+        typer.Option("--save-stall", help="Seconds that a save holds the job up; default: by its bytes.", min=0),
+    ] = None,
     noise: Annotated[float, typer.Option(help="Sigma of the lognormal noise on every action.", min=0, max=2)] = 0,
     slow_share: Annotated[
         float, typer.Option("--slow-share", help="Share of devices that are slow.", min=0, max=1)
@@ -121,7 +124,7 @@ def _as_text(result: Simulated) -> list[str]:
         parts.insert(1, text.does_not_fit(need, limit_bytes=have, device=cluster.device.name))
     if weeks is not None:
         parts += [
-            text.weeks(weeks.goodput, every_s=weeks.every_s, steps=weeks.steps),
+            text.weeks(weeks.goodput, every_s=weeks.every_s, stall_s=weeks.save_stall_s, steps=weeks.steps),
             money({"money": weeks.money, "energy, kWh": weeks.energy_kwh}),
         ]
     return parts

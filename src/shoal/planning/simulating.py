@@ -10,6 +10,7 @@ from typing import Any
 from shoal.cost.interval import availability_optimal_s
 from shoal.cost.plan import Plan
 from shoal.planner.predict.predictor import Prediction, Predictor
+from shoal.planner.predict.saving import SaveSeconds, save_seconds
 from shoal.planner.simulate.goodput import WEEK_S, Faults, Goodput, goodput
 from shoal.planner.simulate.memory import rank_bytes
 from shoal.planner.simulate.outcome import Outcome, outcome
@@ -24,10 +25,14 @@ from shoal.schedules.table import Table
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """How often the job saves, and what a save holds it up; `every_s` None: the availability-optimal interval."""
+    """How often the job saves, and what a save holds it up.
+
+    `every_s` None: the availability-optimal interval, but no less than storage takes for the save before. `save_s`
+    None: what follows from the bytes of the state (`planner.predict.saving`).
+    """
 
     every_s: float | None = None
-    save_s: float = 2.0
+    save_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +40,8 @@ class Weeks:
     """Simulated weeks, and what they cost; None where the cluster states no price or power."""
 
     goodput: Goodput
+    save_stall_s: float
+    save_write_s: float
     every_s: float
     steps: float
     money: float | None
@@ -93,7 +100,9 @@ def simulated(
         prediction=predictor.predict(plan),
         outcome=played,
         memory_bytes=rank_bytes(plan, predictor, table),
-        weeks=_weeks(predictor, played.step_s, weeks, saving or Saving(), stragglers.seed) if weeks else None,
+        weeks=_weeks(predictor, plan, played.step_s, weeks, saving or Saving(), seed=stragglers.seed)
+        if weeks
+        else None,
     )
 
 
@@ -115,22 +124,33 @@ def fold_of(plan: Plan, stragglers: Stragglers) -> Fold:
     return Fold(replicas=plan.data_parallel, peers=peers, fold_replicas=stragglers.even)
 
 
-def _weeks(predictor: Predictor, step_s: float, weeks: float, saving: Saving, seed: int) -> Weeks:
+def _weeks(predictor: Predictor, plan: Plan, step_s: float, weeks: float, saving: Saving, *, seed: int) -> Weeks:
     cluster, wall_s = predictor.cluster, weeks * WEEK_S
     rate = cluster.failures_per_s(cluster.nodes)
+    one = _one_save(predictor, plan)
     faults = Faults(
-        between_s=1 / rate if rate else math.inf, recovery_s=cluster.reliability.recovery_s, save_s=saving.save_s
+        between_s=1 / rate if rate else math.inf,
+        recovery_s=cluster.reliability.recovery_s,
+        save_s=one.stall_s if saving.save_s is None else saving.save_s,
     )
-    every_s = saving.every_s or min(wall_s, _best_every_s(faults))
+    every_s = saving.every_s or min(wall_s, max(one.write_s, _best_every_s(faults)))
     found = goodput(faults, every_s=every_s, wall_s=wall_s, seed=seed)
     hours, price = wall_s / 3600 * cluster.devices, cluster.price
     return Weeks(
         goodput=found,
+        save_stall_s=faults.save_s,
+        save_write_s=one.write_s,
         every_s=every_s,
         steps=found.trained_s / step_s,
         money=None if price.device_hour is None else price.device_hour * hours,
         energy_kwh=None if price.device_watts is None else price.device_watts * hours / 1e3,
     )
+
+
+def _one_save(predictor: Predictor, plan: Plan) -> SaveSeconds:
+    fullest = max(predictor.footprints(plan), key=lambda one: one.weights + one.optimizer)
+    state = predictor.stack.state
+    return save_seconds(predictor.cluster, fullest, state_bytes=predictor.parameters * (state.weight + state.optimizer))
 
 
 def _best_every_s(faults: Faults) -> float:

@@ -11,6 +11,8 @@ otherwise become a confident plan.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Literal
 
 import msgspec
@@ -150,11 +152,28 @@ class Price(Table, frozen=True):
     device_watts: Annotated[PositiveFloat | None, says("Power of one device with its share of the node, W.")] = None
 
 
-class Reliability(Table, frozen=True):
-    """How often it breaks (2.3 to 6.5 per 1,000 node-days are published for large GPU clusters, arXiv:2410.21680)."""
+FAILURES_PER_1000_NODE_DAYS: Mapping[Architecture, float] = MappingProxyType(
+    {"ampere": 6.5, "hopper": 1000 * 466 / (2048 * 54), "blackwell": 1000 * 466 / (2048 * 54)}
+)
+"""Of clusters of many nodes. ampere: RSC-1, the larger one of arXiv:2410.21680 (RSC-2 has 2.3); hopper: Llama 3's 466
+interruptions of 2,048 nodes in 54 days (arXiv:2407.21783, section 3.3.4); blackwell: assumed to be hopper's."""
 
-    failures_per_1000_node_days: Annotated[float, says("Failures that stop a job.", ge=0, le=1e5)] = 6.5
+
+class Reliability(Table, frozen=True):
+    """How often it breaks, and how fast a checkpoint leaves it."""
+
+    failures_per_1000_node_days: Annotated[
+        Annotated[float, msgspec.Meta(ge=0, le=1e5)] | None,
+        says("Failures that stop a job; default: what is published for the device's architecture, 4.2 or 6.5."),
+    ] = None
     recovery_s: Annotated[float, says("Seconds from a failure to the first new step.", ge=0, le=1e7)] = 600.0
+    staging_gb_s: Annotated[
+        float, says("GB/s at which a rank copies its share to host memory, while the step waits.", gt=0, le=1e4)
+    ] = 10.0
+    storage_gb_s: Annotated[
+        float,
+        says("GB/s that storage takes from a node (Llama 3: 2 TB/s from 2,048 nodes, arXiv:2407.21783).", gt=0, le=1e4),
+    ] = 1.0
 
 
 class Cluster(Table, frozen=True):
@@ -193,4 +212,6 @@ class Cluster(Table, frozen=True):
 
     def failures_per_s(self, nodes: int) -> float:
         """Failures per second of a job on `nodes` nodes."""
-        return self.reliability.failures_per_1000_node_days * nodes / (1000 * 86400)
+        own = self.reliability.failures_per_1000_node_days
+        rate = FAILURES_PER_1000_NODE_DAYS[self.device.architecture] if own is None else own
+        return rate * nodes / (1000 * 86400)

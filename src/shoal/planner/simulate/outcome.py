@@ -200,7 +200,7 @@ def does_not_fit(need_bytes: float, *, limit_bytes: float, device: str) -> str:
     )
 
 
-def weeks(one: Goodput, *, every_s: float, steps: float) -> str:
+def weeks(one: Goodput, *, every_s: float, stall_s: float, steps: float) -> str:
     """Where the time of the weeks went."""
     parts = (
         ("training that lasted", one.trained_s),
@@ -211,7 +211,7 @@ def weeks(one: Goodput, *, every_s: float, steps: float) -> str:
     rows = [(name, units.duration(value), f"{100 * value / one.wall_s:.2f}") for name, value in parts]
     title = (
         f"{one.wall_s / WEEK_S:g} weeks: {units.plural(one.failures, 'failure')}, "
-        f"a save every {units.duration(every_s)}, {steps:,.0f} steps"
+        f"a save every {units.duration(every_s)} that takes {units.duration(stall_s)}, {steps:,.0f} steps"
     )
     return title + "\n" + table(("time", "", "%"), rows)
 
