@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from shoal.errors import ConfigError
-from shoal.topology.cluster import Cluster, FatTree, LeafSpine, Reliability
+from shoal.topology.cluster import FatTree, LeafSpine
 from shoal.topology.cluster_file import cluster_from, known_cluster, load_cluster
 from shoal.topology.devices import DEVICES, MACHINES
 
@@ -100,17 +99,3 @@ def test_a_spine_that_is_oversubscribed_slows_only_those_who_cross_it() -> None:
     network = LeafSpine(nodes_per_leaf=8, oversubscription=4)
     assert network.share(8) == 1.0
     assert network.share(9) == 0.25
-
-
-def test_failures_add_up_over_nodes() -> None:
-    """Twice the nodes fail twice as often."""
-    cluster: Cluster = known_cluster("dgx-h100", 10)
-    assert cluster.failures_per_s(10) == pytest.approx(2 * cluster.failures_per_s(5))
-
-
-def test_llama_3s_cluster_is_interrupted_as_often_as_published() -> None:
-    """2,048 nodes every 2.8 hours; a cluster that states its own rate has that."""
-    cluster = known_cluster("dgx-h100", 2048)
-    assert 1 / cluster.failures_per_s(2048) / 3600 == pytest.approx(54 * 24 / 466)
-    own = msgspec.structs.replace(cluster, reliability=Reliability(failures_per_1000_node_days=0))
-    assert own.failures_per_s(2048) == 0

@@ -47,6 +47,9 @@ def simulate(
         float, typer.Option("--slow-share", help="Share of devices that are slow.", min=0, max=1)
     ] = 0,
     slow_factor: Annotated[float, typer.Option("--slow-factor", help="How much longer they take.", min=1)] = 1,
+    beyond_memory: Annotated[
+        bool, typer.Option("--beyond-memory", help="Also where a rank needs more memory than its device has.")
+    ] = False,
     schedule: Annotated[
         bool, typer.Option("--schedule", help="Only the pipeline's schedule: a line a rank, time to the right.")
     ] = False,
@@ -84,6 +87,7 @@ def simulate(
             stragglers=stragglers,
             weeks=weeks,
             saving=Saving(every_s=save_every, save_s=save_stall),
+            beyond_memory=beyond_memory,
         )
     if trace is not None:
         trace.write_text(json.dumps(traced(result.outcome.step)), encoding="utf-8")
@@ -121,10 +125,16 @@ def _as_text(result: Simulated) -> list[str]:
     ]
     need, have = max(result.memory_bytes), cluster.device.memory_bytes
     if need > have:
-        parts.insert(1, text.does_not_fit(need, limit_bytes=have, device=cluster.device.name))
+        parts.insert(1, f"WARNING: {text.does_not_fit(need, limit_bytes=have, device=cluster.device.name)}")
     if weeks is not None:
         parts += [
-            text.weeks(weeks.goodput, every_s=weeks.every_s, stall_s=weeks.save_stall_s, steps=weeks.steps),
+            text.weeks(
+                weeks.goodput,
+                every_s=weeks.every_s,
+                stall_s=weeks.save_stall_s,
+                between_s=weeks.between_failures_s,
+                steps=weeks.steps,
+            ),
             money({"money": weeks.money, "energy, kWh": weeks.energy_kwh}),
         ]
     return parts

@@ -19,9 +19,10 @@ from shoal.planner.explain.explain import helps
 from shoal.planner.explain.explain import why_not as explain_why_not
 from shoal.planner.explain.residuals import Evidence
 from shoal.planner.explain.text import Change
-from shoal.planner.predict.bill import Constants, run_cost
+from shoal.planner.predict.bill import Constants
 from shoal.planner.predict.measured import Measured
 from shoal.planner.predict.predictor import Prediction, Predictor, Workload
+from shoal.planner.predict.run_cost import run_cost
 from shoal.planner.predict.stack import Stack
 from shoal.planner.search.candidates import Allowed
 from shoal.planner.search.search import Found, search
@@ -179,7 +180,7 @@ def planned(
         written=_written(run_file, predictor),
         changes=helps(predictor, best),
         why_not=explain_why_not(predictor, why_not, best, allowed=allowed) if why_not else None,
-        money=asdict(run_cost(predictor.cluster, step_s=best.step_s, steps=run_file.run.steps)),
+        money=asdict(run_cost(predictor, best, steps=run_file.run.steps)),
         basis=basis,
         evidence=evidence,
         track_record=_track_record(predictor),

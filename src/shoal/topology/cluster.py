@@ -11,8 +11,6 @@ otherwise become a confident plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Annotated, Literal
 
 import msgspec
@@ -152,19 +150,15 @@ class Price(Table, frozen=True):
     device_watts: Annotated[PositiveFloat | None, says("Power of one device with its share of the node, W.")] = None
 
 
-FAILURES_PER_1000_NODE_DAYS: Mapping[Architecture, float] = MappingProxyType(
-    {"ampere": 6.5, "hopper": 1000 * 466 / (2048 * 54), "blackwell": 1000 * 466 / (2048 * 54)}
-)
-"""Of clusters of many nodes. ampere: RSC-1, the larger one of arXiv:2410.21680 (RSC-2 has 2.3); hopper: Llama 3's 466
-interruptions of 2,048 nodes in 54 days (arXiv:2407.21783, section 3.3.4); blackwell: assumed to be hopper's."""
-
-
 class Reliability(Table, frozen=True):
     """How often it breaks, and how fast a checkpoint leaves it."""
 
     failures_per_1000_node_days: Annotated[
         Annotated[float, msgspec.Meta(ge=0, le=1e5)] | None,
-        says("Failures that stop a job; default: what is published for the device's architecture, 4.2 or 6.5."),
+        says(
+            "Failures that stop a job; default: the mean of what is published of its architecture (5.5 ampere, "
+            "4.2 hopper, 2.9 blackwell), in proportion to the devices of a node."
+        ),
     ] = None
     recovery_s: Annotated[float, says("Seconds from a failure to the first new step.", ge=0, le=1e7)] = 600.0
     staging_gb_s: Annotated[
@@ -209,9 +203,3 @@ class Cluster(Table, frozen=True):
             down = devices - devices % per_node
             raise ValueError(f"{devices} devices do not fill nodes of {per_node}; nearest: {down}, {down + per_node}")
         return msgspec.structs.replace(self, nodes=1, machine=msgspec.structs.replace(self.machine, devices=devices))
-
-    def failures_per_s(self, nodes: int) -> float:
-        """Failures per second of a job on `nodes` nodes."""
-        own = self.reliability.failures_per_1000_node_days
-        rate = FAILURES_PER_1000_NODE_DAYS[self.device.architecture] if own is None else own
-        return rate * nodes / (1000 * 86400)

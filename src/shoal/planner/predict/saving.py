@@ -1,18 +1,20 @@
 """What a save costs: seconds that the step waits, and seconds until storage has everything.
 
-A rank copies its share of the weights and the optimizer's state into host memory while the step waits, and a thread
-writes it out beside the following steps. The next save cannot begin before that is done:
+Ranks that hold the same part of the state divide it among themselves, so that each of N ranks copies about an N-th of
+it into host memory while the step waits. A thread writes the copy beside the following steps, and the next save cannot
+begin before that is done:
 
-    stall = bytes of the fullest rank / staging rate        write = bytes of the whole state / (nodes x storage rate)
+    stall = state bytes / (N x staging rate)        write = state bytes / (nodes x storage rate)
 
-Replicas hold the same state, which is written once.
+The state is the weights and what the optimizer keeps.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.cost.footprint import Footprint
+from shoal.cost.plan import Plan
+from shoal.planner.predict.predictor import Predictor
 from shoal.topology.cluster import Cluster
 
 
@@ -24,11 +26,17 @@ class SaveSeconds:
     write_s: float
 
 
-def save_seconds(cluster: Cluster, fullest: Footprint, *, state_bytes: float) -> SaveSeconds:
-    """`fullest` is the rank that holds most, `state_bytes` the weights and the optimizer's state of the whole model."""
-    own_bytes = fullest.weights + fullest.optimizer
-    saving = cluster.reliability
+def save_seconds(cluster: Cluster, *, state_bytes: float, ranks: int) -> SaveSeconds:
+    """Of a state of `state_bytes` that `ranks` ranks on all nodes of `cluster` save together."""
+    rates = cluster.reliability
     return SaveSeconds(
-        stall_s=own_bytes / (saving.staging_gb_s * 1e9),
-        write_s=state_bytes / (cluster.nodes * saving.storage_gb_s * 1e9),
+        stall_s=state_bytes / ranks / (rates.staging_gb_s * 1e9),
+        write_s=state_bytes / (cluster.nodes * rates.storage_gb_s * 1e9),
     )
+
+
+def save_of(predictor: Predictor, plan: Plan) -> SaveSeconds:
+    """Of the state of a plan's model."""
+    state = predictor.stack.state
+    whole = predictor.parameters * (state.weight + state.optimizer)
+    return save_seconds(predictor.cluster, state_bytes=whole, ranks=plan.world_size)

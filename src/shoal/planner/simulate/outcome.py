@@ -193,15 +193,15 @@ def ranks(one: Outcome, memory_bytes: Sequence[float], *, limit_bytes: float) ->
 
 
 def does_not_fit(need_bytes: float, *, limit_bytes: float, device: str) -> str:
-    """A warning: the step is played although no device could run it."""
+    """One sentence: what is needed, what there is, what to do."""
     return (
-        f"WARNING: this run does not fit: its fullest rank needs {units.memory_size(need_bytes)}, and {device} has "
+        f"this run does not fit: its fullest rank needs {units.memory_size(need_bytes)}, and {device} has "
         f"{units.memory_size(limit_bytes)}; 'shoal plan' finds layouts that fit"
     )
 
 
-def weeks(one: Goodput, *, every_s: float, stall_s: float, steps: float) -> str:
-    """Where the time of the weeks went."""
+def weeks(one: Goodput, *, every_s: float, stall_s: float, between_s: float | None, steps: float) -> str:
+    """Where the time of the weeks went; `between_s` is the mean time between failures, None where there are none."""
     parts = (
         ("training that lasted", one.trained_s),
         ("saving", one.saving_s),
@@ -209,9 +209,11 @@ def weeks(one: Goodput, *, every_s: float, stall_s: float, steps: float) -> str:
         ("recovering", one.recovering_s),
     )
     rows = [(name, units.duration(value), f"{100 * value / one.wall_s:.2f}") for name, value in parts]
+    failures = units.plural(one.failures, "failure")
+    failures += "" if between_s is None else f" (one every {units.duration(between_s)} in the mean)"
     title = (
-        f"{one.wall_s / WEEK_S:g} weeks: {units.plural(one.failures, 'failure')}, "
-        f"a save every {units.duration(every_s)} that takes {units.duration(stall_s)}, {steps:,.0f} steps"
+        f"{one.wall_s / WEEK_S:g} weeks: {failures}, a save every {units.duration(every_s)} that holds the job up "
+        f"for {units.duration(stall_s)}, {steps:,.0f} steps"
     )
     return title + "\n" + table(("time", "", "%"), rows)
 
