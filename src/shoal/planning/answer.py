@@ -12,7 +12,7 @@ import msgspec
 from shoal import units
 from shoal.cost.footprint import AUTOCAST, FLOAT32, FLOAT64, Footprint, Overheads, StateBytes
 from shoal.cost.transformer import Transformer
-from shoal.engine.config import BFloat16, Float16, Float32, Float64
+from shoal.engine.config import BFloat16, Float8, Float16, Float32, Float64
 from shoal.errors import ConfigError, LayoutError
 from shoal.models.config import GPTConfig, MoEConfig
 from shoal.planner.explain.explain import helps
@@ -39,6 +39,7 @@ _STATES: Mapping[type, tuple[StateBytes, str]] = {
     Float64: (FLOAT64, "float64"),
     BFloat16: (AUTOCAST, "bfloat16"),
     Float16: (AUTOCAST, "float16"),
+    Float8: (AUTOCAST, "bfloat16"),
 }
 
 DATA_SHEET: Evidence = "data sheet"
@@ -120,6 +121,7 @@ def stack_of(run_file: RunFile, cluster: Cluster) -> Stack:
         agreements=3,
         crossing_copies=1,
         context=run_file.context.kind if on_cpu else None,
+        float8="dense" if isinstance(run_file.precision, Float8) else "none",
     )
 
 
@@ -236,6 +238,11 @@ def predictor_on(run_file: RunFile, where: Cluster, *, measured: Measured | None
     constants = None if measured is None else MEASURED
     try:
         if not isinstance(run_file.model, GPTConfig):
+            if stack.float8 != "none":
+                raise ConfigError(
+                    'precision.kind = "float8": only the layers of gpt and moe are priced in it; plan with "bfloat16" '
+                    "for an upper bound of the step"
+                )
             from shoal.planning.tracing import traced_predictor  # imports torch, and the user's own code
 
             return traced_predictor(

@@ -7,6 +7,7 @@ from shoal.planner.predict.axes import Exposed, ends_group, exposed, replica_gro
 from shoal.planner.predict.machine import Machine
 from shoal.planner.predict.workload import Stage
 
+FLOAT8_BYTES = 1.0
 AGREEMENT_BYTES = 32.0
 """What ranks agree on in one small sum: a denominator, a loss, a norm."""
 
@@ -24,7 +25,8 @@ def gathers(plan: Plan, stage: Stage, machine: Machine, *, beside_s: float) -> E
     units = stage.layers + 1
     numbers = stage.numbers / units
     each = group.all_gather(numbers * state.wire)
-    each += 2 * group.all_gather(numbers * state.activation) if plan.zero == 3 else 0.0
+    weight_bytes = FLOAT8_BYTES if machine.stack.gathers_float8 else state.activation
+    each += 2 * group.all_gather(numbers * weight_bytes) if plan.zero == 3 else 0.0
     hides = beside_s if machine.stack.overlap_data else 0.0
     return exposed(units * each, hides, slowdown=machine.constants.overlap_slowdown)
 

@@ -44,6 +44,7 @@ def share_of(sequence: int, plan: Plan, stack: Stack) -> Share:
         fused_weight_gradient=stack.fused_weight_gradient,
         fused_loss=stack.fused_loss,
         ring=stack.context == "ring" and layout.context > 1,
+        float8=stack.float8,
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from shoal.cost.activations import Kept
 from shoal.cost.attention import Kernel
 from shoal.cost.footprint import MEGATRON_BF16, MEGATRON_FP16, StateBytes
+from shoal.cost.operators import Float8
 from shoal.planner.predict.waiting import ContextKind
 
 
@@ -28,7 +29,8 @@ class Stack:
     all ranks in a step. `crossing_copies`: copies of an activation that a collective between tensor ranks makes.
     `context`: how context ranks exchange keys and values, all of it seen; None: gathers of keys, hidden behind
     attention. `update_bytes`: what a step of the optimizer moves for a parameter, Megatron's by default: copy of the
-    gradient 6, unscale and norm 12, Adam in float32 28, cast to half 6.
+    gradient 6, unscale and norm 12, Adam in float32 28, cast to half 6. `float8`: which linear layers of a block
+    compute in float8; `gathers_float8`: ZeRO gathers their weights in it.
     """
 
     name: str
@@ -51,6 +53,8 @@ class Stack:
     agreements: int = 0
     crossing_copies: int = 0
     context: ContextKind | None = None
+    float8: Float8 = "none"
+    gathers_float8: bool = False
 
     @property
     def kept(self) -> Kept:
