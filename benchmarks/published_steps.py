@@ -28,6 +28,8 @@ FILES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "fsdp_llm_foundry.csv": ("7b s2048 on 8, micro",),
         "fsdp_torchtitan.csv": ("llama2-13b on 64, micro 2, recompute none", "llama3-8b on 8, micro 2"),
         "fsdp_fms.csv": ("llama2-7b",),
+        "float8_torchtitan.csv": ("llama3-8b on 8, s8192", "llama3-8b on 32"),
+        "float8_megatron_bridge.csv": ("llama3-8b on 8",),
         "fsdp_kempnerforge.csv": ("7b on 4, micro 4 x 2, tensor 1",),
         "experts_megatron_bridge.csv": ("GPT OSS 120B, s4096",),
         "small_amp_t4.csv": ("t1 p4 d4 micro 1",),
@@ -49,6 +51,7 @@ _EAGER = Stack(
     attention="flash-2",
     stops_early=True,
 )
+_TORCHTITAN_FLOAT8 = replace(_EAGER, name="FSDP2, compiled, float8", eager=False, float8="dense", gathers_float8=True)
 STACKS: Mapping[str, Stack] = MappingProxyType(
     {
         "llm-foundry": replace(
@@ -58,6 +61,9 @@ STACKS: Mapping[str, Stack] = MappingProxyType(
         "fsdp2-compiled": replace(_EAGER, name="FSDP2, compiled", eager=False),
         "fms-fsdp": replace(_EAGER, name="fms-fsdp, compiled", eager=False, state=replace(_FSDP, wire=2)),
         "megatron-bridge": MODERN,
+        "megatron-bridge-float8": replace(MODERN, float8="all"),
+        "torchtitan-float8": _TORCHTITAN_FLOAT8,
+        "torchtitan-float8-async": replace(_TORCHTITAN_FLOAT8, overlap_tensor=True),
         "deepspeed-2020": replace(
             MEGATRON_2021, name="DeepSpeed with Megatron-LM 1.1.5", state=replace(MEGATRON_FP16, wire=4)
         ),

@@ -51,7 +51,7 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
 @installed
 def test_a_device_without_float8_is_refused() -> None:
     """A CPU; the sentence offers bfloat16 and emulation."""
-    with pytest.raises(EnvironmentFault, match="bfloat16.*emulate"):
+    with pytest.raises(EnvironmentFault, match=r"bfloat16.*emulate"):
         use_float8(Blocks(), Float8(), device=CPU)
 
 

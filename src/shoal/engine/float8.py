@@ -69,5 +69,5 @@ def _check_device(device: torch.device, config: Float8) -> None:
         found = f"{torch.cuda.get_device_name(device)} (compute capability {'.'.join(map(str, capability))})"
     raise EnvironmentFault(
         f'precision.kind = "float8" on {found}: float8 products need a GPU of compute capability 8.9 or newer (Ada, '
-        'Hopper, Blackwell); use precision.kind = "bfloat16", or precision.emulate = true to see what it does to the loss'
+        'Hopper, Blackwell); use precision.kind = "bfloat16", or set precision.emulate = true to see what rounding does'
     )
