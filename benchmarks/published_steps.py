@@ -51,6 +51,15 @@ _EAGER = Stack(
     attention="flash-2",
     stops_early=True,
 )
+_KEMPNERFORGE = replace(
+    _EAGER,
+    name="KempnerForge",
+    state=StateBytes(weight=2, gradient=2, optimizer=4, activation=2, wire=4),
+    update_bytes=20.0,
+    gathers_each=True,
+    whole_loss=True,
+)
+"""Parameters and moments in bfloat16; `distributed/tensor_parallel.py` gathers inputs by column layer, and logits."""
 _TORCHTITAN_FLOAT8 = replace(_EAGER, name="FSDP2, compiled, float8", eager=False, float8="dense", gathers_float8=True)
 STACKS: Mapping[str, Stack] = MappingProxyType(
     {
@@ -60,6 +69,8 @@ STACKS: Mapping[str, Stack] = MappingProxyType(
         "fsdp2-eager": _EAGER,
         "fsdp2-compiled": replace(_EAGER, name="FSDP2, compiled", eager=False),
         "fms-fsdp": replace(_EAGER, name="fms-fsdp, compiled", eager=False, state=replace(_FSDP, wire=2)),
+        "kempnerforge": replace(_KEMPNERFORGE, eager=False),
+        "kempnerforge-eager": _KEMPNERFORGE,
         "megatron-bridge": MODERN,
         "megatron-bridge-float8": replace(MODERN, float8="all"),
         "torchtitan-float8": _TORCHTITAN_FLOAT8,

@@ -57,7 +57,7 @@ def simulate(
         Path | None,
         typer.Option("--picture", metavar="OUT.png", help="Draw the schedule (png, svg, pdf).", callback=picture_file),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Noise, slow devices and failures follow from it.")] = 0,
+    seed: Annotated[int, typer.Option(help="Noise, slow devices and failures follow from it.", min=0)] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
 ) -> None:
     """Plays the run's own layout: schedule, network, stragglers, failures. Deterministic by seed.

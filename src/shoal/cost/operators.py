@@ -58,6 +58,7 @@ class Share:
     flash_attention: bool = True
     fused_weight_gradient: bool = False
     fused_loss: bool = False
+    whole_loss: bool = False
     ring: bool = False
     float8: Float8 = "none"
 
@@ -141,7 +142,7 @@ def head_seconds(model: Transformer, share: Share, rates: Rates) -> tuple[float,
         for p in (product, product.input_gradient(), product.weight_gradient())
     )
     passes = 3 * share.element_bytes if share.fused_loss else 9 * 4.0 + share.element_bytes
-    loss = pass_s(tokens * columns * passes, rates)
+    loss = pass_s(tokens * (model.vocabulary if share.whole_loss else columns) * passes, rates)
     return products, loss, pass_s(4 * share.element_bytes * tokens * model.hidden, rates)
 
 

@@ -12,10 +12,10 @@ from shoal.cost.plan import Plan
 from shoal.errors import LayoutError
 from shoal.planner.predict.predictor import Prediction, Predictor
 from shoal.planner.predict.saving import save_of
+from shoal.planner.simulate.fold import Fold
 from shoal.planner.simulate.goodput import WEEK_S, Faults, Goodput, goodput
 from shoal.planner.simulate.memory import rank_bytes
 from shoal.planner.simulate.outcome import Outcome, does_not_fit, outcome
-from shoal.planner.simulate.step import Fold
 from shoal.planner.simulate.work import Stragglers, work_of
 from shoal.planning.answer import predictor_of, transformer_of
 from shoal.planning.plan_file import written_plan

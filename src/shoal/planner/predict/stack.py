@@ -27,6 +27,8 @@ class Stack:
     product, whose result the backward does not need (PyTorch's non-reentrant checkpoint). `balances_stages`: the last
     stages have fewer layers to make room for the head; else all have as many. `agreements`: sums of a few numbers over
     all ranks in a step. `crossing_copies`: copies of an activation that a collective between tensor ranks makes.
+    `gathers_each`: under sequence parallelism every column layer gathers its input for itself, though several have the
+    same. `whole_loss`: tensor ranks gather the logits and compute the whole loss each.
     `context`: how context ranks exchange keys and values, all of it seen; None: gathers of keys, hidden behind
     attention. `update_bytes`: what a step of the optimizer moves for a parameter, Megatron's by default: copy of the
     gradient 6, unscale and norm 12, Adam in float32 28, cast to half 6. `float8`: which linear layers of a block
@@ -52,6 +54,8 @@ class Stack:
     scatter_pipeline: bool = True
     agreements: int = 0
     crossing_copies: int = 0
+    gathers_each: bool = False
+    whole_loss: bool = False
     context: ContextKind | None = None
     float8: Float8 = "none"
     gathers_float8: bool = False

@@ -22,8 +22,9 @@ from typing import Any
 
 from shoal import units
 from shoal.planner.explain.text import table
+from shoal.planner.simulate.fold import Fold, paces_of, perfect_step_s
 from shoal.planner.simulate.goodput import WEEK_S, Goodput
-from shoal.planner.simulate.step import Fold, SimulatedStep, simulate_step
+from shoal.planner.simulate.step import SimulatedStep, simulate_step
 from shoal.planner.simulate.work import Stragglers, Work
 from shoal.schedules.table import Action, Table
 from shoal.schedules.timeline import Timeline
@@ -65,16 +66,17 @@ class Outcome:
 
 
 def outcome(table: Table, work: Work, *, fold: Fold | None = None, stragglers: Stragglers | None = None) -> Outcome:
-    """Plays the step, and again on a perfect network."""
+    """Plays the step; on a perfect network it is a longest path."""
+    fold, stragglers = fold or Fold(), stragglers or Stragglers()
     real = simulate_step(table, work, fold=fold, stragglers=stragglers)
-    ideal = simulate_step(table, work.on_perfect_network(), fold=fold, stragglers=stragglers)
+    perfect_s = perfect_step_s(table, work, paces_of(table, fold, stragglers))
     step_s, phase_s = real.played.makespan_s, _phase_s(real)
     shares = _shares(real, step_s, phase_s)
     return Outcome(
         step_s=step_s,
         phase_s=phase_s,
         period_s=period_s(real),
-        exposed_s=max(0.0, step_s - ideal.played.makespan_s),
+        exposed_s=max(0.0, step_s - perfect_s),
         inside_s=_inside_s(table, work),
         ranks=shares,
         step=real,
