@@ -46,3 +46,14 @@ def test_a_mixture_counts_all_experts_and_meets_few() -> None:
     )  # fmt: skip
     assert total_parameters(model) == 46_702_792_704
     assert active_parameters(model) == pytest.approx(12.9e9, rel=ROUNDED)
+
+
+def test_dense_layers_between_mixtures_are_counted() -> None:
+    """DeepSeekMoE 16B (arXiv:2401.06066), whose first layer is dense: 16.4 billion in all, 2.8 for a token."""
+    model = Transformer(
+        layers=28, hidden=2048, heads=16, kv_heads=16, head_size=128, feed_forward=1408, vocabulary=102400,
+        gated=True, tied=False, experts=64, experts_per_token=6, shared_feed_forward=2 * 1408,
+        dense_layers=1, dense_feed_forward=10944,
+    )  # fmt: skip
+    assert total_parameters(model) == pytest.approx(16.4e9, rel=ROUNDED)
+    assert active_parameters(model) == pytest.approx(2.8e9, rel=2 * ROUNDED)

@@ -38,7 +38,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from shoal.cost.transformer import Recompute, Transformer
+from shoal.cost.transformer import Recompute, Transformer, of_mean_layer
 from shoal.schedules.names import Schedule
 
 
@@ -80,8 +80,10 @@ def layer_activation_bytes(
     if recompute == "full":
         return kept.stream_bytes * tokens * model.hidden / width_share
     if recompute == "operators":
-        return tokens * (kept.stream_bytes * model.hidden / width_share + _every_second(model, kept) / tensor)
-    whole = _unsplit(model, kept) / width_share + _split(model, kept) / tensor
+        second = of_mean_layer(model, lambda kind: _every_second(kind, kept))
+        return tokens * (kept.stream_bytes * model.hidden / width_share + second / tensor)
+    split = of_mean_layer(model, lambda kind: _split(kind, kept))
+    whole = _unsplit(model, kept) / width_share + split / tensor
     square = 0.0 if recompute == "selective" or kept.flash_attention else _square(model, sequence, kept) / tensor
     return tokens * (whole + square)
 

@@ -30,6 +30,7 @@ from shoal.cost.transformer import (
     Transformer,
     dense_layer_parameters,
     embedding_parameters,
+    expert_layer_parameters,
     expert_parameters,
     head_parameters,
 )
@@ -156,7 +157,7 @@ def _parameters(model: Transformer, layers: float, first: bool, last: bool) -> t
     whole = layers * dense_layer_parameters(model)
     whole += embedding_parameters(model) if first or (last and model.tied) else 0
     whole += head_parameters(model) if last else 0
-    return whole, layers * model.experts * expert_parameters(model)
+    return whole, layers * expert_layer_parameters(model)
 
 
 def _state(plan: Plan, state: StateBytes, *, dense: float, experts: float) -> tuple[float, float, float]:

@@ -16,13 +16,13 @@ compute in it; attention, router and head stay as they are.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Literal
 
 from shoal.cost.attention import BACKWARD_FLOPS
 from shoal.cost.matmul import Matmul, Rates, float8_casts_s, float8_s, matmul_s, pass_s
-from shoal.cost.transformer import Transformer, attention_parameters, expert_parameters
+from shoal.cost.transformer import Transformer, attention_parameters, expert_parameters, layer_kinds
 
 GATE_PASSES = MappingProxyType(
     {(False, False): (2, 3), (False, True): (2, 3), (True, False): (3, 5), (True, True): (5, 8)}
@@ -101,7 +101,15 @@ class LayerSeconds:
 
 
 def layer_seconds(model: Transformer, share: Share, rates: Rates) -> LayerSeconds:
-    """Roofline seconds of one layer on one rank, communication aside."""
+    """Roofline seconds of one layer on one rank, communication aside; of several kinds of layers, the mean."""
+    kinds = [(part, _seconds_of(kind, share, rates)) for part, kind in layer_kinds(model)]
+    if len(kinds) == 1:
+        return kinds[0][1]
+    names = [field.name for field in fields(LayerSeconds)]
+    return LayerSeconds(**{name: sum(part * getattr(one, name) for part, one in kinds) for name in names})
+
+
+def _seconds_of(model: Transformer, share: Share, rates: Rates) -> LayerSeconds:
     dense, experts = _products(model, share)
     router = [] if not model.experts else [Matmul(share.routed_tokens, model.experts, model.hidden)]
     size = share.element_bytes

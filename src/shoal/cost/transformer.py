@@ -19,7 +19,8 @@ Two conventions, and every figure names its own: "causal" counts half of the att
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -27,6 +28,8 @@ from typing import Literal
 class Transformer:
     """Sizes, defaults resolved. `experts` = 0 is a dense model; otherwise every feed-forward is a mixture of experts of
     `feed_forward` features, beside `shared_feed_forward` features that every token goes through.
+
+    `dense_layers` of a mixture's layers have a plain feed-forward of `dense_feed_forward` features in its place.
 
     `biases` and `layer_norm` are GPT-2's: a bias on every linear layer, and norms with a bias. `positions` counts
     learned position vectors, 0 for rotary ones.
@@ -47,6 +50,8 @@ class Transformer:
     experts: int = 0
     experts_per_token: int = 1
     shared_feed_forward: int = 0
+    dense_layers: int = 0
+    dense_feed_forward: int = 0
 
     def __hash__(self) -> int:
         """Kept after the first use: a search looks thousands of things up by their model."""
@@ -69,7 +74,8 @@ class Transformer:
     def tensor_fits(self, ranks: int) -> bool:
         """Do `ranks` tensor ranks get whole heads and as many features each?"""
         kv_fits = self.kv_heads % ranks == 0 or ranks % self.kv_heads == 0
-        return self.heads % ranks == 0 and self.feed_forward % ranks == 0 and kv_fits
+        features = (self.feed_forward, self.dense_feed_forward)
+        return self.heads % ranks == 0 and all(number % ranks == 0 for number in features) and kv_fits
 
     @property
     def feed_forward_matrices(self) -> int:
@@ -118,25 +124,54 @@ def attention_parameters(model: Transformer) -> int:
 
 
 @functools.lru_cache(maxsize=64)
+def layer_kinds(model: Transformer) -> tuple[tuple[float, Transformer], ...]:
+    """(share of the layers, a model of such layers only): one kind, or mixtures and the dense layers between them."""
+    if not model.dense_layers:
+        return ((1.0, model),)
+    dense, mixed = model.dense_layers / model.layers, replace(model, dense_layers=0, dense_feed_forward=0)
+    plain = replace(mixed, experts=0, experts_per_token=1, shared_feed_forward=0, feed_forward=model.dense_feed_forward)
+    return ((1 - dense, mixed), (dense, plain))
+
+
+def of_mean_layer(model: Transformer, number: Callable[[Transformer], float]) -> float:
+    """`number` of a layer, the mean over all of them."""
+    return sum(share * number(kind) for share, kind in layer_kinds(model))
+
+
+@functools.lru_cache(maxsize=64)
 def expert_parameters(model: Transformer) -> int:
     """Matrices of one feed-forward, which is one expert where there are several."""
     return model.feed_forward_matrices * model.hidden * model.feed_forward
 
 
 @functools.lru_cache(maxsize=64)
-def dense_layer_parameters(model: Transformer) -> int:
-    """One layer without its experts: what every rank of a tensor group shares."""
+def dense_layer_parameters(model: Transformer) -> float:
+    """The mean layer without its experts: what every rank of a tensor group shares."""
+    return of_mean_layer(model, _dense_parameters)
+
+
+@functools.lru_cache(maxsize=64)
+def expert_layer_parameters(model: Transformer) -> float:
+    """All experts of the mean layer."""
+    return of_mean_layer(model, lambda kind: kind.experts * expert_parameters(kind))
+
+
+def layer_parameters(model: Transformer) -> float:
+    """The mean layer, all of it."""
+    return dense_layer_parameters(model) + expert_layer_parameters(model)
+
+
+def matmul_parameters(model: Transformer) -> float:
+    """What the mean layer multiplies a token with: of a mixture, its own experts, the shared ones and the router."""
+    return of_mean_layer(model, _met_by_a_token)
+
+
+def _dense_parameters(model: Transformer) -> float:
     feed_forward = _shared(model) if model.experts else expert_parameters(model)
     return attention_parameters(model) + feed_forward + _vectors(model)
 
 
-def layer_parameters(model: Transformer) -> int:
-    """One layer, all of it."""
-    return dense_layer_parameters(model) + model.experts * expert_parameters(model)
-
-
-def matmul_parameters(model: Transformer) -> int:
-    """What one layer multiplies a token with: of a mixture, its own experts, the shared ones and the router."""
+def _met_by_a_token(model: Transformer) -> float:
     copies = model.experts_per_token if model.experts else 1
     shared = _shared(model) if model.experts else 0
     return attention_parameters(model) + copies * expert_parameters(model) + shared
@@ -154,13 +189,13 @@ def head_parameters(model: Transformer) -> int:
 
 def total_parameters(model: Transformer) -> int:
     """The whole model, tied weights counted once."""
-    return model.layers * layer_parameters(model) + embedding_parameters(model) + head_parameters(model)
+    return round(model.layers * layer_parameters(model)) + embedding_parameters(model) + head_parameters(model)
 
 
 def active_parameters(model: Transformer) -> int:
     """What one token meets: of a mixture, its own experts only."""
     idle = (model.experts - model.experts_per_token) * expert_parameters(model) if model.experts else 0
-    return total_parameters(model) - model.layers * idle
+    return total_parameters(model) - (model.layers - model.dense_layers) * idle
 
 
 def _shared(model: Transformer) -> int:

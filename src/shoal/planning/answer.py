@@ -77,17 +77,15 @@ def transformer_of(run_file: RunFile) -> Transformer:
 
 
 def _mixture(sizes: Transformer, model: MoEConfig) -> Transformer:
-    if model.moe_every != 1 or model.first_dense:
-        raise ConfigError(
-            f"model.moe_every = {model.moe_every}, model.first_dense = {model.first_dense}: shoal plan prices mixtures "
-            "in every block; set them to 1 and 0 for an upper bound"
-        )
+    mixed = (model.layers - model.first_dense) // model.moe_every
     return replace(
         sizes,
         feed_forward=model.width_of_expert,
         experts=model.experts,
         experts_per_token=model.top_k,
         shared_feed_forward=model.shared_experts * model.width_of_expert,
+        dense_layers=model.layers - mixed,
+        dense_feed_forward=model.hidden_width,
     )
 
 

@@ -132,7 +132,8 @@ def _wires(model: Transformer, plan: Plan, share: Share, machine: Machine, devic
     else:
         context = _seen_context(machine.stack.context, axis, plan, share, model, machine)
     routed = share.routed_tokens * model.hidden * share.element_bytes * model.experts_per_token
-    trip = expert_group(plan, machine).all_to_all(routed) if model.experts else 0.0
+    mixed = 1 - model.dense_layers / model.layers
+    trip = mixed * expert_group(plan, machine).all_to_all(routed) if model.experts else 0.0
     return _Wires(
         tensor_forward=crossed,
         tensor_backward=backward.seen_s + again.seen_s,

@@ -25,7 +25,7 @@ from shoal.cost.plan import Plan
 from shoal.cost.transformer import (
     dense_layer_parameters,
     embedding_parameters,
-    expert_parameters,
+    expert_layer_parameters,
     head_parameters,
 )
 from shoal.planner.predict.axes import ends_group, shard_group, stage_group
@@ -180,7 +180,7 @@ def _gathered(plan: Plan, predictor: Predictor, layers: int) -> tuple[float, flo
 def _sums(plan: Plan, predictor: Predictor, layers: int, *, first: bool, last: bool) -> tuple[Message, ...]:
     """One message a layer, the last layer's first, then what the first or last stage has beside its layers."""
     model, layout = predictor.workload.model, plan.layout
-    dense, experts = dense_layer_parameters(model) / layout.tensor, model.experts * expert_parameters(model)
+    dense, experts = dense_layer_parameters(model) / layout.tensor, expert_layer_parameters(model)
     units = [dense + experts / layout.expert] * layers
     beside = (embedding_parameters(model) if first else 0) + (head_parameters(model) if last else 0)
     units += [beside / layout.tensor] if beside else []
