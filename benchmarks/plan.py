@@ -19,6 +19,7 @@ import typer
 from benchmarks import published, published_steps
 from benchmarks.command import run
 from benchmarks.plan_errors import Machine, Scored, Terms, by_term, regrets
+from benchmarks.plan_memory import memory_checks, peaks
 from benchmarks.plan_page import markdown_page
 from benchmarks.published import Row, layer_times
 from shoal.bench.options import AsJson
@@ -108,10 +109,12 @@ def report(found: Sequence[Machine]) -> dict[str, Any]:
     all_scored = [one for machine in found for one in scored(machine)]
     checks = _checks(all_scored)
     terms = by_term(one for one in all_scored if one.row.table == SINGLE_TABLE)
+    memory = peaks(found)
+    checks += memory_checks(memory)
     return {
         "rows": [_record(one) for one in all_scored] + _constants(found) + [_term_record(one) for one in terms],
         "checks": checks,
-        "markdown": markdown_page(all_scored, found, checks, terms),
+        "markdown": markdown_page(all_scored, found, checks, terms, memory),
     }
 
 

@@ -114,6 +114,7 @@ def _row(cells: Mapping[str, str]) -> Row:
         cluster=_cluster(cells),
         stack=STACKS[cells["stack"]],
         measured_s=float(cells["step_s"]),
+        measured_bytes=float(cells["memory_gib"]) * 2**30 if cells["memory_gib"] else None,
     )
 
 
