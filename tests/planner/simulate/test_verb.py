@@ -120,11 +120,11 @@ def test_a_layout_that_is_not_the_clusters_is_refused(app: typer.Typer, cluster:
     assert isinstance(result.exception, ShoalError)
 
 
-HUGE = ("model.layers=48", "model.width=8192", "model.heads=64", "memory.zero=1")
+HUGE = ("model.layers=96", "model.width=8192", "model.heads=64", "memory.zero=1")
 
 
 def test_what_does_not_fit_is_refused_and_played_on_request(app: typer.Typer, cluster: str) -> None:
-    """A GPT of 39 billion on sixteen devices: the sentence says how much is needed and how to go on; then it warns."""
+    """A GPT of 77 billion on sixteen devices: the sentence says how much is needed and how to go on; then it warns."""
     refused = CliRunner().invoke(app, [SPLIT, *PIPELINE, *HUGE, "--cluster", cluster])
     assert isinstance(refused.exception, LayoutError)
     assert "GiB, and h100-sxm has 80 GiB" in str(refused.exception)

@@ -114,6 +114,7 @@ class _Player:
         self.running = [False] * plan.streams
         self.waiting: list[deque[int]] = [deque() for _ in range(plan.streams)]
         self.on_port: list[dict[int, None]] = [{} for _ in range(plan.ports)]
+        self.load = [0] * plan.ports
         self.left_s, self.rate, self.since_s = list(self.busy_s), [1.0] * len(tasks), [0.0] * len(tasks)
         self.newest = [-1] * len(tasks)
         self.order = count()
@@ -149,40 +150,56 @@ class _Player:
             self.since_s[number] = now_s
             for port in ports:
                 self.on_port[port][number] = None
-            if any(len(self.on_port[port]) > 1 for port in ports):
+                self.load[port] += 1
+            if self._fullest(number) > 1:
                 self._share(number, now_s)
-                return
-        self._end_at(now_s + busy_s, number)
+        if self.newest[number] < 0:
+            self._end_at(now_s + busy_s, number)
 
     def _end_at(self, time_s: float, number: int) -> None:
         order = self.newest[number] = next(self.order)
         heapq.heappush(self.events, (time_s, order, ~number))
 
+    def _fullest(self, number: int) -> int:
+        """Flows on the fullest port of a task."""
+        return max(map(self.load.__getitem__, self.ports[number]))
+
     def _share(self, changed: int, now_s: float) -> None:
-        """New rates for all flows on the ports of a task that came or went."""
+        """New rates for the flows on the ports of a task that came or went, where they are others than before."""
         on_port, left_s, since_s = self.on_port, self.left_s, self.since_s
         for number in dict.fromkeys(one for port in self.ports[changed] for one in on_port[port]):
-            left_s[number] = max(0.0, left_s[number] - (now_s - since_s[number]) * self.rate[number])
-            since_s[number] = now_s
-            rate = self.rate[number] = 1 / max(len(on_port[port]) for port in self.ports[number])
+            rate, before = 1 / self._fullest(number), self.rate[number]
+            if rate == before:
+                continue
+            left_s[number] = max(0.0, left_s[number] - (now_s - since_s[number]) * before)
+            since_s[number], self.rate[number] = now_s, rate
             self._end_at(now_s + left_s[number] / rate, number)
 
     def _end(self, number: int, now_s: float) -> None:
         self.ends[number] = now_s
         ports, stream = self.ports[number], self.stream[number]
         if ports and self.busy_s[number]:
+            crowded = self._fullest(number) > 1
             for port in ports:
                 del self.on_port[port][number]
-            if any(self.on_port[port] for port in ports):
+                self.load[port] -= 1
+            if crowded:
                 self._share(number, now_s)
         if stream is not None:
             self._next_on(stream, now_s)
         arrives_s, ready_s, missing = now_s + self.latency_s[number], self.ready_s, self.missing
+        ready = []
         for follower in self.followers[number]:
             if arrives_s > ready_s[follower]:
                 ready_s[follower] = arrives_s
             missing[follower] -= 1
             if not missing[follower]:
+                ready.append(follower)
+        at_once = not self.events or self.events[0][0] > now_s
+        for follower in ready:
+            if at_once and ready_s[follower] == now_s:
+                self._ready(follower, now_s)
+            else:
                 heapq.heappush(self.events, (ready_s[follower], next(self.order), follower))
 
     def _next_on(self, stream: int, now_s: float) -> None:
