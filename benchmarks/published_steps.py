@@ -72,7 +72,7 @@ STACKS: Mapping[str, Stack] = MappingProxyType(
         "kempnerforge": replace(_KEMPNERFORGE, eager=False),
         "kempnerforge-eager": _KEMPNERFORGE,
         "megatron-bridge": MODERN,
-        "megatron-bridge-float8": replace(MODERN, float8="all"),
+        "megatron-bridge-float8": replace(MODERN, float8="all", float8_casts="transformer-engine"),
         "torchtitan-float8": _TORCHTITAN_FLOAT8,
         "torchtitan-float8-async": replace(_TORCHTITAN_FLOAT8, overlap_tensor=True),
         "deepspeed-2020": replace(

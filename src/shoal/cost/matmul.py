@@ -10,9 +10,14 @@ large shapes it tends to the device's `matmul_efficiency`.
 Source of the wave model: NVIDIA, "Matrix Multiplication Background User's Guide" (tile and wave quantisation).
 
 A linear layer in float8 multiplies numbers of one byte at the device's float8 rate. Each factor of a product is scaled
-by its largest magnitude: a pass that finds it (e bytes a number read) and one that casts (e read, 1 written). Forward:
-input and weight. Backward: those again, and the output's gradient; the weight's product needs input and gradient in the
-other order as well (1 read, 1 written). Counted in torchao's `Float8Linear`.
+by its largest magnitude: a pass that finds it (e bytes a number read) and one that casts (e read, 1 written).
+
+    torchao             forward: input and weight; backward: those again, and the output's gradient; input and gradient
+                        once more in the other order, which the weight's product needs (1 read, 1 written)
+    transformer-engine  input and gradient once, cast to both orders at the same time (1 more written); weights once a
+                        step, which is not counted
+
+Counted in torchao's `Float8Linear` and in Transformer Engine's current scaling.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from shoal.cost.attention import Kernel, attention_share
 from shoal.topology.cluster import Architecture
@@ -30,6 +36,9 @@ each tile loads for an operation: 1, 1, 1.33, 2 and 2.67 times those of the larg
 
 PROLOGUE = 1.6
 """Inner length, in edges, that filling and draining one tile costs: 200 on a GPU; assumed, a few loads deep."""
+
+
+Float8Casts = Literal["torchao", "transformer-engine"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,12 +112,16 @@ def float8_s(product: Matmul, rates: Rates) -> float:
     return max(arithmetic / rates.float8_flops_s, traffic, rates.kernel_s)
 
 
-def float8_casts_s(product: Matmul, rates: Rates, *, element_bytes: float) -> tuple[float, float]:
+def float8_casts_s(
+    product: Matmul, rates: Rates, *, element_bytes: float, casts: Float8Casts = "torchao"
+) -> tuple[float, float]:
     """(forward, backward) seconds of scaling and casting the factors of a linear layer's three products."""
     batch = float(product.batch)
     given, weight = batch * product.rows * product.inner, batch * product.inner * product.columns
     gradient = batch * product.rows * product.columns
     each = 2 * element_bytes + 1
+    if casts == "transformer-engine":
+        return pass_s((each + 1) * given, rates), pass_s((each + 1) * gradient, rates)
     turned = pass_s(2 * given, rates) + pass_s(2 * gradient, rates)
     forward = pass_s(each * given, rates) + pass_s(each * weight, rates)
     return forward, forward + pass_s(each * gradient, rates) + turned

@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from shoal.cost.attention import BACKWARD_FLOPS
-from shoal.cost.matmul import Matmul, Rates, float8_casts_s, float8_s, matmul_s, pass_s
+from shoal.cost.matmul import Float8Casts, Matmul, Rates, float8_casts_s, float8_s, matmul_s, pass_s
 from shoal.cost.transformer import Transformer, attention_parameters, expert_parameters, layer_kinds
 
 GATE_PASSES = MappingProxyType(
@@ -61,6 +61,7 @@ class Share:
     whole_loss: bool = False
     ring: bool = False
     float8: Float8 = "none"
+    float8_casts: Float8Casts = "torchao"
 
     @property
     def tokens(self) -> int:
@@ -115,7 +116,7 @@ def _seconds_of(model: Transformer, share: Share, rates: Rates) -> LayerSeconds:
     size = share.element_bytes
     small = [*(dense if share.float8 != "none" else []), *(experts if share.float8 == "all" else [])]
     large = [*router, *(dense if share.float8 == "none" else []), *(experts if share.float8 != "all" else [])]
-    casts = [float8_casts_s(p, rates, element_bytes=size) for p in small]
+    casts = [float8_casts_s(p, rates, element_bytes=size, casts=share.float8_casts) for p in small]
     attention = _flash(model, share, rates) if share.flash_attention else _plain_attention(model, share, rates)
     passes = _passes(model, share, rates)
     last = (experts or dense)[-1]

@@ -45,6 +45,7 @@ def share_of(sequence: int, plan: Plan, stack: Stack) -> Share:
         fused_loss=stack.fused_loss,
         ring=stack.context == "ring" and layout.context > 1,
         float8=stack.float8,
+        float8_casts=stack.float8_casts,
         whole_loss=stack.whole_loss,
     )
 

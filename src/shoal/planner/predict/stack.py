@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from shoal.cost.activations import Kept
 from shoal.cost.attention import Kernel
 from shoal.cost.footprint import MEGATRON_BF16, MEGATRON_FP16, StateBytes
+from shoal.cost.matmul import Float8Casts
 from shoal.cost.operators import Float8
 from shoal.planner.predict.waiting import ContextKind
 
@@ -32,7 +33,7 @@ class Stack:
     `context`: how context ranks exchange keys and values, all of it seen; None: gathers of keys, hidden behind
     attention. `update_bytes`: what a step of the optimizer moves for a parameter, Megatron's by default: copy of the
     gradient 6, unscale and norm 12, Adam in float32 28, cast to half 6. `float8`: which linear layers of a block
-    compute in float8; `gathers_float8`: ZeRO gathers their weights in it.
+    compute in float8, `float8_casts` whose they are; `gathers_float8`: ZeRO gathers their weights in it.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Stack:
     whole_loss: bool = False
     context: ContextKind | None = None
     float8: Float8 = "none"
+    float8_casts: Float8Casts = "torchao"
     gathers_float8: bool = False
 
     @property
