@@ -50,6 +50,7 @@ _EAGER = Stack(
     overlap_tensor=False,
     attention="flash-2",
     stops_early=True,
+    eager_loss=True,
 )
 _KEMPNERFORGE = replace(
     _EAGER,
@@ -74,6 +75,7 @@ STACKS: Mapping[str, Stack] = MappingProxyType(
         "megatron-bridge": MODERN,
         "megatron-bridge-float8": replace(MODERN, float8="all", float8_casts="transformer-engine"),
         "torchtitan-float8": _TORCHTITAN_FLOAT8,
+        "torchtitan-float8-2025": replace(_TORCHTITAN_FLOAT8, fused_loss=True),
         "torchtitan-float8-async": replace(_TORCHTITAN_FLOAT8, overlap_tensor=True),
         "deepspeed-2020": replace(
             MEGATRON_2021, name="DeepSpeed with Megatron-LM 1.1.5", state=replace(MEGATRON_FP16, wire=4)

@@ -48,7 +48,8 @@ class Kept:
 
     `stream_bytes` are those of a number of the residual stream; `eager` keeps what a fused gate computes again.
     `fused_loss`: the cross-entropy reads logits of the stack's dtype and writes their gradient, and keeps nothing else;
-    otherwise float32 logits are kept, and their gradient is as large.
+    otherwise float32 logits are kept, and their gradient is as large. `eager_loss`: besides those, logits and their
+    gradient stay in the stack's dtype (PyTorch's cross-entropy of a cast). `whole_loss`: on each tensor rank.
     """
 
     element_bytes: float = 2.0
@@ -57,6 +58,8 @@ class Kept:
     dropout: bool = False
     flash_attention: bool = True
     fused_loss: bool = False
+    eager_loss: bool = False
+    whole_loss: bool = False
 
     @property
     def mask_bytes(self) -> float:
@@ -121,10 +124,12 @@ def boundary_bytes(model: Transformer, tokens: float, *, element_bytes: float) -
     return element_bytes * tokens * model.hidden
 
 
-def logit_bytes(model: Transformer, tokens: float, *, tensor: int, kept: Kept) -> float:
-    """Head and loss of one microbatch: logits (4sbV/t in float32), and the head's input."""
-    each = kept.element_bytes if kept.fused_loss else 4.0
-    return tokens * (each * model.vocabulary + kept.element_bytes * model.hidden) / tensor
+def loss_bytes(model: Transformer, tokens: float, *, tensor: int, kept: Kept) -> float:
+    """Head and loss of one microbatch: logits and their gradient (4sbV/t each in float32), and the head's input."""
+    each = 2 * (kept.element_bytes if kept.fused_loss else 4.0)
+    each += 2 * kept.element_bytes if kept.eager_loss and not kept.fused_loss else 0.0
+    split = 1 if kept.whole_loss else tensor
+    return tokens * (each * model.vocabulary / split + 2 * kept.element_bytes * model.hidden / tensor)
 
 
 def in_flight(schedule: Schedule, rank: int, *, pipeline: int, virtual_stages: int, microbatches: int) -> float:

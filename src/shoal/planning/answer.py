@@ -110,6 +110,7 @@ def stack_of(run_file: RunFile, cluster: Cluster) -> Stack:
         stops_early=True,
         balances_stages=True,
         attention="flash-2",
+        eager_loss=True,
         dropout=getattr(run_file.model, "dropout", 0.0) > 0,
         fused_weight_gradient=False,
         overlap_tensor=False,

@@ -24,6 +24,7 @@ class Stack:
     beside computation. `scatter_pipeline`: tensor ranks send a share each (arXiv:2104.04473, section 4.1). `eager`:
     gates and rotary positions are a kernel an operator. `own_blocks`: its blocks are this project's eager ones, whose
     memory has forms of its own. `fused_loss`: one kernel computes the cross-entropy from logits of the stack's dtype.
+    `eager_loss`: PyTorch's, of logits that are cast to float32 first.
     `attention`: the kernel of its fused attention. `stops_early`: full recomputation ends before a block's last
     product, whose result the backward does not need (PyTorch's non-reentrant checkpoint). `balances_stages`: the last
     stages have fewer layers to make room for the head; else all have as many. `agreements`: sums of a few numbers over
@@ -49,6 +50,7 @@ class Stack:
     dropout: bool = False
     fused_weight_gradient: bool = True
     fused_loss: bool = False
+    eager_loss: bool = False
     overlap_tensor: bool = True
     overlap_data: bool = True
     overlap_pipeline: bool = True
@@ -72,6 +74,8 @@ class Stack:
             dropout=self.dropout,
             flash_attention=self.flash_attention,
             fused_loss=self.fused_loss,
+            eager_loss=self.eager_loss,
+            whole_loss=self.whole_loss,
         )
 
 
