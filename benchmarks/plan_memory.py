@@ -1,7 +1,8 @@
 """Memory of published steps: does what ran fit, and how near are the peaks that were published with it?
 
 A step that was measured did fit on its devices, so a prediction beyond their memory is wrong. Peaks of PyTorch programs
-are those that its allocator reserved; they are compared where the table states them.
+are those that its allocator reserved; the check is on theirs. OneFlow, which lays its memory out before a run, is shown
+beside them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from shoal.planner.predict.predictor import Predictor
 GIB = 2**30
 REFUSED_SHARE, PEAK_ERROR = 0.05, 0.10
 WORST_SHOWN = 20
+ONEFLOW = "OneFlow"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +49,10 @@ def peaks(machines: Sequence[Machine]) -> list[Peak]:
 def memory_checks(found: Sequence[Peak]) -> list[Check]:
     """The share of rows that ran and are predicted not to, and the median error of published peaks."""
     refused = sum(one.predicted > one.limit for one in found) / len(found)
-    errors = [abs(one.error) for one in found if one.error is not None]
+    errors = [abs(one.error) for one in found if one.error is not None and ONEFLOW not in one.row.table]
     return [
         check("published steps that ran, refused for memory: share", refused, REFUSED_SHARE, at_most=True),
-        check("published peaks of memory: median error", statistics.median(errors), PEAK_ERROR, at_most=True),
+        check("published peaks of PyTorch programs: median error", statistics.median(errors), PEAK_ERROR, at_most=True),
     ]
 
 

@@ -72,8 +72,8 @@ def test_autocast_keeps_the_stream_wide_and_eager_gates_one_more() -> None:
 
 
 def test_the_loss_keeps_logits_and_their_gradient() -> None:
-    """4 s b V / t each and the head's input twice; two more in 16 bits under PyTorch's cast; those alone where one kernel
-    does it all; and all of the vocabulary where tensor ranks gather it."""
+    """4 s b V / t each and the head's input twice; two more in 16 bits under PyTorch's cast; those alone where one
+    kernel does it all; and all of the vocabulary where tensor ranks gather it."""
     model = gpt(LAYERS, HIDDEN, HEADS, vocabulary=51200)
 
     def bytes_of(kept: Kept) -> float:
