@@ -62,6 +62,8 @@ _KEMPNERFORGE = replace(
 )
 """Parameters and moments in bfloat16; `distributed/tensor_parallel.py` gathers inputs by column layer, and logits."""
 _TORCHTITAN_FLOAT8 = replace(_EAGER, name="FSDP2, compiled, float8", eager=False, float8="dense", gathers_float8=True)
+_BRIDGE_FLOAT8 = replace(MODERN, name="Megatron-Bridge, float8", float8="all", float8_casts="transformer-engine")
+"""Its Llama 3.1 405B counts embedding and loss as layers of the pipeline's cut: 126 and two."""
 STACKS: Mapping[str, Stack] = MappingProxyType(
     {
         "llm-foundry": replace(
@@ -73,7 +75,8 @@ STACKS: Mapping[str, Stack] = MappingProxyType(
         "kempnerforge": replace(_KEMPNERFORGE, eager=False),
         "kempnerforge-eager": _KEMPNERFORGE,
         "megatron-bridge": MODERN,
-        "megatron-bridge-float8": replace(MODERN, float8="all", float8_casts="transformer-engine"),
+        "megatron-bridge-float8": _BRIDGE_FLOAT8,
+        "megatron-bridge-float8-405b": replace(_BRIDGE_FLOAT8, balances_stages=True),
         "torchtitan-float8": _TORCHTITAN_FLOAT8,
         "torchtitan-float8-2025": replace(_TORCHTITAN_FLOAT8, fused_loss=True),
         "torchtitan-float8-async": replace(_TORCHTITAN_FLOAT8, overlap_tensor=True),

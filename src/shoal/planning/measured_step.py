@@ -52,8 +52,8 @@ def calibrated(predictor: Predictor, of: Predictor, step: MeasuredStep) -> tuple
     if _mixed(of) != _mixed(predictor):
         kinds = ("a dense model", "a mixture of experts")
         raise UsageError(
-            f"--of measured {kinds[_mixed(of)]}, and the plan is for {kinds[_mixed(predictor)]}: the rates of experts say "
-            "little of other layers; give a run of the same kind, or leave out --measured-step"
+            f"--of measured {kinds[_mixed(of)]}, and the plan is for {kinds[_mixed(predictor)]}: a step calibrates "
+            "models of its own kind; give a run of the same, or leave out --measured-step"
         )
     of = of.on(_part(there, step.run_file), measured=of.measured)
     plan = written_plan(step.run_file, of.cluster)
