@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cost.transformer import Transformer, active_parameters, gpt, llama, total_parameters
+from shoal.cost.transformer import Latent, Transformer, active_parameters, gpt, llama, total_parameters
 
 PUBLISHED = Path(__file__).parent.parent / "planner" / "published"
 ROUNDED = 0.006
 """Papers give three digits."""
+WHOLE_BILLIONS = 1e9
 LAST_DIGIT = 0.05e9
 """The table gives tenths of a billion."""
 
@@ -57,3 +58,14 @@ def test_dense_layers_between_mixtures_are_counted() -> None:
     )  # fmt: skip
     assert total_parameters(model) == pytest.approx(16.4e9, rel=ROUNDED)
     assert active_parameters(model) == pytest.approx(2.8e9, rel=2 * ROUNDED)
+
+
+def test_latent_attention_is_counted() -> None:
+    """DeepSeek-V3 (arXiv:2412.19437): 671 billion in all, 37 for a token."""
+    model = Transformer(
+        layers=61, hidden=7168, heads=128, kv_heads=128, head_size=128, feed_forward=2048, vocabulary=129280,
+        gated=True, tied=False, experts=256, experts_per_token=8, shared_feed_forward=2048,
+        dense_layers=3, dense_feed_forward=18432, latent=Latent(query=1536, keys=512, rotary=64),
+    )  # fmt: skip
+    assert total_parameters(model) == pytest.approx(671e9, rel=ROUNDED)
+    assert active_parameters(model) == pytest.approx(37e9, abs=WHOLE_BILLIONS)

@@ -99,6 +99,7 @@ def _unsplit(model: Transformer, kept: Kept) -> float:
 def _split(model: Transformer, kept: Kept) -> float:
     """Per token, what tensor ranks share: q, k, v, attention's output, the feed-forward's inner numbers. 24h."""
     attention = 2 * model.attention_width + 2 * model.kv_width
+    attention += 2 * model.heads * model.latent.rotary if model.latent else 0
     inner = ((4 if kept.eager else 3) if model.gated else 2) * model.feed_forward
     copies = model.experts_per_token if model.experts else 1
     routed = 2 * model.hidden * copies if model.experts else 0

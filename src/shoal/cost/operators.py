@@ -22,7 +22,13 @@ from typing import Literal
 
 from shoal.cost.attention import BACKWARD_FLOPS
 from shoal.cost.matmul import Float8Casts, Matmul, Rates, float8_casts_s, float8_s, matmul_s, pass_s
-from shoal.cost.transformer import Transformer, attention_parameters, expert_parameters, layer_kinds
+from shoal.cost.transformer import (
+    Transformer,
+    attention_parameters,
+    attention_shapes,
+    expert_parameters,
+    layer_kinds,
+)
 
 GATE_PASSES = MappingProxyType(
     {(False, False): (2, 3), (False, True): (2, 3), (True, False): (3, 5), (True, True): (5, 8)}
@@ -158,9 +164,7 @@ def head_seconds(model: Transformer, share: Share, rates: Rates) -> tuple[float,
 def _products(model: Transformer, share: Share) -> tuple[list[Matmul], list[Matmul]]:
     """Linear layers of one layer: (query-key-value, output, what every token goes through; this rank's experts)."""
     tokens, t = share.tokens, share.tensor
-    own = max(1, model.attention_width // t)
-    kv = max(model.head_size, model.kv_width // t)
-    dense = [Matmul(tokens, own + 2 * kv, model.hidden), Matmul(tokens, model.hidden, own)]
+    dense = [Matmul(tokens, columns, inner) for columns, inner in attention_shapes(model, t)]
     if not model.experts:
         return dense + _feed_forward(model, tokens, max(1, model.feed_forward // t), 1), []
     if model.shared_feed_forward:
@@ -195,10 +199,10 @@ def _plain_attention(model: Transformer, share: Share, rates: Rates) -> tuple[fl
 def _flash(model: Transformer, share: Share, rates: Rates) -> tuple[float, float]:
     """(forward, backward) seconds of fused attention; a ring's blocks are as long as a rank's part of the sequence."""
     own = max(1, model.heads // share.tensor)
-    work = 4.0 * share.samples * share.sequence**2 / share.context * own * model.head_size / 2
+    work = 4.0 * share.samples * share.sequence**2 / share.context * own * model.score_size / 2
     tokens = share.sequence / share.context if share.ring else share.sequence
     forward, backward = (
-        flops / rates.attention_flops_s(head_size=model.head_size, tokens=tokens, backward=way)
+        flops / rates.attention_flops_s(head_size=model.score_size, tokens=tokens, backward=way)
         for way, flops in ((False, work), (True, BACKWARD_FLOPS * work))
     )
     return max(forward, rates.kernel_s), max(backward, rates.kernel_s)
@@ -212,7 +216,8 @@ def _passes(model: Transformer, share: Share, rates: Rates) -> tuple[float, floa
     copies = model.experts_per_token if model.experts else 1
     inner = share.tokens * copies * model.feed_forward * size / t
     gate = GATE_PASSES[model.gated, share.eager]
-    heads = share.tokens * (2 * model.attention_width + 2 * model.kv_width) * size / t
+    turned = 2 * model.heads * model.latent.rotary if model.latent else 0
+    heads = share.tokens * (2 * model.attention_width + 2 * model.kv_width + turned) * size / t
     bias = 2 * pass_s(2 * stream, rates) if model.biases else 0.0
     rotary = pass_s(ROTARY_PASSES * heads / 2, rates) if share.eager and not model.positions else 0.0
     shared = 2 * pass_s(residual, rates) + pass_s(2 * heads, rates) + rotary

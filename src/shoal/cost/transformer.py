@@ -25,9 +25,22 @@ from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Multi-head latent attention (arXiv:2405.04434, section 2.1): queries go through `query` features (0: as they
+    are), keys and values through `keys` features, and `rotary` features a head carry positions, one key for all heads.
+    """
+
+    query: int
+    keys: int
+    rotary: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Transformer:
     """Sizes, defaults resolved. `experts` = 0 is a dense model; otherwise every feed-forward is a mixture of experts of
     `feed_forward` features, beside `shared_feed_forward` features that every token goes through.
+
+    `latent` is multi-head latent attention in the place of query, key and value.
 
     `dense_layers` of a mixture's layers have a plain feed-forward of `dense_feed_forward` features in its place.
 
@@ -52,6 +65,7 @@ class Transformer:
     shared_feed_forward: int = 0
     dense_layers: int = 0
     dense_feed_forward: int = 0
+    latent: Latent | None = None
 
     def __hash__(self) -> int:
         """Kept after the first use: a search looks thousands of things up by their model."""
@@ -70,6 +84,11 @@ class Transformer:
     def kv_width(self) -> int:
         """Features of the keys of all heads; as many again for the values."""
         return self.kv_heads * self.head_size
+
+    @property
+    def score_size(self) -> float:
+        """Features of a head, the mean of its scores' and its values': what the square of attention costs."""
+        return self.head_size + (self.latent.rotary / 2 if self.latent else 0)
 
     def tensor_fits(self, ranks: int) -> bool:
         """Do `ranks` tensor ranks get whole heads and as many features each?"""
@@ -118,9 +137,23 @@ def llama(
     )
 
 
+def attention_shapes(model: Transformer, tensor: int = 1) -> list[tuple[int, int]]:
+    """(columns, inner) of the matrices of one layer's attention on one of `tensor` ranks: query, key and value; output.
+
+    Every rank computes the latent features whole.
+    """
+    hidden, own = model.hidden, max(1, model.attention_width // tensor)
+    if model.latent is None:
+        kv = max(model.head_size, model.kv_width // tensor)
+        return [(own + 2 * kv, hidden), (hidden, own)]
+    latent, turned = model.latent, max(1, model.heads * model.latent.rotary // tensor)
+    query = [(latent.query, hidden), (own + turned, latent.query)] if latent.query else [(own + turned, hidden)]
+    return [*query, (latent.keys + latent.rotary, hidden), (2 * own, latent.keys), (hidden, own)]
+
+
 def attention_parameters(model: Transformer) -> int:
-    """Matrices of one layer's attention: query, key, value, output."""
-    return 2 * model.hidden * (model.attention_width + model.kv_width)
+    """Matrices of one layer's attention."""
+    return sum(columns * inner for columns, inner in attention_shapes(model))
 
 
 @functools.lru_cache(maxsize=64)
@@ -221,7 +254,7 @@ Convention = Literal["causal", "full"]
 
 def attention_flops(model: Transformer, sequences: int, sequence: int, *, convention: Convention = "causal") -> float:
     """Scores and weighted values of one layer, forward."""
-    square = 4.0 * sequences * sequence**2 * model.attention_width
+    square = 4.0 * sequences * sequence**2 * model.heads * model.score_size
     return square / 2 if convention == "causal" else square
 
 
