@@ -16,7 +16,7 @@ from typing import Any, cast
 from benchmarks.published import Row
 from shoal.cost.footprint import MEGATRON_FP16, StateBytes
 from shoal.cost.plan import Plan
-from shoal.cost.transformer import Transformer
+from shoal.cost.transformer import Latent, Transformer
 from shoal.planner.predict.predictor import Workload
 from shoal.planner.predict.stack import MEGATRON_2021, MODERN, Stack
 from shoal.topology.cluster import Cluster
@@ -31,12 +31,22 @@ FILES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "float8_torchtitan.csv": ("llama3-8b on 8, s8192", "llama3-8b on 32"),
         "float8_megatron_bridge.csv": ("llama3-8b on 8",),
         "fsdp_kempnerforge.csv": ("7b on 4, micro 4 x 2, tensor 1",),
-        "experts_megatron_bridge.csv": ("GPT OSS 120B, s4096",),
+        "experts_megatron_bridge.csv": ("GPT OSS 120B, s4096", "Qwen3"),
         "small_amp_t4.csv": ("t1 p4 d4 micro 1",),
         "small_oneflow_v100.csv": ("DP_8x1x1",),
     }
 )
 """Each file, and how the names of the rows begin that calibrate its tables: of each table the first such row."""
+
+DEEPSEEK: Mapping[str, Any] = MappingProxyType(
+    {
+        "shared_feed_forward": 2048,
+        "dense_layers": 3,
+        "dense_feed_forward": 18432,
+        "latent": Latent(query=1536, keys=512, rotary=64),
+    }
+)
+"""What the columns do not hold of DeepSeek-V3 (arXiv:2412.19437)."""
 
 JOB = ("layers", "hidden", "devices", "sequence", "global_batch")
 """Rows of a table that agree in these are choices for the same job."""
@@ -129,6 +139,10 @@ def _model(cells: Mapping[str, str]) -> Transformer:
     if cells["model"] == "gpt":
         return Transformer(**sizes, biases=True, layer_norm=True, positions=int(cells["sequence"]))
     experts = int(cells["experts"])
+    if cells["model"] == "deepseek-v3":
+        return Transformer(
+            **sizes, gated=True, tied=False, experts=experts, experts_per_token=int(cells["top_k"]), **DEEPSEEK
+        )
     return Transformer(
         **sizes, gated=True, tied=False, experts=experts, experts_per_token=int(cells["top_k"]) if experts else 1
     )
