@@ -1,7 +1,8 @@
 """Published steps under each kind of evidence: measured over predicted, by table.
 
 The calibrated row of a table is left out where it gave the constant. Where the evidence is the same machine type, each
-table is predicted with the constants of every other table that was measured on the same device.
+table is predicted with the constants of every other table that was measured on the same device with models of its own
+kind: mixtures of experts, or dense ones.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def ratios_by_evidence(machines: Sequence[Machine]) -> dict[Evidence, Ratios]:
 
 def _by_others(machine: Machine, machines: Sequence[Machine]) -> list[float]:
     others = [one for one in machines if one is not machine and one.name != HOST_BOUND]
-    alike = [one for one in others if _device(one) == _device(machine)]
+    alike = [one for one in others if _device(one) == _device(machine) and _mixed(one) == _mixed(machine)]
     return [ratio for one in alike for ratio in _ratios(machine, Constants(compute=one.constants.compute))]
 
 
@@ -43,3 +44,7 @@ def _ratios(machine: Machine, constants: Constants) -> list[float]:
 
 def _device(machine: Machine) -> str:
     return machine.rows[0].cluster.device.name
+
+
+def _mixed(machine: Machine) -> bool:
+    return machine.rows[0].workload.model.experts > 0

@@ -7,13 +7,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.plan_errors import TERMS, Machine, Scored, Terms, less_time_for_more, regrets
+from benchmarks.plan_memory import Peak, memory_page
 
 WORST_SHOWN = 12
 TRIED, NOTICED = (1, 2, 3), 0.03
 
 
 def markdown_page(
-    rows: Sequence[Scored], found: Sequence[Machine], checks: Sequence[dict[str, Any]], terms: Sequence[Terms]
+    rows: Sequence[Scored],
+    found: Sequence[Machine],
+    checks: Sequence[dict[str, Any]],
+    terms: Sequence[Terms],
+    memory: Sequence[Peak],
 ) -> str:
     """The whole page."""
     lines = ["# Predicted against published step times", "", "| figure | value | bound | |", "|---|---|---|---|"]
@@ -23,6 +28,7 @@ def markdown_page(
     lines += ["", "## Regret, where the best predicted are tried (`shoal plan --measure N`)", "", *_tried(rows)]
     lines += ["", "## Regret, worst groups", "", "| group | regret |", "|---|---|"]
     lines += [f"| {name} | {value:.1%} |" for name, value in sorted(regrets(rows), key=lambda p: -p[1])[:WORST_SHOWN]]
+    lines += memory_page(memory)
     lines += _by_term(terms)
     for machine in found:
         lines += ["", f"## Constants: {machine.name}, calibrated on `{machine.calibrated_on}`", ""]

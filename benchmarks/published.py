@@ -43,7 +43,8 @@ VTRAIN_VOCABULARY = 50304
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One measured step. The rows of a `group` are different plans for the same job."""
+    """One measured step. The rows of a `group` are different plans for the same job; `measured_bytes` is the published
+    peak of its fullest rank, where there is one."""
 
     table: str
     name: str
@@ -53,6 +54,7 @@ class Row:
     cluster: Cluster
     stack: Stack
     measured_s: float
+    measured_bytes: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

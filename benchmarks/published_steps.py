@@ -16,7 +16,7 @@ from typing import Any, cast
 from benchmarks.published import Row
 from shoal.cost.footprint import MEGATRON_FP16, StateBytes
 from shoal.cost.plan import Plan
-from shoal.cost.transformer import Transformer
+from shoal.cost.transformer import Latent, Transformer
 from shoal.planner.predict.predictor import Workload
 from shoal.planner.predict.stack import MEGATRON_2021, MODERN, Stack
 from shoal.topology.cluster import Cluster
@@ -28,13 +28,25 @@ FILES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "fsdp_llm_foundry.csv": ("7b s2048 on 8, micro",),
         "fsdp_torchtitan.csv": ("llama2-13b on 64, micro 2, recompute none", "llama3-8b on 8, micro 2"),
         "fsdp_fms.csv": ("llama2-7b",),
+        "float8_torchtitan.csv": ("llama3-8b on 8, s8192", "llama3-8b on 32"),
+        "float8_megatron_bridge.csv": ("llama3-8b on 8",),
         "fsdp_kempnerforge.csv": ("7b on 4, micro 4 x 2, tensor 1",),
-        "experts_megatron_bridge.csv": ("GPT OSS 120B, s4096",),
+        "experts_megatron_bridge.csv": ("GPT OSS 120B, s4096", "Qwen3"),
         "small_amp_t4.csv": ("t1 p4 d4 micro 1",),
         "small_oneflow_v100.csv": ("DP_8x1x1",),
     }
 )
 """Each file, and how the names of the rows begin that calibrate its tables: of each table the first such row."""
+
+DEEPSEEK: Mapping[str, Any] = MappingProxyType(
+    {
+        "shared_feed_forward": 2048,
+        "dense_layers": 3,
+        "dense_feed_forward": 18432,
+        "latent": Latent(query=1536, keys=512, rotary=64),
+    }
+)
+"""What the columns do not hold of DeepSeek-V3 (arXiv:2412.19437)."""
 
 JOB = ("layers", "hidden", "devices", "sequence", "global_batch")
 """Rows of a table that agree in these are choices for the same job."""
@@ -48,7 +60,20 @@ _EAGER = Stack(
     overlap_tensor=False,
     attention="flash-2",
     stops_early=True,
+    eager_loss=True,
 )
+_KEMPNERFORGE = replace(
+    _EAGER,
+    name="KempnerForge",
+    state=StateBytes(weight=2, gradient=2, optimizer=4, activation=2, wire=4),
+    update_bytes=20.0,
+    gathers_each=True,
+    whole_loss=True,
+)
+"""Parameters and moments in bfloat16; `distributed/tensor_parallel.py` gathers inputs by column layer, and logits."""
+_TORCHTITAN_FLOAT8 = replace(_EAGER, name="FSDP2, compiled, float8", eager=False, float8="dense", gathers_float8=True)
+_BRIDGE_FLOAT8 = replace(MODERN, name="Megatron-Bridge, float8", float8="all", float8_casts="transformer-engine")
+"""Its Llama 3.1 405B counts embedding and loss as layers of the pipeline's cut: 126 and two."""
 STACKS: Mapping[str, Stack] = MappingProxyType(
     {
         "llm-foundry": replace(
@@ -57,7 +82,14 @@ STACKS: Mapping[str, Stack] = MappingProxyType(
         "fsdp2-eager": _EAGER,
         "fsdp2-compiled": replace(_EAGER, name="FSDP2, compiled", eager=False),
         "fms-fsdp": replace(_EAGER, name="fms-fsdp, compiled", eager=False, state=replace(_FSDP, wire=2)),
+        "kempnerforge": replace(_KEMPNERFORGE, eager=False),
+        "kempnerforge-eager": _KEMPNERFORGE,
         "megatron-bridge": MODERN,
+        "megatron-bridge-float8": _BRIDGE_FLOAT8,
+        "megatron-bridge-float8-405b": replace(_BRIDGE_FLOAT8, balances_stages=True),
+        "torchtitan-float8": _TORCHTITAN_FLOAT8,
+        "torchtitan-float8-2025": replace(_TORCHTITAN_FLOAT8, fused_loss=True),
+        "torchtitan-float8-async": replace(_TORCHTITAN_FLOAT8, overlap_tensor=True),
         "deepspeed-2020": replace(
             MEGATRON_2021, name="DeepSpeed with Megatron-LM 1.1.5", state=replace(MEGATRON_FP16, wire=4)
         ),
@@ -97,6 +129,7 @@ def _row(cells: Mapping[str, str]) -> Row:
         cluster=_cluster(cells),
         stack=STACKS[cells["stack"]],
         measured_s=float(cells["step_s"]),
+        measured_bytes=float(cells["memory_gib"]) * 2**30 if cells["memory_gib"] else None,
     )
 
 
@@ -106,6 +139,10 @@ def _model(cells: Mapping[str, str]) -> Transformer:
     if cells["model"] == "gpt":
         return Transformer(**sizes, biases=True, layer_norm=True, positions=int(cells["sequence"]))
     experts = int(cells["experts"])
+    if cells["model"] == "deepseek-v3":
+        return Transformer(
+            **sizes, gated=True, tied=False, experts=experts, experts_per_token=int(cells["top_k"]), **DEEPSEEK
+        )
     return Transformer(
         **sizes, gated=True, tied=False, experts=experts, experts_per_token=int(cells["top_k"]) if experts else 1
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cost.activations import Kept, in_flight, layer_activation_bytes, logit_bytes
+from shoal.cost.activations import Kept, in_flight, layer_activation_bytes, loss_bytes
 from shoal.cost.footprint import MEGATRON_FP16, Overheads, footprint
 from shoal.cost.plan import Plan, Schedule
 from shoal.cost.transformer import Recompute, gpt, llama
@@ -71,10 +71,19 @@ def test_autocast_keeps_the_stream_wide_and_eager_gates_one_more() -> None:
     assert kept(Kept(eager=True)) - kept(plain) == 2 * 4096
 
 
-def test_logits_are_float32() -> None:
-    """4 s b V / t, and the head's input."""
+def test_the_loss_keeps_logits_and_their_gradient() -> None:
+    """4 s b V / t each and the head's input twice; two more in 16 bits under PyTorch's cast; those alone where one
+    kernel does it all; and all of the vocabulary where tensor ranks gather it."""
     model = gpt(LAYERS, HIDDEN, HEADS, vocabulary=51200)
-    assert logit_bytes(model, 100, tensor=4, kept=Kept()) == 100 * (4 * 51200 + 2 * HIDDEN) / 4
+
+    def bytes_of(kept: Kept) -> float:
+        return loss_bytes(model, 100, tensor=4, kept=kept)
+
+    head = 100 * 2 * 2 * HIDDEN / 4
+    assert bytes_of(Kept()) == 100 * 8 * 51200 / 4 + head
+    assert bytes_of(Kept(eager_loss=True)) == 100 * 12 * 51200 / 4 + head
+    assert bytes_of(Kept(fused_loss=True)) == 100 * 4 * 51200 / 4 + head
+    assert bytes_of(Kept(eager_loss=True, whole_loss=True)) == 100 * 12 * 51200 + head
 
 
 @pytest.mark.parametrize(

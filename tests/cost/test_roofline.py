@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cost.operators import Matmul, Rates, matmul_s, pass_s
+from shoal.cost.matmul import Matmul, Rates, matmul_s, pass_s
 
 RATES = Rates(matmul_flops_s=250e12, peak_flops_s=312e12, memory_bytes_s=1.6e12, units=108, kernel_s=4e-6)
 SIZES = st.integers(1, 1 << 14)

@@ -6,14 +6,23 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
+from shoal.cost.plan import Plan
+from shoal.cost.transformer import total_parameters
+from shoal.errors import ConfigError
+from shoal.models.config import MoEConfig
+from shoal.models.gpt import GPT
 from shoal.optim.config import SGD, AdamW, OptimizerConfig
-from shoal.planning.answer import cluster_of, predictor_on, stack_of
+from shoal.planning.answer import cluster_of, predictor_on, stack_of, transformer_of
 from shoal.planning.plan_file import written_plan
 from shoal.runfile.load import load_run
 from shoal.runfile.run_file import RunFile
+from shoal.topology.cluster_file import cluster_from
+from shoal.topology.layout import Layout
 
 RECIPE = Path(__file__).parents[2] / "recipes/stdlib-gpt.toml"
+EXPERTS = Layout(shard=8, expert=8)
 OPTIMIZERS = ((AdamW(), 2), (SGD(), 0), (SGD(momentum=0.9, clip_norm=1.0), 1))
 
 
@@ -45,3 +54,52 @@ def test_only_some_layers_recomputed_is_priced_between_none_and_all() -> None:
     assert times == sorted(times)
     assert sizes == sorted(sizes, reverse=True)
     assert len(set(times)) == len(set(sizes)) == 3
+
+
+@pytest.mark.parametrize("mixed", [{}, {"first_dense": 1}, {"moe_every": 2}, {"moe_every": 2, "first_dense": 1}])
+def test_a_mixture_has_the_sizes_of_the_module(mixed: dict[str, int]) -> None:
+    """Whatever blocks are mixtures: as many parameters as the model that is trained."""
+    config = MoEConfig(vocabulary=64, layers=5, width=32, heads=2, experts=4, shared_experts=1, **mixed)
+    run = msgspec.structs.replace(_run(), model=config)
+    with torch.device("meta"):
+        module = GPT(config)
+    assert total_parameters(transformer_of(run)) == sum(parameter.numel() for parameter in module.parameters())
+
+
+def test_layers_without_experts_take_less() -> None:
+    """Every second block dense: fewer activations, half of the tokens sent to experts, less time."""
+    found = []
+    for every in (1, 2):
+        config = MoEConfig(vocabulary=64, layers=4, width=256, heads=4, experts=8, moe_every=every)
+        run = msgspec.structs.replace(_run(), model=config)
+        cluster = cluster_from({"cluster": {"machine": "dgx-h100", "nodes": 1}}, file="here")
+        found.append(predictor_on(run, cluster).predict(Plan(layout=EXPERTS, microbatch=1, microbatches=2)))
+    mixed, half = found
+    assert half.peak.activations < mixed.peak.activations
+    assert half.bill.seconds["expert"] == pytest.approx(mixed.bill.seconds["expert"] / 2)
+    assert half.step_s < mixed.step_s
+
+
+def test_float8_is_priced_where_the_device_has_it() -> None:
+    """Faster than bfloat16 on a large GPT, with attention, head and memory as they were; an A100 has none."""
+    large = ("model.layers=4", "model.width=4096", "model.heads=32", "batch.sequence=1024")
+    h100 = cluster_from({"cluster": {"machine": "dgx-h100", "nodes": 1}}, file="here")
+    plan = Plan(layout=Layout(shard=8), microbatch=2, microbatches=1, zero=3)
+    plain, small = (
+        predictor_on(_run(*large, f'precision.kind="{kind}"'), h100).predict(plan) for kind in ("bfloat16", "float8")
+    )
+    assert small.bill.seconds["matrix products"] < 0.7 * plain.bill.seconds["matrix products"]
+    assert small.bill.seconds["memory passes"] > plain.bill.seconds["memory passes"]
+    assert small.step_s < plain.step_s
+    assert small.memory_bytes == plain.memory_bytes
+    for same in ("attention", "head and loss"):
+        assert small.bill.seconds[same] == plain.bill.seconds[same]
+    a100 = cluster_from({"cluster": {"machine": "dgx-a100-80gb", "nodes": 1}}, file="here")
+    with pytest.raises(ConfigError, match="no rate for float8"):
+        predictor_on(_run(*large, 'precision.kind="float8"'), a100)
+
+
+def test_float8_layers_are_not_split() -> None:
+    """A sentence before any rank starts, and no plan that splits them."""
+    with pytest.raises(ConfigError, match=r"float8.*layout\.tensor"):
+        _run('precision.kind="float8"', "layout.tensor=2")

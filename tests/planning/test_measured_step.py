@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from shoal.errors import UsageError
+from shoal.models.config import MoEConfig
 from shoal.planning.answer import planned, predictor_of
 from shoal.planning.measured_step import MeasuredStep, calibrated
 from shoal.planning.plan_file import written_plan
@@ -61,3 +63,14 @@ def test_what_no_machine_can_be_and_other_devices_are_refused(tmp_path: Path) ->
     other = predictor_of(run, _cluster(tmp_path, "dgx-a100-80gb"))
     with pytest.raises(UsageError, match="a100-sxm-80gb"):
         calibrated(predictor, other, MeasuredStep(run_file=run, step_s=1.0))
+
+
+def test_a_step_of_another_kind_of_model_is_refused(tmp_path: Path) -> None:
+    """A mixture of experts says little of a dense model, and the other way round."""
+    run, where = _run("run.processes=8"), _cluster(tmp_path)
+    mixture = msgspec.structs.replace(run, model=MoEConfig(vocabulary=256, layers=4, width=128, heads=4))
+    dense, mixed = predictor_of(run, where), predictor_of(mixture, where)
+    with pytest.raises(UsageError, match="measured a mixture of experts, and the plan is for a dense model"):
+        calibrated(dense, mixed, MeasuredStep(run_file=mixture, step_s=1.0))
+    with pytest.raises(UsageError, match="measured a dense model, and the plan is for a mixture"):
+        calibrated(mixed, dense, MeasuredStep(run_file=run, step_s=1.0))

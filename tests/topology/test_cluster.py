@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shoal.errors import ConfigError
-from shoal.topology.cluster import Cluster, FatTree, LeafSpine
+from shoal.topology.cluster import FatTree, LeafSpine
 from shoal.topology.cluster_file import cluster_from, known_cluster, load_cluster
 from shoal.topology.devices import DEVICES, MACHINES
 
@@ -99,9 +99,3 @@ def test_a_spine_that_is_oversubscribed_slows_only_those_who_cross_it() -> None:
     network = LeafSpine(nodes_per_leaf=8, oversubscription=4)
     assert network.share(8) == 1.0
     assert network.share(9) == 0.25
-
-
-def test_failures_add_up_over_nodes() -> None:
-    """Twice the nodes fail twice as often."""
-    cluster: Cluster = known_cluster("dgx-h100", 10)
-    assert cluster.failures_per_s(10) == pytest.approx(2 * cluster.failures_per_s(5))

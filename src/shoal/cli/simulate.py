@@ -38,12 +38,18 @@ def simulate(
     save_every: Annotated[
         float | None, typer.Option("--save-every", help="Seconds of training between saves; default: the best.", min=1)
     ] = None,
-    save_stall: Annotated[float, typer.Option("--save-stall", help="Seconds that a save holds the job up.", min=0)] = 2,
+    save_stall: Annotated[
+        float | None,
+        typer.Option("--save-stall", help="Seconds that a save holds the job up; default: by its bytes.", min=0),
+    ] = None,
     noise: Annotated[float, typer.Option(help="Sigma of the lognormal noise on every action.", min=0, max=2)] = 0,
     slow_share: Annotated[
         float, typer.Option("--slow-share", help="Share of devices that are slow.", min=0, max=1)
     ] = 0,
     slow_factor: Annotated[float, typer.Option("--slow-factor", help="How much longer they take.", min=1)] = 1,
+    beyond_memory: Annotated[
+        bool, typer.Option("--beyond-memory", help="Also where a rank needs more memory than its device has.")
+    ] = False,
     schedule: Annotated[
         bool, typer.Option("--schedule", help="Only the pipeline's schedule: a line a rank, time to the right.")
     ] = False,
@@ -51,7 +57,7 @@ def simulate(
         Path | None,
         typer.Option("--picture", metavar="OUT.png", help="Draw the schedule (png, svg, pdf).", callback=picture_file),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Noise, slow devices and failures follow from it.")] = 0,
+    seed: Annotated[int, typer.Option(help="Noise, slow devices and failures follow from it.", min=0)] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
 ) -> None:
     """Plays the run's own layout: schedule, network, stragglers, failures. Deterministic by seed.
@@ -81,6 +87,7 @@ def simulate(
             stragglers=stragglers,
             weeks=weeks,
             saving=Saving(every_s=save_every, save_s=save_stall),
+            beyond_memory=beyond_memory,
         )
     if trace is not None:
         trace.write_text(json.dumps(traced(result.outcome.step)), encoding="utf-8")
@@ -118,10 +125,16 @@ def _as_text(result: Simulated) -> list[str]:
     ]
     need, have = max(result.memory_bytes), cluster.device.memory_bytes
     if need > have:
-        parts.insert(1, text.does_not_fit(need, limit_bytes=have, device=cluster.device.name))
+        parts.insert(1, f"WARNING: {text.does_not_fit(need, limit_bytes=have, device=cluster.device.name)}")
     if weeks is not None:
         parts += [
-            text.weeks(weeks.goodput, every_s=weeks.every_s, steps=weeks.steps),
+            text.weeks(
+                weeks.goodput,
+                every_s=weeks.every_s,
+                stall_s=weeks.save_stall_s,
+                between_s=weeks.between_failures_s,
+                steps=weeks.steps,
+            ),
             money({"money": weeks.money, "energy, kWh": weeks.energy_kwh}),
         ]
     return parts

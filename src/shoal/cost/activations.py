@@ -38,7 +38,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from shoal.cost.transformer import Recompute, Transformer
+from shoal.cost.transformer import Recompute, Transformer, of_mean_layer
 from shoal.schedules.names import Schedule
 
 
@@ -48,7 +48,8 @@ class Kept:
 
     `stream_bytes` are those of a number of the residual stream; `eager` keeps what a fused gate computes again.
     `fused_loss`: the cross-entropy reads logits of the stack's dtype and writes their gradient, and keeps nothing else;
-    otherwise float32 logits are kept, and their gradient is as large.
+    otherwise float32 logits are kept, and their gradient is as large. `eager_loss`: besides those, logits and their
+    gradient stay in the stack's dtype (PyTorch's cross-entropy of a cast). `whole_loss`: on each tensor rank.
     """
 
     element_bytes: float = 2.0
@@ -57,6 +58,8 @@ class Kept:
     dropout: bool = False
     flash_attention: bool = True
     fused_loss: bool = False
+    eager_loss: bool = False
+    whole_loss: bool = False
 
     @property
     def mask_bytes(self) -> float:
@@ -80,8 +83,10 @@ def layer_activation_bytes(
     if recompute == "full":
         return kept.stream_bytes * tokens * model.hidden / width_share
     if recompute == "operators":
-        return tokens * (kept.stream_bytes * model.hidden / width_share + _every_second(model, kept) / tensor)
-    whole = _unsplit(model, kept) / width_share + _split(model, kept) / tensor
+        second = of_mean_layer(model, lambda kind: _every_second(kind, kept))
+        return tokens * (kept.stream_bytes * model.hidden / width_share + second / tensor)
+    split = of_mean_layer(model, lambda kind: _split(kind, kept))
+    whole = _unsplit(model, kept) / width_share + split / tensor
     square = 0.0 if recompute == "selective" or kept.flash_attention else _square(model, sequence, kept) / tensor
     return tokens * (whole + square)
 
@@ -94,6 +99,7 @@ def _unsplit(model: Transformer, kept: Kept) -> float:
 def _split(model: Transformer, kept: Kept) -> float:
     """Per token, what tensor ranks share: q, k, v, attention's output, the feed-forward's inner numbers. 24h."""
     attention = 2 * model.attention_width + 2 * model.kv_width
+    attention += 2 * model.heads * model.latent.rotary if model.latent else 0
     inner = ((4 if kept.eager else 3) if model.gated else 2) * model.feed_forward
     copies = model.experts_per_token if model.experts else 1
     routed = 2 * model.hidden * copies if model.experts else 0
@@ -119,10 +125,12 @@ def boundary_bytes(model: Transformer, tokens: float, *, element_bytes: float) -
     return element_bytes * tokens * model.hidden
 
 
-def logit_bytes(model: Transformer, tokens: float, *, tensor: int, kept: Kept) -> float:
-    """Head and loss of one microbatch: logits (4sbV/t in float32), and the head's input."""
-    each = kept.element_bytes if kept.fused_loss else 4.0
-    return tokens * (each * model.vocabulary + kept.element_bytes * model.hidden) / tensor
+def loss_bytes(model: Transformer, tokens: float, *, tensor: int, kept: Kept) -> float:
+    """Head and loss of one microbatch: logits and their gradient (4sbV/t each in float32), and the head's input."""
+    each = 2 * (kept.element_bytes if kept.fused_loss else 4.0)
+    each += 2 * kept.element_bytes if kept.eager_loss and not kept.fused_loss else 0.0
+    split = 1 if kept.whole_loss else tensor
+    return tokens * (each * model.vocabulary / split + 2 * kept.element_bytes * model.hidden / tensor)
 
 
 def in_flight(schedule: Schedule, rank: int, *, pipeline: int, virtual_stages: int, microbatches: int) -> float:

@@ -23,13 +23,14 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from shoal.cost.activations import Kept, in_flight, layer_activation_bytes, logit_bytes
+from shoal.cost.activations import Kept, in_flight, layer_activation_bytes, loss_bytes
 from shoal.cost.plan import Plan, Zero
 from shoal.cost.transformer import (
     Recompute,
     Transformer,
     dense_layer_parameters,
     embedding_parameters,
+    expert_layer_parameters,
     expert_parameters,
     head_parameters,
 )
@@ -156,7 +157,7 @@ def _parameters(model: Transformer, layers: float, first: bool, last: bool) -> t
     whole = layers * dense_layer_parameters(model)
     whole += embedding_parameters(model) if first or (last and model.tied) else 0
     whole += head_parameters(model) if last else 0
-    return whole, layers * model.experts * expert_parameters(model)
+    return whole, layers * expert_layer_parameters(model)
 
 
 def _state(plan: Plan, state: StateBytes, *, dense: float, experts: float) -> tuple[float, float, float]:
@@ -198,8 +199,8 @@ def _activations(model: Transformer, plan: Plan, rank: int, sequence: int, kept:
     kept_bytes = layer_bytes * plan.rank_layers(model.layers, rank) * held
     again = sizes["none"] - sizes[plan.recompute] if plan.recompute != "none" else 0.0
     last = rank == layout.pipeline - 1
-    logits = logit_bytes(model, tokens, tensor=layout.tensor, kept=kept) if last else 0.0
-    return kept_bytes, max(0.0, again), 2 * logits
+    logits = loss_bytes(model, tokens, tensor=layout.tensor, kept=kept) if last else 0.0
+    return kept_bytes, max(0.0, again), logits
 
 
 def _gathered(model: Transformer, plan: Plan, state: StateBytes) -> float:

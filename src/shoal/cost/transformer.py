@@ -19,14 +19,30 @@ Two conventions, and every figure names its own: "causal" counts half of the att
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Multi-head latent attention (arXiv:2405.04434, section 2.1): queries go through `query` features (0: as they
+    are), keys and values through `keys` features, and `rotary` features a head carry positions, one key for all heads.
+    """
+
+    query: int
+    keys: int
+    rotary: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transformer:
     """Sizes, defaults resolved. `experts` = 0 is a dense model; otherwise every feed-forward is a mixture of experts of
     `feed_forward` features, beside `shared_feed_forward` features that every token goes through.
+
+    `latent` is multi-head latent attention in the place of query, key and value.
+
+    `dense_layers` of a mixture's layers have a plain feed-forward of `dense_feed_forward` features in its place.
 
     `biases` and `layer_norm` are GPT-2's: a bias on every linear layer, and norms with a bias. `positions` counts
     learned position vectors, 0 for rotary ones.
@@ -47,6 +63,9 @@ class Transformer:
     experts: int = 0
     experts_per_token: int = 1
     shared_feed_forward: int = 0
+    dense_layers: int = 0
+    dense_feed_forward: int = 0
+    latent: Latent | None = None
 
     def __hash__(self) -> int:
         """Kept after the first use: a search looks thousands of things up by their model."""
@@ -66,10 +85,16 @@ class Transformer:
         """Features of the keys of all heads; as many again for the values."""
         return self.kv_heads * self.head_size
 
+    @property
+    def score_size(self) -> float:
+        """Features of a head, the mean of its scores' and its values': what the square of attention costs."""
+        return self.head_size + (self.latent.rotary / 2 if self.latent else 0)
+
     def tensor_fits(self, ranks: int) -> bool:
         """Do `ranks` tensor ranks get whole heads and as many features each?"""
         kv_fits = self.kv_heads % ranks == 0 or ranks % self.kv_heads == 0
-        return self.heads % ranks == 0 and self.feed_forward % ranks == 0 and kv_fits
+        features = (self.feed_forward, self.dense_feed_forward)
+        return self.heads % ranks == 0 and all(number % ranks == 0 for number in features) and kv_fits
 
     @property
     def feed_forward_matrices(self) -> int:
@@ -112,9 +137,38 @@ def llama(
     )
 
 
+def attention_shapes(model: Transformer, tensor: int = 1) -> list[tuple[int, int]]:
+    """(columns, inner) of the matrices of one layer's attention on one of `tensor` ranks: query, key and value; output.
+
+    Every rank computes the latent features whole.
+    """
+    hidden, own = model.hidden, max(1, model.attention_width // tensor)
+    if model.latent is None:
+        kv = max(model.head_size, model.kv_width // tensor)
+        return [(own + 2 * kv, hidden), (hidden, own)]
+    latent, turned = model.latent, max(1, model.heads * model.latent.rotary // tensor)
+    query = [(latent.query, hidden), (own + turned, latent.query)] if latent.query else [(own + turned, hidden)]
+    return [*query, (latent.keys + latent.rotary, hidden), (2 * own, latent.keys), (hidden, own)]
+
+
 def attention_parameters(model: Transformer) -> int:
-    """Matrices of one layer's attention: query, key, value, output."""
-    return 2 * model.hidden * (model.attention_width + model.kv_width)
+    """Matrices of one layer's attention."""
+    return sum(columns * inner for columns, inner in attention_shapes(model))
+
+
+@functools.lru_cache(maxsize=64)
+def layer_kinds(model: Transformer) -> tuple[tuple[float, Transformer], ...]:
+    """(share of the layers, a model of such layers only): one kind, or mixtures and the dense layers between them."""
+    if not model.dense_layers:
+        return ((1.0, model),)
+    dense, mixed = model.dense_layers / model.layers, replace(model, dense_layers=0, dense_feed_forward=0)
+    plain = replace(mixed, experts=0, experts_per_token=1, shared_feed_forward=0, feed_forward=model.dense_feed_forward)
+    return ((1 - dense, mixed), (dense, plain))
+
+
+def of_mean_layer(model: Transformer, number: Callable[[Transformer], float]) -> float:
+    """`number` of a layer, the mean over all of them."""
+    return sum(share * number(kind) for share, kind in layer_kinds(model))
 
 
 @functools.lru_cache(maxsize=64)
@@ -124,19 +178,33 @@ def expert_parameters(model: Transformer) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def dense_layer_parameters(model: Transformer) -> int:
-    """One layer without its experts: what every rank of a tensor group shares."""
+def dense_layer_parameters(model: Transformer) -> float:
+    """The mean layer without its experts: what every rank of a tensor group shares."""
+    return of_mean_layer(model, _dense_parameters)
+
+
+@functools.lru_cache(maxsize=64)
+def expert_layer_parameters(model: Transformer) -> float:
+    """All experts of the mean layer."""
+    return of_mean_layer(model, lambda kind: kind.experts * expert_parameters(kind))
+
+
+def layer_parameters(model: Transformer) -> float:
+    """The mean layer, all of it."""
+    return dense_layer_parameters(model) + expert_layer_parameters(model)
+
+
+def matmul_parameters(model: Transformer) -> float:
+    """What the mean layer multiplies a token with: of a mixture, its own experts, the shared ones and the router."""
+    return of_mean_layer(model, _met_by_a_token)
+
+
+def _dense_parameters(model: Transformer) -> float:
     feed_forward = _shared(model) if model.experts else expert_parameters(model)
     return attention_parameters(model) + feed_forward + _vectors(model)
 
 
-def layer_parameters(model: Transformer) -> int:
-    """One layer, all of it."""
-    return dense_layer_parameters(model) + model.experts * expert_parameters(model)
-
-
-def matmul_parameters(model: Transformer) -> int:
-    """What one layer multiplies a token with: of a mixture, its own experts, the shared ones and the router."""
+def _met_by_a_token(model: Transformer) -> float:
     copies = model.experts_per_token if model.experts else 1
     shared = _shared(model) if model.experts else 0
     return attention_parameters(model) + copies * expert_parameters(model) + shared
@@ -154,13 +222,13 @@ def head_parameters(model: Transformer) -> int:
 
 def total_parameters(model: Transformer) -> int:
     """The whole model, tied weights counted once."""
-    return model.layers * layer_parameters(model) + embedding_parameters(model) + head_parameters(model)
+    return round(model.layers * layer_parameters(model)) + embedding_parameters(model) + head_parameters(model)
 
 
 def active_parameters(model: Transformer) -> int:
     """What one token meets: of a mixture, its own experts only."""
     idle = (model.experts - model.experts_per_token) * expert_parameters(model) if model.experts else 0
-    return total_parameters(model) - model.layers * idle
+    return total_parameters(model) - (model.layers - model.dense_layers) * idle
 
 
 def _shared(model: Transformer) -> int:
@@ -186,7 +254,7 @@ Convention = Literal["causal", "full"]
 
 def attention_flops(model: Transformer, sequences: int, sequence: int, *, convention: Convention = "causal") -> float:
     """Scores and weighted values of one layer, forward."""
-    square = 4.0 * sequences * sequence**2 * model.attention_width
+    square = 4.0 * sequences * sequence**2 * model.heads * model.score_size
     return square / 2 if convention == "causal" else square
 
 

@@ -33,7 +33,20 @@ class Float16(Table, frozen=True, tag_field="kind", tag="float16"):
             raise ValueError(f'loss_scale = {self.loss_scale}; a scale is above 0, such as 1024, or "dynamic"')
 
 
-PrecisionConfig = Float32 | Float64 | BFloat16 | Float16
+class Float8(Table, frozen=True, tag_field="kind", tag="float8"):
+    """Linear layers of blocks in float8 (torchao), all else as under bfloat16; parameters and gradients in float32."""
+
+    recipe: Annotated[
+        Literal["tensorwise", "rowwise"],
+        says("One scale for each factor of a product, or one for each row: slower, and outliers cost less."),
+    ] = "tensorwise"
+    emulate: Annotated[
+        bool,
+        says("Round to float8 and multiply in a wider type: on any device, slowly, to see what it does to the loss."),
+    ] = False
+
+
+PrecisionConfig = Float32 | Float64 | BFloat16 | Float16 | Float8
 
 
 class CrossEntropy(Table, frozen=True, tag_field="kind", tag="cross_entropy"):

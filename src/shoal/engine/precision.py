@@ -1,7 +1,8 @@
 """Precision: the dtype of parameters, the autocast of the forward, and the scale of the loss.
 
 Parameters, gradients, reductions and norms are float32 or float64. bfloat16 and float16 are autocast: matrix products
-run in them, what needs range does not. float16's gradients underflow, so the loss is multiplied by a scale before the
+run in them, what needs range does not. Under float8 blocks have linear layers of their own beside the autocast of
+bfloat16 (`engine.float8`). float16's gradients underflow, so the loss is multiplied by a scale before the
 backward and the gradients divided by it before the optimizer (arXiv:1710.03740, 3.2).
 """
 
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from shoal.engine.config import BFloat16, Float16, Float64, PrecisionConfig
+from shoal.engine.config import BFloat16, Float8, Float16, Float64, PrecisionConfig
 
 SMALLEST_SCALE = 1.0
 
@@ -66,7 +67,7 @@ def precision_of(config: PrecisionConfig) -> Precision:
     """What a table `[precision]` means."""
     if isinstance(config, Float64):
         return Precision(torch.float64, None)
-    if isinstance(config, BFloat16):
+    if isinstance(config, BFloat16 | Float8):
         return Precision(torch.float32, torch.bfloat16)
     return Precision(torch.float32, torch.float16 if isinstance(config, Float16) else None)
 

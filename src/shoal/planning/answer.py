@@ -12,16 +12,17 @@ import msgspec
 from shoal import units
 from shoal.cost.footprint import AUTOCAST, FLOAT32, FLOAT64, Footprint, Overheads, StateBytes
 from shoal.cost.transformer import Transformer
-from shoal.engine.config import BFloat16, Float16, Float32, Float64
+from shoal.engine.config import BFloat16, Float8, Float16, Float32, Float64
 from shoal.errors import ConfigError, LayoutError
 from shoal.models.config import GPTConfig, MoEConfig
 from shoal.planner.explain.explain import helps
 from shoal.planner.explain.explain import why_not as explain_why_not
 from shoal.planner.explain.residuals import Evidence
 from shoal.planner.explain.text import Change
-from shoal.planner.predict.bill import Constants, run_cost
+from shoal.planner.predict.bill import Constants
 from shoal.planner.predict.measured import Measured
 from shoal.planner.predict.predictor import Prediction, Predictor, Workload
+from shoal.planner.predict.run_cost import run_cost
 from shoal.planner.predict.stack import Stack
 from shoal.planner.search.candidates import Allowed
 from shoal.planner.search.search import Found, search
@@ -38,6 +39,7 @@ _STATES: Mapping[type, tuple[StateBytes, str]] = {
     Float64: (FLOAT64, "float64"),
     BFloat16: (AUTOCAST, "bfloat16"),
     Float16: (AUTOCAST, "float16"),
+    Float8: (AUTOCAST, "bfloat16"),
 }
 
 DATA_SHEET: Evidence = "data sheet"
@@ -75,17 +77,15 @@ def transformer_of(run_file: RunFile) -> Transformer:
 
 
 def _mixture(sizes: Transformer, model: MoEConfig) -> Transformer:
-    if model.moe_every != 1 or model.first_dense:
-        raise ConfigError(
-            f"model.moe_every = {model.moe_every}, model.first_dense = {model.first_dense}: shoal plan prices mixtures "
-            "in every block; set them to 1 and 0 for an upper bound"
-        )
+    mixed = (model.layers - model.first_dense) // model.moe_every
     return replace(
         sizes,
         feed_forward=model.width_of_expert,
         experts=model.experts,
         experts_per_token=model.top_k,
         shared_feed_forward=model.shared_experts * model.width_of_expert,
+        dense_layers=model.layers - mixed,
+        dense_feed_forward=model.hidden_width,
     )
 
 
@@ -110,6 +110,7 @@ def stack_of(run_file: RunFile, cluster: Cluster) -> Stack:
         stops_early=True,
         balances_stages=True,
         attention="flash-2",
+        eager_loss=True,
         dropout=getattr(run_file.model, "dropout", 0.0) > 0,
         fused_weight_gradient=False,
         overlap_tensor=False,
@@ -119,6 +120,7 @@ def stack_of(run_file: RunFile, cluster: Cluster) -> Stack:
         agreements=3,
         crossing_copies=1,
         context=run_file.context.kind if on_cpu else None,
+        float8="dense" if isinstance(run_file.precision, Float8) else "none",
     )
 
 
@@ -179,7 +181,7 @@ def planned(
         written=_written(run_file, predictor),
         changes=helps(predictor, best),
         why_not=explain_why_not(predictor, why_not, best, allowed=allowed) if why_not else None,
-        money=asdict(run_cost(predictor.cluster, step_s=best.step_s, steps=run_file.run.steps)),
+        money=asdict(run_cost(predictor, best, steps=run_file.run.steps)),
         basis=basis,
         evidence=evidence,
         track_record=_track_record(predictor),
@@ -235,6 +237,11 @@ def predictor_on(run_file: RunFile, where: Cluster, *, measured: Measured | None
     constants = None if measured is None else MEASURED
     try:
         if not isinstance(run_file.model, GPTConfig):
+            if stack.float8 != "none":
+                raise ConfigError(
+                    'precision.kind = "float8": only the layers of gpt and moe are priced in it; plan with "bfloat16" '
+                    "for an upper bound of the step"
+                )
             from shoal.planning.tracing import traced_predictor  # imports torch, and the user's own code
 
             return traced_predictor(

@@ -39,7 +39,8 @@ def calibrated(predictor: Predictor, of: Predictor, step: MeasuredStep) -> tuple
     """`predictor` with the factor that makes `of` predict the measured step, and what kind of evidence that is.
 
     Raises:
-        UsageError: the devices differ, or no factor that a machine can have gives the measured seconds.
+        UsageError: the devices or the kinds of model differ, or no factor that a machine can have gives the measured
+            seconds.
         LayoutError: the measured run does not fit its cluster's devices.
     """
     there, here = of.cluster, predictor.cluster
@@ -47,6 +48,12 @@ def calibrated(predictor: Predictor, of: Predictor, step: MeasuredStep) -> tuple
         raise UsageError(
             f"--of was measured on {there.device.name}, and the plan is for {here.device.name}: a step calibrates "
             "devices of its own kind; give one of the same, or leave out --measured-step"
+        )
+    if _mixed(of) != _mixed(predictor):
+        kinds = ("a dense model", "a mixture of experts")
+        raise UsageError(
+            f"--of measured {kinds[_mixed(of)]}, and the plan is for {kinds[_mixed(predictor)]}: a step calibrates "
+            "models of its own kind; give a run of the same, or leave out --measured-step"
         )
     of = of.on(_part(there, step.run_file), measured=of.measured)
     plan = written_plan(step.run_file, of.cluster)
@@ -66,6 +73,10 @@ def calibrated(predictor: Predictor, of: Predictor, step: MeasuredStep) -> tuple
     _check(predicted_s(constants), step.step_s, of.cluster)
     found = replace(predictor.constants, compute=constants.compute, dispatch_s=constants.dispatch_s)
     return predictor.on(here, constants=found), evidence
+
+
+def _mixed(predictor: Predictor) -> bool:
+    return predictor.workload.model.experts > 0
 
 
 def _on(predictor: Predictor, measured: Measured) -> Predictor:

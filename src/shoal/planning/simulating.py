@@ -9,32 +9,45 @@ from typing import Any
 
 from shoal.cost.interval import availability_optimal_s
 from shoal.cost.plan import Plan
+from shoal.errors import LayoutError
 from shoal.planner.predict.predictor import Prediction, Predictor
+from shoal.planner.predict.saving import save_of
+from shoal.planner.simulate.fold import Fold
 from shoal.planner.simulate.goodput import WEEK_S, Faults, Goodput, goodput
 from shoal.planner.simulate.memory import rank_bytes
-from shoal.planner.simulate.outcome import Outcome, outcome
-from shoal.planner.simulate.step import Fold
+from shoal.planner.simulate.outcome import Outcome, does_not_fit, outcome
 from shoal.planner.simulate.work import Stragglers, work_of
 from shoal.planning.answer import predictor_of, transformer_of
 from shoal.planning.plan_file import written_plan
 from shoal.runfile.run_file import RunFile
 from shoal.schedules.build import build
 from shoal.schedules.table import Table
+from shoal.topology.failures import failures_per_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """How often the job saves, and what a save holds it up; `every_s` None: the availability-optimal interval."""
+    """How often the job saves, and what a save holds it up.
+
+    `every_s` None: the availability-optimal interval, but no less than storage takes for the save before. `save_s`
+    None: what follows from the bytes of the state (`planner.predict.saving`).
+    """
 
     every_s: float | None = None
-    save_s: float = 2.0
+    save_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weeks:
-    """Simulated weeks, and what they cost; None where the cluster states no price or power."""
+    """Simulated weeks, and what they cost; None where the cluster states no price or power.
+
+    `between_failures_s` is the job's mean time between failures, None where its devices do not fail.
+    """
 
     goodput: Goodput
+    between_failures_s: float | None
+    save_stall_s: float
+    save_write_s: float
     every_s: float
     steps: float
     money: float | None
@@ -80,21 +93,39 @@ def simulated(
     stragglers: Stragglers,
     weeks: float = 0.0,
     saving: Saving | None = None,
+    beyond_memory: bool = False,
 ) -> Simulated:
-    """Plays the run file's own plan. Raises `ConfigError`, `LayoutError`."""
+    """Plays the run file's own plan; one that does not fit only with `beyond_memory`.
+
+    Raises:
+        ConfigError: the model has no closed form.
+        LayoutError: the layout is not the cluster's, or its fullest rank needs more memory than a device has.
+    """
     transformer_of(run_file)  # refuses the models that have no closed form
     predictor = predictor_of(run_file, cluster)
     plan = written_plan(run_file, predictor.cluster)
     table = table_of(plan)
+    memory_bytes = rank_bytes(plan, predictor, table)
+    if not beyond_memory:
+        _check_memory(max(memory_bytes), predictor)
     played = outcome(table, work_of(plan, predictor), fold=fold_of(plan, stragglers), stragglers=stragglers)
     return Simulated(
         predictor=predictor,
         plan=plan,
         prediction=predictor.predict(plan),
         outcome=played,
-        memory_bytes=rank_bytes(plan, predictor, table),
-        weeks=_weeks(predictor, played.step_s, weeks, saving or Saving(), stragglers.seed) if weeks else None,
+        memory_bytes=memory_bytes,
+        weeks=_weeks(predictor, plan, played.step_s, weeks, saving or Saving(), seed=stragglers.seed)
+        if weeks
+        else None,
     )
+
+
+def _check_memory(need_bytes: float, predictor: Predictor) -> None:
+    device = predictor.cluster.device
+    if need_bytes > device.memory_bytes:
+        sentence = does_not_fit(need_bytes, limit_bytes=device.memory_bytes, device=device.name)
+        raise LayoutError(f"{sentence}, and --beyond-memory simulates this one")
 
 
 def table_of(plan: Plan) -> Table:
@@ -115,17 +146,23 @@ def fold_of(plan: Plan, stragglers: Stragglers) -> Fold:
     return Fold(replicas=plan.data_parallel, peers=peers, fold_replicas=stragglers.even)
 
 
-def _weeks(predictor: Predictor, step_s: float, weeks: float, saving: Saving, seed: int) -> Weeks:
+def _weeks(predictor: Predictor, plan: Plan, step_s: float, weeks: float, saving: Saving, *, seed: int) -> Weeks:
     cluster, wall_s = predictor.cluster, weeks * WEEK_S
-    rate = cluster.failures_per_s(cluster.nodes)
+    rate = failures_per_s(cluster)
+    one = save_of(predictor, plan)
     faults = Faults(
-        between_s=1 / rate if rate else math.inf, recovery_s=cluster.reliability.recovery_s, save_s=saving.save_s
+        between_s=1 / rate if rate else math.inf,
+        recovery_s=cluster.reliability.recovery_s,
+        save_s=one.stall_s if saving.save_s is None else saving.save_s,
     )
-    every_s = saving.every_s or min(wall_s, _best_every_s(faults))
+    every_s = saving.every_s or min(wall_s, max(one.write_s, _best_every_s(faults)))
     found = goodput(faults, every_s=every_s, wall_s=wall_s, seed=seed)
     hours, price = wall_s / 3600 * cluster.devices, cluster.price
     return Weeks(
         goodput=found,
+        between_failures_s=1 / rate if rate else None,
+        save_stall_s=faults.save_s,
+        save_write_s=one.write_s,
         every_s=every_s,
         steps=found.trained_s / step_s,
         money=None if price.device_hour is None else price.device_hour * hours,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shoal.comm.mesh import Mesh
 from shoal.engine.compute import Compute, Cut, as_it_is, uncut
+from shoal.engine.float8 import use_float8
 from shoal.engine.forward_backward import (
     ForwardBackward,
     PipelinedForwardBackward,
@@ -74,6 +75,7 @@ def divided(run_file: RunFile, model: nn.Module, mesh: Mesh, *, in_flight: int) 
         context=run_file.context.kind,
         grid_rows=None if run_file.layout.tensor_grid is None else run_file.layout.tensor_grid[0],
     )
+    use_float8(model, run_file.precision, device=mesh.device)
     recompute(model, memory.recompute, layers=memory.recompute_layers)
     return Divided(split, table, stages)
 

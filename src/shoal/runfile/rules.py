@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 
 from shoal.data.config import StdlibText, TextFiles
-from shoal.engine.config import Float16
+from shoal.engine.config import Float8, Float16
 from shoal.errors import ConfigError
 from shoal.models.config import GPTConfig, MoEConfig
 from shoal.models.huggingface.config import TransformersConfig, vocabulary_of
@@ -36,6 +36,7 @@ def refusal(run_file: RunFile) -> str | None:
         _vocabulary_rule,
         _packing_rule,
         layout_refusal,
+        _float8_rule,
         pipedream_refusal,
         noise_refusal,
         gradients_refusal,
@@ -101,6 +102,15 @@ def _packing_rule(run_file: RunFile) -> str | None:
             "and positions that restart do not say which are first; leave capacity_factor out, or pack otherwise"
         )
     return None
+
+
+def _float8_rule(run_file: RunFile) -> str | None:
+    if not isinstance(run_file.precision, Float8) or run_file.layout.tensor == 1:
+        return None
+    return (
+        f'precision.kind = "float8" with layout.tensor = {run_file.layout.tensor}: layers that ranks split have no '
+        'float8 products; set layout.tensor = 1, or precision.kind = "bfloat16"'
+    )
 
 
 def pipedream_refusal(run_file: RunFile) -> str | None:

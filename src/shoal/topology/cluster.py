@@ -151,10 +151,23 @@ class Price(Table, frozen=True):
 
 
 class Reliability(Table, frozen=True):
-    """How often it breaks (2.3 to 6.5 per 1,000 node-days are published for large GPU clusters, arXiv:2410.21680)."""
+    """How often it breaks, and how fast a checkpoint leaves it."""
 
-    failures_per_1000_node_days: Annotated[float, says("Failures that stop a job.", ge=0, le=1e5)] = 6.5
+    failures_per_1000_node_days: Annotated[
+        Annotated[float, msgspec.Meta(ge=0, le=1e5)] | None,
+        says(
+            "Failures that stop a job; default: the mean of what is published of its architecture (5.5 ampere, "
+            "4.2 hopper, 2.9 blackwell), in proportion to the devices of a node."
+        ),
+    ] = None
     recovery_s: Annotated[float, says("Seconds from a failure to the first new step.", ge=0, le=1e7)] = 600.0
+    staging_gb_s: Annotated[
+        float, says("GB/s at which a rank copies its share to host memory, while the step waits.", gt=0, le=1e4)
+    ] = 10.0
+    storage_gb_s: Annotated[
+        float,
+        says("GB/s that storage takes from a node (Llama 3: 2 TB/s from 2,048 nodes, arXiv:2407.21783).", gt=0, le=1e4),
+    ] = 1.0
 
 
 class Cluster(Table, frozen=True):
@@ -190,7 +203,3 @@ class Cluster(Table, frozen=True):
             down = devices - devices % per_node
             raise ValueError(f"{devices} devices do not fill nodes of {per_node}; nearest: {down}, {down + per_node}")
         return msgspec.structs.replace(self, nodes=1, machine=msgspec.structs.replace(self.machine, devices=devices))
-
-    def failures_per_s(self, nodes: int) -> float:
-        """Failures per second of a job on `nodes` nodes."""
-        return self.reliability.failures_per_1000_node_days * nodes / (1000 * 86400)

@@ -25,7 +25,7 @@ def _device(
     name: str, gib: float, gb_s: float, half: float, single: float, units: int, best: float, note: str
 ) -> Device:
     peak = {"float32": single, "tfloat32": half / 2, "float16": half, "bfloat16": half}
-    if name.startswith(("h", "gh", "b", "gb", "l4", "rtx-4")):
+    if name.startswith(("h", "gh", "b", "gb", "l4", "mi3", "rtx-4")):
         peak["float8"] = 2 * half
     return Device(
         name=name,

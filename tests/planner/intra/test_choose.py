@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from shoal.cost.operators import Rates
+from shoal.cost.matmul import Rates
 from shoal.cost.wire import group_of
 from shoal.errors import UserCodeError
 from shoal.models.build import build

@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from shoal.cost.footprint import FLOAT32
-from shoal.cost.operators import Matmul, Share
+from shoal.cost.matmul import Matmul
+from shoal.cost.operators import Share
 from shoal.cost.plan import Plan
 from shoal.cost.prices import Heads
 from shoal.cost.transformer import Transformer

@@ -12,7 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from shoal.cli.simulate import simulate
-from shoal.errors import ShoalError
+from shoal.errors import LayoutError, ShoalError
 
 ROOT = Path(__file__).parent.parent.parent.parent
 SPLIT = str(ROOT / "recipes" / "stdlib-gpt-3d.toml")
@@ -118,3 +118,36 @@ def test_a_layout_that_is_not_the_clusters_is_refused(app: typer.Typer, cluster:
     """Three tensor ranks on sixteen devices: one sentence of the layout's own."""
     result = CliRunner().invoke(app, [SPLIT, "--cluster", cluster, "layout.tensor=3"])
     assert isinstance(result.exception, ShoalError)
+
+
+HUGE = ("model.layers=96", "model.width=8192", "model.heads=64", "memory.zero=1")
+
+
+def test_what_does_not_fit_is_refused_and_played_on_request(app: typer.Typer, cluster: str) -> None:
+    """A GPT of 77 billion on sixteen devices: the sentence says how much is needed and how to go on; then it warns."""
+    refused = CliRunner().invoke(app, [SPLIT, *PIPELINE, *HUGE, "--cluster", cluster])
+    assert isinstance(refused.exception, LayoutError)
+    assert "GiB, and h100-sxm has 80 GiB" in str(refused.exception)
+    assert "--beyond-memory" in str(refused.exception)
+    played = CliRunner().invoke(app, [SPLIT, *PIPELINE, *HUGE, "--cluster", cluster, "--beyond-memory"])
+    assert played.exit_code == 0, played.output
+    assert "WARNING: this run does not fit" in played.stdout
+    shown = CliRunner().invoke(app, [SPLIT, *PIPELINE, *HUGE, "--cluster", cluster, "--beyond-memory", "--json"])
+    assert json.loads(shown.stdout)["fits"] is False
+
+
+def test_saves_and_failures_follow_from_the_cluster(app: typer.Typer, cluster: str, tmp_path: Path) -> None:
+    """Two H100 nodes fail every 119 days; slower staging holds the job up longer, and what is given counts."""
+
+    def weeks(path: str, *more: str) -> dict[str, Any]:
+        arguments = [SPLIT, *PIPELINE, "--cluster", path, "--weeks", "8", "--json", *more]
+        return json.loads(CliRunner().invoke(app, arguments).stdout)["weeks"]
+
+    slow = tmp_path / "slow.toml"
+    slow.write_text(CLUSTER + "\n[reliability]\nstaging_gb_s = 0.001\nfailures_per_1000_node_days = 500\n")
+    fast, held = weeks(cluster), weeks(str(slow))
+    assert fast["between_failures_s"] == pytest.approx(86400 * 1000 / (2 * 4.2137), rel=1e-3)
+    assert held["between_failures_s"] == pytest.approx(86400)
+    assert held["save_stall_s"] == pytest.approx(1e4 * fast["save_stall_s"])
+    assert held["goodput"]["failures"] > fast["goodput"]["failures"]
+    assert weeks(cluster, "--save-stall", "3")["save_stall_s"] == 3

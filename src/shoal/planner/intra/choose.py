@@ -24,7 +24,7 @@ from math import prod
 
 import numpy as np
 
-from shoal.cost.operators import Rates, matmul_s, pass_s
+from shoal.cost.matmul import Rates, matmul_s, pass_s
 from shoal.cost.wire import Links
 from shoal.errors import UserCodeError
 from shoal.planner.intra.graph import SHARED, WHOLE, Node, Placement, conversion_s, split

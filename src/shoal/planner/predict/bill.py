@@ -1,10 +1,5 @@
 """The seconds of a step, itemised: what is not in the bill is not in the prediction.
 
-What a run costs on a cluster: time with failures and saves, money, energy.
-
-A run of n steps of T seconds takes n T / (effective share) seconds; the share is that of the availability-optimal
-interval between checkpoints (cost.interval), with the cluster's failure rate and time to recover.
-
 Every number that a prediction uses and that neither the cluster, the model nor the plan gives, with its origin.
 
 None is fitted to a row that is predicted. Two may be calibrated, each on one measured row of a machine type
@@ -17,9 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
-
-from shoal.cost.interval import availability_optimal_s, effective_share
-from shoal.topology.cluster import Cluster
 
 ITEMS: Mapping[str, str] = {
     "matrix products": "linear layers, forward and backward",
@@ -60,43 +52,6 @@ class Bill:
         """(item, seconds, share) of every item that is not 0, in the order of `ITEMS`."""
         total = self.total
         return [(name, self.seconds[name], self.seconds[name] / total) for name in ITEMS if self.seconds.get(name)]
-
-
-SAVE_STALL_S = 2.0
-"""Seconds that a save holds a step up where it writes in the background; blocking saves take longer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunCost:
-    """A whole run. `money` and `energy_kwh` are None where the cluster states no price and no power."""
-
-    training_s: float
-    wall_s: float
-    effective_share: float
-    save_every_s: float
-    money: float | None
-    energy_kwh: float | None
-
-
-def run_cost(cluster: Cluster, *, step_s: float, steps: int, save_s: float = SAVE_STALL_S) -> RunCost:
-    """The cost of `steps` steps of `step_s` seconds on all of the cluster."""
-    training_s = step_s * steps
-    rate = cluster.failures_per_s(cluster.nodes)
-    recovery = cluster.reliability.recovery_s
-    between = 1 / rate if rate > 0 else float("inf")
-    every = min(availability_optimal_s(save_s, between, recovery_s=recovery), max(training_s, 2 * save_s))
-    share = effective_share(every, save_s, between, recovery_s=recovery) if rate > 0 else 1 - save_s / every
-    wall_s = training_s / share
-    hours = wall_s / 3600 * cluster.devices
-    price, watts = cluster.price.device_hour, cluster.price.device_watts
-    return RunCost(
-        training_s=training_s,
-        wall_s=wall_s,
-        effective_share=share,
-        save_every_s=every,
-        money=None if price is None else price * hours,
-        energy_kwh=None if watts is None else watts * hours / 1e3,
-    )
 
 
 def _constant(value: float, origin: str) -> Any:

@@ -7,6 +7,7 @@ from shoal.planner.predict.axes import Exposed, ends_group, exposed, replica_gro
 from shoal.planner.predict.machine import Machine
 from shoal.planner.predict.workload import Stage
 
+FLOAT8_BYTES = 1.0
 AGREEMENT_BYTES = 32.0
 """What ranks agree on in one small sum: a denominator, a loss, a norm."""
 
@@ -14,19 +15,22 @@ AGREEMENT_BYTES = 32.0
 def gathers(plan: Plan, stage: Stage, machine: Machine, *, beside_s: float) -> Exposed:
     """Each microbatch: ZeRO-2 and -3 scatter gradients, or they would not be sharded; ZeRO-3 gathers weights twice.
 
-    One collective a layer, so that the latency of a long ring counts as often as it does in FSDP.
+    One collective a layer, so that the latency of a long ring counts as often as it does in FSDP. What belongs to no
+    layer is gathered before the first one computes and scattered behind the last, so that nothing hides it.
     `beside_s` are the seconds in which the device computes and no other collective of this rank uses the links.
     """
     group = shard_group(plan, machine)
     if plan.zero < 2 or group.ranks == 1:
         return Exposed(seen_s=0.0, slowed_s=0.0)
-    state = machine.stack.state
-    units = stage.layers + 1
-    numbers = stage.numbers / units
-    each = group.all_gather(numbers * state.wire)
-    each += 2 * group.all_gather(numbers * state.activation) if plan.zero == 3 else 0.0
-    hides = beside_s if machine.stack.overlap_data else 0.0
-    return exposed(units * each, hides, slowdown=machine.constants.overlap_slowdown)
+    state, hides = machine.stack.state, beside_s if machine.stack.overlap_data else 0.0
+    weight_bytes = FLOAT8_BYTES if machine.stack.gathers_float8 else state.activation
+    each = group.all_gather((stage.numbers - stage.outside_numbers) / stage.layers * state.wire)
+    outside = group.all_gather(stage.outside_numbers * state.wire)
+    if plan.zero == 3:
+        each += 2 * group.all_gather((stage.numbers - stage.outside_numbers) / stage.layers * weight_bytes)
+        outside += group.all_gather(stage.outside_numbers * state.activation)
+    hidden = exposed(stage.layers * each, hides, slowdown=machine.constants.overlap_slowdown)
+    return Exposed(seen_s=hidden.seen_s + outside, slowed_s=hidden.slowed_s)
 
 
 def gradients(plan: Plan, stage: Stage, machine: Machine, *, beside_s: float) -> Exposed:

@@ -44,6 +44,9 @@ def share_of(sequence: int, plan: Plan, stack: Stack) -> Share:
         fused_weight_gradient=stack.fused_weight_gradient,
         fused_loss=stack.fused_loss,
         ring=stack.context == "ring" and layout.context > 1,
+        float8=stack.float8,
+        float8_casts=stack.float8_casts,
+        whole_loss=stack.whole_loss,
     )
 
 
@@ -113,14 +116,14 @@ def _wires(model: Transformer, plan: Plan, share: Share, machine: Machine, devic
     slowdown = machine.constants.overlap_slowdown
     stream = share.tokens * model.hidden * share.element_bytes
     group = tensor_group(plan, machine)
-    once = _tensor_once(group, stream, plan)
+    crossed = _crossings(model, group, stream, plan, gathers_each=machine.stack.gathers_each)
     if group.ranks > 1:
-        copies = machine.stack.crossing_copies * (2 if plan.sequence_parallel else 1)
-        once += copies * machine.prices(plan.world_size).copy(
+        copies = 2 * machine.stack.crossing_copies * (2 if plan.sequence_parallel else 1)
+        crossed += copies * machine.prices(plan.world_size).copy(
             share.tokens, model.hidden, element_bytes=share.element_bytes
         )
     beside = device.matmul_weight if machine.stack.overlap_tensor else 0.0
-    backward = exposed(2 * once, beside, slowdown=slowdown)
+    backward = exposed(crossed, beside, slowdown=slowdown)
     again = _gathered_again(plan, machine, stream, device)
     keys = 2 * model.kv_width * share.samples * share.sequence * share.element_bytes / share.tensor
     axis = context_group(plan, machine)
@@ -130,9 +133,10 @@ def _wires(model: Transformer, plan: Plan, share: Share, machine: Machine, devic
     else:
         context = _seen_context(machine.stack.context, axis, plan, share, model, machine)
     routed = share.routed_tokens * model.hidden * share.element_bytes * model.experts_per_token
-    trip = expert_group(plan, machine).all_to_all(routed) if model.experts else 0.0
+    mixed = 1 - model.dense_layers / model.layers
+    trip = mixed * expert_group(plan, machine).all_to_all(routed) if model.experts else 0.0
     return _Wires(
-        tensor_forward=2 * once,
+        tensor_forward=crossed,
         tensor_backward=backward.seen_s + again.seen_s,
         context=context.seen_s,
         expert=4 * trip,
@@ -155,9 +159,13 @@ def _seen_context(
     return Exposed(seen_s=both.forward_s + both.backward_s, slowed_s=0.0)
 
 
-def _tensor_once(group: Links, stream: float, plan: Plan) -> float:
-    """One all-reduce, or the all-gather and reduce-scatter that take its place under sequence parallelism."""
-    return 2 * group.all_gather(stream) if plan.sequence_parallel else group.all_reduce(stream)
+def _crossings(model: Transformer, group: Links, stream: float, plan: Plan, *, gathers_each: bool) -> float:
+    """Between tensor ranks in one direction: an all-reduce behind attention and feed-forward each, or, under sequence
+    parallelism, the all-gathers before their column layers and a reduce-scatter behind each of the two."""
+    if not plan.sequence_parallel:
+        return 2 * group.all_reduce(stream)
+    columns = 3 + model.feed_forward_matrices - 1
+    return ((columns if gathers_each else 2) + 2) * group.all_gather(stream)
 
 
 def _gathered_again(plan: Plan, machine: Machine, stream: float, device: LayerSeconds) -> Exposed:
@@ -195,10 +203,15 @@ def _recomputed(plan: Plan, device: LayerSeconds, machine: Machine) -> tuple[flo
 
 
 def _head(model: Transformer, plan: Plan, share: Share, machine: Machine, prices: Prices) -> dict[str, float]:
-    """Head, loss and embedding of a microbatch; the loss sums three numbers a token over tensor ranks."""
+    """Head, loss and embedding of a microbatch. The loss sums three numbers a token over tensor ranks, or they gather
+    the logits."""
     products, loss, embedding = prices.head(model, share)
     group = tensor_group(plan, machine)
     stream = share.tokens * model.hidden * share.element_bytes
-    wires = 2 * group.all_reduce(stream) + 3 * group.all_reduce(4.0 * share.tokens)
+    wires = 2 * group.all_reduce(stream)
+    if share.whole_loss:
+        wires += group.all_gather(share.tokens * model.vocabulary * share.element_bytes)
+    else:
+        wires += 3 * group.all_reduce(4.0 * share.tokens)
     host = machine.constants.head_operators * machine.constants.dispatch_s
     return {"head and loss": products + loss + embedding, "tensor": wires, "launches": host}

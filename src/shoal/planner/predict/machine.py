@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.cost.operators import Rates
+from shoal.cost.matmul import Rates
 from shoal.cost.prices import Prices, RooflinePrices
 from shoal.cost.wire import Links, group_of
 from shoal.planner.predict.bill import Constants
@@ -20,8 +20,9 @@ class Machine:
         self.cluster, self.stack = cluster, stack
         self.constants, self.measured = constants or Constants(), measured
         device, c = cluster.device, self.constants
+        best = device.matmul_efficiency * c.compute
         self.rates = Rates(
-            matmul_flops_s=device.peak_flops_s(stack.dtype) * device.matmul_efficiency * c.compute,
+            matmul_flops_s=device.peak_flops_s(stack.dtype) * best,
             memory_bytes_s=device.memory_bytes_s * c.memory_efficiency,
             units=device.units,
             tile=device.tile,
@@ -29,6 +30,7 @@ class Machine:
             peak_flops_s=device.peak_flops_s(stack.dtype),
             architecture=device.architecture,
             attention=stack.attention,
+            float8_flops_s=None if stack.float8 == "none" else device.peak_flops_s("float8") * best,
         )
         self._roofline = RooflinePrices(self.rates)
         self._groups: dict[tuple[int, int, int], Links] = {}

@@ -19,7 +19,7 @@ from shoal.cost.activations import boundary_bytes, layer_activation_bytes
 from shoal.cost.eager_memory import eager_block_bytes, eager_footprint
 from shoal.cost.footprint import Footprint, Overheads, footprint, stage_parameters
 from shoal.cost.plan import V_SHAPED, Plan
-from shoal.cost.transformer import embedding_parameters, model_flops, total_parameters
+from shoal.cost.transformer import embedding_parameters, head_parameters, model_flops, total_parameters
 from shoal.planner.predict.bill import Bill, Constants
 from shoal.planner.predict.layer import LayerBill, LayerKey, layer_bill, share_of
 from shoal.planner.predict.machine import Machine
@@ -152,12 +152,14 @@ class Predictor:
         model, cut = self.workload.model, self._cut(plan)
         tokens = plan.microbatch * self.workload.sequence / plan.layout.context
         layers, head = self._fullest(cut)
+        outside = embedding_parameters(model) + (head_parameters(model) if plan.layout.pipeline == 1 else 0)
         return Stage(
             layers=layers,
             head=head,
             numbers=sum(stage_parameters(model, cut, 0)),
             tied_numbers=embedding_parameters(model) if model.tied else 0.0,
             boundary_bytes=boundary_bytes(model, tokens, element_bytes=self.stack.state.stream),
+            outside_numbers=outside / plan.layout.tensor,
         )
 
     def _cut(self, plan: Plan) -> Plan:

@@ -36,7 +36,8 @@ class Stage:
     """The fullest pipeline rank of a plan. `head` is 1 where it has the head and the loss, else 0.
 
     `numbers` are its parameters before ZeRO shards them, `tied_numbers` those of an embedding that the last stage uses
-    too. `boundary_bytes` are one activation of a microbatch towards the next stage.
+    too, `outside_numbers` those of its embedding and head. `boundary_bytes` are one activation of a microbatch towards
+    the next stage.
     """
 
     layers: float
@@ -44,6 +45,7 @@ class Stage:
     numbers: float
     tied_numbers: float
     boundary_bytes: float
+    outside_numbers: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from shoal.errors import LayoutError
-from shoal.planner.predict.bill import RunCost, run_cost
 from shoal.planner.predict.predictor import Prediction, Predictor
+from shoal.planner.predict.run_cost import RunCost, run_cost
 from shoal.planner.search.candidates import Allowed
 from shoal.planner.search.search import search
 
@@ -100,5 +100,4 @@ def sizes(devices: int) -> list[int]:
 
 
 def _choice(predictor: Predictor, one: Prediction, steps: int) -> Choice:
-    devices = predictor.cluster.devices
-    return Choice(devices=devices, prediction=one, cost=run_cost(predictor.cluster, step_s=one.step_s, steps=steps))
+    return Choice(devices=predictor.cluster.devices, prediction=one, cost=run_cost(predictor, one, steps=steps))

@@ -22,8 +22,9 @@ from typing import Any
 
 from shoal import units
 from shoal.planner.explain.text import table
+from shoal.planner.simulate.fold import Fold, paces_of, perfect_step_s
 from shoal.planner.simulate.goodput import WEEK_S, Goodput
-from shoal.planner.simulate.step import Fold, SimulatedStep, simulate_step
+from shoal.planner.simulate.step import SimulatedStep, simulate_step
 from shoal.planner.simulate.work import Stragglers, Work
 from shoal.schedules.table import Action, Table
 from shoal.schedules.timeline import Timeline
@@ -65,16 +66,17 @@ class Outcome:
 
 
 def outcome(table: Table, work: Work, *, fold: Fold | None = None, stragglers: Stragglers | None = None) -> Outcome:
-    """Plays the step, and again on a perfect network."""
+    """Plays the step; on a perfect network it is a longest path."""
+    fold, stragglers = fold or Fold(), stragglers or Stragglers()
     real = simulate_step(table, work, fold=fold, stragglers=stragglers)
-    ideal = simulate_step(table, work.on_perfect_network(), fold=fold, stragglers=stragglers)
+    perfect_s = perfect_step_s(table, work, paces_of(table, fold, stragglers))
     step_s, phase_s = real.played.makespan_s, _phase_s(real)
     shares = _shares(real, step_s, phase_s)
     return Outcome(
         step_s=step_s,
         phase_s=phase_s,
         period_s=period_s(real),
-        exposed_s=max(0.0, step_s - ideal.played.makespan_s),
+        exposed_s=max(0.0, step_s - perfect_s),
         inside_s=_inside_s(table, work),
         ranks=shares,
         step=real,
@@ -193,15 +195,15 @@ def ranks(one: Outcome, memory_bytes: Sequence[float], *, limit_bytes: float) ->
 
 
 def does_not_fit(need_bytes: float, *, limit_bytes: float, device: str) -> str:
-    """A warning: the step is played although no device could run it."""
+    """One sentence: what is needed, what there is, what to do."""
     return (
-        f"WARNING: this run does not fit: its fullest rank needs {units.memory_size(need_bytes)}, and {device} has "
+        f"this run does not fit: its fullest rank needs {units.memory_size(need_bytes)}, and {device} has "
         f"{units.memory_size(limit_bytes)}; 'shoal plan' finds layouts that fit"
     )
 
 
-def weeks(one: Goodput, *, every_s: float, steps: float) -> str:
-    """Where the time of the weeks went."""
+def weeks(one: Goodput, *, every_s: float, stall_s: float, between_s: float | None, steps: float) -> str:
+    """Where the time of the weeks went; `between_s` is the mean time between failures, None where there are none."""
     parts = (
         ("training that lasted", one.trained_s),
         ("saving", one.saving_s),
@@ -209,9 +211,11 @@ def weeks(one: Goodput, *, every_s: float, steps: float) -> str:
         ("recovering", one.recovering_s),
     )
     rows = [(name, units.duration(value), f"{100 * value / one.wall_s:.2f}") for name, value in parts]
+    failures = units.plural(one.failures, "failure")
+    failures += "" if between_s is None else f" (one every {units.duration(between_s)} in the mean)"
     title = (
-        f"{one.wall_s / WEEK_S:g} weeks: {units.plural(one.failures, 'failure')}, "
-        f"a save every {units.duration(every_s)}, {steps:,.0f} steps"
+        f"{one.wall_s / WEEK_S:g} weeks: {failures}, a save every {units.duration(every_s)} that holds the job up "
+        f"for {units.duration(stall_s)}, {steps:,.0f} steps"
     )
     return title + "\n" + table(("time", "", "%"), rows)
 

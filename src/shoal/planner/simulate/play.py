@@ -67,7 +67,7 @@ class Tasks:
     ) -> int:
         """Adds a task; later ones name its number in `after`. Raises `ValueError` for a number not yet given."""
         number = len(self.tasks)
-        if any(not 0 <= earlier < number for earlier in after):
+        if after and not 0 <= min(after) <= max(after) < number:
             raise ValueError(f"{name} waits for {list(after)}: there are {number} earlier tasks; name those only")
         self.tasks.append(Task(name, kind, rank, stream, ports, busy_s, latency_s, tuple(after)))
         return number
@@ -93,107 +93,117 @@ def play(plan: Tasks) -> Played:
     return _Player(plan).run()
 
 
-class _Flow:
-    """A task on ports: seconds of work left at full rate, its rate, and since when."""
-
-    __slots__ = ("left_s", "rate", "since_s", "version")
-
-    def __init__(self, left_s: float) -> None:
-        self.left_s, self.rate, self.since_s, self.version = left_s, 1.0, 0.0, 0
-
-
 class _Player:
-    """The state of a simulation: a clock that jumps from event to event."""
+    """The state of a simulation: a clock that jumps from event to event.
+
+    Columns of the tasks lie in lists of their own, and so do those of flows, which are tasks on ports: seconds of work
+    left at full rate, the rate, and since when. An event is (time, order, task) where a task gets ready, and (time,
+    order, ~task) where it ends; an end counts if its order is the newest of the task, since flows change their rate.
+    """
 
     def __init__(self, plan: Tasks) -> None:
-        self.tasks: Sequence[Task] = plan.tasks
-        self.starts, self.ends = [0.0] * len(self.tasks), [0.0] * len(self.tasks)
-        self.ready_s, self.missing = [0.0] * len(self.tasks), [len(task.after) for task in self.tasks]
-        self.followers: list[list[int]] = [[] for _ in self.tasks]
-        for number, task in enumerate(self.tasks):
+        tasks = self.tasks = plan.tasks
+        self.stream, self.ports = [task.stream for task in tasks], [task.ports for task in tasks]
+        self.busy_s, self.latency_s = [task.busy_s for task in tasks], [task.latency_s for task in tasks]
+        self.starts, self.ends, self.ready_s = [0.0] * len(tasks), [0.0] * len(tasks), [0.0] * len(tasks)
+        self.missing = [len(task.after) for task in tasks]
+        self.followers: list[list[int]] = [[] for _ in tasks]
+        for number, task in enumerate(tasks):
             for earlier in task.after:
                 self.followers[earlier].append(number)
-        self.running: list[int | None] = [None] * plan.streams
+        self.running = [False] * plan.streams
         self.waiting: list[deque[int]] = [deque() for _ in range(plan.streams)]
         self.on_port: list[dict[int, None]] = [{} for _ in range(plan.ports)]
-        self.flows: dict[int, _Flow] = {}
+        self.load = [0] * plan.ports
+        self.left_s, self.rate, self.since_s = list(self.busy_s), [1.0] * len(tasks), [0.0] * len(tasks)
+        self.newest = [-1] * len(tasks)
         self.order = count()
-        self.events: list[tuple[float, int, int, int]] = []
+        self.events: list[tuple[float, int, int]] = []
 
     def run(self) -> Played:
-        """(time, order, task, version): version -1 says that a task is ready, any other that it ends."""
+        """Takes all events."""
+        events, newest = self.events, self.newest
         for number, missing in enumerate(self.missing):
             if not missing:
-                self._push(0.0, number, -1)
-        while self.events:
-            now_s, _, number, version = heapq.heappop(self.events)
-            if version < 0:
-                self._ready(number, now_s)
-            elif version == self._version(number):
-                self._end(number, now_s)
+                heapq.heappush(events, (0.0, next(self.order), number))
+        while events:
+            now_s, order, code = heapq.heappop(events)
+            if code >= 0:
+                self._ready(code, now_s)
+            elif newest[~code] == order:
+                self._end(~code, now_s)
         return Played(self.tasks, self.starts, self.ends)
 
-    def _push(self, time_s: float, number: int, version: int) -> None:
-        heapq.heappush(self.events, (time_s, next(self.order), number, version))
-
-    def _version(self, number: int) -> int:
-        """Which end of a task counts: 0 without ports, else its flow's newest; older ends are stale."""
-        if number in self.flows:
-            return self.flows[number].version
-        return 0
-
     def _ready(self, number: int, now_s: float) -> None:
-        stream = self.tasks[number].stream
-        if stream is None:
-            self._begin(number, now_s)
-        elif self.running[stream] is None:
-            self.running[stream] = number
-            self._begin(number, now_s)
-        else:
-            self.waiting[stream].append(number)
+        stream = self.stream[number]
+        if stream is not None:
+            if self.running[stream]:
+                self.waiting[stream].append(number)
+                return
+            self.running[stream] = True
+        self._begin(number, now_s)
 
     def _begin(self, number: int, now_s: float) -> None:
-        task = self.tasks[number]
         self.starts[number] = now_s
-        if not task.ports or not task.busy_s:
-            self._push(now_s + task.busy_s, number, 0)
-            return
-        self.flows[number] = _Flow(task.busy_s)
-        self.flows[number].since_s = now_s
-        for port in task.ports:
-            self.on_port[port][number] = None
-        self._share(task, now_s)
+        ports, busy_s = self.ports[number], self.busy_s[number]
+        if ports and busy_s:
+            self.since_s[number] = now_s
+            for port in ports:
+                self.on_port[port][number] = None
+                self.load[port] += 1
+            if self._fullest(number) > 1:
+                self._share(number, now_s)
+        if self.newest[number] < 0:
+            self._end_at(now_s + busy_s, number)
 
-    def _share(self, changed: Task, now_s: float) -> None:
-        """New rates for all flows on the ports of a task that came or went."""
-        if not any(self.on_port[port] for port in changed.ports):
-            return
-        for number in dict.fromkeys(one for port in changed.ports for one in self.on_port[port]):
-            flow = self.flows[number]
-            flow.left_s = max(0.0, flow.left_s - (now_s - flow.since_s) * flow.rate)
-            flow.since_s = now_s
-            flow.rate = 1 / max(len(self.on_port[port]) for port in self.tasks[number].ports)
-            flow.version += 1
-            self._push(now_s + flow.left_s / flow.rate, number, flow.version)
+    def _end_at(self, time_s: float, number: int) -> None:
+        order = self.newest[number] = next(self.order)
+        heapq.heappush(self.events, (time_s, order, ~number))
+
+    def _fullest(self, number: int) -> int:
+        """Flows on the fullest port of a task."""
+        return max(map(self.load.__getitem__, self.ports[number]))
+
+    def _share(self, changed: int, now_s: float) -> None:
+        """New rates for the flows on the ports of a task that came or went, where they are others than before."""
+        on_port, left_s, since_s = self.on_port, self.left_s, self.since_s
+        for number in dict.fromkeys(one for port in self.ports[changed] for one in on_port[port]):
+            rate, before = 1 / self._fullest(number), self.rate[number]
+            if rate == before:
+                continue
+            left_s[number] = max(0.0, left_s[number] - (now_s - since_s[number]) * before)
+            since_s[number], self.rate[number] = now_s, rate
+            self._end_at(now_s + left_s[number] / rate, number)
 
     def _end(self, number: int, now_s: float) -> None:
-        task = self.tasks[number]
         self.ends[number] = now_s
-        if self.flows.pop(number, None) is not None:
-            for port in task.ports:
+        ports, stream = self.ports[number], self.stream[number]
+        if ports and self.busy_s[number]:
+            crowded = self._fullest(number) > 1
+            for port in ports:
                 del self.on_port[port][number]
-            self._share(task, now_s)
-        if task.stream is not None:
-            self._next_on(task.stream, now_s)
+                self.load[port] -= 1
+            if crowded:
+                self._share(number, now_s)
+        if stream is not None:
+            self._next_on(stream, now_s)
+        arrives_s, ready_s, missing = now_s + self.latency_s[number], self.ready_s, self.missing
+        ready = []
         for follower in self.followers[number]:
-            self.ready_s[follower] = max(self.ready_s[follower], now_s + task.latency_s)
-            self.missing[follower] -= 1
-            if not self.missing[follower]:
-                self._push(self.ready_s[follower], follower, -1)
+            if arrives_s > ready_s[follower]:
+                ready_s[follower] = arrives_s
+            missing[follower] -= 1
+            if not missing[follower]:
+                ready.append(follower)
+        at_once = not self.events or self.events[0][0] > now_s
+        for follower in ready:
+            if at_once and ready_s[follower] == now_s:
+                self._ready(follower, now_s)
+            else:
+                heapq.heappush(self.events, (ready_s[follower], next(self.order), follower))
 
     def _next_on(self, stream: int, now_s: float) -> None:
-        self.running[stream] = None
         if self.waiting[stream]:
-            number = self.waiting[stream].popleft()
-            self.running[stream] = number
-            self._begin(number, now_s)
+            self._begin(self.waiting[stream].popleft(), now_s)
+        else:
+            self.running[stream] = False

@@ -13,56 +13,26 @@ for each other in every layer: `Fold` says how many of each are simulated, and h
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shoal.planner.simulate.fold import Fold, paces_of
 from shoal.planner.simulate.play import Played, Tasks, play
-from shoal.planner.simulate.work import Stage, Stragglers, Work
+from shoal.planner.simulate.work import Stage, Stragglers, Work, lasting_s
 from shoal.schedules.check import Needs, completing, needs, walk
 from shoal.schedules.table import Action, Table
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fold:
-    """There are `replicas` pipelines of `peers` devices a rank. Each flag says whether one stands for all."""
-
-    replicas: int = 1
-    peers: int = 1
-    fold_replicas: bool = True
-    fold_peers: bool = True
-
-    @property
-    def shown_replicas(self) -> int:
-        """Replicas that are simulated."""
-        return 1 if self.fold_replicas else self.replicas
-
-    @property
-    def shown_peers(self) -> int:
-        """Peers of a rank that are simulated."""
-        return 1 if self.fold_peers else self.peers
-
-    def stands_for(self, peer: int) -> range:
-        """The devices whose place a simulated peer takes."""
-        return range(self.peers) if self.fold_peers else range(peer, peer + 1)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Place:
-    """A simulated device: where it stands and what it has."""
+    """A simulated device: where it stands, and its ports towards the network and from it."""
 
     replica: int
     rank: int
     peer: int
     number: int
-
-    @property
-    def out(self) -> int:
-        """Its port towards the network."""
-        return 2 * self.number
-
-    @property
-    def into(self) -> int:
-        """Its port from the network."""
-        return 2 * self.number + 1
+    out: int
+    into: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,20 +78,16 @@ class _Building:
         }
         self.places = sorted(self.by_place.values(), key=lambda place: place.number)
         self.by_rank = [self._peers_of(rank) for rank in range(table.ranks)]
-        self.paces = [self._pace(place, stragglers) for place in self.places]
+        self.paces = [pace.tolist() for pace in paces_of(table, fold, stragglers)]
         self.rows: list[list[int]] = [[] for _ in self.places]
         self.done = [0] * table.ranks
-        self.arrivals: dict[tuple[int, Action], list[int]] = {}
+        self.arrivals: defaultdict[Action, dict[int, list[int]]] = defaultdict(dict)
         self.units: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
         self.sums: list[int] = []
 
     def _place(self, replica: int, rank: int, peer: int) -> Place:
         number = (replica * self.table.ranks + rank) * self.fold.shown_peers + peer
-        return Place(replica=replica, rank=rank, peer=peer, number=number)
-
-    def _pace(self, place: Place, stragglers: Stragglers) -> list[float]:
-        peers, actions = self.fold.stands_for(place.peer), len(self.table.rows[place.rank])
-        return stragglers.slowest(place.replica, place.rank, peers, actions=actions)
+        return Place(replica=replica, rank=rank, peer=peer, number=number, out=2 * number, into=2 * number + 1)
 
     def _peers_of(self, rank: int) -> list[list[Place]]:
         """The simulated devices of a rank, those of a replica together: they go in lock-step."""
@@ -135,54 +101,43 @@ class _Building:
 
         Peers start and end together: collectives inside an action hold each of them until the last has come.
         """
-        for peers in self.by_rank[rank]:
-            before = [self.rows[place.number][-1] for place in peers if self.rows[place.number]]
-            inputs = [task for place in peers for task in self._inputs(place, action)]
+        placement, index, target = self.table.placement, self.done[rank], self._target(rank, action)
+        arrived = [self.arrivals[earlier] for earlier in self.needed[action] if placement[earlier.stage] != rank]
+        stage = self.work.stages[action.stage]
+        planned_s, ends_stage = lasting_s(stage, action), action in self.completing[rank] and bool(stage.sums)
+        name = f"{action.kind}{action.microbatch} s{action.stage}"
+        for replica, peers in enumerate(self.by_rank[rank]):
+            after = [self.rows[place.number][-1] for place in peers if self.rows[place.number]]
+            after += [task for inputs in arrived for place in peers for task in inputs[place.number]]
             for place in peers:
-                self._compute(place, action, before + inputs)
+                own_s = self.paces[rank][replica][place.peer][index] * planned_s
+                parts = _parts(stage, own_s, self.work) if ends_stage else (own_s,)
+                self._compute(place, name, parts, after, units=action.stage if ends_stage else None)
             ends = [self.rows[place.number][-1] for place in peers]
-            for place in peers:
-                self._send(place, action, ends)
+            if target is not None:
+                for place in peers:
+                    self._send(place, self.by_rank[target][replica][place.peer], action, name, ends)
         self.done[rank] += 1
 
-    def _inputs(self, place: Place, action: Action) -> list[int]:
-        """What has to arrive from other ranks; results of the same rank come earlier in its row."""
-        return [
-            task
-            for earlier in self.needed[action]
-            if self.table.placement[earlier.stage] != place.rank
-            for task in self.arrivals[place.number, earlier]
-        ]
-
-    def _compute(self, place: Place, action: Action, after: list[int]) -> None:
-        stage, pace = self.work.stages[action.stage], self.paces[place.number][self.done[place.rank]]
-        lasting_s = pace * _lasting_s(stage, action)
-        ends_stage = action in self.completing[place.rank] and bool(stage.sums)
-        parts = _parts(stage, lasting_s, self.work) if ends_stage else [lasting_s]
-        for unit, part_s in enumerate(parts):
-            number = self.tasks.add(
-                f"{action.kind}{action.microbatch} s{action.stage}",
-                "compute",
-                rank=place.number,
-                stream=place.number,
-                busy_s=part_s,
-                after=after,
-            )
-            self.rows[place.number].append(number)
-            after = [number]
-            if ends_stage:
-                self.units[place.rank, action.stage, unit].append(number)
-
-    def _send(self, place: Place, action: Action, after: list[int]) -> None:
-        """To the rank of the next stage on the way; W has nobody who waits for it."""
+    def _target(self, rank: int, action: Action) -> int | None:
+        """The rank of the next stage on the way; W has nobody who waits for it, and a rank sends nothing to itself."""
         stage = action.stage + (1 if action.kind == "F" else -1)
         if action.kind == "W" or not 0 <= stage < self.table.stages:
-            return
+            return None
         target = self.table.placement[stage]
-        if target == place.rank:
-            return
-        receiver = self.by_place[place.replica, target, place.peer]
-        name, cost = f"{action.kind}{action.microbatch} s{action.stage}", self.work.transfer
+        return None if target == rank else target
+
+    def _compute(self, place: Place, name: str, parts: Sequence[float], after: list[int], *, units: int | None) -> None:
+        """`units`: the stage whose gradients the parts produce, one unit each; None: none."""
+        for unit, part_s in enumerate(parts):
+            number = self.tasks.add(name, "compute", rank=place.number, stream=place.number, busy_s=part_s, after=after)
+            self.rows[place.number].append(number)
+            after = [number]
+            if units is not None:
+                self.units[place.rank, units, unit].append(number)
+
+    def _send(self, place: Place, receiver: Place, action: Action, name: str, after: list[int]) -> None:
+        cost = self.work.transfer
         arrived = self.tasks.add(
             f"send {name}",
             "transfer",
@@ -193,7 +148,7 @@ class _Building:
             latency_s=cost.latency_s,
             after=after,
         )
-        self.arrivals[receiver.number, action] = [arrived]
+        self.arrivals[action][receiver.number] = [arrived]
         if self.work.blocks_receiver:
             received = self.tasks.add(
                 f"receive {name}",
@@ -203,7 +158,7 @@ class _Building:
                 busy_s=cost.busy_s,
                 after=after,
             )
-            self.arrivals[receiver.number, action].append(received)
+            self.arrivals[action][receiver.number].append(received)
 
     def sum_gradients(self) -> None:
         """One collective for each unit of each stage and peer, over all replicas at once."""
@@ -243,15 +198,6 @@ class _Building:
                 busy_s=self.work.optimizer_s,
                 after=[gathered],
             )
-
-
-def _lasting_s(stage: Stage, action: Action) -> float:
-    return {
-        "F": stage.forward_s,
-        "I": stage.input_s,
-        "W": stage.weight_s,
-        "B": stage.input_s + stage.weight_s,
-    }[action.kind]
 
 
 def _parts(stage: Stage, lasting_s: float, work: Work) -> list[float]:

@@ -15,17 +15,17 @@ loss lie on the last stage. Transfers, sums of gradients, gathered weights and t
 
 from __future__ import annotations
 
-import math
-import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from shoal.cost.footprint import stage_parameters
 from shoal.cost.plan import Plan
 from shoal.cost.transformer import (
     dense_layer_parameters,
     embedding_parameters,
-    expert_parameters,
+    expert_layer_parameters,
     head_parameters,
 )
 from shoal.planner.predict.axes import ends_group, shard_group, stage_group
@@ -33,6 +33,7 @@ from shoal.planner.predict.bill import COMPUTED
 from shoal.planner.predict.data_parallel import gathers, optimizer_s, summed_s
 from shoal.planner.predict.predictor import Predictor
 from shoal.planner.predict.workload import balanced_layers
+from shoal.schedules.table import Action
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,19 +52,18 @@ class Stragglers:
         """Whether all devices always do the same, so that replicas can be folded."""
         return not self.sigma and not self.slow and (not self.slow_share or self.slow_factor == 1)
 
-    def factors(self, replica: int, rank: int, peer: int, *, actions: int) -> list[float]:
-        """One device's factors of its first `actions` actions."""
-        own = random.Random(f"{self.seed}/{replica}/{rank}/{peer}")
-        whole = self.slow_factor if own.random() < self.slow_share else 1.0
-        whole *= self.slow.get((replica, rank, peer), 1.0)
-        if not self.sigma:
-            return [whole] * actions
-        return [whole * math.exp(self.sigma * own.gauss(0, 1)) for _ in range(actions)]
+    def paces(self, rank: int, *, replicas: int, peers: int, actions: int) -> np.ndarray:
+        """How many times as long as they should the actions of a pipeline rank's devices take: [replica, peer, action].
 
-    def slowest(self, replica: int, rank: int, peers: range, *, actions: int) -> list[float]:
-        """The factors of peers in lock-step: in each action, the largest."""
-        rows = [self.factors(replica, rank, peer, actions=actions) for peer in peers]
-        return [max(column) for column in zip(*rows, strict=True)]
+        A device's numbers depend on how many there are, not on which of them are simulated.
+        """
+        draw = np.random.default_rng((self.seed, rank))
+        slow = np.where(draw.random((replicas, peers)) < self.slow_share, self.slow_factor, 1.0)
+        for (replica, own_rank, peer), factor in self.slow.items():
+            if own_rank == rank:
+                slow[replica, peer] *= factor
+        noise = np.exp(self.sigma * draw.standard_normal((replicas, peers, actions))) if self.sigma else 1.0
+        return slow[:, :, None] * noise * np.ones(actions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,11 +102,15 @@ class Work:
     after: Message = Message(busy_s=0.0)
     optimizer_s: float = 0.0
 
-    def on_perfect_network(self) -> Work:
-        """The same with messages that take no time; collectives inside stages stay."""
-        nothing = Message(busy_s=0.0)
-        stages = tuple(replace(stage, sums=tuple(nothing for _ in stage.sums)) for stage in self.stages)
-        return replace(self, stages=stages, transfer=nothing, after=nothing)
+
+def lasting_s(stage: Stage, action: Action) -> float:
+    """Seconds of one action of a stage on a device that takes what it should."""
+    return {
+        "F": stage.forward_s,
+        "I": stage.input_s,
+        "W": stage.weight_s,
+        "B": stage.input_s + stage.weight_s,
+    }[action.kind]
 
 
 def uniform(stages: int, *, forward_s: float, input_s: float, weight_s: float, transfer_s: float = 0.0) -> Work:
@@ -176,7 +180,7 @@ def _gathered(plan: Plan, predictor: Predictor, layers: int) -> tuple[float, flo
 def _sums(plan: Plan, predictor: Predictor, layers: int, *, first: bool, last: bool) -> tuple[Message, ...]:
     """One message a layer, the last layer's first, then what the first or last stage has beside its layers."""
     model, layout = predictor.workload.model, plan.layout
-    dense, experts = dense_layer_parameters(model) / layout.tensor, model.experts * expert_parameters(model)
+    dense, experts = dense_layer_parameters(model) / layout.tensor, expert_layer_parameters(model)
     units = [dense + experts / layout.expert] * layers
     beside = (embedding_parameters(model) if first else 0) + (head_parameters(model) if last else 0)
     units += [beside / layout.tensor] if beside else []

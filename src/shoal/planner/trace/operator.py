@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from shoal.cost.operators import Matmul
+from shoal.cost.matmul import Matmul
 
 Phase = Literal["forward", "backward", "recompute"]
 Gives = Literal["output", "input", "weight"]
