@@ -14,7 +14,6 @@ Waiting: pieces of computation of several lengths, with an all-reduce after each
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -26,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.bench.operator_times import rank_mean
+from shoal.bench.ranks import rank_folder
 from shoal.bench.training_job import corpus_file, small_gpt_run_file, start_alone
 from shoal.bench.turns import repeat, slowest
 from shoal.comm.collective import Collective
@@ -53,10 +53,10 @@ MANY_BYTES = 1 << 20
 
 def host_times() -> Iterator[dict[str, Any]]:
     """A row of the calibration for each tiny GPT: m layers, n microbatches, and the seconds of its step."""
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
-        corpus = corpus_file(Path(folder))
+    with rank_folder() as folder:
+        corpus = corpus_file(folder)
         for layers, microbatches in TINY_SIZES:
-            seconds = _tiny_step_s(Path(folder), corpus, layers, microbatches)
+            seconds = _tiny_step_s(folder, corpus, layers, microbatches)
             yield {
                 "operator": "step", "dtype": "float32", "m": layers, "n": microbatches, "k": 1, "ranks": 1,
                 "forward_s": seconds, "backward_s": 0.0,
@@ -65,8 +65,8 @@ def host_times() -> Iterator[dict[str, Any]]:
 
 def crowded_step_s(world: Collective) -> float:
     """Seconds of the small GPT's step on the slowest rank, in the fastest of a few windows; the same on all ranks."""
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder, ExitStack() as stack:
-        training = start_alone(crowd_run(Path(folder), corpus_file(Path(folder))), stack)
+    with rank_folder() as folder, ExitStack() as stack:
+        training = start_alone(crowd_run(folder, corpus_file(folder)), stack)
         repeat(training.take_step, CROWD_WARM_UP)
         windows = [slowest(lambda: repeat(training.take_step, CROWD_STEPS), world) for _ in range(CROWD_WINDOWS)]
     return min(windows) / CROWD_STEPS

@@ -1,0 +1,197 @@
+"""Ctrl-C in every verb that can take long: one sentence, its exit code, and nothing left.
+
+Each verb is started as a user starts it, and interrupted in the middle of its work: in the user's model, which says
+that it has begun and then takes a minute. Temporary files go to a folder of the test's, which must be empty afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.cli.project import Project, project
+from tests.programs import Program
+
+BUILDING = """
+
+def model(**arguments):
+    open("begun", "w").close()
+    time.sleep(60)
+"""
+TRAINING = """
+
+class Slow(Logging):
+    def forward(self, x):
+        open("begun", "w").close()
+        time.sleep(0.2)
+        return super().forward(x)
+
+
+def model(**arguments):
+    return Slow()
+"""
+SLOW_SCRIPT = "import time\nopen('begun', 'w').close()\ntime.sleep(60)\n"
+SLOW_PROGRAM = "#!/bin/sh\ntouch begun\nexec sleep 60\n"
+SWEEP = 'name = "s"\nrun = "run.toml"\nobjective = "loss/train"\n[parameters]\n"optimizer.lr" = [0.01, 0.05]\n'
+AGAIN = "interrupted before its end; the same command starts it again\n"
+GOES_ON = "the same command goes on from there\n"
+NO_RESULT = "SIGINT: stopped at once; there is no result; start it again\n"
+STOPPED, INTERRUPTED, DONE = 75, 130, 0
+END_S = 20.0
+"""A verb that needs longer than this for its end has not obeyed."""
+
+
+def building(own: Project) -> None:
+    """The model takes a minute to build."""
+    with (own.folder / "own.py").open("a") as file:
+        file.write(BUILDING)
+
+
+def training(own: Project) -> None:
+    """A step takes a while, and there are many."""
+    with (own.folder / "own.py").open("a") as file:
+        file.write(TRAINING)
+    text = (own.folder / "run.toml").read_text().replace("steps = 9", "steps = 900\nprocesses = 1")
+    (own.folder / "run.toml").write_text(text)
+    (own.folder / "sweep.toml").write_text(SWEEP)
+
+
+def trained(own: Project) -> None:
+    """There is a run, whose model then takes a minute to build."""
+    done = own.shoal("train", "run.toml", "run.steps=1", "run.processes=1")
+    assert done.returncode == 0, done.stderr
+    building(own)
+
+
+def failed(own: Project) -> None:
+    """There is a capsule of a failed run, whose model then takes a minute to build."""
+    done = own.shoal("train", "run.toml", "model.arguments={fail_at=2}")
+    assert done.returncode == 1, done.stderr
+    building(own)
+
+
+def drawing(own: Project) -> None:
+    """There is a run, and pictures take a minute."""
+    done = own.shoal("train", "run.toml", "run.steps=1", "run.processes=1")
+    assert done.returncode == 0, done.stderr
+    (own.folder / "matplotlib.py").write_text(SLOW_SCRIPT)
+
+
+def script(own: Project) -> None:
+    """A script of the user's that takes a minute."""
+    (own.folder / "mine.py").write_text(SLOW_SCRIPT)
+
+
+def programs_of_others(own: Project) -> None:
+    """Slurm's client, and a remote shell, that take a minute."""
+    (own.folder / "bin").mkdir()
+    for name in ("sbatch", "remote"):
+        (own.folder / "bin" / name).write_text(SLOW_PROGRAM)
+        (own.folder / "bin" / name).chmod(0o755)
+
+
+def nothing(own: Project) -> None:
+    """The run file is all that is needed."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """`begun`: what standard output or error says when the verb is in its work; None: the file "begun" is there."""
+
+    command: str
+    code: int
+    says: str
+    prepare: Callable[[Project], None]
+    begun: str | None = None
+
+
+CASES = [
+    Case("train run.toml", INTERRUPTED, "stopped at once; the next start goes on from the newest checkpoint\n", building),
+    Case("train run.toml", STOPPED, "stopped after a good checkpoint; the same command goes on from there\n", training),
+    Case("verify run.toml", INTERRUPTED, NO_RESULT, building),
+    Case("evaluate runs/own", INTERRUPTED, NO_RESULT, trained),
+    Case("profile run.toml", INTERRUPTED, NO_RESULT, building),
+    Case("plan run.toml", INTERRUPTED, f"shoal plan: {AGAIN}", building),
+    Case("plan run.toml run.processes=1 --measure 1", INTERRUPTED, f"shoal plan: {AGAIN}", training),
+    Case("simulate run.toml", INTERRUPTED, f"shoal simulate: {AGAIN}", building),
+    Case("split run.toml", INTERRUPTED, f"shoal split: {AGAIN}", building),
+    Case("sweep sweep.toml", STOPPED, GOES_ON, training),
+    Case("ensemble run.toml --members 2", STOPPED, GOES_ON, training),
+    Case("reproduce runs/own", STOPPED, GOES_ON, trained),
+    Case("rehearse run.toml --faults rank", INTERRUPTED, f"shoal rehearse: {AGAIN}", training),
+    Case("replay runs/own/capsule.zip", INTERRUPTED, f"shoal replay: {AGAIN}", failed),
+    Case("report runs/own", INTERRUPTED, f"shoal report: {AGAIN}", drawing),
+    Case("diff runs/own runs/own --plot x.png", INTERRUPTED, f"shoal diff: {AGAIN}", drawing),
+    Case("launch -n 2 mine.py", INTERRUPTED, "SIGINT: stopped at once; what the script has saved is there\n", script),
+    Case("doctor --hosts a --shell bin/remote", INTERRUPTED, f"shoal doctor: {AGAIN}", programs_of_others),
+    Case("submit run.toml --to slurm", INTERRUPTED, "look there before you submit it again\n", programs_of_others),
+    Case("watch runs/own", DONE, "The page is closed; the runs go on without it\n", trained, "http://"),
+    Case("coordinator serve j --token t", DONE, "started again with j, it goes on where it was\n", nothing, "listens on"),
+    Case("bench comm", INTERRUPTED, NO_RESULT, nothing, "measuring, several times each"),
+]  # fmt: skip
+LONGER = [
+    Case(command, INTERRUPTED, NO_RESULT, nothing, "measuring, several times each")
+    for command in ("bench step", "bench sync", "bench products", "bench codec", "bench codec --accuracy digits",
+                    "bench link --network throttle", "bench comm --backends mpi --processes 2")
+]  # fmt: skip
+ALL = [*CASES, *(pytest.param(case, marks=pytest.mark.stress) for case in LONGER)]
+
+
+def begin(case: Case, own: Project) -> Program:
+    """The verb, in the middle of its work."""
+    case.prepare(own)
+    (own.folder / "tmp").mkdir()
+    path = f"{own.folder / 'bin'}:{os.environ['PATH']}"
+    running = own.start(*case.command.split(), TMPDIR=str(own.folder / "tmp"), PATH=path)
+    if case.begun is not None:
+        own.wait_for_text(case.begun)
+        return running
+    deadline_s = time.monotonic() + 60
+    while not (own.folder / "begun").exists():
+        assert running.poll() is None, own.said()
+        assert time.monotonic() < deadline_s, own.said()
+        time.sleep(0.02)
+    return running
+
+
+def living(folder: Path) -> list[str]:
+    """The commands of the processes that work in `folder`."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if Path(os.readlink(process / "cwd")).is_relative_to(folder):
+                found.append((process / "cmdline").read_text().replace("\0", " "))
+        except OSError:  # gone meanwhile, or not ours to look at
+            continue
+    return found
+
+
+def require_nothing_left(own: Project) -> None:
+    """No process and no temporary file. The kernel may need a moment for those whose launcher has ended."""
+    deadline_s = time.monotonic() + 5
+    while (left := living(own.folder)) and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    assert left == []
+    assert [str(path) for path in (own.folder / "tmp").rglob("*")] == []
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("shoal")]
+
+
+@pytest.mark.parametrize("case", ALL, ids=lambda case: case.command.replace("/", "-")[:24])
+def test_ctrl_c(case: Case, tmp_path: Path) -> None:
+    """One sentence, no traceback, the code that the documentation says, and nothing left."""
+    own = project(tmp_path)
+    running = begin(case, own)
+    running.send_signal(signal.SIGINT)
+    code = running.wait(END_S)
+    said = own.said()
+    assert code == case.code, said
+    assert said.count(case.says) == 1, said
+    assert said.endswith(case.says), said
+    assert "Traceback" not in said
+    require_nothing_left(own)
