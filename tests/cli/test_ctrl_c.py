@@ -7,6 +7,7 @@ that it has begun and then takes a minute. Temporary files go to a folder of the
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from shoal.launch.signals import SAME_REQUEST_S
 from tests.cli.project import Project, project
 from tests.programs import Program
 
@@ -112,8 +114,8 @@ class Case:
 
 
 CASES = [
-    Case("train run.toml", INTERRUPTED, "stopped at once; the next start goes on from the newest checkpoint\n", building),
-    Case("train run.toml", STOPPED, "stopped after a good checkpoint; the same command goes on from there\n", training),
+    Case("train run.toml", INTERRUPTED, "the next start goes on from the newest checkpoint\n", building),
+    Case("train run.toml", STOPPED, f"stopped after a good checkpoint; {GOES_ON}", training),
     Case("verify run.toml", INTERRUPTED, NO_RESULT, building),
     Case("evaluate runs/own", INTERRUPTED, NO_RESULT, trained),
     Case("profile run.toml", INTERRUPTED, NO_RESULT, building),
@@ -132,7 +134,7 @@ CASES = [
     Case("doctor --hosts a --shell bin/remote", INTERRUPTED, f"shoal doctor: {AGAIN}", programs_of_others),
     Case("submit run.toml --to slurm", INTERRUPTED, "look there before you submit it again\n", programs_of_others),
     Case("watch runs/own", DONE, "The page is closed; the runs go on without it\n", trained, "http://"),
-    Case("coordinator serve j --token t", DONE, "started again with j, it goes on where it was\n", nothing, "listens on"),
+    Case("coordinator serve j --token t", DONE, "with j, it goes on where it was\n", nothing, "listens on"),
     Case("bench comm", INTERRUPTED, NO_RESULT, nothing, "measuring, several times each"),
 ]  # fmt: skip
 LONGER = [
@@ -195,3 +197,116 @@ def test_ctrl_c(case: Case, tmp_path: Path) -> None:
     assert said.endswith(case.says), said
     assert "Traceback" not in said
     require_nothing_left(own)
+
+
+DEAF_SCRIPT = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLOW_SCRIPT
+DEAF_TRAINING = TRAINING.replace("time.sleep(0.2)", "time.sleep(60)")
+
+
+def deaf_script(own: Project) -> None:
+    """A script that does not hear SIGTERM."""
+    (own.folder / "mine.py").write_text(DEAF_SCRIPT)
+
+
+def deaf_training(own: Project) -> None:
+    """A step that takes a minute, which a rank would end before it stops."""
+    training(own)
+    text = (own.folder / "own.py").read_text()
+    (own.folder / "own.py").write_text(text.replace(TRAINING, DEAF_TRAINING))
+
+
+@pytest.mark.parametrize(
+    ("case", "told_in"),
+    [
+        (Case("sweep sweep.toml", STOPPED, GOES_ON, deaf_training), "sweeps/s/trial-0000/output.txt"),
+        (Case("launch -n 2 mine.py", INTERRUPTED, "what the script has saved is there\n", deaf_script), "out.txt"),
+    ],
+    ids=["sweep", "launch"],
+)
+def test_a_second_ctrl_c_ends_at_once(case: Case, told_in: str, tmp_path: Path) -> None:
+    """Ranks that would go on for a minute after the first are killed."""
+    own = project(tmp_path)
+    running = begin(case, own)
+    running.send_signal(signal.SIGINT)
+    own.wait_for_text("press again to stop at once", output=told_in)
+    time.sleep(2 * SAME_REQUEST_S)  # sooner it is taken for the same Ctrl-C
+    running.send_signal(signal.SIGINT)
+    assert running.wait(END_S) == case.code, own.said()
+    assert own.said().endswith(case.says)
+    assert "Traceback" not in own.said()
+    require_nothing_left(own)
+
+
+LEAVING = """
+
+import atexit
+
+
+def _leave():
+    open(f"leaving-{RANK}", "w").close()
+    time.sleep(1.0)
+
+
+def model(**arguments):
+    atexit.register(_leave)
+    return Logging()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_after_the_last_step_changes_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    """The ranks are on their way out: the run has ended well, and its code says so."""
+    own = project(tmp_path)
+    with (own.folder / "own.py").open("a") as file:
+        file.write(LEAVING)
+    running = own.start("train", "run.toml", "run.steps=2")
+    deadline_s = time.monotonic() + 60
+    while not (own.folder / "leaving-0").exists():
+        assert time.monotonic() < deadline_s, own.said()
+        time.sleep(0.02)
+    running.send_signal(number)
+    assert running.wait(END_S) == DONE, own.said()
+    assert "Traceback" not in own.said()
+
+
+def test_a_reproduction_that_was_interrupted_goes_on(tmp_path: Path) -> None:
+    """The same command, and the run is bitwise the same."""
+    own = project(tmp_path)
+    assert own.shoal("train", "run.toml", "run.steps=6").returncode == 0
+    plain = (own.folder / "own.py").read_text()
+    (own.folder / "own.py").write_text(plain.replace("time.sleep(self.pause)", "time.sleep(0.3)"))
+    running = own.start("reproduce", "runs/own")
+    own.wait_for_step(2, run="runs/own-again")
+    running.send_signal(signal.SIGINT)
+    assert running.wait(END_S) == STOPPED, own.said()
+    (own.folder / "own.py").write_text(plain)
+    again = own.shoal("reproduce", "runs/own")
+    assert again.returncode == DONE, again.stderr + again.stdout
+    assert "bitwise the same" in again.stdout
+
+
+def is_caught(pid: int) -> bool:
+    """Whether the process has a handler of its own for SIGINT."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = int(status.partition("SigCgt:")[2].split()[0], 16)
+    return bool(caught >> (signal.SIGINT - 1) & 1)
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("verb", ["train", "plan", "verify", "simulate"])
+def test_ctrl_c_in_the_first_moments(verb: str, tmp_path: Path) -> None:
+    """Anywhere in the first second of a fresh interpreter that runs Shoal: no traceback, and nothing left."""
+    own, draws = project(tmp_path), random.Random(0)
+    (own.folder / "tmp").mkdir()
+    for _ in range(12):
+        starting = own.start_anew(verb, "run.toml")
+        while not is_caught(starting.pid):  # the interpreter's own start, in which it has no handler yet
+            time.sleep(0.001)
+        while is_caught(starting.pid):  # `import site`, until Shoal begins
+            time.sleep(0.001)
+        time.sleep(delay_s := draws.uniform(0.0, 1.2))
+        starting.send_signal(signal.SIGINT)
+        code = starting.wait(END_S)
+        assert code in (-signal.SIGINT, INTERRUPTED, STOPPED), (delay_s, own.said())
+        assert "Traceback" not in own.said(), delay_s
+        require_nothing_left(own)
