@@ -3,9 +3,10 @@
     OPENED=shoal BACKEND=gloo WORLD_SIZE=2 TEMP_DIR=/tmp/x python -m tests.distributed_suite NAMES.json OUT.json
 
 NAMES.json lists the tests; OUT.json gets {name: "passed" | "skipped" | the last line of what went wrong}. With --list
-for NAMES.json, OUT.json gets the names of all tests. Tests ask for BACKEND by name and skip where they do not know it: they hear of "gloo", and OPENED says
-which backend their groups are. A process of its own, as the tests read the environment when they are imported. Each
-test's ranks are forked from a server that has imported torch: a test takes 1 to 2 s instead of 10.
+for NAMES.json, OUT.json gets the names of all tests. Tests ask for BACKEND by name and skip where they do not know it:
+they hear of "gloo", and OPENED says which backend their groups are. A process of its own, as the tests read the
+environment when they are imported. Each test's ranks are forked from a server that has imported torch: a test takes 1
+to 2 s instead of 10.
 """
 
 from __future__ import annotations

@@ -294,10 +294,11 @@ def is_caught(pid: int) -> bool:
 
 @pytest.mark.stress
 @pytest.mark.parametrize("verb", ["train", "plan", "verify", "simulate"])
-def test_ctrl_c_in_the_first_moments(verb: str, tmp_path: Path) -> None:
+def test_ctrl_c_in_the_first_moments(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Anywhere in the first second of a fresh interpreter that runs Shoal: no traceback, and nothing left."""
     own, draws = project(tmp_path), random.Random(0)
     (own.folder / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(own.folder / "tmp"))
     for _ in range(12):
         starting = own.start_anew(verb, "run.toml")
         while not is_caught(starting.pid):  # the interpreter's own start, in which it has no handler yet
