@@ -38,6 +38,26 @@ class Slow(Logging):
 def model(**arguments):
     return Slow()
 """
+GPT = """
+[run]
+name = "gpt"
+steps = 1
+[model]
+kind = "gpt"
+vocabulary = 256
+width = 32
+layers = 4
+heads = 2
+[layout]
+pipeline = 2
+[data]
+kind = "tokens"
+path = "tokens.bin"
+dtype = "uint8"
+[batch]
+global_samples = 256
+sequence = 512
+"""
 SLOW_SCRIPT = "import time\nopen('begun', 'w').close()\ntime.sleep(60)\n"
 SLOW_PROGRAM = "#!/bin/sh\ntouch begun\nexec sleep 60\n"
 SWEEP = 'name = "s"\nrun = "run.toml"\nobjective = "loss/train"\n[parameters]\n"optimizer.lr" = [0.01, 0.05]\n'
@@ -83,6 +103,13 @@ def drawing(own: Project) -> None:
     done = own.shoal("train", "run.toml", "run.steps=1", "run.processes=1")
     assert done.returncode == 0, done.stderr
     (own.folder / "matplotlib.py").write_text(SLOW_SCRIPT)
+    gpt(own)
+
+
+def gpt(own: Project) -> None:
+    """A run file of a GPT, whose steps take about a second."""
+    (own.folder / "gpt.toml").write_text(GPT)
+    (own.folder / "tokens.bin").write_bytes(bytes(range(256)) * 2048)
 
 
 def script(own: Project) -> None:
@@ -104,7 +131,9 @@ def nothing(own: Project) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """`begun`: what standard output or error says when the verb is in its work; None: the file "begun" is there."""
+    """`begun`: what standard output or error says when the verb is in its work, or with a star files that are there
+    then; None: the file "begun".
+    """
 
     command: str
     code: int
@@ -120,8 +149,8 @@ CASES = [
     Case("evaluate runs/own", INTERRUPTED, NO_RESULT, trained),
     Case("profile run.toml", INTERRUPTED, NO_RESULT, building),
     Case("plan run.toml", INTERRUPTED, f"shoal plan: {AGAIN}", building),
-    Case("plan run.toml run.processes=1 --measure 1", INTERRUPTED, f"shoal plan: {AGAIN}", training),
-    Case("simulate run.toml", INTERRUPTED, f"shoal simulate: {AGAIN}", building),
+    Case("plan gpt.toml --measure 1", INTERRUPTED, f"shoal plan: {AGAIN}", gpt, "tmp/shoal-trial-*/plan-*/logs/*"),
+    Case("simulate gpt.toml --schedule --picture s.png", INTERRUPTED, f"shoal simulate: {AGAIN}", drawing),
     Case("split run.toml", INTERRUPTED, f"shoal split: {AGAIN}", building),
     Case("sweep sweep.toml", STOPPED, GOES_ON, training),
     Case("ensemble run.toml --members 2", STOPPED, GOES_ON, training),
@@ -132,7 +161,7 @@ CASES = [
     Case("diff runs/own runs/own --plot x.png", INTERRUPTED, f"shoal diff: {AGAIN}", drawing),
     Case("launch -n 2 mine.py", INTERRUPTED, "SIGINT: stopped at once; what the script has saved is there\n", script),
     Case("doctor --hosts a --shell bin/remote", INTERRUPTED, f"shoal doctor: {AGAIN}", programs_of_others),
-    Case("submit run.toml --to slurm", INTERRUPTED, "look there before you submit it again\n", programs_of_others),
+    Case("submit run.toml --to slurm --ranks-per-node 1", INTERRUPTED, "before you submit it again\n", programs_of_others),
     Case("watch runs/own", DONE, "The page is closed; the runs go on without it\n", trained, "http://"),
     Case("coordinator serve j --token t", DONE, "with j, it goes on where it was\n", nothing, "listens on"),
     Case("bench comm", INTERRUPTED, NO_RESULT, nothing, "measuring, several times each"),
@@ -151,11 +180,11 @@ def begin(case: Case, own: Project) -> Program:
     (own.folder / "tmp").mkdir()
     path = f"{own.folder / 'bin'}:{os.environ['PATH']}"
     running = own.start(*case.command.split(), TMPDIR=str(own.folder / "tmp"), PATH=path)
-    if case.begun is not None:
+    if case.begun is not None and "*" not in case.begun:
         own.wait_for_text(case.begun)
         return running
     deadline_s = time.monotonic() + 60
-    while not (own.folder / "begun").exists():
+    while not list(own.folder.glob(case.begun or "begun")):
         assert running.poll() is None, own.said()
         assert time.monotonic() < deadline_s, own.said()
         time.sleep(0.02)
