@@ -64,6 +64,7 @@ SWEEP = 'name = "s"\nrun = "run.toml"\nobjective = "loss/train"\n[parameters]\n"
 AGAIN = "interrupted before its end; the same command starts it again\n"
 GOES_ON = "the same command goes on from there\n"
 NO_RESULT = "SIGINT: stopped at once; there is no result; start it again\n"
+MEASURING = "measuring, several times each"
 STOPPED, INTERRUPTED, DONE = 75, 130, 0
 END_S = 20.0
 """A verb that needs longer than this for its end has not obeyed."""
@@ -161,16 +162,18 @@ CASES = [
     Case("diff runs/own runs/own --plot x.png", INTERRUPTED, f"shoal diff: {AGAIN}", drawing),
     Case("launch -n 2 mine.py", INTERRUPTED, "SIGINT: stopped at once; what the script has saved is there\n", script),
     Case("doctor --hosts a --shell bin/remote", INTERRUPTED, f"shoal doctor: {AGAIN}", programs_of_others),
-    Case("submit run.toml --to slurm --ranks-per-node 1", INTERRUPTED, "before you submit it again\n", programs_of_others),
+    Case("submit run.toml run.processes=1 --to slurm", INTERRUPTED, "before you submit it again\n", programs_of_others),
     Case("watch runs/own", DONE, "The page is closed; the runs go on without it\n", trained, "http://"),
     Case("coordinator serve j --token t", DONE, "with j, it goes on where it was\n", nothing, "listens on"),
-    Case("bench comm", INTERRUPTED, NO_RESULT, nothing, "measuring, several times each"),
+    Case("bench comm", INTERRUPTED, NO_RESULT, nothing, MEASURING),
 ]  # fmt: skip
 LONGER = [
-    Case(command, INTERRUPTED, NO_RESULT, nothing, "measuring, several times each")
-    for command in ("bench step", "bench sync", "bench products", "bench codec", "bench codec --accuracy digits",
-                    "bench link --network throttle", "bench comm --backends mpi --processes 2")
-]  # fmt: skip
+    *(
+        Case(f"bench {words}", INTERRUPTED, NO_RESULT, nothing, MEASURING)
+        for words in ("step", "sync", "products", "codec", "codec --accuracy digits", "link --network throttle")
+    ),
+    Case("bench comm --backends mpi --processes 2", INTERRUPTED, f"shoal bench comm: {AGAIN}", nothing, MEASURING),
+]
 ALL = [*CASES, *(pytest.param(case, marks=pytest.mark.stress) for case in LONGER)]
 
 
