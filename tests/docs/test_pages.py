@@ -73,7 +73,7 @@ def test_tables_are_accepted(page: str) -> None:
     for text in tables:
         given = tomllib.loads(text)
         merged = {**LEAST, **{name: {**LEAST.get(name, {}), **table} for name, table in given.items()}}
-        if given.get("model", {}).get("kind") == "python":
+        if given.get("model", {}).get("kind", "gpt") != "gpt":
             merged["model"] = given["model"]
         run_file_of(apply(merged, [], RunFile), file=page)
 
@@ -129,7 +129,7 @@ def test_commands_have_the_verbs_options_and_files_that_they_name(page: Path) ->
     """Every `shoal ...` in a block of code is parsed, its recipe read, and its keys applied to it."""
     for words in commands(page):
         command, rest = named_verb(words)
-        command.make_parser(Context(command)).parse_args(list(rest))
+        command.make_parser(Context(command, **command.context_settings)).parse_args(list(rest))
         recipe = next((word for word in rest if word.startswith("recipes/")), None)
         if recipe is not None and "sweeps" not in recipe:
             keys = [word for word in rest if re.match(r"[a-z]+(\.[a-z_]+)+=", word)]
