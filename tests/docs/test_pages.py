@@ -32,7 +32,7 @@ PAGES = sorted(
     if path.relative_to(DOCS).parts[0] not in ("decisions", "benchmarks", "_build") and path.stem != "command-line"
 )
 WITH_EXAMPLES = [
-    "first-ten-minutes", "your-model", "precision", "memory-trouble", "when-it-hangs", "checkpoints", "huggingface",
+    "first-ten-minutes", "your-model", "precision", "memory-trouble", "when-it-hangs", "checkpoints",
 ]  # fmt: skip
 LEAST: dict[str, Any] = {
     "run": {"name": "example", "steps": 2},
