@@ -7,6 +7,7 @@ Compiled by "aot_eager", which traces forward and backward as inductor does and 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -100,14 +101,14 @@ PROGRAMS = [eager_collectives, functional_collectives, makes_groups, data_parall
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_compiled_programs_compute_what_they_compute_on_gloo(ranks, program) -> None:
     """Traced forward and backward, with collectives in the graph or between graphs."""
-    agree(ranks(2, both, program, "aot_eager"))
+    agree(ranks(2, both, partial(program, compiler="aot_eager")))
 
 
 @pytest.mark.stress
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_programs_of_inductor_compute_what_they_compute_on_gloo(ranks, program) -> None:
     """Generated C++, the collectives reordered."""
-    agree(ranks(2, both, program, "inductor", timeout_s=240.0))
+    agree(ranks(2, both, partial(program, compiler="inductor"), timeout_s=240.0))
 
 
 def uneven(place, divide_by_initial_world_size: bool) -> list[Tensor]:
@@ -125,7 +126,7 @@ def uneven(place, divide_by_initial_world_size: bool) -> list[Tensor]:
 @pytest.mark.parametrize("divide_by_initial_world_size", [True, False])
 def test_uneven_inputs_train_as_on_gloo(ranks, divide_by_initial_world_size: bool) -> None:
     """DDP's own `join`, with both divisors."""
-    agree(ranks(3, both, uneven, divide_by_initial_world_size))
+    agree(ranks(3, both, partial(uneven, divide_by_initial_world_size=divide_by_initial_world_size)))
 
 
 def joined_zero(place) -> list[Tensor]:
@@ -165,4 +166,4 @@ def checkpointed(place, folder: Path) -> list[Tensor]:
 
 def test_distributed_checkpoints_come_back(ranks, tmp_path: Path) -> None:
     """To the bit, and as on Gloo."""
-    agree(ranks(2, both, checkpointed, tmp_path))
+    agree(ranks(2, both, partial(checkpointed, folder=tmp_path)))

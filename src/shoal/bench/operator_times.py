@@ -53,16 +53,17 @@ Once = Callable[[], tuple[float, float]]
 @dataclass(frozen=True)
 class Effort:
     """How often an operator is called: `warm_up` times, then in `windows` of at least `repeats` calls and `window_s`
-    seconds each."""
+    seconds each; and on how many tokens at most."""
 
+    most_rows: int = ROWS[-1]
     warm_up: int = 2
     windows: int = WINDOWS
     repeats: int = 3
     window_s: float = 0.004
 
 
-FEW_CALLS = Effort(warm_up=1, windows=2, repeats=1, window_s=0.001)
-"""Of a calibration in seconds: short operators are measured as well as else, long ones once or twice."""
+FEW_CALLS = Effort(most_rows=1024, warm_up=1, windows=2, repeats=1, window_s=0.001)
+"""Of a quick calibration: short operators are measured as well as else, long ones twice, the longest are left out."""
 
 
 def product_times(world: Collective) -> Iterator[dict[str, Any]]:
@@ -79,7 +80,7 @@ def product_times(world: Collective) -> Iterator[dict[str, Any]]:
 
 def operator_times(world: Collective, effort: Effort = Effort()) -> Iterator[dict[str, Any]]:
     """A row of the calibration for each operator and size in float32, in seconds."""
-    for point in points(torch.float32):
+    for point in points(torch.float32, most_rows=effort.most_rows):
         world.barrier().wait()
         forward_s, backward_s = rank_mean(world, _windowed(point.build(), effort))
         for m, n, k in point.sizes:
@@ -125,15 +126,16 @@ class Point:
     build: Callable[[], Once]
 
 
-def points(dtype: torch.dtype) -> Iterator[Point]:
-    """All operators and sizes, in an order that is the same on every rank."""
-    for m, (n, k) in itertools.product(ROWS, itertools.combinations_with_replacement(COLUMNS, 2)):
+def points(dtype: torch.dtype, *, most_rows: int = ROWS[-1]) -> Iterator[Point]:
+    """All operators and sizes up to `most_rows` tokens, in an order that is the same on every rank."""
+    rows = [count for count in ROWS if count <= most_rows]
+    for m, (n, k) in itertools.product(rows, itertools.combinations_with_replacement(COLUMNS, 2)):
         yield Point("linear", tuple({(m, n, k), (m, k, n)}), lambda m=m, n=n, k=k: _linear(m, n, k, dtype))
-    for m, n in itertools.product(ROWS, COLUMNS):
+    for m, n in itertools.product(rows, COLUMNS):
         for name in ("norm", "gate", "gelu", "rotary", "copy"):
             yield Point(name, ((m, n, 1),), lambda name=name, m=m, n=n: _elementwise(name, m, n, dtype))
         yield Point("embedding", ((m, n, 1),), lambda m=m, n=n: _embedding(m, n, dtype))
-    for m, n in itertools.product(ROWS, CLASSES):
+    for m, n in itertools.product(rows, CLASSES):
         yield Point("loss", ((m, n, 1),), lambda m=m, n=n: _loss(m, n))
     for m, n, k in itertools.product(HEADS, TOKENS, HEAD_SIZES):
         yield Point("attention", ((m, n, k),), lambda m=m, n=n, k=k: _attention(m, n, k, dtype))
