@@ -2,10 +2,11 @@
 
     OPENED=shoal BACKEND=gloo WORLD_SIZE=2 TEMP_DIR=/tmp/x python -m tests.distributed_suite NAMES.json OUT.json
 
-NAMES.json lists the tests, an empty list meaning all; OUT.json gets {name: "passed" | "skipped" | the last line of what
-went wrong}. Tests ask for BACKEND by name and skip where they do not know it: they hear of "gloo", and OPENED says
-which backend their groups are. A process of its own, as the tests read the environment when they are imported. Each
-test's ranks are forked from a server that has imported torch: a test takes 1 to 2 s instead of 10.
+NAMES.json lists the tests; OUT.json gets {name: "passed" | "skipped" | the last line of what went wrong}. With --list
+for NAMES.json, OUT.json gets the names of all tests. Tests ask for BACKEND by name and skip where they do not know it:
+they hear of "gloo", and OPENED says which backend their groups are. A process of its own, as the tests read the
+environment when they are imported. Each test's ranks are forked from a server that has imported torch: a test takes 1
+to 2 s instead of 10.
 """
 
 from __future__ import annotations
@@ -84,9 +85,12 @@ class Recorded(unittest.TestResult):
 def main() -> None:
     """See above."""
     multiprocessing.set_forkserver_preload([__spec__.name])
-    names, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    out = Path(sys.argv[2])
+    if sys.argv[1] == "--list":
+        out.write_text(json.dumps(unittest.defaultTestLoader.getTestCaseNames(OnBackend)))
+        return
     result = Recorded()
-    for name in names or unittest.defaultTestLoader.getTestCaseNames(OnBackend):
+    for name in json.loads(Path(sys.argv[1]).read_text()):
         OnBackend(name).run(result)
         out.write_text(json.dumps(result.found))
         print(name, result.found.get(name), flush=True)

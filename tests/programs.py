@@ -18,6 +18,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -159,6 +160,7 @@ def _renew_what_a_start_sets() -> None:
     sys.stderr.reconfigure(line_buffering=True, errors="backslashreplace")
     if os.environ.get("PYTHONFAULTHANDLER"):
         faulthandler.enable()
+    tempfile.tempdir = None  # found by the server, whose TMPDIR may be another
     random.seed()
     np.random.seed()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))

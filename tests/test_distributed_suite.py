@@ -10,21 +10,20 @@ from pathlib import Path
 
 import pytest
 
-APART = {
-    "test_Backend_enum_class": "it asks for the name of a backend that PyTorch knows itself",
-    "test_backend_apis": "the same",
-}
-"""Tests of the name rather than of the backend."""
+SLICES = 8
+FEWEST = 9
+"""Tests of each slice that pass on Gloo: most of PyTorch's need a GPU or another backend."""
 
 
 def outcomes(backend: str, names: list[str], folder: Path) -> dict[str, str]:
-    """What became of each of the tests on `backend`; no names mean all."""
+    """What became of each of the tests on `backend`."""
     chosen, out = folder / "names.json", folder / f"{backend}.json"
     chosen.write_text(json.dumps(names))
     (folder / backend).mkdir()
     environ = {
         **os.environ,
-        "BACKEND": backend,
+        "OPENED": backend,
+        "BACKEND": "gloo",
         "WORLD_SIZE": "2",
         "TEMP_DIR": str(folder / backend),
         "LOGLEVEL": "ERROR",
@@ -33,11 +32,21 @@ def outcomes(backend: str, names: list[str], folder: Path) -> dict[str, str]:
     return json.loads(out.read_text())
 
 
+def names_of_tests(folder: Path) -> list[str]:
+    """All of PyTorch's, in their order."""
+    out = folder / "all.json"
+    environ = {**os.environ, "OPENED": "gloo", "BACKEND": "gloo", "WORLD_SIZE": "2", "TEMP_DIR": str(folder)}
+    subprocess.run([sys.executable, "-m", "tests.distributed_suite", "--list", str(out)], env=environ, check=True)
+    return json.loads(out.read_text())
+
+
 @pytest.mark.stress
-@pytest.mark.timeout(5400)
-def test_what_passes_on_gloo_passes_here(tmp_path: Path) -> None:
-    gloo = outcomes("gloo", [], tmp_path)
-    passed = sorted(name for name, how in gloo.items() if how == "passed" and name not in APART)
-    assert len(passed) >= 80, "most of PyTorch's tests need no GPU"
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", range(SLICES))
+def test_what_passes_on_gloo_passes_here(part: int, tmp_path: Path) -> None:
+    """An eighth of the tests, two ranks each."""
+    gloo = outcomes("gloo", names_of_tests(tmp_path)[part::SLICES], tmp_path)
+    passed = sorted(name for name, how in gloo.items() if how == "passed")
+    assert len(passed) >= FEWEST
     ours = outcomes("shoal", passed, tmp_path)
     assert {name: how for name, how in ours.items() if how != "passed"} == {}

@@ -59,4 +59,4 @@ def test_an_interrupted_verb_ends_with_a_sentence_and_the_signal_s_code() -> Non
 
     result = CliRunner().invoke(app, ["works"], prog_name="shoal")
     assert result.exit_code == 130
-    assert result.stderr == "shoal: interrupted before its end\n"
+    assert result.stderr == "shoal works: interrupted before its end; the same command starts it again\n"

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click import Context
+from typer.core import TyperGroup
+from typer.main import get_command
 
+from shoal.checkpoint.inspect import weights_of
+from shoal.cli.main import app
+from shoal.cli.submit import WithDefault
 from shoal.config.load import apply
-from shoal.runfile.load import run_file_of
+from shoal.runfile.load import load_run, run_file_of
 from shoal.runfile.run_file import RunFile
+from tests.cli.project import project
 from tests.cli.warm_scripts import run_script
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -20,7 +31,9 @@ PAGES = sorted(
     for path in DOCS.rglob("*.md")
     if path.relative_to(DOCS).parts[0] not in ("decisions", "benchmarks", "_build") and path.stem != "command-line"
 )
-WITH_EXAMPLES = ["first-ten-minutes", "your-model", "precision", "memory-trouble", "when-it-hangs"]
+WITH_EXAMPLES = [
+    "first-ten-minutes", "your-model", "precision", "memory-trouble", "when-it-hangs", "checkpoints",
+]  # fmt: skip
 LEAST: dict[str, Any] = {
     "run": {"name": "example", "steps": 2},
     "model": {"kind": "gpt", "vocabulary": 256, "width": 32, "layers": 2, "heads": 2},
@@ -60,7 +73,7 @@ def test_tables_are_accepted(page: str) -> None:
     for text in tables:
         given = tomllib.loads(text)
         merged = {**LEAST, **{name: {**LEAST.get(name, {}), **table} for name, table in given.items()}}
-        if given.get("model", {}).get("kind") == "python":
+        if given.get("model", {}).get("kind", "gpt") != "gpt":
             merged["model"] = given["model"]
         run_file_of(apply(merged, [], RunFile), file=page)
 
@@ -72,6 +85,83 @@ def test_the_script_of_your_model_trains(tmp_path: Path) -> None:
     codes = run_script(tmp_path / "mine.py", tmp_path, world=2)
     assert codes == [0, 0], (tmp_path / "rank-0.txt").read_text()
     assert (tmp_path / "runs/mine/checkpoints/step-00000008/manifest.json").exists()
+
+
+def test_the_script_of_the_python_api_ends_where_it_began(tmp_path: Path) -> None:
+    """Two ranks train, and what follows the call runs once, in the process that started them, with their weights."""
+    own = project(tmp_path)
+    (script,) = blocks("python-api", "python")
+    (tmp_path / "mine.py").write_text(script)
+    done = own.python("mine.py")
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if "first weight" in line] == [done.stdout.splitlines()[-1]]
+    whole = weights_of(tmp_path / "runs/api")["0.weight"]
+    assert done.stdout.endswith(f"now {float(whole[0, 0]):.4f}\n")
+
+
+def commands(path: Path) -> list[list[str]]:
+    """The words behind `shoal` in each command of a page's blocks of code."""
+    text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+    fenced = "\n".join(re.findall(r"```(?:sh|bash)?\n(.*?)```", text, flags=re.DOTALL))
+    indented = "\n".join(re.findall(r"^    \S.*$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), flags=re.MULTILINE))
+    lines = [line.strip() for line in (fenced + "\n" + indented).splitlines()]
+    found = [shlex.split(line, comments=True) for line in lines if re.match(r"shoal [a-z]", line)]
+    return [words[1:] for words in found]
+
+
+def named_verb(words: list[str]) -> tuple[Any, list[str]]:
+    """The command that `words` call, and what they hand it."""
+    command, rest = get_command(app), list(words)
+    while isinstance(command, TyperGroup):
+        below = command.get_command(Context(command), rest[0])
+        if below is None and isinstance(command, WithDefault):
+            below, rest = command.get_command(Context(command), "job"), ["job", *rest]
+        assert below is not None, f"shoal {' '.join(words)}: there is no {rest[0]}"
+        command, rest = below, rest[1:]
+    return command, rest
+
+
+PAGES_AND_README = [*PAGES, DOCS.parent / "README.md"]
+
+
+@pytest.mark.parametrize("page", PAGES_AND_README, ids=lambda path: str(path.relative_to(DOCS.parent)))
+def test_commands_have_the_verbs_options_and_files_that_they_name(page: Path) -> None:
+    """Every `shoal ...` in a block of code is parsed, its recipe read, and its keys applied to it."""
+    for words in commands(page):
+        command, rest = named_verb(words)
+        command.make_parser(Context(command, **command.context_settings)).parse_args(list(rest))
+        recipe = next((word for word in rest if word.startswith("recipes/")), None)
+        if recipe is not None and "sweeps" not in recipe:
+            keys = [word for word in rest if re.match(r"[a-z]+(\.[a-z_]+)+=", word)]
+            load_run(DOCS.parent / recipe, keys)
+
+
+def test_commands_are_found() -> None:
+    """Fenced and indented ones, without what a comment says."""
+    assert ["train", "recipes/digits.toml"] in commands(DOCS.parent / "README.md")
+    assert ["train", "recipes/digits.toml"] in commands(DOCS / "first-ten-minutes.md")
+
+
+@pytest.mark.stress
+def test_the_script_for_ssh_trains_on_two_hosts(tmp_path: Path) -> None:
+    """Both are this machine, reached by a program that stands in for ssh."""
+    own = project(tmp_path)
+    (script,) = blocks("several-machines", "bash")
+    (tmp_path / "start.sh").write_text(
+        script.replace("(n1 n2)", "(127.0.0.1 127.0.0.1)").replace("RUN.toml", "run.toml")
+    )
+    (tmp_path / "bin").mkdir()
+    shoal = f'#!/bin/sh\nexec {sys.executable} -m shoal "$@"\n'
+    for name, text in (("ssh", '#!/bin/sh\nshift 2\nexec sh -c "$*"\n'), ("shoal", shoal)):
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    environ = own.environ(PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    done = subprocess.run(
+        ["bash", "start.sh"], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(own.losses()) == list(range(1, 10))
+    assert len(list((tmp_path / "runs/own/events").iterdir())) == 4
 
 
 def test_the_support_matrix_names_tests_that_are_there() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from shoal.bench.codec import CODECS
 from shoal.bench.groups import join_store
+from shoal.bench.ranks import rank_folder
 from shoal.bench.report import Check, Result, Row, check
 from shoal.bench.training_job import start_training
 from shoal.codec.config import CodecConfig, DGCConfig, NoCodec
@@ -80,14 +80,14 @@ def measure_accuracy(
 ) -> Result | None:
     """Rows and checks; None on all ranks but rank 0. `steps` 0: those of the task."""
     store = join_store(place)
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
+    with rank_folder() as folder:
         runs: dict[tuple[str, bool], list[float]] = {}
         for name, config in [("none", NoCodec()), *((name, CODECS[name]) for name in chosen)]:
             for feedback in _feedbacks(config):
                 codec = config if isinstance(config, NoCodec) else _with_feedback(config, feedback)
                 runs[name, feedback] = [
                     _loss(
-                        _run_file(task, codec, Path(folder), place, seed=seed, steps=steps),
+                        _run_file(task, codec, folder, place, seed=seed, steps=steps),
                         place,
                         PrefixStore(f"{name}-{feedback}-{seed}", store),
                     )
@@ -102,13 +102,11 @@ def measure_peered(
     """The same of those in `PEERED`, each beside its own peer."""
     store = join_store(place)
     runs: dict[str, list[float]] = {}
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
+    with rank_folder() as folder:
         for name in dict.fromkeys(side for one in chosen for side in (PEERED[one][0], one)):
             runs[name] = []
             for seed in seeds:
-                run_file = _run_file(
-                    task, NoCodec(), Path(folder), place, seed=seed, steps=steps, changes=CHANGES[name]
-                )
+                run_file = _run_file(task, NoCodec(), folder, place, seed=seed, steps=steps, changes=CHANGES[name])
                 runs[name].append(_loss(run_file, place, PrefixStore(f"{name}-{seed}", store)))
     if place.rank != 0:
         return None

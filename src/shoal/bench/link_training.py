@@ -17,11 +17,9 @@ processors that compute also carry the traffic; in a throttled lab they carry li
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -29,6 +27,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from shoal.bench.groups import gathered, join_group, join_store, while_counting
 from shoal.bench.pairs import ratios
+from shoal.bench.ranks import rank_folder
 from shoal.bench.report import Result, check
 from shoal.bench.training_job import corpus_file, gpt_run_file, start_training, training_job
 from shoal.bench.turns import interleaved
@@ -95,7 +94,7 @@ def measure_priority(lab: Lab, place: Place, *, name: str) -> Result | None:
     clock = join_group("clock", place, store, transport="gloo")
     exposed: dict[str, list[float]] = {schedule: [] for schedule in SCHEDULES}
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-bench-")))
+        folder = stack.enter_context(rank_folder())
         run_file = gpt_run_file(folder, corpus_file(folder), PRIORITY_TOKENS)
         run_file = msgspec.structs.replace(run_file, optimizer=AdamW(clip_norm=float("inf")))
         sides: dict[str, Callable[[], Any]] = {}
@@ -128,7 +127,7 @@ def measure_priority(lab: Lab, place: Place, *, name: str) -> Result | None:
 def _count(layout: str, place: Place, store: Store, clock: Collective) -> list[float]:
     """Bytes of the ledger to other hosts, bytes and packets of the interface, in some steps of this rank."""
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-bench-")))
+        folder = stack.enter_context(rank_folder())
         run_file = msgspec.structs.replace(
             gpt_run_file(folder, corpus_file(folder), LEDGER_TOKENS),
             model=MODEL,

@@ -29,9 +29,7 @@ from shoal.comm.collective import Collective
 from shoal.models.layers import rotated, rotations
 
 DEPTH = 4
-REPEATS = 3
-WARM_UP = 2
-WINDOWS, WINDOW_S = 3, 0.004
+WINDOWS = 3
 ROWS = (64, 256, 1024, 4096)
 COLUMNS = (32, 128, 512)
 CLASSES = (64, 256, 1024)
@@ -48,6 +46,24 @@ COPY_BYTES = 16 << 20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 Size = tuple[int, int, int]
+Once = Callable[[], tuple[float, float]]
+"""(forward, backward) seconds of one layer, measured once."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How often an operator is called: `warm_up` times, then in `windows` of at least `repeats` calls and `window_s`
+    seconds each; and on how many tokens at most."""
+
+    most_rows: int = ROWS[-1]
+    warm_up: int = 2
+    windows: int = WINDOWS
+    repeats: int = 3
+    window_s: float = 0.004
+
+
+FEW_CALLS = Effort(most_rows=1024, warm_up=1, windows=2, repeats=1, window_s=0.001)
+"""Of a quick calibration: short operators are measured as well as else, long ones twice, the longest are left out."""
 
 
 def product_times(world: Collective) -> Iterator[dict[str, Any]]:
@@ -62,11 +78,11 @@ def product_times(world: Collective) -> Iterator[dict[str, Any]]:
         yield {"dtype": name, "m": m, "n": n, "k": k, "ranks": world.size, "flops_s": 2 * m * n * k / seconds}
 
 
-def operator_times(world: Collective) -> Iterator[dict[str, Any]]:
+def operator_times(world: Collective, effort: Effort = Effort()) -> Iterator[dict[str, Any]]:
     """A row of the calibration for each operator and size in float32, in seconds."""
-    for point in points(torch.float32):
+    for point in points(torch.float32, most_rows=effort.most_rows):
         world.barrier().wait()
-        forward_s, backward_s = rank_mean(world, point.run())
+        forward_s, backward_s = rank_mean(world, _windowed(point.build(), effort))
         for m, n, k in point.sizes:
             yield {
                 "operator": point.operator, "dtype": "float32", "m": m, "n": n, "k": k, "ranks": world.size,
@@ -103,22 +119,23 @@ def _mean_s(call: Callable[[], object]) -> float:
 
 @dataclass(frozen=True)
 class Point:
-    """One operator. `run` gives its (forward, backward) seconds, which hold for all of `sizes`."""
+    """One operator. `build` makes its data; the seconds of what it returns hold for all of `sizes`."""
 
     operator: str
     sizes: tuple[Size, ...]
-    run: Callable[[], tuple[float, float]]
+    build: Callable[[], Once]
 
 
-def points(dtype: torch.dtype) -> Iterator[Point]:
-    """All operators and sizes, in an order that is the same on every rank."""
-    for m, (n, k) in itertools.product(ROWS, itertools.combinations_with_replacement(COLUMNS, 2)):
+def points(dtype: torch.dtype, *, most_rows: int = ROWS[-1]) -> Iterator[Point]:
+    """All operators and sizes up to `most_rows` tokens, in an order that is the same on every rank."""
+    rows = [count for count in ROWS if count <= most_rows]
+    for m, (n, k) in itertools.product(rows, itertools.combinations_with_replacement(COLUMNS, 2)):
         yield Point("linear", tuple({(m, n, k), (m, k, n)}), lambda m=m, n=n, k=k: _linear(m, n, k, dtype))
-    for m, n in itertools.product(ROWS, COLUMNS):
+    for m, n in itertools.product(rows, COLUMNS):
         for name in ("norm", "gate", "gelu", "rotary", "copy"):
             yield Point(name, ((m, n, 1),), lambda name=name, m=m, n=n: _elementwise(name, m, n, dtype))
         yield Point("embedding", ((m, n, 1),), lambda m=m, n=n: _embedding(m, n, dtype))
-    for m, n in itertools.product(ROWS, CLASSES):
+    for m, n in itertools.product(rows, CLASSES):
         yield Point("loss", ((m, n, 1),), lambda m=m, n=n: _loss(m, n))
     for m, n, k in itertools.product(HEADS, TOKENS, HEAD_SIZES):
         yield Point("attention", ((m, n, k),), lambda m=m, n=n, k=k: _attention(m, n, k, dtype))
@@ -126,13 +143,13 @@ def points(dtype: torch.dtype) -> Iterator[Point]:
         yield Point("adam", ((m, 1, 1),), lambda m=m: _adam(m))
 
 
-def _linear(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[float, float]:
+def _linear(m: int, n: int, k: int, dtype: torch.dtype) -> Once:
     """Layers from k to n features and back in turn, so that they can follow each other."""
     weights = [_leaf(*((n, k) if i % 2 == 0 else (k, n)), dtype=dtype) for i in range(DEPTH)]
     return _timed(lambda: _leaf(m, k, dtype=dtype), [lambda x, w=w: F.linear(x, w) for w in weights], weights)
 
 
-def _elementwise(name: str, m: int, n: int, dtype: torch.dtype) -> tuple[float, float]:
+def _elementwise(name: str, m: int, n: int, dtype: torch.dtype) -> Once:
     weight, others = _leaf(n, dtype=dtype), [_leaf(m, n, dtype=dtype) for _ in range(DEPTH)]
     factors = rotations(torch.arange(m), head_size=HEAD_SIZE, base=1e4)
     layers: dict[str, Callable[[int], Callable[[Tensor], Tensor]]] = {
@@ -145,7 +162,7 @@ def _elementwise(name: str, m: int, n: int, dtype: torch.dtype) -> tuple[float, 
     return _timed(lambda: _leaf(m, n, dtype=dtype), [layers[name](i) for i in range(DEPTH)], [weight, *others])
 
 
-def _attention(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[float, float]:
+def _attention(m: int, n: int, k: int, dtype: torch.dtype) -> Once:
     """Query, key and value come from one projection's layout, [tokens, heads, features], as in a model."""
     heads = 4
     keys = [_leaf(m // heads, n, heads, k, dtype=dtype) for _ in range(2 * DEPTH)]
@@ -160,28 +177,26 @@ def _attention(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[float, float
     return _timed(lambda: _leaf(m // heads, n, heads, k, dtype=dtype), [layer(i) for i in range(DEPTH)], keys)
 
 
-def _embedding(m: int, n: int, dtype: torch.dtype) -> tuple[float, float]:
+def _embedding(m: int, n: int, dtype: torch.dtype) -> Once:
     tokens = torch.randint(0, 256, (m,))
     return _timed(lambda: _leaf(256, n, dtype=dtype), [lambda x: F.embedding(tokens, x)], [])
 
 
-def _loss(m: int, n: int) -> tuple[float, float]:
+def _loss(m: int, n: int) -> Once:
     targets = torch.randint(0, n, (m,))
     return _timed(lambda: _leaf(m, n), [lambda x: F.cross_entropy(x, targets, reduction="none")], [])
 
 
-def _adam(m: int) -> tuple[float, float]:
+def _adam(m: int) -> Once:
     """Over parameters of up to 2^16 numbers each, as the matrices of a small model have."""
     parameters = [_leaf(min(m, 1 << 16)) for _ in range(max(1, m >> 16))]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
     optimizer = torch.optim.AdamW(parameters, fused=True)
-    return _windowed(lambda: (_spent(optimizer.step), 0.0))
+    return lambda: (_spent(optimizer.step), 0.0)
 
 
-def _timed(
-    start: Callable[[], Tensor], layers: Sequence[Callable[[Tensor], Tensor]], leaves: Sequence[Tensor]
-) -> tuple[float, float]:
+def _timed(start: Callable[[], Tensor], layers: Sequence[Callable[[Tensor], Tensor]], leaves: Sequence[Tensor]) -> Once:
     """(forward, backward) seconds of one layer."""
 
     def once() -> tuple[float, float]:
@@ -199,20 +214,20 @@ def _timed(
         del x, first
         return (middle_s - begin_s) / len(layers), (end_s - backward_begin_s) / len(layers)
 
-    return _windowed(once)
+    return once
 
 
-def _windowed(once: Callable[[], tuple[float, float]]) -> tuple[float, float]:
+def _windowed(once: Once, effort: Effort) -> tuple[float, float]:
     """The fastest of a few windows, after a warm-up."""
-    for _ in range(WARM_UP):
+    for _ in range(effort.warm_up):
         once()
-    return min((_window(once) for _ in range(WINDOWS)), key=sum)
+    return min((_window(once, effort) for _ in range(effort.windows)), key=sum)
 
 
-def _window(once: Callable[[], tuple[float, float]]) -> tuple[float, float]:
+def _window(once: Once, effort: Effort) -> tuple[float, float]:
     forward = backward = 0.0
     count = 0
-    while count < REPEATS or forward + backward < WINDOW_S:
+    while count < effort.repeats or forward + backward < effort.window_s:
         spent = once()
         forward, backward, count = forward + spent[0], backward + spent[1], count + 1
     return forward / count, backward / count

@@ -14,7 +14,6 @@ Waiting: pieces of computation of several lengths, with an all-reduce after each
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -26,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.bench.operator_times import rank_mean
+from shoal.bench.ranks import rank_folder
 from shoal.bench.training_job import corpus_file, small_gpt_run_file, start_alone
 from shoal.bench.turns import repeat, slowest
 from shoal.comm.collective import Collective
@@ -53,10 +53,10 @@ MANY_BYTES = 1 << 20
 
 def host_times() -> Iterator[dict[str, Any]]:
     """A row of the calibration for each tiny GPT: m layers, n microbatches, and the seconds of its step."""
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
-        corpus = corpus_file(Path(folder))
+    with rank_folder() as folder:
+        corpus = corpus_file(folder)
         for layers, microbatches in TINY_SIZES:
-            seconds = _tiny_step_s(Path(folder), corpus, layers, microbatches)
+            seconds = _tiny_step_s(folder, corpus, layers, microbatches)
             yield {
                 "operator": "step", "dtype": "float32", "m": layers, "n": microbatches, "k": 1, "ranks": 1,
                 "forward_s": seconds, "backward_s": 0.0,
@@ -65,8 +65,8 @@ def host_times() -> Iterator[dict[str, Any]]:
 
 def crowded_step_s(world: Collective) -> float:
     """Seconds of the small GPT's step on the slowest rank, in the fastest of a few windows; the same on all ranks."""
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder, ExitStack() as stack:
-        training = start_alone(crowd_run(Path(folder), corpus_file(Path(folder))), stack)
+    with rank_folder() as folder, ExitStack() as stack:
+        training = start_alone(crowd_run(folder, corpus_file(folder)), stack)
         repeat(training.take_step, CROWD_WARM_UP)
         windows = [slowest(lambda: repeat(training.take_step, CROWD_STEPS), world) for _ in range(CROWD_WINDOWS)]
     return min(windows) / CROWD_STEPS
@@ -79,18 +79,18 @@ def crowd_run(folder: Path, corpus: Path) -> RunFile:
     )
 
 
-def wait_times(world: Collective) -> Iterator[dict[str, Any]]:
+def wait_times(world: Collective, *, repeats: int = PIECE_REPEATS) -> Iterator[dict[str, Any]]:
     """A row of the calibration for each piece of computation, the same on all ranks.
 
     `wait_s` is what an all-reduce of a few numbers adds to the piece, `byte_s` what each byte of a larger one adds. Of
-    a few windows the fastest counts.
+    `repeats` windows the fastest counts.
     """
     few, many = torch.zeros(8), torch.zeros(MANY_BYTES // 4)
     for tokens, layers in PIECES:
         work = _piece(tokens, layers)
         count = max(3, int(PIECE_WINDOW_S / _mean_s(world, work, 3)))
         sides = (work, _then_all_reduce(work, world, few), _then_all_reduce(work, world, many))
-        times = [[_mean_s(world, side, count) for side in sides] for _ in range(PIECE_REPEATS)]
+        times = [[_mean_s(world, side, count) for side in sides] for _ in range(repeats)]
         piece_s, few_s, many_s = map(min, zip(*times, strict=True))
         yield {
             "ranks": world.size,

@@ -15,7 +15,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,19 +48,19 @@ def on_ranks(command: Sequence[str], *, processes: int, lab: Lab | None = None, 
     """
     from shoal.launch.lab.start import run_in_lab
     from shoal.launch.spawn import run_ranks
-    from shoal.launch.supervision import Patience
+    from shoal.launch.supervision import NOTHING_KEPT
+    from shoal.launch.temporary_folder import temporary_folder
 
-    patience = Patience(saves=False)
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
-        result = Path(folder) / "result.json"
+    with temporary_folder() as folder:
+        result = folder / "result.json"
         environ = {**os.environ, "OMP_NUM_THREADS": "1", RESULT: str(result)}
         whole = [sys.executable, "-m", *command]
         if mpi:
             code = _run_by_mpiexec(whole, processes=processes, environ=environ)
         elif lab is not None:
-            code = run_in_lab(lab, whole, run_directory=Path(folder), environ=environ)
+            code = run_in_lab(lab, whole, run_directory=folder, environ=environ, patience=NOTHING_KEPT)
         else:
-            code = run_ranks(whole, processes=processes, run_directory=Path(folder), environ=environ, patience=patience)
+            code = run_ranks(whole, processes=processes, run_directory=folder, environ=environ, patience=NOTHING_KEPT)
         if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
             raise SystemExit(int(code))  # what it did was said
         if code != 0:
@@ -91,6 +92,15 @@ def result_folder() -> Path:
     return Path(os.environ[RESULT]).parent
 
 
+@contextmanager
+def rank_folder() -> Iterator[Path]:
+    """A folder of this rank's own, until the end of the block. It lies in the benchmark's, which is removed also where
+    this rank is killed; outside of a benchmark, where temporary files go."""
+    within = result_folder() if RESULT in os.environ else None
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-", dir=within) as folder:
+        yield Path(folder)
+
+
 def mpiexec() -> str:
     """The path of mpiexec: the one of this environment, else the first in PATH.
 
@@ -110,8 +120,9 @@ def mpiexec() -> str:
 
 def _run_by_mpiexec(command: Sequence[str], *, processes: int, environ: Mapping[str, str]) -> int:
     """The exit code of mpiexec, which ends the other ranks when one fails."""
+    from shoal.launch.children import THROWN_AWAY_S, wait_for
     from shoal.launch.lab.start import unwinding
 
     whole = [mpiexec(), "-n", str(processes), *command]
     with unwinding():
-        return subprocess.run(whole, env=environ, stdin=subprocess.DEVNULL, check=False).returncode
+        return wait_for(subprocess.Popen(whole, env=environ, stdin=subprocess.DEVNULL), patience_s=THROWN_AWAY_S)

@@ -12,7 +12,6 @@ parameters and keeps only that part of the optimizer's state.
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -23,7 +22,7 @@ import typer
 
 from shoal.bench.options import FEWEST_PAIRS, AsJson, Processes, token_counts
 from shoal.bench.pairs import Turns, again_cells, columns, lower_bound, milliseconds, ratios
-from shoal.bench.ranks import is_rank, on_ranks, run_as_rank
+from shoal.bench.ranks import is_rank, on_ranks, rank_folder, run_as_rank
 from shoal.bench.report import Result, check, merged, print_report
 from shoal.observe.events import read_events
 
@@ -80,7 +79,7 @@ def measure(place: Place, *, tokens: int, pairs: int) -> Result | None:
     from shoal.engine.loop import take_step
 
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-bench-")))
+        folder = stack.enter_context(rank_folder())
         corpus, store = corpus_file(folder), join_store(place)
         join_default_group(place, store, stack)
         sides: dict[str, Callable[[], Any]] = {}

@@ -9,7 +9,6 @@ the samples at the loss are interpolated between two evaluations.
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shoal.bench.options import AsJson, names
-from shoal.bench.ranks import is_rank, on_ranks, run_as_rank
+from shoal.bench.ranks import is_rank, on_ranks, rank_folder, run_as_rank
 from shoal.bench.report import Result, Row, check, print_report
 from shoal.data.config import BatchConfig, Digits
 from shoal.models.config import MLPConfig
@@ -107,11 +106,11 @@ def measure(
     from shoal.bench.groups import join_store
 
     store, rows = join_store(place), []
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
+    with rank_folder() as folder:
         for machine in machines:
             factor = slow if machine == "one-slow" and place.rank == place.world_size - 1 else 1.0
             for name in strategies:
-                run_file = run_file_of(name, Path(folder) / machine / name, processes=place.world_size, steps=steps)
+                run_file = run_file_of(name, folder / machine / name, processes=place.world_size, steps=steps)
                 meeting = PrefixStore(f"{machine}-{name}", store)
                 curve = trained(run_file, place, meeting, sample_s=sample_s * factor, loss=loss)
                 rows.append({"machine": machine, "strategy": name, **row_of(curve, loss), "curve": curve})

@@ -43,8 +43,9 @@ def export_folder(source: Path, folder: Path, table: TransformersConfig) -> int:
             model.save_pretrained(unfinished)
         os.replace(unfinished, folder)
     except OSError as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
         raise EnvironmentFault(f"{folder} cannot be written ({error}): give a place that can") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
     return manifest.step
 
 

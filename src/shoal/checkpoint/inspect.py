@@ -224,8 +224,9 @@ def write_weights(weights: Mapping[str, Tensor], file: Path) -> None:
         save_file(dict(weights), unfinished)
         os.replace(unfinished, file)
     except (OSError, SafetensorError) as error:
-        unfinished.unlink(missing_ok=True)
         raise EnvironmentFault(f"{file} cannot be written ({error}): give a place that can") from error
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def import_weights(file: Path, directory: Path) -> Path:

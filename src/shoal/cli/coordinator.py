@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -39,7 +40,7 @@ def serve(
     key: Annotated[Path | None, typer.Option(metavar="PEM", help="Its key.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Listens, and says where. The journal makes it go on where it was when it is started again.
+    """Listens until Ctrl-C, and says where. The journal makes it go on where it was when it is started again.
 
     Example: shoal coordinator serve job.journal --token job.token --min 2 --max 4 --port 29400
     """
@@ -65,6 +66,7 @@ def serve(
         key=key,
         listening=listening,
     )
+    print(f"The coordinator has stopped; started again with {journal}, it goes on where it was", file=sys.stderr)
 
 
 @app.command()

@@ -73,6 +73,12 @@ def plan(
         int | None,
         typer.Option("--operators", metavar="N", help="A split of each operator over N ranks, beside the roles'."),
     ] = None,
+    elsewhere: Annotated[
+        Path | None,
+        typer.Option(
+            "--elsewhere", metavar="RUN_DIR", help="Only what this run, measured here, would take on other machines."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
 ) -> None:
     """Ranks the layouts that fit; predicts memory and time; explains.
@@ -87,6 +93,9 @@ def plan(
     from shoal.runfile.load import load_run
 
     loaded = load_run(run_file, overrides or ())
+    if elsewhere is not None:
+        _show_elsewhere(loaded, elsewhere, as_json=as_json)
+        return
     step = _measured_step(measured_step, of, loaded)
     where = cluster_file(loaded, cluster)
     with busy("searching the layouts that fit"):
@@ -115,6 +124,15 @@ def plan(
         print("Tried on this machine, fastest first:\n" + _trials_text(trials), end="\n\n")
     for path in written:
         print(f"Written: {path}")
+
+
+def _show_elsewhere(run_file: RunFile, directory: Path, *, as_json: bool) -> None:
+    from shoal.planning import elsewhere
+
+    run = elsewhere.measured_run(run_file, directory)
+    with busy("searching the layouts that fit other machines"):
+        found = elsewhere.elsewhere(run)
+    print(json.dumps(elsewhere.as_record(run, found)) if as_json else elsewhere.as_text(run, found))
 
 
 def _measured_step(step_s: float | None, of: Path | None, planned_for: RunFile) -> MeasuredStep | None:

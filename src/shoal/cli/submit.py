@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -137,7 +138,15 @@ def job(
             print(f"# {made.job_files / name}\n{text}")
         return
     write_files(made, files)
-    submission = scheduler.submit(made)
+    try:
+        submission = scheduler.submit(made)
+    except KeyboardInterrupt:
+        print(
+            f"shoal submit: interrupted while {to} was asked, which may have taken {made.name} or not: look there "
+            "before you submit it again",
+            file=sys.stderr,
+        )
+        raise typer.Exit(128 + signal.SIGINT) from None
     write_record(made, submission)
     if as_json:
         print(json.dumps({"to": to, "id": submission.identity, "directory": str(made.directory)}))

@@ -21,7 +21,8 @@ class Verbs(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            print(f"{ctx.command_path}: interrupted before its end", file=sys.stderr)
+            verb = " ".join(filter(None, (ctx.command_path, ctx.invoked_subcommand)))
+            print(f"{verb}: interrupted before its end; the same command starts it again", file=sys.stderr)
             raise typer.Exit(128 + signal.SIGINT) from None
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -32,4 +33,7 @@ def watch(
     shown = f"[{host}]" if ":" in host else host
     query = "" if secret is None else f"?token={secret}"
     print(f"http://{shown}:{listener.getsockname()[1]}/{query}", flush=True)
-    serve(runs, listener, token=secret)
+    try:
+        serve(runs, listener, token=secret)
+    except KeyboardInterrupt:
+        print("The page is closed; the runs go on without it", file=sys.stderr)

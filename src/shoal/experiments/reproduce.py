@@ -13,11 +13,15 @@ from typing import Any
 import msgspec
 
 from shoal.config.load import read
-from shoal.errors import EnvironmentFault, UsageError
+from shoal.errors import EnvironmentFault, Stopped, UsageError
 from shoal.experiments.diff import RunDiff, diff_runs, environment_differences
+from shoal.launch.children import wait_for
+from shoal.launch.lock import FILE_NAME as LOCK_NAME
+from shoal.observe.ending import ending_in
 from shoal.observe.facts import read_facts
 from shoal.recipes.provenance import file_hashes, git_state, packages
 from shoal.recipes.user_code import GIVEN
+from shoal.runfile.load import load_run
 
 
 class Reproduction(msgspec.Struct, frozen=True):
@@ -29,12 +33,14 @@ class Reproduction(msgspec.Struct, frozen=True):
 
 
 def reproduce(run_directory: Path, into: Path) -> Reproduction:
-    """Trains the run of `run_directory` again into `into`, where it was started and with its environment.
+    """Trains the run of `run_directory` again into `into`, where it was started and with its environment. What was
+    begun there, and interrupted, goes on.
 
-    Raises `UsageError` where it cannot be started again, `EnvironmentFault` where it ends with an error.
+    Raises `UsageError` where it cannot be started again, `Stopped` at Ctrl-C, `EnvironmentFault` where it ends with an
+    error.
     """
     record = _record(run_directory)
-    if into.exists():
+    if into.exists() and not _is_begun(run_directory, into):
         raise UsageError(f"{into} exists: name a new folder with --into, or remove it")
     started_in = Path(record["directory"])
     if not started_in.is_dir():
@@ -42,16 +48,28 @@ def reproduce(run_directory: Path, into: Path) -> Reproduction:
     changed = environment_differences(record, present(record))
     command = [sys.executable, "-m", "shoal", "train", str((run_directory / "run.toml").resolve())]
     environ = {**os.environ, **record.get("environment", {})}
-    done = subprocess.run(
-        [*command, f"run.directory={str(into.resolve())!r}"], cwd=started_in, env=environ, check=False,
-        stdout=sys.stderr,
-    )  # fmt: skip
-    if done.returncode != 0:
+    again = subprocess.Popen(
+        [*command, f"run.directory={str(into.resolve())!r}"], cwd=started_in, env=environ, stdout=sys.stderr
+    )
+    try:
+        code = wait_for(again)
+    except KeyboardInterrupt:
+        raise Stopped(f"interrupted: {into} holds what was trained, and the same command goes on from there") from None
+    if code != 0:
         raise EnvironmentFault(
-            f"the run, started again, ended with exit code {done.returncode}; its own sentence is above, and "
+            f"the run, started again, ended with exit code {code}; its own sentence is above, and "
             f"what has changed since: {'; '.join(changed) or 'nothing that was recorded'}"
         )
     return Reproduction(str(into), changed, diff_runs(run_directory, into))
+
+
+def _is_begun(run_directory: Path, into: Path) -> bool:
+    """Whether `into` holds the beginning of the same run, as an interrupted call has left it."""
+    if not (into / "run.toml").is_file():
+        return {path.name for path in into.iterdir()} <= {"logs", LOCK_NAME}
+    begun, ending = load_run(into / "run.toml"), ending_in(read_facts(into))
+    same = begun == load_run(run_directory / "run.toml", [f"run.directory={str(begun.run.directory)!r}"])
+    return same and (ending is None or ending.state != "finished")
 
 
 def present(record: Mapping[str, Any]) -> dict[str, Any]:

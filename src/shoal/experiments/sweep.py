@@ -29,12 +29,13 @@ from typing import Any
 
 import msgspec
 
-from shoal.errors import UsageError
+from shoal.errors import Stopped, UsageError
 from shoal.experiments.bayes import Known, propose
 from shoal.experiments.config import ASHA, Bayes, Range, SweepFile
 from shoal.experiments.search import Trial, goes_on, rungs, trials
 from shoal.experiments.trained_keys import require_trained_with
 from shoal.experiments.trial_command import command_of, devices_of, overrides_of
+from shoal.launch.children import stop
 from shoal.launch.lock import RunLock, is_locked
 from shoal.observe.ending import ending_in
 from shoal.observe.events import Event, read_events, series
@@ -114,6 +115,10 @@ class Sweep:
                     for one in self._running:
                         self._judge(one, steps[one.trial.name])
                     time.sleep(LOOK_S)
+            except KeyboardInterrupt:
+                raise Stopped(
+                    f"interrupted: what was trained is in {self.directory}, and the same command goes on from there"
+                ) from None
             finally:
                 self._end_all()
         return [self.outcome(trial) for trial in all_trials]
@@ -284,10 +289,7 @@ class Sweep:
 
     def _end_all(self) -> None:
         """Asks the trials that still run to save and stop."""
-        for one in self._running:
-            one.process.send_signal(signal.SIGTERM)
-        for one in self._running:
-            one.process.wait()
+        stop([one.process for one in self._running])
 
 
 def _known(parameters: Mapping[str, Any], outcomes: Sequence[Outcome], *, runs: bool) -> Known:

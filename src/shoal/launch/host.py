@@ -25,6 +25,7 @@ from shoal.launch.environment import LOOPBACK, Environ, derived_port, whole_numb
 from shoal.launch.rank_process import HostEntry
 from shoal.launch.root_cause import ExitCode
 from shoal.launch.spawn import run_ranks
+from shoal.launch.supervision import OWN_SCRIPT
 
 NNODES, NODE_RANK, NPROC_PER_NODE = "PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE"
 MASTER_ADDR, MASTER_PORT = "PET_MASTER_ADDR", "PET_MASTER_PORT"
@@ -103,6 +104,7 @@ def run_host(command: Sequence[str], host: Host, *, directory: Path, environ: En
         entry_of=lambda rank: HostEntry((), host.variables(rank)),
         first_rank=host.first_rank,
         world_size=host.world_size,
+        patience=OWN_SCRIPT,
     )
 
 

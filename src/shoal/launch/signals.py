@@ -93,6 +93,25 @@ class StopRequest:
         self.signal = signal.Signals(number)
 
 
+def end_with(code: int) -> None:
+    """SIGINT and SIGTERM end the process with `code` from here on: its work is done, and only its teardown is left.
+
+    Outside the main thread, where Python sets no handlers, nothing changes.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for number in _SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, lambda *_: os._exit(code))
+
+
+def ignore_requests() -> None:
+    """SIGINT and SIGTERM change nothing from here on, not even in the teardown of libraries, where Python has put its
+    handlers away. For a rank whose work is done: its launcher ends one that does not leave. Main thread only.
+    """
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _restore(before: dict[signal.Signals, Any]) -> None:
     while before:
         number, handler = before.popitem()

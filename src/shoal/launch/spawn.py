@@ -99,9 +99,7 @@ def conclude(watch: Watch, folder: Path, world_size: int) -> ExitCode:
     stop_signal = watch.supervision.stop_signal
     # A rank that saw another end by our signal may have lost it in a collective: that is no failure.
     if stop_signal is not None and any(end.exit.by_launcher for end in ends) and not any(end.primary for end in ends):
-        saves = watch.supervision.patience.saves
-        then = "the next start goes on from the newest checkpoint" if saves else "there is no result"
-        sentence = f"{stop_signal.name}: stopped at once; {then}"
+        sentence = f"{stop_signal.name}: stopped at once; {watch.supervision.patience.then}"
         say(sentence)
         return ExitCode(128 + stop_signal, sentence=sentence)
     code = exit_code(watch.exits, ends)

@@ -34,12 +34,22 @@ Sends = list[tuple[int, signal.Signals]]
 
 @dataclass(frozen=True)
 class Patience:
-    """How long ranks may go on after another has left, in seconds; `saves`: ranks that are told to stop save first."""
+    """How long ranks may go on after another has left, in seconds.
+
+    `doing` says what ranks do that are told to stop, `then` what is left of their work where they are stopped at once.
+    """
 
     failure_s: float = 2.0
     saving_s: float = 300.0
     terminate_s: float = 1.0
-    saves: bool = True
+    doing: str = "finishing the step and saving"
+    then: str = "the next start goes on from the newest checkpoint"
+
+
+NOTHING_KEPT = Patience(doing="ending the ranks", then="there is no result; start it again")
+"""Of ranks that save nothing."""
+OWN_SCRIPT = Patience(doing="asking the ranks to end", then="what the script has saved is there")
+"""Of ranks of which nobody knows what they save."""
 
 
 @dataclass
@@ -125,8 +135,7 @@ class Watch:
             first = self.supervision.stop_signal is None
             self._send(self.supervision.on_signal(event, now_s=now_s))
             if first:
-                doing = "finishing the step and saving" if self.supervision.patience.saves else "ending the ranks"
-                say(f"{event.name}: {doing}; press again to stop at once")
+                say(f"{event.name}: {self.supervision.patience.doing}; press again to stop at once")
         self._note_stopped()
         self._send(self.supervision.on_time(now_s))
 

@@ -43,7 +43,7 @@ def compared(facts: Mapping[str, Any], events: Sequence[Event]) -> list[Compared
     Of the last attempt alone: each start predicts anew, maybe for another layout.
     """
     of_attempt = last_attempt(events)
-    measured = {STEP: _median_step(of_attempt), MEMORY: _peak(of_attempt)}
+    measured = {STEP: median_step_s(of_attempt), MEMORY: _peak(of_attempt)}
     pairs = ((name, number_of(facts.get(name)), value) for name, value in measured.items())
     return [Compared(name, predicted, value) for name, predicted, value in pairs if predicted and value]
 
@@ -63,7 +63,8 @@ def predicted_section(record: Record) -> str:
     return section("As predicted?", body, lead=basis)
 
 
-def _median_step(events: Sequence[Event]) -> float | None:
+def median_step_s(events: Sequence[Event]) -> float | None:
+    """Of one attempt, behind its warm-up (s); None where it took no more steps."""
     steps = series(events, "time/step")[1][WARM_UP:]
     return statistics.median(steps) if steps else None
 

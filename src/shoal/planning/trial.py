@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from shoal.errors import EnvironmentFault, UsageError
+from shoal.launch.children import THROWN_AWAY_S, stop
 from shoal.launch.devices import gpus
 from shoal.observe.events import read_events
 from shoal.observe.progress_bar import ProgressBar
@@ -27,8 +28,6 @@ from shoal.planning.plan_file import run_file_of
 from shoal.topology.cluster import Cluster
 
 WARM_UP, STEPS, TURNS = 3, 10, 2
-PATIENCE_S = 60.0
-"""For a trial that was interrupted to end its ranks."""
 MOST_TEXT = 4000
 """Characters of what a failed run said that are kept: the end."""
 
@@ -117,8 +116,8 @@ def _steps_s(run: Path, environ: Mapping[str, str]) -> list[float]:
     with subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as train:
         try:
             _, said = train.communicate()
-        except KeyboardInterrupt:  # the terminal has told the run, too
-            train.wait(PATIENCE_S)
+        except KeyboardInterrupt:
+            stop([train], patience_s=THROWN_AWAY_S)
             raise
     if train.returncode != 0:
         raise _Failed(f"exit code {train.returncode}\n{said.strip()[-MOST_TEXT:]}")

@@ -26,7 +26,7 @@ from shoal.launch.rank_process import die_with_parent
 from shoal.launch.root_cause import ExitCode
 from shoal.launch.signals import end_at_once
 from shoal.launch.spawn import run_ranks
-from shoal.launch.supervision import Patience
+from shoal.launch.supervision import NOTHING_KEPT, Patience
 from shoal.launch.temporary_folder import temporary_folder
 from shoal.launch.versions import check_torch_version, installed
 from shoal.observe.facts import facts_path, write_facts
@@ -95,11 +95,14 @@ def run(
         began_s = time.time()
         with ExitStack() as stack:
             keep_fds = [stack.enter_context(RunLock(directory, shared=joins)).fd] if writes else []
+            patience = Patience() if writes else NOTHING_KEPT
             logs = directory if writes else stack.enter_context(temporary_folder())
             if writes and not joins and facts_path(directory).is_file():
                 write_facts(directory, {"state": ""})  # that of the start before
             if lab is not None:
-                code = run_in_lab(lab, command, run_directory=logs, environ=environ, keep_fds=keep_fds)
+                code = run_in_lab(
+                    lab, command, run_directory=logs, environ=environ, keep_fds=keep_fds, patience=patience
+                )
             elif run_file.elastic is not None:
                 from shoal.recipes.elastic.launch import Job, run_elastic
 
@@ -112,7 +115,7 @@ def run(
                     run_directory=logs,
                     environ=environ,
                     keep_fds=keep_fds,
-                    patience=Patience(saves=writes),
+                    patience=patience,
                 )
         if code == OutOfMemory.exit_code and planner is not None:
             print(planner.memory_advice(run_file), file=sys.stderr, flush=True)

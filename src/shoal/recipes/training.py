@@ -44,7 +44,7 @@ def train_rank(
         train_replica(run_file, place, objects, forecast=forecast)
         return
     directory = run_directory(run_file)
-    with sinks_of(run_file, place) as sinks, ExitStack() as stack:
+    with ExitStack() as last, sinks_of(run_file, place) as sinks, ExitStack() as stack:
         rounds = rounds_of(run_file, place.rank, directory, replay)
         run = open_run(run_file, place, objects, rounds=rounds)
         resumed_step = restore(run, directory, sinks)
@@ -56,7 +56,8 @@ def train_rank(
             write_run_file(run, directory, sinks)
             write_facts(directory, run_facts(run) | _predicted(run, forecast))
         introduce(sinks, run, resumed_step)
-        stop = stack.enter_context(StopRequest())  # until here there is nothing to save: a signal ends the rank
+        # Until here there is nothing to save: a signal ends the rank. It is noted until the report is written.
+        stop = last.enter_context(StopRequest())
         job = build_job(run, directory, sinks, stack, stop_requested=lambda: stop.requested)
         first = job.progress.step
         run.mesh.ledger.take()  # what the start sent belongs to no step

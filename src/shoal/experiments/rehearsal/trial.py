@@ -25,6 +25,7 @@ from shoal.checkpoint.objects import Places
 from shoal.checkpoint.verify import checkpoints, read_manifest
 from shoal.errors import ConfigError, Diverged, UsageError
 from shoal.experiments.rehearsal.scenarios import Scenario
+from shoal.launch.children import THROWN_AWAY_S, stop
 from shoal.observe.attempts import attempts
 from shoal.observe.events import Event, read_events
 from shoal.resilience.faults import REHEARSAL, Strike, strikes, write_faults
@@ -182,6 +183,9 @@ def _process(command: Sequence[str], environ: Mapping[str, str], trial: Trial) -
         reader.start()
     try:
         yield process
+    except KeyboardInterrupt:
+        stop([process], patience_s=THROWN_AWAY_S)  # a launcher that is killed leaves its folder
+        raise
     finally:
         _kill(process)
         process.wait()

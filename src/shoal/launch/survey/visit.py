@@ -102,8 +102,11 @@ def surveyed(
             open_pairs = [pair for pair in pairs if links[pair].obstacle is None]
             _all(threads, partial(measure, rate=True), open_pairs)
     finally:
-        _all(threads, lambda channel: channel.close(), list(channels.values()))
-        threads.shutdown()
+        with ThreadPoolExecutor(
+            max_workers=len(hosts)
+        ) as closing:  # `threads` may still wait for an answer, until this
+            _all(closing, lambda channel: channel.close(), list(channels.values()))
+        threads.shutdown(cancel_futures=True)
     ordered = {host.name: facts[host.name] for host in hosts if host.name in facts}
     return Survey(tuple(hosts), port, ordered, silent, links)
 
