@@ -53,8 +53,9 @@ def use_float8(model: nn.Module, config: PrecisionConfig, *, device: torch.devic
 def _layers(model: nn.Module) -> Iterator[nn.Linear]:
     for block in blocks_of(model).values():
         for module in block.modules():
-            plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-            if plain and module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0:
+            if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+                continue
+            if module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0:
                 yield module
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shoal.config.reference import markdown
-from shoal.topology.cluster import Device, Link, Machine
+from shoal.topology.cluster import Architecture, Device, Link, Machine
 from shoal.topology.cluster_file import ClusterFile
 from shoal.topology.devices import DEVICES, MACHINES
 from shoal.topology.failures import PUBLISHED, published_rate
@@ -74,7 +74,8 @@ def _failures() -> Iterator[str]:
     )
     for one in PUBLISHED:
         yield f"| {one.architecture} | {one.per_1000_node_days:.2f} | {one.source} |"
-    for architecture in dict.fromkeys(one.architecture for one in PUBLISHED):
+    architectures: dict[Architecture, None] = dict.fromkeys(one.architecture for one in PUBLISHED)
+    for architecture in architectures:
         yield f"| {architecture}, the default | {published_rate(architecture):.2f} | geometric mean |"
 
 
