@@ -85,14 +85,15 @@ def plan(
 
     Example: shoal plan recipes/stdlib-gpt.toml --why-not tensor=2
     """
+    from shoal.runfile.load import load_run
+
+    loaded = load_run(run_file, overrides or ())  # a wrong file is refused before what follows imports torch
     from shoal.planner.search.scaling import scaling_of
     from shoal.planning.answer import cluster_file, planned
     from shoal.planning.history import confidence_in
     from shoal.planning.pictures import draw_plan
     from shoal.planning.plan_file import run_file_of
-    from shoal.runfile.load import load_run
 
-    loaded = load_run(run_file, overrides or ())
     if elsewhere is not None:
         _show_elsewhere(loaded, elsewhere, as_json=as_json)
         return
