@@ -80,9 +80,17 @@ json.dump(wrong, sys.stdout)
 """
 
 
-def test_no_refusal_needs_torch_or_a_process(tmp_path: Path) -> None:
+NEED_TORCH = ("plan", "simulate", "diff", "reproduce", "checkpoint", "train run.toml --replay", "train --replay",
+              "doctor --cluster")  # fmt: skip
+"""Commands that compute with tensors themselves, and start no rank for it."""
+
+
+def test_no_other_refusal_needs_torch_and_none_a_process(tmp_path: Path) -> None:
     """All of them in one interpreter, in which torch cannot be imported: what would take seconds does not happen."""
     asked = json.dumps([CASES, {"own.py": OWN, "run.toml": RUN}, str(tmp_path)])
     done = subprocess.run([sys.executable, "-c", ALL], input=asked, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == []
+    wrong = json.loads(done.stdout)
+    assert [command for command, _, started in wrong if started] == []
+    need_torch = tuple(f"shoal {command}" for command in NEED_TORCH)
+    assert [row for row in wrong if not row[0].startswith(need_torch)] == []
