@@ -133,6 +133,7 @@ def _become(arguments: list[str], env: Mapping[str, str]) -> NoReturn:
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.set_wakeup_fd(-1)
         os.environ.clear()
         os.environ.update(env)
         os.write(os.memfd_create(_ENVIRON), json.dumps(dict(env)).encode())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -27,9 +28,18 @@ GENERATIONS = 10
 MEMBERS = ("a", "b")
 
 
-def lived(place: TestPlace, folder: str, transport: str) -> list[list[str]]:
+TABLES: dict[str, dict[str, Any]] = {
+    "shared memory": {},
+    "gloo": {"wire": {"transport": "gloo"}},
+    "checked": {"wire": {"transport": "gloo", "check_collectives": True}},
+    "zero-3": {"layout": {"shard": 2}, "memory": {"zero": 3}},
+    "priority": {"gradients": {"schedule": "priority"}, "wire": {"check_collectives": False}},
+}
+
+
+def lived(place: TestPlace, folder: str, tables: dict[str, Any]) -> list[list[str]]:
     """The threads of this rank after each of ten generations in which it took two steps."""
-    run_file = run_file_of(Path(folder), wire={"transport": transport}, checkpoint={"every_steps": 1})
+    run_file = run_file_of(Path(folder), **tables, checkpoint={"every_steps": 1})
     run = msgspec.structs.replace(run_file.run, processes=place.size, directory=f"{folder}/run", steps=2)
     run_file = msgspec.structs.replace(run_file, run=run)
     here = Place(place.rank, place.size, place.rank, place.size, 0, "shoal")
@@ -66,10 +76,9 @@ def threads() -> list[str]:
     return sorted(names)
 
 
-@pytest.mark.parametrize("transport", ["auto", "gloo"])
-def test_ten_generations_leave_no_thread(ranks, tmp_path: Path, transport: str) -> None:
+@pytest.mark.parametrize("case", TABLES)
+def test_ten_generations_leave_no_thread(ranks, tmp_path: Path, case: str) -> None:
     """Groups, feeds, savers and watches end with the generation that they were made for."""
     corpus(tmp_path)
-    for found in ranks(2, lived, str(tmp_path), transport):
-        print([len(each) for each in found])
+    for found in ranks(2, lived, str(tmp_path), TABLES[case]):
         assert len(found[-1]) <= len(found[1]), found[-1]

@@ -8,6 +8,7 @@ computed with a weight that may not have been updated yet.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -60,15 +61,18 @@ class FirstUse:
         return about_to_run
 
     def _guard(self, index: int, name: str) -> Callable[[Tensor], None]:
+        watching = weakref.ref(self)  # whoever has it has the parameter: see `Reducer`
+
         def arrived(gradient: Tensor) -> None:
-            if index in self._used:
+            alive = watching()
+            if alive is None or index in alive._used:
                 return
-            if not self.learning:
+            if not alive.learning:
                 raise UserCodeError(
                     f"the parameter {name} was used without calling the module that has it, and was not in the first "
                     'steps: under gradients.schedule = "priority" it may be older than the others. Call the module, '
                     'or set gradients.schedule to "order"'
                 )
-            self._unannounced.add(index)
+            alive._unannounced.add(index)
 
         return arrived

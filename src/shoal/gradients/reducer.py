@@ -23,7 +23,8 @@ from those of activations. Inside `schedule()` hooks are therefore ignored, and 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -163,24 +164,32 @@ class Reducer:
         for bucket in self.buckets:
             bucket.missing = len(bucket.indices)
 
-    def _hook(self, index: int):
+    def _hook(self, index: int) -> Callable[[Parameter], None]:
+        # Python does not see what the hooks of a tensor refer to: with a strong reference, reducer and parameters would
+        # keep each other for ever, and with them the buckets and the group of ranks.
+        reducer = weakref.ref(self)
+
         def filled(parameter: Parameter) -> None:
-            if self._ignoring_hooks:
-                return
-            bucket = self._home[index]
-            self._take(index, parameter, bucket)
-            if index in self._fired:
-                raise UserCodeError(
-                    f"the gradient of {self.parameters[index][0]} was ready twice in one backward, as it is when a "
-                    "parameter is used in several reentrant checkpoints; checkpoint with use_reentrant=False"
-                )
-            self._fired.add(index)
-            if self._sending:
-                bucket.missing -= 1
-                if bucket.missing == 0:
-                    self._send_full()
+            if (alive := reducer()) is not None:
+                alive._filled_by_backward(index, parameter)
 
         return filled
+
+    def _filled_by_backward(self, index: int, parameter: Parameter) -> None:
+        if self._ignoring_hooks:
+            return
+        bucket = self._home[index]
+        self._take(index, parameter, bucket)
+        if index in self._fired:
+            raise UserCodeError(
+                f"the gradient of {self.parameters[index][0]} was ready twice in one backward, as it is when a "
+                "parameter is used in several reentrant checkpoints; checkpoint with use_reentrant=False"
+            )
+        self._fired.add(index)
+        if self._sending:
+            bucket.missing -= 1
+            if bucket.missing == 0:
+                self._send_full()
 
     def _take(self, index: int, parameter: Parameter, bucket: Bucket) -> None:
         gradient = parameter.grad

@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -174,8 +175,10 @@ class Unit:
         Raises `UserCodeError` in the backward.
         """
 
+        unit = weakref.ref(self)  # which has the parameter: see `Reducer`
+
         def arrived(gradient: Tensor) -> None:
-            if not self.called:
+            if (alive := unit()) is not None and not alive.called:
                 raise _read_outside(name)
 
         return parameter.register_hook(arrived)
