@@ -65,14 +65,6 @@ def functional_collectives(place, compiler: Compiler) -> list[Tensor]:
     return [compiled(step, compiler, fullgraph=True)(batch(place.rank))]
 
 
-def data_parallel(place, compiler: Compiler) -> list[Tensor]:
-    """DDP with buffers, compiled from outside: Dynamo cuts its graphs at DDP's buckets."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(12, 40), nn.BatchNorm1d(40), nn.Tanh(), nn.Linear(40, 6)).double()
-    wrapped = DistributedDataParallel(model)
-    return [*two_steps(compiled(wrapped, compiler), place.rank), *(b.double() for b in model.buffers())]  # type: ignore[arg-type]
-
-
 def fully_sharded(place, compiler: Compiler) -> list[Tensor]:
     """FSDP2, every layer compiled."""
     torch._dynamo.reset()
@@ -83,7 +75,7 @@ def fully_sharded(place, compiler: Compiler) -> list[Tensor]:
     return two_steps(fully_shard(model, mesh=mesh), place.rank)
 
 
-PROGRAMS = [eager_collectives, functional_collectives, data_parallel, fully_sharded]
+PROGRAMS = [eager_collectives, functional_collectives, fully_sharded]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
