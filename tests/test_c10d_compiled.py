@@ -65,26 +65,6 @@ def functional_collectives(place, compiler: Compiler) -> list[Tensor]:
     return [compiled(step, compiler, fullgraph=True)(batch(place.rank))]
 
 
-def makes_groups(place, compiler: Compiler) -> list[Tensor]:
-    """`dist.new_group` inside a compiled function."""
-
-    def step(x: Tensor) -> Tensor:
-        group = dist.new_group([0, 1])
-        y = x + 1
-        dist.all_reduce(y, group=group)
-        return y * 3
-
-    return [compiled(step, compiler)(batch(place.rank))]
-
-
-def data_parallel(place, compiler: Compiler) -> list[Tensor]:
-    """DDP with buffers, compiled from outside: Dynamo cuts its graphs at DDP's buckets."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(12, 40), nn.BatchNorm1d(40), nn.Tanh(), nn.Linear(40, 6)).double()
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=0.002)
-    return [*two_steps(compiled(wrapped, compiler), place.rank), *(b.double() for b in model.buffers())]  # type: ignore[arg-type]
-
-
 def fully_sharded(place, compiler: Compiler) -> list[Tensor]:
     """FSDP2, every layer compiled."""
     torch._dynamo.reset()
@@ -95,7 +75,7 @@ def fully_sharded(place, compiler: Compiler) -> list[Tensor]:
     return two_steps(fully_shard(model, mesh=mesh), place.rank)
 
 
-PROGRAMS = [eager_collectives, functional_collectives, makes_groups, data_parallel, fully_sharded]
+PROGRAMS = [eager_collectives, functional_collectives, fully_sharded]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -111,11 +91,11 @@ def test_programs_of_inductor_compute_what_they_compute_on_gloo(ranks, program) 
     agree(ranks(2, both, partial(program, compiler="inductor"), timeout_s=240.0))
 
 
-def uneven(place, divide_by_initial_world_size: bool) -> list[Tensor]:
+def uneven(place) -> list[Tensor]:
     """Rank r takes r + 2 steps: who has no more data shadows the others' collectives."""
     model = DistributedDataParallel(network(), bucket_cap_mb=0.002)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with model.join(divide_by_initial_world_size=divide_by_initial_world_size):
+    with model.join():
         for number in range(place.rank + 2):
             model(batch(10 * number + place.rank)).square().mean().backward()
             optimizer.step()
@@ -123,10 +103,9 @@ def uneven(place, divide_by_initial_world_size: bool) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("divide_by_initial_world_size", [True, False])
-def test_uneven_inputs_train_as_on_gloo(ranks, divide_by_initial_world_size: bool) -> None:
-    """DDP's own `join`, with both divisors."""
-    agree(ranks(3, both, partial(uneven, divide_by_initial_world_size=divide_by_initial_world_size)))
+def test_uneven_inputs_train_as_on_gloo(ranks) -> None:
+    """DDP's own `join`, which divides by all ranks."""
+    agree(ranks(3, both, uneven))
 
 
 def joined_zero(place) -> list[Tensor]:

@@ -65,7 +65,7 @@ def _one(run_file: RunFile, generations: Generations, here: Place, store: dist.S
         sinks.start(run_start(run))
         for pending in steps(job):
             pending.result = job.step(pending.number, pending.microbatches, lr=pending.lr)
-    run.mesh.abort()
+    run.end()
 
 
 def threads() -> list[str]:

@@ -60,6 +60,13 @@ class Run:
         """The ranks and their groups."""
         return self.generation.mesh
 
+    def end(self) -> None:
+        """Ends its groups now, as `Mesh.abort`, and takes its hooks off the model, which would keep gradients, groups
+        and the threads of these for ever. May be called after `Mesh.abort`.
+        """
+        self.mesh.abort()
+        self.generation.gradients.close()
+
     @property
     def model(self) -> nn.Module:
         """This rank's part of the model."""

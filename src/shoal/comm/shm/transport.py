@@ -16,6 +16,7 @@ import errno
 import os
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from ctypes import byref, c_int, c_uint8, c_uint64, c_void_p
@@ -63,7 +64,7 @@ class Transport:
     ) -> None:  # fmt: skip
         self.rank, self.size = rank, len(mates.segments)
         self._core, self._timeout_s, self._futures = core, settings.timeout_s, FutureThreads()
-        self._under_way = UnderWay()
+        self._under_way: UnderWay = OrderedDict()
         self._prompt, self._call = prompt, load_call() if prompt else None
         self._limit_s: float | None = None
         streams = [mates.streams[q].detach() if q in mates.streams else -1 for q in range(self.size)]

@@ -6,7 +6,7 @@ import copy
 import ctypes
 import math
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from time import monotonic
@@ -33,30 +33,8 @@ class Kept(NamedTuple):
 
 _NOTHING = Kept((), None, ())
 
-FEW_BYTES = 4096
-
-
-class UnderWay(OrderedDict[int, "CoreWork"]):
-    """Works that are not over, by their ids; and the last ones with small outputs that are.
-
-    C++ that was handed a work keeps it, but not its Python half, without which it has no future. DDP's `join` waits for
-    a work, and asks for its future then.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ended: deque[CoreWork] = deque(maxlen=2)
-
-    def end(self, work: CoreWork) -> None:
-        """`work` is over."""
-        self.pop(id(work), None)
-        if sum(output.nbytes for output in work.result()) <= FEW_BYTES:
-            self.ended.append(work)
-
-    def clear(self) -> None:
-        """Lets go of all."""
-        super().clear()
-        self.ended.clear()
+UnderWay = OrderedDict[int, "CoreWork"]
+"""Works that are not over, by their ids."""
 
 
 class CoreWork(dist.Work):
@@ -132,7 +110,7 @@ class CoreWork(dist.Work):
                 return
             self._error = self._finished() if outcome == Outcome.DONE else self._failure(outcome)
             self._kept, self._over = _NOTHING, True  # the tensors are the caller's again
-            self._under_way.end(self)
+            self._under_way.pop(id(self), None)
 
     def _finished(self) -> Exception | None:
         """What went wrong, such as a tensor that cannot be written."""

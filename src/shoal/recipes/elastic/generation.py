@@ -31,7 +31,7 @@ class Generations:
         """Builds a run of this replica alone, of `process`, and drops it: whoever joins a run that waits should have
         everything in memory that is loaded when it is first used.
         """
-        run_in_generation(_for_one(self._run_file), process, self._workload, number=0).mesh.abort()
+        run_in_generation(_for_one(self._run_file), process, self._workload, number=0).end()
         self._used = True
 
     def open(self, process: Process, view: View) -> Run:

@@ -177,7 +177,7 @@ class ReplicaRank:
         if job is not None:
             job.saver.wait()  # the next generation's saver must find nobody writing
         if run is not None:
-            run.mesh.abort()
+            run.end()
         return False
 
     def _begin(
