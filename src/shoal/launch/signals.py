@@ -104,14 +104,6 @@ def end_with(code: int) -> None:
                 signal.signal(number, lambda *_: os._exit(code))
 
 
-def ignore_requests() -> None:
-    """SIGINT and SIGTERM change nothing from here on, not even in the teardown of libraries, where Python has put its
-    handlers away. For a rank whose work is done: its launcher ends one that does not leave. Main thread only.
-    """
-    for number in _SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-
-
 def _restore(before: dict[signal.Signals, Any]) -> None:
     while before:
         number, handler = before.popitem()

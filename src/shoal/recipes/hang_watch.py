@@ -35,6 +35,8 @@ ANSWER_S = 3.0
 DEEPEST = 60
 LIBRARY = ("/shoal/", "/torch/", "<frozen", sysconfig.get_paths()["stdlib"])
 """Parts of paths that are not the user's code."""
+END_S = 5.0
+"""How long the end of a run waits for the thread to leave the store; a process must not end while it is there."""
 MOST = 5
 """Verdicts of one start: a rank that is merely slow in every step is for `shoal profile`."""
 
@@ -69,6 +71,8 @@ class HangWatch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join(END_S)
 
     def _watch(self) -> None:
         asked, since_s, before = 0, time.monotonic(), None
