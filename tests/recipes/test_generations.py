@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,8 @@ def threads() -> list[str]:
     """By their names in the kernel."""
     names = []
     for task in Path("/proc/self/task").iterdir():
-        names.append((task / "comm").read_text().strip())
+        with contextlib.suppress(OSError):  # it has just ended
+            names.append((task / "comm").read_text().strip())
     return sorted(names)
 
 
