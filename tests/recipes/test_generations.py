@@ -34,7 +34,6 @@ TABLES: dict[str, dict[str, Any]] = {
     "shared memory": {},
     "gloo": {"wire": {"transport": "gloo"}},
     "checked": {"wire": {"transport": "gloo", "check_collectives": True}},
-    "priority": {"gradients": {"schedule": "priority"}, "wire": {"check_collectives": False}},
 }
 
 
