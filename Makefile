@@ -10,7 +10,7 @@ READY := $(VENV)/.shoal-installed
 .PHONY: help demo test check docs bench bench-wire bench-link bench-plan bench-zero bench-memory bench-pipeline bench-noise bench-check verify-matrix sanitize stress clean
 
 help:
-	@echo "make demo    trains a small GPT on this machine's Python library (about 3 minutes) and writes a report"
+	@echo "make demo    trains a small GPT on this machine's Python library (about 2 minutes) and writes a report"
 	@echo "make test    runs the tests"
 	@echo "make check   runs lint, format, types and the floors"
 	@echo "make docs    builds the documentation site in out/docs"
