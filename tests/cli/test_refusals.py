@@ -38,7 +38,7 @@ def refused(done: subprocess.CompletedProcess[str], code: int, *words: str) -> N
         (["layout.replicate=3", "run.processes=4"], ["3", "4"]),
         (["layout.tensors=2"], ["layout.tensors", "unknown key", "layout.tensor"]),
         (["run.processes=0"], ["run.processes"]),
-        (["precision.kind=float8"], ["precision.kind", "float8", "'bfloat16'"]),
+        (["precision.kind=float4"], ["precision.kind", "float4", "'bfloat16'"]),
         (["optimizer.kind=adam"], ["optimizer.kind", "did you mean 'adamw'"]),
         (["run.name=../../etc"], ["run.name"]),
     ],

@@ -14,6 +14,8 @@ EXTRAS = {
     "vision": "scikit-learn",
     "data": "pyarrow",
     "huggingface": "transformers",
+    "kafka": "confluent-kafka",
+    "float8": "torchao",
     "mpi": "mpi4py",
     "page": "starlette",
     "prometheus": "prometheus-client",
