@@ -26,7 +26,6 @@ help:
 	@echo "make clean   removes caches and out/; keeps runs/ and $(VENV)/"
 
 demo: $(READY)
-	@$(BIN)/shoal bench products --quick > /dev/null
 	$(BIN)/shoal train recipes/stdlib-gpt.toml
 	@$(BIN)/shoal plan recipes/stdlib-gpt.toml --elsewhere runs/stdlib-gpt
 	@echo "Open runs/stdlib-gpt/report.html in a browser."

@@ -216,6 +216,7 @@ def require_nothing_left(own: Project) -> None:
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("shoal")]
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.command.replace("/", "-")[:24])
 def test_ctrl_c(case: Case, tmp_path: Path) -> None:
     """One sentence, no traceback, the code that the documentation says, and nothing left."""

@@ -44,7 +44,7 @@ def products(
         bool,
         typer.Option(
             "--quick",
-            help="What a first prediction needs, on one and two ranks, in half a minute; nothing where it is there.",
+            help="What a first prediction needs, on one and two ranks, in a minute; rough. Nothing where it is there.",
         ),
     ] = False,
     as_json: AsJson = False,
