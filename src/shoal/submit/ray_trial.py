@@ -21,7 +21,7 @@ from shoal.submit.ray_driver import connect, import_ray
 from shoal.submit.ray_host import RayHost
 
 SAVE_S = 120.0
-_LOOK_S = 0.5
+_LOOK_S = 0.1
 
 
 def run_trial(command: Sequence[str], *, cpus: float, gpus: float, address: str) -> int:
