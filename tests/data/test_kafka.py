@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
@@ -20,6 +21,8 @@ kafka = pytest.importorskip("confluent_kafka")
 
 PARTITIONS = 4
 """Of every topic of the brokers."""
+MOST_LOOKS = 60
+"""Of half a second each, for messages that are all there."""
 
 
 class Ended(Exception):
@@ -54,10 +57,13 @@ def topic(request: pytest.FixtureRequest) -> str:
 def received(cluster: Cluster, topic: str, path: Path, lines: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """What the file holds when a receiver has brought it to `lines`, and was ended there."""
 
+    looks = itertools.count()
+
     def stop_there(consumer_messages):
         def consumed(self, module, consumer, wait_s):
             if path.read_bytes().count(b"\n") >= lines:
                 raise Ended
+            assert next(looks) < MOST_LOOKS, f"fewer than {lines} lines came"
             return consumer_messages(self, module, consumer, wait_s)
 
         return consumed
@@ -103,6 +109,7 @@ def test_a_line_stays_the_line_that_it_was(
     received(cluster, name, path, 130, monkeypatch)
     assert path.read_bytes().startswith(whole)
     assert path.read_bytes().count(b"\n") == 130
+    assert json.loads(journal.read_text().splitlines()[-1])["stop"] == path.stat().st_size
 
 
 def test_a_run_trains_on_a_topic_and_resumes(cluster: Cluster, topic: str, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import socket
 import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +21,7 @@ from typing import NamedTuple
 import msgspec
 
 from shoal.comm.board import Board
+from shoal.comm.checking.call_log import LIBRARY
 from shoal.comm.mesh import Mesh
 from shoal.comm.seam import Seam
 from shoal.comm.seam_work import SeamWork
@@ -33,8 +33,6 @@ LOOK_S = 1.0
 ANSWER_S = 3.0
 """What ranks have to answer in; one that computes in C without the interpreter's lock for longer counts as silent."""
 DEEPEST = 60
-LIBRARY = ("/shoal/", "/torch/", "<frozen", sysconfig.get_paths()["stdlib"])
-"""Parts of paths that are not the user's code."""
 END_S = 5.0
 """How long the end of a run waits for the thread to leave the store; a process must not end while it is there."""
 MOST = 5

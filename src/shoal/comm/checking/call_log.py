@@ -10,6 +10,7 @@ Calls are numbered from 1. Sends and receives are not logged: their two ends are
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import sysconfig
 from collections import deque
@@ -32,8 +33,17 @@ _REDUCTIONS: tuple[tuple[Any, str], ...] = (
 )
 _INSIDE, _LIBRARY, _USERS = range(3)
 """Whose a line of code is: PyTorch's or a collective's own, another library's or the rest of Shoal's, the user's."""
-_INSIDE_OF = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
-_LIBRARIES = (str(Path(__file__).parents[2]), sysconfig.get_path("stdlib"), sysconfig.get_path("scripts"), "<")
+_INSIDE_OF = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}")
+LIBRARY = (
+    *_INSIDE_OF,
+    f"{Path(__file__).parents[2]}{os.sep}",
+    *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "scripts")),
+    f"{os.sep}site-packages{os.sep}",
+    f"{os.sep}dist-packages{os.sep}",
+    "<frozen",
+    "<string>",
+)
+"""Parts of paths that are not the user's code."""
 
 
 class Call(NamedTuple):
@@ -73,7 +83,7 @@ class Call(NamedTuple):
 def _kind_of(file: str) -> int:
     if file.startswith(_INSIDE_OF):
         return _INSIDE
-    return _LIBRARY if file.startswith(_LIBRARIES) or "site-packages" in file else _USERS
+    return _LIBRARY if any(part in file for part in LIBRARY) else _USERS
 
 
 class CallLog:

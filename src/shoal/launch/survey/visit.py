@@ -102,9 +102,8 @@ def surveyed(
             open_pairs = [pair for pair in pairs if links[pair].obstacle is None]
             _all(threads, partial(measure, rate=True), open_pairs)
     finally:
-        with ThreadPoolExecutor(
-            max_workers=len(hosts)
-        ) as closing:  # `threads` may still wait for an answer, until this
+        # `threads` may still wait for answers, which end when the channels are closed
+        with ThreadPoolExecutor(max_workers=len(hosts)) as closing:
             _all(closing, lambda channel: channel.close(), list(channels.values()))
         threads.shutdown(cancel_futures=True)
     ordered = {host.name: facts[host.name] for host in hosts if host.name in facts}
