@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -62,3 +64,21 @@ def test_requests_are_the_gaps_that_are_long_enough(gaps):
         expected += now_s - before_s > SAME_REQUEST_S
         debounce.request(now_s)
     assert debounce.requests == expected
+
+
+LEAVING = """
+import os, signal, sys
+from shoal.launch.signals import StopRequest, end_at_once, end_with
+try:
+    with end_at_once(), StopRequest():
+        end_with(7)
+finally:
+    os.kill(os.getpid(), int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_code_that_is_settled_stays(number):
+    """The contexts that the process leaves on its way out put back no handler that would give another code."""
+    done = subprocess.run([sys.executable, "-c", LEAVING, str(int(number))], check=False, capture_output=True)
+    assert (done.returncode, done.stderr) == (7, b"")

@@ -39,7 +39,7 @@ def end_at_once() -> Iterator[None]:
     try:
         yield
     finally:
-        _restore(before)
+        _restore(before, signal.SIG_DFL)
 
 
 class Debounce:
@@ -82,7 +82,7 @@ class StopRequest:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _restore(self._before)
+        _restore(self._before, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if not self._debounce.request(self._clock()):
@@ -96,7 +96,8 @@ class StopRequest:
 def end_with(code: int) -> None:
     """SIGINT and SIGTERM end the process with `code` from here on: its work is done, and only its teardown is left.
 
-    Outside the main thread, where Python sets no handlers, nothing changes.
+    It holds beyond the end of an `end_at_once` or a `StopRequest` around it. Outside the main thread, where Python sets
+    no handlers, nothing changes.
     """
     if threading.current_thread() is threading.main_thread():
         for number in _SIGNALS:
@@ -104,8 +105,10 @@ def end_with(code: int) -> None:
                 signal.signal(number, lambda *_: os._exit(code))
 
 
-def _restore(before: dict[signal.Signals, Any]) -> None:
+def _restore(before: dict[signal.Signals, Any], own: Any) -> None:
+    """Puts back what was there `before` our `own` handlers, unless `end_with` has set another meanwhile."""
     while before:
         number, handler = before.popitem()
-        # None: a handler that was not installed from Python, which Python cannot put back.
-        signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if signal.getsignal(number) == own:
+            # None: a handler that was not installed from Python, which Python cannot put back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -12,7 +12,7 @@ from shoal.comm.board import Board
 from shoal.engine.loop import train
 from shoal.errors import ConfigError, CorruptCheckpoint, UsageError
 from shoal.launch.environment import Place
-from shoal.launch.signals import StopRequest
+from shoal.launch.signals import StopRequest, end_with
 from shoal.observe.facts import write_facts
 from shoal.observe.sink import Sinks
 from shoal.recipes.facts import run_facts
@@ -44,35 +44,38 @@ def train_rank(
         train_replica(run_file, place, objects, forecast=forecast)
         return
     directory = run_directory(run_file)
-    with ExitStack() as last, sinks_of(run_file, place) as sinks, ExitStack() as stack:
-        rounds = rounds_of(run_file, place.rank, directory, replay)
-        run = open_run(run_file, place, objects, rounds=rounds)
-        resumed_step = restore(run, directory, sinks)
-        if replay is not None and resumed_step is not None:
-            raise ConfigError(f"{directory} holds an earlier replay: remove it, and replay again")
-        if rounds is not None:
-            rounds.resume(resumed_step or 0)
-        if place.rank == 0:
-            write_run_file(run, directory, sinks)
-            write_facts(directory, run_facts(run) | _predicted(run, forecast))
-        introduce(sinks, run, resumed_step)
-        # Until here there is nothing to save: a signal ends the rank. It is noted until the report is written.
-        stop = last.enter_context(StopRequest())
-        job = build_job(run, directory, sinks, stack, stop_requested=lambda: stop.requested)
-        first = job.progress.step
-        run.mesh.ledger.take()  # what the start sent belongs to no step
-        sinks.start(run_start(run))
-        board = Board(run.process.store, timeout_s=run_file.wire.timeout_s).clone()
-        watched = board.under(f"hang/{run.mesh.generation}")
-        stack.enter_context(
-            HangWatch(run.mesh, watched, directory, after_s=run_file.wire.report_hang_s, say=sinks.warn)
-        )
-        train(job)  # if it raises, no save is waited for: another rank may be gone
-        job.saver.close()
-        if place.rank == 0:
-            conclude(run, directory, sinks, forecast if job.progress.step > first else None)
-            if replay is not None:
-                sinks.note(check_replay(replay, directory))
+    with ExitStack() as last:
+        with sinks_of(run_file, place) as sinks, ExitStack() as stack:
+            rounds = rounds_of(run_file, place.rank, directory, replay)
+            run = open_run(run_file, place, objects, rounds=rounds)
+            resumed_step = restore(run, directory, sinks)
+            if replay is not None and resumed_step is not None:
+                raise ConfigError(f"{directory} holds an earlier replay: remove it, and replay again")
+            if rounds is not None:
+                rounds.resume(resumed_step or 0)
+            if place.rank == 0:
+                write_run_file(run, directory, sinks)
+                write_facts(directory, run_facts(run) | _predicted(run, forecast))
+            introduce(sinks, run, resumed_step)
+            # Until here there is nothing to save: a signal ends the rank. It is noted until the report is written.
+            stop = last.enter_context(StopRequest())
+            job = build_job(run, directory, sinks, stack, stop_requested=lambda: stop.requested)
+            first = job.progress.step
+            run.mesh.ledger.take()  # what the start sent belongs to no step
+            sinks.start(run_start(run))
+            board = Board(run.process.store, timeout_s=run_file.wire.timeout_s).clone()
+            watched = board.under(f"hang/{run.mesh.generation}")
+            stack.enter_context(
+                HangWatch(run.mesh, watched, directory, after_s=run_file.wire.report_hang_s, say=sinks.warn)
+            )
+            train(job)  # if it raises, no save is waited for: another rank may be gone
+            job.saver.close()
+            if place.rank == 0:
+                conclude(run, directory, sinks, forecast if job.progress.step > first else None)
+                if replay is not None:
+                    sinks.note(check_replay(replay, directory))
+        if place.launcher == "shoal":  # the process was made for this; under others a script may go on
+            end_with(0)  # while the request for a stop is still noted: no moment is left for another code
 
 
 def _sampled(run: Run, sinks: Sinks) -> str | None:

@@ -25,7 +25,7 @@ from shoal.engine.step_result import StepResult
 from shoal.errors import CollectiveError, Stopped
 from shoal.launch.environment import Place
 from shoal.launch.failure import is_secondary
-from shoal.launch.signals import StopRequest
+from shoal.launch.signals import StopRequest, end_with
 from shoal.recipes.elastic.assignment import assignment_from
 from shoal.recipes.elastic.committed_state import CommittedState
 from shoal.recipes.elastic.generation import Generations, state_for
@@ -114,11 +114,13 @@ class ReplicaRank:
         ranks.arrive(self._rendezvous.place_inside, timeout_s=self._run_file.run.start_timeout_s)
         wait_s, over = max(self._elastic.wait_s, self._run_file.run.start_timeout_s), False
         try:
-            with self._stop, client:
-                while not over:
-                    find = partial(client.generation, wait_s, stopping=self._stops_waiting)
-                    over = self._take_part(client, ranks, ranks.begin(find))
-                    wait_s = self._elastic.wait_s
+            with self._stop:
+                with client:
+                    while not over:
+                        find = partial(client.generation, wait_s, stopping=self._stops_waiting)
+                        over = self._take_part(client, ranks, ranks.begin(find))
+                        wait_s = self._elastic.wait_s
+                end_with(0)  # no signal gives another code from here on
         except FencedOut as error:
             if self._leaving:
                 raise Stopped(f"replica {self._mine.replica} has left; the others go on with its state") from error
