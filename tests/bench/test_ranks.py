@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from shoal.bench.comm import Sweep
+from shoal.bench.comm_sweep import Sweep
 from shoal.bench.ranks import mpiexec, on_ranks
 from shoal.errors import EnvironmentFault
 from tests.comm.test_mpi import needs_mpi

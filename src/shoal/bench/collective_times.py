@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from shoal.bench.comm import PEER, Sweep
+from shoal.bench.comm_sweep import PEER, Sweep
 from shoal.bench.groups import join_group, join_store
 from shoal.bench.pairs import lower_bound, ratios
 from shoal.bench.turns import interleaved, repeat

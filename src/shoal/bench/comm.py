@@ -8,75 +8,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shoal.bench.comm_picture import picture_path, write_picture
+from shoal.bench.comm_sweep import OPERATIONS, PEER, Sweep
 from shoal.bench.options import AsJson, world_sizes
 from shoal.bench.ranks import is_rank, on_ranks, run_as_rank
 from shoal.bench.report import machine_facts, print_report
-from shoal.comm.backends import Transport
 from shoal.errors import UsageError
 from shoal.launch.lab.lab_file import Lab, load_lab
 
 if TYPE_CHECKING:
     from shoal.launch.environment import Place
     from shoal.topology.calibration import Calibration
-
-OPERATIONS = (
-    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter", "send",
-)  # fmt: skip
-PEER: Transport = "gloo"
-BACKENDS = tuple(name for name in get_args(Transport) if name != "auto")
-DTYPES = ("float32", "float64", "bfloat16", "float16", "int64")
-LARGEST_BYTES = 1 << 32
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """Operations, backends, and sizes `first_bytes`, times `factor`, ... up to `last_bytes`; `turns` of each."""
-
-    operations: tuple[str, ...]
-    backends: tuple[str, ...]
-    first_bytes: int
-    last_bytes: int
-    factor: int
-    turns: int
-    dtype: str
-
-    def __post_init__(self) -> None:
-        """Raises `UsageError` for an unknown name or impossible sizes."""
-        for found, known, option in (
-            (self.operations, OPERATIONS, "--operations"),
-            (self.backends, BACKENDS, "--backends"),
-            ((self.dtype,), DTYPES, "--dtype"),
-        ):
-            if unknown := [name for name in found if name not in known]:
-                raise UsageError(f"{option} {unknown[0]}: it is not known; give one of {', '.join(known)}")
-        if not 1 <= self.first_bytes <= self.last_bytes <= LARGEST_BYTES:
-            raise UsageError(
-                f"--first {self.first_bytes} --last {self.last_bytes}: give 1 <= first <= last <= {LARGEST_BYTES} bytes"
-            )
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """In bytes, ascending."""
-        sizes, size = [], self.first_bytes
-        while size <= self.last_bytes:
-            sizes.append(size)
-            size *= self.factor
-        return tuple(sizes)
-
-    def arguments(self) -> list[str]:
-        """The same sweep as command-line options."""
-        return [
-            "--operations", ",".join(self.operations), "--backends", ",".join(self.backends),
-            "--first", str(self.first_bytes), "--last", str(self.last_bytes), "--factor", str(self.factor),
-            "--turns", str(self.turns), "--dtype", self.dtype,
-        ]  # fmt: skip
 
 
 def comm(

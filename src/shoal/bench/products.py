@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.bench.comm import Sweep
+from shoal.bench.comm_sweep import Sweep
 from shoal.bench.options import AsJson, world_sizes
 from shoal.bench.ranks import is_rank, on_ranks, run_as_rank
 from shoal.bench.report import machine_facts, print_report

@@ -10,11 +10,11 @@ import torch
 
 from shoal.comm.board import Board
 from shoal.engine.loop import train
-from shoal.errors import ConfigError, CorruptCheckpoint, UsageError
+from shoal.errors import ConfigError
 from shoal.launch.environment import Place
 from shoal.launch.signals import StopRequest, end_with
 from shoal.observe.facts import write_facts
-from shoal.observe.sink import Sinks
+from shoal.recipes.conclusion import conclude
 from shoal.recipes.facts import run_facts
 from shoal.recipes.forecast import Forecast
 from shoal.recipes.hang_watch import HangWatch
@@ -22,7 +22,6 @@ from shoal.recipes.job import build_job, introduce, restore, run_start, sinks_of
 from shoal.recipes.objects import UserObjects
 from shoal.recipes.replay import check_replay, rounds_of
 from shoal.recipes.run import Run, open_run
-from shoal.recipes.sampling import sample_text, unsplit_model
 from shoal.runfile.run_file import RunFile, run_directory
 
 
@@ -78,16 +77,6 @@ def train_rank(
             end_with(0)  # while the request for a stop is still noted: no moment is left for another code
 
 
-def _sampled(run: Run, sinks: Sinks) -> str | None:
-    """Text from the model; a model that gives none is no reason to end a finished run with an error."""
-    observe = run.run_file.observe
-    try:
-        return sample_text(run, unsplit_model(run), observe.sample_prompt, observe.sample_bytes)
-    except (UsageError, CorruptCheckpoint) as error:
-        sinks.warn(str(error))
-        return None
-
-
 def _predicted(run: Run, forecast: Forecast | None) -> dict[str, Any]:
     """What the run is expected to take."""
     if forecast is None:
@@ -99,23 +88,3 @@ def _predicted(run: Run, forecast: Forecast | None) -> dict[str, Any]:
         threads=torch.get_num_threads(),
         environ=run.process.environ,
     )
-
-
-def conclude(run: Run, directory: Path, sinks: Sinks, forecast: Forecast | None) -> None:
-    """What rank 0 does when training is over: text from the model, the bigram beside the loss.
-
-    `forecast`: None if this start took no steps, and so measured nothing.
-    """
-    observe = run.run_file.observe
-    text = _sampled(run, sinks) if observe.sample_bytes else None
-    if text is not None:
-        write_facts(
-            directory,
-            {"samples": [{"step": run.run_file.run.steps, "prompt": observe.sample_prompt, "text": text}]},
-        )
-        sinks.note(f"the model continues {observe.sample_prompt!r}:\n{observe.sample_prompt}{text}")
-    baseline = run.workload.data.facts.get("baseline/bigram_nats_per_byte")
-    if baseline is not None:
-        sinks.note(f"a bigram model of the same split reaches {baseline:.3f} nats/byte")
-    if forecast is not None:
-        forecast.remember(directory, run.process.environ)

@@ -26,6 +26,7 @@ from shoal.errors import CollectiveError, Stopped
 from shoal.launch.environment import Place
 from shoal.launch.failure import is_secondary
 from shoal.launch.signals import StopRequest, end_with
+from shoal.recipes.conclusion import conclude
 from shoal.recipes.elastic.assignment import assignment_from
 from shoal.recipes.elastic.committed_state import CommittedState
 from shoal.recipes.elastic.generation import Generations, state_for
@@ -39,7 +40,6 @@ from shoal.recipes.job import build_job, introduce, restore
 from shoal.recipes.objects import UserObjects
 from shoal.recipes.process import settle
 from shoal.recipes.run import Run
-from shoal.recipes.training import conclude
 from shoal.recipes.workload import load_workload
 from shoal.resilience.config import ElasticConfig
 from shoal.resilience.participant import FencedOut
