@@ -32,8 +32,8 @@ def watch(
     secret = None if open_to_all else token or secrets.token_urlsafe(24)
     shown = f"[{host}]" if ":" in host else host
     query = "" if secret is None else f"?token={secret}"
-    print(f"http://{shown}:{listener.getsockname()[1]}/{query}", flush=True)
     try:
+        print(f"http://{shown}:{listener.getsockname()[1]}/{query}", flush=True)
         serve(runs, listener, token=secret)
     except KeyboardInterrupt:
         print("The page is closed; the runs go on without it", file=sys.stderr)

@@ -42,16 +42,18 @@ def serve(
     secret = make_token(token)
     with contextlib.closing(listen(address, port)) as listener, contextlib.closing(Journal(journal)) as records:
         service = Service(rules, records, token=secret, limits=limits)
-        listening(*listener.getsockname()[:2])
         with contextlib.suppress(asyncio.CancelledError):
-            asyncio.run(_until_signalled(service, listener, tls))
+            asyncio.run(_until_signalled(service, listener, tls, listening))
 
 
-async def _until_signalled(service: Service, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
+async def _until_signalled(
+    service: Service, listener: socket.socket, tls: ssl.SSLContext | None, listening: Callable[[str, int], None]
+) -> None:
     task = asyncio.current_task()
     assert task is not None
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    listening(*listener.getsockname()[:2])  # who hears it may send a signal at once
     await service.run(listener, tls=tls)
 
 
