@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -178,11 +180,11 @@ class Inner(nn.Module):
         return torch.tanh(y + x)
 
 
-def recomputed(place: TestPlace, *, outside: bool) -> float:
-    """Gradients of ZeRO-3 beside those of the same model alone."""
+def gradient_error(place: TestPlace, build: Callable[[], nn.Module]) -> float:
+    """Gradients of ZeRO-3 beside those of the same model alone; `build` gives it, its blocks in `blocks`."""
     layout = Layout(shard=2)
     mesh = build_mesh(layout, place.rank, store=place.store, device=torch.device("cpu"), wire=WireConfig(timeout_s=20))
-    alone, net = Recomputed(outside=outside).double(), Recomputed(outside=outside).double()
+    alone, net = build().double(), build().double()
     x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6)
     alone(x).square().sum().backward()
     trained = [Trained(held(layout, mesh.rank, n, tuple(p.shape)), p) for n, p in net.named_parameters()]
@@ -209,7 +211,43 @@ def test_recompute_finds_its_parameters(ranks, outside: bool) -> None:
 
 
 def _recomputed(place: TestPlace, outside: bool) -> float:
-    return recomputed(place, outside=outside)
+    return gradient_error(place, lambda: Recomputed(outside=outside))
+
+
+class InPlace(nn.Module):
+    """Each block's output is a view that the next one changes in place: autograd then makes a new graph of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = nn.Parameter(torch.ones(6))
+        self.blocks = nn.ModuleList(Changing() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = y = (x * self.scale).unflatten(0, (2, -1)).flatten(0, 1)
+        for block in self.blocks:
+            x = block(x, y)
+        return x.tanh_()
+
+
+class Changing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(6, 9), nn.Linear(9, 6)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = x.mul_(0.5)
+        z = self.outer(torch.tanh(self.inner(x))) + y.sin()
+        return z.unflatten(0, (2, -1)).flatten(0, 1)
+
+
+def test_a_view_that_is_changed_in_place_hides_no_backward(ranks) -> None:
+    """The backward of a block finds its parameters, and keeps them to its end."""
+    assert max(ranks(2, _changed_in_place)) < SUM_ORDER
+
+
+def _changed_in_place(place: TestPlace) -> float:
+    return gradient_error(place, InPlace)
 
 
 def short_sum(place: TestPlace, zero: int) -> tuple[list[torch.dtype], list[float]]:

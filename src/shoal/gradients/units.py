@@ -18,6 +18,11 @@ Note: a block that is called twice
 The inputs of its second call may be the outputs of its first: their gradient ends one backward and begins another, in
 this order of hooks: begin, end. So a unit is released when as many backwards have ended as have begun.
 
+Note: a view that is changed in place
+-------------------------------------
+Autograd then makes a new graph of the view, in which hooks of the old one are never called. Those of its base are: the
+base's gradient is known before the block's backward begins (of an output), or not before it has ended (of an input).
+
 Note: schedules
 ---------------
 In a pipeline's schedule a unit stays gathered from its first use to the end. Otherwise it would be gathered twice a
@@ -121,9 +126,9 @@ class ShardedParameters:
 
 @dataclass
 class _Call:
-    """One call of a block. `begun`: its backward is under way; `ends`: a hook will say when that is over."""
+    """One call of a block. `begun`: its backward is under way; `inputs`: ids of those whose gradients will end it."""
 
-    ends: bool
+    inputs: frozenset[int]
     begun: bool = False
 
 
@@ -195,8 +200,9 @@ class Unit:
             return
         if self.following is not None:
             self.following.start_gather()
-        inputs = list(_differentiable((args, kwargs))) if torch.is_grad_enabled() and not self.stays else []
-        call = _Call(ends=bool(inputs))
+        follows = torch.is_grad_enabled() and not self.stays
+        inputs = [_base_of(tensor) for tensor in _differentiable((args, kwargs))] if follows else []
+        call = _Call(frozenset(map(id, inputs)))
         self._calls.append(call)
         if inputs:
             register_multi_grad_hook(inputs, lambda gradients: self._after_backward(call))
@@ -208,6 +214,8 @@ class Unit:
         if torch.is_grad_enabled() and not self.stays:
             for tensor in _differentiable(output):
                 tensor.register_hook(lambda gradient: self._before_backward(call))
+                if (base := _base_of(tensor)) is not tensor and id(base) not in call.inputs:
+                    base.register_hook(lambda gradient: self._before_backward(call))
         self._pass_on()
 
     def _pass_on(self) -> None:
@@ -215,7 +223,7 @@ class Unit:
             self.release()
 
     def _before_backward(self, call: _Call) -> None:
-        if call.ends and not call.begun:
+        if call.inputs and not call.begun:
             call.begun = True
             self._backwards += 1
         self.gather()
@@ -301,6 +309,12 @@ def _in_backward() -> bool:
 def _differentiable(tree: Any) -> Iterator[Tensor]:
     """The tensors of a tree of tuples, lists, dictionaries and dataclasses that autograd follows."""
     return (tensor for tensor in _tensors(tree) if tensor.requires_grad)
+
+
+def _base_of(tensor: Tensor) -> Tensor:
+    """What it is a view of, where autograd follows that; else itself."""
+    base = tensor._base
+    return tensor if base is None or not base.requires_grad else base
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
