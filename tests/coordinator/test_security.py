@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shoal.coordinator import frames, handshake
+from shoal.launch import frames, handshake
 from shoal.coordinator.client import Address, Client, Connection
 from shoal.coordinator.service import Limits
 from shoal.errors import EnvironmentFault

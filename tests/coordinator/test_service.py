@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal.coordinator import frames
+from shoal.launch import frames
 from shoal.coordinator.client import Address, Client, Connection, NoGeneration
-from shoal.coordinator.handshake import MOST_REFUSALS, TokenRefused, hello
+from shoal.launch.handshake import MOST_REFUSALS, TokenRefused, hello
 from shoal.coordinator.journal import Journal
 from shoal.coordinator.watch import watching
 from shoal.resilience.events import Committed, Ended, Formed, Look, View

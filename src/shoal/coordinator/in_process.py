@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from shoal.coordinator.client import Address
-from shoal.coordinator.handshake import make_token
+from shoal.launch.handshake import make_token
 from shoal.coordinator.journal import Journal
 from shoal.coordinator.serve import listen
 from shoal.coordinator.service import Service

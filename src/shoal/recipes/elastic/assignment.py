@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.coordinator.client import Address
-from shoal.coordinator.handshake import read_token
+from shoal.launch.handshake import read_token
 from shoal.errors import EnvironmentFault, UsageError
 from shoal.launch.environment import whole_number
 from shoal.resilience.config import COORDINATOR
