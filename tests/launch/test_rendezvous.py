@@ -36,7 +36,7 @@ def listening(port: int) -> list[str]:
 
 def environ_for(port: int, address: str = "127.0.0.1") -> dict[str, str]:
     """What every rank finds."""
-    return {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    return {"MASTER_ADDR": address, "MASTER_PORT": str(port), "XDG_STATE_HOME": os.environ["XDG_STATE_HOME"]}
 
 
 def opened(*pairs: tuple[Place, dict[str, str]]) -> list[Store]:

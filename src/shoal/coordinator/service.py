@@ -93,10 +93,12 @@ class Service:
         assert task is not None
         self._strangers[task] = writer
         if len(self._strangers) > self._limits.strangers:
-            next(iter(self._strangers)).cancel()
+            oldest = next(iter(self._strangers))  # counts no more, although it has yet to end
+            del self._strangers[oldest]
+            oldest.cancel()
         try:
             if await self._is_welcome(reader, writer):
-                del self._strangers[task]
+                self._strangers.pop(task, None)
                 if len(self._peers) < self._limits.peers:
                     self._peers.add(task)
                     await self._serve(reader, writer)

@@ -37,9 +37,7 @@ def decode(body: bytes, decoder: Any) -> Any:
         ) from None
 
 
-async def read(
-    reader: asyncio.StreamReader, *, most_bytes: int, begin_s: float | None, rest_s: float | None
-) -> bytes:
+async def read(reader: asyncio.StreamReader, *, most_bytes: int, begin_s: float | None, rest_s: float | None) -> bytes:
     """The next body. `begin_s`: how long the peer may be silent; `rest_s`: how long the frame may take from there
     (None: as long as it likes).
 

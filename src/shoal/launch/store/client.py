@@ -23,8 +23,8 @@ from shoal.launch import frames, handshake
 from shoal.launch.store.messages import MOST_FRAME_BYTES, MOST_VALUE_BYTES, REPLIES, Operation, Reply, Request
 from shoal.launch.store.server import SERVICE, StoreServer
 
-GRACE_S = 5.0
-"""How long a reply may take beyond the time that the store was asked to wait."""
+ANSWER_S = 30.0
+"""How long a reply may take beyond the time that the store was asked to wait for keys."""
 SEND_S = 60.0
 HANDSHAKE_S = 10.0
 _NAMED = 8
@@ -139,7 +139,7 @@ class AuthenticatedStore(Store):
         self._pending[number] = replies
         try:
             self._send(Request(number, operation, list(keys), whole, amount, timeout_s))
-            reply = replies.get(timeout=timeout_s + (GRACE_S if timeout_s else self.timeout.total_seconds()))
+            reply = replies.get(timeout=timeout_s + ANSWER_S)
         except queue.Empty:
             raise DistNetworkError(f"the store did not answer: {operation} of {_listed(keys)}") from None
         finally:

@@ -8,6 +8,7 @@ in the handshake only so many are kept; the oldest goes first, since an honest p
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import threading
@@ -168,31 +169,31 @@ class StoreServer:
         self._thread.join()
 
     def _run(self) -> None:
-        try:
+        with contextlib.closing(self._loop), contextlib.suppress(asyncio.CancelledError):
             self._loop.run_until_complete(self._serving)
-        except asyncio.CancelledError:
-            others = asyncio.all_tasks(self._loop)
-            for task in others:
-                task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*others, return_exceptions=True))
-        finally:
-            self._loop.close()
 
     async def _serve(self) -> None:
         server = await asyncio.start_server(self._connected, sock=self._listener)
-        async with server:
+        try:
             await server.serve_forever()
+        finally:
+            others = asyncio.all_tasks() - {self._serving}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._strangers[task] = None
         if len(self._strangers) > self._limits.strangers:
-            next(iter(self._strangers)).cancel()
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.cancel()
         peer = _Peer(writer)
         try:
             if await self._is_welcome(reader, writer):
-                del self._strangers[task]
+                self._strangers.pop(task, None)
                 connection = writer.get_extra_info("socket")
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 await self._serve_peer(peer, reader)
