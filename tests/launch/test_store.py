@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import DistNetworkError, DistStoreError
 
 from shoal.errors import CollectiveError, EnvironmentFault
 from shoal.launch import frames, handshake, sockets
@@ -167,7 +168,7 @@ def test_gloo_groups_stand_on_it(ranks) -> None:
 
 def _summed(place, port: int) -> float:
     store = connect(port)
-    group = dist.ProcessGroupGloo(PrefixStore("sum", store), place.rank, place.size, timedelta(seconds=HANG_S))
+    group: Any = dist.ProcessGroupGloo(PrefixStore("sum", store), place.rank, place.size, timedelta(seconds=HANG_S))
     number = torch.tensor([place.rank + 1.0])
     group.allreduce([number]).wait()
     return number.item()

@@ -106,8 +106,8 @@ def check_welcome(token: bytes, greeting: Hello, proof: Proof, answer: Welcome |
         raise TokenRefused("it refuses this process's token: all processes of a job need the same one")
     if not hmac.compare_digest(_mac(token, b"coordinator", greeting.challenge, proof.challenge), answer.mac):
         raise TokenRefused(
-            "what listens at this address does not know this job's token: check the address, and that all hosts have the "
-            "same token"
+            "what listens at this address does not know this job's token: check the address, and that all hosts have "
+            "one token"
         )
 
 

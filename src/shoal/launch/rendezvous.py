@@ -269,7 +269,8 @@ def connect_agent(place: Place, address: str, port: int, *, timeout_s: float) ->
         return bounded(work, rank=place.rank, timeout_s=timeout_s, missing=missing, repair=f"{_SEE}; {_KEY}")
     except DistError as error:
         raise CollectiveError(
-            f"what listens at {address}:{port} is not the store of torchrun's agent: give all agents one --rdzv-endpoint"
+            f"what listens at {address}:{port} is not the store of torchrun's agent: give all agents one "
+            "--rdzv-endpoint"
         ) from error
 
 

@@ -3,8 +3,8 @@
 Process groups in C++ call a `torch.distributed.Store` that is written in Python through pybind11. Two things follow:
 
 - C++ holds no reference to the Python half. The thread that reads the connection does, until it is closed or lost.
-- All threads share one connection; requests have numbers. So a wait in one thread holds up no other, `clone` is the same
-  object, and each wait is one for a queue, which has a limit of time and hears signals.
+- All threads share one connection; requests have numbers. So a wait in one thread holds up no other, `clone` is the
+  same object, and each wait is one for a queue, which has a limit of time and hears signals.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def shake_hands(connection: socket.socket, token: bytes) -> None:
 
 
 class AuthenticatedStore(Store):
-    """Over a `connection` whose handshake is done. `server`: the store itself, where this process hosts it; it ends with
-    `close`.
+    """Over a `connection` whose handshake is done. `server`: the store itself, where this process hosts it, which ends
+    with `close`.
 
     As PyTorch's stores, all methods raise `DistStoreError` where keys do not come within the timeout, and
     `DistNetworkError` where the store is gone or does not answer.
@@ -90,11 +90,11 @@ class AuthenticatedStore(Store):
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         values: list[bytes] = []
         while len(values) < len(keys):
-            values += self._ask("get", keys[len(values) :], timeout_s=self.timeout.total_seconds()).values
+            values += self._ask("get", keys[len(values) :], timeout_s=self._timeout_s).values
         return values
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._ask("wait", keys, timeout_s=(timeout or self.timeout).total_seconds())
+        self._ask("wait", keys, timeout_s=self._timeout_s if timeout is None else timeout.total_seconds())
 
     def check(self, keys: Sequence[str]) -> bool:
         return self._ask("check", keys).found
@@ -122,6 +122,10 @@ class AuthenticatedStore(Store):
 
     # By these names C++ calls them.
     deleteKey, getNumKeys = delete_key, num_keys
+
+    @property
+    def _timeout_s(self) -> float:
+        return self.timeout.total_seconds()  # pyright: ignore[reportAttributeAccessIssue] missing in torch's stubs
 
     def _ask(
         self,

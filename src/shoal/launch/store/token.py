@@ -21,7 +21,7 @@ JOB_TOKEN = "SHOAL_JOB_TOKEN"
 
 
 def job_token(environ: Mapping[str, str]) -> bytes:
-    """The token of the job whose process this is. Raises `EnvironmentFault` where it can be neither read nor written."""
+    """The token of this process's job. Raises `EnvironmentFault` where it can be neither read nor written."""
     if environ.get(JOB_TOKEN):
         return make_token(Path(environ[JOB_TOKEN]))
     state = environ.get("XDG_STATE_HOME")
@@ -30,7 +30,7 @@ def job_token(environ: Mapping[str, str]) -> bytes:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     except (OSError, RuntimeError) as error:
         raise EnvironmentFault(
-            f"the token that ranks prove to each other can be kept in no folder of this user ({error}): set {JOB_TOKEN} "
-            "to the path of a file on every rank"
+            f"the token that ranks prove to each other can be kept in no folder of this user ({error}): "
+            f"set {JOB_TOKEN} to the path of a file on every rank"
         ) from error
     return make_token(path)
