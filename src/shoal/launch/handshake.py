@@ -103,7 +103,10 @@ def welcome(token: bytes, greeting: Hello, proof: Proof) -> Welcome | None:
 def check_welcome(token: bytes, greeting: Hello, proof: Proof, answer: Welcome | Refusal) -> None:
     """Raises `TokenRefused` unless the service knows the token, too, and says that this process does."""
     if isinstance(answer, Refusal):
-        raise TokenRefused("it refuses this process's token: all processes of a job need the same one")
+        raise TokenRefused(
+            "it refuses this process's token: all processes of a job need the same one; where hosts share no folder, "
+            "copy the file, and name it by SHOAL_JOB_TOKEN on each"
+        )
     if not hmac.compare_digest(_mac(token, b"coordinator", greeting.challenge, proof.challenge), answer.mac):
         raise TokenRefused(
             "what listens at this address does not know this job's token: check the address, and that all hosts have "

@@ -26,7 +26,7 @@ from shoal.launch.rank_process import LAUNCHER_PID, LAUNCHER_PIPE, HostEntry, Ra
 from shoal.launch.root_cause import ExitCode, exit_code, failure_report, root_cause
 from shoal.launch.store.token import JOB_TOKEN
 from shoal.launch.supervision import Patience, Supervision, Watch, say
-from shoal.launch.temporary_folder import temporary_folder
+from shoal.temporary_folder import temporary_folder
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -1,7 +1,7 @@
 """Which token the processes of a job prove to each other.
 
-    SHOAL_JOB_TOKEN    a file: Shoal's launchers write one for each run on one host; on several hosts, a file that has
-                       the same content on all of them
+    SHOAL_JOB_TOKEN    a file, which is written where there is none. Shoal's launchers set it: on one host to a file
+                       that ends with the run, on several to `token` in the folder of the launchers' logs
     else               the user's own, $XDG_STATE_HOME/shoal/token or ~/.local/state/shoal/token, which the first
                        process that needs it writes: hosts that share home directories share it
 
