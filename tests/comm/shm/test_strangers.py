@@ -68,7 +68,8 @@ def test_what_a_killed_rank_leaves_goes_with_the_next_start(tmp_path: Path, monk
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     child = os.fork()
     if child == 0:
-        Handshake(0, 2, settings=Settings(), timeout_s=HANG_S).open()
+        begun = Handshake(0, 2, settings=Settings(), timeout_s=HANG_S)
+        begun.open()
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     (left,) = tmp_path.iterdir()
