@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 
 import hypothesis
@@ -11,6 +12,8 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # PyTorch reads it when it is imported
+_STATE = tempfile.TemporaryDirectory(prefix="shoal-tests-")  # ranks without a launcher of Shoal's keep a token there
+os.environ["XDG_STATE_HOME"] = _STATE.name
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that runs the tests in the background has them ignore SIGINT; the programs that they start would, too.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Callable
@@ -34,7 +35,7 @@ def store():
     """A store on loopback."""
     listener = sockets.listen_on_loopback()
     environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
-    environ["SHOAL_STORE_FD"] = str(listener.detach())
+    environ |= {"SHOAL_STORE_FD": str(listener.detach()), "XDG_STATE_HOME": os.environ["XDG_STATE_HOME"]}
     return open_store(Place(0, 1, 0, 1, 0, "torchrun"), environ, timeout_s=HANG_S)
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shoal.coordinator import frames, handshake
 from shoal.coordinator.client import Address, Client, Connection
 from shoal.coordinator.service import Limits
 from shoal.errors import EnvironmentFault
+from shoal.launch import frames, handshake
 from shoal.resilience.events import Expel, Heartbeat, Join, Look, View
 from tests.coordinator.services import Running, first_generation, running
 from tests.waiting import HANG_S, wait_until

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from shoal.coordinator import frames
 from shoal.coordinator.client import Address, Client, Connection, NoGeneration
-from shoal.coordinator.handshake import MOST_REFUSALS, TokenRefused, hello
 from shoal.coordinator.journal import Journal
 from shoal.coordinator.watch import watching
+from shoal.launch import frames
+from shoal.launch.handshake import MOST_REFUSALS, TokenRefused, hello
 from shoal.resilience.events import Committed, Ended, Formed, Look, View
 from shoal.resilience.ledger import audit
 from shoal.resilience.participant import FencedOut

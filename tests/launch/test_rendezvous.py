@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from shoal.errors import CollectiveError, EnvironmentFault, InUse
 from shoal.launch import sockets, wait
@@ -36,7 +36,7 @@ def listening(port: int) -> list[str]:
 
 def environ_for(port: int, address: str = "127.0.0.1") -> dict[str, str]:
     """What every rank finds."""
-    return {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    return {"MASTER_ADDR": address, "MASTER_PORT": str(port), "XDG_STATE_HOME": os.environ["XDG_STATE_HOME"]}
 
 
 def opened(*pairs: tuple[Place, dict[str, str]]) -> list[Store]:
@@ -193,9 +193,8 @@ with end_at_once():
 
 def test_torchruns_agent_hosts_the_store_and_attempts_do_not_mix():
     """With the agent's store every rank is a client, and a restart does not see the keys of the attempt before."""
-    listener = sockets.listen_on_loopback()
-    environ = environ_for(listener.getsockname()[1])
-    agent = open_store(ALONE, {**environ, "SHOAL_STORE_FD": str(listener.detach())}, timeout_s=HANG_S)
+    agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environ = environ_for(agent.port)
     elastic = {**environ, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "7"}
     first = open_store(ALONE, {**elastic, "TORCHELASTIC_RESTART_COUNT": "0"}, timeout_s=HANG_S)
     again = open_store(ALONE, {**elastic, "TORCHELASTIC_RESTART_COUNT": "1"}, timeout_s=HANG_S)

@@ -34,6 +34,9 @@ TABLES: dict[str, dict[str, Any]] = {
     "shared memory": {},
     "gloo": {"wire": {"transport": "gloo"}},
     "checked": {"wire": {"transport": "gloo", "check_collectives": True}},
+    "ZeRO-2": {"memory": {"zero": 2}},
+    "ZeRO-3": {"memory": {"zero": 3}},
+    "priority": {"gradients": {"schedule": "priority"}},
 }
 
 

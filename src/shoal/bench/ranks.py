@@ -49,7 +49,7 @@ def on_ranks(command: Sequence[str], *, processes: int, lab: Lab | None = None, 
     from shoal.launch.lab.start import run_in_lab
     from shoal.launch.spawn import run_ranks
     from shoal.launch.supervision import NOTHING_KEPT
-    from shoal.launch.temporary_folder import temporary_folder
+    from shoal.temporary_folder import temporary_folder
 
     with temporary_folder() as folder:
         result = folder / "result.json"

@@ -124,8 +124,8 @@ def ended(where: Where, replica: Replica, token: Token, authorities: Authorities
 def _ask(where: str, token: Path, authorities: Path | None, event: Event) -> View:
     """Sends one event; the view after it. Raises `UsageError` where it is refused."""
     from shoal.coordinator.client import Address, Connection
-    from shoal.coordinator.handshake import read_token
     from shoal.errors import EnvironmentFault, UsageError
+    from shoal.launch.handshake import read_token
     from shoal.resilience.events import Look, Refusal, View
 
     host, _, port = where.rpartition(":")

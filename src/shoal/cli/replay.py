@@ -23,8 +23,8 @@ def replay(
 
     Example: shoal replay runs/digits/capsule.zip
     """
-    from shoal.launch.temporary_folder import temporary_folder
     from shoal.recipes.capsule_replay import replay_capsule
+    from shoal.temporary_folder import temporary_folder
 
     with temporary_folder() as folder:
         found = replay_capsule(capsule, folder, run_directory=run_directory, any_version=any_version)

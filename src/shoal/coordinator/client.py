@@ -15,14 +15,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from shoal.coordinator import frames, handshake
+import msgspec
+
 from shoal.errors import EnvironmentFault, Stopped
+from shoal.launch import frames, handshake
 from shoal.resilience.events import Answer, Event, Heartbeat, Leave, Look, View
 from shoal.resilience.participant import FencedOut, Participant, StateFrom
 
 HEARTBEAT_S = 0.5
 RETRY_S = 0.2
 ANSWER_S = 10.0
+MOST_ANSWER_BYTES = 8 << 20
+ANSWERS = msgspec.msgpack.Decoder(Answer)
 STOP_POLL_S = 0.5
 
 
@@ -58,7 +62,7 @@ class Connection:
     def ask(self, event: Event) -> Answer:
         """The coordinator's answer."""
         self._socket.sendall(frames.encode(event))
-        return frames.decode(frames.receive(self._socket, most_bytes=frames.MOST_ANSWER_BYTES), frames.ANSWERS)
+        return frames.decode(frames.receive(self._socket, most_bytes=MOST_ANSWER_BYTES), ANSWERS)
 
     def close(self) -> None:
         """Ends it; a thread that waits for an answer gets an `OSError`."""

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from shoal.coordinator.client import Address
-from shoal.coordinator.handshake import make_token
 from shoal.coordinator.journal import Journal
 from shoal.coordinator.serve import listen
 from shoal.coordinator.service import Service
 from shoal.launch.environment import LOOPBACK
+from shoal.launch.handshake import make_token
 from shoal.resilience.events import Decision
 from shoal.resilience.fingerprints import Verdict
 from shoal.resilience.membership import Rules

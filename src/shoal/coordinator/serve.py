@@ -12,10 +12,10 @@ import ssl
 from collections.abc import Callable
 from pathlib import Path
 
-from shoal.coordinator.handshake import make_token
 from shoal.coordinator.journal import Journal
 from shoal.coordinator.service import Limits, Service
 from shoal.errors import EnvironmentFault, InUse, UsageError
+from shoal.launch.handshake import make_token
 from shoal.resilience.membership import Rules
 
 BACKLOG = 4096

@@ -15,14 +15,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shoal.coordinator import frames, handshake
+import msgspec
+
 from shoal.coordinator.journal import Journal
 from shoal.errors import EnvironmentFault
-from shoal.resilience.events import Answer, Decision
+from shoal.launch import frames, handshake
+from shoal.resilience.events import Answer, Decision, Event
 from shoal.resilience.fingerprints import Verdict
 from shoal.resilience.membership import Membership, Outcome, Rules
 
 LOG = logging.getLogger("shoal.coordinator")
+MOST_REQUEST_BYTES = 16 << 10
+EVENTS = msgspec.msgpack.Decoder(Event)
 _GONE = (OSError, TimeoutError, asyncio.IncompleteReadError, frames.FrameError)
 
 
@@ -67,7 +71,7 @@ class Service:
             self._connected,
             sock=listener,
             ssl=tls,
-            limit=frames.MOST_REQUEST_BYTES,
+            limit=MOST_REQUEST_BYTES,
             ssl_handshake_timeout=self._limits.handshake_s if tls is not None else None,
         )
         ticking = asyncio.create_task(self._tick())
@@ -89,10 +93,12 @@ class Service:
         assert task is not None
         self._strangers[task] = writer
         if len(self._strangers) > self._limits.strangers:
-            next(iter(self._strangers)).cancel()
+            oldest = next(iter(self._strangers))  # counts no more, although it has yet to end
+            del self._strangers[oldest]
+            oldest.cancel()
         try:
             if await self._is_welcome(reader, writer):
-                del self._strangers[task]
+                self._strangers.pop(task, None)
                 if len(self._peers) < self._limits.peers:
                     self._peers.add(task)
                     await self._serve(reader, writer)
@@ -121,13 +127,13 @@ class Service:
             return True
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.transport.set_write_buffer_limits(frames.MOST_REQUEST_BYTES)
+        writer.transport.set_write_buffer_limits(MOST_REQUEST_BYTES)
         limits = self._limits
         while True:
             body = await frames.read(
-                reader, most_bytes=frames.MOST_REQUEST_BYTES, begin_s=limits.idle_s, rest_s=limits.frame_s
+                reader, most_bytes=MOST_REQUEST_BYTES, begin_s=limits.idle_s, rest_s=limits.frame_s
             )
-            event = frames.decode(body, frames.EVENTS)
+            event = frames.decode(body, EVENTS)
             writer.write(frames.encode(self._settled(self.membership.handle(event, self._clock()))))
             async with asyncio.timeout(limits.frame_s):
                 await writer.drain()

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from shoal.coordinator.client import Address, Connection
-from shoal.coordinator.handshake import MOST_REFUSALS, TokenRefused
 from shoal.errors import EnvironmentFault
+from shoal.launch.handshake import MOST_REFUSALS, TokenRefused
 from shoal.resilience.events import Committed, Decision, Fenced, Formed, Look, View
 from shoal.resilience.fingerprints import Verdict
 

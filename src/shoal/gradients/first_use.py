@@ -49,9 +49,11 @@ class FirstUse:
         self._used.clear()
 
     def close(self) -> None:
-        """Takes the hooks off."""
+        """Takes the hooks off, and forgets whom it asks, who holds this."""
         for handle in self._handles:
             handle.remove()
+        self._handles.clear()
+        self._ask = lambda parameters: None
 
     def _before(self, own: Collection[int]) -> Callable[[nn.Module, Any], None]:
         def about_to_run(module: nn.Module, inputs: Any) -> None:

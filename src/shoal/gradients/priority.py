@@ -149,6 +149,7 @@ class PriorityGradients:
         self._first_use.close()
         self._reducer.close()
         self._queue.close()
+        self._update = None  # who updates holds these gradients: what a circle holds would keep the group's threads
 
     def _begin(self) -> None:
         """The first backward of a step: the step before ends here."""

@@ -13,7 +13,6 @@ from shoal.launch.rank_process import die_with_parent
 from shoal.launch.root_cause import ExitCode
 from shoal.launch.signals import StopRequest, end_at_once
 from shoal.launch.spawn import run_ranks
-from shoal.launch.temporary_folder import temporary_folder
 from shoal.launch.versions import check_torch_version
 
 __all__ = [
@@ -31,5 +30,4 @@ __all__ = [
     "place_from",
     "report_failure",
     "run_ranks",
-    "temporary_folder",
 ]

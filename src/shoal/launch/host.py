@@ -25,6 +25,7 @@ from shoal.launch.environment import LOOPBACK, Environ, derived_port, whole_numb
 from shoal.launch.rank_process import HostEntry
 from shoal.launch.root_cause import ExitCode
 from shoal.launch.spawn import run_ranks
+from shoal.launch.store.token import JOB_TOKEN
 from shoal.launch.supervision import OWN_SCRIPT
 
 NNODES, NODE_RANK, NPROC_PER_NODE = "PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE"
@@ -96,6 +97,9 @@ def run_host(command: Sequence[str], host: Host, *, directory: Path, environ: En
     """
     if host.nodes == 1 and not environ.get("GLOO_SOCKET_IFNAME"):
         environ = {**environ, "GLOO_SOCKET_IFNAME": sockets.interface_name()}
+    if host.nodes > 1 and not environ.get(JOB_TOKEN):  # in the folder that all hosts see
+        directory.mkdir(parents=True, exist_ok=True)
+        environ = {**environ, JOB_TOKEN: str((directory / "token").absolute())}
     return run_ranks(
         command,
         processes=host.ranks,

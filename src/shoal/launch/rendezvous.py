@@ -8,6 +8,9 @@
 Every wait is bounded and says which ranks are missing (`wait.bounded`). It ends at once when another rank has said
 that it failed (`tell_failure`). Ranks that mpiexec started and that have mpi4py need no address: rank 0 takes a free
 port and says so over MPI.
+
+The store of rank 0 serves nobody without the job's token (`launch.store`); that of torchrun's agent serves everybody
+who reaches it.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ import contextlib
 import importlib
 import importlib.util
 import os
+import random
+import secrets
 import socket
 import threading
 import time
@@ -29,6 +34,10 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore  # pyright
 from shoal.errors import CollectiveError, EnvironmentFault
 from shoal.launch import sockets
 from shoal.launch.environment import LOOPBACK, STORE_FD, Place, master_from
+from shoal.launch.frames import FrameError
+from shoal.launch.store.client import AuthenticatedStore, shake_hands
+from shoal.launch.store.server import StoreServer
+from shoal.launch.store.token import job_token
 from shoal.launch.wait import SAY_AFTER_S, bounded
 
 STORE_TIMEOUT_S = 60.0
@@ -42,7 +51,8 @@ _FAILED, _HEARD = "failed", "failed/heard"
 _CONNECTED = "the store"
 _FIRST_POLL_S, _LAST_POLL_S, _RETRY_S = 0.002, 0.1, 0.5
 _MOST_NAMED = 8
-_MPI_TEXT_BYTES = 256
+_MPI_TEXT_BYTES = 512
+TOKEN_BYTES = 32
 _SEE = "see whether it runs and what its log says"
 _KEY = "run.start_timeout_s sets how long a start waits"
 T = TypeVar("T")
@@ -145,7 +155,7 @@ def tell_failure(place: Place, environ: Mapping[str, str], sentence: str) -> Non
         hosts = place.rank == 0 and not _agent_hosts(environ)
         late = hosts and sockets.obstacle(address, port) is not None
         listen_fd = sockets.listen_at(address, port, one_host=place.one_host).detach() if late else None
-        store = _prefixed(environ, connect_store(place, address, port, timeout_s=TELL_S, listen_fd=listen_fd))
+        store = _met(place, environ, timeout_s=TELL_S, listen_fd=listen_fd)
         own = f"barrier/{_CONNECTED}/{place.rank}"
         if hosts and not late and not (store.check([own]) and store.get(own).decode() == _identity()):
             return  # another run's store, at the port that this one wanted
@@ -174,46 +184,52 @@ def _connected(place: Place, environ: Mapping[str, str], *, timeout_s: float) ->
         # The socket that Shoal's launcher bound, else one of our own.
         own = environ.get(STORE_FD)
         listen_fd = int(own) if own else sockets.listen_at(address, port, one_host=place.one_host).detach()
-    return _prefixed(environ, connect_store(place, address, port, timeout_s=timeout_s, listen_fd=listen_fd))
+    return _met(place, environ, timeout_s=timeout_s, listen_fd=listen_fd)
+
+
+def _met(place: Place, environ: Mapping[str, str], *, timeout_s: float, listen_fd: int | None) -> Store:
+    """The store at the master's address, of this process where it is given a socket."""
+    address, port = master_from(environ)
+    if not _agent_hosts(environ):
+        token = job_token(environ)
+        return connect_store(place, address, port, token=token, timeout_s=timeout_s, listen_fd=listen_fd)
+    # The agent keeps its own keys in its store, and those of the attempts before this one.
+    run, restart = environ.get("TORCHELASTIC_RUN_ID", ""), environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = connect_agent(place, address, port, timeout_s=timeout_s)
+    return PrefixStore(f"shoal/{run}/{restart}", store)
 
 
 def _agent_hosts(environ: Mapping[str, str]) -> bool:
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _prefixed(environ: Mapping[str, str], store: Store) -> Store:
-    """Torchrun's agent keeps its own keys in its store, and those of the attempts before this one."""
-    if not _agent_hosts(environ):
-        return store
-    run, restart = environ.get("TORCHELASTIC_RUN_ID", ""), environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"shoal/{run}/{restart}", store)
-
-
-def connect_store(place: Place, address: str, port: int, *, timeout_s: float, listen_fd: int | None) -> TCPStore:
+def connect_store(
+    place: Place, address: str, port: int, *, token: bytes, timeout_s: float, listen_fd: int | None = None
+) -> AuthenticatedStore:
     """A connection to the store at that address; `listen_fd`: host it, on that listening socket.
 
-    Raises `CollectiveError` where it does not answer within `timeout_s`.
+    Raises `TokenRefused` where it knows another token, and `CollectiveError` where it does not answer within
+    `timeout_s`, or is no store.
     """
+    server = None if listen_fd is None else StoreServer(socket.socket(fileno=listen_fd), token=token)
     state = ["not tried yet"]
 
-    def work(over: threading.Event) -> TCPStore:
-        # Before TCPStore tries, which reports each failure with a page of its own frames.
-        while listen_fd is None and (found := sockets.obstacle(address, port)) is not None:
-            state[:] = [found]
-            if over.wait(_RETRY_S):
-                raise TimeoutError(found)  # nobody hears it any more
-        state[:] = ["connected, but it does not answer"]
-        store = TCPStore(
-            address,
-            port,
-            world_size=None,
-            is_master=listen_fd is not None,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            master_listen_fd=listen_fd,
-        )
-        store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
-        return store
+    def work(over: threading.Event) -> AuthenticatedStore:
+        while True:
+            try:
+                with contextlib.ExitStack() as stack:
+                    connection = stack.enter_context(sockets.connected(address, port))
+                    state[:] = ["connected, but it does not answer"]
+                    while not sockets.readable(connection, _RETRY_S):
+                        if over.is_set():
+                            raise TimeoutError(state[0])  # nobody hears it any more
+                    shake_hands(connection, token)
+                    stack.pop_all()
+                    return AuthenticatedStore(connection, timeout_s=STORE_TIMEOUT_S, server=server)
+            except OSError as error:
+                state[:] = [sockets.reason_of(error)]
+            if over.wait(_RETRY_S * (0.5 + random.random())):
+                raise TimeoutError(state[0])
 
     def missing() -> str:
         return f"rank 0 at {address}:{port} ({state[0]})"
@@ -221,25 +237,56 @@ def connect_store(place: Place, address: str, port: int, *, timeout_s: float, li
     repair = f"{_SEE}, and whether MASTER_ADDR, MASTER_PORT and the firewall are right; {_KEY}"
     try:
         return bounded(work, rank=place.rank, timeout_s=timeout_s, missing=missing, repair=repair)
-    except DistError as error:
+    except FrameError as error:
         raise CollectiveError(
             f"what listens at {address}:{port} is not the store of rank 0: set MASTER_ADDR and MASTER_PORT to those of "
             "rank 0 on every rank"
         ) from error
 
 
+def connect_agent(place: Place, address: str, port: int, *, timeout_s: float) -> TCPStore:
+    """A connection to the store that torchrun's agent hosts, which asks nobody for a token.
+
+    Raises `CollectiveError` where it does not answer within `timeout_s`.
+    """
+    state = ["not tried yet"]
+
+    def work(over: threading.Event) -> TCPStore:
+        # Before TCPStore tries, which reports each failure with a page of its own frames.
+        while (found := sockets.obstacle(address, port)) is not None:
+            state[:] = [found]
+            if over.wait(_RETRY_S):
+                raise TimeoutError(found)  # nobody hears it any more
+        state[:] = ["connected, but it does not answer"]
+        store = TCPStore(address, port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+        store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
+        return store
+
+    def missing() -> str:
+        return f"torchrun's agent at {address}:{port} ({state[0]})"
+
+    try:
+        return bounded(work, rank=place.rank, timeout_s=timeout_s, missing=missing, repair=f"{_SEE}; {_KEY}")
+    except DistError as error:
+        raise CollectiveError(
+            f"what listens at {address}:{port} is not the store of torchrun's agent: give all agents one "
+            "--rdzv-endpoint"
+        ) from error
+
+
 def _over_mpi(place: Place, environ: Mapping[str, str], *, timeout_s: float) -> Store:
-    """Rank 0 takes a free port, and says over MPI where it is."""
+    """Rank 0 takes a free port, and says over MPI where it is, and which token it asks for."""
     address = environ.get("MASTER_ADDR") or (LOOPBACK if place.one_host else socket.gethostname())
     listener = sockets.listen_at(address, 0, one_host=place.one_host) if place.rank == 0 else None
     port = listener.getsockname()[1] if listener is not None else 0
-    address, _, port = _broadcast_over_mpi(place, f"{address} {port}").rpartition(" ")
+    said = _broadcast_over_mpi(place, f"{secrets.token_hex(TOKEN_BYTES)} {port} {address}")
+    token, found, address = said.split(" ", 2)
     listen_fd = listener.detach() if listener is not None else None
-    return connect_store(place, address, int(port), timeout_s=timeout_s, listen_fd=listen_fd)
+    return connect_store(place, address, int(found), token=token.encode(), timeout_s=timeout_s, listen_fd=listen_fd)
 
 
 def _broadcast_over_mpi(place: Place, text: str) -> str:
-    """Rank 0's `text`, up to 256 bytes, on every rank; the others pass anything. Blocks until all have called it.
+    """Rank 0's `text`, up to 512 bytes, on every rank; the others pass anything. Blocks until all have called it.
 
     Raises `EnvironmentFault` where mpi4py and mpiexec are of different MPIs.
     """

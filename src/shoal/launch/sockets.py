@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import ipaddress
+import select
 import socket
 import struct
 import sys
@@ -100,13 +101,33 @@ def obstacle(address: str, port: int) -> str | None:
     """Why nothing answers at an address, in a few words; None where a connection can be made. Takes `CONNECT_S`."""
     try:
         socket.create_connection((address, port), CONNECT_S).close()
-    except TimeoutError:
-        return "no answer"
-    except socket.gaierror as error:
-        return f"the name has no address: {error.strerror}"
     except OSError as error:
-        return (error.strerror or str(error)).lower()
+        return reason_of(error)
     return None
+
+
+def connected(address: str, port: int) -> socket.socket:
+    """A connection there, which the kernel keeps an eye on. Takes `CONNECT_S`; raises `OSError`."""
+    connection = socket.create_connection((address, port), CONNECT_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    return connection
+
+
+def reason_of(error: OSError) -> str:
+    """Why a connection could not be made, in a few words."""
+    if isinstance(error, TimeoutError):
+        return "no answer"
+    if isinstance(error, socket.gaierror):
+        return f"the name has no address: {error.strerror}"
+    return (error.strerror or str(error)).lower()
+
+
+def readable(connection: socket.socket, within_s: float) -> bool:
+    """Whether there is something to read, or an end, within that time."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(1000 * within_s))
 
 
 def _own_end(address: str, port: int, *, one_host: bool) -> tuple[socket.AddressFamily, str]:

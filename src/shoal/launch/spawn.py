@@ -21,10 +21,12 @@ from shoal.errors import Stopped
 from shoal.launch import sockets
 from shoal.launch.environment import STORE_FD, Environ
 from shoal.launch.failure import FAILURE_FOLDER, read_failures
+from shoal.launch.handshake import make_token
 from shoal.launch.rank_process import LAUNCHER_PID, LAUNCHER_PIPE, HostEntry, RankProcess, rank_environment, start
 from shoal.launch.root_cause import ExitCode, exit_code, failure_report, root_cause
+from shoal.launch.store.token import JOB_TOKEN
 from shoal.launch.supervision import Patience, Supervision, Watch, say
-from shoal.launch.temporary_folder import temporary_folder
+from shoal.temporary_folder import temporary_folder
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -53,6 +55,9 @@ def run_ranks(
     watch = Watch(Supervision(set(ranks), patience or Patience()))
     with temporary_folder() as folder, listening(watch.events), no_survivors(watch.ranks):
         environ = {**environ, FAILURE_FOLDER: str(folder)}
+        if (world_size or processes) == processes and not environ.get(JOB_TOKEN):  # no rank is on another host
+            make_token(folder / "token")
+            environ[JOB_TOKEN] = str(folder / "token")
         # Held open in this frame, and in no rank: its end of file is how ranks learn that the launcher is gone.
         with pipe() as read_end:
             environ |= {LAUNCHER_PID: str(os.getpid()), LAUNCHER_PIPE: str(read_end)}

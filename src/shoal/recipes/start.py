@@ -27,7 +27,6 @@ from shoal.launch.root_cause import ExitCode
 from shoal.launch.signals import end_at_once
 from shoal.launch.spawn import run_ranks
 from shoal.launch.supervision import NOTHING_KEPT, Patience
-from shoal.launch.temporary_folder import temporary_folder
 from shoal.launch.versions import check_torch_version, installed
 from shoal.observe.facts import facts_path, write_facts
 from shoal.recipes.failed_run import tell_of_failure
@@ -35,6 +34,7 @@ from shoal.recipes.lab import processes_in
 from shoal.resilience.config import COORDINATOR
 from shoal.runfile.rules import check_across
 from shoal.runfile.run_file import RunFile, statistics_group, with_processes
+from shoal.temporary_folder import temporary_folder
 
 DEFAULT_PROCESSES = 2
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -58,6 +60,24 @@ def test_the_socket_is_in_a_folder_of_its_owner_alone(handshake: Handshake) -> N
     assert as_stranger(lambda: os.listdir(Path(door).parent)) == "PermissionError"
     assert as_stranger(lambda: connect(door)) == "PermissionError"
     connect(door)
+
+
+def test_what_a_killed_rank_leaves_goes_with_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that dies by SIGKILL in its handshake cannot remove its folder; the next one does, and leaves its own
+    alone."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    child = os.fork()
+    if child == 0:
+        begun = Handshake(0, 2, settings=Settings(), timeout_s=HANG_S)
+        begun.open()
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    (left,) = tmp_path.iterdir()
+    with Handshake(0, 2, settings=Settings(), timeout_s=HANG_S) as later:
+        door = Path(later.open())
+        assert list(tmp_path.iterdir()) == [door.parent]
+        assert door.parent != left
+    assert not list(tmp_path.iterdir())
 
 
 def test_memory_is_not_reached_through_proc(handshake: Handshake) -> None:

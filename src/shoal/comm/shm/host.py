@@ -8,7 +8,8 @@ then accepts the higher ones: a listening socket queues connections before it ac
 After each step every rank publishes how it went. All ranks read the same answers, so all come to the same result:
 `HostMates`, or one reason why not (`Apart`).
 
-The folders are gone before the first collective; no port is open, and nothing has a name in /dev/shm. SHOAL_HOST is
+The folders are gone before the first collective (that of a rank which was killed meanwhile, with the next start of
+anything); no port is open, and nothing has a name in /dev/shm. SHOAL_HOST is
 part of a host's identity: a lab gives each of its hosts a name, and ranks of two such hosts must not share memory
 although the machine would let them.
 """
@@ -16,10 +17,8 @@ although the machine would let them.
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,6 +29,8 @@ import msgspec
 from shoal.comm.board import Board
 from shoal.comm.shm.core import CoreMissing, Settings, core_identity, load_core
 from shoal.comm.shm.segment import MappedSegment, create_segment
+from shoal.errors import EnvironmentFault
+from shoal.temporary_folder import temporary_folder
 
 HOST_NAME = "SHOAL_HOST"
 """The variable that names the host of a process where one machine plays several."""
@@ -145,8 +146,10 @@ class Handshake:
         """The path of this rank's door. Raises `CoreMissing` before it makes anything."""
         self._core = load_core()
         self._segment_bytes = self._core.shoal_segment_bytes(self._size, self._settings)
-        folder = tempfile.mkdtemp(prefix="shoal-")  # mode 0700
-        self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        try:
+            folder = self._stack.enter_context(temporary_folder())  # mode 0700; what killed ranks left goes with it
+        except EnvironmentFault as error:
+            raise OSError(str(error)) from error
         self._door = self._stack.enter_context(socket.socket(socket.AF_UNIX))
         self._door.settimeout(self._timeout_s)
         self._door.bind(path := os.path.join(folder, "door"))

@@ -22,13 +22,13 @@ from shoal.experiments.rehearsal.scenarios import FAMILIES, Scenario, scenarios
 from shoal.experiments.rehearsal.trial import Setup, Trial, play
 from shoal.launch.environment import place_from
 from shoal.launch.rank_process import LAUNCHER_PID
-from shoal.launch.temporary_folder import temporary_folder
 from shoal.recipes.elastic.assignment import REPLICA
 from shoal.recipes.start import processes_of
 from shoal.resilience.config import COORDINATOR
 from shoal.resilience.faults import REHEARSAL
 from shoal.runfile.load import load_run
 from shoal.runfile.run_file import RunFile
+from shoal.temporary_folder import temporary_folder
 
 TOLERANCE = 1e-4
 """Of the weights, after some steps in another order of summation: elastic runs divide a step's samples anew, and Adam

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.coordinator.client import Address
-from shoal.coordinator.handshake import read_token
 from shoal.errors import EnvironmentFault, UsageError
 from shoal.launch.environment import whole_number
+from shoal.launch.handshake import read_token
 from shoal.resilience.config import COORDINATOR
 
 TOKEN, CERTIFICATES = "SHOAL_COORDINATOR_TOKEN", "SHOAL_COORDINATOR_CA"

@@ -37,13 +37,13 @@ from shoal.launch.root_cause import Exit, ExitCode, exit_code, failure_report, h
 from shoal.launch.signals import Debounce
 from shoal.launch.spawn import listening, no_survivors, pipe
 from shoal.launch.supervision import say
-from shoal.launch.temporary_folder import temporary_folder
 from shoal.recipes.elastic.assignment import TOKEN, coordinator_from, coordinator_variables, replicas_here
 from shoal.recipes.elastic.processes import ReplicaProcesses, Starter
 from shoal.resilience.config import ElasticConfig
 from shoal.resilience.events import Committed, Decision, Ended, Fenced, Formed
 from shoal.resilience.fingerprints import Verdict
 from shoal.resilience.membership import Rules
+from shoal.temporary_folder import temporary_folder
 
 FOR_GOOD = (UsageError.exit_code, Diverged.exit_code, VerificationFailed.exit_code)
 """Exit codes of failures that a replacement would repeat."""

@@ -45,7 +45,9 @@ class ReplicaRendezvous:
         host, port = master_from(environ)
         self.address = f"{host}:{port}"
         listen_fd = int(environ[STORE_FD]) if assignment.rank == 0 else None
-        self._own = connect_store(place, host, port, timeout_s=START_S, listen_fd=listen_fd)
+        self._token = assignment.coordinator.token
+        self._own = connect_store(place, host, port, token=self._token, timeout_s=START_S, listen_fd=listen_fd)
+        self._met = self._own
         self._rendezvous: Rendezvous | None = None
         self._over = threading.Event()
         self._view: View | None = None
@@ -78,7 +80,7 @@ class ReplicaRendezvous:
             host, _, port = view.addresses[0].rpartition(":")
             if not host:
                 raise CollectiveError(f"replica {view.members[0]} is gone: the generation has nowhere to meet")
-            store = connect_store(place, host, int(port), timeout_s=CONNECT_S, listen_fd=None)
+            store = self._met = connect_store(place, host, int(port), token=self._token, timeout_s=CONNECT_S)
         named = PrefixStore(f"membership-{view.generation}", store)
         self._rendezvous = Rendezvous(named, place, timeout_s=self._timeout_s)
         return Process(place, self._device, named, self._rendezvous, self._environ)
@@ -108,6 +110,9 @@ class ReplicaRendezvous:
         """This replica has left the generation: what its saves still wait for does not come."""
         self._over.set()
         self._rendezvous = None
+        if self._met is not self._own:
+            self._met.close()
+        self._met = self._own
 
 
 def _give_up(rendezvous: Rendezvous, sentence: str) -> None:

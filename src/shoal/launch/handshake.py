@@ -1,20 +1,24 @@
-"""Both ends prove that they know the job's token, which never travels.
+"""Both ends of a connection prove that they know the job's token, which never travels: a service (the coordinator, the
+store of the ranks) and its peers.
 
-    coordinator -> peer    a random challenge
-    peer -> coordinator    a random challenge of its own, HMAC-SHA256(token, "peer", both challenges)
-    coordinator -> peer    HMAC-SHA256(token, "coordinator", both challenges)
+    service -> peer    a random challenge
+    peer -> service    a random challenge of its own, HMAC-SHA256(token, "peer", both challenges)
+    service -> peer    HMAC-SHA256(token, "coordinator", both challenges)
 
 Challenges are new for each connection, so a recorded proof is worth nothing in another (RFC 2104; the exchange is that
-of ISO/IEC 9798-4, three passes). It says who connects, not what follows: beyond loopback the connection is TLS.
+of ISO/IEC 9798-4, three passes). It says who connects, not what follows: that needs TLS where the network is not
+trusted. Each service has a key of its own (`key_for`), so that a proof for one is worth nothing at another.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import os
 import secrets
 import stat
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -28,13 +32,13 @@ FEWEST_TOKEN_BYTES = 32
 PROTOCOL = 1
 MOST_HANDSHAKE_BYTES = 512
 MOST_REFUSALS = 3
-"""In a row, after which a token counts as refused: a coordinator that dies, or has too many peers, closes one, too."""
+"""In a row, after which a token counts as refused: a service that dies, or has too many peers, closes one, too."""
 _Challenge = Annotated[bytes, msgspec.Meta(min_length=CHALLENGE_BYTES, max_length=CHALLENGE_BYTES)]
 _Mac = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 
 class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The coordinator's first frame."""
+    """The service's first frame."""
 
     challenge: _Challenge
     protocol: int = PROTOCOL
@@ -48,19 +52,28 @@ class Proof(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     protocol: int = PROTOCOL
 
 
-class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The coordinator's own proof."""
+class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="welcome"):
+    """The service's own proof."""
 
     mac: _Mac
 
 
+class Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="refusal"):
+    """What a service may say to a peer that does not know the token, so that an honest one need not try again."""
+
+
 HELLOS = msgspec.msgpack.Decoder(Hello)
 PROOFS = msgspec.msgpack.Decoder(Proof)
-WELCOMES = msgspec.msgpack.Decoder(Welcome)
+WELCOMES = msgspec.msgpack.Decoder(Welcome | Refusal)
 
 
 class TokenRefused(EnvironmentFault):
     """The other end does not know the job's token, or speaks another version."""
+
+
+def key_for(token: bytes, service: bytes) -> bytes:
+    """The key of one service: another for each, of which none tells the token (HMAC-SHA256 of its name)."""
+    return hmac.new(token, service, hashlib.sha256).digest()
 
 
 def hello() -> Hello:
@@ -69,10 +82,10 @@ def hello() -> Hello:
 
 
 def prove(token: bytes, greeting: Hello) -> Proof:
-    """The peer's answer to `greeting`. Raises `TokenRefused` where the coordinator speaks another version."""
+    """The peer's answer to `greeting`. Raises `TokenRefused` where the service speaks another version."""
     if greeting.protocol != PROTOCOL:
         raise TokenRefused(
-            f"the coordinator speaks version {greeting.protocol} of the protocol, this process {PROTOCOL}: "
+            f"the other end speaks version {greeting.protocol} of the protocol, this process {PROTOCOL}: "
             "run one version of Shoal everywhere"
         )
     challenge = secrets.token_bytes(CHALLENGE_BYTES)
@@ -80,18 +93,24 @@ def prove(token: bytes, greeting: Hello) -> Proof:
 
 
 def welcome(token: bytes, greeting: Hello, proof: Proof) -> Welcome | None:
-    """The coordinator's answer; None to a peer that has not proved anything. Takes the same time for any proof."""
+    """The service's answer; None to a peer that has not proved anything. Takes the same time for any proof."""
     expected = _mac(token, b"peer", greeting.challenge, proof.challenge)
     if not hmac.compare_digest(expected, proof.mac) or proof.protocol != PROTOCOL:
         return None
     return Welcome(_mac(token, b"coordinator", greeting.challenge, proof.challenge))
 
 
-def check_welcome(token: bytes, greeting: Hello, proof: Proof, answer: Welcome) -> None:
-    """Raises `TokenRefused` unless the coordinator knows the token, too."""
+def check_welcome(token: bytes, greeting: Hello, proof: Proof, answer: Welcome | Refusal) -> None:
+    """Raises `TokenRefused` unless the service knows the token, too, and says that this process does."""
+    if isinstance(answer, Refusal):
+        raise TokenRefused(
+            "it refuses this process's token: all processes of a job need the same one; where hosts share no folder, "
+            "copy the file, and name it by SHOAL_JOB_TOKEN on each"
+        )
     if not hmac.compare_digest(_mac(token, b"coordinator", greeting.challenge, proof.challenge), answer.mac):
         raise TokenRefused(
-            "what listens at the coordinator's address does not know this job's token: check the address"
+            "what listens at this address does not know this job's token: check the address, and that all hosts have "
+            "one token"
         )
 
 
@@ -113,17 +132,22 @@ def read_token(path: Path) -> bytes:
 
 
 def make_token(path: Path) -> bytes:
-    """The token in `path`; a new one, written for its owner alone, where there is none. Raises `EnvironmentFault`."""
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except FileExistsError:
+    """The token in `path`; a new one, written for its owner alone, where there is none. Raises `EnvironmentFault`.
+
+    Processes that call this at the same time get the same token: it appears whole, and only once.
+    """
+    if os.path.exists(path):
         return read_token(path)
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-", encoding="ascii") as file:
+            file.write(f"{secrets.token_hex(32)}\n")
+            file.flush()
+            with contextlib.suppress(FileExistsError):
+                os.link(file.name, path)
     except OSError as error:
         raise EnvironmentFault(
             f"{path} cannot be written ({error.strerror}): give another path for the token"
         ) from error
-    with os.fdopen(descriptor, "w", encoding="ascii") as file:
-        file.write(f"{secrets.token_hex(32)}\n")
     return read_token(path)
 
 

@@ -13,19 +13,12 @@ from typing import Any
 import msgspec
 
 from shoal.errors import EnvironmentFault
-from shoal.resilience.events import Answer, Event
 
-MOST_REQUEST_BYTES = 16 << 10
-MOST_ANSWER_BYTES = 8 << 20
 _HEAD_BYTES = 4
 
 
 class FrameError(EnvironmentFault):
     """What came over the wire is no message of this protocol."""
-
-
-EVENTS = msgspec.msgpack.Decoder(Event)
-ANSWERS = msgspec.msgpack.Decoder(Answer)
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -44,8 +37,9 @@ def decode(body: bytes, decoder: Any) -> Any:
         ) from None
 
 
-async def read(reader: asyncio.StreamReader, *, most_bytes: int, begin_s: float, rest_s: float) -> bytes:
-    """The next body. `begin_s`: how long the peer may be silent; `rest_s`: how long the frame may take from there.
+async def read(reader: asyncio.StreamReader, *, most_bytes: int, begin_s: float | None, rest_s: float | None) -> bytes:
+    """The next body. `begin_s`: how long the peer may be silent; `rest_s`: how long the frame may take from there
+    (None: as long as it likes).
 
     Raises `FrameError` for one that is too long, `TimeoutError`, and `asyncio.IncompleteReadError` at the end.
     """
@@ -56,9 +50,13 @@ async def read(reader: asyncio.StreamReader, *, most_bytes: int, begin_s: float,
         return await reader.readexactly(length)
 
 
-def receive(connection: socket.socket, *, most_bytes: int) -> bytes:
-    """The next body, on a blocking socket. Raises `FrameError` and `OSError`."""
-    return _exactly(connection, _checked(_exactly(connection, _HEAD_BYTES), most_bytes))
+def receive(connection: socket.socket, *, most_bytes: int, patient: bool = False) -> bytes:
+    """The next body, on a blocking socket; `patient`: a peer that is silent for longer than its timeout is waited for.
+
+    Raises `FrameError` and `OSError`.
+    """
+    head = _exactly(connection, _HEAD_BYTES, patient=patient)
+    return _exactly(connection, _checked(head, most_bytes), patient=patient)
 
 
 def _checked(head: bytes, most_bytes: int) -> int:
@@ -70,12 +68,17 @@ def _checked(head: bytes, most_bytes: int) -> int:
     return length
 
 
-def _exactly(connection: socket.socket, count: int) -> bytes:
+def _exactly(connection: socket.socket, count: int, *, patient: bool) -> bytes:
     pieces = []
     while count:
-        piece = connection.recv(min(count, 1 << 16))
+        try:
+            piece = connection.recv(min(count, 1 << 16))
+        except TimeoutError:
+            if patient:
+                continue
+            raise
         if not piece:
-            raise ConnectionResetError("the coordinator closed the connection")
+            raise ConnectionResetError("the other end closed the connection")
         pieces.append(piece)
         count -= len(piece)
     return b"".join(pieces)
