@@ -91,7 +91,7 @@ def buffered(place, compiler: Compiler) -> list[Tensor]:
     """A whole DDP model, which broadcasts its buffers in each forward: from C++, between two graphs."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(12, 40), nn.BatchNorm1d(40), nn.Linear(40, 6)).double()
-    model = DistributedDataParallel(model, bucket_cap_mb=0.002)
+    model = DistributedDataParallel(model)
     return [*two_steps(compiled(model, compiler), place.rank), *model.buffers()]
 
 

@@ -12,7 +12,7 @@ the code object costs nothing where nothing is compiled.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import TypeVar
 
@@ -29,9 +29,13 @@ _AS_IT_IS = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)  # the fram
 
 def untraced(what: Untraced) -> Untraced:
     """A function, or a class with all methods of its own, which Dynamo runs as they are, with all that they call."""
-    functions = vars(what).values() if isinstance(what, type) else [what]
-    for function in functions:
-        function = getattr(function, "fget", function)  # of a property
-        if isinstance(function, FunctionType):
-            set_code_exec_strategy(function.__code__, _AS_IT_IS)
+    for function in _functions_of(what):
+        set_code_exec_strategy(function.__code__, _AS_IT_IS)
     return what
+
+
+def _functions_of(what: object) -> Iterator[FunctionType]:
+    for one in vars(what).values() if isinstance(what, type) else [what]:
+        function = one.fget if isinstance(one, property) else one
+        if isinstance(function, FunctionType):
+            yield function
