@@ -28,8 +28,6 @@ from torch.testing._internal.distributed import distributed_test as suite
 import shoal.c10d  # noqa: F401  (the backend's name)
 
 OPENED = os.environ["OPENED"]
-SECONDS = 60
-"""What one test may take."""
 
 
 class Rank(ForkServerProcess):

@@ -75,7 +75,27 @@ def fully_sharded(place, compiler: Compiler) -> list[Tensor]:
     return two_steps(fully_shard(model, mesh=mesh), place.rank)
 
 
-PROGRAMS = [eager_collectives, functional_collectives, fully_sharded]
+def group_inside(place, compiler: Compiler) -> list[Tensor]:
+    """A function that makes its group itself: Dynamo sees the frames in which it comes to be."""
+
+    def step(x: Tensor) -> Tensor:
+        group = dist.new_group(list(range(place.size)))
+        y = x * 2
+        dist.all_reduce(y, group=group)
+        return y.sin()
+
+    return [compiled(step, compiler)(batch(place.rank))]
+
+
+def buffered(place, compiler: Compiler) -> list[Tensor]:
+    """A whole DDP model, which broadcasts its buffers in each forward: from C++, between two graphs."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(12, 40), nn.BatchNorm1d(40), nn.Linear(40, 6)).double()
+    model = DistributedDataParallel(model)
+    return [*two_steps(compiled(model, compiler), place.rank), *model.buffers()]
+
+
+PROGRAMS = [eager_collectives, functional_collectives, fully_sharded, group_inside, buffered]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -91,11 +111,12 @@ def test_programs_of_inductor_compute_what_they_compute_on_gloo(ranks, program) 
     agree(ranks(2, both, partial(program, compiler="inductor"), timeout_s=240.0))
 
 
-def uneven(place) -> list[Tensor]:
-    """Rank r takes r + 2 steps: who has no more data shadows the others' collectives."""
+def uneven(place, by_all: bool) -> list[Tensor]:
+    """Rank r takes r + 2 steps: who has no more data shadows the others' collectives. Gradients are divided by the
+    number of all ranks (`by_all`), or of those that remain."""
     model = DistributedDataParallel(network(), bucket_cap_mb=0.002)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with model.join():
+    with model.join(divide_by_initial_world_size=by_all):
         for number in range(place.rank + 2):
             model(batch(10 * number + place.rank)).square().mean().backward()
             optimizer.step()
@@ -103,9 +124,11 @@ def uneven(place) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def test_uneven_inputs_train_as_on_gloo(ranks) -> None:
-    """DDP's own `join`, which divides by all ranks."""
-    agree(ranks(3, both, uneven))
+@pytest.mark.parametrize("by_all", [True, False])
+def test_uneven_inputs_train_as_on_gloo(ranks, by_all: bool) -> None:
+    """DDP's own `join`, which divides by all ranks or by those that still have data. For that its C++ asks a work for
+    its result that no Python refers to any longer."""
+    agree(ranks(3, both, partial(uneven, by_all=by_all)))
 
 
 def joined_zero(place) -> list[Tensor]:

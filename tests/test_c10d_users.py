@@ -561,3 +561,28 @@ def test_a_timeout_that_is_set_later_is_kept(ranks, size: int, hosts: int) -> No
     """`_set_pg_timeout`, as with Gloo and NCCL: the next call ends after it, long before the one from the start."""
     sentence = ranks(size, hurried, hosts)[0]
     assert re.search("[Tt]imed out", sentence), sentence
+
+
+def monitored(place: Any) -> str:
+    """All ranks pass once; then rank 1 does not come, and rank 0 is told who."""
+
+    def program(rank: int) -> str:
+        group: Any = dist.group.WORLD
+        group.monitored_barrier(timedelta(seconds=HANG_S))
+        if rank == 1:
+            place.store.get("told")
+            return ""
+        try:
+            group.monitored_barrier(timedelta(seconds=1))
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            place.store.set("told", "")
+        return "passed"
+
+    return on_shoal(place, program, timeout_s=NEVER_S)
+
+
+def test_a_monitored_barrier_names_who_does_not_come(ranks) -> None:
+    """Called on the group: `dist.monitored_barrier` refuses all backends but one whose name is "gloo"."""
+    assert "Rank 1 failed to pass monitoredBarrier" in ranks(2, monitored)[0]

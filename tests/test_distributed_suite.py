@@ -13,6 +13,9 @@ import pytest
 SLICES = 8
 FEWEST = 9
 """Tests of each slice that pass on Gloo: most of PyTorch's need a GPU or another backend."""
+OF_GLOO_BY_NAME = {"test_get_backend", "test_monitored_barrier_gloo", "test_monitored_barrier_gloo_subgroup"}
+"""They ask that `get_backend` says "gloo", or `dist.monitored_barrier` asks so: it refuses all other backends. The
+group's own `monitored_barrier` works (`tests/test_c10d_users.py`)."""
 
 
 def outcomes(backend: str, names: list[str], folder: Path) -> dict[str, str]:
@@ -46,7 +49,7 @@ def names_of_tests(folder: Path) -> list[str]:
 def test_what_passes_on_gloo_passes_here(part: int, tmp_path: Path) -> None:
     """An eighth of the tests, two ranks each."""
     gloo = outcomes("gloo", names_of_tests(tmp_path)[part::SLICES], tmp_path)
-    passed = sorted(name for name, how in gloo.items() if how == "passed")
+    passed = sorted(name for name, how in gloo.items() if how == "passed" and name not in OF_GLOO_BY_NAME)
     assert len(passed) >= FEWEST
     ours = outcomes("shoal", passed, tmp_path)
     assert {name: how for name, how in ours.items() if how != "passed"} == {}

@@ -26,10 +26,12 @@ from shoal.comm.hierarchical.group import share_hosts
 from shoal.comm.shm.core import CoreMissing
 from shoal.comm.shm.group import share_core
 from shoal.comm.shm.host import Apart
+from shoal.comm.untraced import untraced
 
 BACKEND = "shoal"
 
 
+@untraced
 def create_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     """The group of one rank; blocks until all its ranks have called this. In the form that c10d asks of a backend."""
     timeout_s = timeout.total_seconds()

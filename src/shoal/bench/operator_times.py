@@ -29,7 +29,7 @@ from shoal.comm.collective import Collective
 from shoal.models.layers import rotated, rotations
 
 DEPTH = 4
-WINDOWS = 3
+WARM_UP, WINDOWS, WINDOW_S = 2, 3, 0.004
 ROWS = (64, 256, 1024, 4096)
 COLUMNS = (32, 128, 512)
 CLASSES = (64, 256, 1024)
@@ -50,22 +50,6 @@ Once = Callable[[], tuple[float, float]]
 """(forward, backward) seconds of one layer, measured once."""
 
 
-@dataclass(frozen=True)
-class Effort:
-    """How often an operator is called: `warm_up` times, then in `windows` of at least `repeats` calls and `window_s`
-    seconds each; and on how many tokens at most."""
-
-    most_rows: int = ROWS[-1]
-    warm_up: int = 2
-    windows: int = WINDOWS
-    repeats: int = 3
-    window_s: float = 0.004
-
-
-FEW_CALLS = Effort(most_rows=1024, warm_up=1, windows=2, repeats=1, window_s=0.001)
-"""Of a quick calibration: short operators are measured as well as else, long ones twice, the longest are left out."""
-
-
 def product_times(world: Collective) -> Iterator[dict[str, Any]]:
     """A row of the calibration for each matrix product, in FLOP/s."""
     sizes = itertools.product(PRODUCT_TOKENS, itertools.product(FEATURES, FEATURES))
@@ -78,11 +62,11 @@ def product_times(world: Collective) -> Iterator[dict[str, Any]]:
         yield {"dtype": name, "m": m, "n": n, "k": k, "ranks": world.size, "flops_s": 2 * m * n * k / seconds}
 
 
-def operator_times(world: Collective, effort: Effort = Effort()) -> Iterator[dict[str, Any]]:
+def operator_times(world: Collective) -> Iterator[dict[str, Any]]:
     """A row of the calibration for each operator and size in float32, in seconds."""
-    for point in points(torch.float32, most_rows=effort.most_rows):
+    for point in points(torch.float32):
         world.barrier().wait()
-        forward_s, backward_s = rank_mean(world, _windowed(point.build(), effort))
+        forward_s, backward_s = rank_mean(world, _windowed(point.build()))
         for m, n, k in point.sizes:
             yield {
                 "operator": point.operator, "dtype": "float32", "m": m, "n": n, "k": k, "ranks": world.size,
@@ -126,16 +110,15 @@ class Point:
     build: Callable[[], Once]
 
 
-def points(dtype: torch.dtype, *, most_rows: int = ROWS[-1]) -> Iterator[Point]:
-    """All operators and sizes up to `most_rows` tokens, in an order that is the same on every rank."""
-    rows = [count for count in ROWS if count <= most_rows]
-    for m, (n, k) in itertools.product(rows, itertools.combinations_with_replacement(COLUMNS, 2)):
+def points(dtype: torch.dtype) -> Iterator[Point]:
+    """All operators and sizes, in an order that is the same on every rank."""
+    for m, (n, k) in itertools.product(ROWS, itertools.combinations_with_replacement(COLUMNS, 2)):
         yield Point("linear", tuple({(m, n, k), (m, k, n)}), lambda m=m, n=n, k=k: _linear(m, n, k, dtype))
-    for m, n in itertools.product(rows, COLUMNS):
+    for m, n in itertools.product(ROWS, COLUMNS):
         for name in ("norm", "gate", "gelu", "rotary", "copy"):
             yield Point(name, ((m, n, 1),), lambda name=name, m=m, n=n: _elementwise(name, m, n, dtype))
         yield Point("embedding", ((m, n, 1),), lambda m=m, n=n: _embedding(m, n, dtype))
-    for m, n in itertools.product(rows, CLASSES):
+    for m, n in itertools.product(ROWS, CLASSES):
         yield Point("loss", ((m, n, 1),), lambda m=m, n=n: _loss(m, n))
     for m, n, k in itertools.product(HEADS, TOKENS, HEAD_SIZES):
         yield Point("attention", ((m, n, k),), lambda m=m, n=n, k=k: _attention(m, n, k, dtype))
@@ -217,17 +200,17 @@ def _timed(start: Callable[[], Tensor], layers: Sequence[Callable[[Tensor], Tens
     return once
 
 
-def _windowed(once: Once, effort: Effort) -> tuple[float, float]:
+def _windowed(once: Once) -> tuple[float, float]:
     """The fastest of a few windows, after a warm-up."""
-    for _ in range(effort.warm_up):
+    for _ in range(WARM_UP):
         once()
-    return min((_window(once, effort) for _ in range(effort.windows)), key=sum)
+    return min((_window(once) for _ in range(WINDOWS)), key=sum)
 
 
-def _window(once: Once, effort: Effort) -> tuple[float, float]:
+def _window(once: Once) -> tuple[float, float]:
     forward = backward = 0.0
     count = 0
-    while count < effort.repeats or forward + backward < effort.window_s:
+    while count < FEWEST_CALLS or forward + backward < WINDOW_S:
         spent = once()
         forward, backward, count = forward + spent[0], backward + spent[1], count + 1
     return forward / count, backward / count

@@ -79,18 +79,18 @@ def crowd_run(folder: Path, corpus: Path) -> RunFile:
     )
 
 
-def wait_times(world: Collective, *, repeats: int = PIECE_REPEATS) -> Iterator[dict[str, Any]]:
+def wait_times(world: Collective) -> Iterator[dict[str, Any]]:
     """A row of the calibration for each piece of computation, the same on all ranks.
 
     `wait_s` is what an all-reduce of a few numbers adds to the piece, `byte_s` what each byte of a larger one adds. Of
-    `repeats` windows the fastest counts.
+    a few windows the fastest counts.
     """
     few, many = torch.zeros(8), torch.zeros(MANY_BYTES // 4)
     for tokens, layers in PIECES:
         work = _piece(tokens, layers)
         count = max(3, int(PIECE_WINDOW_S / _mean_s(world, work, 3)))
         sides = (work, _then_all_reduce(work, world, few), _then_all_reduce(work, world, many))
-        times = [[_mean_s(world, side, count) for side in sides] for _ in range(repeats)]
+        times = [[_mean_s(world, side, count) for side in sides] for _ in range(PIECE_REPEATS)]
         piece_s, few_s, many_s = map(min, zip(*times, strict=True))
         yield {
             "ranks": world.size,

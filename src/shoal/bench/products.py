@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -40,13 +39,6 @@ def products(
     processes: Annotated[
         str, typer.Option(help="Numbers of ranks at once, several with commas; 1 is the peer.")
     ] = "1,2,4",
-    quick: Annotated[
-        bool,
-        typer.Option(
-            "--quick",
-            help="What a first prediction needs, on one and two ranks, in a minute; rough. Nothing where it is there.",
-        ),
-    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Matrix products, operators and copies of 1 to N ranks at once; kept as this machine's calibration.
@@ -56,30 +48,17 @@ def products(
     from shoal.planning.cluster_here import calibration_path
 
     if is_rank():
-        run_as_rank(partial(measure, quick=quick))
+        run_as_rank(measure)
         return
-    if quick and _is_measured(calibration_path(os.environ)):
-        print_report("products", {"rows": [], "checks": []}, as_json=as_json)
-        return
-    counts = [1, 2] if quick else world_sizes(processes, least=1)
+    counts = world_sizes(processes, least=1)
     if 1 not in counts:
         raise typer.BadParameter(f"'{processes}'; give numbers of ranks, 1 among them", param_hint="--processes")
-    results = [
-        on_ranks(["shoal", "bench", "products", *(["--quick"] if quick else [])], processes=count) for count in counts
-    ]
+    results = [on_ranks(["shoal", "bench", "products"], processes=count) for count in counts]
     path = calibration_path(os.environ)
     calibration = keep(results, path)
     print_report("products", {"rows": list(product_rows(calibration.products)), "checks": []}, as_json=as_json)
     if not as_json:
         print(f"Kept: {path}")
-
-
-def _is_measured(path: Path) -> bool:
-    """Whether this machine's operators are known, with this version of torch."""
-    from shoal.planning.cluster_here import read_calibration
-
-    known = read_calibration(path)
-    return known is not None and bool(known.operators) and (known.machine, known.torch) == _machine()
 
 
 def _machine() -> tuple[str, str]:
@@ -88,26 +67,24 @@ def _machine() -> tuple[str, str]:
     return f"{facts['processor']}, {facts['cores']} cores", facts["torch"]
 
 
-def measure(place: Place, *, quick: bool = False) -> dict[str, Any] | None:
-    """Everything that is measured with this number of ranks; None on all ranks but rank 0. `quick`: no matrix products
-    by themselves, and everything else a few times only."""
+def measure(place: Place) -> dict[str, Any] | None:
+    """Everything that is measured with this number of ranks; None on all ranks but rank 0."""
     from torch._C._distributed_c10d import PrefixStore
 
     from shoal.bench.collective_times import collective_rows, fits_of
     from shoal.bench.groups import join_mesh, join_store
-    from shoal.bench.operator_times import FEW_CALLS, Effort, copy_bytes_s, operator_times, product_times
-    from shoal.bench.overheads import PIECE_REPEATS, crowded_step_s, host_times, wait_times
+    from shoal.bench.operator_times import copy_bytes_s, operator_times, product_times
+    from shoal.bench.overheads import crowded_step_s, host_times, wait_times
     from shoal.planning.operators import cores
     from shoal.topology.layout import Layout
 
     store, ranks = join_store(place), place.world_size
     world = join_mesh(Layout(replicate=ranks), place, store).world
-    effort = FEW_CALLS if quick else Effort()
     own_cores, several = ranks <= cores(), ranks > 1
     result = {
-        "products": [] if quick else list(product_times(world)),
-        "operators": [*(operator_times(world, effort) if own_cores else ()), *(() if several else host_times())],
-        "waits": list(wait_times(world, repeats=2 if quick else PIECE_REPEATS)) if several else [],
+        "products": list(product_times(world)),
+        "operators": [*(operator_times(world) if own_cores else ()), *(() if several else host_times())],
+        "waits": list(wait_times(world)) if several else [],
         "crowd": {"ranks": ranks, "step_s": crowded_step_s(world)},
         "copy_bytes_s": copy_bytes_s(world),
         "collectives": list(fits_of(collective_rows(place, PrefixStore("sweep", store), ROUGH))) if several else [],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -91,14 +92,17 @@ def plan(
     from shoal.planner.search.scaling import scaling_of
     from shoal.planning.answer import cluster_file, planned
     from shoal.planning.history import confidence_in
+    from shoal.planning.measured_step import step_of_earlier_run
     from shoal.planning.pictures import draw_plan
     from shoal.planning.plan_file import run_file_of
 
     if elsewhere is not None:
         _show_elsewhere(loaded, elsewhere, as_json=as_json)
         return
-    step = _measured_step(measured_step, of, loaded)
     where = cluster_file(loaded, cluster)
+    step = _measured_step(measured_step, of, loaded)
+    if step is None and where is None:
+        step = step_of_earlier_run(loaded, host=socket.gethostname())
     with busy("searching the layouts that fit"):
         result = planned(loaded, where, keep=max(top, measure), why_not=why_not, measured_step=step)
     trials = _trials(run_file, result, overrides or (), measure) if measure else []

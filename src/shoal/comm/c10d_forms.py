@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,6 +16,8 @@ from torch._C._distributed_c10d import Store
 
 from shoal.comm.board import GRACE_S, bounded
 from shoal.errors import CollectiveError
+
+_WORKS_KEPT, _SMALL_BYTES = 64, 64
 
 profiler_enabled = torch.autograd._profiler_enabled  # pyright: ignore[reportPrivateImportUsage]
 
@@ -80,6 +83,33 @@ def joined(works: Sequence[Any]) -> Any:
     if works and not left:
         return None
     return left[0] if len(works) == 1 else JoinedWork(left)
+
+
+class SmallWorks:
+    """The last works that wrote a few numbers each. They live on when they are over.
+
+    C++ may hold the only reference to a work that Python made: DDP's `join` keeps the work of one number in each
+    forward, waits for it in the backward and then asks for its future. Without its Python half a work has none:
+    "getFuture not implemented" (torch 2.11 to 2.13). Python cannot see whether C++ still holds a work. One of a few
+    numbers is cheap to keep, and many of them may come between forward and backward.
+    """
+
+    def __init__(self) -> None:
+        self._works: deque[dist.Work] = deque(maxlen=_WORKS_KEPT)
+
+    def keep(self, work: dist.Work, outputs: Sequence[Tensor]) -> None:
+        """Keeps `work`, which writes `outputs`, if they are small."""
+        if len(outputs) == 1 and outputs[0].nbytes <= _SMALL_BYTES and _is_small(outputs[0]):
+            self._works.append(work)
+
+    def clear(self) -> None:
+        """Keeps none of them any longer."""
+        self._works.clear()
+
+
+def _is_small(tensor: Tensor) -> bool:
+    """Also the memory that it is a part of."""
+    return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() <= _SMALL_BYTES
 
 
 class GlooGroup(dist.ProcessGroupGloo):

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.at_work import AT_WORK
+from shoal.comm.c10d_forms import SmallWorks
 from shoal.comm.seam_work import FutureThreads, complete
 
 
@@ -90,7 +91,7 @@ class Worker:
 
     def __init__(self, close: Callable[[], object], *, name: str, goes_on: bool = False) -> None:
         self._calls: SimpleQueue[QueuedWork | None] = SimpleQueue()
-        self._futures = FutureThreads()
+        self._futures, self._small = FutureThreads(), SmallWorks()
         arguments = (self._calls, close, goes_on)
         self._thread = threading.Thread(target=_work_off, args=arguments, name=name, daemon=True)
         self._thread.start()
@@ -105,6 +106,7 @@ class Worker:
             raise RuntimeError("this group is closed")
         work = QueuedWork(run, what, outputs, self._futures, timeout_s)
         self._calls.put(work)
+        self._small.keep(work, outputs)
         return work
 
     @property

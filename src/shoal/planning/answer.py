@@ -13,7 +13,7 @@ from shoal import units
 from shoal.cost.footprint import AUTOCAST, FLOAT32, FLOAT64, Footprint, Overheads, StateBytes
 from shoal.cost.transformer import Transformer
 from shoal.engine.config import BFloat16, Float8, Float16, Float32, Float64
-from shoal.errors import ConfigError, LayoutError
+from shoal.errors import ConfigError, LayoutError, UsageError
 from shoal.models.config import GPTConfig, MoEConfig
 from shoal.planner.explain.explain import helps
 from shoal.planner.explain.explain import why_not as explain_why_not
@@ -169,9 +169,8 @@ def planned(
     predictor, evidence = predictor_of(run_file, cluster), DATA_SHEET
     basis = basis_of(predictor, stated=cluster is not None)
     if measured_step is not None:
-        of = predictor_of(measured_step.run_file, measured_step.cluster or cluster)
-        predictor, evidence = calibrated(predictor, of, measured_step)
-        basis += f", calibrated on a measured step of {units.seconds(measured_step.step_s)}"
+        predictor, evidence, how = _calibrated(predictor, cluster, measured_step)
+        basis += how
     allowed = Allowed()
     found = search(predictor, allowed, keep=keep, legal=runnable(run_file, predictor.cluster))
     best = found.best[0]
@@ -186,6 +185,20 @@ def planned(
         evidence=evidence,
         track_record=_track_record(predictor),
     )
+
+
+def _calibrated(predictor: Predictor, cluster: Path | None, step: MeasuredStep) -> tuple[Predictor, Evidence, str]:
+    """And how, for people. A step that was asked for must fit; one that was found in a run directory may not."""
+    took = units.seconds(step.step_s)
+    try:
+        found, evidence = calibrated(predictor, predictor_of(step.run_file, step.cluster or cluster), step)
+    except (UsageError, LayoutError) as why:
+        if step.directory is None:
+            raise
+        return predictor, DATA_SHEET, f"; not calibrated on the {took} a step that {step.directory} took: {why}"
+    if step.directory is None:
+        return found, evidence, f", calibrated on a measured step of {took}"
+    return found, evidence, f", calibrated on the {took} a step that {step.directory} took here"
 
 
 def _track_record(predictor: Predictor) -> str | None:

@@ -4,6 +4,9 @@ The rates of a data sheet are those of the best shapes at full power; a device i
 them. One number carries that: a factor on the rate of matrix products; where the host's launches set the pace, the
 seconds of a launch; on a machine whose operators were measured, a factor on all of their seconds. It is the one with
 which the measured run's own plan is predicted to take what it took.
+
+A run that has trained on this machine has left its steps behind: `step_of_earlier_run` finds them, and a plan of the
+same model needs no measurement of its own.
 """
 
 from __future__ import annotations
@@ -13,14 +16,22 @@ from pathlib import Path
 
 from shoal import units
 from shoal.errors import UsageError
+from shoal.observe.attempts import last_attempt
+from shoal.observe.events import read_events
+from shoal.observe.facts import read_facts, text_of
+from shoal.observe.prediction import median_step_s
 from shoal.planner.explain.residuals import Evidence
 from shoal.planner.predict.bill import Constants
 from shoal.planner.predict.measured import Measured
 from shoal.planner.predict.predictor import Predictor
 from shoal.planner.predict.workload import calibrate_compute, calibrate_dispatch, calibrate_factor
 from shoal.planning.plan_file import written_plan
-from shoal.runfile.run_file import RunFile
+from shoal.runfile.load import load_run
+from shoal.runfile.run_file import RunFile, run_directory
 from shoal.topology.cluster import Cluster
+
+ONE_HOST = ("on one host", "one rank alone")
+"""How the reason for a run's backend says that all ranks were on one host (`shoal.comm.backends`)."""
 
 MET = 0.01
 """Share of the measured step by which the calibrated prediction may miss it."""
@@ -28,11 +39,39 @@ MET = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredStep:
-    """`step_s` seconds of one step of `run_file`, on the cluster of a file; None: where it is planned for."""
+    """`step_s` seconds of one step of `run_file`, on the cluster of a file; None: where it is planned for. `directory`
+    is that of the run, where the step was found there."""
 
     run_file: RunFile
     step_s: float
     cluster: Path | None = None
+    directory: Path | None = None
+
+
+def step_of_earlier_run(run_file: RunFile, *, host: str) -> MeasuredStep | None:
+    """The median step in the run directory of `run_file`; None where no run on CPU cores of `host` alone has left one
+    that says something of this run.
+
+    Model, precision and strategy must be the same; layout, batch and processes are what a plan varies.
+    Raises `UsageError` or `ConfigError` for a run directory that cannot be read.
+    """
+    directory = run_directory(run_file)
+    if run_file.run.device == "cuda" or not (directory / "run.toml").is_file():
+        return None
+    facts = read_facts(directory)
+    alone = any(words in text_of(facts.get("wire")) for words in ONE_HOST)
+    if text_of(facts.get("host")) != host or text_of(facts.get("device")) != "cpu" or not alone:
+        return None
+    ran = load_run(directory / "run.toml", ())
+    step_s = median_step_s(last_attempt(read_events(directory)))
+    if step_s is None or not _alike(ran, run_file):
+        return None
+    return MeasuredStep(run_file=ran, step_s=step_s, directory=directory)
+
+
+def _alike(a: RunFile, b: RunFile) -> bool:
+    """Whether a step of one says something of the other's."""
+    return (a.model, a.precision, a.sync, a.run.compile) == (b.model, b.precision, b.sync, b.run.compile)
 
 
 def calibrated(predictor: Predictor, of: Predictor, step: MeasuredStep) -> tuple[Predictor, Evidence]:

@@ -25,6 +25,7 @@ from shoal.comm.c10d_forms import GlooGroup, checked_root, given_timeout_s, join
 from shoal.comm.shm.core import DTYPES, REDUCTIONS, Kind, load_core
 from shoal.comm.shm.host import find_mates
 from shoal.comm.shm.transport import Transport, core_settings
+from shoal.comm.untraced import untraced
 
 Finish = list[Callable[[], object]]
 
@@ -60,6 +61,7 @@ def share_core(inner: Any, store: Store, *, timeout_s: float, prompt: bool = Fal
     return CoreGroup(inner, Transport(load_core(), mates, rank=rank, settings=settings, prompt=prompt))
 
 
+@untraced
 class CoreGroup(dist.ProcessGroup):
     """`inner` is a Gloo group of the same ranks. Tensors may be of any strides. A call gives a work, or None where its
     transport is `prompt`.

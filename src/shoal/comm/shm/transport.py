@@ -24,6 +24,7 @@ from ctypes import byref, c_int, c_uint8, c_uint64, c_void_p
 import torch
 from torch import Tensor
 
+from shoal.comm.c10d_forms import SmallWorks
 from shoal.comm.seam_work import FutureThreads
 from shoal.comm.shm.core import BYTES, Core, Fault, Kind, Outcome, Settings, Signature, load_call
 from shoal.comm.shm.host import HostMates
@@ -65,6 +66,7 @@ class Transport:
         self.rank, self.size = rank, len(mates.segments)
         self._core, self._timeout_s, self._futures = core, settings.timeout_s, FutureThreads()
         self._under_way: UnderWay = OrderedDict()
+        self._small = SmallWorks()
         self._prompt, self._call = prompt, load_call() if prompt else None
         self._limit_s: float | None = None
         streams = [mates.streams[q].detach() if q in mates.streams else -1 for q in range(self.size)]
@@ -73,7 +75,7 @@ class Transport:
         if handle is None:
             raise MemoryError("no memory for a group")
         self._handle: int = handle
-        self._life = _Life(core, handle, self._under_way, self._futures)
+        self._life = _Life(core, handle, self._under_way, self._small, self._futures)
         weakref.finalize(self, self._life.free).atexit = False  # the kernel tidies up after a process
 
     def close(self) -> None:
@@ -224,6 +226,7 @@ class Transport:
             under_way=self._under_way, in_order=in_order,
         )  # fmt: skip
         self._remember(work)
+        self._small.keep(work, kept.outputs)
         return work
 
     def _remember(self, work: CoreWork) -> None:
@@ -244,8 +247,10 @@ class Transport:
 class _Life:
     """The end of a group in the core, once, and of its handle."""
 
-    def __init__(self, core: Core, handle: int, under_way: UnderWay, futures: FutureThreads) -> None:
-        self._core, self._handle, self._under_way, self._futures = core, handle, under_way, futures
+    def __init__(
+        self, core: Core, handle: int, under_way: UnderWay, small: SmallWorks, futures: FutureThreads
+    ) -> None:  # fmt: skip
+        self._core, self._handle, self._under_way, self._small, self._futures = core, handle, under_way, small, futures
         self._ending = threading.Lock()
         self.over = False
 
@@ -257,6 +262,7 @@ class _Life:
                 self._core.shoal_end(self._handle)
                 self._futures.close()
                 self._under_way.clear()
+                self._small.clear()
 
     def free(self) -> None:
         """When nobody can call any more."""

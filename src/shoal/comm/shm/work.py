@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shoal.comm.seam_work import FutureThreads, complete
 from shoal.comm.shm.core import Core, Fault, Kind, Outcome, Signature
+from shoal.comm.untraced import untraced
 
 PATIENCE_S = 0.1
 """How long the core is waited in before Python looks whether somebody has pressed Ctrl-C."""
@@ -37,6 +38,7 @@ UnderWay = OrderedDict[int, "CoreWork"]
 """Works that are not over, by their ids."""
 
 
+@untraced
 class CoreWork(dist.Work):
     """`in_order`: works of the group like this one end in the order in which they were made. It is taken out of
     `under_way` when it is over."""
