@@ -15,6 +15,7 @@ from shoal.codec.stated import is_stated, label
 from shoal.cost.plan import Plan
 from shoal.planner.explain.text import Change, table
 from shoal.planner.predict.codecs import UNCODED
+from shoal.planner.predict.coding import measured_time
 from shoal.planner.predict.predictor import Prediction, Predictor
 
 
@@ -67,10 +68,16 @@ class Codings:
     plan: str
     prices: tuple[CodecPrice, ...]
     verdict: str
+    basis: str
 
     def record(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        return {"plan": self.plan, "prices": [asdict(one) for one in self.prices], "verdict": self.verdict}
+        return {
+            "plan": self.plan,
+            "prices": [asdict(one) for one in self.prices],
+            "verdict": self.verdict,
+            "basis": self.basis,
+        }
 
     def text(self) -> str:
         """The table, and the verdict below it."""
@@ -86,7 +93,7 @@ class Codings:
             for one in self.prices
         ]
         head = ("gradients between replicas", "sent", "wire", "coding", "residual", "step")
-        return f"Codecs of gradients, with {self.plan}:\n{table(head, rows)}\n{self.verdict}"
+        return f"Codecs of gradients, with {self.plan}:\n{table(head, rows)}\n{self.verdict}\n{self.basis}"
 
 
 Legal = Callable[[CodecConfig, Plan], bool]
@@ -102,7 +109,9 @@ def codings(predictor: Predictor, one: Prediction, legal: Legal) -> Codings | No
         replace(codec_price(other, other.predict(one.plan)), caveat=proposal.caveat)
         for proposal, other in _others(predictor, one.plan, legal)
     ]
-    return Codings(plan=one.plan.describe(), prices=(own, *found), verdict=_verdict(own, found))
+    return Codings(
+        plan=one.plan.describe(), prices=(own, *found), verdict=_verdict(own, found), basis=_basis(predictor)
+    )
 
 
 def codec_changes(predictor: Predictor, best: Prediction, legal: Legal) -> list[Change]:
@@ -156,6 +165,17 @@ def _others(predictor: Predictor, plan: Plan, legal: Legal) -> list[tuple[Propos
 
 
 UNCODED_AGAIN = Proposal(key='codec.kind = "none"', codec=UNCODED, above="0")
+
+
+def _basis(predictor: Predictor) -> str:
+    """Where the seconds of coding come from."""
+    measured, codecs = predictor.measured, predictor.stack.codecs
+    times = codecs.times if measured is None else measured.codecs
+    missing = [one.key for one in PROPOSED if measured_time(one.codec, times) is None]
+    if not missing:
+        return "Coding takes what shoal bench codec measured on this machine."
+    of = "Coding" if len(missing) == len(PROPOSED) else f"Coding of {'; '.join(missing)}"
+    return f"{of} is priced by passes over memory, a lower bound; shoal bench codec measures CPU cores."
 
 
 def _verdict(own: CodecPrice, found: Sequence[CodecPrice]) -> str:

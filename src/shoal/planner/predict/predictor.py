@@ -85,7 +85,7 @@ class Predictor:
         constants: Constants | None = None,
         stack: Stack | None = None,
     ) -> Predictor:
-        """The same on another cluster; `measured`: what was measured of it; `constants`, `stack`: others than before."""
+        """The same on another cluster, of which `measured` was measured; `constants`, `stack`: others than before."""
         return Predictor(
             self.workload,
             cluster,

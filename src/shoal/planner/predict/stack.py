@@ -25,19 +25,18 @@ class Stack:
     where `overlap_data` is not: a network works beside the cores that compute. `overlap_pipeline`: transfers between
     stages run beside computation. `scatter_pipeline`: tensor ranks send a share each (arXiv:2104.04473, section 4.1).
     `eager`: gates and rotary positions are a kernel an operator. `own_blocks`: its blocks are this project's eager
-    ones, whose memory has forms of its own. `fused_loss`: one kernel computes the cross-entropy from logits of the stack's dtype.
-    `eager_loss`: PyTorch's, of logits that are cast to float32 first.
-    `attention`: the kernel of its fused attention. `stops_early`: full recomputation ends before a block's last
-    product, whose result the backward does not need (PyTorch's non-reentrant checkpoint). `balances_stages`: the last
-    stages have fewer layers to make room for the head; else all have as many. `agreements`: sums of a few numbers over
-    all ranks in a step. `crossing_copies`: copies of an activation that a collective between tensor ranks makes.
-    `gathers_each`: under sequence parallelism every column layer gathers its input for itself, though several have the
-    same. `whole_loss`: tensor ranks gather the logits and compute the whole loss each.
-    `context`: how context ranks exchange keys and values, all of it seen; None: gathers of keys, hidden behind
-    attention. `update_bytes`: what a step of the optimizer moves for a parameter, Megatron's by default: copy of the
-    gradient 6, unscale and norm 12, Adam in float32 28, cast to half 6. `float8`: which linear layers of a block
-    compute in float8, `float8_casts` whose they are; `gathers_float8`: ZeRO gathers their weights in it. `codecs`: what
-    is coded on the wire.
+    ones, whose memory has forms of its own. `fused_loss`: one kernel computes the cross-entropy from logits of the
+    stack's dtype. `eager_loss`: PyTorch's, of logits that are cast to float32 first. `attention`: the kernel of its
+    fused attention. `stops_early`: full recomputation ends before a block's last product, whose result the backward
+    does not need (PyTorch's non-reentrant checkpoint). `balances_stages`: the last stages have fewer layers to make
+    room for the head; else all have as many. `agreements`: sums of a few numbers over all ranks in a step.
+    `crossing_copies`: copies of an activation that a collective between tensor ranks makes. `gathers_each`: under
+    sequence parallelism every column layer gathers its input for itself, though several have the same. `whole_loss`:
+    tensor ranks gather the logits and compute the whole loss each. `context`: how context ranks exchange keys and
+    values, all of it seen; None: gathers of keys, hidden behind attention. `update_bytes`: what a step of the
+    optimizer moves for a parameter, Megatron's by default: copy of the gradient 6, unscale and norm 12, Adam in
+    float32 28, cast to half 6. `float8`: which linear layers of a block compute in float8, `float8_casts` whose they
+    are; `gathers_float8`: ZeRO gathers their weights in it. `codecs`: what is coded on the wire.
     """
 
     name: str

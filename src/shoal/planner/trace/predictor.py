@@ -61,7 +61,7 @@ class TracedPredictor(Predictor):
         constants: Constants | None = None,
         stack: Stack | None = None,
     ) -> TracedPredictor:
-        """The same on another cluster; `measured`: what was measured of it; `constants`, `stack`: others than before."""
+        """The same on another cluster, of which `measured` was measured; `constants`, `stack`: others than before."""
         return TracedPredictor(
             self.job,
             cluster,
