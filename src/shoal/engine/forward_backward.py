@@ -24,6 +24,7 @@ from shoal.engine.microbatches import leaves
 from shoal.gradients.gradients import Gradients
 from shoal.models.roles import DeclaresParts
 from shoal.parallel.pipeline.execute import Computation, Hooks, run_pipeline
+from shoal.parallel.pipeline.packing import AS_IT_IS, Packing
 from shoal.parallel.pipeline.pipedream import Update, run_pipedream
 from shoal.parallel.pipeline.stages import Stages
 from shoal.schedules.table import Action, Table, forward_only
@@ -118,7 +119,8 @@ class PipelinedForwardBackward:
     """`ForwardBackward` by `table` over the ranks of `group`, the pipeline; `back` is a second group of them.
 
     The number of microbatches that `arrange` gives is a multiple of the table's. `counts`: does this rank hold the last
-    stage, and no other holds the same numbers? `splits`: see `Computation`.
+    stage, and no other holds the same numbers? `splits`: see `Computation`. `packing`: what
+    activations become between ranks.
     """
 
     compute: Compute
@@ -129,6 +131,7 @@ class PipelinedForwardBackward:
     back: Collective
     counts: bool
     splits: bool = True
+    packing: Packing = AS_IT_IS
 
     def __call__(
         self,
@@ -206,16 +209,20 @@ class PipelinedForwardBackward:
             with self.compute.precision.autocast(self.compute.device), self.compute.randomness.drawing():
                 yield
 
-        run = run_pipeline if update is None else partial(run_pipedream, update=update)
+        whole = partial(
+            run_pipeline,
+            device=self.compute.device,
+            back=self.back,
+            likenesses=_likenesses(microbatches),
+            packing=self.packing,
+        )
+        run = whole if update is None else partial(run_pipedream, update=update, run=whole)
         run(
             table,
             self.group,
             Computation(self.stages.forward, loss, self.stages.weights, splits=self.splits),
             [call_model(model.context, microbatch.batch.inputs) for microbatch in microbatches],
-            device=self.compute.device,
-            back=self.back,
             hooks=Hooks(around=around),
-            likenesses=_likenesses(microbatches),
         )
 
     def _loss_sum(self, output: Any, batch: Batch) -> Tensor:

@@ -69,6 +69,7 @@ def codecs_of(run_file: RunFile, *, times: tuple[CodecTime, ...], one_host: bool
     return Codecs(
         gradients=SignConfig(block=optimizer.block) if momentum else run_file.codec,
         pieces=run_file.shard_codec,
+        stages=run_file.pipeline.stage_codec,
         bucket_bytes=float((buckets if one_host else buckets.between_hosts()).bucket_size),
         times=times,
     )
