@@ -1,4 +1,4 @@
-"""`pipeline.codec`, end to end: bytes of the ledger, the loss of a short training, what verify says, what is refused."""
+"""`pipeline.codec`, end to end: the ledger's bytes, the loss of a short training, what verify says."""
 
 from __future__ import annotations
 
