@@ -1,6 +1,4 @@
-"""From `[codec]`, `[shard_codec]`, `pipeline.codec` and the optimizer to the exchanges of a run: what is coded between
-ranks.
-"""
+"""From `[codec]`, `[shard_codec]` and the optimizer to the exchanges of a run: how sums between ranks are coded."""
 
 from __future__ import annotations
 
@@ -18,8 +16,6 @@ from shoal.comm.exchanges.pieces import PieceCodecs
 from shoal.comm.mesh import Mesh
 from shoal.config.table import Table, implementation_of
 from shoal.optim.config import OneBit
-from shoal.parallel.config import PipelineConfig
-from shoal.parallel.pipeline.packing import AS_IT_IS, Packing, StageCodec
 from shoal.runfile.run_file import RunFile
 
 
@@ -68,12 +64,6 @@ def coded_exchanges(run_file: RunFile, mesh: Mesh) -> CodedExchanges | None:
     else:
         parts = _SPECIAL.get(type(config), _gradients)(config, mesh)
     return CodedExchanges(parts.codec, feedback=feedback, seed=run_file.run.seed, levels=mesh.levels, new=parts.new)
-
-
-def stage_packing(config: PipelineConfig) -> Packing:
-    """What activations and their gradients become between stages."""
-    codec = config.stage_codec
-    return AS_IT_IS if codec is None else StageCodec(implementation_of(codec)(codec))
 
 
 def piece_codecs(config: ShardCodecConfig) -> PieceCodecs:

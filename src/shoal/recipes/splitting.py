@@ -34,7 +34,6 @@ from shoal.parallel.pipeline.cut import balanced_cut, cut_at, estimated_costs
 from shoal.parallel.pipeline.stages import Stages, staged
 from shoal.parallel.split import Split, split_model
 from shoal.parallel.tensor.vocabulary import VocabularySplit, gather_logits, vocabulary_cross_entropy
-from shoal.recipes.coding import stage_packing
 from shoal.recipes.microbatching import Microbatching, global_batch_of
 from shoal.runfile.run_file import RunFile
 from shoal.schedules.build import build
@@ -131,7 +130,7 @@ def build_forward_backward(
         back=back,
         counts=first and last,
         splits=run_file.memory.recompute not in ("operators", "full"),
-        packing=stage_packing(run_file.pipeline),
+        codec=run_file.pipeline.stage_codec,
     )
 
 

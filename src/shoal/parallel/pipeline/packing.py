@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 
 from shoal.codec.codec import Codec, pack, unpack
+from shoal.codec.config import BlockwiseConfig, CastConfig
+from shoal.config.table import implementation_of
 from shoal.parallel.pipeline.joints import Form
 
 
@@ -78,3 +80,8 @@ def _numel(form: Form) -> int:
 
 
 AS_IT_IS = AsItIs()
+
+
+def packing_of(config: CastConfig | BlockwiseConfig | None) -> Packing:
+    """By the codec of this table; None: as it is."""
+    return AS_IT_IS if config is None else StageCodec(implementation_of(config)(config))
