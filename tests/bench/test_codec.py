@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import get_args
 
 import pytest
+import torch
 
 from shoal.bench.codec import CODECS, _checks, _places, _row
 from shoal.bench.codec_accuracy import TASKS, _result
+from shoal.bench.codec_times import coding_times, keep_times
 from shoal.codec.config import AutoConfig, CodecConfig, NoCodec
+from shoal.codec.stated import label
+from shoal.config.table import implementation_of
+from shoal.planner.predict.coding import measured_time
+from shoal.planning.cluster_here import read_calibration
 
 
 def test_every_codec_is_measured() -> None:
@@ -53,3 +60,19 @@ def test_losses_are_paired_by_seed() -> None:
     assert rows["int8", False]["loss_above"] == pytest.approx(0.125)
     assert [(one["name"], one["holds"]) for one in result["checks"]] == [("gpt, int8: loss above uncompressed", True)]
     assert {*TASKS} == {"digits", "gpt"}
+
+
+@pytest.mark.parametrize("name", ["int8", "power_sgd", "scale_com"])
+def test_seconds_of_coding_are_kept_for_predictions(name: str, tmp_path: Path) -> None:
+    """Both halves of each are measured, of linear codecs by a sum; a second measurement takes its place."""
+    config, path = CODECS[name], tmp_path / "calibration.toml"
+    one = implementation_of(config)(config).bound(_places(1)[:1], key=1, rank=0, ranks=1)
+    gradient = torch.randn(3 * 512 * 512)
+    encode_s, decode_s = coding_times(one, gradient, 1)
+    assert encode_s > 0
+    assert decode_s > 0
+    keep_times({name: {"numbers": 5, "encode_s": encode_s, "decode_s": decode_s}}, CODECS, path)
+    kept = keep_times({name: {"numbers": 5, "encode_s": 1.0, "decode_s": decode_s}}, CODECS, path)
+    assert [(each.codec, each.encode_s) for each in kept.codecs] == [(label(config), 1.0)]
+    assert read_calibration(path) == kept
+    assert measured_time(config, kept.codecs) == kept.codecs[0]

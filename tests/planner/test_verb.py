@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 
 from shoal.cli.plan import plan
 from shoal.errors import ShoalError
-from shoal.planning.answer import cluster_of, planned, stack_of, workload_of
+from shoal.planning.answer import cluster_of, planned, workload_of
 from shoal.planning.plan_file import written_plan
+from shoal.planning.stack import stack_of
 from shoal.runfile.load import load_run
 
 ROOT = Path(__file__).parent.parent.parent

@@ -14,8 +14,9 @@ from shoal.errors import ConfigError
 from shoal.models.config import MoEConfig
 from shoal.models.gpt import GPT
 from shoal.optim.config import SGD, AdamW, OptimizerConfig
-from shoal.planning.answer import cluster_of, predictor_on, stack_of, transformer_of
+from shoal.planning.answer import cluster_of, predictor_on, transformer_of
 from shoal.planning.plan_file import written_plan
+from shoal.planning.stack import stack_of
 from shoal.runfile.load import load_run
 from shoal.runfile.run_file import RunFile
 from shoal.topology.cluster_file import cluster_from

@@ -9,14 +9,15 @@ With `--accuracy` two ranks train instead, with each codec (`codec_accuracy`).
 
 from __future__ import annotations
 
+import os
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shoal.bench.codec_times import WARM_UP, coding_times, keep_times, median_s, seconds_of
 from shoal.bench.options import AsJson, names, numbers
 from shoal.bench.ranks import is_rank, on_ranks, run_as_rank
 from shoal.bench.report import Result, Row, check, print_report
@@ -71,7 +72,6 @@ WIDTH, BACKWARD_LAYERS, BACKWARD_TOKENS = 512, 8, 256
 """Of the GPT whose gradient is encoded; with so many layers it has 25 million parameters."""
 LAYER = ((3 * WIDTH, WIDTH), (WIDTH, WIDTH), (4 * WIDTH, WIDTH), (WIDTH, 4 * WIDTH))
 """The matrices of one of its layers."""
-WARM_UP = 2
 
 
 def codec(
@@ -83,6 +83,7 @@ def codec(
     ] = "",
     seeds: Annotated[str, typer.Option(help="Seeds of the trainings.")] = "0,1,2",
     steps: Annotated[int, typer.Option(help="Steps of a training; 0: those of the recipe.", min=0)] = 0,
+    keep: Annotated[bool, typer.Option(help="Add the seconds of coding to this machine's calibration.")] = True,
     as_json: AsJson = False,
 ) -> None:
     """Every codec: encode and decode rates, bytes, error; beside memcpy and PyTorch's comm hooks.
@@ -105,7 +106,15 @@ def codec(
             return
         own = ["--layers", str(layers), "--calls", str(calls)]
     command = ["shoal", "bench", "codec", "--codecs", ",".join(chosen), *own]
-    print_report("codec", on_ranks(command, processes=2 if accuracy else 1), as_json=as_json)
+    result = on_ranks(command, processes=2 if accuracy else 1)
+    print_report("codec", result, as_json=as_json)
+    if keep and not accuracy:
+        from shoal.planning.cluster_here import calibration_path
+
+        path = calibration_path(os.environ)
+        keep_times({row["codec"]: row for row in result["times"]}, CODECS, path)
+        if not as_json:
+            print(f"Kept for predictions: {path}")
 
 
 def measure(place: RankPlace, chosen: list[str], *, layers: int, calls: int) -> Result:
@@ -121,16 +130,19 @@ def measure(place: RankPlace, chosen: list[str], *, layers: int, calls: int) -> 
     with ExitStack() as stack:
         join_default_group(place, join_store(place), stack)
         copy = torch.empty_like(gradient)
-        copy_s = _median_s(lambda: copy.copy_(gradient), calls)
+        copy_s = median_s(lambda: copy.copy_(gradient), calls)
         rows = [_row("memcpy", numel, copy_s, encode_s=copy_s, decode_s=copy_s, sent_bytes=4 * numel, error=0.0)]
+        times: list[Row] = []
         for name in chosen:
             one = implementation_of(CODECS[name])(CODECS[name]).bound(places, key=1, rank=0, ranks=1)
             rows.append(_codec_row(name, one, gradient, copy_s, calls))
+            encode_s, decode_s = coding_times(one, gradient, calls)
+            times.append({"codec": name, "numbers": numel, "encode_s": encode_s, "decode_s": decode_s})
         rows += _hook_rows(gradient, places, copy_s, calls)
     checks = list(_checks({str(row["codec"]): row for row in rows}))
     if "power_sgd" in chosen:
         checks.append(check("power_sgd: encode over backward", _against_backward(calls), BACKWARD_BOUND, at_most=True))
-    return {"rows": rows, "checks": checks}
+    return {"rows": rows, "checks": checks, "times": times}
 
 
 def _codec_row(name: str, one: Codec, gradient: Tensor, copy_s: float, calls: int) -> Row:
@@ -138,8 +150,8 @@ def _codec_row(name: str, one: Codec, gradient: Tensor, copy_s: float, calls: in
 
     numel = gradient.numel()
     payload = one.encode(gradient, key=1)
-    encode_s = _median_s(lambda: one.encode(gradient, key=1), calls)
-    decode_s = _median_s(lambda: one.decode(payload, numel, key=1), calls)
+    encode_s = median_s(lambda: one.encode(gradient, key=1), calls)
+    decode_s = median_s(lambda: one.decode(payload, numel, key=1), calls)
     left = gradient - one.decode(payload, numel, key=1)
     error = float(torch.linalg.vector_norm(left) / torch.linalg.vector_norm(gradient))
     sent = one.wire_bytes(numel)
@@ -168,7 +180,7 @@ def _hook_rows(gradient: Tensor, places: list[Place], copy_s: float, calls: int)
         found = hook(_Bucket(gradient.clone(), places))
         error = float(torch.linalg.vector_norm(gradient - found) / torch.linalg.vector_norm(gradient))
         buckets = [_Bucket(gradient.clone(), places) for _ in range(calls + 1)]
-        both_s = _median_s(lambda hook=hook, buckets=buckets: hook(buckets.pop()), calls, warm_up=1)
+        both_s = median_s(lambda hook=hook, buckets=buckets: hook(buckets.pop()), calls, warm_up=1)
         yield _row(name, numel, copy_s, both_s=both_s, sent_bytes=sent[name], error=error)
     torch.distributed.barrier()  # Gloo's threads have let go of the hooks' callbacks, and the group may be destroyed
 
@@ -252,8 +264,8 @@ def _against_backward(calls: int) -> float:
     backward, encode = [], []
     for _ in range(WARM_UP + calls):
         loss = model(tokens).float().logsumexp(-1).mean()
-        backward.append(_seconds(loss.backward))
-        encode.append(_seconds(lambda: one.encode(gradient)))
+        backward.append(seconds_of(loss.backward))
+        encode.append(seconds_of(lambda: one.encode(gradient)))
     return statistics.median(e / b for e, b in zip(encode[WARM_UP:], backward[WARM_UP:], strict=True))
 
 
@@ -267,15 +279,3 @@ def _places(layers: int) -> list[Place]:
             found.append(Place(f"{layer}.{number}", at, (rows, columns)))
             at += rows * columns
     return found
-
-
-def _median_s(call: Callable[[], object], calls: int, *, warm_up: int = WARM_UP) -> float:
-    for _ in range(warm_up):
-        call()
-    return statistics.median(_seconds(call) for _ in range(calls))
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    begin_s = time.perf_counter()
-    call()
-    return time.perf_counter() - begin_s

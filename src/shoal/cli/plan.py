@@ -208,6 +208,7 @@ def _as_text(result: Planned, confidence: Confidence, scaled: Scaled | None) -> 
         text.confidence(best, limit, time=confidence.time, memory=confidence.memory),
         text.changes(result.changes, best),
         "What would help most:\n" + text.helps(result.changes, best),
+        *([] if result.codings is None else [result.codings.text()]),
         "No plan is both faster and smaller than these:\n" + text.plans(result.found.front[:10], rate=rate),
     ]
     if result.written is not None:
@@ -240,9 +241,11 @@ def _as_json(result: Planned, confidence: Confidence, scaled: Scaled | None) -> 
                 "memory_bytes": c.memory_bytes,
                 "fits": c.fits,
                 "sentence": help_sentence(c, best),
+                "caveat": c.caveat,
             }
             for c in result.changes
         ],
+        "codecs": None if result.codings is None else result.codings.record(),
         "confidence": confidence_record(best, limit, time=confidence.time, memory=confidence.memory),
         "scaling": None if scaled is None else [choice_record(one) for one in scaled.curve],
         "front_of_devices": None if scaled is None else [choice_record(one) for one in scaled.front],

@@ -114,6 +114,7 @@ def _show_schedule(
 
 
 def _as_text(result: Simulated) -> list[str]:
+    from shoal import units
     from shoal.planner.explain.text import money
     from shoal.planner.simulate import outcome as text
 
@@ -123,6 +124,13 @@ def _as_text(result: Simulated) -> list[str]:
         text.step(result.outcome, predicted_s=result.prediction.step_s),
         text.ranks(result.outcome, result.memory_bytes, limit_bytes=cluster.device.memory_bytes),
     ]
+    if result.codec.codec != "none":
+        one = result.codec
+        parts.append(
+            f"Sums over replicas are coded by {one.codec}: a rank sends {units.memory_size(one.sent_bytes)} a step, "
+            f"{units.seconds(one.wire_s)} of the wire, codes for {units.seconds(one.coding_s)}, and keeps "
+            f"{units.memory_size(one.residual_bytes)} of residuals"
+        )
     need, have = max(result.memory_bytes), cluster.device.memory_bytes
     if need > have:
         parts.insert(1, f"WARNING: {text.does_not_fit(need, limit_bytes=have, device=cluster.device.name)}")

@@ -15,7 +15,7 @@ from torch import Tensor
 from shoal.codec.blocks import block_count, in_blocks
 from shoal.codec.codec import Codec, Field, Payload
 from shoal.codec.config import BlockTopKConfig
-from shoal.codec.top_k import kept
+from shoal.codec.stated import kept
 
 
 class BlockTopK(Codec):

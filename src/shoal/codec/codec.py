@@ -25,12 +25,10 @@ import torch
 from torch import Tensor
 
 from shoal.codec.kernels import kernels_for
+from shoal.codec.stated import ALIGNMENT_BYTES
 
 Payload = tuple[Tensor, ...]
 """What is sent: one-dimensional tensors, as `Codec.fields` describes them."""
-
-ALIGNMENT_BYTES = 8
-"""Packed payloads are multiples of it, so that every tensor in a row of payloads begins where its dtype may."""
 
 MAX_NUMEL = 1 << 31
 """Indices are counted in int32."""

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.codec.codec import Field
-
-RUN = 1 << 16
+from shoal.codec.stated import RUN
 
 
 def index_fields(numel: int, count: int) -> tuple[Field, Field]:

@@ -22,7 +22,8 @@ from torch import Tensor
 from shoal.codec.codec import Codec, Field, Payload, Place, all_or_nothing
 from shoal.codec.config import ScaleComConfig
 from shoal.codec.indices import index_fields, pack_indices, unpack_indices
-from shoal.codec.top_k import kept, largest
+from shoal.codec.stated import kept
+from shoal.codec.top_k import largest
 from shoal.maths.counter import key_of
 
 

@@ -25,6 +25,7 @@ from shoal.codec.codec import Codec, Field, Payload
 from shoal.codec.config import TopKConfig
 from shoal.codec.indices import index_fields, pack_indices, unpack_indices
 from shoal.codec.kernels import kernels_for
+from shoal.codec.stated import kept
 
 SAMPLE = 1 << 16
 """Numbers that the threshold is estimated from, at least; vectors of 8 times as many are worth an estimate."""
@@ -60,11 +61,6 @@ class TopK(Codec):
         result = torch.zeros(numel, dtype=dtype, device=values.device)
         # added, as zeros may fill up the payload: a place that comes twice comes with one number that is not zero
         return result.scatter_add_(0, unpack_indices(*packed), values.to(dtype))
-
-
-def kept(fraction: float, numel: int) -> int:
-    """`fraction` of `numel` numbers: one at least, if there is any."""
-    return min(numel, max(1, round(fraction * numel)))
 
 
 def largest(x: Tensor, count: int) -> Tensor:

@@ -88,7 +88,7 @@ class Overheads:
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Bytes of one rank, itemised."""
+    """Bytes of one rank, itemised; `residuals` are what codecs with error feedback keep of gradients."""
 
     weights: float
     gradients: float
@@ -100,6 +100,7 @@ class Footprint:
     buckets: float
     workspace: float
     slack: float
+    residuals: float = 0.0
 
     @property
     def total(self) -> float:

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
+from shoal.codec.config import BlockwiseConfig, CastConfig
 from shoal.comm.collective import Collective
 from shoal.data.sample import Batch
 from shoal.engine.compute import Compute, Microbatch
@@ -24,6 +25,7 @@ from shoal.engine.microbatches import leaves
 from shoal.gradients.gradients import Gradients
 from shoal.models.roles import DeclaresParts
 from shoal.parallel.pipeline.execute import Computation, Hooks, run_pipeline
+from shoal.parallel.pipeline.packing import Packing, packing_of
 from shoal.parallel.pipeline.pipedream import Update, run_pipedream
 from shoal.parallel.pipeline.stages import Stages
 from shoal.schedules.table import Action, Table, forward_only
@@ -118,7 +120,8 @@ class PipelinedForwardBackward:
     """`ForwardBackward` by `table` over the ranks of `group`, the pipeline; `back` is a second group of them.
 
     The number of microbatches that `arrange` gives is a multiple of the table's. `counts`: does this rank hold the last
-    stage, and no other holds the same numbers? `splits`: see `Computation`.
+    stage, and no other holds the same numbers? `splits`: see `Computation`. `codec`:
+    of activations between ranks; None: they are sent as they are.
     """
 
     compute: Compute
@@ -129,6 +132,7 @@ class PipelinedForwardBackward:
     back: Collective
     counts: bool
     splits: bool = True
+    codec: CastConfig | BlockwiseConfig | None = None
 
     def __call__(
         self,
@@ -178,6 +182,10 @@ class PipelinedForwardBackward:
         self._run(forward_only(self.table, 1), [microbatch], loss)
         return found[0] if found and self.counts else None
 
+    @cached_property
+    def _packing(self) -> Packing:
+        return packing_of(self.codec)
+
     def _rounds(self, batches: Sequence[Batch]) -> Iterator[list[Microbatch]]:
         """As many microbatches at a time as the table takes."""
         arranged, size = self.arrange(batches), self.table.microbatches
@@ -206,16 +214,20 @@ class PipelinedForwardBackward:
             with self.compute.precision.autocast(self.compute.device), self.compute.randomness.drawing():
                 yield
 
-        run = run_pipeline if update is None else partial(run_pipedream, update=update)
+        whole = partial(
+            run_pipeline,
+            device=self.compute.device,
+            back=self.back,
+            likenesses=_likenesses(microbatches),
+            packing=self._packing,
+        )
+        run = whole if update is None else partial(run_pipedream, update=update, run=whole)
         run(
             table,
             self.group,
             Computation(self.stages.forward, loss, self.stages.weights, splits=self.splits),
             [call_model(model.context, microbatch.batch.inputs) for microbatch in microbatches],
-            device=self.compute.device,
-            back=self.back,
             hooks=Hooks(around=around),
-            likenesses=_likenesses(microbatches),
         )
 
     def _loss_sum(self, output: Any, batch: Batch) -> Tensor:

@@ -39,4 +39,5 @@ def require_trained_with(run_file: Path, overrides: Sequence[str], folder: Path)
 def _deciding(run_file: RunFile) -> dict[str, Any]:
     tables = {name: msgspec.to_builtins(getattr(run_file, name)) for name in TABLES}
     keys = {f"run.{name}": getattr(run_file.run, name) for name in RUN_KEYS}
-    return tables | keys | {"batch.global_samples": run_file.batch.global_samples}
+    others = {"batch.global_samples": run_file.batch.global_samples, "pipeline.codec": run_file.pipeline.codec}
+    return tables | keys | others

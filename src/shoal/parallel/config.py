@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from shoal.codec.config import BlockwiseConfig, CastConfig
 from shoal.config.table import Positive, Table, says
 from shoal.schedules.build import stages_per_rank_of
 from shoal.schedules.names import AnySchedule
@@ -31,6 +32,24 @@ class PipelineConfig(Table, frozen=True):
             'First part of each stage but the first, such as ["blocks.2"]; default: cut to balance the estimated cost.'
         ),
     ] = None
+
+    codec: Annotated[
+        Literal["none", "bfloat16", "int8"],
+        says(
+            "Activations and their gradients between stages of different ranks, on the wire. int8: each number is off "
+            "by at most 1/254 of the largest of its block."
+        ),
+    ] = "none"
+    codec_block: Annotated[int, says("Integers that share a scale.", ge=8, le=1 << 20)] = 256
+
+    @property
+    def stage_codec(self) -> CastConfig | BlockwiseConfig | None:
+        """The codec between stages; None: all is sent as it is."""
+        if self.codec == "none":
+            return None
+        if self.codec == "bfloat16":
+            return CastConfig(dtype="bfloat16", feedback=False)
+        return BlockwiseConfig(block=self.codec_block, feedback=False)
 
     @property
     def asynchronous(self) -> bool:

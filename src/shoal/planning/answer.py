@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import msgspec
 
 from shoal import units
-from shoal.cost.footprint import AUTOCAST, FLOAT32, FLOAT64, Footprint, Overheads, StateBytes
+from shoal.cost.footprint import Footprint, Overheads
 from shoal.cost.transformer import Transformer
-from shoal.engine.config import BFloat16, Float8, Float16, Float32, Float64
 from shoal.errors import ConfigError, LayoutError, UsageError
 from shoal.models.config import GPTConfig, MoEConfig
+from shoal.planner.explain.codecs import Codings, codec_changes, codings
 from shoal.planner.explain.explain import helps
 from shoal.planner.explain.explain import why_not as explain_why_not
 from shoal.planner.explain.residuals import Evidence
@@ -23,24 +22,17 @@ from shoal.planner.predict.bill import Constants
 from shoal.planner.predict.measured import Measured
 from shoal.planner.predict.predictor import Prediction, Predictor, Workload
 from shoal.planner.predict.run_cost import run_cost
-from shoal.planner.predict.stack import Stack
 from shoal.planner.search.candidates import Allowed
 from shoal.planner.search.search import Found, search
 from shoal.planning.history import remembered, track_record
 from shoal.planning.measured_step import MeasuredStep, calibrated
 from shoal.planning.operators import calibration_here, cores, measured_for_traces, measured_here
-from shoal.planning.plan_file import runnable, written_plan
+from shoal.planning.plan_file import runnable, with_codec, written_plan
+from shoal.planning.stack import stack_of
 from shoal.runfile.run_file import RunFile
+from shoal.topology.calibration import CodecTime
 from shoal.topology.cluster import Cluster
 from shoal.topology.cluster_file import cluster_from, load_cluster
-
-_STATES: Mapping[type, tuple[StateBytes, str]] = {
-    Float32: (FLOAT32, "float32"),
-    Float64: (FLOAT64, "float64"),
-    BFloat16: (AUTOCAST, "bfloat16"),
-    Float16: (AUTOCAST, "float16"),
-    Float8: (AUTOCAST, "bfloat16"),
-}
 
 DATA_SHEET: Evidence = "data sheet"
 MEASURED = Constants(dispatch_s=0.0, kernel_s=0.0, optimizer_start_s=0.0)
@@ -89,41 +81,6 @@ def _mixture(sizes: Transformer, model: MoEConfig) -> Transformer:
     )
 
 
-def stack_of(run_file: RunFile, cluster: Cluster) -> Stack:
-    """What Shoal does: PyTorch's fused attention, gradients summed while the backward runs, eager operators.
-
-    The optimizer keeps what its slots declare. Its step reads the gradient for the norm, reads and writes it where it
-    is clipped, reads it again, and reads and writes the weight and every slot: ten numbers for a clipped AdamW.
-    Ranks on CPU cores move bytes with the cores that compute, so that nothing hides behind anything.
-    """
-    on_cpu = cluster.machine.scale_up.kind == "memory"
-    state, dtype = _STATES[type(run_file.precision)]
-    slots = sum(slot.like_parameter for slot in run_file.optimizer.slots)
-    moved = 4 + 2 * slots + (2 if run_file.optimizer.clip_norm else 0)
-    return Stack(
-        name="Shoal",
-        state=replace(state, optimizer=slots * state.weight),
-        dtype=dtype,
-        update_bytes=moved * state.weight,
-        eager=not run_file.run.compile,
-        own_blocks=not run_file.run.compile,
-        stops_early=True,
-        balances_stages=True,
-        attention="flash-2",
-        eager_loss=True,
-        dropout=getattr(run_file.model, "dropout", 0.0) > 0,
-        fused_weight_gradient=False,
-        overlap_tensor=False,
-        overlap_data=not on_cpu,
-        overlap_pipeline=not on_cpu,
-        scatter_pipeline=False,
-        agreements=3,
-        crossing_copies=1,
-        context=run_file.context.kind if on_cpu else None,
-        float8="dense" if isinstance(run_file.precision, Float8) else "none",
-    )
-
-
 def cluster_file(run_file: RunFile, given: Path | None) -> Path | None:
     """The file of the machine that a question is about: the one given with it, else `layout.cluster`, else none."""
     named = run_file.layout.cluster
@@ -150,6 +107,7 @@ class Planned:
     found: Found
     written: Prediction | None
     changes: list[Change]
+    codings: Codings | None
     why_not: str | None
     money: dict[str, float | None]
     basis: str
@@ -174,11 +132,15 @@ def planned(
     allowed = Allowed()
     found = search(predictor, allowed, keep=keep, legal=runnable(run_file, predictor.cluster))
     best = found.best[0]
+    written = _written(run_file, predictor)
+    codec_serves = with_codec(run_file)
+    changes = [*helps(predictor, best), *codec_changes(predictor, best, codec_serves)]
     return Planned(
         predictor=predictor,
         found=found,
-        written=_written(run_file, predictor),
-        changes=helps(predictor, best),
+        written=written,
+        changes=sorted(changes, key=lambda change: change.step_s),
+        codings=codings(predictor, written or best, codec_serves),
         why_not=explain_why_not(predictor, why_not, best, allowed=allowed) if why_not else None,
         money=asdict(run_cost(predictor, best, steps=run_file.run.steps)),
         basis=basis,
@@ -210,13 +172,14 @@ def _track_record(predictor: Predictor) -> str | None:
 def predictor_of(run_file: RunFile, cluster: Path | None) -> Predictor:
     """What prices plans of this run file on the cluster of a file. Raises `ConfigError`."""
     where = cluster_of(run_file, cluster)
-    here = cluster is None and where.machine.scale_up.kind == "memory"
-    calibration = calibration_here(os.environ) if here else None
+    on_cores = where.machine.scale_up.kind == "memory"
+    here, known = cluster is None and on_cores, calibration_here(os.environ) if on_cores else None
+    calibration = known if here else None
     traced = not isinstance(run_file.model, GPTConfig)
     measured = (measured_for_traces if traced else measured_here)(run_file, calibration)
     if here and measured is None:
         where = _shared(where)
-    return predictor_on(run_file, where, measured=measured)
+    return predictor_on(run_file, where, measured=measured, times=() if known is None else known.codecs)
 
 
 def _shared(cluster: Cluster) -> Cluster:
@@ -244,9 +207,12 @@ def basis_of(predictor: Predictor, *, stated: bool) -> str:
     return "data sheets and published measurements"
 
 
-def predictor_on(run_file: RunFile, where: Cluster, *, measured: Measured | None = None) -> Predictor:
-    """What prices plans of this run file on a cluster; `measured` where it is of this machine. Raises `ConfigError`."""
-    stack = stack_of(run_file, where)
+def predictor_on(
+    run_file: RunFile, where: Cluster, *, measured: Measured | None = None, times: tuple[CodecTime, ...] = ()
+) -> Predictor:
+    """What prices plans of this run file on a cluster; `measured` where it is of this machine, `times` of codecs where
+    they are of such devices. Raises `ConfigError`."""
+    stack = stack_of(run_file, where, times=times)
     constants = None if measured is None else MEASURED
     try:
         if not isinstance(run_file.model, GPTConfig):

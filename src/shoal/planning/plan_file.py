@@ -9,6 +9,7 @@ from typing import Any, cast
 import msgspec
 import tomli_w
 
+from shoal.codec.config import CodecConfig
 from shoal.config.check import checked
 from shoal.config.load import apply, read
 from shoal.cost.plan import Plan, Zero
@@ -103,6 +104,18 @@ def runnable(run_file: RunFile, cluster: Cluster) -> Callable[[Plan], bool]:
             return False
 
     return legal
+
+
+def with_codec(run_file: RunFile) -> Callable[[CodecConfig, Plan], bool]:
+    """Says of a codec and a plan whether this version runs the run file by both."""
+
+    def serves(codec: CodecConfig, plan: Plan) -> bool:
+        try:
+            return refusal(msgspec.structs.replace(with_plan(run_file, plan), codec=codec)) is None
+        except (ShoalError, ValueError):
+            return False
+
+    return serves
 
 
 def run_file_of(path: Path, plan: Plan, overrides: Iterable[str] = ()) -> str:

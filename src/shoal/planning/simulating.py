@@ -10,6 +10,7 @@ from typing import Any
 from shoal.cost.interval import availability_optimal_s
 from shoal.cost.plan import Plan
 from shoal.errors import LayoutError
+from shoal.planner.explain.codecs import CodecPrice, codec_price
 from shoal.planner.predict.predictor import Prediction, Predictor
 from shoal.planner.predict.saving import save_of
 from shoal.planner.simulate.fold import Fold
@@ -63,6 +64,7 @@ class Simulated:
     prediction: Prediction
     outcome: Outcome
     memory_bytes: tuple[float, ...]
+    codec: CodecPrice
     weeks: Weeks | None
 
     def record(self) -> dict[str, Any]:
@@ -79,6 +81,7 @@ class Simulated:
             "period_s": one.period_s,
             "exposed_s": one.exposed_s,
             "inside_s": one.inside_s,
+            "gradients": asdict(self.codec),
             "ranks": [asdict(share) for share in one.ranks],
             "memory_bytes": list(self.memory_bytes),
             "fits": max(self.memory_bytes) <= cluster.device.memory_bytes,
@@ -109,10 +112,12 @@ def simulated(
     if not beyond_memory:
         _check_memory(max(memory_bytes), predictor)
     played = outcome(table, work_of(plan, predictor), fold=fold_of(plan, stragglers), stragglers=stragglers)
+    prediction = predictor.predict(plan)
     return Simulated(
         predictor=predictor,
         plan=plan,
-        prediction=predictor.predict(plan),
+        prediction=prediction,
+        codec=codec_price(predictor, prediction),
         outcome=played,
         memory_bytes=memory_bytes,
         weeks=_weeks(predictor, plan, played.step_s, weeks, saving or Saving(), seed=stragglers.seed)

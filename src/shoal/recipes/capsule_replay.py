@@ -96,10 +96,11 @@ def replay_capsule(path: Path, folder: Path, *, run_directory: Path | None = Non
 
 
 def changing(recorded: RunFile, replayed: RunFile) -> list[str]:
-    """The tables of `CHANGING` that are set in `recorded`, and not in `replayed`."""
+    """The tables of `CHANGING`, and the key of `[pipeline]`, that are set in `recorded`, and not in `replayed`."""
     differ = [name for name in CHANGING if getattr(recorded, name) != getattr(replayed, name)]
     sums = isinstance(recorded.sync, AllReduceConfig)
-    return [name for name in differ if not (name == "sync" and sums)]
+    stages = ["pipeline.codec"] if recorded.pipeline.codec != replayed.pipeline.codec else []
+    return [name for name in differ if not (name == "sync" and sums)] + stages
 
 
 def _on_one_rank(tables: dict[str, Any], capsule: Capsule, folder: Path, *, name: str) -> RunFile:

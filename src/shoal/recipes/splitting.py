@@ -130,6 +130,7 @@ def build_forward_backward(
         back=back,
         counts=first and last,
         splits=run_file.memory.recompute not in ("operators", "full"),
+        codec=run_file.pipeline.stage_codec,
     )
 
 

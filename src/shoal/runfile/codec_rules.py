@@ -106,6 +106,17 @@ def shard_codec_refusal(run_file: RunFile) -> str | None:
     return None
 
 
+def pipeline_codec_refusal(run_file: RunFile) -> str | None:
+    """One sentence if `pipeline.codec` has nothing to code."""
+    layout, codec = run_file.layout, run_file.pipeline.codec
+    if codec == "none" or layout.auto or layout.pipeline > 1:
+        return None
+    return (
+        f'pipeline.codec = "{codec}" with layout.pipeline = 1: no activation leaves a rank; set layout.pipeline, or '
+        "use [codec] for gradients"
+    )
+
+
 def _against_auto(run_file: RunFile) -> Iterator[tuple[str, str]]:
     """(key and value, why not and what to do): ranks measure together before a step, all at the same place."""
     if not isinstance(run_file.sync, AllReduceConfig):

@@ -13,7 +13,7 @@ from shoal.engine.config import Float8, Float16
 from shoal.errors import ConfigError
 from shoal.models.config import GPTConfig, MoEConfig
 from shoal.models.huggingface.config import TransformersConfig, vocabulary_of
-from shoal.runfile.codec_rules import codec_refusal, shard_codec_refusal
+from shoal.runfile.codec_rules import codec_refusal, pipeline_codec_refusal, shard_codec_refusal
 from shoal.runfile.elastic_rules import elastic_refusal
 from shoal.runfile.layout_rules import layout_refusal
 from shoal.runfile.microbatches import microbatch_sizes, most_samples
@@ -42,6 +42,7 @@ def refusal(run_file: RunFile) -> str | None:
         gradients_refusal,
         codec_refusal,
         shard_codec_refusal,
+        pipeline_codec_refusal,
         wire_refusal,
         sync_refusal,
         division_refusal,

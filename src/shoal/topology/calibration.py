@@ -76,6 +76,17 @@ class Crowd(Table, frozen=True):
     step_s: Annotated[PositiveFloat, says("Seconds of the step on the slowest rank.")]
 
 
+class CodecTime(Table, frozen=True):
+    """What one rank takes to code a gradient of so many numbers, alone on its core."""
+
+    codec: Annotated[str, says("Its kind and the keys that matter, as `shoal.codec.stated.label` writes them.")]
+    numbers: Positive
+    encode_s: Annotated[PositiveFloat, says("Seconds until the first payload can leave.")]
+    decode_s: Annotated[
+        PositiveFloat, says("Seconds of decoding one payload; of a linear codec, of all that follows its sums.")
+    ]
+
+
 class Calibration(Table, frozen=True):
     """All that is known of one machine."""
 
@@ -86,6 +97,7 @@ class Calibration(Table, frozen=True):
     operators: tuple[OperatorTime, ...] = ()
     waits: tuple[Wait, ...] = ()
     crowds: tuple[Crowd, ...] = ()
+    codecs: tuple[CodecTime, ...] = ()
     memory_bytes_s: Annotated[
         PositiveFloat | None, says("Bytes per second that one rank copies, read and written.")
     ] = None
@@ -107,6 +119,7 @@ class Calibration(Table, frozen=True):
         fits = {one.key: one for one in self.collectives}
         fits |= {one.key: one for one in newer.collectives if one.sizes >= fits.get(one.key, one).sizes}
         products = {(p.dtype, p.m, p.n, p.k, p.ranks): p for p in (*self.products, *newer.products)}
+        codecs = {c.codec: c for c in (*self.codecs, *newer.codecs)}
         times = {(o.operator, o.dtype, o.m, o.n, o.k, o.ranks): o for o in (*self.operators, *newer.operators)}
         return Calibration(
             machine=newer.machine,
@@ -116,6 +129,7 @@ class Calibration(Table, frozen=True):
             operators=tuple(times.values()),
             waits=newer.waits or self.waits,
             crowds=newer.crowds or self.crowds,
+            codecs=tuple(codecs.values()),
             memory_bytes_s=newer.memory_bytes_s or self.memory_bytes_s,
             step_factor=newer.step_factor or self.step_factor,
         )

@@ -54,12 +54,14 @@ class Perceptron(nn.Module):
 
 
 def gpt(*, tied: bool = False, dropout: float = 0.0, layers: int = 6) -> GPT:
-    return GPT(
+    model = GPT(
         GPTConfig(
             vocabulary=VOCABULARY, layers=layers, width=WIDTH, heads=2, kv_heads=1, feed_forward="swiglu",
             feed_forward_width=12, tied=tied, dropout=dropout,
         )
     )  # fmt: skip
+    nn.init.normal_(model.embedding.weight)  # zero as it is made, and then so is all that stages send each other
+    return model
 
 
 MODELS: dict[str, Callable[[], Any]] = {

@@ -16,6 +16,7 @@ from shoal.errors import LayoutError
 from shoal.models.dropout import set_sample_keys
 from shoal.parallel.pipeline.cut import balanced_cut, estimated_costs
 from shoal.parallel.pipeline.execute import Computation, Hooks, PipelineRun, run_pipeline
+from shoal.parallel.pipeline.packing import AS_IT_IS, Packing
 from shoal.parallel.pipeline.stages import Stages, staged
 from shoal.schedules.build import NAMES, build
 from shoal.schedules.table import Action, Table, forward_only
@@ -49,7 +50,9 @@ def cut_model(kind: str, table: Table, rank: int) -> tuple[Any, Stages]:
     return whole, stages
 
 
-def run_case(group: Collective, case: Case, *, forward: bool = False) -> tuple[PipelineRun, dict[str, Tensor]]:
+def run_case(
+    group: Collective, case: Case, *, forward: bool = False, packing: Packing = AS_IT_IS
+) -> tuple[PipelineRun, dict[str, Tensor]]:
     """One pass; the rank's gradients under the names of the whole model."""
     kind, schedule, microbatches, per_rank = case
     table = build(schedule, ranks=group.size, microbatches=microbatches, stages_per_rank=per_rank)
@@ -69,6 +72,7 @@ def run_case(group: Collective, case: Case, *, forward: bool = False) -> tuple[P
         [model.context(i) for i in batch.inputs],
         device=torch.device("cpu"),
         hooks=Hooks(around),
+        packing=packing,
     )
     gradients = {}
     for stage in table.stages_of(group.rank):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
-from shoal.parallel.pipeline.execute import Computation
+from shoal.parallel.pipeline.execute import Computation, run_pipeline
 from shoal.parallel.pipeline.pipedream import Stash, run_pipedream, staleness
 from shoal.schedules.build import build
 from tests.parallel.pipeline import chains
@@ -38,7 +40,7 @@ def train(place: TestPlace, kind: str) -> dict[str, Tensor]:
         Computation(stages.forward, batch.loss, stages.weights),
         [model.context(i) for i in batch.inputs],
         update=update,
-        device=torch.device("cpu"),
+        run=partial(run_pipeline, device=torch.device("cpu")),
     )
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 

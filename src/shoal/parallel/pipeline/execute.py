@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shoal.comm.collective import Collective
 from shoal.errors import LayoutError
+from shoal.parallel.pipeline.packing import AS_IT_IS, Packing
 from shoal.parallel.pipeline.passes import Pass, Weights
 from shoal.parallel.pipeline.stopwatch import Stopwatch, stopwatch
 from shoal.parallel.pipeline.transfers import Wire
@@ -100,6 +101,7 @@ def run_pipeline(
     back: Collective | None = None,
     hooks: Hooks = Hooks(),
     likenesses: Sequence[int] | None = None,
+    packing: Packing = AS_IT_IS,
 ) -> PipelineRun:
     """Takes `len(contexts)` microbatches through all stages, and back where the table has a backward.
 
@@ -107,6 +109,8 @@ def run_pipeline(
     Parameters' `.grad` get the sum over the microbatches. All ranks call it with the same table. `likenesses` has a
     number for each microbatch: the same, the first one's index, for those whose activations have one form. None: all
     have one.
+
+    `packing`: what activations and gradients become between ranks.
 
     Raises:
         LayoutError: the table is for other numbers of ranks or microbatches.
@@ -117,7 +121,8 @@ def run_pipeline(
     run = _Run(
         table, computation, contexts, hooks,
         wire=Wire(
-            table, group, back=back or group, device=device, likenesses=likenesses or [0] * table.microbatches
+            table, group, back=back or group, device=device, likenesses=likenesses or [0] * table.microbatches,
+            packing=packing,
         ),
         clock=stopwatch(device),
     )  # fmt: skip

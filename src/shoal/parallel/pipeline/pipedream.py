@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from shoal.comm.collective import Collective
-from shoal.parallel.pipeline.execute import Computation, Hooks, PipelineRun, run_pipeline
+from shoal.parallel.pipeline.execute import Computation, Hooks, PipelineRun
 from shoal.schedules.table import Action, Table
 
 
@@ -91,12 +91,11 @@ def run_pipedream(
     contexts: Sequence[Any],
     *,
     update: Update,
-    device: torch.device,
-    back: Collective | None = None,
+    run: Callable[..., PipelineRun],
     hooks: Hooks = Hooks(),
-    likenesses: Sequence[int] | None = None,
 ) -> PipelineRun:
-    """As `run_pipeline`, with `update` after each backward; the loss is divided as for a batch of one microbatch.
+    """As `run`, which is `run_pipeline` with all further arguments, with `update` after each backward; the loss is
+    divided as for a batch of one microbatch.
 
     It drains at the end of the table: give it as many microbatches as lie between two checkpoints or evaluations.
     """
@@ -120,9 +119,7 @@ def run_pipedream(
                 update(action.stage, action.microbatch)
         hooks.after(action)
 
-    return run_pipeline(
-        table, group, computation, contexts, device=device, back=back, hooks=Hooks(around, after), likenesses=likenesses
-    )
+    return run(table, group, computation, contexts, hooks=Hooks(around, after))
 
 
 def staleness(table: Table) -> dict[tuple[int, int], int]:

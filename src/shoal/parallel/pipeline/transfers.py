@@ -23,6 +23,7 @@ from torch import Tensor
 from shoal.comm.collective import Collective, Handle
 from shoal.errors import UserCodeError
 from shoal.parallel.pipeline.joints import HEADER_NUMEL, Form
+from shoal.parallel.pipeline.packing import AS_IT_IS, Packing
 from shoal.schedules.check import needs
 from shoal.schedules.table import Action, Table
 
@@ -85,6 +86,7 @@ class Wire:
     `back` carries what goes to lower ranks; a second group of the same ranks where a backend keeps all transfers of a
     pair in one sequence, as NCCL does: there, two ranks that send to each other first would block for ever.
     `likenesses` has a number for each microbatch, the same for those of one form and below the number of microbatches.
+    `packing` says what tensors become between ranks; what stays on a rank stays as it is.
     """
 
     def __init__(
@@ -95,7 +97,9 @@ class Wire:
         back: Collective,
         device: torch.device,
         likenesses: Sequence[int],
+        packing: Packing = AS_IT_IS,
     ) -> None:
+        self._packing = packing
         self._table, self._rank, self._device = table, group.rank, device
         self._group, self._back = group, back
         self._forms: dict[tuple[int, int], Form] = {}
@@ -128,9 +132,10 @@ class Wire:
         if transfer.sender == self._rank:
             return self._here.pop(action)
         self._post(transfer, needed=True)
-        tensor, handle = self._posted.pop(action)
+        buffer, handle = self._posted.pop(action)
         handle.wait()
         self._let_go(transfer)
+        tensor = self._packing.unpacked(buffer, self._forms[_key(transfer)])
         return tensor.requires_grad_(transfer.is_activation and self._forms[_key(transfer)].differentiable)
 
     def give_activation(self, action: Action, output: Tensor) -> None:
@@ -162,7 +167,7 @@ class Wire:
         if transfer.receiver == self._rank:
             self._here[transfer.consumer] = tensor
         else:
-            self._send(transfer, tensor.detach().contiguous(), tag=transfer.tag)
+            self._send(transfer, self._packing.packed(tensor), tag=transfer.tag)
 
     def _send(self, transfer: Transfer, tensor: Tensor, *, tag: int) -> None:
         handle = self._towards(transfer).send(tensor, to=transfer.receiver, tag=tag)
@@ -186,7 +191,7 @@ class Wire:
                 return
             transfer = queue.popleft()
             if transfer.is_activation or form.differentiable:
-                buffer = form.empty(self._device)
+                buffer = self._packing.buffer(form, self._device)
                 handle = self._towards(transfer).recv(buffer, source=transfer.sender, tag=transfer.tag)
                 self._posted[transfer.consumer] = buffer, handle
 

@@ -18,12 +18,14 @@ from shoal.planner.search.scaling import Choice
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """What was changed; seconds of the step and bytes of the fullest rank afterwards, and whether that fits."""
+    """What was changed; seconds of the step and bytes of the fullest rank afterwards, and whether that fits. `caveat`:
+    what it does beside, where it changes the result."""
 
     what: str
     step_s: float
     memory_bytes: float
     fits: bool
+    caveat: str | None = None
 
 
 RULE = "-"
@@ -97,12 +99,13 @@ def help_sentence(change: Change, best: Prediction) -> str | None:
     frees, saves = freed >= NOTICED_BYTES, saved >= NOTICED_PERCENT
     if not change.fits or not (frees or saves):
         return None
+    beside = f" ({change.caveat})" if change.caveat else ""
     if frees and saved >= 0:
-        return f"{change.what} frees {units.memory_size(freed)} and takes {saved:.1f} % off the step"
+        return f"{change.what} frees {units.memory_size(freed)} and takes {saved:.1f} % off the step{beside}"
     if frees:
-        return f"{change.what} frees {units.memory_size(freed)} for {-saved:+.1f} % step time"
+        return f"{change.what} frees {units.memory_size(freed)} for {-saved:+.1f} % step time{beside}"
     cost = f" for {units.memory_size(-freed)} more" if freed <= -NOTICED_BYTES else ""
-    return f"{change.what} takes {saved:.1f} % off the step{cost}"
+    return f"{change.what} takes {saved:.1f} % off the step{cost}{beside}"
 
 
 def confidence(best: Prediction, limit_bytes: float, *, time: Residuals | None, memory: Residuals) -> str:

@@ -29,6 +29,7 @@ ITEMS: Mapping[str, str] = {
     "transfers": "activations and their gradients between stages",
     "bubble": "a pipeline rank waits for others",
     "gradients": "sums of gradients over replicas that the backward does not hide, gathered weights",
+    "coding": "encoding and decoding of what a codec sends, error feedback",
     "optimizer": "unscaling, norm, Adam, casts",
 }
 

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from shoal.cost.plan import Plan
-from shoal.planner.predict.axes import Exposed, ends_group, exposed, replica_group, shard_group, world_group
+from shoal.planner.predict.axes import Exposed, ends_group, exposed, shard_group, world_group
+from shoal.planner.predict.coding import (
+    GradientSum,
+    boundary_coding_s,
+    chosen_codec,
+    gradient_sum,
+    number_bytes,
+    pieces_coding_s,
+)
 from shoal.planner.predict.machine import Machine
 from shoal.planner.predict.workload import Stage
 
 FLOAT8_BYTES = 1.0
+CROSSINGS = 4
+"""Of a stage and a microbatch: an activation and a gradient, each in and out."""
 AGREEMENT_BYTES = 32.0
 """What ranks agree on in one small sum: a denominator, a loss, a norm."""
 
@@ -23,12 +33,16 @@ def gathers(plan: Plan, stage: Stage, machine: Machine, *, beside_s: float) -> E
     if plan.zero < 2 or group.ranks == 1:
         return Exposed(seen_s=0.0, slowed_s=0.0)
     state, hides = machine.stack.state, beside_s if machine.stack.overlap_data else 0.0
-    weight_bytes = FLOAT8_BYTES if machine.stack.gathers_float8 else state.activation
-    each = group.all_gather((stage.numbers - stage.outside_numbers) / stage.layers * state.wire)
-    outside = group.all_gather(stage.outside_numbers * state.wire)
+    pieces = machine.stack.codecs.pieces
+    coded, weights = pieces.codec("gradients"), pieces.codec("weights")
+    weight_bytes = FLOAT8_BYTES if machine.stack.gathers_float8 else number_bytes(weights, state.activation)
+    scatter = group.all_gather if coded is None else group.all_to_all
+    term_bytes = number_bytes(coded, state.wire)
+    each = scatter((stage.numbers - stage.outside_numbers) / stage.layers * term_bytes)
+    outside = scatter(stage.outside_numbers * term_bytes)
     if plan.zero == 3:
         each += 2 * group.all_gather((stage.numbers - stage.outside_numbers) / stage.layers * weight_bytes)
-        outside += group.all_gather(stage.outside_numbers * state.activation)
+        outside += group.all_gather(stage.outside_numbers * number_bytes(weights, state.activation))
     hidden = exposed(stage.layers * each, hides, slowdown=machine.constants.overlap_slowdown)
     return Exposed(seen_s=hidden.seen_s + outside, slowed_s=hidden.slowed_s)
 
@@ -39,23 +53,35 @@ def gradients(plan: Plan, stage: Stage, machine: Machine, *, beside_s: float) ->
     `beside_s` is the backward of the last microbatch, beside which sums may run; the gather of weights may not.
     """
     stack, group = machine.stack, shard_group(plan, machine)
-    seconds = summed_s(plan, machine, numbers=stage.numbers)
+    seconds = stage_sum(plan, stage, machine, beside_s=beside_s).wire_s
     after = group.all_gather(stage.numbers * stack.state.activation) if plan.zero in (1, 2) else 0.0
-    hides = beside_s if stack.overlap_data else 0.0
+    hides = beside_s if sums_overlap(plan, machine) else 0.0
     seen = exposed(seconds, hides, slowdown=machine.constants.overlap_slowdown)
     agreed = stack.agreements * world_group(plan, machine).all_reduce(AGREEMENT_BYTES)
     return Exposed(seen_s=seen.seen_s + after + _tied_s(plan, stage, machine) + agreed, slowed_s=seen.slowed_s)
 
 
-def summed_s(plan: Plan, machine: Machine, *, numbers: float) -> float:
-    """The sum of the gradients of `numbers` parameters over shard x context, unless each microbatch did, and over
-    replicas."""
-    group, replicas = shard_group(plan, machine), replica_group(plan, machine)
-    size = numbers * machine.stack.state.wire
-    if plan.zero == 0:
-        return group.all_reduce(size) + replicas.all_reduce(size)
-    scattered = group.all_gather(size) if plan.zero == 1 else 0.0
-    return scattered + replicas.all_reduce(size / group.ranks)
+def sums_overlap(plan: Plan, machine: Machine) -> bool:
+    """Whether sums of gradients run beside the backward."""
+    stack = machine.stack
+    return stack.overlap_data or (stack.overlap_network and world_group(plan, machine).spans_nodes)
+
+
+def stage_sum(plan: Plan, stage: Stage, machine: Machine, *, beside_s: float) -> GradientSum:
+    """The sum of all gradients of the fullest rank, by the program's codec."""
+    codec = chosen_codec(plan, machine, numbers=stage.numbers, matrices=stage.matrices, beside_s=beside_s)
+    return gradient_sum(plan, machine, codec, numbers=stage.numbers, matrices=stage.matrices)
+
+
+def coding_s(plan: Plan, stage: Stage, machine: Machine, *, beside_s: float) -> float:
+    """What a step's codecs take of the device: of sums, of ZeRO's pieces, of what travels between stages."""
+    seconds = stage_sum(plan, stage, machine, beside_s=beside_s).coding_s
+    seconds += pieces_coding_s(plan, machine, numbers=stage.numbers) * (1 if plan.zero == 1 else plan.microbatches)
+    if plan.layout.pipeline > 1:
+        numbers = stage.boundary_bytes / machine.stack.state.stream
+        each = boundary_coding_s(machine, numbers=numbers, world=plan.world_size)
+        seconds += CROSSINGS * plan.virtual_stages * plan.microbatches * each
+    return seconds
 
 
 def optimizer_s(plan: Plan, stage: Stage, machine: Machine) -> float:

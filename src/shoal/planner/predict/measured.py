@@ -25,7 +25,7 @@ from shoal.cost.prices import MeasuredPrices
 from shoal.cost.transformer import Transformer
 from shoal.errors import ConfigError
 from shoal.planner.predict.waiting import ContextKind, meetings, waits_of
-from shoal.topology.calibration import Calibration, CollectiveFit, Crowd, OperatorTime, Wait
+from shoal.topology.calibration import Calibration, CodecTime, CollectiveFit, Crowd, OperatorTime, Wait
 
 OPERATORS = ("linear", "norm", "gate", "gelu", "rotary", "attention", "embedding", "copy", "loss", "adam")
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
@@ -45,6 +45,7 @@ class Measured:
     copy_bytes_s: float
     waits: tuple[Wait, ...] = ()
     crowds: tuple[Crowd, ...] = ()
+    codecs: tuple[CodecTime, ...] = ()
     factor: float = 1.0
     _prices: dict[int, MeasuredPrices] = field(default_factory=dict, compare=False)
 
@@ -135,6 +136,7 @@ def measured_of(calibration: Calibration, *, cores: int, dtype: str, backend: st
         copy_bytes_s=calibration.memory_bytes_s,
         waits=calibration.waits,
         crowds=calibration.crowds,
+        codecs=calibration.codecs,
     )
 
 

@@ -15,12 +15,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from shoal.codec.config import NoCodec
+from shoal.codec.stated import Matrices
 from shoal.cost.activations import boundary_bytes, layer_activation_bytes
 from shoal.cost.eager_memory import eager_block_bytes, eager_footprint
 from shoal.cost.footprint import Footprint, Overheads, footprint, stage_parameters
+from shoal.cost.matrices import matrix_shapes
 from shoal.cost.plan import V_SHAPED, Plan
 from shoal.cost.transformer import embedding_parameters, head_parameters, model_flops, total_parameters
 from shoal.planner.predict.bill import Bill, Constants
+from shoal.planner.predict.coding import GradientSum, residual_bytes
+from shoal.planner.predict.data_parallel import stage_sum
 from shoal.planner.predict.layer import LayerBill, LayerKey, layer_bill, share_of
 from shoal.planner.predict.machine import Machine
 from shoal.planner.predict.measured import Measured
@@ -73,13 +78,18 @@ class Predictor:
         return step_bill(plan, self.stage(plan), self.layer(plan), model=self.workload.model, machine=self.machine)
 
     def on(
-        self, cluster: Cluster, *, measured: Measured | None = None, constants: Constants | None = None
+        self,
+        cluster: Cluster,
+        *,
+        measured: Measured | None = None,
+        constants: Constants | None = None,
+        stack: Stack | None = None,
     ) -> Predictor:
-        """The same on another cluster; `measured`: what was measured of it; `constants`: others than before."""
+        """The same on another cluster, of which `measured` was measured; `constants`, `stack`: others than before."""
         return Predictor(
             self.workload,
             cluster,
-            stack=self.stack,
+            stack=stack or self.stack,
             constants=constants or self.constants,
             overheads=self.overheads,
             measured=measured,
@@ -96,6 +106,15 @@ class Predictor:
                 self.workload.model, plan, share=key.share, machine=self.machine, at_work=ranks
             )
         return self._layers[key]
+
+    def backward_s(self, plan: Plan) -> float:
+        """Seconds of the fullest rank's backward of one microbatch."""
+        layer = self.layer(plan)
+        return self.stage(plan).layers * (layer.input_s + layer.weight_s)
+
+    def gradient_sum(self, plan: Plan) -> GradientSum:
+        """The sum of the fullest rank's gradients over replicas."""
+        return stage_sum(plan, self.stage(plan), self.machine, beside_s=self.backward_s(plan))
 
     def footprints(self, plan: Plan) -> tuple[Footprint, ...]:
         """Memory of the first and the last pipeline rank: no other holds more."""
@@ -124,7 +143,7 @@ class Predictor:
 
     def footprint(self, plan: Plan, rank: int) -> Footprint:
         """Memory of one pipeline rank."""
-        return (eager_footprint if self._eager else footprint)(
+        found = (eager_footprint if self._eager else footprint)(
             self.workload.model,
             self._cut(plan),
             rank=rank,
@@ -133,6 +152,15 @@ class Predictor:
             kept=self.stack.kept,
             overheads=self.overheads,
         )
+        return self.with_residuals(found, plan)
+
+    def with_residuals(self, found: Footprint, plan: Plan) -> Footprint:
+        """What error feedback keeps of the fullest rank's gradients beside `found`."""
+        if self.stack.codecs.gradients == NoCodec():
+            return found
+        stage = self.stage(plan)
+        kept = residual_bytes(plan, self.machine, numbers=stage.numbers, matrices=stage.matrices)
+        return replace(found, residuals=kept, slack=found.slack + self.overheads.slack_share * kept)
 
     simulates = True
     """Whether `planner.simulate` knows how to play plans of the model."""
@@ -160,6 +188,10 @@ class Predictor:
             tied_numbers=embedding_parameters(model) if model.tied else 0.0,
             boundary_bytes=boundary_bytes(model, tokens, element_bytes=self.stack.state.stream),
             outside_numbers=outside / plan.layout.tensor,
+            matrices=tuple(
+                Matrices(*shape)
+                for shape in matrix_shapes(model, layers=layers, embedding=True, head=plan.layout.pipeline == 1)
+            ),
         )
 
     def _cut(self, plan: Plan) -> Plan:

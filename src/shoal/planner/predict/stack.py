@@ -12,6 +12,7 @@ from shoal.cost.attention import Kernel
 from shoal.cost.footprint import MEGATRON_BF16, MEGATRON_FP16, StateBytes
 from shoal.cost.matmul import Float8Casts
 from shoal.cost.operators import Float8
+from shoal.planner.predict.codecs import NOTHING_CODED, Codecs
 from shoal.planner.predict.waiting import ContextKind
 
 
@@ -20,21 +21,22 @@ class Stack:
     """A training program.
 
     `overlap_tensor`: the all-reduce of an input's gradient runs beside the weight's product. `overlap_data`: gradients
-    are summed, and ZeRO's weights gathered, while the device computes. `overlap_pipeline`: transfers between stages run
-    beside computation. `scatter_pipeline`: tensor ranks send a share each (arXiv:2104.04473, section 4.1). `eager`:
-    gates and rotary positions are a kernel an operator. `own_blocks`: its blocks are this project's eager ones, whose
-    memory has forms of its own. `fused_loss`: one kernel computes the cross-entropy from logits of the stack's dtype.
-    `eager_loss`: PyTorch's, of logits that are cast to float32 first.
-    `attention`: the kernel of its fused attention. `stops_early`: full recomputation ends before a block's last
-    product, whose result the backward does not need (PyTorch's non-reentrant checkpoint). `balances_stages`: the last
-    stages have fewer layers to make room for the head; else all have as many. `agreements`: sums of a few numbers over
-    all ranks in a step. `crossing_copies`: copies of an activation that a collective between tensor ranks makes.
-    `gathers_each`: under sequence parallelism every column layer gathers its input for itself, though several have the
-    same. `whole_loss`: tensor ranks gather the logits and compute the whole loss each.
-    `context`: how context ranks exchange keys and values, all of it seen; None: gathers of keys, hidden behind
-    attention. `update_bytes`: what a step of the optimizer moves for a parameter, Megatron's by default: copy of the
-    gradient 6, unscale and norm 12, Adam in float32 28, cast to half 6. `float8`: which linear layers of a block
-    compute in float8, `float8_casts` whose they are; `gathers_float8`: ZeRO gathers their weights in it.
+    are summed, and ZeRO's weights gathered, while the device computes. `overlap_network`: sums between nodes are, even
+    where `overlap_data` is not: a network works beside the cores that compute. `overlap_pipeline`: transfers between
+    stages run beside computation. `scatter_pipeline`: tensor ranks send a share each (arXiv:2104.04473, section 4.1).
+    `eager`: gates and rotary positions are a kernel an operator. `own_blocks`: its blocks are this project's eager
+    ones, whose memory has forms of its own. `fused_loss`: one kernel computes the cross-entropy from logits of the
+    stack's dtype. `eager_loss`: PyTorch's, of logits that are cast to float32 first. `attention`: the kernel of its
+    fused attention. `stops_early`: full recomputation ends before a block's last product, whose result the backward
+    does not need (PyTorch's non-reentrant checkpoint). `balances_stages`: the last stages have fewer layers to make
+    room for the head; else all have as many. `agreements`: sums of a few numbers over all ranks in a step.
+    `crossing_copies`: copies of an activation that a collective between tensor ranks makes. `gathers_each`: under
+    sequence parallelism every column layer gathers its input for itself, though several have the same. `whole_loss`:
+    tensor ranks gather the logits and compute the whole loss each. `context`: how context ranks exchange keys and
+    values, all of it seen; None: gathers of keys, hidden behind attention. `update_bytes`: what a step of the
+    optimizer moves for a parameter, Megatron's by default: copy of the gradient 6, unscale and norm 12, Adam in
+    float32 28, cast to half 6. `float8`: which linear layers of a block compute in float8, `float8_casts` whose they
+    are; `gathers_float8`: ZeRO gathers their weights in it. `codecs`: what is coded on the wire.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Stack:
     eager_loss: bool = False
     overlap_tensor: bool = True
     overlap_data: bool = True
+    overlap_network: bool = False
     overlap_pipeline: bool = True
     scatter_pipeline: bool = True
     agreements: int = 0
@@ -63,6 +66,7 @@ class Stack:
     float8: Float8 = "none"
     float8_casts: Float8Casts = "torchao"
     gathers_float8: bool = False
+    codecs: Codecs = NOTHING_CODED
 
     @property
     def kept(self) -> Kept:

@@ -9,7 +9,8 @@ from shoal.cost.plan import Plan
 from shoal.cost.transformer import Transformer
 from shoal.planner.predict.axes import Exposed, exposed, stage_group
 from shoal.planner.predict.bill import COMPUTED, Bill
-from shoal.planner.predict.data_parallel import gathers, gradients, optimizer_s
+from shoal.planner.predict.coding import number_bytes
+from shoal.planner.predict.data_parallel import coding_s, gathers, gradients, optimizer_s
 from shoal.planner.predict.layer import LayerBill
 from shoal.planner.predict.machine import Machine
 from shoal.planner.predict.workload import Stage
@@ -34,6 +35,7 @@ def step_bill(plan: Plan, stage: Stage, layer: LayerBill, *, model: Transformer,
     bill = on_shared_cores(bill, plan, machine, beyond_mean_s=beyond_s)
     backward = layers * (layer.input_s + layer.weight_s)
     _add(bill, "gradients", gradients(plan, stage, machine, beside_s=backward))
+    bill["coding"] = coding_s(plan, stage, machine, beside_s=backward)
     bill["optimizer"] = optimizer_s(plan, stage, machine)
     return Bill(bill)
 
@@ -99,6 +101,12 @@ def transfer_s(plan: Plan, stage: Stage, machine: Machine) -> float:
     layout, stack = plan.layout, machine.stack
     if layout.pipeline == 1:
         return 0.0
-    size, hop = stage.boundary_bytes, stage_group(plan, machine)
+    size, hop = boundary_wire_bytes(stage, machine), stage_group(plan, machine)
     split = plan.sequence_parallel or (stack.scatter_pipeline and hop.spans_nodes)
     return hop.send(size / (layout.tensor if split else 1))
+
+
+def boundary_wire_bytes(stage: Stage, machine: Machine) -> float:
+    """One activation on the wire, coded where the program codes it."""
+    plain = machine.stack.state.stream
+    return stage.boundary_bytes / plain * number_bytes(machine.stack.codecs.stages, plain)

@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from shoal.codec.stated import Matrices
 from shoal.cost.transformer import Recompute, Transformer, matmul_parameters
 from shoal.planner.predict.bill import Constants
 from shoal.schedules.cut import balanced_cut
@@ -37,7 +38,7 @@ class Stage:
 
     `numbers` are its parameters before ZeRO shards them, `tied_numbers` those of an embedding that the last stage uses
     too, `outside_numbers` those of its embedding and head. `boundary_bytes` are one activation of a microbatch towards
-    the next stage.
+    the next stage. `matrices` are those among its parameters.
     """
 
     layers: float
@@ -46,6 +47,7 @@ class Stage:
     tied_numbers: float
     boundary_bytes: float
     outside_numbers: float = 0.0
+    matrices: tuple[Matrices, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -190,13 +190,19 @@ class _Building:
                 busy_s=self.work.after.busy_s,
                 after=[barrier],
             )
+            coded = []
+            if self.work.coding_s:
+                number, busy_s = place.number, self.work.coding_s
+                coded.append(
+                    self.tasks.add("coding", "optimizer", rank=number, stream=number, busy_s=busy_s, after=[gathered])
+                )
             self.tasks.add(
                 "optimizer",
                 "optimizer",
                 rank=place.number,
                 stream=place.number,
                 busy_s=self.work.optimizer_s,
-                after=[gathered],
+                after=coded or [gathered],
             )
 
 

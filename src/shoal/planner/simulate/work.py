@@ -20,7 +20,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from shoal.codec.config import CodecConfig
+from shoal.codec.stated import Matrices
 from shoal.cost.footprint import stage_parameters
+from shoal.cost.matrices import matrix_shapes
 from shoal.cost.plan import Plan
 from shoal.cost.transformer import (
     dense_layer_parameters,
@@ -30,8 +33,10 @@ from shoal.cost.transformer import (
 )
 from shoal.planner.predict.axes import ends_group, shard_group, stage_group
 from shoal.planner.predict.bill import COMPUTED
-from shoal.planner.predict.data_parallel import gathers, optimizer_s, summed_s
+from shoal.planner.predict.coding import gradient_sum
+from shoal.planner.predict.data_parallel import coding_s, gathers, optimizer_s, sums_overlap
 from shoal.planner.predict.predictor import Predictor
+from shoal.planner.predict.step import boundary_wire_bytes
 from shoal.planner.predict.workload import balanced_layers
 from shoal.schedules.table import Action
 
@@ -91,7 +96,8 @@ class Stage:
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """A step. `blocks_sender`, `blocks_receiver`: they do not compute during a transfer. `behind`: sums of gradients
-    wait for the whole backward of their rank. `after`: collectives of every rank between its sums and its optimizer."""
+    wait for the whole backward of their rank. `after`: collectives of every rank between its sums and its optimizer;
+    `coding_s` are a rank's seconds of coding what it sends, all of them there too."""
 
     stages: tuple[Stage, ...]
     transfer: Message
@@ -101,6 +107,7 @@ class Work:
     slowdown: float = 0.0
     after: Message = Message(busy_s=0.0)
     optimizer_s: float = 0.0
+    coding_s: float = 0.0
 
 
 def lasting_s(stage: Stage, action: Action) -> float:
@@ -132,19 +139,21 @@ HEAD_FORWARD, HEAD_INPUT = 1 / 3, 1 / 3
 def work_of(plan: Plan, predictor: Predictor) -> Work:
     """The step of `plan`, in the predictor's seconds. Raises `LayoutError` for more stages than layers."""
     stack = predictor.stack
-    layers = stage_layers(plan, predictor)
+    layers, fullest = stage_layers(plan, predictor), predictor.stage(plan)
     ends = range(len(layers))
+    backward_s, codec = predictor.backward_s(plan), predictor.gradient_sum(plan).codec
     return Work(
         stages=tuple(
-            _stage(plan, predictor, count, first=stage == ends[0], last=stage == ends[-1])
+            _stage(plan, predictor, count, codec=codec, first=stage == ends[0], last=stage == ends[-1])
             for stage, count in enumerate(layers)
         ),
         transfer=_transfer(plan, predictor),
         blocks_sender=not stack.overlap_pipeline,
-        behind=not stack.overlap_data,
+        behind=not sums_overlap(plan, predictor.machine),
         slowdown=predictor.constants.overlap_slowdown,
         after=Message(busy_s=_after_s(plan, predictor)),
-        optimizer_s=optimizer_s(plan, predictor.stage(plan), predictor.machine),
+        optimizer_s=optimizer_s(plan, fullest, predictor.machine),
+        coding_s=coding_s(plan, fullest, predictor.machine, beside_s=backward_s),
     )
 
 
@@ -153,7 +162,7 @@ def stage_layers(plan: Plan, predictor: Predictor) -> tuple[int, ...]:
     return balanced_layers(predictor.workload.model, plan.layout.pipeline * plan.virtual_stages)
 
 
-def _stage(plan: Plan, predictor: Predictor, layers: int, *, first: bool, last: bool) -> Stage:
+def _stage(plan: Plan, predictor: Predictor, layers: int, *, codec: CodecConfig, first: bool, last: bool) -> Stage:
     layer = predictor.layer(plan)
     head = sum(layer.head.values()) if last else 0.0
     gather_forward, gather_back = _gathered(plan, predictor, layers)
@@ -162,7 +171,7 @@ def _stage(plan: Plan, predictor: Predictor, layers: int, *, first: bool, last: 
         forward_s=layers * layer.forward_s + HEAD_FORWARD * head + gather_forward,
         input_s=layers * layer.input_s + HEAD_INPUT * head + gather_back,
         weight_s=layers * layer.weight_s + (1 - HEAD_FORWARD - HEAD_INPUT) * head,
-        sums=_sums(plan, predictor, layers, first=first, last=last),
+        sums=_sums(plan, predictor, layers, codec, first=first, last=last),
         inside_s=wires + gather_forward + gather_back + (layer.head["tensor"] if last else 0.0),
     )
 
@@ -177,14 +186,23 @@ def _gathered(plan: Plan, predictor: Predictor, layers: int) -> tuple[float, flo
     return seconds * forward, seconds * (1 - forward)
 
 
-def _sums(plan: Plan, predictor: Predictor, layers: int, *, first: bool, last: bool) -> tuple[Message, ...]:
+def _sums(
+    plan: Plan, predictor: Predictor, layers: int, codec: CodecConfig, *, first: bool, last: bool
+) -> tuple[Message, ...]:
     """One message a layer, the last layer's first, then what the first or last stage has beside its layers."""
     model, layout = predictor.workload.model, plan.layout
     dense, experts = dense_layer_parameters(model) / layout.tensor, expert_layer_parameters(model)
     units = [dense + experts / layout.expert] * layers
     beside = (embedding_parameters(model) if first else 0) + (head_parameters(model) if last else 0)
     units += [beside / layout.tensor] if beside else []
-    sums = [summed_s(plan, predictor.machine, numbers=numbers) for numbers in units]
+    one = matrix_shapes(model, layers=1, embedding=False, head=False)
+    shapes = [one] * layers + [matrix_shapes(model, layers=0, embedding=first, head=last)] * bool(beside)
+    sums = [
+        gradient_sum(
+            plan, predictor.machine, codec, numbers=numbers, matrices=[Matrices(*shape) for shape in held]
+        ).wire_s
+        for numbers, held in zip(units, shapes, strict=True)
+    ]
     return tuple(Message(busy_s=seconds) for seconds in sums if seconds > 0)
 
 
@@ -207,7 +225,7 @@ def _transfer(plan: Plan, predictor: Predictor) -> Message:
     layout, stack = plan.layout, predictor.stack
     if layout.pipeline == 1:
         return Message(busy_s=0.0)
-    size = predictor.stage(plan).boundary_bytes
+    size = boundary_wire_bytes(predictor.stage(plan), predictor.machine)
     hop = stage_group(plan, predictor.machine)
     split = plan.sequence_parallel or (stack.scatter_pipeline and hop.spans_nodes)
     share = size / (layout.tensor if split else 1)

@@ -101,6 +101,7 @@ class ParameterTrace:
     units: tuple[int | None, ...]
     role: str
     trained: bool
+    shape: tuple[int, ...] = ()
 
 
 BACKWARD_ATTENTION = 2.5

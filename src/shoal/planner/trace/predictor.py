@@ -17,7 +17,7 @@ from shoal.cost.transformer import Recompute
 from shoal.errors import ConfigError, LayoutError
 from shoal.planner.predict.axes import tensor_group
 from shoal.planner.predict.bill import COMPUTED, Bill, Constants
-from shoal.planner.predict.data_parallel import gathers, gradients, optimizer_s
+from shoal.planner.predict.data_parallel import coding_s, gathers, gradients, optimizer_s
 from shoal.planner.predict.layer import LayerBill
 from shoal.planner.predict.measured import Measured
 from shoal.planner.predict.predictor import Predictor
@@ -54,13 +54,18 @@ class TracedPredictor(Predictor):
         self._units: dict[tuple[Split, int], dict[int | None, UnitSeconds]] = {}
 
     def on(
-        self, cluster: Cluster, *, measured: Measured | None = None, constants: Constants | None = None
+        self,
+        cluster: Cluster,
+        *,
+        measured: Measured | None = None,
+        constants: Constants | None = None,
+        stack: Stack | None = None,
     ) -> TracedPredictor:
-        """The same on another cluster; `measured`: what was measured of it; `constants`: others than before."""
+        """The same on another cluster, of which `measured` was measured; `constants`, `stack`: others than before."""
         return TracedPredictor(
             self.job,
             cluster,
-            stack=self.stack,
+            stack=stack or self.stack,
             constants=constants or self.constants,
             overheads=self.overheads,
             measured=measured,
@@ -117,21 +122,29 @@ class TracedPredictor(Predictor):
         and parameters that several units share for a tied embedding."""
         trace, shared = self.trace(plan), self._trace(Split(1)).parameters.values()
         between = [trace.boundary_bytes[unit] for unit in trace.units.blocks] if plan.layout.pipeline > 1 else [0]
+        held = max(self.stages(plan).held, key=lambda units: trace.numbers(units, trained=True))
         return Stage(
             layers=plan.stage_layers(self.job.model.layers),
             head=1.0,
-            numbers=float(max(trace.numbers(units, trained=True) for units in self.stages(plan).held)),
+            numbers=float(trace.numbers(held, trained=True)),
             tied_numbers=float(sum(one.numel for one in shared if len(one.units) > 1)),
             boundary_bytes=float(max(between)),
+            matrices=tuple(trace.matrices(held)),
         )
 
     def layer(self, plan: Plan, *, at_work: int | None = None) -> LayerBill:
         """Traced units are not alike. Raises `ConfigError`."""
         raise ConfigError("a traced model has no layer that stands for all: only plans of gpt and moe are simulated")
 
+    def backward_s(self, plan: Plan) -> float:
+        """Seconds of the fullest rank's backward of one microbatch."""
+        ranks = [self._rank(plan, units) for units in self.stages(plan).held]
+        fullest = max(ranks, key=lambda one: one.total_s)
+        return fullest.input_s + fullest.weight_s
+
     def footprint(self, plan: Plan, rank: int) -> Footprint:
         """Memory of one pipeline rank."""
-        return traced_footprint(
+        found = traced_footprint(
             self.trace(plan),
             plan,
             self.stages(plan),
@@ -139,6 +152,7 @@ class TracedPredictor(Predictor):
             state=self.stack.state,
             overheads=self.overheads,
         )
+        return self.with_residuals(found, plan)
 
     def bill(self, plan: Plan) -> Bill:
         """The seconds of a step."""
@@ -162,6 +176,7 @@ class TracedPredictor(Predictor):
         bill = on_shared_cores(bill, plan, self.machine, beyond_mean_s=beyond_mean_s)
         bill["gradients"] = once.seen_s
         bill["overlap"] += once.slowed_s
+        bill["coding"] = coding_s(plan, stage, self.machine, beside_s=backward)
         bill["optimizer"] = optimizer_s(plan, stage, self.machine)
         return Bill(bill)
 

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +28,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_leaves
 
+from shoal.codec.stated import Matrices
 from shoal.errors import ShoalError, UserCodeError
 from shoal.models.roles import roles_of
 from shoal.planner.trace.group import TracedGroup
@@ -108,6 +110,12 @@ class Trace:
         products = sum(p.matmul.flops for one in self.operators if one.phase != "recompute" for p in one.products)
         return products + sum(share[one.phase] * one.attention_flops for one in self.operators)
 
+    def matrices(self, units: frozenset[int | None]) -> Iterator[Matrices]:
+        """The trained parameters of `units` with two dimensions or more, as matrices of the first and all others."""
+        for one in self.parameters.values():
+            if one.trained and len(one.shape) > 1 and not units.isdisjoint(one.units):
+                yield Matrices(one.shape[0], prod(one.shape[1:]))
+
     def numbers(self, units: frozenset[int | None], *, trained: bool = False) -> int:
         """Parameters of `units`, on this rank."""
         return sum(
@@ -186,6 +194,6 @@ def _parameters(model: nn.Module, units: Units) -> dict[str, ParameterTrace]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         holders.setdefault(id(parameter), {})[units.holding(name)] = None
     return {
-        name: ParameterTrace(p.numel(), tuple(holders[id(p)]), roles[name].kind, p.requires_grad)
+        name: ParameterTrace(p.numel(), tuple(holders[id(p)]), roles[name].kind, p.requires_grad, tuple(p.shape))
         for name, p in model.named_parameters()
     }

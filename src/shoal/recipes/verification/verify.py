@@ -66,6 +66,10 @@ from shoal.runfile.run_file import RunFile, declared_group
 HALF_STEPS = 2
 """Steps under the run's own precision, after those in float32, where that is bfloat16 or float16."""
 
+LOSSY_STAGES = (
+    'pipeline.codec = "{}" was left out: this compares the layout with activations that are sent as they are; with the '
+    "codec, what a stage gets is off by up to 1/254 (int8) of its block's largest number, or 1/256 (bfloat16) of itself"
+)
 HALF_SCALE = 2.0**10
 """The loss scale of float16 there: fixed, and too small to overflow."""
 
@@ -101,6 +105,8 @@ def verify_rank(
             "[shard_codec]: verify compares weights and gradients that are sent as they are; add "
             'shard_codec.weights="none" shard_codec.gradients="none"'
         )
+    lossy = run_file.pipeline.codec
+    run_file = msgspec.structs.replace(run_file, pipeline=msgspec.structs.replace(run_file.pipeline, codec="none"))
     run = open_run(run_file, place, objects, store=store)
     if not run.generation.sync.keeps_replicas_equal:
         kind = type(run_file.sync).__struct_config__.tag
@@ -110,8 +116,11 @@ def verify_rank(
         )
     if run_file.pipeline.asynchronous:
         bar.update(f"comparing {units.plural(steps, 'step')} with one process")
-        return verify_pipedream(run, steps=steps, tolerances=tolerances, exact=exact)
-    notes: list[str] = []
+        verdict = verify_pipedream(run, steps=steps, tolerances=tolerances, exact=exact)
+        if verdict is not None and lossy != "none":
+            return replace(verdict, notes=(*verdict.notes, LOSSY_STAGES.format(lossy)))
+        return verdict
+    notes: list[str] = [] if lossy == "none" else [LOSSY_STAGES.format(lossy)]
     with closing(run.feed(Cursor())) as feed, closing(_whole_feed(run)) as whole:
         proof = _Proof(run, reference_of(run) if place.rank == 0 else None, feed, whole, rate_findings(run), bar)
         holds = proof.take(range(1, steps + 1), tolerances)
