@@ -12,6 +12,7 @@ take a minute as well: round k and round n - k are the same pairs, one way and t
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -74,9 +75,17 @@ def surveyed(
     silent: dict[str, str] = {}
     links: dict[tuple[str, str], Link] = {}
 
+    closing, closed = threading.Lock(), False
+
     def begin(host: Host) -> None:
         try:
-            channels[host.name] = openers[host.name]()
+            channel = openers[host.name]()
+            with closing:
+                channels[host.name] = channel
+                late = closed
+            if late:  # interrupted while it was opened
+                channel.close()
+                return
             question = Begin(host.name, list(hosts), port, token, folder)
             facts[host.name] = channels[host.name].ask(question, HostFacts, within_s=BEGIN_S)
         except EnvironmentFault as fault:
@@ -103,8 +112,10 @@ def surveyed(
             _all(threads, partial(measure, rate=True), open_pairs)
     finally:
         # `threads` may still wait for answers, which end when the channels are closed
-        with ThreadPoolExecutor(max_workers=len(hosts)) as closing:
-            _all(closing, lambda channel: channel.close(), list(channels.values()))
+        with closing:
+            closed, opened = True, list(channels.values())
+        with ThreadPoolExecutor(max_workers=len(hosts)) as enders:
+            _all(enders, lambda channel: channel.close(), opened)
         threads.shutdown(cancel_futures=True)
     ordered = {host.name: facts[host.name] for host in hosts if host.name in facts}
     return Survey(tuple(hosts), port, ordered, silent, links)
