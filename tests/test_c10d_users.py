@@ -239,8 +239,8 @@ def kept_alive(rank: int) -> int:
     receiving = dist.irecv(last, 1, tag=99) if rank == 0 else None
     alive = []
     for number in range(60):
-        output = torch.empty(8)
-        work = dist.all_gather_into_tensor(output, torch.ones(4), async_op=True)
+        output = torch.empty(64)
+        work = dist.all_gather_into_tensor(output, torch.ones(32), async_op=True)
         if number % 2:
             work.wait()
         alive.append(weakref.ref(output))
@@ -257,7 +257,8 @@ def kept_alive(rank: int) -> int:
 
 
 def test_a_receive_under_way_keeps_no_other_tensors(ranks) -> None:
-    """Those of works that nobody waited for go a few at a time, with the calls that follow."""
+    """Those of works that nobody waited for go a few at a time, with the calls that follow; only of a few numbers are
+    some kept (`SmallWorks`)."""
     assert max(ranks(2, on_shoal, kept_alive)) < 8
 
 

@@ -239,6 +239,11 @@ class Project:
     def manifest(self, run: str = "runs/own", step: int = 9) -> dict:
         return json.loads((self.folder / run / f"checkpoints/step-{step:08d}/manifest.json").read_text())
 
+    def newest_checkpoint(self, run: str = "runs/own") -> int:
+        """The step of the newest checkpoint that is committed; 0 where there is none."""
+        found = (self.folder / run / "checkpoints").glob("step-*/manifest.json")
+        return max((int(path.parent.name.removeprefix("step-")) for path in found), default=0)
+
     def wait_for_step(self, step: int, run: str = "runs/own") -> None:
         """Until the events hold `step`."""
         said = self.folder / "out.txt"

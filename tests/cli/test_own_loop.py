@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.project import Project, project, ranks_of
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, wait_until
 
 PLAIN = """
 import json, sys
@@ -119,6 +119,7 @@ def test_a_killed_loop_goes_on_with_other_ranks(own: Project, plain: dict) -> No
     command = ("held.py", "run.name=killed", "checkpoint.every_steps=2")
     running = own.start(*command, "run.processes=2", module=())
     own.wait_for_step(5, run="runs/killed")
+    wait_until(lambda: own.newest_checkpoint("runs/killed") > 0)
     os.kill(ranks_of(running)[-1], signal.SIGKILL)
     (own.folder / "run.name=killed.go").touch()
     assert running.wait(HANG_S) == 128 + signal.SIGKILL

@@ -34,9 +34,10 @@ def test_every_sample_once_through_kills_and_other_worlds(own: Project) -> None:
     """An epoch and a half in three lives of 2, 3 and 1 ranks, two of them ended by kill -9: each id of the first epoch
     is used exactly once in the steps that count, in the order that an uninterrupted run would have used."""
     for processes, kill_at in ((2, 2), (3, 5)):
-        held = f"model.arguments={{hold_at={kill_at + 2}}}"
+        held, before = f"model.arguments={{hold_at={kill_at + 2}}}", own.newest_checkpoint()
         running = own.start("train", "run.toml", f"run.processes={processes}", held)
         own.wait_for_step(kill_at)
+        wait_until(lambda before=before: own.newest_checkpoint() > before)
         os.kill(ranks_of(running)[-1], signal.SIGKILL)
         assert running.wait(HANG_S) == 128 + signal.SIGKILL
         (own.folder / "used.jsonl").rename(own.folder / f"used-{processes}.jsonl")
