@@ -42,7 +42,9 @@ def harass(port: int, stack: ExitStack) -> None:
             connection.sendall(words[number % len(words)])
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or not Path("/proc/net/tcp").exists(), reason="becomes another user")
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not Path("/proc/net/tcp").exists(), reason="needs root, to become another user, and /proc"
+)
 def test_strangers_at_every_port_do_not_disturb_a_run(tmp_path: Path) -> None:
     """Silence, single bytes, garbage, oversized frames and crowds: the run ends as one that nobody visited, and the
     file of its token is closed to other users."""

@@ -90,7 +90,7 @@ class SmallWorks:
 
     C++ may hold the only reference to a work that Python made: DDP's `join` keeps the work of one number in each
     forward, waits for it in the backward and then asks for its future. Without its Python half a work has none:
-    "getFuture not implemented" (torch 2.11 to 2.13). Python cannot see whether C++ still holds a work. One of a few
+    "getFuture not implemented" (torch 2.13). Python cannot see whether C++ still holds a work. One of a few
     numbers is cheap to keep, and many of them may come between forward and backward.
     """
 

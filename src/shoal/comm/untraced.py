@@ -3,7 +3,7 @@
 Dynamo looks at every Python frame that begins while a compiled program runs, and a process group written in Python has
 such frames: C++ calls its methods from DDP's forward, c10d makes it inside of `new_group`. Dynamo cannot trace them: it
 refuses a group's own attributes (they are not registered with its opaque type), and a group whose C++ half does not
-exist yet, as in `__init__`, ends the process (torch 2.11 to 2.13). There is nothing to gain either: no tensor operation
+exist yet, as in `__init__`, ends the process (torch 2.13). There is nothing to gain either: no tensor operation
 is in them.
 
 `torch.compiler.disable` does the same around a call. It imports Dynamo, 3 s, and makes each call slower; a strategy of

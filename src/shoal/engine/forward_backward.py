@@ -120,8 +120,8 @@ class PipelinedForwardBackward:
     """`ForwardBackward` by `table` over the ranks of `group`, the pipeline; `back` is a second group of them.
 
     The number of microbatches that `arrange` gives is a multiple of the table's. `counts`: does this rank hold the last
-    stage, and no other holds the same numbers? `splits`: see `Computation`. `codec`:
-    of activations between ranks; None: they are sent as they are.
+    stage, and no other holds the same numbers? `splits`: see `Computation`. `codec`
+    codes activations and their gradients between ranks; None: they are sent as they are.
     """
 
     compute: Compute

@@ -8,10 +8,9 @@ then accepts the higher ones: a listening socket queues connections before it ac
 After each step every rank publishes how it went. All ranks read the same answers, so all come to the same result:
 `HostMates`, or one reason why not (`Apart`).
 
-The folders are gone before the first collective (that of a rank which was killed meanwhile, with the next start of
-anything); no port is open, and nothing has a name in /dev/shm. SHOAL_HOST is
-part of a host's identity: a lab gives each of its hosts a name, and ranks of two such hosts must not share memory
-although the machine would let them.
+The folders are gone before the first collective; the next start removes that of a rank which was killed meanwhile. No
+port is open, and nothing has a name in /dev/shm. SHOAL_HOST is part of a host's identity: a lab gives each of its hosts
+a name, and ranks of two such hosts must not share memory although the machine would let them.
 """
 
 from __future__ import annotations

@@ -104,4 +104,4 @@ def _repair(first: Finding, *, exact: bool) -> str:
         )
     if exact or first.quantity == "rate":
         return ""
-    return ". Rounding grows this far only where few numbers are normalised; --exact compares in float64, without it"
+    return ". To rule out rounding, which statistics over few numbers enlarge, compare in float64: --exact"
