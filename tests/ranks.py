@@ -22,6 +22,9 @@ import torch.distributed as dist
 from tests.forkserver import forkserver
 from tests.waiting import HANG_S
 
+POOL_S = HANG_S + 30.0
+"""Longer than what a rank waits for, which says what did not come."""
+
 
 @dataclass(frozen=True)
 class TestPlace:
@@ -44,7 +47,7 @@ class RankPool:
         self._context = forkserver()
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def __call__(self, world: int, function: Callable[..., Any], *args: Any, timeout_s: float = HANG_S) -> list[Any]:
+    def __call__(self, world: int, function: Callable[..., Any], *args: Any, timeout_s: float = POOL_S) -> list[Any]:
         """What `function(place, *args)` returned on each rank. Raises `AssertionError` with the traceback of one."""
         outcomes = self.outcomes(world, function, *args, timeout_s=timeout_s)
         for rank, (worked, value) in enumerate(outcomes):
@@ -57,7 +60,7 @@ class RankPool:
         world: int,
         function: Callable[..., Any],
         *args: Any,
-        timeout_s: float = HANG_S,
+        timeout_s: float = POOL_S,
         lost: Collection[int] = (),
     ) -> list[tuple[bool, Any]]:
         """Per rank: (True, value), or (False, what went wrong). For tests that expect ranks to fail.
