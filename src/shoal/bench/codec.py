@@ -17,26 +17,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shoal.bench.codec_forms import CODECS
 from shoal.bench.codec_times import WARM_UP, coding_times, keep_times, median_s, seconds_of
 from shoal.bench.options import AsJson, names, numbers
 from shoal.bench.ranks import is_rank, on_ranks, run_as_rank
 from shoal.bench.report import Result, Row, check, print_report
-from shoal.codec.config import (
-    ACPSGDConfig,
-    BlockTopKConfig,
-    BlockwiseConfig,
-    CastConfig,
-    CodecConfig,
-    DCTTopKConfig,
-    DGCConfig,
-    PowerSGDConfig,
-    QSGDConfig,
-    RandomKConfig,
-    ScaleComConfig,
-    SignConfig,
-    TernGradConfig,
-    TopKConfig,
-)
+from shoal.codec.config import PowerSGDConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,28 +30,6 @@ if TYPE_CHECKING:
     from shoal.codec.codec import Codec, Place
     from shoal.launch.environment import Place as RankPlace
 
-CODECS: Mapping[str, CodecConfig] = {
-    "bfloat16": CastConfig(),
-    "float16": CastConfig(dtype="float16"),
-    "float8_e4m3": CastConfig(dtype="float8_e4m3"),
-    "float8_e5m2": CastConfig(dtype="float8_e5m2"),
-    "int8": BlockwiseConfig(),
-    "int4": BlockwiseConfig(bits=4, block=64),
-    "qsgd": QSGDConfig(),
-    "terngrad": TernGradConfig(),
-    "sign": SignConfig(block=64),
-    "top_k": TopKConfig(),
-    "top_k_sampled": TopKConfig(selection="sampled"),
-    "dgc": DGCConfig(fraction=0.01, warmup_steps=40),
-    "dgc_0.1%": DGCConfig(fraction=0.001, warmup_steps=40),
-    "block_top_k": BlockTopKConfig(),
-    "dct_top_k": DCTTopKConfig(),
-    "random_k": RandomKConfig(fraction=0.01),
-    "scale_com": ScaleComConfig(),
-    "power_sgd": PowerSGDConfig(),
-    "power_sgd_2": PowerSGDConfig(rank=2),
-    "acp_sgd": ACPSGDConfig(),
-}
 HALF_OF_COPY = ("bfloat16", "float16", "float8_e4m3", "float8_e5m2", "int8")
 COPY_BOUND, PASSES_BOUND, BACKWARD_BOUND = 0.5, 3.0, 0.10
 WIDTH, BACKWARD_LAYERS, BACKWARD_TOKENS = 512, 8, 256

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from shoal.bench.codec import CODECS
+from shoal.bench.codec_forms import CODECS
 from shoal.bench.groups import join_store
 from shoal.bench.ranks import rank_folder
 from shoal.bench.report import Check, Result, Row, check
