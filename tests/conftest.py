@@ -33,7 +33,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the rows of a `matrix` as stress, but for its first ones or every so many: `make test` runs these."""
+    """Marks the rows of a `matrix` as stress, but for its `first` ones, every so many or those in `rows`, which
+    `make test` runs.
+    """
     rows: dict[str, int] = {}
     for item in items:
         matrix = item.get_closest_marker("matrix")
@@ -43,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         row = rows.setdefault(test, 0)
         rows[test] += 1
         first, every = matrix.kwargs.get("first", 0), matrix.kwargs.get("every", 0)
-        if row >= first and not (every and row % every == 0):
+        if row >= first and not (every and row % every == 0) and row not in matrix.kwargs.get("rows", ()):
             item.add_marker(pytest.mark.stress)
 
 

@@ -106,7 +106,7 @@ RANGES = {
 
 
 def test_the_profiler_shows_every_call(ranks) -> None:
-    sender, receiver = ranks(2, on_shoal, profiled, timeout_s=20.0)
+    sender, receiver = ranks(2, on_shoal, profiled, timeout_s=180)
     assert sender == {f"shoal:{name}" for name in (*RANGES, "send")}
     assert receiver == {f"shoal:{name}" for name in (*RANGES, "recv")}
 

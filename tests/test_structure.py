@@ -5,6 +5,7 @@ circular.
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
 import shoal
@@ -20,6 +21,7 @@ LONG_SIGNATURES = {
 """Functions that take more, and why."""
 
 
+@functools.cache
 def modules() -> dict[str, ast.Module]:
     """Every module of the package, by its dotted name."""
     found = {}

@@ -28,7 +28,7 @@ NOTHING = {"products": [], "operators": [], "waits": [], "collectives": [], "cop
 
 def _measured(place: TestPlace) -> float:
     layout, threads = Layout(replicate=place.size), torch.get_num_threads()
-    mesh = build_mesh(layout, place.rank, store=place.store, device=torch.device("cpu"), wire=WireConfig(timeout_s=60))
+    mesh = build_mesh(layout, place.rank, store=place.store, device=torch.device("cpu"), wire=WireConfig(timeout_s=180))
     try:
         return crowded_step_s(mesh.world)
     finally:

@@ -27,6 +27,7 @@ def test_without_mpi_a_sentence_says_what_is_missing(monkeypatch: pytest.MonkeyP
         mpiexec()
 
 
+@pytest.mark.stress
 @needs_mpi
 def test_mpi_is_measured_by_ranks_of_mpiexec() -> None:
     """`shoal bench comm --backends mpi` has rows of MPI beside Gloo's."""

@@ -49,7 +49,7 @@ def test_a_wrong_option_is_refused_in_a_sentence() -> None:
     """Shoal's own errors reach the terminal without a traceback, with their exit code."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.layouts", "nowhere.toml"], cwd=ROOT, capture_output=True, text=True,
-        timeout=100, check=False,
+        timeout=180, check=False,
     )  # fmt: skip
     assert done.returncode == 2
     assert "nowhere.toml" in done.stderr

@@ -29,7 +29,7 @@ def graves(tmp_path_factory) -> tuple[Path, dict[str, int]]:
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=180,
         check=False,
     )
     assert done.returncode == 0, done.stderr

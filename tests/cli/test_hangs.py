@@ -113,7 +113,7 @@ def hung(folder: Path, *overrides: str) -> tuple[HangVerdict, str]:
     (folder / "own.py").write_text(OWN + HANGS)
     (folder / "run.toml").write_text(RUN)
     keys = ("wire.report_hang_s=1.5", "wire.timeout_s=12", "checkpoint.every_steps=0")
-    done = Project(folder).shoal("train", "run.toml", *keys, *overrides, timeout_s=110.0)
+    done = Project(folder).shoal("train", "run.toml", *keys, *overrides, timeout_s=180)
     assert done.returncode != 0
     return msgspec.json.decode((folder / "runs/own/hang.json").read_bytes(), type=HangVerdict), done.stderr
 

@@ -30,6 +30,6 @@ def test_threads_inside_cpp_do_not_take_the_process_along(tmp_path: Path) -> Non
     (tmp_path / "program.py").write_text(PROGRAM)
     for arguments, code in ((["--version"], 0), (["plan", "nowhere.toml"], 2)):
         command = [sys.executable, "program.py", *arguments]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False)
         assert (done.returncode, "terminate" in done.stderr) == (code, False)
         assert "registered for the end" in done.stdout

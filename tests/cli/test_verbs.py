@@ -140,7 +140,7 @@ def test_torchrun_starts_the_same_run(trained: Project) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "shoal", "train",
          "run.toml", "run.directory=torchrun"],
-        cwd=trained.folder, env=trained.environ(), capture_output=True, text=True, timeout=90, check=False,
+        cwd=trained.folder, env=trained.environ(), capture_output=True, text=True, timeout=180, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert trained.losses("torchrun") == trained.losses()

@@ -15,7 +15,7 @@ from shoal.collectives.table import Kind, Move, Receive, Send, Step, Table, Tran
 from shoal.errors import LayoutError
 
 KINDS: tuple[Kind, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce")
-WORLDS = (*range(1, 18), 23, 24, 31, 32, 33, 48, 63, 64)
+WORLDS = (*range(1, 18), 24, 31, 33, 64)
 EAGER_RANKS = 12
 BLOCKS = 3
 

@@ -40,7 +40,7 @@ def mesh_over(place: Place, store: dist.Store, transport: Transport, *, check: b
         place.rank,
         store=dist.PrefixStore(f"{transport}/{check}", store),
         device=torch.device("cpu"),
-        wire=WireConfig(timeout_s=60, transport=transport, check_collectives=check),
+        wire=WireConfig(timeout_s=180, transport=transport, check_collectives=check),
     )
 
 
@@ -123,7 +123,7 @@ def chosen(place: Place, store: dist.Store) -> list[str]:
 def many_groups(place: Place, store: dist.Store) -> list[str]:
     """More groups than MPI has communicators, one after the other: shut down, dropped, or dropped in a call."""
     for number in range(GROUPS):
-        group = share_mpi(dist.PrefixStore(str(number), store), place.rank, place.world_size, timeout_s=60)
+        group = share_mpi(dist.PrefixStore(str(number), store), place.rank, place.world_size, timeout_s=180)
         total = torch.ones(3)
         work = group.allreduce([total])
         if number % 3:
@@ -138,7 +138,7 @@ def dropped_handles(place: Place, store: dist.Store) -> list[str]:
     """Memory of calls that nobody waits for is MPI's until they are over, although the group was dropped, too."""
     wrong = []
     for keeps_group in (True, False):
-        group = share_mpi(dist.PrefixStore(str(keeps_group), store), place.rank, place.world_size, timeout_s=60)
+        group = share_mpi(dist.PrefixStore(str(keeps_group), store), place.rank, place.world_size, timeout_s=180)
         key = f"filled-{keeps_group}"
         if place.rank != 0:
             store.wait([key])
@@ -166,7 +166,7 @@ def main(folder: Path) -> None:
     place = place_from(os.environ)
     assert place is not None
     interface_for(place, os.environ)
-    store = open_store(place, os.environ, timeout_s=60)
+    store = open_store(place, os.environ, timeout_s=180)
     checks: list[Check] = [collectives, reduced, many_groups, dropped_handles, disagreeing, refused, chosen]
     found = {check.__name__: check(place, dist.PrefixStore(check.__name__, store)) for check in checks}
     (folder / f"{place.rank}.json").write_text(json.dumps(found), encoding="utf-8")

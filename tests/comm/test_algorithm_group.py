@@ -27,7 +27,7 @@ def mesh_by(place, algorithm: Algorithm, check: bool) -> Mesh:
         place.rank,
         store=torch.distributed.PrefixStore(algorithm, place.store),
         device=torch.device("cpu"),
-        wire=WireConfig(timeout_s=60, transport="gloo", algorithm=algorithm, check_collectives=check),
+        wire=WireConfig(timeout_s=180, transport="gloo", algorithm=algorithm, check_collectives=check),
     )
 
 

@@ -80,7 +80,7 @@ def test_the_lack_of_one_rank_is_the_lack_of_all() -> None:
 def hosts_of_gpus(place) -> tuple[str, ...]:
     """The hosts that ranks with GPUs find, two ranks on each."""
     with on_host(f"node-{place.rank // 2}"):
-        board = Board(place.store, timeout_s=20.0)
+        board = Board(place.store, timeout_s=180)
         group = gather_capabilities(board, place.rank, place.size, device=torch.device("cuda"), transport="auto")
     assert choose_backend("auto", group).backend == "nccl"
     return group.hosts

@@ -34,7 +34,7 @@ def overlapping(place) -> list[float]:
                 device=torch.device("cpu"),
                 label=str(members),
                 ledger=Ledger(),
-                wire=WireConfig(timeout_s=20.0),
+                wire=WireConfig(timeout_s=180),
             )
     tensors = {members: torch.full((100_000,), 10.0**place.rank) for members in groups}
     handles = [group.all_reduce(tensors[members]) for members, group in groups.items()]
@@ -160,7 +160,7 @@ def asked_for_gloo(place) -> tuple[str, str]:
         device=torch.device("cpu"),
         label="t",
         ledger=Ledger(),
-        wire=WireConfig(timeout_s=20.0, transport="gloo"),
+        wire=WireConfig(timeout_s=180, transport="gloo"),
     ).group
     return group.backend, group.why  # type: ignore[attr-defined]
 
@@ -182,7 +182,7 @@ def without_core(place, transport: str) -> tuple[str, str, float]:
     try:
         group = connect(
             place.store, place.rank, place.size, device=torch.device("cpu"), label="t", ledger=Ledger(),
-            wire=WireConfig(timeout_s=20.0, transport=transport),  # type: ignore[arg-type]
+            wire=WireConfig(timeout_s=180, transport=transport),  # type: ignore[arg-type]
         )  # fmt: skip
     except EnvironmentFault as refusal:
         return "refused", str(refusal), 0.0

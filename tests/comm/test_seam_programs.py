@@ -59,7 +59,7 @@ class Over:
             dist.destroy_process_group()
 
     def _group(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-        waits = WaitGraph(Board(store, timeout_s=20.0), rank)
+        waits = WaitGraph(Board(store, timeout_s=180), rank)
         waits.enter("program", range(size))
         assert self.transport is not None
         return connect(

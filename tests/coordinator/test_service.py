@@ -170,7 +170,7 @@ def test_a_second_coordinator_on_one_journal_is_refused(tmp_path: Path) -> None:
     with running(tmp_path):
         command = [sys.executable, "-m", "shoal", "coordinator", "serve", str(tmp_path / "journal")]
         done = subprocess.run(
-            [*command, "--token", str(tmp_path / "token")], capture_output=True, text=True, check=False, timeout=60
+            [*command, "--token", str(tmp_path / "token")], capture_output=True, text=True, check=False, timeout=180
         )
         assert done.returncode == 3
         assert "is open in another process" in done.stderr
@@ -181,7 +181,7 @@ def test_without_tls_only_loopback_is_served(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "shoal", "coordinator", "serve", str(tmp_path / "journal")]
     done = subprocess.run(
         [*command, "--token", str(tmp_path / "token"), "--address", "0.0.0.0"],
-        capture_output=True, text=True, check=False, timeout=60,
+        capture_output=True, text=True, check=False, timeout=180,
     )  # fmt: skip
     assert done.returncode == 2
     assert "give --certificate and --key" in done.stderr
@@ -192,7 +192,7 @@ def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
     (tmp_path / "journal").write_text("not a database, but somebody's notes\n" * 40)
     command = [sys.executable, "-m", "shoal", "coordinator", "serve", str(tmp_path / "journal")]
     done = subprocess.run(
-        [*command, "--token", str(tmp_path / "token")], capture_output=True, text=True, check=False, timeout=60
+        [*command, "--token", str(tmp_path / "token")], capture_output=True, text=True, check=False, timeout=180
     )
     assert done.returncode == 3
     assert "cannot be used" in done.stderr

@@ -208,7 +208,7 @@ class Hangs:
     def __getitem__(self, index): threading.Event().wait()
 Feed(Hangs(), Order(4, 0), StepShare(2))
 """
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=180, check=False).returncode == 0
 
 
 class Blocks(Numbers):

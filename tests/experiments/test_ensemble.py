@@ -32,7 +32,7 @@ def test_members_are_trained_with_their_seeds_and_evaluated_together(tmp_path: P
     """Three members differ; each is evaluated as `shoal evaluate` does; a second call trains none of them again."""
     own = project(tmp_path)
     command = ("ensemble", "run.toml", "run.processes=1", "--members", "3", "--parallel", "2", "--json")
-    done = own.shoal(*command, timeout_s=140)
+    done = own.shoal(*command, timeout_s=180)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     losses = [member["loss/eval"] for member in found["members"]]
@@ -41,6 +41,6 @@ def test_members_are_trained_with_their_seeds_and_evaluated_together(tmp_path: P
     assert set(found["ensemble"]) == {"loss/eval", "accuracy/eval"}
     alone = own.shoal("evaluate", found["directories"][1], "--json")
     assert json.loads(alone.stdout)["loss/eval"] == pytest.approx(losses[1], rel=1e-6)
-    again = own.shoal(*command, timeout_s=60)
+    again = own.shoal(*command, timeout_s=180)
     assert json.loads(again.stdout) == found
     assert "starts" not in again.stderr

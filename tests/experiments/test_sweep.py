@@ -106,7 +106,7 @@ def test_a_bayesian_search_proposes_goes_on_and_ends_at_its_trials(own: Project)
     )
     for count in (2, 3):
         (own.folder / "sweep.toml").write_text(text.replace("trials = 2", f"trials = {count}"))
-        done = own.shoal("sweep", "sweep.toml", "--json", timeout_s=140)
+        done = own.shoal("sweep", "sweep.toml", "--json", timeout_s=180)
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout)["rows"]
         assert [row["state"] for row in found] == ["finished"] * count

@@ -76,7 +76,7 @@ def whole_norm(layout: Layout, rank: int) -> float:
 
 def reduced(place, layout: Layout, zero: int | None) -> tuple[float, list[tuple[str, Box, tuple[int, ...]]]]:
     """The largest difference, in owned gradients and the norm, over two steps; and what this rank owns."""
-    mesh = build_mesh(layout, place.rank, store=place.store, device=torch.device("cpu"), wire=WireConfig(timeout_s=20))
+    mesh = build_mesh(layout, place.rank, store=place.store, device=torch.device("cpu"), wire=WireConfig(timeout_s=180))
     model = nn.Module()
     trained = []
     for holding in holdings(layout, place.rank):

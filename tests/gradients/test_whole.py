@@ -60,7 +60,7 @@ def trained(place: TestPlace, zero: int | None, whole: bool) -> tuple[dict[str, 
     """The parameters after four steps, and the shapes of what this rank's optimizer steps."""
     layout = Layout(replicate=place.size) if zero is None else Layout(shard=place.size)
     case = Case(layout, zero, steps=4)
-    mesh = build_mesh(layout, place.rank, store=place.store, device=torch.device("cpu"), wire=WireConfig(timeout_s=20))
+    mesh = build_mesh(layout, place.rank, store=place.store, device=torch.device("cpu"), wire=WireConfig(timeout_s=180))
     net, gradients = synced(case, mesh, Summing(whole=whole))
     optimizer = Orthogonal([owned.parameter for owned in gradients.owned], lr=0.02)
     for step in range(case.steps):

@@ -79,7 +79,7 @@ def test_what_a_wire_leaves_out_shows(ranks, zero: int, fault: Fault) -> None:
 def state_of(place: TestPlace, zero: int) -> tuple[int, int, int]:
     """Numbers of optimizer state, of gradients that stay, and of parameters that are there between two steps."""
     layout = Layout(shard=4)
-    mesh = build_mesh(layout, place.rank, store=place.store, device=torch.device("cpu"), wire=WireConfig(timeout_s=20))
+    mesh = build_mesh(layout, place.rank, store=place.store, device=torch.device("cpu"), wire=WireConfig(timeout_s=180))
     net = nn.Sequential(*(nn.Linear(60, 60) for _ in range(LAYERS)))
     trained = [Trained(held(layout, mesh.rank, n, tuple(p.shape)), p) for n, p in net.named_parameters()]
     sync = build_gradients(
@@ -125,7 +125,7 @@ def test_each_rank_holds_its_share(ranks, zero: int) -> None:
 def in_a_schedule(place: TestPlace, case: Case) -> float:
     """Microbatches as a pipeline computes them: all forwards, then all backwards, against the engine's way."""
     mesh = build_mesh(
-        case.layout, place.rank, store=place.store, device=torch.device("cpu"), wire=WireConfig(timeout_s=20)
+        case.layout, place.rank, store=place.store, device=torch.device("cpu"), wire=WireConfig(timeout_s=180)
     )
     gradients = []
     for piped in (False, True):
@@ -183,7 +183,7 @@ class Inner(nn.Module):
 def gradient_error(place: TestPlace, build: Callable[[], nn.Module]) -> float:
     """Gradients of ZeRO-3 beside those of the same model alone; `build` gives it, its blocks in `blocks`."""
     layout = Layout(shard=2)
-    mesh = build_mesh(layout, place.rank, store=place.store, device=torch.device("cpu"), wire=WireConfig(timeout_s=20))
+    mesh = build_mesh(layout, place.rank, store=place.store, device=torch.device("cpu"), wire=WireConfig(timeout_s=180))
     alone, net = build().double(), build().double()
     x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6)
     alone(x).square().sum().backward()
@@ -253,7 +253,7 @@ def _changed_in_place(place: TestPlace) -> float:
 def short_sum(place: TestPlace, zero: int) -> tuple[list[torch.dtype], list[float]]:
     """Gradients 1, e, e, e of a bfloat16 parameter, where 1 + e is 1."""
     layout = Layout(shard=place.size)
-    mesh = build_mesh(layout, place.rank, store=place.store, device=torch.device("cpu"), wire=WireConfig(timeout_s=20))
+    mesh = build_mesh(layout, place.rank, store=place.store, device=torch.device("cpu"), wire=WireConfig(timeout_s=180))
     net = nn.Module()
     net.weight = nn.Parameter(torch.zeros(64, dtype=torch.bfloat16))
     trained = [Trained(held(layout, mesh.rank, "weight", (64,)), net.weight)]
@@ -277,7 +277,7 @@ def test_short_gradients_are_added_in_float32(ranks, zero: int) -> None:
 def gpt_losses(place: TestPlace, zero: int | None) -> tuple[float, float]:
     """A GPT's loss in evaluation and the norm of its gradient, with its blocks as units."""
     layout = Layout(shard=place.size)
-    mesh = build_mesh(layout, place.rank, store=place.store, device=torch.device("cpu"), wire=WireConfig(timeout_s=20))
+    mesh = build_mesh(layout, place.rank, store=place.store, device=torch.device("cpu"), wire=WireConfig(timeout_s=180))
     with torch.device("meta"):
         model = build(GPTConfig(vocabulary=17, layers=2, width=16, heads=4, kv_heads=2, tied=True))
     initialise(model, seed=3, device=torch.device("cpu"), dtype=torch.float64)

@@ -128,7 +128,7 @@ def trajectory(
         store=place.store,
         device=torch.device("cpu"),
         conditions=conditions,
-        wire=WireConfig(timeout_s=20),
+        wire=WireConfig(timeout_s=180),
     )
     net, sync = synced(case, mesh)
     optimizer, norms = optimizer_of(case, sync), []

@@ -109,6 +109,8 @@ def test_what_a_rank_started_is_ended_with_it(launch):
 import subprocess
 child = subprocess.Popen(["sleep", "infinity"])
 (here / f"child-{rank}").write_text(str(child.pid))
+ready()
+until(lambda: len(list(here.glob("child-*"))) == 2)  # a failed rank ends the other
 os._exit(1)
 """
     launched = launch(body)

@@ -108,7 +108,7 @@ def test_what_cannot_be_served_is_one_sentence(
     write_run(tmp_path / "run", steps=2)
     told = [argument.format(port=served.port) for argument in arguments]
     command = [sys.executable, "-m", "shoal", "watch", *told]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == code, done.stderr
     assert sentence in done.stderr
     assert len(done.stderr.splitlines()) == 1

@@ -62,7 +62,7 @@ def save(run: Run, directory: Path, place: TestPlace) -> None:
         directory,
         rank=place.rank,
         world_size=place.size,
-        exchange=Board(place.store, timeout_s=20.0).clone(),
+        exchange=Board(place.store, timeout_s=180).clone(),
         keep=2,
         split=True,
     )

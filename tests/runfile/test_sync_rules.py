@@ -37,7 +37,7 @@ def wires(place: Any) -> list[str]:
             store=place.store,
             device=torch.device("cpu"),
             generation=number,
-            wire=WireConfig(timeout_s=20, algorithm=algorithm),
+            wire=WireConfig(timeout_s=180, algorithm=algorithm),
         ).world.wire
         for number, algorithm in enumerate(("backend", "ring"))
     ]

@@ -192,7 +192,7 @@ def test_the_doctor_looks_at_the_hosts_of_a_job(cluster: SlurmCluster, own: Proj
     ):
         environ = {**os.environ, **own.environ(), **cluster.environ, "MASTER_ADDR": "127.0.0.1"}
         done = subprocess.run(
-            [*command, "--json"], cwd=own.folder, env=environ, capture_output=True, text=True, timeout=90, check=False
+            [*command, "--json"], cwd=own.folder, env=environ, capture_output=True, text=True, timeout=180, check=False
         )
         assert done.returncode == 0, done.stderr + done.stdout
         found = json.loads(done.stdout)
@@ -215,7 +215,7 @@ def test_a_sweep_runs_its_trials_as_steps_of_a_job(cluster: SlurmCluster, own: P
     done = subprocess.run(
         ["salloc", "--quiet", "-N3", sys.executable, "-m", "shoal", "sweep", "sweep.toml", "--via", via, "--json"],
         cwd=own.folder, env={**os.environ, **own.environ(), **cluster.environ}, capture_output=True, text=True,
-        timeout=120, check=False,
+        timeout=180, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["rows"]
@@ -236,7 +236,7 @@ def test_a_sweep_is_an_array(cluster: SlurmCluster, own: Project) -> None:
     task = f"{sys.executable} -m shoal sweep sweep.toml --trial $SLURM_ARRAY_TASK_ID"
     done = subprocess.run(
         ["sbatch", "--wait", "--array=0-1", f"--chdir={own.folder}", f"--wrap={task}"],
-        env={**own.environ(), **cluster.environ}, capture_output=True, text=True, timeout=120, check=False,
+        env={**own.environ(), **cluster.environ}, capture_output=True, text=True, timeout=180, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = own.shoal("sweep", "sweep.toml", "--json")

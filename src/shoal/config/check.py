@@ -38,7 +38,8 @@ class Key:
     default: Any
 
 
-def keys_of(table: type[Table]) -> dict[str, Key]:
+@functools.cache
+def keys_of(table: type[Table]) -> Mapping[str, Key]:
     """The keys of one table, in the order of their declaration."""
     hints = typing.get_type_hints(table, include_extras=True)
     return {field.name: _key(field, hints[field.name]) for field in msgspec.structs.fields(table)}

@@ -277,7 +277,7 @@ def over_gloo(place: Any) -> bool:
         device=CPU,
         label="t",
         ledger=Ledger(),
-        wire=WireConfig(timeout_s=60.0, transport="gloo"),
+        wire=WireConfig(timeout_s=180, transport="gloo"),
     )
     before = {"segments": held()["segments"]}
     memory = group.allocate(LARGE, dtype=torch.bfloat16, device=CPU)

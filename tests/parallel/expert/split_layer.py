@@ -77,7 +77,7 @@ def alone(case: Case) -> Outcome:
 def on_rank(place: TestPlace, case: Case) -> Outcome:
     """The same on one rank of the layout."""
     layout, rank = case.of_layout, place.rank
-    mesh = build_mesh(layout, rank, store=place.store, device=torch.device("cpu"), wire=WireConfig(timeout_s=20))
+    mesh = build_mesh(layout, rank, store=place.store, device=torch.device("cpu"), wire=WireConfig(timeout_s=180))
     groups = ExpertGroups(
         mesh.axis("expert"), mesh.axis("tensor"), mesh.axis("context", "tensor"), case.sequence_parallel
     )

@@ -92,7 +92,7 @@ def entropy(logits: Tensor, targets: Tensor) -> Tensor:
 def on_rank(place: TestPlace, sizes: dict[str, int], sequence_parallel: bool, keys: dict[str, Any]) -> Found:
     """What one rank of the layout got, with the part of each parameter that it holds."""
     layout = Layout(**sizes)
-    mesh = build_mesh(layout, place.rank, store=place.store, device=torch.device("cpu"), wire=WireConfig(timeout_s=20))
+    mesh = build_mesh(layout, place.rank, store=place.store, device=torch.device("cpu"), wire=WireConfig(timeout_s=180))
     model, tensor, context = model_of(keys), mesh.axis("tensor"), mesh.axis("context")
     plan = split_tensor(model, tensor, sequence_parallel=sequence_parallel)
     groups = ExpertGroups(mesh.axis("expert"), tensor, mesh.axis("context", "tensor"), sequence_parallel)

@@ -39,7 +39,7 @@ def tensor_group(place: TestPlace) -> Collective:
 def tensor_mesh(place: TestPlace) -> Mesh:
     """The mesh of those ranks."""
     layout, device = Layout(tensor=place.size), torch.device("cpu")
-    return build_mesh(layout, place.rank, store=place.store, device=device, wire=WireConfig(timeout_s=20))
+    return build_mesh(layout, place.rank, store=place.store, device=device, wire=WireConfig(timeout_s=180))
 
 
 def grid_of(mesh: Mesh, rows: int) -> Grid:
