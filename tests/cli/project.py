@@ -247,7 +247,10 @@ class Project:
     def wait_for_step(self, step: int, run: str = "runs/own") -> None:
         """Until the events hold `step`."""
         said = self.folder / "out.txt"
-        wait_until(lambda: any(event.step >= step for event in self.events(run)), lambda: said.read_text())
+        wait_until(
+            lambda: any(event.step >= step for event in self.events(run)),
+            lambda: said.read_text() if said.exists() else f"step {step}",
+        )
 
 
 def project(folder: Path) -> Project:

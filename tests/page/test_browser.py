@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shoal.launch.lock import RunLock
 from shoal.observe.events import EventWriter
+from shoal.resilience.hang_file import write_verdict
+from shoal.resilience.hang_verdict import HangVerdict
 from tests.page.runs import START_S, STEP_S, loss, values, write_run
 from tests.page.watching import watching
 
@@ -119,6 +123,53 @@ def test_the_slow_rank_is_named_in_words_and_in_the_map(tmp_path: Path, opened: 
         canvas.press("End")
         canvas.press("ArrowDown")
         assert "0.0 % of a median step" in page.locator("#ranks output").inner_text()
+
+
+def test_a_slow_rank_a_lost_rank_and_a_nan_are_told_in_sentences(tmp_path: Path, opened: Any) -> None:
+    """While the run goes on: whose work takes longer, who has gone silent, which step was skipped; the skipped step is
+    no gap in the others' curves, and the row of the lost rank ends."""
+    write_run(tmp_path, steps=60, planned=99, slow={2: 21}, nan_at=31)
+    for rank in (0, 2, 3):  # rank 1 is lost
+        with EventWriter(tmp_path, rank=rank) as writer:
+            for step in range(61, 91):
+                writer.write(step, values(step, rank, 21 if rank == 2 else 99, None), time_s=time.time())
+    with RunLock(tmp_path), watching(tmp_path) as (address, _):
+        page = opened(address)
+        assert page.locator(".run .state").inner_text() == "running"
+        lost, slow, skipped = page.locator("#notices .notice span").all_inner_texts()
+        assert lost.startswith("Rank 1 has recorded nothing for ")
+        assert lost.endswith("; its last step was 60.")
+        assert slow.startswith("Rank 2 is slow: its own work takes 60 % more than the median rank's")
+        assert slow.endswith("most of it in forward and backward, since about step 21.")
+        assert skipped == (
+            "1 step had a loss or a gradient norm that was not finite, and changed no weight; the last was step 31."
+        )
+        canvas = page.locator("#ranks canvas")
+        canvas.focus()
+        canvas.press("End")
+        canvas.press("ArrowDown")
+        assert page.locator("#ranks output").inner_text() == "rank 1, step 90: nothing recorded"
+
+
+def test_the_verdict_on_a_hang_is_told_and_no_time_is_left(tmp_path: Path, opened: Any) -> None:
+    """The sentence of `hang.json` appears when it is written, once, though the log has it too; how much time is left is
+    not said any more. When a step follows, both are as before."""
+    write_run(tmp_path, steps=30, planned=99)
+    sentence = "rank 1 (node7) is in no collective at own.py:92 (locks); for it wait ranks 0, 2, 3"
+    with RunLock(tmp_path), watching(tmp_path) as (address, _):
+        page = opened(address)
+        expect = playwright.expect
+        expect(page.locator(".position")).to_contain_text(" left")
+        write_verdict(tmp_path, HangVerdict((1,), None, sentence))
+        (tmp_path / "logs").mkdir()
+        (tmp_path / "logs/rank-00000.log").write_text(f"2026-11-23T10:00:00.000Z  rank 0  WARNING  {sentence}\n")
+        expect(page.locator("#notices .notice.failure span").first).to_have_text(f"The run hangs: {sentence}")
+        expect(page.locator(".position")).to_have_text("step 30 of 99")
+        expect(page.get_by_text(sentence)).to_have_count(1)
+        with EventWriter(tmp_path, rank=0) as writer:
+            writer.write(31, values(31, 0, 99, None), time_s=time.time() + 1)
+        expect(page.locator(".position")).to_contain_text("step 31 of 99, ")
+        expect(page.get_by_text("The run hangs")).to_have_count(0)
 
 
 def test_goodput_communication_and_experts(tmp_path: Path, opened: Any) -> None:

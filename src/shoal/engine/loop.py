@@ -17,6 +17,7 @@ from shoal.checkpoint.save import Saver, SaveReport
 from shoal.data.feed import FedStep, Feed
 from shoal.data.sample import Batch
 from shoal.engine.hooks import Hooks
+from shoal.engine.layer_norms import LayerNorms
 from shoal.engine.measure import measurements
 from shoal.engine.recovery import NonfiniteGuard
 from shoal.engine.replica_speeds import Noted, ReplicaSpeeds
@@ -24,7 +25,9 @@ from shoal.engine.save_interval import EverySteps, SaveInterval
 from shoal.engine.state import Progress, TrainState
 from shoal.engine.step import TrainStep
 from shoal.engine.step_result import StepResult
+from shoal.engine.updates import OnGradients
 from shoal.errors import EnvironmentFault, Stopped
+from shoal.observe.scaling import RATE, Scaling
 from shoal.observe.sink import Sinks
 
 CHECKPOINT_TIMEOUT_S = 1200.0
@@ -61,7 +64,8 @@ class Job:
     beside the last. `figures`: more measurements of the step just taken. `compare`: raises where copies of the state
     differ. `speeds`: those of the replicas; None: there is one alone. `leaves` is asked
     after every step, on all ranks alike: the generation ends here. `carried_over`: the state is that of a generation
-    before, not of a checkpoint.
+    before, not of a checkpoint. `layer_norms` measures the gradient layer by layer, `scaling` the speed-up against one
+    rank, where they are asked for.
     """
 
     state: TrainState
@@ -82,6 +86,8 @@ class Job:
     saves: SaveInterval = field(default_factory=lambda: EverySteps(0))
     leaves: Callable[[StepResult], bool] | None = None
     carried_over: bool = False
+    layer_norms: LayerNorms | None = None
+    scaling: Scaling | None = None
 
     @property
     def progress(self) -> Progress:
@@ -94,21 +100,26 @@ class PendingStep:
     """Step `number` on this rank's `microbatches`, at the learning rate `lr`. `stop`: this rank was told to stop.
 
     Whoever takes it sets `result`, `lr` if it is None (the rate that the optimizer had), and on every rank `save` for a
-    checkpoint after this step.
+    checkpoint after this step. `on_gradients` measures the agreed gradient where that is due: `TrainStep` calls it.
     """
 
     number: int
     microbatches: Sequence[Batch]
     lr: float | None
     stop: bool
+    on_gradients: OnGradients | None = None
     result: StepResult | None = None
     save: bool = False
+
+    def taken_by(self, step: TrainStep) -> StepResult:
+        """What `step` makes of it. Raises what that does."""
+        return step(self.number, self.microbatches, lr=self.lr, stop=self.stop, on_gradients=self.on_gradients)
 
 
 def train(job: Job) -> None:
     """Takes the steps by `job.step`, to the last one. Raises what `steps` does."""
     for pending in steps(job):
-        pending.result = job.step(pending.number, pending.microbatches, lr=pending.lr, stop=pending.stop)
+        pending.result = pending.taken_by(job.step)
 
 
 def steps(job: Job) -> Iterator[PendingStep]:
@@ -154,7 +165,7 @@ def steps(job: Job) -> Iterator[PendingStep]:
 def take_step(job: Job) -> StepResult:
     """One step by `job.step`, and nothing after it."""
     pending = next(taken := _one_step(job, 0.0))
-    pending.result = job.step(pending.number, pending.microbatches, lr=pending.lr, stop=pending.stop)
+    pending.result = pending.taken_by(job.step)
     for _ in taken:
         raise AssertionError("one step was asked for")
     return pending.result
@@ -165,7 +176,8 @@ def _one_step(job: Job, stall_s: float) -> Generator[PendingStep, None, PendingS
     begin_s = time.perf_counter() - stall_s
     number = job.progress.step + 1
     fed = job.feed.next()
-    pending = PendingStep(number, fed.microbatches, job.rate(number), job.stop_requested())
+    measure = None if job.layer_norms is None else job.layer_norms.due(number)
+    pending = PendingStep(number, fed.microbatches, job.rate(number), job.stop_requested(), measure)
     yield pending
     result = _result(pending)
     tokens = 0 if result.agreed is None else result.agreed.tokens
@@ -212,6 +224,10 @@ def _record(job: Job, result: StepResult, fed: FedStep, *, lr: float, step_s: fl
         values |= job.figures()
     if job.speeds is not None:
         values |= job.speeds.figures()
+    if job.layer_norms is not None:
+        values |= job.layer_norms.take_figures()
+    if job.scaling is not None:
+        values |= job.scaling.figures(values[RATE])
     values = job.hooks.stepped(progress.step, values)
     job.sinks.record(progress.step, values, time_s=time.time())
 

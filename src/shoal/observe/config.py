@@ -36,6 +36,13 @@ class ObserveConfig(Table, frozen=True):
         int,
         says("Steps between two measurements of the gradient noise scale (arXiv:1812.06162); 0: none.", ge=0),
     ] = 0
+    layer_norms_every_steps: Annotated[
+        int, says("Steps between two measurements of the gradient's norm layer by layer; 0: none.", ge=0)
+    ] = 0
+    one_rank: Annotated[
+        str | None,
+        says("Directory of a run of the same model on one rank: speed-up and efficiency against it are measured."),
+    ] = None
     page: Annotated[
         bool,
         says("Serve the live page on loopback while `shoal train` runs its own ranks (extra `page`)."),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 _LOADS = re.compile(r"moe/load/(.+)/(\d+)")
+_LAYER = re.compile(r"grad/norm/(.+)")
 _WIRE = re.compile(r"wire/([a-z_]+)/(bytes_sent|exposed_s|hidden_s)")
 _COUNTED = {
     "wire/bytes_sent": "shoal_wire_sent_bytes",
@@ -42,6 +43,8 @@ def metric_of(measurement: str) -> Metric:
         return Metric(_COUNTED_PARTS[match[2]], "counter", (("collective", match[1]),))
     if match := _LOADS.fullmatch(measurement):
         return Metric("shoal_moe_load_tokens", "gauge", (("mixture", match[1]), ("expert", match[2])))
+    if match := _LAYER.fullmatch(measurement):
+        return Metric("shoal_grad_norm_layer", "gauge", (("layer", match[1]),))
     words = re.sub(r"[^a-zA-Z0-9]+", "_", measurement).strip("_")
     seconds = measurement.startswith("time/") or measurement.endswith("_s")
     return Metric(f"shoal_{words.removesuffix('_s')}" + ("_seconds" if seconds else ""), "gauge")

@@ -19,6 +19,7 @@ import msgspec
 from shoal.errors import MissingExtra
 from shoal.observe.ending import Ending
 from shoal.observe.events import Event
+from shoal.observe.gpu_usage import GpuUsage
 from shoal.observe.host_usage import host_usage
 from shoal.observe.metric_names import Metric, metric_of
 from shoal.observe.sink import RunStart, Sink
@@ -88,6 +89,7 @@ class RunCollector:
     def __init__(self, run_directory: Path, *, run: str, ranks: Sequence[int] | None = None) -> None:
         self._directory, self._run, self._ranks = run_directory, run, ranks
         self._followed: dict[int, RankFigures] = {}
+        self._gpus = GpuUsage()
 
     def describe(self) -> Iterable[Family]:
         """Nothing: which metrics there are follows from the events."""
@@ -101,7 +103,7 @@ class RunCollector:
             figures.read()
             for metric, value in figures.values():
                 self._add(families, metric, value, (("rank", str(rank)),))
-        for metric, value in (*self._checkpoint(), *host_usage(self._directory)):
+        for metric, value in (*self._checkpoint(), *host_usage(self._directory), *self._gpus.figures()):
             self._add(families, metric, value, ())
         yield from families.values()
 

@@ -28,16 +28,19 @@ from shoal.page.notices import (
     LogWarnings,
     Notice,
     ending_notice,
+    hang_notices,
     nonfinite_notice,
     silent_notices,
     slow_notices,
 )
 from shoal.page.rank_times import HeatMap, RankTimes, RankValues, SlowRank
+from shoal.resilience.hang_file import FILE as HANG_FILE
+from shoal.resilience.hang_file import read_verdict
 
 CURVES = (
     "loss/train", "loss/eval", "accuracy/eval", "throughput/tokens_per_second", "throughput/samples_per_second",
     "memory/peak_bytes", "lr", "grad/norm", "time/step", "wire/bytes_sent", "wire/inside_bytes", "wire/between_bytes",
-    "moe/load_max_over_mean", "moe/dropped_share", "codec/error", "noise/scale",
+    "moe/load_max_over_mean", "moe/dropped_share", "codec/error", "noise/scale", "scaling/speed_up",
 )  # fmt: skip
 POLL_BYTES = 64 << 20
 """Read in one poll, over all ranks; what is left follows in the next."""
@@ -116,6 +119,7 @@ class LiveRun:
         before = (self._locked, self.unread_bytes)
         self._locked = is_locked(self.directory)
         changed = self._read_settings() | self._read_facts() | self._read_logs() | self._read_events(most_bytes)
+        changed |= self._is_new(self.directory / HANG_FILE)
         return changed or before != (self._locked, self.unread_bytes)
 
     def snapshot(self) -> RunSnapshot:
@@ -123,6 +127,7 @@ class LiveRun:
         lead, times, ending = self.lead, self.times, ending_in(self._facts)
         total, state = self._total_steps(), self._state(ending)
         running = state == "running"
+        hang = read_verdict(self.directory, since_s=lead.last_time_s) if state in ("running", "failed") else None
         step_s = lead.last.get("time/step") or 0.0
         slow = times.slow_ranks()
         quiet = silent_notices(times, now_s=self._clock(), step_s=step_s) if running else []
@@ -136,7 +141,7 @@ class LiveRun:
             ranks=len(times.ranks),
             attempts=lead.attempts,
             updated_s=lead.last_time_s,
-            left_s=self._left_s(total) if running else None,
+            left_s=self._left_s(total) if running and hang is None else None,
             loss_unit=text_of(self._facts.get("loss_unit")),
             baseline=self._baseline(),
             last=lead.last,
@@ -152,10 +157,11 @@ class LiveRun:
             experts=lead.experts.maps(),
             notices=[
                 *ending_notice(ending, state=state),
+                *hang_notices(hang),
                 *quiet,
                 *slow_notices(slow),
                 *nonfinite_notice(lead.nonfinite_steps),
-                *self._logs.notices(),
+                *(line for line in self._logs.notices() if hang is None or hang.sentence not in line.text),
             ],
             unread_bytes=self.unread_bytes,
         )

@@ -14,6 +14,7 @@ from shoal.escape import escape_controls
 from shoal.observe.ending import Ending
 from shoal.observe.tail import Tail
 from shoal.page.rank_times import RankTimes, SlowRank
+from shoal.resilience.hang_verdict import HangVerdict
 
 Level = Literal["failure", "warning", "note"]
 MOST = 40
@@ -79,6 +80,11 @@ def ending_notice(ending: Ending | None, *, state: str) -> list[Notice]:
     code = f" with exit code {ending.exit_code}" if ending.exit_code else ""
     cause = f": {escape_controls(ending.cause)}" if ending.cause else ""
     return [Notice("note" if ending.state == "stopped" else "failure", f"{who} {ending.state}{code}{cause}")]
+
+
+def hang_notices(verdict: HangVerdict | None) -> list[Notice]:
+    """Whom the others wait for, where the ranks have found it out."""
+    return [] if verdict is None else [Notice("failure", f"The run hangs: {escape_controls(verdict.sentence)}")]
 
 
 def nonfinite_notice(steps: list[int]) -> list[Notice]:

@@ -21,7 +21,6 @@ from shoal.comm.gather import gather_texts
 from shoal.config.load import dumps
 from shoal.data.feed import Feed
 from shoal.engine.copies import Copies
-from shoal.engine.hooks import Hook, Hooks
 from shoal.engine.loop import Cadence, Job
 from shoal.engine.recovery import NonfiniteGuard
 from shoal.engine.replica_speeds import ReplicaSpeeds
@@ -33,9 +32,10 @@ from shoal.observe.settings import differing_keys
 from shoal.observe.sink import RunStart, Sinks
 from shoal.observe.sinks import open_sinks
 from shoal.optim.schedule import peak_rate
+from shoal.recipes.metering import layer_norms, scaling
 from shoal.recipes.run import Run
+from shoal.recipes.run_hooks import run_hooks
 from shoal.recipes.saving import build_saver, fetch_newer, save_interval, send_copies
-from shoal.recipes.user_code import find_named, users_traceback
 from shoal.recipes.verification.passed import missing_proof
 from shoal.runfile.run_file import RunFile, run_directory
 from shoal.state.target import Held
@@ -117,8 +117,10 @@ def build_job(
         figures=lambda: _figures(run, sinks),
         compare=_comparison(run),
         speeds=replica_speeds(run, feed, sinks),
-        hooks=_hooks(run),
+        hooks=run_hooks(run),
         saves=save_interval(run, directory, sinks),
+        layer_norms=layer_norms(run),
+        scaling=scaling(run),
         origin={"layout": mesh.layout.to_dict(), "generation": mesh.generation},
     )
 
@@ -144,23 +146,6 @@ def replica_speeds(run: Run, feed: Feed, sinks: Sinks) -> ReplicaSpeeds | None:
 
 def _unsaid(sentence: str) -> None:
     """Rank 0 says it."""
-
-
-def _hooks(run: Run) -> Hooks:
-    """Those that the run file names. Raises `UserCodeError` for one that is not there."""
-    config = run.run_file.hooks
-
-    def found(key: str, names: list[str]) -> list[tuple[str, Hook]]:
-        return [(name, find_named(name, key=f"hooks.{key}")) for name in names]
-
-    return Hooks(
-        run.mesh.rank,
-        run.model,
-        found("after_step", config.after_step),
-        found("after_evaluation", config.after_evaluation),
-        found("after_save", config.after_save),
-        users_traceback,
-    )
 
 
 def _loads_every(run: Run) -> int:

@@ -272,9 +272,11 @@ def _check_layout(run_file: RunFile) -> None:
                 f"layout.{axis} = {getattr(layout, axis)}: a script's own loop can be replicated and sharded "
                 "(layout.replicate, layout.shard); for the other axes let shoal.train run the loop"
             )
-    if run_file.gradients.schedule == "priority" or run_file.observe.noise_every_steps:
+    observe = run_file.observe
+    if run_file.gradients.schedule == "priority" or observe.noise_every_steps or observe.layer_norms_every_steps:
         raise ConfigError(
-            'gradients.schedule = "priority" and observe.noise_every_steps need the loop of shoal.train; leave them out'
+            'gradients.schedule = "priority", observe.noise_every_steps and observe.layer_norms_every_steps need the '
+            "loop of shoal.train; leave them out"
         )
     shares = (run_file.run.processes or 1) if layout.shard != 1 else 1
     micro = run_file.batch.micro_samples or max(1, run_file.batch.global_samples // shares)

@@ -39,6 +39,7 @@ def refusal(run_file: RunFile) -> str | None:
         _float8_rule,
         pipedream_refusal,
         noise_refusal,
+        layer_norms_refusal,
         gradients_refusal,
         codec_refusal,
         shard_codec_refusal,
@@ -179,6 +180,17 @@ def noise_refusal(run_file: RunFile) -> str | None:
             "before it is summed; measure the noise under replicate, shard, tensor or an untied pipeline"
         )
     return _no_parts(run_file)
+
+
+def layer_norms_refusal(run_file: RunFile) -> str | None:
+    """One sentence if there is no gradient of a step whose layers could be measured."""
+    every = run_file.observe.layer_norms_every_steps
+    if not every or not (run_file.layout.pipeline > 1 and run_file.pipeline.asynchronous):
+        return None
+    return (
+        f"observe.layer_norms_every_steps = {every} with pipeline.schedule = {run_file.pipeline.schedule!r}: every "
+        "microbatch is an update of its own there, and a step has no gradient; leave the key out"
+    )
 
 
 def _split_gradient(run_file: RunFile) -> str | None:

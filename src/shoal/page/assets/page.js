@@ -148,7 +148,8 @@ class Chart {
   }
 
   update(curves, { unit = "", level = null, marks = [] } = {}) {
-    this.curves = curves.filter((curve) => curve.points.some((point) => point[1] !== null));
+    const tells = this.options.nothing ? (point) => point[1] !== null && point[1] !== 0 : (point) => point[1] !== null;
+    this.curves = curves.filter((curve) => curve.points.some(tells));
     this.figure.hidden = this.curves.length === 0;
     if (this.figure.hidden) return;
     const heights = this.curves.flatMap((curve) => curve.points.flatMap((point) => (point[1] === null ? [] : [point[2], point[3]])));
@@ -344,7 +345,8 @@ const CURVES = [
   ["Gradient norm", ["grad/norm"], { log: true }],
   ["Learning rate", ["lr"], { zero: true }],
   ["Sent by the lead rank in a step", ["wire/bytes_sent"], { zero: true, form: wire }],
-  ["Sent to other hosts in a step", ["wire/between_bytes"], { zero: true, form: wire }],
+  ["Sent to other hosts in a step", ["wire/between_bytes"], { zero: true, form: wire, nothing: true }],
+  ["Speed-up against one rank", ["scaling/speed_up"], { zero: true }],
   ["Busiest expert over mean", ["moe/load_max_over_mean"], {}],
   ["Choices without room", ["moe/dropped_share"], { zero: true, form: percent, axis: percentTick }],
   ["Codec error", ["codec/error"], { zero: true, form: percent, axis: percentTick }],
@@ -366,6 +368,7 @@ function figures(run) {
     ["goodput", goodput === null ? null : percent(goodput), "of the time since the first start"],
     ["peak memory", run.peak_bytes ? memory(run.peak_bytes) : null, run.peak_rank === null ? "" : `rank ${run.peak_rank}`],
     ["ranks", run.ranks ? whole(run.ranks) : null, run.attempts > 1 ? `started ${run.attempts} times` : ""],
+    ["speed-up", Number.isFinite(last["scaling/speed_up"]) ? `${digits(last["scaling/speed_up"], 3)} ×` : null, `efficiency ${percent(last["scaling/efficiency"] ?? NaN)}`],
   ];
   const cells = found.filter((figure) => figure[1] !== null).map(([name, value, note]) =>
     element("div", {}, element("dt", {}, name), element("dd", {}, value, element("small", {}, note))));

@@ -42,7 +42,7 @@ class CommittedState:
         for pending in steps(job):
             before_step()
             self._in_step, self._changing = True, False
-            pending.result = job.step(pending.number, pending.microbatches, lr=pending.lr, stop=pending.stop)
+            pending.result = pending.taken_by(job.step)
             self._in_step = False
 
     def commit(self) -> None:
