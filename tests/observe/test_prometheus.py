@@ -20,8 +20,10 @@ import pytest
 import shoal
 from shoal.observe.ending import Ending
 from shoal.observe.events import EventWriter
+from shoal.observe.gpu_usage import GpuUsage
 from shoal.observe.prometheus import PrometheusSink
 from shoal.observe.sink import RunStart
+from tests.observe.test_gpu_usage import library
 from tests.page.runs import START_S, loss, values, write_run
 from tests.ports import free_port
 from tests.waiting import HANG_S, wait_until
@@ -94,10 +96,14 @@ def test_the_dashboard_asks_for_metrics_that_exist(tmp_path: Path) -> None:
     write_run(tmp_path, steps=20, ranks=2)
     with EventWriter(tmp_path, rank=0) as writer:  # of two hosts, and with a checkpoint
         writer.write(21, {"wire/between_bytes": 1.0, "wire/inside_bytes": 1.0}, time_s=START_S + 9)
+        on_request = {"grad/norm/blocks.0": 1.0, "scaling/speed_up": 3.0, "scaling/efficiency": 0.75}
+        writer.write(22, on_request, time_s=START_S + 9)
     (tmp_path / "checkpoints/step-00000020").mkdir(parents=True)
     (tmp_path / "checkpoints/step-00000020/manifest.json").write_text("{}")
     with endpoint(tmp_path) as (address, _):
-        exposed = {name for name, _ in scraped(address)}
+        found = scraped(address)
+    assert found["shoal_grad_norm_layer", (("layer", "blocks.0"), ("rank", "0"))] == 1
+    exposed = {name for name, _ in found} | {metric.name for metric, _ in GpuUsage(library(tmp_path, init=0)).figures()}
     panels = json.loads(DASHBOARD.read_text())["panels"]
     queries = [target["expr"] for panel in panels for target in panel["targets"]]
     asked = {name for query in queries for name in re.findall(r"shoal_[a-z_]+", query)}

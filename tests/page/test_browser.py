@@ -12,10 +12,12 @@ import pytest
 
 from shoal.launch.lock import RunLock
 from shoal.observe.events import EventWriter
+from shoal.observe.facts import write_facts
 from shoal.resilience.hang_file import write_verdict
 from shoal.resilience.hang_verdict import HangVerdict
 from tests.page.runs import START_S, STEP_S, loss, values, write_run
 from tests.page.watching import watching
+from tests.waiting import HANG_S
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
@@ -132,7 +134,7 @@ def test_a_slow_rank_a_lost_rank_and_a_nan_are_told_in_sentences(tmp_path: Path,
     for rank in (0, 2, 3):  # rank 1 is lost
         with EventWriter(tmp_path, rank=rank) as writer:
             for step in range(61, 91):
-                writer.write(step, values(step, rank, 21 if rank == 2 else 99, None), time_s=time.time())
+                writer.write(step, values(step, rank, 21 if rank == 2 else 99, None), time_s=time.time() + HANG_S)
     with RunLock(tmp_path), watching(tmp_path) as (address, _):
         page = opened(address)
         assert page.locator(".run .state").inner_text() == "running"
@@ -149,6 +151,23 @@ def test_a_slow_rank_a_lost_rank_and_a_nan_are_told_in_sentences(tmp_path: Path,
         canvas.press("End")
         canvas.press("ArrowDown")
         assert page.locator("#ranks output").inner_text() == "rank 1, step 90: nothing recorded"
+
+
+def test_replicas_that_were_lost_are_told_and_not_counted(tmp_path: Path, opened: Any) -> None:
+    """Of an elastic run: each change of the membership, the newest first; the ranks that are left are not silent."""
+    write_run(tmp_path, steps=60, planned=99, ranks=4)
+    changes = ["", "3 of 4 replicas; rank 1 lost after step 20", "4 of 4 replicas; rank 3 joined after step 40",
+               "3 of 4 replicas; rank 2 lost after step 60"]  # fmt: skip
+    write_facts(tmp_path, {"membership": [{"generation": i, "change": change} for i, change in enumerate(changes)]})
+    write_facts(tmp_path, {"world": 3})
+    for rank in range(3):
+        with EventWriter(tmp_path, rank=rank, generation=3) as writer:
+            writer.write(61, values(61, rank, 99, None), time_s=time.time() + HANG_S)
+    with RunLock(tmp_path), watching(tmp_path) as (address, _):
+        page = opened(address)
+        assert page.locator("#notices .notice span").all_inner_texts() == [f"{one}." for one in changes[:0:-1]]
+        assert page.locator("#notices .notice b").all_inner_texts() == ["warning", "note", "warning"]
+        assert figures(page)["ranks"] == "3"
 
 
 def test_the_verdict_on_a_hang_is_told_and_no_time_is_left(tmp_path: Path, opened: Any) -> None:

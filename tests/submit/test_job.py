@@ -62,11 +62,13 @@ def test_a_layout_that_cannot_be_is_refused_before_it_is_written() -> None:
 
 
 def test_secrets_are_names_and_values_are_variables() -> None:
-    """`NAME=value`, `NAME` from this environment, and names that sound secret, whose value is nowhere."""
+    """`NAME=value`, `NAME` from this environment, and names that sound secret, whose value is nowhere; the job's token
+    is named by its file."""
     environ = {"HOME": "/h", "HF_TOKEN": "hunter2", "WANDB_API_KEY": "hunter3"}
     variables, secrets = split_variables(["A=b=c", "HOME", "HF_TOKEN", "WANDB_API_KEY"], environ)
     assert variables == {"A": "b=c", "HOME": "/h"}
     assert secrets == ("HF_TOKEN", "WANDB_API_KEY")
+    assert split_variables(["SHOAL_JOB_TOKEN=/home/me/token"], {}) == ({"SHOAL_JOB_TOKEN": "/home/me/token"}, ())
 
 
 @pytest.mark.parametrize(

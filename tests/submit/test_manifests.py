@@ -174,8 +174,9 @@ def test_yaml_reads_back_as_what_was_written(name: str, writer: Callable[..., li
 
 
 def test_what_pods_start_trains(tmp_path: Path) -> None:
-    """The commands of both pods of a JobSet, as processes with the pods' variables, train to the end: the pods' folders
-    are folders here, and the name that the headless service gives to pod 0 is this host's."""
+    """The commands of both pods of a JobSet, as processes with the pods' variables, train to the end, and their token
+    lies on the volume for their user alone. The pods' folders are folders here, and the name that the headless service
+    gives to pod 0 is this host's."""
     own = project(tmp_path)
     made = job_of(load_run(tmp_path / "run.toml"), Resources(2, 1), file="run.toml", folder=tmp_path)
     config, found = jobset(made, OPTIONS)
@@ -210,3 +211,6 @@ def test_what_pods_start_trains(tmp_path: Path) -> None:
     assert used == Order(30, seed=0).ids(np.arange(45)).tolist()
     assert (tmp_path / "runs/own/checkpoints/latest").exists()
     assert os.path.exists(tmp_path / "runs/own/logs/rank-00001.log")
+    assert (tmp_path / "runs/own/token").stat().st_mode & 0o777 == 0o600
+    # Else a second start would find the token open to the pods' group, and refuse it.
+    assert pods["template"]["spec"]["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"

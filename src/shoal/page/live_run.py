@@ -20,7 +20,7 @@ from shoal.errors import UsageError
 from shoal.launch.lock import is_locked
 from shoal.observe.ending import Ending, ending_in
 from shoal.observe.events import Event, events_path
-from shoal.observe.facts import facts_path, read_facts, text_of
+from shoal.observe.facts import facts_path, number_of, read_facts, text_of
 from shoal.observe.tail import Tail
 from shoal.page.goodput import Waterfall
 from shoal.page.lead import CollectiveMean, ExpertMap, Lead
@@ -29,6 +29,7 @@ from shoal.page.notices import (
     Notice,
     ending_notice,
     hang_notices,
+    membership_notices,
     nonfinite_notice,
     silent_notices,
     slow_notices,
@@ -130,7 +131,8 @@ class LiveRun:
         hang = read_verdict(self.directory, since_s=lead.last_time_s) if state in ("running", "failed") else None
         step_s = lead.last.get("time/step") or 0.0
         slow = times.slow_ranks()
-        quiet = silent_notices(times, now_s=self._clock(), step_s=step_s) if running else []
+        world = self._world()
+        quiet = silent_notices(times, world=world, now_s=self._clock(), step_s=step_s) if running else []
         fullest = int(times.peak_bytes.argmax()) if times.peak_bytes.any() else None
         return RunSnapshot(
             name=text_of(self._run_table().get("name")) or self.directory.resolve().name,
@@ -138,7 +140,7 @@ class LiveRun:
             state=state,
             step=lead.last_step,
             total_steps=total,
-            ranks=len(times.ranks),
+            ranks=sum(rank < world for rank in times.ranks),
             attempts=lead.attempts,
             updated_s=lead.last_time_s,
             left_s=self._left_s(total) if running and hang is None else None,
@@ -159,6 +161,7 @@ class LiveRun:
                 *ending_notice(ending, state=state),
                 *hang_notices(hang),
                 *quiet,
+                *membership_notices(self._facts),
                 *slow_notices(slow),
                 *nonfinite_notice(lead.nonfinite_steps),
                 *(line for line in self._logs.notices() if hang is None or hang.sentence not in line.text),
@@ -247,6 +250,11 @@ class LiveRun:
     def _run_table(self) -> dict[str, Any]:
         table = self.settings.get("run")
         return table if isinstance(table, dict) else {}
+
+    def _world(self) -> int:
+        """The ranks that the newest start, or change of the membership, has left."""
+        found = number_of(self._facts.get("world"))
+        return 1 + max(self.times.ranks, default=0) if found is None else int(found)
 
     def _total_steps(self) -> int | None:
         total = self._run_table().get("steps")

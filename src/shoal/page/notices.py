@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from shoal import units
 from shoal.escape import escape_controls
 from shoal.observe.ending import Ending
+from shoal.observe.facts import text_of
 from shoal.observe.tail import Tail
 from shoal.page.rank_times import RankTimes, SlowRank
 from shoal.resilience.hang_verdict import HangVerdict
@@ -19,6 +21,8 @@ from shoal.resilience.hang_verdict import HangVerdict
 Level = Literal["failure", "warning", "note"]
 MOST = 40
 """Lines of the logs that are kept."""
+MOST_CHANGES = 5
+"""Changes of the membership that are shown."""
 SILENT_STEPS = 20.0
 SILENT_S = 60.0
 """A rank that has recorded nothing for this many median steps, and for this long, is reported while the run is on."""
@@ -87,6 +91,19 @@ def hang_notices(verdict: HangVerdict | None) -> list[Notice]:
     return [] if verdict is None else [Notice("failure", f"The run hangs: {escape_controls(verdict.sentence)}")]
 
 
+def membership_notices(facts: Mapping[str, Any]) -> list[Notice]:
+    """Replicas of an elastic run that were lost or have joined, the newest first."""
+    listed = facts.get("membership")
+    changes = (
+        [text_of(one.get("change")) for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+    )
+    return [
+        Notice("warning" if " lost " in change else "note", f"{escape_controls(change)}.")
+        for change in changes[: -MOST_CHANGES - 1 : -1]
+        if change
+    ]
+
+
 def nonfinite_notice(steps: list[int]) -> list[Notice]:
     """How many steps were skipped, and the last of them."""
     if not steps:
@@ -109,24 +126,31 @@ def slow_notices(slow: list[SlowRank]) -> list[Notice]:
     ]
 
 
-def silent_notices(times: RankTimes, *, now_s: float, step_s: float) -> list[Notice]:
-    """The ranks that have recorded nothing for long; all of them: the run hangs, or does something else than train."""
+def silent_notices(times: RankTimes, *, world: int, now_s: float, step_s: float) -> list[Notice]:
+    """The ranks, below `world`, that have recorded nothing for long; all of them: the run hangs, or does something else
+    than train.
+    """
     limit_s = max(SILENT_S, SILENT_STEPS * step_s)
     if not times.ranks or not times.last_time_s.any():
         return []
-    silent = [rank for rank, last_s in zip(times.ranks, times.last_time_s, strict=True) if now_s - last_s > limit_s]
+    last = {
+        rank: (float(last_s), int(step))
+        for rank, last_s, step in zip(times.ranks, times.last_time_s, times.last_step, strict=True)
+        if rank < world
+    }
+    silent = [rank for rank, (last_s, _) in last.items() if now_s - last_s > limit_s]
     if not silent:
         return []
-    if len(silent) < len(times.ranks):
-        step = int(times.last_step[times.ranks.index(silent[0])])
+    if len(silent) < len(last):
+        last_s, step = last[silent[0]]
         more = f" and {len(silent) - 1:,} more" if len(silent) > 1 else ""
-        waited = units.duration(now_s - float(times.last_time_s[times.ranks.index(silent[0])]))
+        waited = units.duration(now_s - last_s)
         text = f"Rank {silent[0]}{more} has recorded nothing for {waited}; its last step was {step:,}."
         return [Notice("failure", text)]
-    behind_step = int(times.last_step.min())
-    behind = [rank for rank, step in zip(times.ranks, times.last_step, strict=True) if step == behind_step]
-    text = f"No rank has recorded a step for {units.duration(now_s - float(times.last_time_s.max()))}."
-    if len(behind) < len(times.ranks):
+    behind_step = min(step for _, step in last.values())
+    behind = [rank for rank, (_, step) in last.items() if step == behind_step]
+    text = f"No rank has recorded a step for {units.duration(now_s - max(last_s for last_s, _ in last.values()))}."
+    if len(behind) < len(last):
         more = f" and {len(behind) - 1:,} more" if len(behind) > 1 else ""
         text += f" Rank {behind[0]}{more} stands at step {behind_step:,}, the others are ahead: look there first."
     return [Notice("failure", text)]

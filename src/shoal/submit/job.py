@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.errors import Diverged, UsageError, VerificationFailed
+from shoal.launch.store.token import JOB_TOKEN
 from shoal.runfile.rules import check_across
 from shoal.runfile.run_file import RunFile, run_directory, with_processes
 
@@ -150,7 +151,7 @@ def split_variables(assignments: Sequence[str], environ: Mapping[str, str]) -> t
         name, given, value = text.partition("=")
         if not _VARIABLE.fullmatch(name):
             raise UsageError(f"--env {text[:60]!r} names no variable: write --env NAME=value, or --env NAME")
-        if _SECRET.search(name):
+        if _SECRET.search(name) and name != JOB_TOKEN:  # which names a file
             if given:
                 raise UsageError(
                     f"--env {name}=... would write a secret into the job file, which others can read: "

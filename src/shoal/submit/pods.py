@@ -99,7 +99,14 @@ def pod_template(job: Job, options: KubernetesOptions, *, variables: list[dict[s
     spec: dict[str, Any] = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": asked.save_s,
-        "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000},
+        # OnRootMismatch: each new start of a pod would else open all files of the volume to the group, the job's token
+        # among them, which its owner alone may read.
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": 1000,
+            "fsGroup": 1000,
+            "fsGroupChangePolicy": "OnRootMismatch",
+        },
         "containers": [container],
         "volumes": [
             {"name": "run-file", "configMap": {"name": f"{object_name(job)}-run"}},
