@@ -65,6 +65,14 @@ def job(
         int, typer.Option("--save-before", min=1, metavar="S", help="Seconds before the limit in which ranks save.")
     ] = 120,
     restarts: Annotated[int, typer.Option("--restarts", min=0, help="How often the job starts again.")] = 100,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(
+            "--cluster",
+            metavar="C.toml",
+            help="Take hosts, GPUs and memory from the plan on it; refuse what cannot fit.",
+        ),
+    ] = None,
     env: Annotated[
         list[str] | None, typer.Option("--env", metavar="NAME[=VALUE]", help="A variable for every rank; repeatable.")
     ] = None,
@@ -95,6 +103,7 @@ def job(
     Example: shoal submit RUN.toml --to slurm --nodes 2 --gpus 8 --time 12:00:00
     """
     from shoal.errors import UsageError
+    from shoal.planning.job_request import job_request
     from shoal.runfile.load import load_run
     from shoal.submit.job import Resources, divide, job_of, seconds_of, split_variables, world_size_of
     from shoal.submit.kubernetes import Kubernetes
@@ -109,6 +118,10 @@ def job(
     loaded = load_run(run_file, overrides or ())
     wanted = ranks_per_node or gpus or None
     world_size = world_size_of(loaded, nodes=nodes, ranks_per_node=wanted)
+    if cluster is not None:
+        planned = job_request(loaded, cluster, world_size=world_size)
+        nodes, wanted = nodes or planned.nodes, wanted or planned.ranks_per_node
+        gpus, memory = gpus or planned.gpus_per_node, memory or planned.memory_gib
     hosts, each = divide(world_size, nodes=nodes, ranks_per_node=wanted)
     limit_s = None if time is None else seconds_of(time)
     resources = Resources(hosts, each, gpus, cpus, memory, limit_s, save_before)
