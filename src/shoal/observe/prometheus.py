@@ -89,6 +89,7 @@ class RunCollector:
     def __init__(self, run_directory: Path, *, run: str, ranks: Sequence[int] | None = None) -> None:
         self._directory, self._run, self._ranks = run_directory, run, ranks
         self._followed: dict[int, RankFigures] = {}
+        self._metrics: dict[str, Metric] = {}
         self._gpus = GpuUsage()
 
     def describe(self) -> Iterable[Family]:
@@ -99,7 +100,7 @@ class RunCollector:
         """All metrics of the host's ranks, then the host's own."""
         families: dict[str, Family] = {}
         for rank in self._present():
-            figures = self._followed.setdefault(rank, RankFigures(self._directory, rank))
+            figures = self._followed.setdefault(rank, RankFigures(self._directory, rank, self._metrics))
             figures.read()
             for metric, value in figures.values():
                 self._add(families, metric, value, (("rank", str(rank)),))
@@ -133,13 +134,20 @@ class RunCollector:
 
 
 class RankFigures:
-    """One rank's events, taken in line by line: newest values, and sums of what is counted."""
+    """One rank's events, taken in line by line: newest values, and sums of what is counted, by the measurement's name.
 
-    def __init__(self, run_directory: Path, rank: int) -> None:
+    `metrics` are those of names seen before, on any rank. The endpoint of a run that goes on reads all lines of its
+    earlier starts at the first scrape, so a line costs two look-ups a value.
+    """
+
+    def __init__(self, run_directory: Path, rank: int, metrics: dict[str, Metric]) -> None:
+        self._metrics = metrics
         self._tail = Tail(run_directory / "events" / f"rank-{rank:05d}.jsonl")
         self._decode = msgspec.json.Decoder(Event).decode
-        self._newest: dict[Metric, float] = {}
-        self._sums: dict[Metric, float] = {}
+        self._event: Event | None = None
+        self._newest: dict[str, float | None] = {}
+        self._sums: dict[str, float] = {}
+        self._steps = self._nonfinite = 0
 
     def read(self) -> None:
         """Takes in the lines that are new; damaged ones count in nothing."""
@@ -151,26 +159,29 @@ class RankFigures:
 
     def values(self) -> Iterator[tuple[Metric, float]]:
         """Every metric and its value."""
-        yield from self._newest.items()
-        yield from self._sums.items()
+        if self._event is None:
+            return
+        yield Metric("shoal_step", "gauge"), self._event.step
+        yield Metric("shoal_last_step_timestamp_seconds", "gauge"), self._event.time_s
+        yield Metric("shoal_generation", "gauge"), self._event.generation
+        if self._steps:
+            yield Metric("shoal_steps_recorded", "counter"), self._steps
+            yield Metric("shoal_steps_nonfinite", "counter"), self._nonfinite
+        for name, value in self._newest.items():
+            if self._metrics[name].kind == "gauge":
+                yield self._metrics[name], math.nan if value is None else value
+        for name, total in self._sums.items():
+            yield self._metrics[name], total
 
     def _take(self, event: Event) -> None:
-        self._newest[Metric("shoal_step", "gauge")] = event.step
-        self._newest[Metric("shoal_last_step_timestamp_seconds", "gauge")] = event.time_s
-        self._newest[Metric("shoal_generation", "gauge")] = event.generation
-        for name in event.values:
-            value, metric = event.get(name), metric_of(name)
-            if value is None:
-                continue
-            if metric.kind == "gauge":
-                self._newest[metric] = value
-            elif math.isfinite(value):
-                self._sums[metric] = self._sums.get(metric, 0.0) + value
-        if "time/step" in event.values:
-            bad = any(not math.isfinite(event.get(name) or 0.0) for name in ("loss/train", "grad/norm"))
-            self._count("shoal_steps_recorded", 1.0)
-            self._count("shoal_steps_nonfinite", float(bad))
-
-    def _count(self, name: str, amount: float) -> None:
-        metric = Metric(name, "counter")
-        self._sums[metric] = self._sums.get(metric, 0.0) + amount
+        self._event, values = event, event.values
+        self._newest.update(values)
+        for name, value in values.items():
+            metric = self._metrics.get(name)
+            if metric is None:
+                metric = self._metrics[name] = metric_of(name)
+            if metric.kind == "counter" and value is not None and math.isfinite(value):
+                self._sums[name] = self._sums.get(name, 0.0) + value
+        if "time/step" in values:
+            self._steps += 1
+            self._nonfinite += any(not math.isfinite(event.get(name) or 0.0) for name in ("loss/train", "grad/norm"))
