@@ -152,9 +152,12 @@ def test_facts_are_in_words(tmp_path: Path) -> None:
     """Known keys have a name and a unit, unknown ones lose their underscores, lists are joined."""
     write_run(tmp_path)
     write_facts(tmp_path, {"data": {"train/bytes": 3_650_000}, "own": {"tuning_runs": [1, 2]}, "compiled": True})
+    changes = ("", "3 of 4 replicas; rank 2 lost after step 120", "4 of 4 replicas; rank 3 joined after step 200")
+    write_facts(tmp_path, {"membership": [{"generation": i, "change": change} for i, change in enumerate(changes)]})
     text = re.sub(r"\s+", " ", Balanced(report(tmp_path)).text)
     for expected in ("Training text 3.65 MB", "Own: tuning runs 1, 2", "Compiled yes", "Trained parameters 912,384"):
         assert expected in text
+    assert f"Replicas lost and joined {changes[1]}. {changes[2]}" in text
 
 
 def test_many_ranks_are_shown_by_their_slowest(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from shoal import units
 from shoal.escape import escape_controls
+from shoal.observe.facts import text_of
 
 MAX_FACT_CHARACTERS = 500
 _NAMES: Mapping[str, str] = MappingProxyType(
@@ -23,6 +24,7 @@ _NAMES: Mapping[str, str] = MappingProxyType(
         "layout/tensor": "Layout: tensors split over",
         "layout/expert": "Layout: experts split over",
         "device": "Device",
+        "membership": "Replicas lost and joined",
         "wire": "Communication",
         "host": "Host of rank 0",
         "torch": "PyTorch",
@@ -64,6 +66,9 @@ def _written(key: str, value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, int | float) and abs(value) < 10**18:
         return _form_of(key, value)(value)
+    if key == "membership" and isinstance(value, list):
+        changes = [text_of(one.get("change")) for one in value if isinstance(one, dict)]
+        return escape_controls(". ".join(filter(None, changes)))[:MAX_FACT_CHARACTERS]
     if isinstance(value, list):
         return escape_controls(", ".join(map(str, value)))[:MAX_FACT_CHARACTERS]
     return escape_controls(str(value))[:MAX_FACT_CHARACTERS]
