@@ -170,6 +170,21 @@ def test_what_the_cluster_has_not_is_refused_in_a_sentence(own: Project) -> None
 
 
 @pytest.mark.stress
+def test_srun_with_a_task_a_rank_trains(cluster: SlurmCluster, own: Project) -> None:
+    """Without a launcher on the hosts: Slurm starts the ranks, which prove to each other the token of their user."""
+    state = own.folder / "state"
+    here = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "XDG_STATE_HOME": str(state)}
+    done = subprocess.run(
+        ["srun", "-N2", "--ntasks-per-node=1", sys.executable, "-m", "shoal", "train", "run.toml"],
+        cwd=own.folder, env={**own.environ(**here), **cluster.environ}, capture_output=True, text=True,
+        timeout=HANG_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert used(own) == Order(30, seed=0).ids(np.arange(9 * SAMPLES_A_STEP)).tolist()
+    assert (state / "shoal/token").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.stress
 def test_a_real_time_limit_stops_saves_and_goes_on(cluster: SlurmCluster, own: Project) -> None:
     """Slurm's own signal before its own time limit: the run takes longer, is stopped at least once, and uses every
     sample once, in the order of a run without limits. Slurm sends the signal up to a minute early: of two minutes, 40
