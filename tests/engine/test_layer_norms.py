@@ -26,7 +26,7 @@ CASES: list[tuple[int, dict[str, Any]]] = [
     (4, {"layout": {"tensor": 2}}),
     (2, {"layout": {"context": 2}}),
     (2, {"layout": {"pipeline": 2}, "batch": {"micro_samples": 2}, "model": {**GPT, "tied": True}}),
-    (2, {"layout": {"expert": 2}, "model": MOE}),
+    (2, {"layout": {"shard": 2, "expert": 2}, "memory": {"zero": 1}, "model": MOE}),
     (
         2,
         {

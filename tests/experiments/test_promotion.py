@@ -10,8 +10,9 @@ import pytest
 from shoal.errors import UsageError
 from shoal.experiments.config import ASHA, Range, SweepFile
 from shoal.experiments.search import trials
-from shoal.experiments.sweep import Decision, Sweep
+from shoal.experiments.sweep import Decision, Sweep, is_recorded
 from shoal.experiments.trial_command import train_alone
+from shoal.observe.events import Event
 
 
 def sweep_of(folder: Path, decisions: dict[str, Decision]) -> Sweep:
@@ -35,6 +36,17 @@ def test_a_trial_goes_on_when_it_is_among_the_best_of_more(tmp_path: Path) -> No
     sweep._let_go_on(found)
     assert sweep._promoted(every) is None
     assert decisions["trial-0001"].stopped_at is None
+
+
+def test_a_rung_waits_for_the_evaluation_of_its_step() -> None:
+    """A trial is judged by the value at the rung, not by one before it, nor refused because it is still evaluating."""
+    events = [Event(step, float(step), values={"loss/train": 1.0}) for step in range(1, 11)]
+    events.insert(5, Event(5, 5.5, values={"loss/eval": 2.0}))
+    assert not is_recorded(events, "loss/eval", 10)
+    assert is_recorded(events, "loss/train", 10)
+    assert is_recorded([*events, Event(10, 10.5, values={"loss/eval": 1.0})], "loss/eval", 10)
+    assert is_recorded([*events, Event(11, 11.0, values={"loss/train": 1.0})], "loss/eval", 10)
+    assert not is_recorded([], "loss/eval", 10)
 
 
 def test_the_highest_rung_comes_first(tmp_path: Path) -> None:

@@ -237,9 +237,8 @@ class Sweep:
         if not isinstance(search, ASHA) or decision.stopped_at is not None:
             return
         events = read_events(self.directory / one.trial.name)
-        last = _last_step(events)
         for rung in rungs(search, steps):
-            if rung in decision.rungs or last < rung:
+            if rung in decision.rungs or not is_recorded(events, self.file.objective, rung):
                 continue
             value = self._value_at(events, rung, one.trial)
             decision.rungs[rung] = value if math.isfinite(value) else None
@@ -308,6 +307,13 @@ def _read(path: Path, kind: Any, without: str) -> Any:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except msgspec.DecodeError as fault:
         raise UsageError(f"{path} is damaged ({fault}); remove it, and {without}") from fault
+
+
+def is_recorded(events: Sequence[Event], objective: str, rung: int) -> bool:
+    """Whether the newest value of the objective up to step `rung` is known: it stands at this step, or a later step is
+    recorded. An evaluation after a step is recorded behind it, and may take long.
+    """
+    return _last_step(events) > rung or rung in series(events, objective)[0]
 
 
 def _last_step(events: Sequence[Event]) -> int:

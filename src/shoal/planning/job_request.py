@@ -25,6 +25,8 @@ from shoal.topology.cluster_file import load_cluster
 from shoal.units import plural
 
 GIB = 1 << 30
+LAUNCHER_BYTES = GIB
+"""Of a host, for the launcher and what starts beside the ranks."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ def job_request(run_file: RunFile, cluster: Path, *, world_size: int) -> JobRequ
     if not found.fits:
         raise EnvironmentFault(_does_not_fit(run_file, predictor, found, cluster))
     each, on_cores = world_size // part.nodes, part.machine.scale_up.kind == "memory"
-    memory_gib = math.ceil(each * found.memory_bytes / GIB) if on_cores else None
+    memory_gib = math.ceil((each * found.memory_bytes + LAUNCHER_BYTES) / GIB) if on_cores else None
     return JobRequest(part.nodes, each, 0 if on_cores else each, memory_gib)
 
 
