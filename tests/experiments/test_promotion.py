@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 from shoal.errors import UsageError
 from shoal.experiments.config import ASHA, Range, SweepFile
 from shoal.experiments.search import trials
-from shoal.experiments.sweep import Decision, Sweep, is_recorded
+from shoal.experiments.sweep import Decision, Sweep, _Running, is_recorded
 from shoal.experiments.trial_command import train_alone
-from shoal.observe.events import Event
+from shoal.observe.events import Event, EventWriter
+from shoal.observe.facts import write_facts
 
 
 def sweep_of(folder: Path, decisions: dict[str, Decision]) -> Sweep:
@@ -47,6 +49,21 @@ def test_a_rung_waits_for_the_evaluation_of_its_step() -> None:
     assert is_recorded([*events, Event(10, 10.5, values={"loss/eval": 1.0})], "loss/eval", 10)
     assert is_recorded([*events, Event(11, 11.0, values={"loss/train": 1.0})], "loss/eval", 10)
     assert not is_recorded([], "loss/eval", 10)
+
+
+@pytest.mark.parametrize(("state", "outcome"), [("finished", "finished"), ("stopped", "stopped early")])
+def test_a_trial_that_was_stopped_too_late_has_finished(tmp_path: Path, state: str, outcome: str) -> None:
+    """It is no candidate to go on, and stands among those that finished."""
+    sweep = sweep_of(tmp_path, {"trial-0000": Decision({10: 1.0}, stopped_at=10)})
+    trial = trials(sweep.file)[0]
+    write_facts(tmp_path / trial.name, {"state": state, "failure": {"cause": "x", "exit_code": 75}})
+    with EventWriter(tmp_path / trial.name, rank=0) as writer:
+        writer.write(40, {"loss/train": 1.0}, time_s=1.0)
+    process = subprocess.Popen(["true"])
+    process.wait()
+    sweep._running.append(_Running(trial, 0, process))
+    assert sweep._reap() == [0]
+    assert sweep.outcome(trial).state == outcome
 
 
 def test_the_highest_rung_comes_first(tmp_path: Path) -> None:

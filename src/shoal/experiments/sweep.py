@@ -211,6 +211,7 @@ class Sweep:
         ended = [one for one in self._running if one.process.poll() is not None]
         self._running = [one for one in self._running if one.process.poll() is None]
         for one in ended:
+            self._keep_finished(one.trial)
             found = self.outcome(one.trial)
             measured = series(read_events(self.directory / one.trial.name), self.file.objective)[0]
             if found.state == "finished" and not measured:
@@ -229,6 +230,13 @@ class Sweep:
                 shown = "no value" if found.value is None else f"{self.file.objective} {found.value:.6g}"
                 self.say(f"{one.trial.name} {found.state} at step {found.step:,}: {shown}")
         return [one.slot for one in ended]
+
+    def _keep_finished(self, trial: Trial) -> None:
+        """A trial that took its last step before it heard that it should stop has finished."""
+        decision, ending = self.decisions.get(trial.name), ending_in(read_facts(self.directory / trial.name))
+        if decision is not None and decision.stopped_at is not None and ending and ending.state == "finished":
+            decision.stopped_at = None
+            self._save()
 
     def _judge(self, one: _Running, steps: int) -> None:
         """Stops a trial at a rung where it is not among the best, with a checkpoint."""

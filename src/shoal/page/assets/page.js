@@ -344,7 +344,7 @@ const CURVES = [
   ["Peak memory of the lead rank", ["memory/peak_bytes"], { zero: true, binary: true, form: memory }],
   ["Gradient norm", ["grad/norm"], { log: true }],
   ["Learning rate", ["lr"], { zero: true }],
-  ["Sent by the lead rank in a step", ["wire/bytes_sent"], { zero: true, form: wire }],
+  ["Sent by the lead rank in a step", ["wire/bytes_sent"], { zero: true, form: wire, nothing: true }],
   ["Sent to other hosts in a step", ["wire/between_bytes"], { zero: true, form: wire, nothing: true }],
   ["Speed-up against one rank", ["scaling/speed_up"], { zero: true }],
   ["Busiest expert over mean", ["moe/load_max_over_mean"], {}],
