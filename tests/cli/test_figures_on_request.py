@@ -40,4 +40,5 @@ def test_a_run_measures_its_speed_up_and_its_layers(own: Project) -> None:
     assert not any(SPEED_UP in event.values for event in own.events(rank=1))
     refused = own.shoal("train", "run.toml", 'observe.one_rank="runs/own"', 'run.directory="runs/third"')
     assert refused.returncode == 2
-    assert "'runs/own' had 2 ranks: speed-up is told against one rank" in refused.stderr
+    assert "shoal: observe.one_rank = 'runs/own' had 2 ranks: speed-up is told against one rank" in refused.stderr
+    assert not (own.folder / "runs/third").exists()

@@ -69,6 +69,27 @@ def test_what_kubectl_complains_of_becomes_a_repair(
     assert complaint[:20] in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("complaint", "words"),
+    [
+        ("sbatch: fatal: Could not establish a configuration source", "no Slurm cluster answers this host"),
+        ("Unable to contact slurm controller (connect failure)", "no Slurm cluster answers this host"),
+        ("Protocol authentication error", "refused this host's credentials"),
+        ("error: Munge decode failed: Expired credential", "refused this host's credentials"),
+        ("Batch job submission failed: Invalid qos specification", "change what it names"),
+    ],
+)
+def test_what_sbatch_complains_of_becomes_a_repair(
+    complaint: str, words: str, made: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No cluster, credentials that are not believed or have expired, and anything else with its own words."""
+    for program in ("sinfo", "sbatch"):
+        client(tmp_path, monkeypatch, program, err=complaint, code=1)
+    with pytest.raises(EnvironmentFault, match=words) as raised:
+        Slurm().submit(made)
+    assert complaint[:20] in str(raised.value)
+
+
 def test_the_server_checks_a_manifest_before_it_is_applied(
     made: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,6 +71,7 @@ def train(
     directory, hosts = run_directory(loaded), _lab(lab)
     environ = os.environ | _coordination(coordinator, token, authorities, replicas)
     be_rank = partial(_rank, replay=replay)
+    _check_one_rank(loaded)
     with _page(loaded, directory):
         code = run(
             loaded, command, be_rank, directory=directory, file=str(file), lab=hosts, planner=PLANNER, environ=environ
@@ -91,6 +92,18 @@ def _coordination(
         "SHOAL_REPLICAS_HERE": replicas,
     }
     return {name: str(value) for name, value in given.items() if value is not None}
+
+
+def _check_one_rank(run_file: RunFile) -> None:
+    """Before any rank starts: the run with which speed-up is told. Raises `UsageError`."""
+    import tomllib
+
+    from shoal.config.load import dumps
+    from shoal.launch.environment import place_from
+    from shoal.observe.scaling import one_rank_rate
+
+    if run_file.observe.one_rank is not None and place_from(os.environ) is None:
+        one_rank_rate(Path(run_file.observe.one_rank), tomllib.loads(dumps(run_file))["model"])
 
 
 def _page(run_file: RunFile, directory: Path) -> AbstractContextManager[object]:

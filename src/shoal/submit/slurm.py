@@ -36,6 +36,11 @@ _REASONS = {
 }
 
 
+_NO_CLUSTER = ("configuration source", "unable to contact slurm controller", "unable to open slurm.conf")
+_NOT_KNOWN = ("authentication", "credential", "munge")
+"""What Slurm's clients complain of without a controller, and where it does not believe this host."""
+
+
 class Slurm:
     """The cluster that this host's Slurm commands talk to."""
 
@@ -110,6 +115,16 @@ class Slurm:
             )
         if "node configuration is not available" in complaint.lower() or "node count" in complaint.lower():
             return self._too_large(job, complaint)
+        if any(words in complaint.lower() for words in _NO_CLUSTER):
+            return EnvironmentFault(
+                f"no Slurm cluster answers this host ({complaint}): submit on one that belongs to it (scontrol ping "
+                "works there), or write the job file with --dry-run"
+            )
+        if any(words in complaint.lower() for words in _NOT_KNOWN):
+            return EnvironmentFault(
+                f"the cluster refused this host's credentials ({complaint}): munge has to run here, with the cluster's "
+                "key and clock (munge -n | unmunge)"
+            )
         return EnvironmentFault(f"Slurm did not take the job ({complaint}): change what it names, then submit again")
 
 
