@@ -34,7 +34,7 @@ from shoal.observe.sink import RunStart, Sinks
 from shoal.observe.sinks import open_sinks
 from shoal.optim.schedule import peak_rate
 from shoal.recipes.run import Run
-from shoal.recipes.saving import build_saver, fetch_newer, save_interval, send_copies
+from shoal.recipes.saving import build_saver, fetch_newer, save_interval, send_copies, share_between_hosts
 from shoal.recipes.user_code import find_named, users_traceback
 from shoal.recipes.verification.passed import missing_proof
 from shoal.runfile.run_file import RunFile, run_directory
@@ -169,15 +169,17 @@ def _loads_every(run: Run) -> int:
     return run.run_file.observe.expert_loads_every_steps if first else 0
 
 
-def restore(run: Run, directory: Path, sinks: Sinks) -> int | None:
+def restore(run: Run, directory: Path, sinks: Sinks, exchange: Exchange | None = None) -> int | None:
     """The step that the run goes on from; None for a fresh start, with the weights of a warm start if one is named.
 
-    Raises `VerificationFailed` where ranks have loaded, or drawn, different weights.
+    By `exchange`, a board on the run's store if there is none, hosts that share no directory bring each other the
+    newest checkpoint. Raises `VerificationFailed` where ranks have loaded, or drawn, different weights.
     """
     world, injector = run.mesh.world, run.process.injector
     if injector is not None:
         injector.reached("recovery/before")
     fetch_newer(run, directory, sinks)
+    share_between_hosts(run, directory, exchange, sinks)
     loaded = resume(
         run.state,
         directory,
