@@ -29,9 +29,18 @@ REHEARSAL = "SHOAL_REHEARSAL"
 FILE = "scenario.json"
 
 Action = Literal[
-    "kill", "stop", "stop_run", "wait", "fail_disk", "nan", "flip_gradient", "flip_parameter", "flip_moment"
+    "kill",
+    "stop",
+    "stop_run",
+    "wait",
+    "fail_disk",
+    "nan",
+    "flip_gradient",
+    "flip_parameter",
+    "flip_moment",
+    "outside",
 ]
-"""`stop_run` sends SIGTERM to the launcher; `wait` blocks the thread for `seconds`; `fail_disk` raises ENOSPC where a
+"""`outside` does nothing in the rank: whoever plays the scenario acts at this moment. `stop_run` sends SIGTERM to the launcher; `wait` blocks the thread for `seconds`; `fail_disk` raises ENOSPC where a
 save passes the label. `nan` strikes the inputs, or the gradient where these are integers. A flip changes one bit of
 the mantissa of one element."""
 
