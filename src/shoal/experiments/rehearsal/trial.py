@@ -3,7 +3,8 @@
 What is measured, with the clock of this host:
 
     noticed     from the strike to the first sentence about it, or to the end of the process
-    recovered   from the strike to the end of the first step that was begun after the notice
+    recovered   from the strike to the end of the first step that was begun after the notice; of a network fault, to the
+                end of the first step at all
     lost        steps that were taken again
 """
 
@@ -31,7 +32,7 @@ from shoal.launch.children import THROWN_AWAY_S, stop
 from shoal.observe.attempts import attempts
 from shoal.observe.events import Event, read_events
 from shoal.resilience.config import ElasticConfig
-from shoal.resilience.faults import REHEARSAL, Strike, strikes, write_faults
+from shoal.resilience.faults import REHEARSAL, Strike, say_acted, strikes, write_faults
 
 MOST_STARTS = 6
 """Starts of one run; a scenario strikes twice at most, and one start more is damaged by a rank that died late."""
@@ -105,7 +106,9 @@ class Trial:
 
     def recovered_s(self) -> float | None:
         """Unix time at which the run had taken a step again."""
-        noticed = self.noticed
+        noticed, since_s = self.noticed, self.first_strike_s
+        if since_s is not None and self.scenario.network is not None:  # the side that goes on may be the faster one
+            return next((one.time_s for one in self.events() if one.time_s > since_s and _is_step(one)), None)
         if noticed is None:
             return None
         return next((event.time_s for event in self.events() if _step_start_s(event) >= noticed.time_s), None)
@@ -119,7 +122,11 @@ class Trial:
 
 def _step_start_s(event: Event) -> float:
     """Unix time at which the step of `event` began; long ago for a line that is of no step."""
-    return event.time_s - (event.get("time/step") or 0.0) if "loss/train" in event.values else 0.0
+    return event.time_s - (event.get("time/step") or 0.0) if _is_step(event) else 0.0
+
+
+def _is_step(event: Event) -> bool:
+    return "loss/train" in event.values
 
 
 def _tells(line: Line) -> bool:
@@ -187,6 +194,7 @@ class Disturbance:
             self._struck_s = time.monotonic()
             if self._relay is not None and self._scenario.network is not None and self._before == 0:
                 self._relay.begin(self._scenario.network)
+            say_acted(self._record)
         since_s = time.monotonic() - self._struck_s
         if self._scenario.grace_s is not None and since_s >= self._scenario.grace_s:
             for process in processes:
