@@ -88,12 +88,13 @@ class Hanging(Logging):
 
 
 class Starving(Numbers):
-    """The sample that is read tenth on rank 1 never comes."""
+    """The sample that rank 1 reads tenth, to train on it, never comes."""
 
     def __getitem__(self, i):
-        self.read = getattr(self, "read", 0) + 1
-        if RANK == "1" and self.read == 10:
-            time.sleep(600)
+        if threading.current_thread().name != "shoal-samples":  # which compares the data of ranks before the first step
+            self.read = getattr(self, "read", 0) + 1
+            if RANK == "1" and self.read == 10:
+                time.sleep(600)
         return super().__getitem__(i)
 
 
