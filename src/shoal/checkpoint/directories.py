@@ -91,9 +91,7 @@ def find_directories(
     return Directories(tuple(tuple(group) for _, group in sorted(groups.items())))
 
 
-def share_newest(
-    directory: Path, directories: Directories, exchange: Exchange, *, rank: int, timeout_s: float
-) -> str:
+def share_newest(directory: Path, directories: Directories, exchange: Exchange, *, rank: int, timeout_s: float) -> str:
     """Brings the newest checkpoint of all directories to those without it; a sentence where it came here, else "".
 
     All ranks call it, once on `exchange`, and return when all directories have it. The first rank of each group works.
@@ -166,9 +164,7 @@ def _fetch(places: Places, exchange: Exchange, *, rank: int, turns: int, timeout
         exchange.publish(f"want/{rank}/{asked}", b"")
 
 
-def _all_gather(
-    exchange: Exchange, key: str, text: str, *, rank: int, world_size: int, timeout_s: float
-) -> list[str]:
+def _all_gather(exchange: Exchange, key: str, text: str, *, rank: int, world_size: int, timeout_s: float) -> list[str]:
     exchange.publish(f"{key}/{rank}", text.encode())
     keys = [f"{key}/{other}" for other in range(world_size)]
     return [value.decode() for value in exchange.collect(keys, timeout_s)]

@@ -42,9 +42,10 @@ Action = Literal[
     "flip_moment",
     "outside",
 ]
-"""`outside` holds the rank until whoever plays the scenario has acted (`say_acted`), for 10 s at most. `stop_run` sends SIGTERM to the launcher; `wait` blocks the thread for `seconds`; `fail_disk` raises ENOSPC where a
+"""`stop_run` sends SIGTERM to the launcher; `wait` blocks the thread for `seconds`; `fail_disk` raises ENOSPC where a
 save passes the label. `nan` strikes the inputs, or the gradient where these are integers. A flip changes one bit of
-the mantissa of one element."""
+the mantissa of one element. `outside` holds the rank until whoever plays the scenario has acted (`say_acted`), for 10 s
+at most."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -2,8 +2,8 @@
 
     file   its first line is the reason
     url    asked every `POLL_S`: 404, "FALSE" and "NONE" mean nothing, any other answer of 200 is a notice
-           http://169.254.169.254/latest/meta-data/spot/instance-action                  (Amazon EC2; its token is fetched)
-           http://metadata.google.internal/computeMetadata/v1/instance/preempted         (Google Compute Engine)
+           http://169.254.169.254/latest/meta-data/spot/instance-action            (Amazon EC2; its token is fetched)
+           http://metadata.google.internal/computeMetadata/v1/instance/preempted   (Google Compute Engine)
 
 Clouds give notice 30 s (Google) to 2 minutes (Amazon) before the end.
 """
@@ -113,7 +113,9 @@ def _get_with_token(url: str, headers: dict[str, str]) -> bytes | None:
     """As version 2 of Amazon's service wants it (AWS, "Use the Instance Metadata Service", IMDSv2)."""
     parts = urlsplit(url)
     request = urllib.request.Request(
-        f"{parts.scheme}://{parts.netloc}{_TOKEN_PATH}", headers={f"{_TOKEN_HEADER}-ttl-seconds": _TOKEN_S}, method="PUT"
+        f"{parts.scheme}://{parts.netloc}{_TOKEN_PATH}",
+        headers={f"{_TOKEN_HEADER}-ttl-seconds": _TOKEN_S},
+        method="PUT",
     )
     with urllib.request.build_opener(_DIRECT).open(request, timeout=TIMEOUT_S) as answer:
         token = answer.read(MOST_BYTES).decode("ascii", "replace")

@@ -116,7 +116,10 @@ def rehearse(
     if any(scenario.network for scenario in wanted):
         reason = why_not_two_hosts(ranks, elastic=run_file.elastic)
         if reason is not None:
-            wanted, skipped = [one for one in wanted if not one.network], [f"network faults between two hosts: {reason}"]
+            wanted, skipped = (
+                [one for one in wanted if not one.network],
+                [f"network faults between two hosts: {reason}"],
+            )
     if not wanted and not skipped:
         raise UsageError(
             f"no scenario of {', '.join(families)} has {only!r} in its name: leave out --only, or change it"

@@ -137,7 +137,7 @@ class Relay:
 
 @contextmanager
 def relay() -> Iterator[Relay]:
-    """Two hosts with a relay between them, until the end of the block. Raises `EnvironmentFault` where there is none."""
+    """Two hosts and a relay between them, until the end of the block. Raises `EnvironmentFault` where none can be."""
     if (reason := why_no_relay()) is not None:
         raise EnvironmentFault(reason)
     existing = owner.namespaces()
@@ -174,7 +174,9 @@ def _open_tun(name: str) -> int:
         fcntl.ioctl(descriptor, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _TUN | _NO_HEADER))
     except OSError as error:
         os.close(descriptor)
-        raise EnvironmentFault(f"{DEVICE} makes no device ({error.strerror}): give this process CAP_NET_ADMIN") from error
+        raise EnvironmentFault(
+            f"{DEVICE} makes no device ({error.strerror}): give this process CAP_NET_ADMIN"
+        ) from error
     return descriptor
 
 
@@ -197,7 +199,12 @@ def reset_of(packet: bytes) -> bytes | None:
     acknowledged = packet[tcp + 8 : tcp + 12]
     header = struct.pack("!BBHHHBBH4s4s", 0x45, 0, 40, 0, 0, 64, _TCP, 0, packet[16:20], packet[12:16])
     header = header[:10] + struct.pack("!H", _ones_complement(header)) + header[12:]
-    segment = packet[tcp + 2 : tcp + 4] + packet[tcp : tcp + 2] + acknowledged + struct.pack("!IBBHHH", 0, 0x50, _RST, 0, 0, 0)
+    segment = (
+        packet[tcp + 2 : tcp + 4]
+        + packet[tcp : tcp + 2]
+        + acknowledged
+        + struct.pack("!IBBHHH", 0, 0x50, _RST, 0, 0, 0)
+    )
     return _with_checksum(bytearray(header + segment))
 
 

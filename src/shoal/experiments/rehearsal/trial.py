@@ -163,9 +163,7 @@ def play(setup: Setup, scenario: Scenario) -> Trial:
         while len(trial.codes) < MOST_STARTS:
             disturbed = None if not scenario.faults else Disturbance(scenario, record, joined)
             any_may_finish = setup.elastic is not None
-            trial.codes.append(
-                _start(commands, trial, disturbed, any_may_finish=any_may_finish, limit_s=setup.limit_s)
-            )
+            trial.codes.append(_start(commands, trial, disturbed, any_may_finish=any_may_finish, limit_s=setup.limit_s))
             trial.ends_s.append(time.time())
             trial.missed = joined is not None and not joined.struck
             if trial.codes[-1] in (0, None, *NO_RESTART):
