@@ -13,8 +13,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from shoal.experiments.rehearsal.relay import relay, why_no_relay
+from shoal.experiments.rehearsal.two_hosts import on_two_hosts
 from shoal.resilience.hang_verdict import HangVerdict
 from tests.cli.project import OWN, RUN, Project
+from tests.waiting import HANG_S
 
 HANGS = '''
 
@@ -145,6 +148,51 @@ def test_a_rank_whose_data_does_not_come_is_named(tmp_path: Path) -> None:
     verdict, _ = hung(tmp_path, 'data.build="own:starving"')
     assert verdict.ranks == (1,)
     assert "waits for data" in verdict.sentence
+
+
+@pytest.mark.stress
+@pytest.mark.skipif(why_no_relay() is not None, reason="needs root, iproute2 and /dev/net/tun")
+def test_a_host_that_is_cut_off_is_named(tmp_path: Path) -> None:
+    """Two hosts between which no packet passes any more, in silence: the side with the store names the other's rank,
+    and the call in which it is waited for; both end with a sentence."""
+    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "run.toml").write_text(RUN)
+    own = Project(tmp_path)
+    train = ["-m", "shoal", "train", "run.toml", "wire.report_hang_s=1.5", "wire.timeout_s=12", "run.steps=1000",
+             "checkpoint.every_steps=0", "model.arguments.pause=0.1"]  # fmt: skip
+    processes: list[subprocess.Popen[bytes]] = []
+    with (
+        relay() as joined,
+        on_two_hosts(
+            joined, train, ranks=2, elastic=None, folder=tmp_path / "hosts", environ=own.environ()
+        ) as commands,
+        ended(processes),
+    ):
+        for number, one in enumerate(commands):
+            with (tmp_path / f"{number}.txt").open("wb") as out:
+                processes.append(
+                    subprocess.Popen(one.command, cwd=tmp_path, env=dict(one.environ), stdout=out, stderr=out)
+                )
+        own.wait_for_step(3, output="0.txt")
+        joined.begin("partition")
+        codes = [process.wait(HANG_S) for process in processes]
+    assert codes == [3, 3]
+    verdict = msgspec.json.decode((tmp_path / "runs/own/hang.json").read_bytes(), type=HangVerdict)
+    assert verdict.ranks == (1,)
+    assert "rank 1 did not report: killed, stopped, or cut off" in verdict.sentence
+    assert f"why it hung: {verdict.sentence}" in (tmp_path / "0.txt").read_text()
+
+
+@contextmanager
+def ended(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """What is in `processes` by then is ended with the block."""
+    try:
+        yield
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
 
 
 @pytest.mark.stress

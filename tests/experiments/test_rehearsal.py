@@ -30,7 +30,7 @@ PASSED = {
 def test_every_scenario_strikes_at_a_label_that_ranks_pass(ranks: int, elastic: bool) -> None:
     """All families are there, names differ, ranks exist, and a kill at every point of a save can be asked for."""
     found = scenarios(ranks, elastic=elastic, every_point=True)
-    assert {scenario.family for scenario in found} == set(FAMILIES)
+    assert {scenario.family for scenario in found} == set(FAMILIES) - ({"slow", "network"} if ranks == 1 else set())
     assert len({scenario.slug for scenario in found}) == len(found)
     for scenario in found:
         for fault in scenario.faults:

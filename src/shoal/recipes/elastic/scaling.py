@@ -28,8 +28,9 @@ def price_in(file: Path) -> float:
     """The present price of a replica's hour. Raises `EnvironmentFault` where `file` holds no number."""
     try:
         with file.open("rb") as opened:
-            text = opened.read(MOST_BYTES).decode("utf-8", "replace").strip()
-        price = float(text)
+            content = opened.read(MOST_BYTES + 1)
+        text = content.decode("utf-8", "replace").strip()
+        price = float(text) if len(content) <= MOST_BYTES else math.nan
     except OSError as error:
         raise EnvironmentFault(
             f"elastic.price_file: {file} cannot be read ({error.strerror}): write the present price to it, a number"
