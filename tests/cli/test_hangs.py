@@ -109,6 +109,8 @@ def starving():
     return Starving(), Numbers()
 '''
 WAYS = ("sleeps", "locks", "waits_for_a_thread", "spins", "reads_a_pipe", "waits_for_a_child", "stops")
+OUTPUTS = ("out.txt", "other.txt")
+"""Of the two hosts of a run."""
 NO_DISK = "a file system of its own needs root, loop devices and fsfreeze"
 
 
@@ -169,18 +171,18 @@ def test_a_host_that_is_cut_off_is_named(tmp_path: Path) -> None:
         ended(processes),
     ):
         for number, one in enumerate(commands):
-            with (tmp_path / f"{number}.txt").open("wb") as out:
+            with (tmp_path / OUTPUTS[number]).open("wb") as out:
                 processes.append(
                     subprocess.Popen(one.command, cwd=tmp_path, env=dict(one.environ), stdout=out, stderr=out)
                 )
-        own.wait_for_step(3, output="0.txt")
+        own.wait_for_step(3)
         joined.begin("partition")
         codes = [process.wait(HANG_S) for process in processes]
     assert codes == [3, 3]
     verdict = msgspec.json.decode((tmp_path / "runs/own/hang.json").read_bytes(), type=HangVerdict)
     assert verdict.ranks == (1,)
     assert "rank 1 did not report: killed, stopped, or cut off" in verdict.sentence
-    assert f"why it hung: {verdict.sentence}" in (tmp_path / "0.txt").read_text()
+    assert f"why it hung: {verdict.sentence}" in own.said()
 
 
 @contextmanager
