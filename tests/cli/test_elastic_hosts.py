@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -166,6 +167,51 @@ def test_hosts_without_a_common_file_system_each_keep_all_checkpoints(tmp_path: 
     both = a.losses() | b.losses()
     assert both == pytest.approx({step: plain[step] for step in both}, rel=LOSS_TOLERANCE)
     assert len(both) >= len(plain) - 1, "the record of one step may die with rank 0"
+
+
+@pytest.mark.stress
+def test_a_run_that_is_not_elastic_needs_no_common_file_system_either(tmp_path: Path) -> None:
+    """Two launchers with a run directory each: both hold all checkpoints. One loses its directory, and the next start
+    goes on where the last one ended, on both."""
+    plain_folder = tmp_path / "plain"
+    plain_folder.mkdir()
+    plain = undisturbed(gpt_project(plain_folder))
+    (tmp_path / "token").write_bytes(os.urandom(32))
+    (tmp_path / "token").chmod(0o600)
+    runs = []
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        runs.append(gpt_project(tmp_path / name))
+    launched(tmp_path, runs, "run.steps=40")
+    assert [newest_step(own) for own in runs] == [40, 40]
+    assert not compare(*(own.folder / "runs/own" for own in runs)).differences
+    shutil.rmtree(runs[0].folder / "runs/own/checkpoints")
+    launched(tmp_path, runs, "run.steps=60")
+    assert [newest_step(own) for own in runs] == [60, 60]
+    losses = runs[0].losses()
+    assert sorted(losses) == list(range(1, 61)), "it did not go on from the other host's checkpoint"
+    assert losses == pytest.approx({step: plain[step] for step in losses}, rel=LOSS_TOLERANCE)
+
+
+def launched(folder: Path, runs: list[Project], *overrides: str) -> None:
+    """One rank of each of `runs`, by a launcher each, to a good end."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    processes: list[subprocess.Popen[str]] = []
+    with ended(processes):
+        for number, own in enumerate(runs):
+            environ = own.environ(
+                SHOAL_HOST=f"host-{number}", SHOAL_JOB_TOKEN=str(folder / "token"), PET_NNODES="2",
+                PET_NODE_RANK=str(number), PET_MASTER_ADDR="127.0.0.1", PET_MASTER_PORT=str(port),
+            )  # fmt: skip
+            train = ("-m", "shoal", "train", "fixed.toml", "checkpoint.every_steps=20", *overrides)
+            with open(own.folder / "out.txt", "w") as out:
+                command = [sys.executable, "-m", "shoal", "launch", "-n", "1", *train]
+                processes.append(
+                    subprocess.Popen(command, cwd=own.folder, env=environ, stdout=out, stderr=out, text=True)
+                )
+        for process, own in zip(processes, runs, strict=True):
+            assert process.wait(HANG_S) == 0, own.said()
 
 
 def newest_step(own: Project) -> int:
