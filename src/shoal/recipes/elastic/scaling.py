@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shoal.coordinator.client import Address, Connection
@@ -29,14 +29,14 @@ def price_in(file: Path) -> float:
     try:
         with file.open("rb") as opened:
             content = opened.read(MOST_BYTES + 1)
-        text = content.decode("utf-8", "replace").strip()
-        price = float(text) if len(content) <= MOST_BYTES else math.nan
     except OSError as error:
         raise EnvironmentFault(
             f"elastic.price_file: {file} cannot be read ({error.strerror}): write the present price to it, a number"
         ) from error
-    except ValueError:
-        price = math.nan
+    text, price = content.decode("utf-8", "replace").strip(), math.nan
+    if len(content) <= MOST_BYTES:
+        with suppress(ValueError):
+            price = float(text)
     if not (math.isfinite(price) and price >= 0):
         raise EnvironmentFault(f"elastic.price_file: {file} holds {text[:20]!r}: write the present price, a number")
     return price
