@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from shoal.experiments.rehearsal.relay import Trouble, flipped, relay, reset_of, why_no_relay
+from shoal.experiments.rehearsal.relay import Trouble, flipped, relay, resets_of, why_no_relay
 from tests.waiting import HANG_S, wait_until
 
 SERVE = """
@@ -88,18 +88,22 @@ def test_a_flipped_packet_differs_in_one_bit_and_passes_for_sound(seed: int) -> 
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_reset_answers_the_sender_at_the_number_that_it_expects(seed: int) -> None:
-    """From the peer's address and port, with the acknowledged number as its own, and a right checksum."""
+def test_resets_end_a_connection_at_both_ends(seed: int) -> None:
+    """The sender's comes from its peer with the acknowledged number, the receiver's from the sender with the packet's;
+    their checksums are right."""
     draw = random.Random(seed)
     sound = packet(b"abc", draw=draw)
-    answer = reset_of(sound)
-    assert answer is not None
-    assert checksum(answer) == 0
-    assert (answer[12:16], answer[16:20]) == (sound[16:20], sound[12:16])
-    assert (answer[20:22], answer[22:24]) == (sound[22:24], sound[20:22])
-    assert answer[24:28] == sound[28:32]
-    assert answer[33] == 0x04
-    assert reset_of(packet(b"", draw=draw)) is None, "without data nothing is known of the connection"
+    found = resets_of(sound)
+    assert found is not None
+    to_sender, to_receiver = found
+    addresses, ports = (sound[12:16], sound[16:20]), (sound[20:22], sound[22:24])
+    for answer, first, number in ((to_sender, 1, sound[28:32]), (to_receiver, 0, sound[24:28])):
+        assert checksum(answer) == 0
+        assert (answer[12:16], answer[16:20]) == (addresses[first], addresses[1 - first])
+        assert (answer[20:22], answer[22:24]) == (ports[first], ports[1 - first])
+        assert answer[24:28] == number
+        assert answer[33] == 0x04
+    assert resets_of(packet(b"", draw=draw)) is None, "without data nothing is known of the connection"
 
 
 @pytest.mark.stress

@@ -123,11 +123,14 @@ class Relay:
             return
         if trouble == "flip" and not self.struck and (changed := flipped(packet)) is not None:
             packet, self.struck = changed, True
-        if trouble == "reset" and (answer := reset_of(packet)) is not None and answer[12:24] not in self._reset:
-            self._reset.add(answer[12:24])
-            self.struck = True
-            self._send(answer, side)
-            return
+        if trouble == "reset" and (resets := resets_of(packet)) is not None:
+            connection = b"".join(sorted((packet[12:16] + resets[1][20:22], packet[16:20] + resets[0][20:22])))
+            if connection not in self._reset:
+                self._reset.add(connection)
+                self.struck = True
+                self._send(resets[0], side)
+                self._send(resets[1], 1 - side)
+                return
         self._send(packet, 1 - side)
 
     def _send(self, packet: bytes, side: int) -> None:
@@ -190,22 +193,27 @@ def flipped(packet: bytes) -> bytes | None:
     return _with_checksum(changed)
 
 
-def reset_of(packet: bytes) -> bytes | None:
-    """The RST that ends the connection of a packet at its sender (RFC 793, 3.4); None where it carries no data."""
+def resets_of(packet: bytes) -> tuple[bytes, bytes] | None:
+    """The RSTs that end the connection of a packet at its sender and at its receiver (RFC 793, 3.4), each at the number
+    that this end expects; None where it carries no data.
+    """
     start = _payload(packet)
     if start is None or start == len(packet):
         return None
     tcp = 4 * (packet[0] & 15)
-    acknowledged = packet[tcp + 8 : tcp + 12]
-    header = struct.pack("!BBHHHBBH4s4s", 0x45, 0, 40, 0, 0, 64, _TCP, 0, packet[16:20], packet[12:16])
-    header = header[:10] + struct.pack("!H", _ones_complement(header)) + header[12:]
-    segment = (
-        packet[tcp + 2 : tcp + 4]
-        + packet[tcp : tcp + 2]
-        + acknowledged
-        + struct.pack("!IBBHHH", 0, 0x50, _RST, 0, 0, 0)
+    sender, receiver = packet[12:16], packet[16:20]
+    source, destination = packet[tcp : tcp + 2], packet[tcp + 2 : tcp + 4]
+    number, acknowledged = packet[tcp + 4 : tcp + 8], packet[tcp + 8 : tcp + 12]
+    return (
+        _reset(receiver + sender, destination + source, acknowledged),
+        _reset(sender + receiver, source + destination, number),
     )
-    return _with_checksum(bytearray(header + segment))
+
+
+def _reset(addresses: bytes, ports: bytes, number: bytes) -> bytes:
+    header = struct.pack("!BBHHHBBH", 0x45, 0, 40, 0, 0, 64, _TCP, 0) + addresses
+    header = header[:10] + struct.pack("!H", _ones_complement(header)) + header[12:]
+    return _with_checksum(bytearray(header + ports + number + struct.pack("!IBBHHH", 0, 0x50, _RST, 0, 0, 0)))
 
 
 def _payload(packet: bytes) -> int | None:
