@@ -218,7 +218,7 @@ def row_of(trial: Trial, reference: Trial) -> Row:
 
 def _kept(trial: Trial, state: str) -> bool | None:
     promise = trial.scenario.promise
-    struck = len(trial.struck) == len(trial.scenario.faults) and not trial.missed
+    struck = len(trial.struck) >= len(trial.scenario.faults) and not trial.missed
     if not struck or (trial.scenario.damages and not trial.damaged):
         return False  # a fault never struck: nothing is proved
     if promise == "nothing":
