@@ -173,9 +173,6 @@ def test_hosts_without_a_common_file_system_each_keep_all_checkpoints(tmp_path: 
 def test_a_run_that_is_not_elastic_needs_no_common_file_system_either(tmp_path: Path) -> None:
     """Two launchers with a run directory each: both hold all checkpoints. One loses its directory, and the next start
     goes on where the last one ended, on both."""
-    plain_folder = tmp_path / "plain"
-    plain_folder.mkdir()
-    plain = undisturbed(gpt_project(plain_folder))
     (tmp_path / "token").write_bytes(os.urandom(32))
     (tmp_path / "token").chmod(0o600)
     runs = []
@@ -188,9 +185,9 @@ def test_a_run_that_is_not_elastic_needs_no_common_file_system_either(tmp_path: 
     shutil.rmtree(runs[0].folder / "runs/own/checkpoints")
     launched(tmp_path, runs, "run.steps=60")
     assert [newest_step(own) for own in runs] == [60, 60]
-    losses = runs[0].losses()
-    assert sorted(losses) == list(range(1, 61)), "it did not go on from the other host's checkpoint"
-    assert losses == pytest.approx({step: plain[step] for step in losses}, rel=LOSS_TOLERANCE)
+    assert sorted(runs[0].losses()) == list(range(1, 61))
+    assert "going on from the checkpoint of step 40" in runs[0].said()
+    assert not compare(*(own.folder / "runs/own" for own in runs)).differences
 
 
 def launched(folder: Path, runs: list[Project], *overrides: str) -> None:

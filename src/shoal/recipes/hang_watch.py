@@ -58,7 +58,6 @@ class HangWatch:
         self._mesh, self._board, self._directory, self._say = mesh, board, directory, say
         self._after_s, self._watched = after_s, threading.get_ident()
         self._ended = threading.Event()
-        self._explained: Waiting | None = None
         self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
 
     def __enter__(self) -> HangWatch:
@@ -84,29 +83,22 @@ class HangWatch:
                 if late:
                     self._board.publish(f"asked/{asked}", b"")
                 if late or self._board.published(f"asked/{asked}"):
-                    self._answer(asked, here)
+                    self._answer(asked, late=late or here is not None)
                     asked, since_s = asked + 1, time.monotonic()
         except CollectiveError:
             return  # the store is gone, and so is the run
 
-    def _answer(self, number: int, here: Waiting | None) -> None:
-        """Tells where this rank is; one that waits, in `here`, tells what follows from all answers.
-
-        Whoever is to blame and said where it was may give up and end while others still wait: what it said stays.
-        """
+    def _answer(self, number: int, *, late: bool) -> None:
+        """Tells where this rank is; one that waits tells what follows from all answers."""
         rank, size = self._mesh.rank, self._mesh.layout.world_size
         own = self.report()
         self._board.publish(f"report/{number}/{rank}", msgspec.json.encode(own))
-        if here is None and not waits(own):
+        if not late and not waits(own):
             return
         keys = {f"report/{number}/{other}": other for other in range(size)}
         found = self._board.collect_some(list(keys), ANSWER_S)
         reports = {keys[key]: msgspec.json.decode(text, type=RankReport) for key, text in found.items()}
         verdict = hang_verdict(groups_of(reports), reports, library=LIBRARY)
-        silent = not any(blamed in reports for blamed in verdict.ranks)
-        if silent and here is not None and here == self._explained:
-            return
-        self._explained = None if silent else here
         self._say(verdict.sentence)
         if rank == min(writers(reports, verdict), default=rank):
             try:
