@@ -68,7 +68,7 @@ class Speeds:
 
 @contextmanager
 def scaling(
-    config: ElasticConfig, address: Address, speeds: Speeds, *, say: Callable[[str], None], poll_s: float = POLL_S
+    config: ElasticConfig, address: Address, speeds: Speeds, *, say: Callable[[str], object], poll_s: float = POLL_S
 ) -> Iterator[None]:
     """Until the end of the block the coordinator at `address` is asked for as many replicas as the policy wants.
 
@@ -95,7 +95,7 @@ def scaling(
 
 
 class _Policy:
-    def __init__(self, config: ElasticConfig, address: Address, speeds: Speeds, say: Callable[[str], None]) -> None:
+    def __init__(self, config: ElasticConfig, address: Address, speeds: Speeds, say: Callable[[str], object]) -> None:
         self._config, self._address, self._speeds, self._say = config, address, speeds, say
         self._wanted, self._price, self._complained = config.max, 0.0, False
 
