@@ -218,3 +218,37 @@ def test_what_cannot_be_elastic_is_refused(own: Project) -> None:
         refused = own.shoal("train", "run.toml", override)
         assert refused.returncode == 2, override
         assert said in refused.stderr
+
+
+@pytest.mark.stress
+def test_the_price_takes_replicas_away_and_brings_them_back(own: Project) -> None:
+    """They stand by while it is high, in processes that stay; the losses are those of an undisturbed run."""
+    plain = undisturbed(own)
+    price = own.folder / "price"
+    price.write_text("1")
+    keys = ('elastic.policy="price"', "elastic.price_limit=2", f'elastic.price_file="{price}"')
+    running = start(own, *keys)
+    first = replicas_of(running)
+    price.write_text("3")
+    own.wait_for_text(r"1 of 3 replicas; .*lost after step")
+    price.write_text("1")
+    wait_for_join(own, r"(?s)lost after step.*3 of 3 replicas; .*joined after step")
+    assert replicas_of(running) == first
+    assert to_the_end(own, running) == 0, own.said()
+    assert own.losses() == pytest.approx(plain, rel=LOSS_TOLERANCE)
+    assert used_ids(own) == expected_ids(STEPS)
+
+
+@pytest.mark.stress
+def test_a_host_that_is_to_go_saves_and_stops(own: Project) -> None:
+    """The file appears: no replica can stay on another host, so the run saves, and the same command goes on."""
+    notice = own.folder / "notice"
+    running = start(own, f'elastic.preemption_file="{notice}"')
+    notice.write_text("spot instance is reclaimed")
+    assert running.wait(HANG_S) == STOPPED, own.said()
+    assert "notice is there (spot instance is reclaimed): its replicas hand over and leave" in own.said()
+    set_pace(own, 0.0)
+    again = own.shoal("train", "run.toml")
+    assert again.returncode == 0, again.stderr
+    assert "going on from the checkpoint of step" in again.stdout
+    assert used_ids(own) == expected_ids(STEPS)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,11 +16,14 @@ from pathlib import Path
 
 import pytest
 
+from shoal.checkpoint.inspect import compare
+from shoal.checkpoint.verify import checkpoints, newest_verified
 from tests.cli.elastic_runs import gpt_project, set_pace, undisturbed, wait_for_join
 from tests.cli.project import Project
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, wait_until
 
 LOSS_TOLERANCE = 1e-9
+STOPPED = 75
 PORT = 29461
 """Of the coordinator, in a namespace of its own."""
 
@@ -120,6 +125,96 @@ def test_a_lost_host_is_a_lost_replica(tmp_path: Path) -> None:
         assert rest.wait(HANG_S) == 0, own.said(f"{leader}.txt")
         assert again.wait(HANG_S) == 0, own.said("3.txt")
     assert own.losses() == pytest.approx(plain, rel=LOSS_TOLERANCE)
+
+
+@pytest.mark.stress
+def test_hosts_without_a_common_file_system_each_keep_all_checkpoints(tmp_path: Path) -> None:
+    """Two launchers with a run directory each: both save all; one is killed, the other goes on and saves. Stopped and
+    started again, the host that was lost gets the newest checkpoint from the other one, and the run ends like one that
+    nothing happened to."""
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+    a, b = (gpt_project(folder) for folder in folders)
+    plain, processes = undisturbed(a), []
+    here = Host("one")
+    with ended(processes):
+        token = str(a.folder / "job.token")
+        options = ("--coordinator", coordinate(a, here, processes), "--token", token, "checkpoint.every_steps=5")
+        for own in (a, b):
+            set_pace(own, 0.2)
+        first, second = (here.start(own, "train", "run.toml", *options, output="1.txt") for own in (a, b))
+        processes += [first, second]
+        for own in (a, b):
+            wait_until(lambda own=own: len(checkpoints(own.folder / "runs/own")) > 0, lambda own=own: own.said("1.txt"))
+        second.kill()
+        leads = lambda: "1 of 2 replicas" in a.said("1.txt")  # noqa: E731
+        wait_until(leads, lambda: a.said("1.txt"))
+        at_loss = newest_step(b)
+        wait_until(lambda: newest_step(a) > at_loss + 5, lambda: a.said("1.txt"))
+        first.send_signal(signal.SIGTERM)
+        assert first.wait(HANG_S) == STOPPED, a.said("1.txt")
+        stopped_at = newest_step(a)
+        assert newest_step(b) < stopped_at
+        again = [here.start(own, "train", "run.toml", *options, output="2.txt") for own in (b, a)]
+        processes += again
+        wait_until(lambda: newest_step(b) >= stopped_at, lambda: b.said("2.txt"))
+        for own in (a, b):
+            set_pace(own, 0.0)
+        for process, own in zip(again, (b, a), strict=True):
+            assert process.wait(HANG_S) == 0, own.said("2.txt")
+    assert not compare(a.folder / "runs/own", b.folder / "runs/own").differences
+    both = a.losses() | b.losses()
+    assert both == pytest.approx({step: plain[step] for step in both}, rel=LOSS_TOLERANCE)
+    assert len(both) >= len(plain) - 1, "the record of one step may die with rank 0"
+
+
+@pytest.mark.stress
+def test_a_run_that_is_not_elastic_needs_no_common_file_system_either(tmp_path: Path) -> None:
+    """Two launchers with a run directory each: both hold all checkpoints. One loses its directory, and the next start
+    goes on where the last one ended, on both."""
+    (tmp_path / "token").write_bytes(os.urandom(32))
+    (tmp_path / "token").chmod(0o600)
+    runs = []
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        runs.append(gpt_project(tmp_path / name))
+    launched(tmp_path, runs, "run.steps=40")
+    assert [newest_step(own) for own in runs] == [40, 40]
+    assert not compare(*(own.folder / "runs/own" for own in runs)).differences
+    shutil.rmtree(runs[0].folder / "runs/own/checkpoints")
+    launched(tmp_path, runs, "run.steps=60")
+    assert [newest_step(own) for own in runs] == [60, 60]
+    assert sorted(runs[0].losses()) == list(range(1, 61))
+    assert "going on from the checkpoint of step 40" in runs[0].said()
+    assert not compare(*(own.folder / "runs/own" for own in runs)).differences
+
+
+def launched(folder: Path, runs: list[Project], *overrides: str) -> None:
+    """One rank of each of `runs`, by a launcher each, to a good end."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    processes: list[subprocess.Popen[str]] = []
+    with ended(processes):
+        for number, own in enumerate(runs):
+            environ = own.environ(
+                SHOAL_HOST=f"host-{number}", SHOAL_JOB_TOKEN=str(folder / "token"), PET_NNODES="2",
+                PET_NODE_RANK=str(number), PET_MASTER_ADDR="127.0.0.1", PET_MASTER_PORT=str(port),
+            )  # fmt: skip
+            train = ("-m", "shoal", "train", "fixed.toml", "checkpoint.every_steps=20", *overrides)
+            with open(own.folder / "out.txt", "w") as out:
+                command = [sys.executable, "-m", "shoal", "launch", "-n", "1", *train]
+                processes.append(
+                    subprocess.Popen(command, cwd=own.folder, env=environ, stdout=out, stderr=out, text=True)
+                )
+        for process, own in zip(processes, runs, strict=True):
+            assert process.wait(HANG_S) == 0, own.said()
+
+
+def newest_step(own: Project) -> int:
+    """Of the checkpoints of the run; 0 without one."""
+    manifest, _ = newest_verified(own.folder / "runs/own")
+    return 0 if manifest is None else manifest.step
 
 
 @pytest.mark.stress

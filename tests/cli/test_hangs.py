@@ -13,8 +13,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from shoal.experiments.rehearsal.relay import relay, why_no_relay
+from shoal.experiments.rehearsal.two_hosts import on_two_hosts
 from shoal.resilience.hang_verdict import HangVerdict
 from tests.cli.project import OWN, RUN, Project
+from tests.waiting import HANG_S
 
 HANGS = '''
 
@@ -88,12 +91,13 @@ class Hanging(Logging):
 
 
 class Starving(Numbers):
-    """The sample that is read tenth on rank 1 never comes."""
+    """The sample that rank 1 reads tenth, to train on it, never comes."""
 
     def __getitem__(self, i):
-        self.read = getattr(self, "read", 0) + 1
-        if RANK == "1" and self.read == 10:
-            time.sleep(600)
+        if threading.current_thread().name != "shoal-samples":  # which compares the data of ranks before the first step
+            self.read = getattr(self, "read", 0) + 1
+            if RANK == "1" and self.read == 10:
+                time.sleep(600)
         return super().__getitem__(i)
 
 
@@ -105,6 +109,8 @@ def starving():
     return Starving(), Numbers()
 '''
 WAYS = ("sleeps", "locks", "waits_for_a_thread", "spins", "reads_a_pipe", "waits_for_a_child", "stops")
+OUTPUTS = ("out.txt", "other.txt")
+"""Of the two hosts of a run."""
 NO_DISK = "a file system of its own needs root, loop devices and fsfreeze"
 
 
@@ -144,6 +150,50 @@ def test_a_rank_whose_data_does_not_come_is_named(tmp_path: Path) -> None:
     verdict, _ = hung(tmp_path, 'data.build="own:starving"')
     assert verdict.ranks == (1,)
     assert "waits for data" in verdict.sentence
+
+
+@pytest.mark.stress
+@pytest.mark.skipif(why_no_relay() is not None, reason="needs root, iproute2 and /dev/net/tun")
+def test_a_host_that_is_cut_off_is_named(tmp_path: Path) -> None:
+    """Two hosts between which no packet passes any more, in silence: the side with the store names the other's rank,
+    and the call in which it is waited for; both end with a sentence."""
+    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "run.toml").write_text(RUN)
+    own = Project(tmp_path)
+    train = ["-m", "shoal", "train", "run.toml", "wire.report_hang_s=1.5", "wire.timeout_s=12", "run.steps=1000",
+             "checkpoint.every_steps=0", "model.arguments.pause=0.1"]  # fmt: skip
+    processes: list[subprocess.Popen[bytes]] = []
+    with (
+        relay() as joined,
+        on_two_hosts(
+            joined, train, ranks=2, elastic=None, folder=tmp_path / "hosts", environ=own.environ()
+        ) as commands,
+        ended(processes),
+    ):
+        for number, one in enumerate(commands):
+            with (tmp_path / OUTPUTS[number]).open("wb") as out:
+                processes.append(
+                    subprocess.Popen(one.command, cwd=tmp_path, env=dict(one.environ), stdout=out, stderr=out)
+                )
+        own.wait_for_step(3)
+        joined.begin("partition")
+        codes = [process.wait(HANG_S) for process in processes]
+    assert codes == [3, 3]
+    verdict = msgspec.json.decode((tmp_path / "runs/own/hang.json").read_bytes(), type=HangVerdict)
+    assert verdict.ranks == (1,)
+    assert "rank 1 did not report: killed, stopped, or cut off" in verdict.sentence
+
+
+@contextmanager
+def ended(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """What is in `processes` by then is ended with the block."""
+    try:
+        yield
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
 
 
 @pytest.mark.stress

@@ -23,21 +23,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from blake3 import blake3
-
 from shoal.checkpoint import manifest as manifests
+from shoal.checkpoint.adopt import adopt
 from shoal.checkpoint.manifest import Manifest
-from shoal.checkpoint.objects import (
-    MANIFEST,
-    SUFFIX,
-    TEMPORARY,
-    Disk,
-    Places,
-    make_folders,
-    step_name,
-    step_of,
-    temporary,
-)
+from shoal.checkpoint.objects import MANIFEST, SUFFIX, TEMPORARY, Places, step_name, step_of
 from shoal.errors import CorruptCheckpoint, EnvironmentFault, Stopped, VerificationFailed
 from shoal.remote_files import Attempts, open_url
 
@@ -129,33 +118,13 @@ class RemoteCheckpoints:
         A damaged checkpoint of the same step on the disk is replaced. Raises `CorruptCheckpoint` where an object is
         missing or does not hash to its name, `EnvironmentFault` and `OSError`.
         """
-        content = self._get(f"{step_name(step)}.json")
-        manifest = manifests.decode(content, Path(f"{self.url}/{step_name(step)}.json"))
-        make_folders(places)
-        disk = Disk()
-        for digest in manifest.objects:
-            path = places.object(digest)
-            if path.is_file() and blake3(path.read_bytes()).hexdigest() == digest:
-                continue
-            data = self._get(f"objects/{digest}{SUFFIX}")
-            if blake3(data).hexdigest() != digest:
-                raise CorruptCheckpoint(f"{self.url}/objects/{digest}{SUFFIX} does not hash to its name")
-            unfinished = temporary(path, "fetch")
-            disk.write(unfinished, data, kind="object")
-            disk.rename(unfinished, path, action="object/rename")
-        disk.sync_folder(places.objects, action="objects/fsync")
-        folder = temporary(places.step(step), "fetch")
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        disk.write(folder / MANIFEST, content, kind="manifest")
-        places.latest.unlink(missing_ok=True)  # it names an older one, or the damaged one
-        damaged = temporary(places.step(step), "damaged")
-        shutil.rmtree(damaged, ignore_errors=True)
-        if places.step(step).exists():  # no folder can be renamed to one that is not empty
-            disk.rename(places.step(step), damaged, action="commit/aside")
-        disk.rename(folder, places.step(step), action="commit/rename")
-        disk.sync_folder(places.root, action="commit/fsync")
-        shutil.rmtree(damaged, ignore_errors=True)
+        name = f"{step_name(step)}.json"
+        adopt(
+            self._get(name),
+            places,
+            source=f"{self.url}/{name}",
+            get=lambda digest: self._get(f"objects/{digest}{SUFFIX}"),
+        )
 
     def _names(self, folder: str) -> set[str]:
         return set(self._sizes(folder))

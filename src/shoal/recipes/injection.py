@@ -29,7 +29,7 @@ from shoal.engine.step import TrainStep
 from shoal.engine.updates import Outcome, UpdatePolicy, Work
 from shoal.gradients.gradients import Gradients
 from shoal.launch.rank_process import LAUNCHER_PID
-from shoal.resilience.faults import REHEARSAL, Fault, Strike, claim, has_struck, read_faults
+from shoal.resilience.faults import REHEARSAL, Fault, Strike, claim, has_struck, read_faults, wait_until_acted
 
 _INTEGERS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.float16: torch.int16}
 _INTEGERS[torch.bfloat16] = torch.int16
@@ -70,6 +70,8 @@ class Injector:
             os.kill(self._launcher, signal.SIGTERM)
         elif fault.action == "wait":
             time.sleep(fault.seconds)
+        elif fault.action == "outside":
+            wait_until_acted(self._folder)
         elif fault.action == "fail_disk":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), label)
 

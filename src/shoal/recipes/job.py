@@ -35,7 +35,7 @@ from shoal.optim.schedule import peak_rate
 from shoal.recipes.metering import layer_norms, scaling
 from shoal.recipes.run import Run
 from shoal.recipes.run_hooks import run_hooks
-from shoal.recipes.saving import build_saver, fetch_newer, save_interval, send_copies
+from shoal.recipes.saving import build_saver, fetch_newer, save_interval, send_copies, share_between_hosts
 from shoal.recipes.verification.passed import missing_proof
 from shoal.runfile.run_file import RunFile, run_directory
 from shoal.state.target import Held
@@ -154,15 +154,17 @@ def _loads_every(run: Run) -> int:
     return run.run_file.observe.expert_loads_every_steps if first else 0
 
 
-def restore(run: Run, directory: Path, sinks: Sinks) -> int | None:
+def restore(run: Run, directory: Path, sinks: Sinks, exchange: Exchange | None = None) -> int | None:
     """The step that the run goes on from; None for a fresh start, with the weights of a warm start if one is named.
 
-    Raises `VerificationFailed` where ranks have loaded, or drawn, different weights.
+    By `exchange`, a board on the run's store if there is none, hosts that share no directory bring each other the
+    newest checkpoint. Raises `VerificationFailed` where ranks have loaded, or drawn, different weights.
     """
     world, injector = run.mesh.world, run.process.injector
     if injector is not None:
         injector.reached("recovery/before")
     fetch_newer(run, directory, sinks)
+    share_between_hosts(run, directory, exchange, sinks)
     loaded = resume(
         run.state,
         directory,

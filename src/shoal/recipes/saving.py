@@ -1,4 +1,4 @@
-"""How a run saves: its saver, when a checkpoint is due, and the copies in a remote store."""
+"""How a run saves: its saver, when a checkpoint is due, and the copies in a remote store and on other hosts."""
 
 from __future__ import annotations
 
@@ -6,26 +6,38 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from shoal.checkpoint.agreement import Exchange
+from shoal.checkpoint.directories import Below, Directories, find_directories, share_newest
 from shoal.checkpoint.objects import unheard
 from shoal.checkpoint.remote import RemoteCheckpoints, RemoteCopies, fetch_newest
 from shoal.checkpoint.save import Saver
 from shoal.checkpoint.verify import newest_verified
 from shoal.comm.board import Board
 from shoal.engine.save_interval import ByFailures, EverySteps, SaveInterval
+from shoal.errors import EnvironmentFault
 from shoal.observe.attempts import attempts, training_time_s
 from shoal.observe.events import read_events
 from shoal.observe.sink import Sinks
+from shoal.recipes.elastic.assignment import SEVERAL_HOSTS
 from shoal.recipes.run import Run
+from shoal.topology.axes import INSIDE_REPLICA
 
 
 def build_saver(run: Run, directory: Path, exchange: Exchange | None) -> Saver:
-    """What saves this rank's share into `directory`; ranks meet by `exchange`, None: a board on the run's store."""
+    """What saves this rank's share into `directory`; ranks meet by `exchange`, None: a board on the run's store.
+
+    Where hosts see different directories, the ranks of each save a whole checkpoint there. Raises `EnvironmentFault`
+    where those of one hold only a part of the state.
+    """
     run_file, mesh, injector = run.run_file, run.mesh, run.process.injector
+    exchange = exchange or _board(run)
+    directories = _directories(run, directory, Below(exchange, f"save/{mesh.generation}"))
+    _require_whole_state(run, directories)
+    group = directories.group_of(mesh.rank)
     return Saver(
         directory,
-        rank=mesh.rank,
-        world_size=mesh.layout.world_size,
-        exchange=exchange or Board(run.process.store, timeout_s=run_file.wire.timeout_s).clone(),
+        rank=group.index(mesh.rank),
+        world_size=len(group),
+        exchange=exchange if directories.shared else Below(exchange, f"directory-{group[0]}"),
         keep=run_file.checkpoint.keep,
         object_bytes=run_file.checkpoint.object_bytes,
         split=mesh.layout.replica_size > 1
@@ -33,6 +45,60 @@ def build_saver(run: Run, directory: Path, exchange: Exchange | None) -> Saver:
         or run.generation.coded is not None,
         on_point=unheard if injector is None else lambda label: injector.reached(f"save/{label}"),
     )
+
+
+def share_between_hosts(run: Run, directory: Path, exchange: Exchange | None, sinks: Sinks) -> None:
+    """Brings the newest checkpoint of all hosts' directories to those that lack it; all ranks wait for it."""
+    exchange = Below(exchange or _board(run), f"restore/{run.mesh.generation}")
+    directories = _directories(run, directory, exchange)
+    if directories.shared:
+        return
+    rank, timeout_s = run.mesh.rank, run.run_file.run.start_timeout_s
+    if rank == 0:
+        sinks.note(
+            f"the hosts of ranks {', '.join(str(group[0]) for group in directories.groups)} share no run directory: "
+            "each keeps all checkpoints"
+        )
+    said = share_newest(directory, directories, exchange, rank=rank, timeout_s=timeout_s)
+    if said:
+        sinks.note(said)
+
+
+def _board(run: Run) -> Board:
+    return Board(run.process.store, timeout_s=run.run_file.wire.timeout_s).clone()
+
+
+def _directories(run: Run, directory: Path, exchange: Exchange) -> Directories:
+    """Which ranks see the same directory. Those of one launcher do, and need not ask."""
+    mesh = run.mesh
+    if run.process.place.one_host and not run.process.environ.get(SEVERAL_HOSTS):
+        return Directories((tuple(range(mesh.layout.world_size)),))
+    return find_directories(
+        directory,
+        exchange,
+        rank=mesh.rank,
+        world_size=mesh.layout.world_size,
+        timeout_s=run.run_file.run.start_timeout_s,
+    )
+
+
+def _require_whole_state(run: Run, directories: Directories) -> None:
+    """Raises `EnvironmentFault` where the ranks that see one directory do not hold the whole state."""
+    if directories.shared:
+        return
+    layout = run.mesh.layout
+    several = f"ranks 0 and {directories.groups[1][0]} see different run directories, and a checkpoint needs"
+    repair = "put run.directory on a file system that all hosts share"
+    if not run.generation.sync.keeps_replicas_equal or run.generation.coded is not None:
+        raise EnvironmentFault(
+            f"{several} what each replica has of its own (sync.kind, or the error feedback of a codec): {repair}"
+        )
+    for group in directories.groups:
+        if not any(set(layout.group(INSIDE_REPLICA, rank)) <= set(group) for rank in group):
+            raise EnvironmentFault(
+                f"{several} all parts of a replica, which is split between hosts: {repair}, or keep each replica on "
+                "one host (layout.replicate = number of hosts)"
+            )
 
 
 def save_interval(run: Run, directory: Path, sinks: Sinks) -> SaveInterval:

@@ -106,7 +106,8 @@ def run(
             elif run_file.elastic is not None:
                 from shoal.recipes.elastic.launch import Job, run_elastic
 
-                job = Job(command, processes // run_file.elastic.max, run_file.run.steps, logs)
+                ranks, samples = processes // run_file.elastic.max, run_file.batch.global_samples
+                job = Job(command, ranks, run_file.run.steps, logs, samples)
                 code = run_elastic(job, run_file.elastic, environ=environ, keep_fds=keep_fds)
             else:
                 code = run_ranks(

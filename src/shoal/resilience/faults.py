@@ -17,6 +17,7 @@ fault leaves a file beside the scenario (`struck-0.json`, ...) before it strikes
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Literal
 
@@ -26,14 +27,25 @@ from shoal.errors import EnvironmentFault
 
 REHEARSAL = "SHOAL_REHEARSAL"
 """The variable that names the folder of a scenario to the ranks of a rehearsed run; unset in any other."""
-FILE = "scenario.json"
+FILE, ACTED = "scenario.json", "acted"
+ACT_S, POLL_S = 10.0, 0.01
 
 Action = Literal[
-    "kill", "stop", "stop_run", "wait", "fail_disk", "nan", "flip_gradient", "flip_parameter", "flip_moment"
+    "kill",
+    "stop",
+    "stop_run",
+    "wait",
+    "fail_disk",
+    "nan",
+    "flip_gradient",
+    "flip_parameter",
+    "flip_moment",
+    "outside",
 ]
 """`stop_run` sends SIGTERM to the launcher; `wait` blocks the thread for `seconds`; `fail_disk` raises ENOSPC where a
 save passes the label. `nan` strikes the inputs, or the gradient where these are integers. A flip changes one bit of
-the mantissa of one element."""
+the mantissa of one element. `outside` holds the rank until whoever plays the scenario has acted (`say_acted`), for 10 s
+at most."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -100,6 +112,18 @@ def claim(folder: Path, number: int, strike: Strike) -> bool:
     finally:
         draft.unlink()
     return True
+
+
+def say_acted(folder: Path) -> None:
+    """Lets the rank go on that an `outside` fault holds."""
+    (folder / ACTED).touch()
+
+
+def wait_until_acted(folder: Path) -> None:
+    """Until somebody has called `say_acted`, for `ACT_S` at most."""
+    deadline_s = time.monotonic() + ACT_S
+    while not (folder / ACTED).exists() and time.monotonic() < deadline_s:
+        time.sleep(POLL_S)
 
 
 def _record(folder: Path, number: int) -> Path:

@@ -35,8 +35,6 @@ def _refusals(run_file: RunFile, elastic: ElasticConfig) -> Iterator[str]:
             f"pipeline.schedule = {run_file.pipeline.schedule!r} with [elastic]: an update must be made whole, between "
             "two steps; choose a schedule that updates once a step"
         )
-    if elastic.policy != "available":
-        yield f'elastic.policy = "{elastic.policy}": `shoal train` takes all replicas that are there; leave it out'
     if isinstance(sync, HogwildConfig):
         yield (
             'sync.kind = "hogwild" with [elastic]: its processes share one memory, which ends with them; choose '

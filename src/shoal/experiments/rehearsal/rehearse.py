@@ -20,6 +20,7 @@ from shoal.checkpoint.inspect import compare, weights_of
 from shoal.errors import EnvironmentFault, ShoalError, UsageError
 from shoal.experiments.rehearsal.scenarios import FAMILIES, Scenario, scenarios
 from shoal.experiments.rehearsal.trial import Setup, Trial, play
+from shoal.experiments.rehearsal.two_hosts import why_not_two_hosts
 from shoal.launch.environment import place_from
 from shoal.launch.rank_process import LAUNCHER_PID
 from shoal.recipes.elastic.assignment import REPLICA
@@ -111,14 +112,23 @@ def rehearse(
         for scenario in scenarios(ranks, elastic=run_file.elastic is not None, every_point=every_point)
         if scenario.family in families and only in scenario.name
     ]
-    if not wanted:
+    skipped = []
+    if any(scenario.network for scenario in wanted):
+        reason = why_not_two_hosts(ranks, elastic=run_file.elastic)
+        if reason is not None:
+            wanted, skipped = (
+                [one for one in wanted if not one.network],
+                [f"network faults between two hosts: {reason}"],
+            )
+    if not wanted and not skipped:
         raise UsageError(
             f"no scenario of {', '.join(families)} has {only!r} in its name: leave out --only, or change it"
         )
     load_run(file, keys)
     rows: list[Row] = []
     with temporary_folder() as folder:
-        setup = Setup(file, keys, folder, {k: v for k, v in environ.items() if k != REHEARSAL}, limit_s)
+        own = {k: v for k, v in environ.items() if k != REHEARSAL}
+        setup = Setup(file, keys, folder, own, limit_s, ranks, run_file.elastic)
         undisturbed = _Undisturbed(setup, note)
         for scenario in wanted:
             reference = undisturbed.like(scenario)
@@ -127,7 +137,7 @@ def rehearse(
             rows.append(row_of(trial, reference))
             on_row(rows[-1])
             shutil.rmtree(trial.directory, ignore_errors=True)  # its checkpoints may be large
-    return Rehearsal(str(file), ranks, keys[: len(keys) - len(overrides)], rows, _skipped(families))
+    return Rehearsal(str(file), ranks, keys[: len(keys) - len(overrides)], rows, skipped)
 
 
 def _require_no_other_run(environ: Mapping[str, str]) -> None:
@@ -161,10 +171,6 @@ def _keys(overrides: Sequence[str], *, timeout_s: float) -> list[str]:
     set_by_user = {override.partition("=")[0] for override in overrides}
     keys = [*KEYS, f"wire.timeout_s={min(timeout_s, WIRE_TIMEOUT_S)}"]
     return [key for key in keys if key.partition("=")[0] not in set_by_user]
-
-
-def _skipped(families: Sequence[str]) -> list[str]:
-    return ["network faults (slow link, cut link): `shoal train --lab LAB.toml` has them"] if "rank" in families else []
 
 
 class _Undisturbed:
@@ -212,12 +218,13 @@ def row_of(trial: Trial, reference: Trial) -> Row:
 
 def _kept(trial: Trial, state: str) -> bool | None:
     promise = trial.scenario.promise
-    if len(trial.struck) < len(trial.scenario.faults) or (trial.scenario.damages and not trial.damaged):
+    struck = len(trial.struck) >= len(trial.scenario.faults) and not trial.missed
+    if not struck or (trial.scenario.damages and not trial.damaged):
         return False  # a fault never struck: nothing is proved
     if promise == "nothing":
         return None
-    told = trial.noticed is not None and trial.finished
-    return told and (promise == "noticed" or state in ("bitwise", _WITHIN))
+    told = trial.noticed is not None or promise == "unharmed"
+    return told and trial.finished and (promise == "noticed" or state in ("bitwise", _WITHIN))
 
 
 _WITHIN = f"within {TOLERANCE:g}"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shoal.checkpoint.objects import ACTIONS
+from shoal.experiments.rehearsal.relay import DELAY_S, RATE_MBIT, Trouble
 from shoal.resilience.faults import Action, Fault
 
 STEPS, SAVE_EVERY, AT = 8, 2, 5
@@ -20,12 +21,22 @@ GRACE_S = 1.0
 JOIN_S = 20.0
 """How long an elastic run that was struck waits for the replacement, which is to be struck as well."""
 
-Promise = Literal["same", "noticed", "nothing"]
-"""What is checked of the end: "same": the run is finished and its state is that of the undisturbed run; "noticed": it
-is finished, and somebody was told, but the state is another (a step was skipped); "nothing": no mechanism sees it."""
-Family = Literal["rank", "optimizer", "save", "recovery", "preemption", "disk", "corruption", "numbers"]
+SLOW_S, STOPPED_S, GOING_S = 4.0, 0.2, 0.1
+"""A slow rank is stopped for 0.2 s, goes on for 0.1 s, and so on, for 4 s."""
+CUT_S = 15.0
+"""How long hosts are cut off: longer than the limit of a collective (10 s) and than the usual `elastic.silence_s`."""
+BAD_S = 3.0
+"""How long a link is slow or late."""
+
+Promise = Literal["same", "unharmed", "noticed", "nothing"]
+"""What is checked of the end: "same": somebody was told, the run is finished and its state is that of the undisturbed
+run; "unharmed": the latter two; "noticed": it is finished, and somebody was told, but the state is another (a step was
+skipped); "nothing": no mechanism sees it."""
+Family = Literal[
+    "rank", "optimizer", "save", "recovery", "preemption", "disk", "corruption", "numbers", "slow", "network"
+]
 FAMILIES: tuple[Family, ...] = (
-    "rank", "optimizer", "save", "recovery", "preemption", "disk", "corruption", "numbers"
+    "rank", "optimizer", "save", "recovery", "preemption", "disk", "corruption", "numbers", "slow", "network"
 )  # fmt: skip
 USUAL_POINTS = ("object/write.before", "object/rename.after", "commit/rename.before", "commit/rename.after")
 """Of the points of a save, those that are struck unless all are asked for."""
@@ -34,7 +45,8 @@ USUAL_POINTS = ("object/write.before", "object/rename.after", "commit/rename.bef
 @dataclass(frozen=True)
 class Scenario:
     """`damages`: which file of the newest checkpoint is changed after the first process has ended. `grace_s`: seconds
-    after the strike in which the run has to end, before it is killed whole.
+    after the strike in which the run has to end, before it is killed whole. `network`: what a relay between two hosts
+    does after the strike, for `lasts_s`; `slows`: the rank that is struck is slow for so long.
     """
 
     name: str
@@ -43,6 +55,9 @@ class Scenario:
     promise: Promise = "same"
     damages: Literal["", "manifest", "object", "latest"] = ""
     grace_s: float | None = None
+    network: Trouble | None = None
+    slows: bool = False
+    lasts_s: float = 0.0
     save_every: int = SAVE_EVERY
     keep: int = 2
     steps: int = STEPS
@@ -74,6 +89,8 @@ def scenarios(ranks: int, *, elastic: bool = False, every_point: bool = False) -
         *_disk_faults(),
         *_corruption(),
         *_numbers(last, ranks),
+        *([_slow_rank(last)] if ranks > 1 else []),
+        *(_network_faults() if ranks > 1 else []),
     ]
 
 
@@ -146,4 +163,29 @@ def _numbers(last: int, ranks: int) -> list[Scenario]:
         Scenario("a flipped bit in a gradient", "numbers", (_fault("flip_gradient", "step/data", last),), "nothing"),
         Scenario("a flipped bit in a parameter", "numbers", (_fault("flip_parameter", "step/state", last),), several),
         Scenario("a flipped bit in a moment", "numbers", (_fault("flip_moment", "step/state", last),), several),
+    ]
+
+
+def _slow_rank(rank: int) -> Scenario:
+    share = STOPPED_S / (STOPPED_S + GOING_S)
+    name = f"a rank that stands still {share:.0%} of {SLOW_S:g} s"
+    strike = (_fault("outside", "step/before", rank),)
+    return Scenario(name, "slow", strike, promise="unharmed", slows=True, lasts_s=SLOW_S)
+
+
+def _network_faults() -> list[Scenario]:
+    """Between two hosts; which host the struck rank is on does not matter."""
+    strike = (_fault("outside", "step/before", 0),)
+
+    def trouble(name: str, kind: Trouble, promise: Promise, lasts_s: float) -> Scenario:
+        return Scenario(name, "network", strike, promise=promise, network=kind, lasts_s=lasts_s)
+
+    return [
+        trouble(f"two hosts cut off for {CUT_S:g} s, in silence", "partition", "same", CUT_S),
+        trouble(f"one way cut off for {CUT_S:g} s", "half_open", "same", CUT_S),
+        trouble(f"the link of a host down for {CUT_S:g} s", "link_down", "same", CUT_S),
+        trouble("every connection reset", "reset", "same", BAD_S),
+        trouble(f"{DELAY_S:g} s more each way, for {BAD_S:g} s", "delay", "unharmed", BAD_S),
+        trouble(f"a link of {RATE_MBIT} Mbit/s for {BAD_S:g} s", "slow_link", "unharmed", BAD_S),
+        trouble("a flipped bit that TCP does not see", "flip", "nothing", CUT_S),
     ]

@@ -3,7 +3,8 @@
 What is measured, with the clock of this host:
 
     noticed     from the strike to the first sentence about it, or to the end of the process
-    recovered   from the strike to the end of the first step that was begun after the notice
+    recovered   from the strike to the end of the first step that was begun after the notice; of a network fault, to the
+                end of the first step at all
     lost        steps that were taken again
 """
 
@@ -16,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -24,27 +25,34 @@ from typing import IO
 from shoal.checkpoint.objects import Places
 from shoal.checkpoint.verify import checkpoints, read_manifest
 from shoal.errors import ConfigError, Diverged, UsageError
-from shoal.experiments.rehearsal.scenarios import Scenario
+from shoal.experiments.rehearsal.relay import Relay, relay
+from shoal.experiments.rehearsal.scenarios import GOING_S, STOPPED_S, Scenario
+from shoal.experiments.rehearsal.two_hosts import Started, on_two_hosts
 from shoal.launch.children import THROWN_AWAY_S, stop
 from shoal.observe.attempts import attempts
 from shoal.observe.events import Event, read_events
-from shoal.resilience.faults import REHEARSAL, Strike, strikes, write_faults
+from shoal.resilience.config import ElasticConfig
+from shoal.resilience.faults import REHEARSAL, Strike, say_acted, strikes, write_faults
 
 MOST_STARTS = 6
 """Starts of one run; a scenario strikes twice at most, and one start more is damaged by a rank that died late."""
 POLL_S = 0.02
+LEFT_S = 30.0
+"""How long another host of an elastic run that is finished may take to see that it is."""
 NO_RESTART = (UsageError.exit_code, ConfigError.exit_code, Diverged.exit_code)
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What all trials of a rehearsal share. `keys` are overrides of the run file."""
+    """What all trials of a rehearsal share. `keys` are overrides of the run file, of `ranks` ranks."""
 
     file: Path
     keys: Sequence[str]
     folder: Path
     environ: Mapping[str, str]
     limit_s: float
+    ranks: int = 1
+    elastic: ElasticConfig | None = None
 
 
 @dataclass
@@ -58,7 +66,9 @@ class Line:
 
 @dataclass
 class Trial:
-    """How a scenario went. `codes` are the exit codes of its starts; None: it was killed for being too slow."""
+    """How a scenario went. `codes` are the exit codes of its starts; None: it was killed for being too slow. `missed`:
+    the network had nothing that its fault could strike.
+    """
 
     directory: Path
     scenario: Scenario
@@ -68,6 +78,7 @@ class Trial:
     struck: list[Strike] = field(default_factory=list)
     damaged: str = ""
     damaged_s: float | None = None
+    missed: bool = False
 
     @property
     def finished(self) -> bool:
@@ -95,7 +106,9 @@ class Trial:
 
     def recovered_s(self) -> float | None:
         """Unix time at which the run had taken a step again."""
-        noticed = self.noticed
+        noticed, since_s = self.noticed, self.first_strike_s
+        if since_s is not None and self.scenario.network is not None:  # the side that goes on may be the faster one
+            return next((one.time_s for one in self.events() if one.time_s > since_s and _is_step(one)), None)
         if noticed is None:
             return None
         return next((event.time_s for event in self.events() if _step_start_s(event) >= noticed.time_s), None)
@@ -109,7 +122,11 @@ class Trial:
 
 def _step_start_s(event: Event) -> float:
     """Unix time at which the step of `event` began; long ago for a line that is of no step."""
-    return event.time_s - (event.get("time/step") or 0.0) if "loss/train" in event.values else 0.0
+    return event.time_s - (event.get("time/step") or 0.0) if _is_step(event) else 0.0
+
+
+def _is_step(event: Event) -> bool:
+    return "loss/train" in event.values
 
 
 def _tells(line: Line) -> bool:
@@ -129,37 +146,101 @@ def play(setup: Setup, scenario: Scenario) -> Trial:
         f"checkpoint.every_steps={scenario.save_every}",
         f"checkpoint.keep={scenario.keep}",
     ]
-    command = [sys.executable, "-m", "shoal", "train", str(setup.file), *setup.keys, *keys]
-    while len(trial.codes) < MOST_STARTS:
-        trial.codes.append(_start(command, environ, trial, record, limit_s=setup.limit_s))
-        trial.ends_s.append(time.time())
-        if trial.codes[-1] in (0, None, *NO_RESTART):
-            break
-        if scenario.damages and not trial.damaged:
-            trial.damaged, trial.damaged_s = damage(trial.directory, scenario.damages), time.time()
+    train = ["-m", "shoal", "train", str(setup.file), *setup.keys, *keys]
+    with ExitStack() as stack:
+        joined, commands = None, [Started([sys.executable, *train], environ)]
+        if scenario.network is not None:
+            joined = stack.enter_context(relay())
+            hosts = on_two_hosts(
+                joined,
+                train,
+                ranks=setup.ranks,
+                elastic=setup.elastic,
+                folder=setup.folder / f"{scenario.slug}.hosts",
+                environ=environ,
+            )
+            commands = stack.enter_context(hosts)
+        while len(trial.codes) < MOST_STARTS:
+            disturbed = None if not scenario.faults else Disturbance(scenario, record, joined)
+            any_may_finish = setup.elastic is not None
+            trial.codes.append(_start(commands, trial, disturbed, any_may_finish=any_may_finish, limit_s=setup.limit_s))
+            trial.ends_s.append(time.time())
+            trial.missed = joined is not None and not joined.struck
+            if trial.codes[-1] in (0, None, *NO_RESTART):
+                break
+            if scenario.damages and not trial.damaged:
+                trial.damaged, trial.damaged_s = damage(trial.directory, scenario.damages), time.time()
     trial.struck = strikes(record)
     return trial
 
 
+class Disturbance:
+    """What a scenario does from outside once a fault of its `record` has struck in this start."""
+
+    def __init__(self, scenario: Scenario, record: Path, joined: Relay | None) -> None:
+        self._scenario, self._record, self._relay = scenario, record, joined
+        self._before = len(strikes(record))
+        self._struck_s: float | None = None
+        self._stopped: int | None = None
+
+    def act(self, processes: Sequence[subprocess.Popen[str]]) -> None:
+        """What is due now; called again and again until all processes have ended."""
+        if self._struck_s is None:
+            found = strikes(self._record)
+            if len(found) == self._before:
+                return
+            self._struck_s = time.monotonic()
+            if self._relay is not None and self._scenario.network is not None and self._before == 0:
+                self._relay.begin(self._scenario.network)
+            say_acted(self._record)
+        since_s = time.monotonic() - self._struck_s
+        if self._scenario.grace_s is not None and since_s >= self._scenario.grace_s:
+            for process in processes:
+                _kill(process)
+        if self._relay is not None and since_s >= self._scenario.lasts_s:
+            self._relay.end()
+        if self._scenario.slows and self._before == 0:
+            stands = since_s < self._scenario.lasts_s and since_s % (STOPPED_S + GOING_S) < STOPPED_S
+            self._slow(strikes(self._record)[0].pid, stands=stands)
+
+    def end(self) -> None:
+        """The start is over."""
+        if self._relay is not None:
+            self._relay.end()
+
+    def _slow(self, pid: int, *, stands: bool) -> None:
+        if stands != (self._stopped == pid):
+            self._stopped = pid if stands else None
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP if stands else signal.SIGCONT)
+
+
 def _start(
-    command: Sequence[str], environ: Mapping[str, str], trial: Trial, record: Path, *, limit_s: float
+    commands: Sequence[Started], trial: Trial, disturbed: Disturbance | None, *, any_may_finish: bool, limit_s: float
 ) -> int | None:
-    """One start, to its end; its exit code, None where it did not end in `limit_s`."""
+    """One start on all hosts, to its end: its exit code, that of the first host that did not finish; None where it did
+    not end in `limit_s`. `any_may_finish`: where one host has finished, the run has, and others have `LEFT_S`.
+    """
     deadline_s = time.monotonic() + limit_s
-    before, killed_at_s, in_grace = len(strikes(record)), None, trial.scenario.grace_s
-    with _process(command, environ, trial) as process:
-        while process.poll() is None:
-            now_s = time.monotonic()
-            if in_grace is not None and killed_at_s is None and len(strikes(record)) > before:
-                killed_at_s = now_s + in_grace
-            if killed_at_s is not None and now_s >= killed_at_s:
-                _kill(process)
-            if now_s >= deadline_s:
-                _kill(process)
-                process.wait()
-                return None
-            time.sleep(POLL_S)
-        return process.returncode
+    with ExitStack() as stack:
+        processes = [stack.enter_context(_process(one.command, one.environ, trial)) for one in commands]
+        try:
+            while any(process.poll() is None for process in processes):
+                if disturbed is not None:
+                    disturbed.act(processes)
+                finished = any_may_finish and any(process.returncode == 0 for process in processes)
+                if finished and len(processes) > 1:
+                    deadline_s = min(deadline_s, time.monotonic() + LEFT_S)
+                if time.monotonic() >= deadline_s:
+                    return 0 if finished else None
+                time.sleep(POLL_S)
+        finally:
+            if disturbed is not None:
+                disturbed.end()
+        codes = [process.returncode for process in processes]
+        if any_may_finish and 0 in codes:
+            return 0
+        return next((code for code in codes if code), 0)
 
 
 @contextmanager

@@ -4,6 +4,7 @@
     a replica is fenced       its processes are ended, if they are stopped or hang, and another takes its slot
     a replica leaves          with exit 75, when its state was handed over: nobody takes its slot
     a replica fails for good  with exit 2, 4 or 6, or as no generation came, which another would repeat: the run ends
+    the host is to go         by its file or its cloud's word: SIGTERM to every rank here, and nobody is replaced
     the user asks to stop     SIGINT to every rank: they take the step, save and end; asked twice, SIGKILL
     replicas differ           after a step, and no majority says who is right: the run ends with exit 6
 
@@ -39,10 +40,12 @@ from shoal.launch.spawn import listening, no_survivors, pipe
 from shoal.launch.supervision import say
 from shoal.recipes.elastic.assignment import TOKEN, coordinator_from, coordinator_variables, replicas_here
 from shoal.recipes.elastic.processes import ReplicaProcesses, Starter
+from shoal.recipes.elastic.scaling import Speeds, scaling
 from shoal.resilience.config import ElasticConfig
 from shoal.resilience.events import Committed, Decision, Ended, Fenced, Formed
 from shoal.resilience.fingerprints import Verdict
 from shoal.resilience.membership import Rules
+from shoal.resilience.preemption import Preemption, watching_for_preemption
 from shoal.temporary_folder import temporary_folder
 
 FOR_GOOD = (UsageError.exit_code, Diverged.exit_code, VerificationFailed.exit_code)
@@ -51,17 +54,20 @@ FAILURE_S = 2.0
 """How long the others get to end by themselves after a failure for good."""
 LAST_S = 300.0
 """How long they get after the first that is done, or has stopped as it was asked: to write the report, or the save."""
-Event = RankProcess | signal.Signals | Decision | Verdict | Silence | Exception
+Event = RankProcess | signal.Signals | Decision | Verdict | Silence | Preemption | Exception
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is launched: `command` as each of the `ranks` of each replica, to step `steps` of the run."""
+    """What is launched: `command` as each of the `ranks` of each replica, to step `steps` of the run, each of
+    `global_samples`.
+    """
 
     command: Sequence[str]
     ranks: int
     steps: int
     run_directory: Path
+    global_samples: int = 1
 
 
 def run_elastic(
@@ -73,6 +79,11 @@ def run_elastic(
     """
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     elsewhere = coordinator_from(environ)
+    if elsewhere is not None and config.policy != "available":
+        raise UsageError(
+            f'elastic.policy = "{config.policy}" with a coordinator of several hosts, which no launcher scales: use '
+            "`shoal coordinator scale`, and leave elastic.policy out"
+        )
     host = LOOPBACK if elsewhere is None else sockets.address_towards(elsewhere.host, elsewhere.port)
     slots = config.max + config.spares if elsewhere is None else replicas_here(environ)
     with ExitStack() as stack:
@@ -110,8 +121,12 @@ def run_elastic(
             since = view_of(address)
             fleet.members = since.members
             stack.enter_context(watching(address, names, since=since, told=events.put, silence_s=config.silence_s))
+        fleet.speeds = Speeds(job.global_samples)
+        stack.enter_context(scaling(config, address, fleet.speeds, say=say))
         for slot in range(slots):
             fleet.start(slot)
+        watched = config.preemption_file, config.preemption_url
+        stack.enter_context(watching_for_preemption(*watched, told=events.put, warn=say))
         while fleet.running:
             fleet.react()
         return fleet.conclude()
@@ -137,6 +152,8 @@ class Fleet:
     deadline_s: float | None = None
     replaced: Counter[int] = field(default_factory=Counter)
     coordinated: bool = True
+    speeds: Speeds | None = None
+    preempted: bool = False
     _debounce: Debounce = field(default_factory=Debounce)
     _tellings: list[threading.Thread] = field(default_factory=list)
 
@@ -159,6 +176,8 @@ class Fleet:
             self.deadline_s = None
             self._send_all(signal.SIGKILL)
             return
+        if self.speeds is not None and isinstance(event, Formed | Committed):
+            self.speeds.heard(event, time.monotonic())
         match event:
             case RankProcess():
                 self._rank_ended(event)
@@ -179,6 +198,11 @@ class Fleet:
                 self.running[name].send(signal.SIGKILL)
             case Verdict(_, (), sentence):
                 self._end(VerificationFailed(sentence))
+            case Preemption(sentence) if not self.over and not self._ending:
+                self.preempted = True
+                say(f"{sentence}: its replicas hand over and leave")
+                for replica in self.running.values():
+                    replica.send(signal.SIGTERM)
             case Silence(silent_s):
                 self._say_silence(silent_s)
             case EnvironmentFault():
@@ -237,7 +261,7 @@ class Fleet:
     def _replica_ended(self, replica: ReplicaProcesses) -> None:
         end = replica.end
         self._tell(Ended(replica.name, f"its process ended: {how(end)}"))
-        if end.code in (0, Stopped.exit_code) or end.by_launcher or self._ending or self.over:
+        if end.code in (0, Stopped.exit_code) or end.by_launcher or self._ending or self.over or self.preempted:
             self.exits += replica.exits
             if end.code == Stopped.exit_code and not self._ending and not self.over:
                 self._stop_too_few()

@@ -195,8 +195,10 @@ class ReplicaRank:
         sinks, view = self._sinks.of(run), begin.view
         found: list[int | None] = [None]
 
+        exchange = self._rendezvous.exchange(run.process, timeout_s=self._run_file.wire.timeout_s)
+
         def load() -> None:
-            found[:] = [restore(run, self._directory, sinks)]
+            found[:] = [restore(run, self._directory, sinks, exchange)]
 
         committed.take_over(run, state_for(run, view, committed.held, load))
         client.ready(step=run.state.progress.step, position=run.state.progress.cursor.next_position)
@@ -211,7 +213,7 @@ class ReplicaRank:
             sinks,
             stack,
             stop_requested=lambda: self._asks_to_stop(client),
-            exchange=self._rendezvous.exchange(run.process, timeout_s=self._run_file.wire.timeout_s),
+            exchange=exchange,
         )
         run.mesh.ledger.take()  # what the start sent belongs to no step
         self._sinks.begin(run, sinks, view)
