@@ -95,13 +95,16 @@ def refused(place, break_it: Callable[[int], None]) -> tuple[str, float, list[st
     return mesh.world.group.why, float(tensor[-1]), [mesh.world.group.backend]  # type: ignore[attr-defined]
 
 
-_honest = (host.host_identity, host.Handshake.knock, host.Handshake.enter, host.Handshake.open)
+_identity = host.host_identity
+_honest = {name: getattr(host.Handshake, name) for name in ("open", "knock", "enter", "confirm")}
 _getuid = os.getuid
 
 
 def mend() -> None:
     """The workers of the pool are used again."""
-    host.host_identity, host.Handshake.knock, host.Handshake.enter, host.Handshake.open = _honest
+    host.host_identity = _identity
+    for name, method in _honest.items():
+        setattr(host.Handshake, name, method)
     os.getuid = _getuid
 
 
@@ -121,20 +124,40 @@ def no_door(rank: int) -> None:
         host.Handshake.open = broken  # type: ignore[method-assign]
 
 
+def no_way_to_others(rank: int) -> None:
+    """The others wait at their doors for the last rank, which cannot tell them there."""
+
+    def broken(*_: object) -> None:
+        raise OSError("no way there")
+
+    if rank == 2:
+        host.Handshake.knock = broken  # type: ignore[method-assign]
+
+
 def closed_door(rank: int) -> None:
-    def broken(self, doors) -> str:
-        return _honest[1](self, [door + "-elsewhere" for door in doors])
+    def broken(self, doors) -> None:
+        return _honest["knock"](self, [door + "-elsewhere" for door in doors])
 
     host.Handshake.knock = broken  # type: ignore[method-assign]
 
 
 def lost_on_the_way(rank: int) -> None:
-    def broken(self) -> str:
-        self._hang_up()
+    def broken(self) -> None:
+        self.hang_up()
         raise OSError("no descriptors left")
 
     if rank == 1:
         host.Handshake.enter = broken  # type: ignore[method-assign]
+
+
+def not_confirmed(rank: int) -> None:
+    """It has everything that it needs, and fails before it has told anybody."""
+
+    def broken(self) -> None:
+        raise OSError("no more words")
+
+    if rank == 0:
+        host.Handshake.confirm = broken  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(
@@ -143,8 +166,10 @@ def lost_on_the_way(rank: int) -> None:
         (other_host, "gloo: ranks on 3 hosts"),
         (other_user, "gloo: ranks of 3 users"),
         (no_door, "gloo: rank 0: no folder"),
+        (no_way_to_others, "gloo: rank 2: no way there"),
         (closed_door, "gloo: rank 1: [Errno 2] No such file or directory"),
         (lost_on_the_way, "gloo: rank 1: no descriptors left"),
+        (not_confirmed, "gloo: rank 0: no more words"),
     ],
 )
 def test_ranks_that_cannot_share_memory_agree_on_gloo_and_say_why(ranks, break_it, why: str) -> None:

@@ -5,8 +5,14 @@ connect over Unix sockets in private folders and pass descriptors as ancillary d
 every two ranks have a stream between them and each other's segment mapped. Every rank connects to the lower ranks and
 then accepts the higher ones: a listening socket queues connections before it accepts them, so nobody waits in a circle.
 
-After each step every rank publishes how it went. All ranks read the same answers, so all come to the same result:
-`HostMates`, or one reason why not (`Apart`).
+Note: one round through the store
+---------------------------------
+A round through the store takes longer than all that the ranks say over their streams, so there is one: every rank
+publishes its `Introduction`, with the path of its socket, and reads all of them. A rank that has everybody's segment
+confirms so on all streams, and returns once all others have confirmed. One that fails before it confirms publishes
+that, and hangs up; so no rank gets all confirmations. Whoever misses one, or sees that a rank has failed, does the same. They
+all then publish why, read the same answers, and raise the same `Apart`. After its confirmation a rank fails only where
+another one has ended, and that is no reason to be `Apart`: the round of reasons names it.
 
 The folders are gone before the first collective; the next start removes that of a rank which was killed meanwhile. No
 port is open, and nothing has a name in /dev/shm. SHOAL_HOST is part of a host's identity: a lab gives each of its hosts
@@ -18,6 +24,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -35,6 +42,9 @@ HOST_NAME = "SHOAL_HOST"
 """The variable that names the host of a process where one machine plays several."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NO, _ECHO = "no: ", "no more: "  # what went wrong here, and what did because of another rank
+_GIVEN_UP, _CONFIRMED = "given-up", b"1"
+_LOOK_S = 0.1
+"""How often a rank that waits for others at its door looks whether one has given up."""
 
 
 class Apart(Exception):
@@ -66,23 +76,29 @@ class HostMates:
 def find_mates(board: Board, rank: int, size: int, *, settings: Settings) -> HostMates:
     """Blocks until all ranks have called it. Raises `Apart` or `CoreMissing` on all of them, or returns on all."""
 
-    def agree(step: str, attempt: Callable[[], str]) -> tuple[str, ...]:
-        try:
-            answer = attempt()
-        except OSError as error:
-            answer = f"{_ECHO if isinstance(error, ConnectionError) else _NO}rank {rank}: {error}"
+    def exchange(step: str, answer: str) -> tuple[str, ...]:
         answers = board.all_gather(step, answer, rank=rank, ranks=range(size))
         for kind in (_NO, _ECHO):
             if refusal := next((a.removeprefix(kind) for a in answers if a.startswith(kind)), None):
                 raise Apart(refusal)
         return answers
 
-    handshake = Handshake(rank, size, settings=settings, timeout_s=board.timeout_s)
-    with handshake:
-        answers = agree("introduce", lambda: msgspec.json.encode(_introduction(rank, handshake)).decode())
+    given_up = lambda: board.published(_GIVEN_UP)  # noqa: E731
+    with Handshake(rank, size, settings=settings, timeout_s=board.timeout_s, given_up=given_up) as handshake:
+        try:
+            mine = msgspec.json.encode(_introduction(rank, handshake)).decode()
+        except OSError as error:
+            mine = f"{_NO}rank {rank}: {error}"
+        answers = exchange("introduce", mine)
         doors = _check([msgspec.json.decode(answer, type=Introduction) for answer in answers])
-        agree("knock", lambda: handshake.knock(doors[:rank]))
-        agree("enter", handshake.enter)
+        try:
+            handshake.knock(doors[:rank])
+            handshake.enter()
+            handshake.confirm()
+        except OSError as error:
+            board.publish(_GIVEN_UP, b"")
+            handshake.hang_up()
+            exchange("why", f"{_ECHO if isinstance(error, ConnectionError) else _NO}rank {rank}: {error}")
     return HostMates(handshake.streams, tuple(handshake.segments[other] for other in range(size)))
 
 
@@ -121,14 +137,17 @@ def host_identity(environ: Mapping[str, str] = os.environ) -> str:
 
 
 class Handshake:
-    """One rank's side: call `open`, `knock` and `enter` in this order, each after all ranks have done the one before.
+    """One rank's side: call `open`, and when all ranks have, `knock`, `enter` and `confirm` in this order.
 
-    All three raise `OSError`, and `open` also `CoreMissing`. As a context it leaves no folder and no descriptor but
-    those of `streams`; where its body raises, not those either.
+    All four raise `OSError`, and `open` also `CoreMissing`. As a context it leaves no folder and no descriptor but
+    those of `streams`; where its body raises, not those either. `given_up`: whether another rank has failed.
     """
 
-    def __init__(self, rank: int, size: int, *, settings: Settings, timeout_s: float) -> None:
+    def __init__(
+        self, rank: int, size: int, *, settings: Settings, timeout_s: float, given_up: Callable[[], bool] = lambda: False
+    ) -> None:  # fmt: skip
         self._rank, self._size, self._settings, self._timeout_s = rank, size, settings, timeout_s
+        self._given_up = given_up
         self.streams: dict[int, socket.socket] = {}
         self.segments: dict[int, MappedSegment] = {}
         self._stack = ExitStack()
@@ -139,18 +158,18 @@ class Handshake:
     def __exit__(self, kind: object, *_: object) -> None:
         self._stack.close()
         if kind is not None:
-            self._hang_up()
+            self.hang_up()
 
     def open(self) -> str:
         """The path of this rank's door. Raises `CoreMissing` before it makes anything."""
         self._core = load_core()
         self._segment_bytes = self._core.shoal_segment_bytes(self._size, self._settings)
         try:
-            folder = self._stack.enter_context(temporary_folder())  # mode 0700; what killed ranks left goes with it
+            folder = self._stack.enter_context(temporary_folder(sweep="once"))  # mode 0700
         except EnvironmentFault as error:
             raise OSError(str(error)) from error
         self._door = self._stack.enter_context(socket.socket(socket.AF_UNIX))
-        self._door.settimeout(self._timeout_s)
+        self._door.settimeout(_LOOK_S)
         self._door.bind(path := os.path.join(folder, "door"))
         self._door.listen(self._size)
         self._own = create_segment(self._segment_bytes)
@@ -158,30 +177,39 @@ class Handshake:
         self.segments[self._rank] = MappedSegment(self._core, self._own, self._segment_bytes)
         return path
 
-    def knock(self, doors: Sequence[str]) -> str:
-        """At the doors of all lower ranks, in rank order."""
+    def knock(self, doors: Sequence[str]) -> None:
+        """At the doors of all lower ranks, in rank order, each with this rank's segment in hand."""
         for rank, path in enumerate(doors):
             stream = self.streams[rank] = socket.socket(socket.AF_UNIX)
             stream.settimeout(self._timeout_s)
             stream.connect(path)
             self._give(stream)
-        return "knocked"
 
-    def enter(self) -> str:
+    def enter(self) -> None:
         """Exchanges segments over all streams."""
-        try:
-            lower = list(self.streams.items())
-            for _ in range(self._rank + 1, self._size):
-                self._let_in()
-            for rank, stream in lower:
-                self._take(stream, expected=rank)
-        except OSError:
-            self._hang_up()  # else the others wait for what does not come
-            raise
-        return "entered"
+        lower = list(self.streams.items())
+        for _ in range(self._rank + 1, self._size):
+            self._let_in()
+        for rank, stream in lower:
+            self._take(stream, expected=rank)
+
+    def confirm(self) -> None:
+        """Says on every stream that all segments are here, and hears so from everybody."""
+        for stream in self.streams.values():
+            stream.sendall(_CONFIRMED)
+        for rank, stream in self.streams.items():
+            if stream.recv(len(_CONFIRMED)) != _CONFIRMED:
+                raise ConnectionError(f"rank {rank} hung up while segments were exchanged")
+            stream.settimeout(None)
+
+    def hang_up(self) -> None:
+        """Lets go of those who wait at the door or on a stream."""
+        self._stack.close()
+        for stream in self.streams.values():
+            stream.close()
 
     def _let_in(self) -> None:
-        stream, _ = self._door.accept()
+        stream = self._next_visitor()
         stream.settimeout(self._timeout_s)
         try:
             rank = self._take(stream)
@@ -190,6 +218,17 @@ class Handshake:
             raise
         self.streams[rank] = stream
         self._give(stream)
+
+    def _next_visitor(self) -> socket.socket:
+        end_s = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                return self._door.accept()[0]
+            except TimeoutError:
+                if time.monotonic() > end_s:
+                    raise
+                if self._given_up():
+                    raise ConnectionError("a rank gave up while segments were exchanged") from None
 
     def _give(self, stream: socket.socket) -> None:
         socket.send_fds(stream, [self._rank.to_bytes(4, "big")], [self._own])
@@ -204,10 +243,4 @@ class Handshake:
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
-        stream.settimeout(None)
         return rank
-
-    def _hang_up(self) -> None:
-        self._stack.close()  # a door that is closed lets go of those who wait before it
-        for stream in self.streams.values():
-            stream.close()
