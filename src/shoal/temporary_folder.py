@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
 
 from shoal.errors import EnvironmentFault
 
@@ -22,15 +20,14 @@ PREFIX = "shoal-run-"
 
 
 @contextlib.contextmanager
-def temporary_folder(*, sweep: Literal["always", "once"] = "always") -> Iterator[Path]:
+def temporary_folder() -> Iterator[Path]:
     """A new folder, until the end of the block; those that dead processes have left are removed first.
 
-    `sweep="once"`: removed before the first such folder of this process only. Looking for them takes milliseconds where
-    the folder of temporary files is full. Raises `EnvironmentFault` where none can be made.
+    Raises `EnvironmentFault` where none can be made.
     """
     try:
         base = Path(tempfile.gettempdir())
-        _sweep_once(base) if sweep == "once" else _sweep(base)
+        _sweep(base)
         folder, fd = _made(base)
     except OSError as error:
         raise EnvironmentFault(
@@ -61,11 +58,6 @@ def _sweep(base: Path) -> None:
             if folder.stat().st_uid == os.getuid() and (fd := _locked(folder)) is not None:
                 shutil.rmtree(folder, ignore_errors=True)
                 os.close(fd)
-
-
-@functools.cache
-def _sweep_once(base: Path) -> None:
-    _sweep(base)
 
 
 def _locked(folder: Path) -> int | None:

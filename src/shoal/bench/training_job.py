@@ -28,7 +28,7 @@ from shoal.engine.loop import Cadence, Job
 from shoal.engine.recovery import NonfiniteGuard
 from shoal.engine.step_result import StepResult
 from shoal.launch.environment import Place
-from shoal.models.config import GPTConfig
+from shoal.models.config import GPTConfig, ModelConfig
 from shoal.observe.events import EventSink
 from shoal.observe.sink import RunStart, Sinks
 from shoal.recipes.objects import UserObjects
@@ -122,11 +122,11 @@ def corpus_file(folder: Path) -> Path:
     return path
 
 
-def gpt_run_file(folder: Path, corpus: Path, tokens: int) -> RunFile:
-    """The run of `MODEL` on `corpus`, with `tokens` of all ranks together in each step."""
+def gpt_run_file(folder: Path, corpus: Path, tokens: int, *, model: ModelConfig = MODEL) -> RunFile:
+    """The run of `model` on `corpus`, with `tokens` of all ranks together in each step."""
     return RunFile(
         run=RunConfig(name="bench", steps=ENDLESS, directory=str(folder)),
-        model=MODEL,
+        model=model,
         data=Tokens(path=str(corpus), dtype="uint8"),
         batch=BatchConfig(global_samples=tokens // SEQUENCE, sequence=SEQUENCE),
         wire=WireConfig(timeout_s=600.0),

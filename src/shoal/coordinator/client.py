@@ -54,7 +54,7 @@ class Connection:
                 context = ssl.create_default_context(cafile=address.certificates)
                 context.minimum_version = ssl.TLSVersion.TLSv1_3
                 self._socket = context.wrap_socket(plain, server_hostname=address.host)
-            self._shake_hands(address.token)
+            handshake.shake_hands(self._socket, address.token, which="use the token file of the job that it serves")
         except BaseException:
             plain.close()
             raise
@@ -69,21 +69,6 @@ class Connection:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-
-    def _shake_hands(self, token: bytes) -> None:
-        greeting = frames.decode(self._receive_short(), handshake.HELLOS)
-        proof = handshake.prove(token, greeting)
-        self._socket.sendall(frames.encode(proof))
-        try:
-            answer = frames.decode(self._receive_short(), handshake.WELCOMES)
-        except ConnectionResetError:
-            raise handshake.TokenRefused(
-                "the coordinator refuses this process's token: use the token file of the job that it serves"
-            ) from None
-        handshake.check_welcome(token, greeting, proof, answer)
-
-    def _receive_short(self) -> bytes:
-        return frames.receive(self._socket, most_bytes=handshake.MOST_HANDSHAKE_BYTES)
 
 
 class NoGeneration(EnvironmentFault):

@@ -97,7 +97,9 @@ class Service:
             del self._strangers[oldest]
             oldest.cancel()
         try:
-            if await self._is_welcome(reader, writer):
+            if not await handshake.admit(reader, writer, self._token, limit_s=self._limits.handshake_s):
+                LOG.warning("%s does not know the job's token", writer.get_extra_info("peername"))
+            else:
                 self._strangers.pop(task, None)
                 if len(self._peers) < self._limits.peers:
                     self._peers.add(task)
@@ -110,21 +112,6 @@ class Service:
             self._strangers.pop(task, None)
             self._peers.discard(task)
             writer.transport.abort()
-
-    async def _is_welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        async with asyncio.timeout(self._limits.handshake_s):
-            greeting = handshake.hello()
-            writer.write(frames.encode(greeting))
-            await writer.drain()
-            wait_s = self._limits.handshake_s
-            body = await frames.read(reader, most_bytes=handshake.MOST_HANDSHAKE_BYTES, begin_s=wait_s, rest_s=wait_s)
-            answer = handshake.welcome(self._token, greeting, frames.decode(body, handshake.PROOFS))
-            if answer is None:
-                LOG.warning("%s does not know the job's token", writer.get_extra_info("peername"))
-                return False
-            writer.write(frames.encode(answer))
-            await writer.drain()
-            return True
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.transport.set_write_buffer_limits(MOST_REQUEST_BYTES)

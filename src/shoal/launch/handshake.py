@@ -3,7 +3,9 @@ store of the ranks) and its peers.
 
     service -> peer    a random challenge
     peer -> service    a random challenge of its own, HMAC-SHA256(token, "peer", both challenges)
-    service -> peer    HMAC-SHA256(token, "coordinator", both challenges)
+    service -> peer    HMAC-SHA256(token, "coordinator", both challenges), or that it refuses the peer
+
+`admit` is the service's half, `shake_hands` the peer's.
 
 Challenges are new for each connection, so a recorded proof is worth nothing in another (RFC 2104; the exchange is that
 of ISO/IEC 9798-4, three passes). It says who connects, not what follows: that needs TLS where the network is not
@@ -12,11 +14,13 @@ trusted. Each service has a key of its own (`key_for`), so that a proof for one 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import hmac
 import os
 import secrets
+import socket
 import stat
 import tempfile
 from pathlib import Path
@@ -26,6 +30,7 @@ import msgspec
 
 from shoal.errors import EnvironmentFault
 from shoal.files import read_file
+from shoal.launch import frames
 
 CHALLENGE_BYTES = 32
 FEWEST_TOKEN_BYTES = 32
@@ -59,7 +64,7 @@ class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="welc
 
 
 class Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="refusal"):
-    """What a service may say to a peer that does not know the token, so that an honest one need not try again."""
+    """What a service says to a peer that does not know the token, so that an honest one need not try again."""
 
 
 HELLOS = msgspec.msgpack.Decoder(Hello)
@@ -100,18 +105,44 @@ def welcome(token: bytes, greeting: Hello, proof: Proof) -> Welcome | None:
     return Welcome(_mac(token, b"coordinator", greeting.challenge, proof.challenge))
 
 
-def check_welcome(token: bytes, greeting: Hello, proof: Proof, answer: Welcome | Refusal) -> None:
+def check_welcome(token: bytes, greeting: Hello, proof: Proof, answer: Welcome | Refusal, *, which: str = "") -> None:
     """Raises `TokenRefused` unless the service knows the token, too, and says that this process does."""
     if isinstance(answer, Refusal):
-        raise TokenRefused(
-            "it refuses this process's token: all processes of a job need the same one; where hosts share no folder, "
-            "copy the file, and name it by SHOAL_JOB_TOKEN on each"
-        )
+        raise TokenRefused(f"it refuses this process's token: {which or 'all processes of a job need the same one'}")
     if not hmac.compare_digest(_mac(token, b"coordinator", greeting.challenge, proof.challenge), answer.mac):
         raise TokenRefused(
             "what listens at this address does not know this job's token: check the address, and that all hosts have "
             "one token"
         )
+
+
+async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes, *, limit_s: float) -> bool:
+    """The service's half: whether the peer knows the token. One that does not is told so, and has to be closed.
+
+    Raises `TimeoutError` where the whole takes longer than `limit_s`, `FrameError`, `OSError`, and
+    `asyncio.IncompleteReadError` where the peer hangs up.
+    """
+    async with asyncio.timeout(limit_s):
+        greeting = hello()
+        writer.write(frames.encode(greeting))
+        await writer.drain()
+        body = await frames.read(reader, most_bytes=MOST_HANDSHAKE_BYTES, begin_s=limit_s, rest_s=limit_s)
+        answer = welcome(token, greeting, frames.decode(body, PROOFS))
+        writer.write(frames.encode(Refusal() if answer is None else answer))
+        await writer.drain()
+    return answer is not None
+
+
+def shake_hands(connection: socket.socket, token: bytes, *, which: str) -> None:
+    """The peer's half, on a blocking socket whose timeout bounds each frame. `which` token to use, for who has another.
+
+    Raises `TokenRefused`, `FrameError` where no service of this version answers, and `OSError`.
+    """
+    greeting = frames.decode(frames.receive(connection, most_bytes=MOST_HANDSHAKE_BYTES), HELLOS)
+    proof = prove(token, greeting)
+    connection.sendall(frames.encode(proof))
+    answer = frames.decode(frames.receive(connection, most_bytes=MOST_HANDSHAKE_BYTES), WELCOMES)
+    check_welcome(token, greeting, proof, answer, which=which)
 
 
 def read_token(path: Path) -> bytes:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from shoal.comm.shm.core import Settings
 from shoal.comm.shm.host import Handshake
+from shoal.comm.shm.transport import core_settings
 from tests.waiting import HANG_S
 
 NOBODY = 65534
@@ -42,42 +41,72 @@ def as_stranger(attempt: Callable[[], object]) -> str:
     return said
 
 
+def settings() -> Settings:
+    """Of a group of two."""
+    return core_settings(2, timeout_s=HANG_S)
+
+
 @pytest.fixture
 def handshake() -> Iterator[Handshake]:
-    with Handshake(0, 2, settings=Settings(), timeout_s=HANG_S) as found:
+    with Handshake(0, 2, settings=settings(), timeout_s=HANG_S) as found:
         yield found
 
 
-def connect(path: str) -> None:
+def heard_at(name: str) -> bytes:
+    """What a process hears that connects there: nothing, when it is let go."""
     with socket.socket(socket.AF_UNIX) as stream:
-        stream.connect(path)
+        stream.settimeout(HANG_S)
+        stream.connect(b"\0" + name.encode())
+        return stream.recv(1)
 
 
-def test_the_socket_is_in_a_folder_of_its_owner_alone(handshake: Handshake) -> None:
-    """Another user can neither list the folder nor connect; the owner can."""
-    door = handshake.open()
-    assert Path(door).parent.stat().st_mode & 0o777 == 0o700
-    assert as_stranger(lambda: os.listdir(Path(door).parent)) == "PermissionError"
-    assert as_stranger(lambda: connect(door)) == "PermissionError"
-    connect(door)
+def hears_nothing(name: str) -> None:
+    """Fails where it hears something."""
+    if heard_at(name):
+        raise ConnectionError("it was spoken to")
 
 
-def test_what_a_killed_rank_leaves_goes_with_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that dies by SIGKILL in its handshake cannot remove its folder; the next one does, and leaves its own
-    alone."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    child = os.fork()
-    if child == 0:
-        begun = Handshake(0, 2, settings=Settings(), timeout_s=HANG_S)
-        begun.open()
-        os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(child, 0)
-    (left,) = tmp_path.iterdir()
-    with Handshake(0, 2, settings=Settings(), timeout_s=HANG_S) as later:
-        door = Path(later.open())
-        assert list(tmp_path.iterdir()) == [door.parent]
-        assert door.parent != left
-    assert not list(tmp_path.iterdir())
+def test_a_process_of_another_user_is_let_go_and_holds_nobody_up() -> None:
+    """It comes first, through the same door. The rank that comes after it gets in."""
+    with (
+        Handshake(0, 2, settings=settings(), timeout_s=HANG_S) as first,
+        Handshake(1, 2, settings=settings(), timeout_s=HANG_S) as second,
+        ThreadPoolExecutor(3) as pool,
+    ):
+        door = first.open()
+        second.open()
+        stranger = pool.submit(as_stranger, lambda: hears_nothing(door))
+        entering = pool.submit(first.enter)
+        assert stranger.result(HANG_S) == ""
+        assert not entering.done()
+        second.knock([door])
+        pool.submit(second.enter).result(HANG_S)
+        entering.result(HANG_S)
+        assert set(first.segments) == set(second.segments) == {0, 1}
+
+
+def test_a_rank_says_nothing_at_the_door_of_another_user() -> None:
+    """Somebody else listens there: it is refused, and gets no descriptor."""
+    name = f"shoal-test-{os.getpid()}"
+    ready_here, ready_there = socket.socketpair()
+
+    def listen() -> None:
+        with socket.socket(socket.AF_UNIX) as door:
+            door.bind(b"\0" + name.encode())
+            door.listen(1)
+            ready_there.send(b"1")
+            visitor, _ = door.accept()
+            if visitor.recv(1):
+                raise ConnectionError("it was spoken to")
+
+    with Handshake(1, 2, settings=settings(), timeout_s=HANG_S) as handshake, ThreadPoolExecutor(1) as pool:
+        handshake.open()
+        stranger = pool.submit(as_stranger, listen)
+        ready_here.recv(1)
+        with pytest.raises(PermissionError, match=f"the door of rank 0 is that of user {NOBODY}"):
+            handshake.knock([name])
+        handshake.hang_up()
+        assert stranger.result(HANG_S) == ""
 
 
 def test_memory_is_not_reached_through_proc(handshake: Handshake) -> None:

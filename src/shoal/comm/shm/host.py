@@ -1,28 +1,34 @@
 """Do the ranks of a group share a host? They find out by sharing memory.
 
-A boot id and a user are not proof enough (containers share the first, and may not see each other's files), so the ranks
-connect over Unix sockets in private folders and pass descriptors as ancillary data (unix(7), SCM_RIGHTS). Afterwards
-every two ranks have a stream between them and each other's segment mapped. Every rank connects to the lower ranks and
-then accepts the higher ones: a listening socket queues connections before it accepts them, so nobody waits in a circle.
+A boot id and a user are not proof enough (containers share the first, and may be kept apart), so the ranks connect over
+Unix sockets and pass descriptors as ancillary data (unix(7), SCM_RIGHTS). Afterwards every two ranks have a stream
+between them and each other's segment mapped. Every rank connects to the lower ranks and then accepts the higher ones: a
+listening socket queues connections before it accepts them, so nobody waits in a circle.
+
+The sockets are in the abstract namespace: random names in no folder, gone with the handshake or the process. Any
+process of the same network namespace can connect there, so both ends ask the kernel whose process the other one is
+(SO_PEERCRED) before they say anything, and let go of one of another user. No port is open, and nothing has a name in
+/dev/shm.
+
+SHOAL_HOST is part of a host's identity: a lab gives each of its hosts a name, and ranks of two such hosts must not
+share memory although the machine would let them.
 
 Note: one round through the store
 ---------------------------------
-A round through the store takes longer than all that the ranks say over their streams, so there is one: every rank
-publishes its `Introduction`, with the path of its socket, and reads all of them. A rank that has everybody's segment
-confirms so on all streams, and returns once all others have confirmed. One that fails before it confirms publishes
-that, and hangs up; so no rank gets all confirmations. Whoever misses one, or sees that a rank has failed, does the same. They
-all then publish why, read the same answers, and raise the same `Apart`. After its confirmation a rank fails only where
-another one has ended, and that is no reason to be `Apart`: the round of reasons names it.
-
-The folders are gone before the first collective; the next start removes that of a rank which was killed meanwhile. No
-port is open, and nothing has a name in /dev/shm. SHOAL_HOST is part of a host's identity: a lab gives each of its hosts
-a name, and ranks of two such hosts must not share memory although the machine would let them.
+A round through the store takes longer than all that ranks say over their streams, so there is one: every rank publishes
+its `Introduction`, with the name of its socket, and reads all of them. A rank that has all segments confirms that
+on all streams, and returns once all others have confirmed. One that fails before it confirms publishes that it gave up,
+and hangs up: so no rank gets all confirmations. Whoever misses one, or sees that a rank gave up, gives up too. All of
+them then publish why, read the same answers, and raise the same `Apart`. A rank that has confirmed gives up only where
+another rank did before it confirmed, or has ended; one that has ended publishes no reason, and is named for it.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import socket
+import struct
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,14 +41,14 @@ import msgspec
 from shoal.comm.board import Board
 from shoal.comm.shm.core import CoreMissing, Settings, core_identity, load_core
 from shoal.comm.shm.segment import MappedSegment, create_segment
-from shoal.errors import EnvironmentFault
-from shoal.temporary_folder import temporary_folder
 
 HOST_NAME = "SHOAL_HOST"
 """The variable that names the host of a process where one machine plays several."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NO, _ECHO = "no: ", "no more: "  # what went wrong here, and what did because of another rank
 _GIVEN_UP, _CONFIRMED = "given-up", b"1"
+_CREDENTIALS = struct.Struct("iII")
+"""Process, user, group: unix(7)."""
 _LOOK_S = 0.1
 """How often a rank that waits for others at its door looks whether one has given up."""
 
@@ -139,13 +145,19 @@ def host_identity(environ: Mapping[str, str] = os.environ) -> str:
 class Handshake:
     """One rank's side: call `open`, and when all ranks have, `knock`, `enter` and `confirm` in this order.
 
-    All four raise `OSError`, and `open` also `CoreMissing`. As a context it leaves no folder and no descriptor but
-    those of `streams`; where its body raises, not those either. `given_up`: whether another rank has failed.
+    All four raise `OSError`, and `open` also `CoreMissing`. As a context it leaves no descriptor but those of
+    `streams`; where its body raises, not those either. `given_up`: whether another rank has failed.
     """
 
     def __init__(
-        self, rank: int, size: int, *, settings: Settings, timeout_s: float, given_up: Callable[[], bool] = lambda: False
-    ) -> None:  # fmt: skip
+        self,
+        rank: int,
+        size: int,
+        *,
+        settings: Settings,
+        timeout_s: float,
+        given_up: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._rank, self._size, self._settings, self._timeout_s = rank, size, settings, timeout_s
         self._given_up = given_up
         self.streams: dict[int, socket.socket] = {}
@@ -161,28 +173,31 @@ class Handshake:
             self.hang_up()
 
     def open(self) -> str:
-        """The path of this rank's door. Raises `CoreMissing` before it makes anything."""
+        """The name of this rank's door. Raises `CoreMissing` before it makes anything."""
         self._core = load_core()
         self._segment_bytes = self._core.shoal_segment_bytes(self._size, self._settings)
-        try:
-            folder = self._stack.enter_context(temporary_folder(sweep="once"))  # mode 0700
-        except EnvironmentFault as error:
-            raise OSError(str(error)) from error
         self._door = self._stack.enter_context(socket.socket(socket.AF_UNIX))
         self._door.settimeout(_LOOK_S)
-        self._door.bind(path := os.path.join(folder, "door"))
+        self._door.bind(_abstract(name := f"shoal-{secrets.token_hex(16)}"))
         self._door.listen(self._size)
         self._own = create_segment(self._segment_bytes)
         self._stack.callback(os.close, self._own)
         self.segments[self._rank] = MappedSegment(self._core, self._own, self._segment_bytes)
-        return path
+        return name
 
     def knock(self, doors: Sequence[str]) -> None:
         """At the doors of all lower ranks, in rank order, each with this rank's segment in hand."""
-        for rank, path in enumerate(doors):
+        for rank, name in enumerate(doors):
             stream = self.streams[rank] = socket.socket(socket.AF_UNIX)
             stream.settimeout(self._timeout_s)
-            stream.connect(path)
+            try:
+                stream.connect(_abstract(name))
+            except ConnectionRefusedError:
+                if self._given_up():
+                    raise  # and its door is closed
+                raise OSError(f"nobody listens at the door of rank {rank}: another network namespace?") from None
+            if (user := _user_behind(stream)) != os.geteuid():
+                raise PermissionError(f"the door of rank {rank} is that of user {user}")
             self._give(stream)
 
     def enter(self) -> None:
@@ -223,12 +238,16 @@ class Handshake:
         end_s = time.monotonic() + self._timeout_s
         while True:
             try:
-                return self._door.accept()[0]
+                stream = self._door.accept()[0]
             except TimeoutError:
                 if time.monotonic() > end_s:
                     raise
                 if self._given_up():
                     raise ConnectionError("a rank gave up while segments were exchanged") from None
+                continue
+            if _user_behind(stream) == os.geteuid():
+                return stream
+            stream.close()
 
     def _give(self, stream: socket.socket) -> None:
         socket.send_fds(stream, [self._rank.to_bytes(4, "big")], [self._own])
@@ -244,3 +263,13 @@ class Handshake:
             for descriptor in descriptors:
                 os.close(descriptor)
         return rank
+
+
+def _abstract(name: str) -> bytes:
+    return b"\0" + name.encode()
+
+
+def _user_behind(stream: socket.socket) -> int:
+    """Whose process is at the other end."""
+    credentials = stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return _CREDENTIALS.unpack(credentials)[1]

@@ -28,6 +28,10 @@ ANSWER_S = 30.0
 SEND_S = 60.0
 HANDSHAKE_S = 10.0
 _NAMED = 8
+_WHICH_TOKEN = (
+    "all processes of a job need the same one; where hosts share no folder, copy the file, and name it by "
+    "SHOAL_JOB_TOKEN on each"
+)
 
 # pyright: reportIncompatibleMethodOverride=false
 # The stubs of Store list overloads that differ from what C++ calls.
@@ -39,12 +43,7 @@ def shake_hands(connection: socket.socket, token: bytes) -> None:
     Raises `TokenRefused`, `FrameError` where no store answers, and `OSError`.
     """
     connection.settimeout(HANDSHAKE_S)
-    key, most_bytes = handshake.key_for(token, SERVICE), handshake.MOST_HANDSHAKE_BYTES
-    greeting = frames.decode(frames.receive(connection, most_bytes=most_bytes), handshake.HELLOS)
-    proof = handshake.prove(key, greeting)
-    connection.sendall(frames.encode(proof))
-    answer = frames.decode(frames.receive(connection, most_bytes=most_bytes), handshake.WELCOMES)
-    handshake.check_welcome(key, greeting, proof, answer)
+    handshake.shake_hands(connection, handshake.key_for(token, SERVICE), which=_WHICH_TOKEN)
 
 
 class AuthenticatedStore(Store):

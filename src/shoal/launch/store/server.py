@@ -192,7 +192,9 @@ class StoreServer:
             oldest.cancel()
         peer = _Peer(writer)
         try:
-            if await self._is_welcome(reader, writer):
+            if not await handshake.admit(reader, writer, self._key, limit_s=self._limits.handshake_s):
+                LOG.info("%s does not know the job's token", writer.get_extra_info("peername"))
+            else:
                 self._strangers.pop(task, None)
                 connection = writer.get_extra_info("socket")
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -206,20 +208,6 @@ class StoreServer:
             for waiter in peer.waiters:
                 self._end(waiter)
             writer.transport.abort()
-
-    async def _is_welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        limit_s = self._limits.handshake_s
-        async with asyncio.timeout(limit_s):
-            greeting = handshake.hello()
-            writer.write(frames.encode(greeting))
-            await writer.drain()
-            body = await frames.read(reader, most_bytes=handshake.MOST_HANDSHAKE_BYTES, begin_s=limit_s, rest_s=limit_s)
-            answer = handshake.welcome(self._key, greeting, frames.decode(body, handshake.PROOFS))
-            writer.write(frames.encode(handshake.Refusal() if answer is None else answer))
-            await writer.drain()
-        if answer is None:
-            LOG.info("%s does not know the job's token", writer.get_extra_info("peername"))
-        return answer is not None
 
     async def _serve_peer(self, peer: _Peer, reader: asyncio.StreamReader) -> None:
         while True:  # without a limit on time: a rank that is stopped in the middle of a frame may go on later
