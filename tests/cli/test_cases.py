@@ -80,7 +80,7 @@ json.dump(wrong, sys.stdout)
 """
 
 
-NEED_TORCH = ("plan", "simulate", "diff", "reproduce", "checkpoint", "train run.toml --replay", "train --replay",
+NEED_TORCH = ("plan", "diff", "reproduce", "checkpoint", "train run.toml --replay", "train --replay",
               "doctor --cluster")  # fmt: skip
 """Commands that compute with tensors themselves, and start no rank for it."""
 

@@ -14,7 +14,6 @@ counted: an allocator that gives memory back to the kernel after each step pays 
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import resource
 import statistics
@@ -22,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -144,12 +144,19 @@ class CountedStep:
         self._step()
         self._counts.append((_minor_faults() - before, time.perf_counter() - begin_s))
 
+    @property
+    def faults(self) -> int:
+        """Minor page faults in the steps that count."""
+        return sum(faults for faults, _ in self._counted())
+
     def faults_per_s(self) -> int:
-        """Minor page faults for each second in the step."""
+        """For each second in those steps."""
+        return round(self.faults / sum(seconds for _, seconds in self._counted()))
+
+    def _counted(self) -> list[tuple[int, float]]:
         from shoal.bench.turns import WARM_UP_STEPS
 
-        counted = self._counts[WARM_UP_STEPS:]
-        return round(sum(faults for faults, _ in counted) / sum(seconds for _, seconds in counted))
+        return self._counts[WARM_UP_STEPS:]
 
 
 def _minor_faults() -> int:
@@ -161,16 +168,11 @@ def _check_function(name: str) -> None:
     module, _, function = name.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), function)):
         raise typer.BadParameter(f"'{name}'; give package.module:function", param_hint="--model")
-    sys.path.insert(0, os.getcwd())  # where the ranks look, too
-    try:
-        found = importlib.util.find_spec(module)
-    except ModuleNotFoundError:
-        found = None
-    finally:
-        sys.path.pop(0)
+    outermost = module.partition(".")[0]
+    found = PathFinder.find_spec(outermost, [os.getcwd(), *sys.path])  # where the ranks look, too
     if found is None:
         raise typer.BadParameter(
-            f"there is no module {module}: start where its file or package lies, or set PYTHONPATH",
+            f"there is no module {outermost}: start where its file or package lies, or set PYTHONPATH",
             param_hint="--model",
         )
 

@@ -23,6 +23,7 @@ def evaluate(
 
     Example: shoal evaluate runs/digits run.processes=1
     """
+    from shoal.errors import UsageError
     from shoal.launch.environment import Place
     from shoal.planning.arrange import PLANNER
     from shoal.recipes.start import run
@@ -30,6 +31,8 @@ def evaluate(
     from shoal.runfile.run_file import RunFile
 
     folder = source.parent.parent if (source / "manifest.json").exists() else source
+    if not (folder / "run.toml").exists():
+        raise UsageError(f"{source} holds no run: give a run directory, such as runs/NAME, or a checkpoint in one")
     loaded = load_run(folder / "run.toml", overrides or ())
 
     def rank(run_file: RunFile, place: Place) -> None:

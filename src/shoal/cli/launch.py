@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Annotated
 
@@ -34,8 +35,19 @@ def launch(
 
     if not module and not Path(script).is_file():
         raise UsageError(f"there is no file {script}: shoal launch takes a Python script, or with -m a module")
+    if not module and script.endswith(".toml"):
+        raise UsageError(f"{script} is no Python script: a run file is trained by shoal train {script}")
+    if module and not _there_is(script):
+        raise UsageError(f"there is no module {script}: call shoal launch where it lies, or set PYTHONPATH")
     target = ["-m", script] if module else [script]
     command = [sys.executable, "-m", "shoal.launch.script", *target, *(arguments or ())]
     host = host_from(os.environ, ranks=ranks_per_node)
     logs = directory or Path("runs") / (script if module else Path(script).stem)
     raise typer.Exit(run_host(command, host, directory=logs, environ=os.environ))
+
+
+def _there_is(module: str) -> bool:
+    """Whether the module's outermost package, which is imported by nobody yet, is there or in the current folder."""
+    outermost = module.partition(".")[0]
+    path = [os.getcwd(), *sys.path]
+    return outermost in sys.builtin_module_names or PathFinder.find_spec(outermost, path) is not None

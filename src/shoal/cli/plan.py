@@ -87,8 +87,11 @@ def plan(
     Example: shoal plan recipes/stdlib-gpt.toml --why-not tensor=2
     """
     from shoal.runfile.load import load_run
+    from shoal.topology.cluster_file import load_cluster
 
-    loaded = load_run(run_file, overrides or ())  # a wrong file is refused before what follows imports torch
+    loaded = load_run(run_file, overrides or ())
+    if cluster is not None:
+        load_cluster(cluster)  # wrong files are refused before what follows imports torch
     from shoal.planner.search.scaling import scaling_of
     from shoal.planning.answer import cluster_file, planned
     from shoal.planning.history import confidence_in

@@ -34,6 +34,9 @@ def rehearse(
 
     Example: shoal rehearse recipes/digits.toml --faults rank,save
     """
+    from shoal.runfile.load import load_run
+
+    load_run(run_file, overrides or ())  # a wrong file is refused before what follows imports torch
     from shoal.experiments.rehearsal.rehearse import line_of, table
     from shoal.experiments.rehearsal.rehearse import rehearse as play_all
     from shoal.experiments.rehearsal.scenarios import FAMILIES

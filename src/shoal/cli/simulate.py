@@ -66,13 +66,17 @@ def simulate(
 
     Example: shoal simulate recipes/stdlib-gpt-3d.toml --schedule --picture schedule.png
     """
+    from shoal.runfile.load import load_run
+    from shoal.topology.cluster_file import load_cluster
+
+    loaded = load_run(run_file, overrides or ())
+    if cluster is not None:
+        load_cluster(cluster)  # wrong files are refused before what follows imports torch
     from shoal.planner.simulate.outcome import trace as traced
     from shoal.planner.simulate.work import Stragglers
     from shoal.planning.answer import cluster_file
     from shoal.planning.simulating import Saving, simulated
-    from shoal.runfile.load import load_run
 
-    loaded = load_run(run_file, overrides or ())
     where = cluster_file(loaded, cluster)
     stragglers = Stragglers(slow_share=slow_share, slow_factor=slow_factor, sigma=noise, seed=seed)
     if schedule or picture is not None:

@@ -24,11 +24,13 @@ def split(
 
     Example: shoal split recipes/vit.toml --yes
     """
-    from shoal.recipes.proposal import propose, write_keys
     from shoal.runfile.load import load_run
 
+    loaded = load_run(run_file, overrides or ())  # a wrong file is refused before what follows imports torch
+    from shoal.recipes.proposal import propose, write_keys
+
     with busy("reading the module"):
-        proposal = propose(load_run(run_file, overrides or ()), stages=stages)
+        proposal = propose(loaded, stages=stages)
     if as_json:
         print(json.dumps(proposal.to_json()))
     else:

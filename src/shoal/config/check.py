@@ -7,6 +7,7 @@ declarations and refuses, in one sentence, what does not fit: where, what was fo
 
 from __future__ import annotations
 
+import datetime
 import difflib
 import functools
 import operator
@@ -136,7 +137,8 @@ def checked(data: Mapping[str, Any], root: type[T], *, file: str) -> T:
 def shown(value: Any) -> str:
     """`value` as a message shows it, at most `MOST_SHOWN` characters of it."""
     try:
-        return _clipped(repr(value), MOST_SHOWN)
+        text = str(value) if isinstance(value, datetime.date | datetime.time) else repr(value)
+        return _clipped(text, MOST_SHOWN)
     except ValueError:  # Python writes no integer of more than 4,300 digits
         return "an integer of thousands of digits"
 
@@ -164,7 +166,7 @@ def _complaints(data: Mapping[str, Any], table: type[Table], path: tuple[str, ..
         if name == KIND and tagged:
             continue
         if name not in keys:
-            where = f"[{'.'.join(path)}]" if path else "the run file"
+            where = f"[{'.'.join(path)}]" if path else "the file"
             yield f"{here}: unknown key{_nearest(name, keys)}; {where} may hold: {', '.join(keys)}"
         else:
             yield from _about(value, keys[name], (*path, name))
@@ -227,13 +229,16 @@ def _rule_in_words(rule: str, found: Any, key: Key | None) -> str:
     unit = {"bytes": "bytes", "s": "seconds", "ms": "milliseconds"}.get(key.name.rpartition("_")[2]) if key else None
     if unit is not None and isinstance(found, str):
         return f"write the number of {unit} alone, without quotes and unit"
-    match = re.fullmatch(r"expected (?P<type>\w+)(?P<bound> (?:[<>]=?) \S+)?(?:, got \w+)?", rule)
+    match = re.fullmatch(r"expected (?P<type>\w+)(?P<bound> (?:[<>]=?) \S+)?(?: \| null)?(?:, got \w+)?", rule)
+    if match is not None and match["type"] == "int" and isinstance(found, str) and _WHOLE_NUMBER.fullmatch(found):
+        return "it must be a whole number, without quotes and of at most 64 bits"
     if match is None or match["type"] not in _WORDS:
         return rule
     sign, _, bound = (match["bound"] or "").strip().partition(" ")
     return f"it must be {_WORDS[match['type']]}" + (f" {_SIGNS[sign]} {bound.removesuffix('.0')}" if bound else "")
 
 
+_WHOLE_NUMBER = re.compile(r"[+-]?\d+")
 _WORDS = {
     "int": "a whole number",
     "float": "a number",

@@ -51,7 +51,7 @@ def read_record(run_directory: Path) -> Record:
     """Reads a run directory. Raises `UsageError` where there is nothing of a run in it."""
     ranks = _ranks(run_directory)
     if not (ranks or facts_path(run_directory).is_file() or (run_directory / "run.toml").is_file()):
-        found = "holds no run" if run_directory.is_dir() else "is not there"
+        found = "holds no run" if run_directory.is_dir() else "is a file" if run_directory.exists() else "is not there"
         raise UsageError(
             f"{run_directory} {found}: a report needs its events/, facts.json or run.toml; "
             "name the directory that 'shoal train' wrote, such as runs/NAME"

@@ -95,7 +95,7 @@ class LiveRun:
         if begun and not (
             facts_path(directory).exists() or any((directory / name).exists() for name in ("events", "run.toml"))
         ):
-            found = "holds no run" if directory.is_dir() else "is not there"
+            found = "holds no run" if directory.is_dir() else "is a file" if directory.exists() else "is not there"
             raise UsageError(
                 f"{directory} {found}: a page needs its events/, facts.json or run.toml; "
                 "name the directory that 'shoal train' writes, such as runs/NAME"

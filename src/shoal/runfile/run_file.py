@@ -48,7 +48,10 @@ class RunConfig(Table, frozen=True):
     device: Annotated[
         Literal["auto", "cpu", "cuda"], says("Where the ranks compute; auto: GPUs where there are any.")
     ] = "auto"
-    directory: Annotated[str | None, says("The run's folder; default `runs/<name>`.")] = None
+    directory: Annotated[
+        Annotated[str, msgspec.Meta(pattern=r"^[^~]")] | None,
+        says("The run's folder, which does not begin with `~`; default `runs/<name>`."),
+    ] = None
     start_timeout_s: Annotated[
         float,
         says("Longest wait for the other ranks before the first step, while they load data and build.", gt=0, le=86400),
