@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 SLICES = 8
-FEWEST = 9
-"""Tests of each slice that pass on Gloo: most of PyTorch's need a GPU or another backend."""
+FEWEST = 5
+"""Tests of each slice that pass on Gloo, of about 36: most of PyTorch's need a GPU, another backend or three ranks. The
+fourth slice has six."""
 OF_GLOO_BY_NAME = {"test_get_backend", "test_monitored_barrier_gloo", "test_monitored_barrier_gloo_subgroup"}
 """They ask that `get_backend` says "gloo", or `dist.monitored_barrier` asks so: it refuses all other backends. The
 group's own `monitored_barrier` works (`tests/test_c10d_users.py`)."""
