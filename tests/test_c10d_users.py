@@ -587,3 +587,24 @@ def monitored(place: Any) -> str:
 def test_a_monitored_barrier_names_who_does_not_come(ranks) -> None:
     """Called on the group: `dist.monitored_barrier` refuses all backends but one whose name is "gloo"."""
     assert "Rank 1 failed to pass monitoredBarrier" in ranks(2, monitored)[0]
+
+
+def monitored_in_groups(place: Any) -> int:
+    """How many of many groups pass a barrier over Gloo, which connects each when it first speaks; some have ended."""
+
+    def program(_: int) -> int:
+        passed = 0
+        for number in range(12):
+            group: Any = dist.new_group()
+            group.monitored_barrier(timedelta(seconds=HANG_S))
+            passed += 1
+            if number % 2:
+                dist.destroy_process_group(group)
+        return passed
+
+    return on_shoal(place, program, timeout_s=NEVER_S)
+
+
+def test_connections_of_a_group_are_not_taken_for_those_of_another(ranks) -> None:
+    """Gloo numbers lazy connections by rank, within a device."""
+    assert ranks(2, monitored_in_groups) == [12, 12]

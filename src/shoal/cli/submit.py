@@ -103,7 +103,6 @@ def job(
     Example: shoal submit RUN.toml --to slurm --nodes 2 --gpus 8 --time 12:00:00
     """
     from shoal.errors import UsageError
-    from shoal.planning.job_request import job_request
     from shoal.runfile.load import load_run
     from shoal.submit.job import Resources, divide, job_of, seconds_of, split_variables, world_size_of
     from shoal.submit.kubernetes import Kubernetes
@@ -119,6 +118,8 @@ def job(
     wanted = ranks_per_node or gpus or None
     world_size = world_size_of(loaded, nodes=nodes, ranks_per_node=wanted)
     if cluster is not None:
+        from shoal.planning.job_request import job_request  # imports torch
+
         planned = job_request(loaded, cluster, world_size=world_size)
         nodes, wanted = nodes or planned.nodes, wanted or planned.ranks_per_node
         gpus, memory = gpus or planned.gpus_per_node, memory or planned.memory_gib

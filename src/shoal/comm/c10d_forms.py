@@ -133,23 +133,18 @@ class GlooGroup(dist.ProcessGroupGloo):
 
 
 def _lazy_options(timeout: timedelta) -> Any:
-    """Of a Gloo group that connects two ranks when they first speak. The interface is chosen as c10d chooses it."""
+    """Of a Gloo group that connects two ranks when they first speak. The interface is chosen as c10d chooses it.
+
+    Each group has devices of its own: a lazy one numbers connections by rank, so that those of two groups which share
+    it are taken for each other.
+    """
     gloo: Any = dist.ProcessGroupGloo  # the stubs lack what it needs here
+    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     options = gloo._Options()
     options._timeout = timeout
-    interfaces = tuple(name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name)
-    options._devices = list(_lazy_devices(interfaces, os.getpid()))
+    options._devices = [gloo.create_device(interface=name, lazy_init=True) for name in interfaces]
+    options._devices = options._devices or [gloo.create_default_device(lazy_init=True)]
     return options
-
-
-@functools.cache
-def _lazy_devices(interfaces: tuple[str, ...], process: int) -> tuple[Any, ...]:
-    """One set for all groups of `process`: a device is a socket that listens and a thread. Making one takes 0.4 ms, and
-    its end 10 ms."""
-    gloo: Any = dist.ProcessGroupGloo
-    if not interfaces:
-        return (gloo.create_default_device(lazy_init=True),)
-    return tuple(gloo.create_device(interface=name, lazy_init=True) for name in interfaces)
 
 
 def open_gloo(store: Store, rank: int, size: int, *, timeout_s: float, lazy: bool = False) -> Any:

@@ -235,15 +235,12 @@ class Client:
             raise FencedOut(f"{self._part.fenced}: drop the state, and join again under a new name")
 
     def _run(self) -> None:
-        refused = 0
         while not self._closed and not self._part.fenced:
             try:
                 self._connection = Connection(self._address)
-                refused = 0
                 self._talk(self._connection)
             except (OSError, EnvironmentFault) as error:
-                refused = refused + 1 if isinstance(error, handshake.TokenRefused) else 0
-                if isinstance(error, EnvironmentFault) and refused == handshake.MOST_REFUSALS:
+                if isinstance(error, handshake.TokenRefused):
                     with self._changed:
                         self._error = error
                         self._changed.notify_all()

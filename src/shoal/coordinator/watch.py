@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from shoal.coordinator.client import Address, Connection
 from shoal.errors import EnvironmentFault
-from shoal.launch.handshake import MOST_REFUSALS, TokenRefused
 from shoal.resilience.events import Committed, Decision, Fenced, Formed, Look, View
 from shoal.resilience.fingerprints import Verdict
 
@@ -87,11 +86,9 @@ class _Watcher:
         self._heard_s, self._silent = time.monotonic(), False
 
     def run(self) -> None:
-        refused = 0
         while not self.over.is_set():
             try:
                 connection = Connection(self._address)
-                refused = 0
                 try:
                     while not self.over.is_set():
                         self._hear(connection.ask(Look(tuple(self._replicas())[:100])))
@@ -99,13 +96,9 @@ class _Watcher:
                 finally:
                     connection.close()
             except EnvironmentFault as error:
-                refused += 1
-                if refused == MOST_REFUSALS or not isinstance(error, TokenRefused):
-                    self._told(error)
-                    return
-                self._wait()
+                self._told(error)
+                return
             except OSError:
-                refused = 0
                 self._wait()
 
     def _wait(self) -> None:

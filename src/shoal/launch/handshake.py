@@ -36,8 +36,6 @@ CHALLENGE_BYTES = 32
 FEWEST_TOKEN_BYTES = 32
 PROTOCOL = 1
 MOST_HANDSHAKE_BYTES = 512
-MOST_REFUSALS = 3
-"""In a row, after which a token counts as refused: a service that dies, or has too many peers, closes one, too."""
 _Challenge = Annotated[bytes, msgspec.Meta(min_length=CHALLENGE_BYTES, max_length=CHALLENGE_BYTES)]
 _Mac = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 

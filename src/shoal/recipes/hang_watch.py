@@ -57,6 +57,7 @@ class HangWatch:
     ) -> None:
         self._mesh, self._board, self._directory, self._say = mesh, board, directory, say
         self._after_s, self._watched = after_s, threading.get_ident()
+        self._heard: set[int] = set()  # ranks that have reported since this one is in its present call
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
 
@@ -79,6 +80,7 @@ class HangWatch:
                 here = self._waiting()
                 if here is None or here != before:
                     before, since_s = here, time.monotonic()
+                    self._heard.clear()
                 late = here is not None and time.monotonic() - since_s > self._after_s
                 if late:
                     self._board.publish(f"asked/{asked}", b"")
@@ -99,6 +101,10 @@ class HangWatch:
         found = self._board.collect_some(list(keys), ANSWER_S)
         reports = {keys[key]: msgspec.json.decode(text, type=RankReport) for key, text in found.items()}
         verdict = hang_verdict(groups_of(reports), reports, library=LIBRARY)
+        silent = {*verdict.ranks} - reports.keys()
+        if silent and silent <= self._heard:
+            return  # they have said where they are, and have given up since: the verdict of then stands
+        self._heard |= reports.keys()
         self._say(verdict.sentence)
         if rank == min(writers(reports, verdict), default=rank):
             try:
