@@ -53,7 +53,7 @@ PLANTED: dict[str, tuple[dict[int, RankReport], tuple[int, ...], Place | None, s
         "rank 0 made call 9 of group 'world' as all_reduce (sum) of float32 [999]",
     ),
     "data starves": (
-        all_but(busy(2, TRAIN, Place("/lib/shoal/data/feed.py", 90, "next_step"))),
+        all_but(busy(2, TRAIN, Place("/lib/shoal/data/feed.py", 90, "next"), Place("/lib/threading.py", 20, "wait"))),
         (2,),
         TRAIN,
         "waits for data at /home/u/train.py:40",

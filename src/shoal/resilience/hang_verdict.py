@@ -64,9 +64,10 @@ _ACTIVITIES = (
     (("acquire", "__enter__ of lock"), "waits for a lock"),
     (("sleep",), "sleeps"),
     (("fsync", "write", "pwrite", "rename"), "waits for the disk"),
-    (("next_step", "get", "read_samples"), "waits for data"),
 )
 """The innermost function's name, and what a rank does there."""
+_FEED = "/shoal/data/feed.py"
+"""A rank with a frame of it waits for its next samples: others read them."""
 
 
 def hang_verdict(
@@ -162,6 +163,8 @@ def _elsewhere(
     place = users[-1] if users else report.stack[-1] if report.stack else None
     inner = report.stack[-1].function if report.stack else ""
     doing = next((text for names, text in _ACTIVITIES if inner in names), "is in no collective")
+    if any(place.file.endswith(_FEED) for place in report.stack):
+        doing = "waits for data"
     name = next(n for n, members in groups.items() if rank in members and _lacks(rank, n, members, reports))
     members = [member for member in groups[name] if member != rank]
     at = f" at {place}" if place else ""
