@@ -40,7 +40,7 @@ EVEN = -1
 
 def division(
     slow: Annotated[float, typer.Option(help="Times as long for a sample on the slow worker.", min=1)] = 4.0,
-    sample_ms: Annotated[float, typer.Option(help="Milliseconds for a sample on the others.", min=0.01)] = 4.0,
+    sample_ms: Annotated[float, typer.Option(help="Milliseconds for a sample on the others.", min=0.01)] = 10.0,
     steps: Annotated[int, typer.Option(help="Steps between two changes.", min=2 * FOLLOWED)] = 60,
     changes: Annotated[int, typer.Option(help="How often another worker becomes slow.", min=1)] = 4,
     processes: Annotated[int, typer.Option(help="Workers of one thread.", min=2, max=GLOBAL_SAMPLES)] = 4,
