@@ -86,6 +86,7 @@ def test_a_size_that_is_asked_for_is_kept() -> None:
     assert all(layout.tensor == 4 and layout.pipeline == 2 for layout in found)
 
 
+@pytest.mark.stress
 def test_a_plan_for_405b_on_16384_devices_takes_little_work() -> None:
     """With two schedules: what is common to plans is computed once. The best plan is one that the field would
     recognise."""
