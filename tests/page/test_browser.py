@@ -26,6 +26,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium h
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    playwright.expect.set_options(timeout=1e3 * HANG_S)
     with playwright.sync_playwright() as driver:
         running = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield running
@@ -39,6 +40,7 @@ def opened(browser: Any) -> Iterator[Any]:
 
     def goto(address: str, **options: Any) -> Any:
         context = browser.new_context(**options)
+        context.set_default_timeout(1e3 * HANG_S)
         contexts.append(context)
         page = context.new_page()
         page.on("pageerror", lambda error: errors.append(str(error)))
