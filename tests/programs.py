@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
@@ -221,3 +221,15 @@ def _code_of(end: SystemExit) -> int:
     if isinstance(end.code, str):
         print(end.code, file=sys.stderr)
     return end.code if isinstance(end.code, int) else int(end.code is not None)
+
+
+@contextlib.contextmanager
+def ended(processes: list[subprocess.Popen[Any]]) -> Iterator[None]:
+    """Kills what still runs of `processes` when the block ends."""
+    try:
+        yield
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()

@@ -20,6 +20,7 @@ from shoal.checkpoint.inspect import compare
 from shoal.checkpoint.verify import checkpoints, newest_verified
 from tests.cli.elastic_runs import gpt_project, set_pace, undisturbed, wait_for_join
 from tests.cli.project import Project
+from tests.programs import ended
 from tests.waiting import HANG_S, wait_until
 
 LOSS_TOLERANCE = 1e-9
@@ -47,18 +48,6 @@ class Host:
                 text=True,
                 start_new_session=True,
             )
-
-
-@contextmanager
-def ended(processes: list[subprocess.Popen[str]]) -> Iterator[None]:
-    """What is in `processes` by then is ended with the block."""
-    try:
-        yield
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from shoal.experiments.rehearsal.relay import relay, why_no_relay
 from shoal.experiments.rehearsal.two_hosts import on_two_hosts
 from shoal.resilience.hang_verdict import HangVerdict
 from tests.cli.project import OWN, RUN, Project
+from tests.programs import ended
 from tests.waiting import HANG_S
 
 HANGS = '''
@@ -182,18 +183,6 @@ def test_a_host_that_is_cut_off_is_named(tmp_path: Path) -> None:
     verdict = msgspec.json.decode((tmp_path / "runs/own/hang.json").read_bytes(), type=HangVerdict)
     assert verdict.ranks == (1,)
     assert "rank 1 did not report: killed, stopped, or cut off" in verdict.sentence
-
-
-@contextmanager
-def ended(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """What is in `processes` by then is ended with the block."""
-    try:
-        yield
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
 
 
 @pytest.mark.stress
