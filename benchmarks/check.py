@@ -26,7 +26,7 @@ from shoal.bench.report import Result, print_report
 from shoal.bench.report import check as check_figure
 from shoal.bench.training_job import corpus_file, gpt_run_file, start_training, training_job
 from shoal.bench.turns import interleaved
-from shoal.comm.backends import Transport
+from shoal.comm.backends import TransportName
 from shoal.comm.collective import Collective
 from shoal.comm.config import WireConfig
 from shoal.engine.loop import take_step
@@ -36,7 +36,7 @@ from shoal.runfile.run_file import RunFile
 from shoal.topology.config import LayoutConfig
 
 SIDES = {"on": True, "off": False, "off_again": False}
-TRANSPORTS: tuple[Transport, ...] = ("gloo", "shm")
+TRANSPORTS: tuple[TransportName, ...] = ("gloo", "shm")
 MOST = 1.05
 """What a step with the check may take of one without."""
 
@@ -89,7 +89,7 @@ def measure(place: Place, *, tokens: int, pairs: int) -> Result | None:
 
 
 def _turns(
-    case: Case, transport: Transport, place: Place, store: Store, clock: Collective, *, tokens: int, pairs: int
+    case: Case, transport: TransportName, place: Place, store: Store, clock: Collective, *, tokens: int, pairs: int
 ) -> Turns:  # fmt: skip
     with ExitStack() as stack:
         sides: dict[str, Callable[[], Any]] = {}

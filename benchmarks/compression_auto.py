@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
@@ -74,7 +74,7 @@ def measure(place: Place, *, steps: int) -> Result | None:
         return None
     (auto,) = (row for row in rows if row["side"] == AUTO)
     fixed = min(row["run_s"] for row in rows if row["side"] != AUTO)
-    late = max((step - _phase_start(step, steps) for step in auto["changed_at"] if step >= steps), default=0)
+    late = max(steps_until_change(auto["changed_at"], phase * steps, steps) for phase in range(1, len(PHASES_MBIT)))
     checks = [
         check("the best fixed choice over auto, the whole run", fixed / auto["run_s"], 1.0),
         check("steps until auto has followed the link", late, WITHIN_STEPS, at_most=True),
@@ -82,8 +82,9 @@ def measure(place: Place, *, steps: int) -> Result | None:
     return {"rows": rows, "checks": checks}
 
 
-def _phase_start(step: int, steps: int) -> int:
-    return step // steps * steps
+def steps_until_change(changed_at: Sequence[int], start: int, steps: int) -> int:
+    """Steps from the start of a phase to the last change in it; the whole phase where there was none."""
+    return max((step - start for step in changed_at if start <= step < start + steps), default=steps)
 
 
 def _row(name: str, place: Place, store: Store, folder: Path, clock: Collective, *, steps: int) -> dict[str, Any]:

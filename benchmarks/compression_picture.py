@@ -100,7 +100,7 @@ def ways_of(configs: Mapping[str, CodecConfig], times: Sequence[CodecTime]) -> l
 def exposed_rows(ways: Sequence[Way], *, window_s: float) -> list[Row]:
     """A row for each rate: exposed milliseconds of each way, and of what auto chooses from a probe."""
     buckets = -(-4 * total_parameters(MODEL) // BUCKET_BYTES)
-    candidates = [way for way in ways if way.name in (NONE, *AutoConfig().candidates)]
+    candidates = [way for way in ways if way.name in (NONE, *AutoConfig().codecs)]
     rows = []
     for mbit in RATES_MBIT:
         link = MeasuredLink(ALPHA_S, mbit * 125_000)
@@ -114,7 +114,7 @@ def exposed_rows(ways: Sequence[Way], *, window_s: float) -> list[Row]:
 
 def within(rows: Sequence[Row], *, step_s: float) -> dict[str, Any]:
     """Over all rates, the step with auto over the step with the best of its candidates: the worst."""
-    found = [name for name in (NONE, *AutoConfig().candidates) if name in rows[0]]
+    found = [name for name in (NONE, *AutoConfig().codecs) if name in rows[0]]
     worst = max((1e3 * step_s + row[AUTO]) / (1e3 * step_s + min(row[name] for name in found)) for row in rows)
     return check("auto's step over that of its best candidate, worst of all rates", worst, WITHIN, at_most=True)
 

@@ -10,7 +10,7 @@ processes, one after the other:
     fully_shard         a hand-written script with PyTorch's `fully_shard` on Gloo
 
 Bytes are those that the host's interface counted in a step, headers included. What the codecs do to the loss is
-measured by `python -m benchmarks.compression_accuracy --zero`.
+measured by `python -m benchmarks.compression_accuracy --sides zero_3_coded`.
 """
 
 from __future__ import annotations

@@ -8,6 +8,9 @@ torchrun would start its workers, from the newest checkpoint. Two ratios say wha
     at_own_median   steps that count x the side's own median step / seconds from the first step on
 
 The second falls below 1 without any failure, by as much as the mean step is longer than the median.
+
+A last row has what a fingerprint of the state of the first side takes, its weights and two moments, and which share of
+the time that is.
 """
 
 from __future__ import annotations
@@ -32,14 +35,17 @@ import typer
 from benchmarks.command import run
 from shoal.bench.options import AsJson
 from shoal.bench.report import Result, check, print_report
+from shoal.checkpoint.inspect import weights_of
 from shoal.errors import EnvironmentFault
+from shoal.maths.fingerprint import fingerprint
 from shoal.observe.events import read_events
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "stdlib-gpt.toml"
 NEXT_STEP_S, JOINED_S, RATIO = 2.0, 5.0, 0.95
 POLL_S, START_S = 0.05, 120.0
 ENDLESS = ("run.steps=1000000", "observe.report=false", "observe.evaluate_every_steps=0", "observe.sample_bytes=0")
-ELASTIC = ("elastic.min=1", "elastic.max=2", "elastic.fingerprint_every_steps=100")
+FINGERPRINT_EVERY, FINGERPRINT_SHARE = 100, 0.01
+ELASTIC = ("elastic.min=1", "elastic.max=2", f"elastic.fingerprint_every_steps={FINGERPRINT_EVERY}")
 
 
 def elastic(
@@ -83,17 +89,19 @@ def measure(seconds: int, every: float, save_every: int) -> Result:
         for side, keys, fails, restarts in SIDES:
             keys = (*ENDLESS, f"checkpoint.every_steps={save_every}", *keys)
             rows.append(_train(Side(side, keys, fails, restarts), Path(name), seconds=seconds, every=every))
+        fingerprints = _fingerprints(Path(name) / SIDES[0][0], step_s=1e-3 * rows[0]["step_median_ms"])
     for row in rows:
         row["effective"] = round(row["steps_per_s"] / rows[0]["steps_per_s"], 3)
     spare, replaced = rows[1], rows[2]
     gaps = spare["next_step_all_s"] + replaced["next_step_all_s"]
     joined = replaced["joined_after_median_s"]
     return {
-        "rows": [*rows, {"side": "imports of a rank alone", "joined_after_median_s": imports_s}],
+        "rows": [*rows, {"side": "imports of a rank alone", "joined_after_median_s": imports_s}, fingerprints],
         "checks": [
             check("next step after kill -9, longest, seconds", max(gaps, default=0.0), NEXT_STEP_S, at_most=True),
             check("a joiner trains after its imports, seconds", joined - imports_s, JOINED_S, at_most=True),
             check("effective time ratio", spare["effective"], RATIO),
+            check("fingerprints, share of the time", fingerprints["share"], FINGERPRINT_SHARE, at_most=True),
         ],
     }
 
@@ -160,6 +168,19 @@ def _row(side: Side, directory: Path, begin_s: float, end_s: float) -> dict:
         "steps_per_s": round(counted / (end_s - begin_s), 3),
         "at_own_median": round(counted * step_s / (end_s - begin_s), 3),
     }
+
+
+def _fingerprints(directory: Path, *, step_s: float) -> dict:
+    """What one takes for the state of the newest checkpoint, the best of five, beside so many steps."""
+    weights = weights_of(directory)
+    state = {f"{part}/{name}": weight for part in ("model", "first", "second") for name, weight in weights.items()}
+    taken_s = []
+    for _ in range(5):
+        begin_s = time.perf_counter()
+        fingerprint(state)
+        taken_s.append(time.perf_counter() - begin_s)
+    share = min(taken_s) / (FINGERPRINT_EVERY * step_s)
+    return {"side": "a fingerprint", "milliseconds": round(1e3 * min(taken_s), 2), "share": round(share, 5)}
 
 
 def _launch(command: Sequence[str], directory: Path) -> subprocess.Popen[bytes]:

@@ -90,7 +90,7 @@ def measure(place: Place, peers: Sequence[str], *, tokens: int, pairs: int) -> R
         join_default_group(place, store, stack)
         setting = Setting(place, store, stack, folder, corpus, samples=tokens // SEQUENCE)
         sides: dict[str, Callable[[], Any]] = {name: _trained(setting, name) for name in (TRAIN, TRAIN_AGAIN)}
-        sides |= {name: OWN_SIDES[name](setting) for name in {OWN, *(PEERS[peer][2] for peer in peers)}}
+        sides |= {name: OWN_SIDES[name](setting) for name in sorted({OWN, *(PEERS[peer][2] for peer in peers)})}
         sides |= {name: PEERS[name][1](setting) for name in peers}
         clock = join_group("clock", place, store)
         turns = interleaved(sides, clock, pairs=pairs, always=sorted(sides), warm=True)

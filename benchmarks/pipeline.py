@@ -45,7 +45,7 @@ from shoal.parallel.pipeline.rehearsal import planned, rehearse
 from shoal.runfile.run_file import RunConfig, RunFile
 from shoal.schedules.build import build, stages_per_rank_of
 from shoal.schedules.names import Schedule
-from shoal.schedules.table import Table
+from shoal.schedules.table import ScheduleTable
 from shoal.schedules.timeline import in_flight
 from shoal.topology.config import LayoutConfig
 from shoal.topology.layout import Layout
@@ -137,7 +137,7 @@ def activations(place: Place, store: Store) -> Result:
     return {"rows": rows, "checks": checks}
 
 
-def _run_table(table: Table, group: Collective, unit_s: float) -> tuple[float, float]:
+def _run_table(table: ScheduleTable, group: Collective, unit_s: float) -> tuple[float, float]:
     """Makespan in seconds, and the mean of the ranks' idle shares; the same on each."""
     ran = rehearse(table, group, forward_s=unit_s, backward_input_s=unit_s, backward_weight_s=unit_s)
     busy_s = torch.tensor(ran.busy_s, dtype=torch.float64)

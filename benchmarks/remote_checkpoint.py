@@ -61,7 +61,8 @@ def measure(mebibytes: int, saves: int, steps: int) -> dict[str, Any]:
     warnings: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         savers = {
-            way: Saver(Path(folder, way), rank=0, world_size=1, exchange=LocalExchange(), keep=3) for way in found
+            way: Saver(Path(folder, way), rank=0, world_size=1, exchange=LocalExchange(), keep=3, timeout_s=60.0)
+            for way in found
         }
         store = RemoteCheckpoints("s3://copies/bench", options=options)
         with RemoteCopies(store, Path(folder, "remote"), keep=3, warn=warnings.append) as copies:

@@ -2,18 +2,16 @@
 
 push, pull   every rank is a worker and serves an even part; the peer does the same through torch.distributed.rpc,
              whose call takes a gradient to the server and brings parameters back. Both make plain SGD's update
-hogwild      logistic regression on generated sparse samples, seconds to a held-out loss; the peer takes a lock around
-             each update
+hogwild      logistic regression on generated sparse samples by `sync.kind = "hogwild"`, seconds to a held-out loss; the
+             peer takes a lock around each update (`benchmarks.sparse_regression`)
 """
 
 from __future__ import annotations
 
-import fcntl
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +21,7 @@ import typer
 from torch import Tensor
 
 from benchmarks.command import run
+from benchmarks.sparse_regression import LOSS, Found, regression
 from shoal.bench.groups import gathered, join_group, join_store
 from shoal.bench.options import AsJson, Processes
 from shoal.bench.ranks import is_rank, on_ranks, result_folder, run_as_rank
@@ -34,16 +33,12 @@ from shoal.sync.admission import Asynchronous
 from shoal.sync.server_part import Merge, ServedPart
 from shoal.sync.server_partition import partition
 from shoal.sync.server_wire import FlatParts, Lanes, Push, Serving, Worker
-from shoal.sync.shared_row import share_row
 
 LR = 1e-3
 PROMISED = 3.0
 """Times the bytes a second of the peer."""
 TURNS = 3
 """Of each kind of regression, one after the other."""
-FEATURES, PER_SAMPLE, BATCH, RATE = 20_000, 20, 32, 0.2
-LOSS, CHUNK, MOST_UPDATES = 0.45, 250, 20_000
-"""Logistic regression ends at the held-out loss LOSS, which is taken after every CHUNK updates of a process."""
 
 
 def server(
@@ -71,7 +66,10 @@ def measure(place: Place, *, numel: int, rounds: int) -> Result | None:
     ours = _served(Lanes(groups[1], groups[2], ledger), clock, numel, rounds)
     folder = result_folder()
     theirs = _by_rpc(place, clock, folder / "rpc", numel, rounds)
-    turns = [_regression(place, clock, folder / "lock", locked=locked) for locked in (True, False) * TURNS]
+    turns = [
+        regression(place, store, folder, locked=locked, name=f"regression-{number}")
+        for number, locked in enumerate((True, False) * TURNS)
+    ]
     locked, free = _middle(turns[::2]), _middle(turns[1::2])
     if place.rank != 0:
         return None
@@ -161,7 +159,7 @@ def _by_rpc(place: Place, clock: Collective, meeting: Path, numel: int, rounds: 
     return seconds
 
 
-def _middle(turns: Sequence[tuple[float | None, int, float]]) -> dict[str, float]:
+def _middle(turns: Sequence[Found]) -> dict[str, float]:
     """The median of some turns; infinite seconds where the loss was not reached."""
     seconds = [math.inf if found is None else found for found, _, _ in turns]
     return {
@@ -170,56 +168,6 @@ def _middle(turns: Sequence[tuple[float | None, int, float]]) -> dict[str, float
         "most": round(max(seconds), 3),
         "updates": statistics.median(updates for _, updates, _ in turns),
     }
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
-@contextmanager
-def _held(file: int) -> Iterator[None]:
-    fcntl.flock(file, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        fcntl.flock(file, fcntl.LOCK_UN)
-
-
-def _regression(place: Place, clock: Collective, path: Path, *, locked: bool) -> tuple[float | None, int, float]:
-    """(seconds to LOSS over fresh samples, updates of each process, that loss), with or without a lock around each
-    update; no seconds where MOST_UPDATES did not suffice. The clock stands still while samples are drawn and the loss
-    is taken.
-    """
-    truth = torch.randn(FEATURES, generator=torch.Generator().manual_seed(1))
-    draw, fresh = (torch.Generator().manual_seed(seed) for seed in (100 + place.rank, 2))
-    held_out, labels = _samples(truth, 20_000, fresh)
-    weights = share_row(clock, torch.zeros(FEATURES))
-    seconds, updates, loss = 0.0, 0, math.inf
-    with path.open("w") as file:
-        while loss > LOSS and updates < MOST_UPDATES:
-            batches = [_samples(truth, BATCH, draw) for _ in range(CHUNK)]
-
-            def work(batches: list[tuple[Tensor, Tensor]] = batches) -> None:
-                for features, wanted in batches:
-                    with _held(file.fileno()) if locked else _nothing():
-                        error = torch.sigmoid(weights[features].sum(1)) - wanted
-                        step = (error * (-RATE)).unsqueeze(1).expand(-1, PER_SAMPLE)
-                        weights.index_add_(0, features.flatten(), step.flatten())
-
-            seconds, updates = seconds + _slowest(clock, work), updates + CHUNK
-            margins = weights[held_out].sum(1)
-            found = torch.nn.functional.binary_cross_entropy_with_logits(margins, labels).double()
-            clock.broadcast(found).wait()
-            loss = float(found)
-            clock.barrier().wait()
-    return (seconds if loss <= LOSS else None), updates, loss
-
-
-def _samples(truth: Tensor, count: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Features [count, PER_SAMPLE] that are 1, few of them often, and labels [count] by the sign of their weights."""
-    features = (FEATURES * torch.rand(count, PER_SAMPLE, generator=draw).square()).long()
-    return features, (truth[features].sum(1) > 0).float()
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from shoal.planner.simulate.outcome import bubble_rate, period_s
 from shoal.planner.simulate.step import simulate_step
 from shoal.planner.simulate.work import Message, Work, uniform
 from shoal.schedules.build import build
-from shoal.schedules.table import Table
+from shoal.schedules.table import ScheduleTable
 from shoal.schedules.timeline import Times, zero_bubble
 from shoal.topology.cluster_file import known_cluster
 from shoal.topology.layout import Layout
@@ -89,7 +89,7 @@ class Profile:
         """The same as `schedules.timeline` takes it."""
         return Times(forward_s=self.forward_s, input_s=self.input_s, weight_s=self.weight_s, send_s=self.transfer_s)
 
-    def work(self, table: Table) -> Work:
+    def work(self, table: ScheduleTable) -> Work:
         """The work of equal stages, with transfers that overlap computation."""
         each = table.stages // table.ranks
         return uniform(
@@ -118,7 +118,7 @@ def bubble_rates(folder: Path) -> Iterator[Compared]:
 
 
 def throughput(folder: Path) -> Iterator[Compared]:
-    """Table 4: samples a second of one GPU."""
+    """ScheduleTable 4: samples a second of one GPU."""
     for cells, profile, table in _runs(folder):
         took_s = period_s(simulate_step(table, _blocked(profile.work(table), profile.transfer_s)))
         samples_s = table.microbatches * int(cells["micro_batch"]) / table.ranks / took_s
@@ -126,12 +126,12 @@ def throughput(folder: Path) -> Iterator[Compared]:
 
 
 def peak_memory(folder: Path) -> Iterator[Compared]:
-    """Table 4: peak memory of the fullest rank."""
+    """ScheduleTable 4: peak memory of the fullest rank."""
     for cells, _, table in _runs(folder):
         yield _compared(cells, "peak GiB", "peak_mem_GB", max(_rank_bytes(cells, table)) / 2**30)
 
 
-def _runs(folder: Path) -> Iterator[tuple[dict[str, str], Profile, Table]]:
+def _runs(folder: Path) -> Iterator[tuple[dict[str, str], Profile, ScheduleTable]]:
     """Rows of table 4, each with the nearest profile of its model by number of microbatches, and its schedule."""
     profiles = [(cells["model"], _profile(cells)) for cells in _cells(folder / PROFILES)]
     for cells in _cells(folder / MEASURED):
@@ -146,7 +146,7 @@ def _blocked(work: Work, transfer_s: float) -> Work:
     return replace(work, transfer=Message(busy_s=transfer_s), blocks_sender=True, blocks_receiver=True)
 
 
-def _rank_bytes(cells: dict[str, str], table: Table) -> tuple[float, ...]:
+def _rank_bytes(cells: dict[str, str], table: ScheduleTable) -> tuple[float, ...]:
     samples, sequence = int(cells["micro_batch"]), int(cells["seq_len"])
     model = gpt(
         int(cells["layers"]), int(cells["hidden"]), int(cells["heads"]), vocabulary=VOCABULARY, positions=sequence
@@ -164,7 +164,7 @@ def _rank_bytes(cells: dict[str, str], table: Table) -> tuple[float, ...]:
     return rank_bytes(plan, predictor, table, layers=layers)
 
 
-def _table(schedule: str, model: str, ranks: int, microbatches: int, profile: Profile) -> Table:
+def _table(schedule: str, model: str, ranks: int, microbatches: int, profile: Profile) -> ScheduleTable:
     """The table of a schedule by its name in the paper. Interleaved stages hold one layer each, as in the paper."""
     if schedule in STORED:
         return zero_bubble(

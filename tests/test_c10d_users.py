@@ -536,8 +536,9 @@ def test_a_receive_without_a_source_on_two_hosts_is_refused(ranks) -> None:
     assert "name the source (src=RANK)" in ranks(3, from_anybody)[0]
 
 
-def hurried(place: Any, hosts: int) -> str:
-    """Rank 0 waits for the others, who do not come, after the timeout was set to a second."""
+def hurried(place: Any, hosts: int, source: int | None) -> str:
+    """Rank 0 waits for the others, who do not come, after the timeout was set to a second: in a sum, or for a message
+    of `source`."""
 
     def program(rank: int) -> str:
         dist.all_reduce(torch.ones(3))
@@ -546,7 +547,7 @@ def hurried(place: Any, hosts: int) -> str:
             place.store.get("over")
             return ""
         try:
-            dist.all_reduce(torch.ones(3))
+            dist.all_reduce(torch.ones(3)) if source is None else dist.recv(torch.ones(3), source)
         except RuntimeError as error:
             return str(error)
         finally:
@@ -557,14 +558,60 @@ def hurried(place: Any, hosts: int) -> str:
         return on_shoal(place, program, timeout_s=NEVER_S)
 
 
-@pytest.mark.parametrize(("size", "hosts"), HOSTS)
-def test_a_timeout_that_is_set_later_is_kept(ranks, size: int, hosts: int) -> None:
-    """`_set_pg_timeout`, as with Gloo and NCCL: the next call ends after it, long before the one from the start."""
-    sentence = ranks(size, hurried, hosts)[0]
+@pytest.mark.parametrize(("size", "hosts", "source"), [(2, 1, None), (3, 2, None), (2, 1, 1), (3, 2, 1), (3, 2, 2)])
+def test_a_timeout_that_is_set_later_is_kept(ranks, size: int, hosts: int, source: int | None) -> None:
+    """`_set_pg_timeout`, as with Gloo and NCCL: the next call ends after it, long before the one from the start; a
+    message too, inside a host and between two."""
+    sentence = ranks(size, hurried, hosts, source)[0]
     assert re.search("[Tt]imed out", sentence), sentence
 
 
-def monitored(place: Any) -> str:
+def said_by(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def failed_again(place: Any, hosts: int, dies: bool) -> list[str]:
+    """What the others hear of rank 1, which dies or does not come: in the call that it misses, and in later ones."""
+
+    def program(rank: int) -> list[str]:
+        dist.all_reduce(torch.ones(3))
+        if rank == 1 and dies:
+            os._exit(0)
+        if rank == 1:
+            for other in (0, 2)[: place.size - 1]:
+                place.store.get(f"told {other}")
+            return []
+        calls = (dist.all_reduce, dist.all_reduce, lambda ones: dist.all_reduce(ones, async_op=True).wait())
+        said = [said_by(lambda call=call: call(torch.ones(3))) for call in calls]
+        said.append(said_by(dist.barrier))
+        if hosts == 1:
+            said.append(said_by(lambda: dist.recv(torch.ones(3), 1)))
+        place.store.set(f"told {rank}", "")
+        return said
+
+    with on_host(f"host-{place.rank % hosts}"):
+        return on_shoal(place, program, timeout_s=NEVER_S if dies else STOPPED_S)
+
+
+@pytest.mark.parametrize(("size", "hosts"), [(2, 1), (3, 1), (3, 2)])
+@pytest.mark.parametrize("dies", [True, False])
+def test_calls_after_a_failure_name_the_same_culprit(ranks, size: int, hosts: int, dies: bool) -> None:
+    """The first failure is the group's: whoever calls again hears of it, and of no other rank."""
+    outcomes = ranks.outcomes(size, failed_again, hosts, dies)
+    for rank in (0, 2)[: size - 1]:
+        survived, said = outcomes[rank]
+        assert survived, said
+        assert set(said) == {said[0]}, said
+        assert "no error" not in said
+        if hosts == 1:
+            assert "rank 1" in said[0]
+
+
+def monitored(place: Any, hosts: int) -> str:
     """All ranks pass once; then rank 1 does not come, and rank 0 is told who."""
 
     def program(rank: int) -> str:
@@ -573,6 +620,8 @@ def monitored(place: Any) -> str:
         if rank == 1:
             place.store.get("told")
             return ""
+        if rank == 2:
+            return said_by(lambda: group.monitored_barrier(timedelta(seconds=HANG_S)))
         try:
             group.monitored_barrier(timedelta(seconds=1))
         except RuntimeError as error:
@@ -581,12 +630,14 @@ def monitored(place: Any) -> str:
             place.store.set("told", "")
         return "passed"
 
-    return on_shoal(place, program, timeout_s=NEVER_S)
+    with on_host(f"host-{place.rank % hosts}"):
+        return on_shoal(place, program, timeout_s=NEVER_S)
 
 
-def test_a_monitored_barrier_names_who_does_not_come(ranks) -> None:
+@pytest.mark.parametrize(("size", "hosts"), HOSTS)
+def test_a_monitored_barrier_names_who_does_not_come(ranks, size: int, hosts: int) -> None:
     """Called on the group: `dist.monitored_barrier` refuses all backends but one whose name is "gloo"."""
-    assert "Rank 1 failed to pass monitoredBarrier" in ranks(2, monitored)[0]
+    assert "Rank 1 failed to pass monitoredBarrier" in ranks(size, monitored, hosts)[0]
 
 
 def monitored_in_groups(place: Any) -> int:

@@ -16,17 +16,27 @@ from typing import TYPE_CHECKING, Any
 from shoal.errors import RunFailed, RunStopped, ShoalError
 
 if TYPE_CHECKING:
-    from shoal.api import start, train
+    from shoal.api import open_data, start, train
     from shoal.engine.global_batch import gather_samples
     from shoal.models.embedding_table import EmbeddingTable
 
     __version__: str
 
-__all__ = ["EmbeddingTable", "RunFailed", "RunStopped", "ShoalError", "__version__", "gather_samples", "start", "train"]
+__all__ = [
+    "EmbeddingTable",
+    "RunFailed",
+    "RunStopped",
+    "ShoalError",
+    "__version__",
+    "gather_samples",
+    "open_data",
+    "start",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("start", "train"):
+    if name in ("open_data", "start", "train"):
         from shoal import api
 
         return getattr(api, name)

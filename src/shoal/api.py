@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.config.load import apply, read
 from shoal.errors import RunEnded, RunFailed, RunStopped, ShoalError, UsageError
 from shoal.launch.environment import Place, place_from
+from shoal.launch.supervision import say
 from shoal.observe.facts import facts_path
 from shoal.planning.arrange import PLANNER
 from shoal.recipes.objects import UserObjects
@@ -25,6 +26,7 @@ from shoal.runfile.load import run_file_of
 from shoal.runfile.run_file import RunFile, run_directory
 
 if TYPE_CHECKING:
+    from shoal.data.dataset import Dataset
     from shoal.recipes.own_loop import Training
 
 ONLY_RUN = "SHOAL_ONLY_RUN"
@@ -57,7 +59,7 @@ def train(
     except RunEnded:
         raise
     except ShoalError as refusal:
-        print(f"shoal: {refusal}", file=sys.stderr, flush=True)
+        say(f"shoal: {refusal}")
         raise RunFailed(refusal.exit_code, rank=None, sentence=str(refusal)) from refusal
 
 
@@ -97,7 +99,7 @@ def start(
     *,
     model: Any,
     optimizer: Any,
-    data: Any,
+    data: Any = None,
     batch_samples: int | None = None,
     epochs: int | None = None,
     steps: int | None = None,
@@ -108,7 +110,9 @@ def start(
     `config` is a run file or its tables as dictionaries; with the keywords below it may be left out. `model` is an
     `nn.Module`, `optimizer` a `torch.optim.Optimizer` over its parameters that has taken no step; or tuples of several,
     whose parameters are called "0.weight", "1.weight", ... in checkpoints. `data` is a map-style data set, a PyTorch
-    DataLoader (its data set, batch size, order and `collate_fn` are taken over) or a pair (training, held out).
+    DataLoader (its data set, batch size, order, `drop_last` and `collate_fn` are taken over), a pair (training, held
+    out), or the keys of a table `[data]`, such as {"kind": "parquet", "files": [...], ...}; without it, the run file's
+    `[data]` counts. Batches of such data are pairs (inputs, targets).
     `batch_samples` are the samples of one step over all ranks. `epochs` says how often to go through the data, or
     `steps` how many updates to make; `run.steps`, if it is set, counts instead. `state` are objects with
     `state_dict()`, by name, such as {"scheduler": scheduler}: they are saved with the run, and a resume restores them.
@@ -122,6 +126,8 @@ def start(
     from shoal.recipes.own_start import start_own_loop
 
     tables, file = _tables(config)
+    if isinstance(data, Mapping):
+        tables["data"] = {**tables.get("data", {}), **data}
     return start_own_loop(
         tables,
         overrides,
@@ -133,6 +139,23 @@ def start(
         steps=steps,
         planner=PLANNER,
     )
+
+
+def open_data(table: Mapping[str, Any], *, sequence: int = 256) -> Dataset:
+    """The data that a table `[data]` names, for a script to look into: `opened.train[i]`, `opened.held_out[i]` and
+    their lengths. Token data comes in samples of `sequence` tokens.
+
+    Raises `ConfigError` for a wrong key, `DataError` for a file that cannot be read, `MissingExtra`.
+    """
+    from shoal.recipes.objects import data_of
+
+    tables = {
+        "run": {"name": "data", "steps": 1},
+        "model": {"kind": "python", "build": GIVEN},
+        "data": dict(table),
+        "batch": {"global_samples": 1, "sequence": sequence},
+    }
+    return data_of(run_file_of(tables, file="the table [data]"), UserObjects())
 
 
 def _give_back(model: Any, directory: Path) -> None:

@@ -25,6 +25,8 @@ order. The `shoal` command shows it without a traceback.
 
 from __future__ import annotations
 
+from shoal.installation import install_command
+
 
 class ShoalError(Exception):
     """Base of everything Shoal raises on purpose."""
@@ -64,7 +66,7 @@ class MissingExtra(EnvironmentFault):
     """An optional package is needed; the message names the extra that brings it."""
 
     def __init__(self, package: str, *, extra: str, purpose: str) -> None:
-        super().__init__(f"{purpose} needs the package '{package}': pip install 'shoal[{extra}]'")
+        super().__init__(f"{purpose} needs the package '{package}': {install_command(extra)}")
 
 
 class InUse(EnvironmentFault):

@@ -76,6 +76,7 @@ def test_without_root_real_links_are_refused_and_throttled_ones_played(
     play(parts="priority", lab="gigabit-throttled")
     assert {call["lab"].network for call in started} == {"throttle"}
     assert {call["arguments"][4] for call in started} == set(PARTS) - set(KERNEL_ONLY)
+    assert started[0]["part"] == "1 of 3: rate, lab 100-mbit"
 
 
 def test_every_lab_can_be_throttled_and_none_is_played_twice() -> None:

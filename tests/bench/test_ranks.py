@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from shoal.bench.comm_sweep import Sweep
 from shoal.bench.ranks import mpiexec, on_ranks
 from shoal.errors import EnvironmentFault
+from shoal.installation import install_command
 from tests.comm.test_mpi import needs_mpi
 
 SWEEP = Sweep(("all_reduce",), ("mpi",), first_bytes=1024, last_bytes=4096, factor=4, turns=3, dtype="float32")
@@ -19,7 +21,7 @@ def test_without_mpi_a_sentence_says_what_is_missing(monkeypatch: pytest.MonkeyP
     """First the package, then the launcher."""
     with monkeypatch.context() as patched:
         patched.setattr(importlib.util, "find_spec", lambda name: None)
-        with pytest.raises(EnvironmentFault, match=r"'mpi4py' is missing: pip install 'shoal\[mpi\]'"):
+        with pytest.raises(EnvironmentFault, match=re.escape(f"'mpi4py' is missing: {install_command('mpi')}")):
             mpiexec()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(shutil, "which", lambda name, path=None: None)

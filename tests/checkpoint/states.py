@@ -46,7 +46,7 @@ def state_of(step: int) -> dict[str, Tensor]:
 
 def saver_for(directory: Path, **options: Any) -> Saver:
     """A saver of one rank, with small objects."""
-    defaults: dict[str, Any] = {"rank": 0, "world_size": 1, "exchange": LocalExchange(), "keep": 3}
+    defaults: dict[str, Any] = {"rank": 0, "world_size": 1, "exchange": LocalExchange(), "keep": 3, "timeout_s": HANG_S}
     return Saver(directory, **defaults | {"object_bytes": OBJECT_BYTES} | options)
 
 

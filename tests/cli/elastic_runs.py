@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -103,7 +104,7 @@ def wait_for_join(own: Project, pattern: str, *, output: str = "out.txt") -> Non
     set_pace(own, 0.2)
 
 
-def replicas_of(launcher: Program) -> dict[int, list[int]]:
+def replicas_of(launcher: Program | subprocess.Popen[str]) -> dict[int, list[int]]:
     """The pids of a launcher's replicas, in the order of their ranks, by slot."""
     found: dict[int, dict[int, int]] = {}
     for pid in ranks_of(launcher):

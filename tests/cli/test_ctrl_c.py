@@ -302,6 +302,7 @@ def test_a_signal_after_the_last_step_changes_nothing(number: signal.Signals, tm
     assert "Traceback" not in own.said()
 
 
+@pytest.mark.stress
 def test_a_reproduction_that_was_interrupted_goes_on(tmp_path: Path) -> None:
     """The same command, and the run is bitwise the same."""
     own = project(tmp_path)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,15 @@ import pytest
 
 from shoal.checkpoint.inspect import compare
 from shoal.checkpoint.verify import checkpoints, newest_verified
-from tests.cli.elastic_runs import gpt_project, set_pace, undisturbed, wait_for_join
+from tests.cli.elastic_runs import (
+    gpt_project,
+    memberships,
+    rank_zero,
+    replicas_of,
+    set_pace,
+    undisturbed,
+    wait_for_join,
+)
 from tests.cli.project import Project
 from tests.programs import ended
 from tests.waiting import HANG_S, wait_until
@@ -50,26 +59,69 @@ class Host:
             )
 
 
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@contextmanager
+def namespaces(names: Sequence[str]) -> Iterator[None]:
+    """Network namespaces of these names, each with its loopback alone."""
+    with ExitStack() as stack:
+        for name in names:
+            ip("netns", "add", name)
+            stack.callback(subprocess.run, ["ip", "netns", "del", name], check=False)
+            ip("-n", name, "link", "set", "lo", "up")
+        yield
+
+
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
     """Two network namespaces with a link between them: 10.78.0.1 and 10.78.0.2."""
     prefix = f"shoal-elastic-{os.getpid()}-"
     names = [prefix + "a", prefix + "b"]
 
-    def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True, capture_output=True)
-
-    with ExitStack() as stack:
-        for name in names:
-            ip("netns", "add", name)
-            stack.callback(subprocess.run, ["ip", "netns", "del", name], check=False)
-            ip("-n", name, "link", "set", "lo", "up")
+    with namespaces(names):
         ip("-n", names[0], "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", names[1])
         for number, name in enumerate(names, start=1):
             ip("-n", name, "addr", "add", f"10.78.0.{number}/24", "dev", "eth0")
             ip("-n", name, "link", "set", "eth0", "up")
         hosts = [Host(name, ("ip", "netns", "exec", name)) for name in names]
         yield hosts[0], hosts[1]
+
+
+@contextmanager
+def two_hosts_and_a_router() -> Iterator[tuple[Host, Host, Host]]:
+    """Two hosts, 10.78.1.1 and 10.78.2.1, that reach each other by a third one alone, which both reach at 10.78.0.1."""
+    prefix = f"shoal-elastic-{os.getpid()}-"
+    names = [prefix + "a", prefix + "b", prefix + "router"]
+
+    with namespaces(names):
+        ip("-n", names[2], "addr", "add", "10.78.0.1/32", "dev", "lo")
+        for number, name in enumerate(names[:2], start=1):
+            port = f"port{number}"
+            ip("-n", name, "link", "add", "eth0", "type", "veth", "peer", "name", port, "netns", names[2])
+            ip("-n", name, "addr", "add", f"10.78.{number}.1/24", "dev", "eth0")
+            ip("-n", names[2], "addr", "add", f"10.78.{number}.254/24", "dev", port)
+            ip("-n", name, "link", "set", "eth0", "up")
+            ip("-n", names[2], "link", "set", port, "up")
+            ip("-n", name, "route", "add", "default", "via", f"10.78.{number}.254")
+        hosts = [Host(name, ("ip", "netns", "exec", name)) for name in names]
+        forward(hosts[2], True)
+        yield hosts[0], hosts[1], hosts[2]
+
+
+def forward(router: Host, on: bool) -> None:
+    """Whether packets pass from one of the others to the other one; without, they are lost in silence."""
+    command = [*router.prefix, "sysctl", "-w", f"net.ipv4.ip_forward={int(on)}"]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def make_certificate(own: Project, address: str) -> None:
+    command = (
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 "
+        f"-subj /CN={address} -addext subjectAltName=IP:{address} -keyout key.pem -out certificate.pem"
+    )
+    subprocess.run(command.split(), cwd=own.folder, check=True, capture_output=True)
 
 
 def may_make_namespaces() -> bool:
@@ -114,6 +166,146 @@ def test_a_lost_host_is_a_lost_replica(tmp_path: Path) -> None:
         assert rest.wait(HANG_S) == 0, own.said(f"{leader}.txt")
         assert again.wait(HANG_S) == 0, own.said("3.txt")
     assert own.losses() == pytest.approx(plain, rel=LOSS_TOLERANCE)
+
+
+@pytest.mark.stress
+def test_without_the_coordinator_a_run_goes_on_until_a_loss_and_then_saves(tmp_path: Path) -> None:
+    """kill -9 of the coordinator, for good: both hosts go on. When one is lost, the other saves the state that it
+    holds, after the newest step of all, and ends with 3 and a sentence; from there the run goes on as if nothing had
+    happened."""
+    own, processes = gpt_project(tmp_path), []
+    plain = undisturbed(own)
+    here = Host("one")
+    with ended(processes):
+        where = coordinate(own, here, processes)
+        keys = ("checkpoint.every_steps=0", "elastic.accept_s=15", "elastic.wait_s=20")
+        options = ("--coordinator", where, "--token", "job.token", *keys)
+        set_pace(own, 0.3)
+        first, second = (here.start(own, "train", "run.toml", *options, output=f"{n}.txt") for n in (1, 2))
+        processes += [first, second]
+        own.wait_for_step(3)
+        processes[0].kill()
+        processes[0].wait()
+        own.wait_for_step(max(own.losses()) + 10)
+        leader = 1 if "step" in own.said("1.txt") else 2
+        lost, rest = (second, first) if leader == 1 else (first, second)
+        lost.kill()
+        assert rest.wait(HANG_S) == 3, own.said(f"{leader}.txt")
+    said = " ".join(own.said(f"{leader}.txt").split())
+    found = re.search(r"the state after step (\d+) is saved, and the same command goes on from it", said)
+    assert found, said
+    assert "does not answer: start it" in said
+    assert newest_step(own) == int(found[1]) == max(own.losses())
+    set_pace(own, 0.0)
+    done = own.shoal("train", "fixed.toml", "run.processes=1")
+    assert done.returncode == 0, done.stderr
+    assert f"going on from the checkpoint of step {found[1]}" in done.stdout
+    assert own.losses() == pytest.approx(plain, rel=LOSS_TOLERANCE)
+
+
+@pytest.mark.stress
+def test_nobody_loses_a_step_when_the_coordinator_is_killed_and_started_again(tmp_path: Path) -> None:
+    """kill -9, some steps, a new one on the same journal and port, and then a loss: the same generation has gone on,
+    the next one forms, a replacement joins, and the losses are those of an undisturbed run."""
+    own, processes = gpt_project(tmp_path), []
+    plain = undisturbed(own)
+    here = Host("one")
+    with ended(processes):
+        where = coordinate(own, here, processes)
+        options = ("--coordinator", where, "--token", "job.token", "--replicas", "2")
+        set_pace(own, 0.3)
+        launcher = here.start(own, "train", "run.toml", *options, output="1.txt")
+        processes.append(launcher)
+        own.wait_for_step(3)
+        processes[0].kill()
+        processes[0].wait()
+        own.wait_for_step(max(own.losses()) + 5)
+        assert coordinate(own, here, processes, "--port", where.rpartition(":")[2]) == where
+        own.wait_for_step(max(own.losses()) + 5)
+        assert memberships(own) == [2], "a restart of the coordinator ends no generation"
+        pids = [pid for ranks in replicas_of(launcher).values() for pid in ranks]
+        os.kill(next(pid for pid in pids if pid != rank_zero(pids)), signal.SIGKILL)
+        wait_for_join(own, r"2 of 2 replicas; rank 1 joined after step", output="1.txt")
+        set_pace(own, 0.0)
+        assert launcher.wait(HANG_S) == 0, own.said("1.txt")
+    assert own.losses() == pytest.approx(plain, rel=LOSS_TOLERANCE)
+
+
+@pytest.mark.stress
+def test_two_replicas_become_four_and_then_three_without_a_restart(tmp_path: Path) -> None:
+    """`shoal coordinator scale`: those that stand by join between two steps, and one stands by again; no process is
+    started or ended, and the losses are those of an undisturbed run."""
+    own, processes = gpt_project(tmp_path), []
+    plain = undisturbed(own)
+    here = Host("one")
+    with ended(processes):
+        where = coordinate(own, here, processes, "--max", "4")
+        scale = ("coordinator", "scale", where)
+        options = ("--coordinator", where, "--token", "job.token", "--replicas", "4", "elastic.max=4")
+        set_pace(own, 0.3)
+        assert own.shoal(*scale, "2", "--token", "job.token").returncode == 0
+        launcher = here.start(own, "train", "run.toml", *options, output="1.txt")
+        processes.append(launcher)
+        own.wait_for_step(3)
+        first = replicas_of(launcher)
+        for replicas in (4, 3):
+            assert own.shoal(*scale, str(replicas), "--token", "job.token").returncode == 0
+            own.wait_for_text(rf"(?s)joined after step.*{replicas} of 4 replicas" if replicas == 3 else
+                              "4 of 4 replicas; .*joined after step", output="1.txt")  # fmt: skip
+        assert replicas_of(launcher) == first
+        set_pace(own, 0.0)
+        assert launcher.wait(HANG_S) == 0, own.said("1.txt")
+    assert memberships(own) == [2, 4, 3]
+    assert own.losses() == pytest.approx(plain, rel=LOSS_TOLERANCE)
+
+
+@pytest.mark.stress
+def test_the_replicas_of_a_host_that_is_taken_away_leave_and_those_elsewhere_go_on(tmp_path: Path) -> None:
+    """Its notice appears: its replica hands over after the step and its launcher ends with 75; the other host takes the
+    rest of the steps."""
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+    a, b = (gpt_project(folder) for folder in folders)
+    plain, processes = undisturbed(a), []
+    here = Host("one")
+    with ended(processes):
+        where = coordinate(a, here, processes)
+        keys = ('elastic.preemption_file="notice"', "checkpoint.every_steps=0")
+        options = ("--coordinator", where, "--token", str(a.folder / "job.token"), *keys)
+        for own in (a, b):
+            set_pace(own, 0.3)
+        stays, goes = (here.start(own, "train", "run.toml", *options, output="1.txt") for own in (a, b))
+        processes += [stays, goes]
+        wait_until(lambda: len({**a.losses(), **b.losses()}) > 3, lambda: a.said("1.txt") + b.said("1.txt"))
+        (b.folder / "notice").write_text("reclaimed")
+        assert goes.wait(HANG_S) == STOPPED, b.said("1.txt")
+        assert "its replicas hand over and leave" in b.said("1.txt")
+        set_pace(a, 0.0)
+        assert stays.wait(HANG_S) == 0, a.said("1.txt")
+    both = a.losses() | b.losses()
+    assert both == pytest.approx({step: plain[step] for step in both}, rel=LOSS_TOLERANCE)
+    assert len(both) >= len(plain) - 1, "the record of one step may leave with rank 0"
+
+
+@pytest.mark.stress
+def test_a_run_of_several_hosts_that_fails_leaves_its_ending_and_a_capsule(tmp_path: Path) -> None:
+    """The user's code fails, as it would on all hosts: what a run on one host leaves is there, too."""
+    own, processes = gpt_project(tmp_path), []
+    with (own.folder / "own.py").open("a") as code:
+        code.write("    if Path('boom').exists():\n        raise ValueError('a mistake of the user')\n")
+    here = Host("one")
+    with ended(processes):
+        options = ("--coordinator", coordinate(own, here, processes), "--token", "job.token")
+        set_pace(own, 0.2)
+        processes.append(here.start(own, "train", "run.toml", *options, "--replicas", "2", output="1.txt"))
+        own.wait_for_step(3)
+        (own.folder / "boom").touch()
+        assert processes[-1].wait(HANG_S) == 2, own.said("1.txt")
+    facts = json.loads((own.folder / "runs/own/facts.json").read_text())
+    assert facts["state"] == "failed"
+    assert facts["failure"]["exit_code"] == 2
+    assert re.search(r"capsule: (\S+);", own.said("1.txt"))
 
 
 @pytest.mark.stress
@@ -212,11 +404,7 @@ def test_the_side_with_the_coordinator_goes_on_through_a_silent_partition(tmp_pa
     """The link between two hosts is cut without a word: the host with the coordinator goes on alone, the other one
     stands and says why, and joins when the link is back."""
     own, processes = gpt_project(tmp_path), []
-    make = (
-        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=10.78.0.1 "
-        "-addext subjectAltName=IP:10.78.0.1 -keyout key.pem -out certificate.pem"
-    )
-    subprocess.run(make.split(), cwd=own.folder, check=True, capture_output=True)
+    make_certificate(own, "10.78.0.1")
     with two_hosts() as (a, b), ended(processes):
         tls = ("--address", "10.78.0.1", "--certificate", "certificate.pem", "--key", "key.pem", "--port", str(PORT))
         where = coordinate(own, a, processes, *tls)
@@ -235,6 +423,32 @@ def test_the_side_with_the_coordinator_goes_on_through_a_silent_partition(tmp_pa
         set_pace(own, 0.0)
         assert near.wait(HANG_S) == 0, own.said(f"{a.name}.txt")
         assert far.wait(HANG_S) == 0, own.said(f"{b.name}.txt")
+
+
+@pytest.mark.stress
+@pytest.mark.skipif(not may_make_namespaces(), reason="needs network namespaces and the command openssl")
+def test_of_hosts_that_reach_the_coordinator_alone_one_goes_on(tmp_path: Path) -> None:
+    """Nothing passes between two hosts, while both reach the coordinator: their collectives fail again and again, until
+    one of them, which the other suspects, is fenced; the other one takes the steps."""
+    own, processes = gpt_project(tmp_path), []
+    make_certificate(own, "10.78.0.1")
+    with two_hosts_and_a_router() as (a, b, router), ended(processes):
+        tls = ("--address", "10.78.0.1", "--certificate", "certificate.pem", "--key", "key.pem", "--port", str(PORT))
+        where = coordinate(own, router, processes, *tls)
+        options = ("--coordinator", where, "--token", "job.token", "--authorities", "certificate.pem",
+                   "wire.timeout_s=5", "elastic.retries=0")  # fmt: skip
+        set_pace(own, 0.3)
+        hosts = [h.start(own, "train", "run.toml", *options, output=f"{n}.txt") for n, h in enumerate((a, b))]
+        processes += hosts
+        own.wait_for_step(3)
+        forward(router, False)
+        fenced = lambda: [n for n in range(2) if "its peers cannot reach it" in own.said(f"{n}.txt")]  # noqa: E731
+        wait_until(fenced, lambda: own.said("0.txt") + own.said("1.txt"))
+        (gone,) = fenced()
+        set_pace(own, 0.0)
+        assert hosts[1 - gone].wait(HANG_S) == 0, own.said(f"{1 - gone}.txt")
+        assert hosts[gone].wait(HANG_S) in (0, 3), own.said(f"{gone}.txt")
+    assert max(own.losses()) == 200
 
 
 def test_a_launcher_without_the_jobs_token_starts_nothing(tmp_path: Path) -> None:

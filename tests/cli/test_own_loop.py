@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.project import Project, project, ranks_of
+from tests.ports import free_port
 from tests.waiting import HANG_S, wait_until
 
 PLAIN = """
@@ -176,6 +177,11 @@ def test_what_a_script_raises_ends_its_run(own: Project) -> None:
         (("sys.argv[1:]", '["layout.tensor=2"]'), "layout.tensor = 2: a script's own loop can be"),
         (("sys.argv[1:]", '["run.processes=2", "sync.kind=\\"server\\"", "sync.servers=1"]'),
          "sync.servers = 1: dedicated servers run no script"),
+        (("    run.backward(", "    g = torch.amp.GradScaler('cpu')\n    run.backward(g.scale(torch.ones(())) * "),
+         "the script scales its loss by a GradScaler"),
+        (("run = shoal", "dist = torch.distributed\n"
+          "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\nrun = shoal"),
+         "the script has called torch.distributed.init_process_group"),
         (("data=(data, data)", "data=5"), "the data is of type int" ),
     ],
 )  # fmt: skip
@@ -217,3 +223,18 @@ def test_weights_of_the_loop(own: Project) -> None:
     first, third = (list(losses_of(own, name).values()) for name in ("one", "three"))
     assert third == pytest.approx(first, rel=2e-6)
     assert len(first) == 10
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("command", ["shoal launch", "torchrun"])
+def test_a_loop_under_a_launcher(own: Project, plain: dict, command: str) -> None:
+    """Two ranks of `shoal launch`, and of torchrun: the losses of the plain script."""
+    name = command.replace(" ", "-")
+    script = ("own.py", f"run.name={name}")
+    if command == "torchrun":
+        nodes = ("--nnodes=1", "--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}")
+        done = own.python("-m", "torch.distributed.run", *nodes, *script)
+    else:
+        done = own.shoal("launch", "-n", "2", *script)
+    assert done.returncode == 0, done.stderr
+    assert list(losses_of(own, name).values()) == pytest.approx(plain["losses"], rel=2e-6)

@@ -66,7 +66,8 @@ def test_a_missing_run_file_is_named(own: Project) -> None:
     [
         (["model.build=own:nothing"], ["own:nothing", "no function 'nothing'", "model"]),
         (["model.build=nowhere:model"], ["nowhere", "no module"]),
-        (["model.build=own:not_a_model"], ["the model is a str; it must be an nn.Module"]),
+        (["model.build=own:not_a_model"], ["the model is a str, 'hello'; it must be an nn.Module"]),
+        (["model.build=builtins:int"], ["the model is an int; it must be an nn.Module"]),
         (["model.arguments={widht=3}"], ["model.build", "widht"]),
         (["data.build=own:not_a_model"], ["str"]),
         (["model.build=own:frozen"], ["the model has no parameter that requires a gradient"]),
@@ -129,6 +130,8 @@ def test_a_directory_of_another_model_is_refused_and_kept(own: Project) -> None:
     before = {path: path.read_bytes() for path in written if path.is_file()}
     kept = (own.folder / "runs/own/run.toml").read_text()
     refused(own.shoal("train", "run.toml", "run.steps=4", "model.arguments={width=9}"), USAGE, "layers.0.weight")
+    warm = ["run.name=other", "run.warm_start=runs/own", "model.arguments={width=9}"]
+    refused(own.shoal("train", "run.toml", *warm), USAGE, "runs/own holds another model", "Let run.warm_start name")
     assert (own.folder / "runs/own/run.toml").read_text() == kept
     assert all(path.read_bytes() == content for path, content in before.items())
 
@@ -164,6 +167,7 @@ def test_a_run_cannot_change_what_it_was(own: Project) -> None:
         ("run.seed=5", ["run.seed = 0", "now it is 5", "warm_start"]),
         ("optimizer.kind=sgd", ["optimizer.kind = 'adamw'", "'sgd'"]),
         ("data.shuffle=false", ["data.shuffle = True"]),
+        ("data.arguments={broken=29}", ["training sample 29 is not what it was", "run.directory", "warm_start"]),
     ):
         refused(own.shoal("train", "run.toml", "run.processes=1", changed), USAGE, *words)
 
@@ -175,6 +179,16 @@ def test_ranks_that_drew_other_data_are_named(own: Project) -> None:
         + "\n\ndef unseeded():\n    torch.seed()\n    return list(zip(torch.randn(9, 2), torch.ones(9).long()))\n"
     )
     refused(own.shoal("train", "run.toml", "data.build=own:unseeded"), USAGE, "rank 1 has another data", "seeded")
+
+
+def test_ranks_with_another_module_are_named(own: Project) -> None:
+    """A layer that every rank imports from a folder of its own, outside of where it was started: exit 2 names it."""
+    for rank in (0, 1):
+        (own.folder / f"side-{rank}").mkdir()
+        (own.folder / f"side-{rank}/side.py").write_text(f"HIDDEN = {rank}")
+    imports = f"import sys\nsys.path.insert(0, {str(own.folder)!r} + '/side-' + RANK)\nimport side\n"
+    (own.folder / "own.py").write_text((own.folder / "own.py").read_text() + imports)
+    refused(own.shoal("train", "run.toml"), USAGE, "rank 1 runs another module side (", "copy the same files")
 
 
 def test_checkpoints_that_are_not_there_are_not_whole(own: Project) -> None:

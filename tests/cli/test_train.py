@@ -238,12 +238,44 @@ def test_a_rank_that_never_comes_is_named_and_signals_end_the_wait(own: Project)
 def test_a_resume_says_which_keys_have_changed(own: Project) -> None:
     """The key, what it was and what it is; the run file of each start is kept."""
     assert own.shoal("train", "run.toml", "run.steps=2").returncode == 0
-    done = own.shoal("train", "run.toml", "run.steps=3", "optimizer.lr=0.02")
+    renamed = ["run.name=renamed", "run.directory=runs/own"]
+    done = own.shoal("train", "run.toml", "run.steps=3", "optimizer.lr=0.02", *renamed)
     assert done.returncode == 0, done.stderr
+    assert "since the start before, run.name has changed from 'own' to 'renamed'" in done.stdout
     assert "since the start before, optimizer.lr has changed from 0.01 to 0.02" in done.stdout
     assert "since the start before, run.steps has changed from 2 to 3" in done.stdout
     kept = [tomllib.loads((own.folder / f"runs/own/{name}.toml").read_text()) for name in ("run-0", "run")]
     assert [file["optimizer"]["lr"] for file in kept] == [0.01, 0.02]
+
+
+def test_what_takes_long_is_said_before_the_first_step_and_after_the_last(own: Project) -> None:
+    """In the order of a start and of an end, of a resumed run too; and what its keys mean for the data and the rate."""
+    keys = ["observe.report=true", "schedule.warmup_steps=2", "batch.global_samples=31"]
+    first = own.shoal("train", "run.toml", "run.steps=2", *keys)
+    resumed = own.shoal("train", "run.toml", "run.steps=3", *keys)
+    building = ["building the model and opening the data", "waiting until every rank has built its model"]
+    building += ["connecting the ranks and drawing the weights"]
+    loading = ["verifying the newest checkpoint", "loading the checkpoint of step 2"]
+    for done, begins, last in ((first, building, 2), (resumed, building + loading, 3)):
+        assert done.returncode == 0, done.stderr
+        said = done.stdout.splitlines()
+        ends = [f"waiting until the checkpoint of step {last} is written", "writing the report"]
+        steps = [n for n, line in enumerate(said) if line.startswith("step ")]
+        assert said[: len(begins)] == begins
+        assert [line for line in said if line in ends] == ends
+        assert said.index(begins[-1]) < steps[0] <= steps[-1] < said.index(ends[0])
+    assert "the learning rate only rises: schedule.warmup_steps = 2 and run.steps = 2" in first.stdout
+    assert "the learning rate only rises" not in resumed.stdout
+    assert "warning: batch.global_samples = 31, and there are 30 training samples: each step uses some" in first.stdout
+
+
+def test_a_launcher_with_another_number_of_ranks_is_said(own: Project) -> None:
+    """Two ranks started by hand and `run.processes = 3`: rank 0 says that two train, once, and they do."""
+    port = free_port()
+    ranks = [own.start_rank(r, "train", "run.toml", "run.steps=1", "run.processes=3", port=port) for r in (0, 1)]
+    assert [rank.wait(HANG_S) for rank in ranks] == [0, 0]
+    said = "run.processes = 3 is passed over: the launcher has started 2 ranks, and all of them train"
+    assert [own.said(f"rank-{r}.txt").count(said) for r in (0, 1)] == [1, 0]
 
 
 def test_out_of_memory_is_said_in_a_few_lines(own: Project) -> None:
@@ -254,6 +286,20 @@ def test_out_of_memory_is_said_in_a_few_lines(own: Project) -> None:
     assert len(lines) == 4
     assert re.match(r"out of memory: asked for [\d.]+ GiB, and [\d.]+ GiB are left of 6.00 GiB \(ulimit -v\)", lines[1])
     assert lines[3].startswith("What frees memory: batch.micro_samples")
+
+
+def test_out_of_memory_is_explained_under_other_launchers(own: Project) -> None:
+    """A rank that was started by hand and runs out of memory says what there is, and what frees some; exit 5."""
+    (own.folder / "own.py").write_text(
+        (own.folder / "own.py").read_text()
+        + "\n\nclass Greedy(Logging):\n    def forward(self, x):\n"
+        + "        raise MemoryError('Unable to allocate 7.45 GiB')\n"
+    )
+    rank = own.start_rank(0, "train", "run.toml", "model.build=own:Greedy", world_size=1, port=free_port())
+    assert rank.wait(HANG_S) == 5
+    said = own.said("rank-0.txt")
+    assert "out of memory: asked for 7.45 GiB" in said
+    assert said.splitlines()[-1].startswith("What frees memory: batch.micro_samples")
 
 
 def test_a_run_directory_that_is_removed_is_named(own: Project) -> None:
@@ -310,7 +356,7 @@ def test_a_model_that_cannot_train_is_one_sentence(own: Project) -> None:
     """What is wrong with it stands once, though two ranks found it; no traceback, and exit 2."""
     done = own.shoal("train", "run.toml", "model.build='own:not_a_model'")
     assert done.returncode == 2, done.stderr
-    assert done.stderr.count("the model is a str; it must be an nn.Module") == 1
+    assert done.stderr.count("the model is a str, 'hello'; it must be an nn.Module") == 1
     assert "Traceback" not in done.stderr
 
 

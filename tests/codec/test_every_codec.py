@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.codec.codec import ALIGNMENT_BYTES, pack, unpack
+from shoal.codec.codec import ALIGNMENT_BYTES, TensorPlace, pack, unpack
 from shoal.codec.config import ACPSGDConfig, CodecConfig, PowerSGDConfig
 from shoal.config.table import implementation_of
 from tests.codec.every import CONFIGS, codec_of
@@ -53,6 +53,21 @@ def test_what_is_sent_and_what_is_left_make_the_vector(name: str, numel: int, se
     residual = x - sent
     assert sent.shape == x.shape
     assert torch.equal(sent + residual, x)
+
+
+@pytest.mark.parametrize("name", ["power_sgd", "acp_sgd"])
+@pytest.mark.parametrize("round_number", [1, 2])
+def test_so_do_those_of_low_rank_on_matrices(name: str, round_number: int) -> None:
+    """Alone, sent + residual == x up to two roundings in float64, although both sums travel in float32."""
+    places = [TensorPlace("a", 0, (12, 9)), TensorPlace("b", 108, (5,)), TensorPlace("c", 113, (4, 3, 5))]
+    codec, x = codec_of(name).bound(places, key=1, rank=0, ranks=1), vector(173, 3)
+    for number in range(round_number):
+        codec.begin(number)
+        left, total = x.clone(), torch.empty_like(x)
+        for _ in codec.summing_into(left, total, key=5, residual=True):
+            pass
+    assert float((total + left - x).abs().max()) <= 4 * torch.finfo(torch.float64).eps * float(x.abs().max())
+    assert float(left[:108].norm()) > 0.1 * float(x[:108].norm())
 
 
 @every_codec

@@ -8,11 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.codec.codec import Place
+from shoal.codec.codec import TensorPlace
 from shoal.codec.config import PowerSGDConfig
 from shoal.codec.power_sgd import PowerSGD
 
-PLACES = [Place("a", 0, (24, 5, 4)), Place("bias", 480, (24,)), Place("b", 512, (16, 30)), Place("small", 992, (2, 3))]
+PLACES = [
+    TensorPlace("a", 0, (24, 5, 4)),
+    TensorPlace("bias", 480, (24,)),
+    TensorPlace("b", 512, (16, 30)),
+    TensorPlace("small", 992, (2, 3)),
+]
 NUMEL = 1000
 FLOAT32 = 1e-5
 """Payloads are float32; the numbers are about 1."""

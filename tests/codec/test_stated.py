@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 import torch
 
-from shoal.codec.codec import Place
+from shoal.codec.codec import TensorPlace
 from shoal.codec.config import AutoConfig, BlockwiseConfig, CodecConfig, NoCodec, PowerSGDConfig
 from shoal.codec.stated import Matrices, is_stated, label, stated
 from shoal.config.table import implementation_of
@@ -33,7 +33,7 @@ def test_payloads_have_the_stated_bytes(name: str, numel: int) -> None:
         assert found.payloads == (one.wire_bytes(numel),)
 
 
-def _summed_bytes(config: CodecConfig, numel: int, places: Sequence[Place], sums: int = 1) -> list[float]:
+def _summed_bytes(config: CodecConfig, numel: int, places: Sequence[TensorPlace], sums: int = 1) -> list[float]:
     """Bytes of each all-reduce that a sum of one rank makes, the mean of several sums."""
     one = implementation_of(config)(config).bound(places, key=0, rank=0, ranks=1)
     x = torch.randn(numel, generator=torch.Generator().manual_seed(0))
@@ -47,7 +47,7 @@ def test_low_rank_payloads_have_the_stated_bytes(name: str, rank: int) -> None:
     """With matrices, of which one stays whole, and numbers that lie in none; ACP-SGD in the mean of its two sums."""
     places, at = [], 0
     for number, shape in enumerate(SHAPES):
-        places.append(Place(str(number), at, shape))
+        places.append(TensorPlace(str(number), at, shape))
         at += shape[0] * shape[1]
     config = type(CONFIGS[name])(rank=rank)  # pyright: ignore[reportCallIssue]
     matrices = [Matrices(*shape) for shape in SHAPES]

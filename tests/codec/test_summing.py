@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from shoal.codec.acp_sgd import ACPSGD
-from shoal.codec.codec import Codec, Place
+from shoal.codec.codec import Codec, TensorPlace
 from shoal.codec.config import ACPSGDConfig, PowerSGDConfig, RandomKConfig, ScaleComConfig
 from shoal.codec.power_sgd import PowerSGD
 from shoal.codec.random_k import RandomK
 from shoal.codec.scale_com import ScaleCom
 
-PLACES = [Place("a", 0, (24, 20)), Place("bias", 480, (24,)), Place("b", 512, (16, 30))]
+PLACES = [TensorPlace("a", 0, (24, 20)), TensorPlace("bias", 480, (24,)), TensorPlace("b", 512, (16, 30))]
 NUMEL, RANKS = 1000, 3
 FLOAT32 = 1e-4
 """Payloads are float32; the numbers are about 10."""

@@ -11,7 +11,7 @@ import pytest
 from shoal.collectives import double_tree, doubling, ring
 from shoal.collectives.catalogue import tables
 from shoal.collectives.check import begun, check
-from shoal.collectives.table import Kind, Move, Receive, Send, Step, Table, Transfer, relabelled, table_of
+from shoal.collectives.table import CollectiveTable, Kind, Move, Receive, Send, Step, Transfer, relabelled, table_of
 from shoal.errors import LayoutError
 
 KINDS: tuple[Kind, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce")
@@ -20,7 +20,7 @@ EAGER_RANKS = 12
 BLOCKS = 3
 
 
-def all_tables(kind: Kind, ranks: int) -> tuple[Table, ...]:
+def all_tables(kind: Kind, ranks: int) -> tuple[CollectiveTable, ...]:
     """Every algorithm, a hierarchy wherever the ranks divide."""
     local = next((g for g in range(2, ranks) if ranks % g == 0), 1)
     return tables.__wrapped__(kind, ranks, local=local, blocks=BLOCKS)
@@ -66,7 +66,7 @@ def test_an_order_that_leaves_a_rank_out_is_refused() -> None:
         relabelled(ring.all_reduce(3), [0, 1, 1])
 
 
-def changed(table: Table, rank: int, step: int, new: Callable[[Step], Step]) -> Table:
+def changed(table: CollectiveTable, rank: int, step: int, new: Callable[[Step], Step]) -> CollectiveTable:
     """The table with one step of one rank replaced."""
     row = list(table.rows[rank])
     row[step] = new(row[step])
@@ -135,7 +135,9 @@ RING, HALVING = ring.all_reduce(4), doubling.halving_doubling(4)
         (ring.all_gather(4), 0, another_cell_written, "ends with|holds nothing yet"),
     ],
 )  # fmt: skip
-def test_a_planted_fault_is_found(table: Table, step: int, fault: Callable[[Step], Step], complaint: str) -> None:
+def test_a_planted_fault_is_found(
+    table: CollectiveTable, step: int, fault: Callable[[Step], Step], complaint: str
+) -> None:
     """Whichever rank has it."""
     check(table)
     for rank in range(4):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shoal.comm.backends import Transport
+from shoal.comm.backends import TransportName
 from shoal.comm.collective import GroupCollective
 from shoal.comm.config import WireConfig
 from shoal.comm.mesh import Mesh, build_mesh
@@ -33,7 +33,7 @@ GROUPS = 3000
 CALLS, NUMBERS = 20, 1 << 18
 
 
-def mesh_over(place: Place, store: dist.Store, transport: Transport, *, check: bool = False) -> Mesh:
+def mesh_over(place: Place, store: dist.Store, transport: TransportName, *, check: bool = False) -> Mesh:
     """One replica a rank."""
     return build_mesh(
         Layout(replicate=place.world_size),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shoal.comm.backends import Capabilities, RankCapabilities, Transport, choose_backend
+from shoal.comm.backends import Capabilities, RankCapabilities, TransportName, choose_backend
 from shoal.comm.board import Board
 from shoal.comm.connect import gather_capabilities
 from shoal.errors import EnvironmentFault
@@ -42,7 +42,7 @@ NO_MPI = "no MPI launcher started them: mpiexec -n 2 shoal train RUN.toml"
         ("mpi", replace(ONE, by_mpi=True), "mpi"),
     ],
 )
-def test_the_choice_follows_from_the_capabilities(asked: Transport, group: Capabilities, backend: str) -> None:
+def test_the_choice_follows_from_the_capabilities(asked: TransportName, group: Capabilities, backend: str) -> None:
     """Each line of the table."""
     choice = choose_backend(asked, group)
     assert choice.backend == backend
@@ -59,7 +59,7 @@ def test_the_choice_follows_from_the_capabilities(asked: Transport, group: Capab
         ("mpi", replace(TWO, no_mpi=NO_MPI), "mpiexec -n 2 shoal train"),
     ],
 )
-def test_what_was_asked_for_and_cannot_be_is_refused(asked: Transport, group: Capabilities, says: str) -> None:
+def test_what_was_asked_for_and_cannot_be_is_refused(asked: TransportName, group: Capabilities, says: str) -> None:
     """Nobody gets another transport than the one that was named; the sentence says why and what works."""
     with pytest.raises(EnvironmentFault, match="is not available to these") as refusal:
         choose_backend(asked, group)

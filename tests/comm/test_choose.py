@@ -10,7 +10,7 @@ import pytest
 
 from shoal.bench.link import labs
 from shoal.bench.link_topology import planted_links, shuffled
-from shoal.collectives.table import Kind, Table, relabelled
+from shoal.collectives.table import CollectiveTable, Kind, relabelled
 from shoal.comm.algorithms import choose as choosing
 from shoal.comm.algorithms.choose import EFFORT, MOST_SEARCHED, OVERHEAD, TREES, RankedTable, choose, ranking
 from shoal.cost.walk import walk_s
@@ -96,7 +96,7 @@ def test_the_search_is_bounded_and_the_same_everywhere(kind: Kind, monkeypatch: 
     """
     walked: list[int] = []
 
-    def counted(table: Table, size: float, links: Links, *, add_bytes_s: float) -> float:
+    def counted(table: CollectiveTable, size: float, links: Links, *, add_bytes_s: float) -> float:
         walked.append(OVERHEAD + sum(len(step.sends) for row in table.rows for step in row))
         return walk_s(table, size, links, add_bytes_s=add_bytes_s)
 

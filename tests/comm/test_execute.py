@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shoal.collectives.catalogue import tables
-from shoal.collectives.table import Kind, Table, relabelled
+from shoal.collectives.table import CollectiveTable, Kind, relabelled
 from shoal.comm.algorithms import execute
 from shoal.comm.algorithms import probe as probes
 from shoal.comm.algorithms.choose import choose, ranking
@@ -58,7 +58,7 @@ def drawn(length: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randint(0, 15, (length,), generator=generator).to(dtype)
 
 
-def all_tables(kind: Kind, ranks: int) -> tuple[Table, ...]:
+def all_tables(kind: Kind, ranks: int) -> tuple[CollectiveTable, ...]:
     return tables(kind, ranks, local=2 if ranks % 2 == 0 else 1, blocks=2)
 
 
@@ -124,7 +124,7 @@ def test_the_other_collectives_are_those_of_the_group(ranks: int) -> None:
     """Reduce-scatter, all-gather, all-to-all, broadcast and reduce; inputs keep their content; any order of ranks."""
     order = [(rank * 5 + 1) % ranks for rank in range(ranks)] if ranks % 5 else list(range(ranks))
 
-    def placed(kind: Kind) -> list[Table]:
+    def placed(kind: Kind) -> list[CollectiveTable]:
         return [t for table in all_tables(kind, ranks) for t in (table, relabelled(table, order))]
 
     def job(group: Collective) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from shoal.comm.mpi.world import why_no_mpi
+from shoal.installation import install_command
 from shoal.observe.events import read_events
 from tests import programs
 
@@ -71,4 +72,4 @@ def test_what_stands_in_the_way_of_mpi_is_said(monkeypatch: pytest.MonkeyPatch) 
     """Without the package, or without a launcher, one sentence says what to do; MPI is not started for it."""
     assert "mpiexec -n 2 shoal train" in why_no_mpi({}) or "pip install" in why_no_mpi({})
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert why_no_mpi({"PMI_RANK": "0"}) == "the package 'mpi4py' is missing: pip install 'shoal[mpi]'"
+    assert why_no_mpi({"PMI_RANK": "0"}) == f"the package 'mpi4py' is missing: {install_command('mpi')}"

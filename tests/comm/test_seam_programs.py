@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal.comm.backends import Transport
+from shoal.comm.backends import TransportName
 from shoal.comm.board import Board
 from shoal.comm.checking.deadlock import WaitGraph
 from shoal.comm.config import WireConfig
@@ -167,7 +167,7 @@ def by_name(group: dist.ProcessGroup) -> list[Tensor]:
     ]  # fmt: skip
 
 
-def both(place, program: Program, transport: Transport, check: bool, algorithm: str = "backend") -> Any:
+def both(place, program: Program, transport: TransportName, check: bool, algorithm: str = "backend") -> Any:
     """Gloo's tensors, the Seam's, and its ledger."""
     want = Over(place, None)(program)
     ours = Over(place, transport, check=check, algorithm=algorithm)
@@ -183,11 +183,11 @@ def agree(rows: list[Any]) -> list[dict[str, Entry]]:
     return [entries for _, _, entries in rows]
 
 
-WIRES: list[tuple[Transport, bool]] = [("gloo", False), ("gloo", True), ("shm", False), ("shm", True)]
+WIRES: list[tuple[TransportName, bool]] = [("gloo", False), ("gloo", True), ("shm", False), ("shm", True)]
 
 
 @pytest.mark.parametrize(("transport", "check"), WIRES)
-def test_fsdp2_over_a_seam_is_fsdp2_over_gloo(ranks, transport: Transport, check: bool) -> None:
+def test_fsdp2_over_a_seam_is_fsdp2_over_gloo(ranks, transport: TransportName, check: bool) -> None:
     """The same losses and weights; the ledger has every gradient, 766 float64s in each step."""
     gradients = sum(p.numel() for p in network().parameters()) * 8
     sent = STEPS * bytes_sent("reduce_scatter", gradients, size=2, backend=transport)
@@ -200,7 +200,7 @@ CALLS = {"all_gather": 4, "reduce_scatter": 4, "all_to_all": 2, "all_reduce": 3,
 
 
 @pytest.mark.parametrize(("transport", "check"), WIRES)
-def test_every_name_of_a_call_is_counted(ranks, transport: Transport, check: bool) -> None:
+def test_every_name_of_a_call_is_counted(ranks, transport: TransportName, check: bool) -> None:
     """New names and old ones, several tensors in one call, and what DTensor calls from C++."""
     for entries in agree(ranks(2, both, by_name, transport, check)):
         assert {operation: entry.calls for operation, entry in entries.items()} == CALLS
@@ -211,7 +211,7 @@ def test_every_name_of_a_call_is_counted(ranks, transport: Transport, check: boo
     ("program", "counted"), [(tensor_parallel, "all_reduce"), (data_parallel, "all_reduce"), (pipelined, "send")]
 )
 def test_other_programs_over_a_seam_are_those_over_gloo(
-    ranks, transport: Transport, check: bool, program: Program, counted: str
+    ranks, transport: TransportName, check: bool, program: Program, counted: str
 ) -> None:
     """Tensor parallelism, DDP (which waits for futures), 1F1B."""
     for entries in agree(ranks(2, both, program, transport, check)):
@@ -224,7 +224,7 @@ def test_programs_over_algorithms_are_those_over_gloo(ranks, program: Program) -
     agree(ranks(2, both, program, "gloo", True, "ring"))
 
 
-def told_apart(place, transport: Transport) -> str:
+def told_apart(place, transport: TransportName) -> str:
     """What is said where rank 1 hands in more than rank 0."""
 
     def program(group: dist.ProcessGroup) -> list[Tensor]:
@@ -242,7 +242,7 @@ def told_apart(place, transport: Transport) -> str:
 
 
 @pytest.mark.parametrize("transport", ["gloo", "shm"])
-def test_a_call_by_a_new_name_is_checked(ranks, transport: Transport) -> None:
+def test_a_call_by_a_new_name_is_checked(ranks, transport: TransportName) -> None:
     """`dist.reduce_scatter_tensor` of different sizes: both ranks hear who called what."""
     for sentence in ranks(2, told_apart, transport):
         assert "reduce_scatter (sum) of float32 [6]" in sentence

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from shoal.collectives import bruck, circulant, direct, double_tree, doubling, ring, two_level
-from shoal.collectives.table import Table, Transfer, table_of
+from shoal.collectives.table import CollectiveTable, Transfer, table_of
 from shoal.cost import alpha_beta
 from shoal.cost.walk import bytes_between, walk_s
 from shoal.topology.links import clustered, uniform
@@ -36,7 +36,7 @@ ANY, POWERS = (1, 2, 3, 5, 8, 12, 16, 31, 64), (1, 2, 4, 8, 16, 32, 64)
     ],
 )  # fmt: skip
 def test_a_walk_on_uniform_links_is_the_closed_form(
-    generator: Callable[[int], Table], form: Callable[..., float], sizes: tuple[int, ...]
+    generator: Callable[[int], CollectiveTable], form: Callable[..., float], sizes: tuple[int, ...]
 ) -> None:
     """For every number of ranks for which the form is exact."""
     for ranks in sizes:

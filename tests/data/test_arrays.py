@@ -39,7 +39,7 @@ def test_bad_arrays_are_refused(tmp_path: Path):
         Arrays(good, np.zeros((0, 2)))
     with pytest.raises(DataError, match="at least one sample"):
         Arrays(np.array(1.0), good)
-    with pytest.raises(DataError, match=r"no \.npy array"):
+    with pytest.raises(DataError, match=r"o\.npy is no \.npy array of numbers: write it with numpy\.save, without obj"):
         Arrays(saved(tmp_path / "o.npy", np.array([object()])), good)
     (tmp_path / "empty.npy").touch()
     with pytest.raises(DataError, match=r"no \.npy array"):

@@ -28,5 +28,5 @@ def test_the_split_is_fixed_and_whole():
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch):
     """Without scikit-learn the error says what to install."""
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(MissingExtra, match=r"shoal\[vision\]"):
+    with pytest.raises(MissingExtra, match=r"\[vision\]"):
         digits()

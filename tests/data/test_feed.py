@@ -37,7 +37,7 @@ class Numbers:
 
 def feed(source: Numbers, **options) -> Feed:
     order = Order(len(source), seed=7)
-    names = ("global_samples", "replica", "replicas", "micro_samples", "group")
+    names = ("global_samples", "replica", "replicas", "micro_samples", "group", "epoch")
     own = StepShare(**({"global_samples": 4} | {name: options.pop(name) for name in names if name in options}))
     return Feed(source, order, own, **options)
 
@@ -264,3 +264,31 @@ def test_evaluation_reads_each_sample_once(limit: int | None, micro: int | None)
     assert ids_of(batches) == wanted[limit]
     assert torch.cat([batch.positions for batch in batches]).tolist() == list(range(len(wanted[limit])))
     assert all(len(batch) <= (micro or 20) for batch in batches)
+
+
+@settings(max_examples=25, deadline=None)
+@given(samples=st.integers(1, 30), replicas=st.integers(1, 5), global_samples=st.integers(1, 12))
+def test_steps_that_end_with_the_epoch(samples, replicas, global_samples):
+    """Two epochs, in steps of `global_samples` and a shorter last one, as a DataLoader cuts them. A replica without
+    samples has one that weighs nothing."""
+    order, a_step = Order(samples, seed=7), -(-samples // global_samples)
+    feeds = [
+        feed(Numbers(samples), global_samples=global_samples, replica=r, replicas=replicas, epoch=samples)
+        for r in range(replicas)
+    ]
+    used = []
+    for number in range(2 * a_step):
+        steps = [each.next() for each in feeds]
+        epoch, place = divmod(number, a_step)
+        start = epoch * samples + place * global_samples
+        stop = min(start + global_samples, (epoch + 1) * samples)
+        assert {each.interval for each in steps} == {Interval(start, stop)}
+        assert all(each.microbatches for each in steps)
+        for batch in (batch for each in steps for batch in each.microbatches):
+            if batch.real_samples:
+                used += ids_of([batch])
+            else:
+                assert (len(batch), batch.weight) == (1, 0.0)
+    for each in feeds:
+        each.close()
+    assert used == order.ids(np.arange(2 * samples)).tolist()

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.data.order import MOST_SAMPLES, Order
+from shoal.data.order import MOST_SAMPLES, Order, WholeSteps
 from shoal.errors import DataError
 
 FROZEN = [9, 4, 7, 5, 3, 2, 6, 1, 8, 0, 9, 5, 7, 2, 6, 3, 1, 8, 4, 0]
@@ -105,3 +105,13 @@ def test_a_window_permutes_and_stays_local(samples: int, window: int, seed: int)
     for start in range(0, samples, 16 * run):
         stretch = ids[start : min(start + 16 * run, samples)]
         assert len(np.unique(stretch // run)) <= 17
+
+
+def test_whole_steps_are_the_beginnings_of_epochs():
+    """Of 10 samples 8 are kept: the first 8 of each epoch of the whole order, at positions without gaps."""
+    order = Order(10, seed=3)
+    kept = WholeSteps(order, 8)
+    every = order.ids(np.arange(30)).reshape(3, 10)
+    assert kept.ids(np.arange(24)).tolist() == every[:, :8].flatten().tolist()
+    assert kept.epochs(np.array([0, 7, 8, 23])).tolist() == [0, 0, 1, 2]
+    assert kept.samples == 10

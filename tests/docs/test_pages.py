@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -12,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 from click import Context
 from typer.core import TyperGroup
 from typer.main import get_command
 
+import shoal
 from shoal.checkpoint.inspect import weights_of
 from shoal.cli.main import app
 from shoal.cli.submit import WithDefault
@@ -31,9 +35,8 @@ PAGES = sorted(
     for path in DOCS.rglob("*.md")
     if path.relative_to(DOCS).parts[0] not in ("decisions", "benchmarks", "_build") and path.stem != "command-line"
 )
-WITH_EXAMPLES = [
-    "first-ten-minutes", "your-model", "precision", "memory-trouble", "when-it-hangs", "checkpoints",
-]  # fmt: skip
+OF_OTHER_FILES = ("data", "experiments")
+"""Pages whose tables are tried elsewhere: `tests/data/test_docs.py`, `tests/experiments`."""
 LEAST: dict[str, Any] = {
     "run": {"name": "example", "steps": 2},
     "model": {"kind": "gpt", "vocabulary": 256, "width": 32, "layers": 2, "heads": 2},
@@ -45,6 +48,12 @@ LEAST: dict[str, Any] = {
 def blocks(page: str, language: str) -> list[str]:
     text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
     return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+
+
+def with_tables() -> list[str]:
+    """The pages with run files in blocks of TOML, but the reference, which is generated."""
+    names = [str(page.relative_to(DOCS).with_suffix("")) for page in PAGES]
+    return [n for n in names if not n.startswith("reference/") and n not in OF_OTHER_FILES and blocks(n, "toml")]
 
 
 def test_every_page_is_in_the_navigation() -> None:
@@ -65,17 +74,35 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not lost
 
 
-@pytest.mark.parametrize("page", WITH_EXAMPLES)
-def test_tables_are_accepted(page: str) -> None:
-    """Each example is a run file, or tables that may stand in one."""
-    tables = blocks(page, "toml")
-    assert tables
-    for text in tables:
+@pytest.mark.parametrize("page", [*with_tables(), "../README"])
+def test_tables_are_accepted(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each example is a run file, or tables that may stand in one; in a folder with the model that pages speak of."""
+    llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 256}
+    (tmp_path / "models/my-llama").mkdir(parents=True)
+    (tmp_path / "models/my-llama/config.json").write_text(json.dumps(llama))
+    monkeypatch.chdir(tmp_path)
+    for text in blocks(page, "toml"):
         given = tomllib.loads(text)
         merged = {**LEAST, **{name: {**LEAST.get(name, {}), **table} for name, table in given.items()}}
-        if given.get("model", {}).get("kind", "gpt") != "gpt":
-            merged["model"] = given["model"]
+        for name in ("model", "data"):
+            if given.get(name, {}).get("kind", LEAST[name]["kind"]) != LEAST[name]["kind"]:
+                merged[name] = given[name]
         run_file_of(apply(merged, [], RunFile), file=page)
+
+
+def test_the_loss_over_gathered_samples_runs() -> None:
+    """The block of losses-and-tables.md, in one process."""
+    (code,) = blocks("losses-and-tables", "python")
+    names = {"shoal": shoal, "F": F, "outputs": {name: torch.randn(3, 4) for name in ("first", "second")}}
+    exec(code, names)
+    assert names["losses"].shape == (3,)
+
+
+def test_every_page_with_python_is_run() -> None:
+    """Here, or by the tests of its room."""
+    with_python = {str(page.relative_to(DOCS).with_suffix("")) for page in PAGES if "```python" in page.read_text()}
+    own = {"data", "own-loop", "your-model", "python-api", "losses-and-tables"}
+    assert {name for name in with_python if not name.startswith("migration/")} == own
 
 
 def test_the_script_of_your_model_trains(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_another_kind_changes_nothing() -> None:
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """One sentence, before anything is changed."""
     monkeypatch.setattr(float8.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtra, match=r"shoal\[float8\]"):
+    with pytest.raises(MissingExtra, match=r"\[float8\]"):
         use_float8(Blocks(), Float8(), device=CPU)
 
 

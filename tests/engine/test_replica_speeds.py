@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 
+from shoal.comm.board import Board
+from shoal.comm.local import local_group
 from shoal.comm.mesh import build_mesh
 from shoal.data.cursor import Interval
 from shoal.data.order import share
-from shoal.engine.replica_speeds import Noted, ReplicaSpeeds
+from shoal.engine.replica_speeds import Noted, ReplicaSpeeds, SpeedBoard
+from shoal.resilience.stragglers import Stragglers
 from shoal.topology.layout import Layout
 from tests.ranks import TestPlace
+from tests.waiting import HANG_S
 
 SAMPLES, REPLICAS = 64, 4
 NOISE = 0.05
@@ -98,3 +104,69 @@ def test_work_follows_when_another_replica_is_slow(ranks) -> None:
     assert played.parts[99][0] < played.parts[99][3]
     assert played.parts[199][3] < played.parts[199][0]
     assert all(sum(parts) == SAMPLES for parts in played.parts)
+
+
+def play_apart(
+    steps: int, slow: Sequence[tuple[int, int, float]], stragglers: Stragglers | None = None
+) -> list[tuple[int, str]]:
+    """Replicas that never agree, each at its own pace on a virtual clock, until the slowest has taken `steps`: what
+    rank 0 said, after which step of the slowest. (first step, replica, factor) says who is slow from which of its own
+    steps on.
+    """
+    store, said, draws = HashStore(), list[tuple[int, str]](), random.Random(3)
+    taken, clock_s = [0] * REPLICAS, [0.0] * REPLICAS
+
+    def say(sentence: str) -> None:
+        said.append((min(taken), sentence))
+
+    watches = [
+        ReplicaSpeeds(
+            ranks, rank, REPLICAS, torch.device("cpu"),
+            warn=say, note=say, stragglers=stragglers or Stragglers(), board=Board(store, timeout_s=HANG_S),
+        )
+        for rank, ranks in enumerate(local_group(REPLICAS))
+    ]  # fmt: skip
+    while min(taken) < steps:
+        rank = min(range(REPLICAS), key=lambda one: clock_s[one])
+        factor = next((f for first, one, f in reversed(slow) if one == rank and taken[rank] + 1 >= first), 1.0)
+        seconds = SAMPLE_S * SAMPLES / REPLICAS * factor * draws.lognormvariate(0, NOISE)
+        clock_s[rank], taken[rank] = clock_s[rank] + seconds, taken[rank] + 1
+        watches[rank].took(Noted(SAMPLES // REPLICAS, seconds))
+        watches[rank].after_step(agreed=False)
+    return said
+
+
+@pytest.mark.parametrize("slow", [0, 2])
+def test_a_slow_replica_is_named_long_before_an_agreement(slow: int) -> None:
+    """Replicas that take steps of their own and agree on nothing in 200 steps: one that is 1.5 times as slow from its
+    step 101 on is named within 20 of its steps, and so is the end of it. Rank 0 names itself too.
+    """
+    (named, sentence), (ended, end) = play_apart(200, [(101, slow, 1.5), (151, slow, 1.0)])
+    assert 101 <= named <= 100 + WITHIN
+    assert sentence.startswith(f"replica {slow} needs 1.")
+    assert 151 <= ended <= 150 + WITHIN
+    assert end == f"replica {slow} is as fast as the others again"
+
+
+def test_even_replicas_that_never_agree_are_no_alarm() -> None:
+    """In 1,000 steps whose seconds vary by 5 %."""
+    assert play_apart(1000, []) == []
+
+
+def test_how_slow_and_for_how_long_is_stated() -> None:
+    """1.5 times as slow is not slow with a factor of 2; over 40 steps it takes more of them to be named."""
+    assert play_apart(60, [(1, 1, 1.5)], Stragglers(factor=2.0)) == []
+    ((named, _),) = play_apart(60, [(1, 1, 1.5)], Stragglers(steps=40))
+    assert 40 <= named <= 40 + WITHIN
+
+
+def test_a_replica_is_as_slow_as_the_slowest_of_its_ranks() -> None:
+    """Of two ranks each; a rank that computes nothing tells nothing, and one that has not told yet is left out."""
+    store = Board(HashStore(), timeout_s=HANG_S)
+    boards = [SpeedBoard(store, rank, 6) for rank in range(6)]
+    assert boards[0].heard() == {}
+    for rank, (replica, row) in enumerate([(0, [1.0, 2.0, 3.0]), (0, [2.5, 2.5]), (1, [4.0]), (1, []), (None, [])]):
+        boards[rank].tell(replica, row)
+    assert boards[0].heard() == {0: [2.5, 3.0], 1: []}
+    boards[3].tell(1, [5.0])
+    assert boards[0].heard()[1] == [5.0]

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from shoal.engine.save_interval import ByFailures, EverySteps
+from shoal.resilience.goodput import steps_between_saves
 
 
 class Clock:
@@ -89,3 +90,16 @@ def test_all_ranks_save_in_the_same_steps_though_their_clocks_differ() -> None:
         found.append(saves.steps)
     assert found[0] == found[1]
     assert list(said) == ["save-interval/10"]
+
+
+def test_a_generation_without_a_save_does_not_put_it_off() -> None:
+    """The next save is due by the newest checkpoint, however often the membership changes; times are this
+    generation's."""
+    clock = Clock()
+    saves = interval(clock, step=7, saved_step=0)
+    assert not saves.due(9)
+    assert saves.due(10)
+    clock.now_s += 3.0
+    saves.saved(10, stall_s=0.0)
+    assert saves.steps == steps_between_saves(1.0, 0.0, 3600.0 + 3.0)
+    assert not saves.due(11)

@@ -220,7 +220,7 @@ def test_weights_alone_start_another_layout(tmp_path, origin):
     layout, zero = layouts()["all"]
     for rank in range(layout.world_size):
         state = rank_state(layout, rank, zero=zero)
-        assert load_weights(state, tmp_path / "imported", announce=lambda _, find: find()) == 0
+        assert load_weights(state, tmp_path / "imported", announce=lambda _, find: find(), repair="") == 0
         expect_equal(state, want)
         assert state.progress.step == 0
 
@@ -231,6 +231,41 @@ def test_imported_weights_are_no_run_to_go_on_with(tmp_path, origin):
     import_weights(tmp_path / "weights.safetensors", tmp_path / "imported")
     with pytest.raises(UsageError, match=r"run\.warm_start"):
         load(state_of(Net()), tmp_path / "imported")
+
+
+def contents_changed(directory: Path, contents: dict[str, str] | None) -> None:
+    """The manifest of the newest checkpoint with other hashes of samples; None: without any, as earlier versions'."""
+    path = Places(directory).manifest(2)
+    manifest = manifests.read(path)
+    state = {key: value for key, value in manifest.state.items() if key != "contents"}
+    state |= {} if contents is None else {"contents": contents}
+    path.write_bytes(manifests.encode(msgspec.structs.replace(manifest, state=state)))
+    (directory / "checkpoints" / "latest").unlink(missing_ok=True)
+
+
+def test_other_contents_of_the_data_are_refused_by_the_sample(tmp_path):
+    """A hash that differs is named; the same ones, samples that have none now, and checkpoints without any are not."""
+    now = {"training sample 0": "aa", "training sample 7": "bb"}
+    state = state_of(Net())
+    state.progress.contents = now
+    train(state, 2)
+    save(tmp_path, [state])
+    for saved in (now, {**now, "training sample 3": "cc"}, {}, None):
+        contents_changed(tmp_path, saved)
+        again = state_of(Net())
+        again.progress.contents = now
+        assert resume(again, tmp_path, announce=lambda _, find: find(), warn=lambda _: None) is not None
+    contents_changed(tmp_path, {**now, "training sample 7": "b"})
+    with pytest.raises(UsageError, match=r"other data: training sample 7 is not what it was.* bring back the data"):
+        resume(again, tmp_path, announce=lambda _, find: find(), warn=lambda _: None)
+
+
+def test_weights_of_another_model_are_refused_with_the_callers_repair(origin):
+    """The sentence names the directory that they are from, and nothing of the run's own."""
+    with pytest.raises(UsageError, match=r"holds another model: .*\. name another run") as refused:
+        load_weights(state_of(nn.Linear(2, 2)), origin[0], announce=lambda _, find: find(), repair="name another run")
+    assert str(origin[0]) in str(refused.value)
+    assert "run.directory" not in str(refused.value)
 
 
 def test_a_state_that_is_not_of_this_version_is_passed_over(tmp_path):

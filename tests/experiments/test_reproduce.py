@@ -11,6 +11,30 @@ from shoal.experiments.diff import environment_differences
 from shoal.observe.facts import facts_path, read_facts
 from tests.cli.project import Project, project
 
+TEXT = """
+[run]
+name = "text"
+steps = 2
+processes = 1
+[model]
+kind = "gpt"
+vocabulary = 256
+width = 16
+layers = 1
+heads = 2
+[data]
+kind = "tokens"
+path = "tokens.bin"
+dtype = "uint8"
+[batch]
+global_samples = 2
+sequence = 16
+[optimizer]
+kind = "adamw"
+[observe]
+report = false
+"""
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Project:
@@ -69,6 +93,24 @@ def test_two_runs_part_where_they_part(trained: Project) -> None:
     assert "bitwise the same in all 9 common steps" in same.stdout
 
 
+def test_changed_data_is_named(trained: Project) -> None:
+    """A run on a file of tokens, and one on the file as it is after: `diff` and `reproduce` name the file."""
+    tokens = trained.folder / "tokens.bin"
+    tokens.write_bytes(bytes(range(256)) * 8)
+    (trained.folder / "text.toml").write_text(TEXT)
+    try:
+        assert trained.shoal("train", "text.toml").returncode == 0
+        assert json.loads((trained.folder / "runs/text/data.json").read_bytes())["files"].keys() == {"tokens.bin"}
+        tokens.write_bytes(bytes(range(255, -1, -1)) * 8)
+        done = trained.shoal("reproduce", "runs/text", "--into", "other-text")
+    finally:
+        tokens.unlink()
+    assert done.returncode == 6, done.stdout + done.stderr
+    named = "the data changed: file tokens.bin has other content"
+    assert f"changed since: {named}" in done.stdout
+    assert named in trained.shoal("diff", "runs/text", "other-text").stdout.splitlines()
+
+
 def test_a_directory_without_a_run_is_one_sentence(trained: Project) -> None:
     """`diff` and `reproduce` say what they need."""
     for verb in (("diff", "runs/own", "cache"), ("reproduce", "cache")):
@@ -97,13 +139,17 @@ def test_each_difference_of_the_environment_is_a_sentence() -> None:
 
 
 def test_secrets_are_not_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of the environment, variables that change numbers are kept, and no token, whatever its prefix."""
+    """Variables that change numbers, and those that `submit --env` gave, are kept; of others the name alone; and of a
+    secret never the value, whatever its prefix and whoever gave it."""
     from shoal.recipes.provenance import provenance
 
     monkeypatch.chdir(tmp_path)
-    found = provenance(
-        {"OMP_NUM_THREADS": "2", "TORCH_TOKEN": "hush-hush", "HOME": "/root", "CUDA_API_KEY": "hush-hush"}
-    )
-    assert found["environment"] == {"OMP_NUM_THREADS": "2"}
+    secret = {"TORCH_TOKEN": "hush-hush", "CUDA_API_KEY": "hush-hush", "hf_credentials": "hush-hush"}
+    proxy = {"HF_PROXY": "http://me:hush-hush@proxy:80"}
+    given = {"OWN": "1", "OWN_KEY": "hush-hush", "SHOAL_RECORD": "OWN,OWN_KEY"}
+    found = provenance({"OMP_NUM_THREADS": "2", "HF_HOME": "/hf", "HOME": "/root", **secret, **proxy, **given})
+    kept = {"HF_HOME": "/hf", "OMP_NUM_THREADS": "2", "OWN": "1", "SHOAL_RECORD": "OWN,OWN_KEY"}
+    assert found["environment"] == kept
+    assert found["other_variables"] == ["CUDA_API_KEY", "HF_PROXY", "HOME", "OWN_KEY", "TORCH_TOKEN", "hf_credentials"]
     assert "hush-hush" not in json.dumps(found)
     assert found["files"]["shoal/recipes/provenance.py"]

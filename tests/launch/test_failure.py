@@ -83,14 +83,14 @@ def test_torchrun_reads_what_is_written_for_it(tmp_path):
     assert (read.message, read.timestamp) == ("corpus.bin ends early", record.time_ns // 10**9)
 
 
-def run(body: str, folder: str) -> subprocess.CompletedProcess[str]:
+def run(body: str, folder: str, *, rank: int = 0) -> subprocess.CompletedProcess[str]:
     """A rank under `report_failure`, in a process."""
     script = f"""
 import os, sys, threading, time
 from pathlib import Path
 from shoal.launch.environment import Place
 from shoal.launch.failure import report_failure
-with report_failure(Place(0, 1, 0, 1, 0, "torchrun"), {folder}):
+with report_failure(Place({rank}, {rank + 1}, 0, 1, 0, "torchrun"), {folder}):
     {body}
 print("went on")
 """
@@ -115,6 +115,17 @@ def test_without_a_folder_the_text_goes_to_standard_error():
     assert done.returncode == 1
     assert done.stderr.startswith("rank 0 (")
     assert "ValueError: odd weight" in done.stderr
+
+
+def test_a_failure_gives_the_terminal_no_orders(tmp_path):
+    """What a user's error holds is shown as Python writes it: on standard error, in a log, and in torchrun's file."""
+    evil = r"raise ValueError('\x1b]0;owned\x07 odd')"
+    for folder, rank in (("None", 0), (f"Path({str(tmp_path)!r})", 1)):
+        done = run(evil, folder, rank=rank)
+        assert "\x1b" not in done.stderr
+        assert r"\x1b]0;owned\x07 odd" in done.stderr
+    write_for_torchrun(failure_of(ValueError("\x1b[2J"), 0), tmp_path / "torchrun")
+    assert "\\x1b[2J" in msgspec.json.decode((tmp_path / "torchrun").read_bytes())["message"]
 
 
 def test_a_folder_that_is_gone_does_not_hold_the_exit(tmp_path):

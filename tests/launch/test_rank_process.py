@@ -7,6 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.launch.allocator import GLIBC_BYTES
 from shoal.launch.environment import master_from, place_from
 from shoal.launch.rank_process import log_path, rank_environment
 
@@ -29,7 +30,7 @@ def test_what_the_user_chose_stays():
     chosen = {"OMP_NUM_THREADS": "7", "MALLOC_TRIM_THRESHOLD_": "131072"}
     environ = rank_environment(chosen, 0, processes=2, port=1, cores=2)
     assert environ.items() >= chosen.items()
-    assert environ["MALLOC_MMAP_THRESHOLD_"] == str(32 << 20)
+    assert int(environ["MALLOC_MMAP_THRESHOLD_"]) >= GLIBC_BYTES
 
 
 def test_logs_are_where_scripts_look_for_them():

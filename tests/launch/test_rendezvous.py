@@ -14,7 +14,7 @@ import pytest
 from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from shoal.errors import CollectiveError, EnvironmentFault, InUse
-from shoal.launch import sockets, wait
+from shoal.launch import rendezvous, sockets, wait
 from shoal.launch.environment import Place
 from shoal.launch.rendezvous import Rendezvous, interface_for, open_store, tell_failure
 from tests.ports import free_port
@@ -134,6 +134,39 @@ def test_a_wait_is_reported_before_it_ends(monkeypatch, capfd):
         finally:
             found.set_result("it")
     assert [end.result() for end in ends] == ["it", "it"]
+
+
+class SilentMPI:
+    """An MPI whose other ranks never come: the request is never done."""
+
+    BYTE = None
+
+    @property
+    def COMM_WORLD(self) -> SilentMPI:
+        return self
+
+    def Get_rank(self) -> int:
+        return 1
+
+    def Get_size(self) -> int:
+        return 2
+
+    def Ibcast(self, message: object, root: int) -> SilentMPI:
+        return self
+
+    def Test(self) -> bool:
+        return False
+
+
+def test_a_rank_that_never_comes_over_mpi_is_no_endless_wait(monkeypatch, capfd):
+    """The wait for the address over MPI says what it waits for, and ends."""
+    for name in ("mpi4py", "mpi4py.MPI"):
+        monkeypatch.setitem(sys.modules, name, SilentMPI())
+    monkeypatch.setattr(rendezvous, "mpi_is_there", lambda: True)
+    monkeypatch.setattr(wait, "SAY_AFTER_S", 0.05)
+    with pytest.raises(CollectiveError, match=r"rank 1 waited 0\.2 s in vain for rank 0, to meet over MPI"):
+        open_store(Place(1, 2, 1, 2, 0, "mpi"), {}, timeout_s=0.2)
+    assert "rank 1 waits for rank 0, to meet over MPI, 0.05 of at most 0.2 s" in capfd.readouterr().err
 
 
 def test_a_rank_that_failed_tells_those_that_wait_for_it():

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from shoal.errors import EnvironmentFault
+from shoal.launch.allocator import GLIBC_BYTES
 from shoal.launch.signals import SAME_REQUEST_S
 from shoal.launch.spawn import listening, run_ranks
 from tests.waiting import HANG_S
@@ -207,7 +208,7 @@ def test_every_rank_keeps_the_pages_it_frees(launch):
     """The ranks have glibc's thresholds in their environment, before their first allocation."""
     launched = launch("(here / f'malloc-{rank}').write_text(os.environ['MALLOC_TRIM_THRESHOLD_'])")
     assert launched.end()[0] == 0
-    assert [(launched.directory / f"malloc-{rank}").read_text() for rank in range(2)] == [str(1 << 30)] * 2
+    assert min(int((launched.directory / f"malloc-{rank}").read_text()) for rank in range(2)) > GLIBC_BYTES
 
 
 def test_a_killed_launcher_leaves_a_folder_that_the_next_start_removes(launch, tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from shoal.observe.attempts import attempts, training_time_s
+from shoal.observe.attempts import attempts, failures, training_time_s
 from shoal.observe.events import Event
 
 
@@ -49,3 +49,14 @@ def test_time_away_is_no_training_time() -> None:
     """Only the time between a life's first and last line counts, and one first step a life."""
     found = attempts(steps(range(1, 6), start_s=10.0) + steps(range(4, 8), start_s=1000.0))
     assert training_time_s(found, first_step_s=1.0) == pytest.approx(5.0 + 4.0)
+
+
+def test_ends_after_which_steps_were_taken_again_are_failures() -> None:
+    """Neither a planned stop nor a generation that goes on with the state is one; the last end counts by where the run
+    resumes."""
+    planned = steps(range(1, 6), start_s=10.0) + steps(range(6, 8), start_s=50.0, generation=1)
+    assert failures(attempts(planned), resumed=7) == 0
+    assert failures(attempts(planned), resumed=5) == 1
+    crashed = planned + steps(range(6, 9), start_s=90.0, generation=2)
+    assert failures(attempts(crashed), resumed=8) == 1
+    assert failures([], resumed=0) == 0

@@ -80,6 +80,22 @@ def test_what_happens_before_the_first_step_is_said() -> None:
     ]  # fmt: skip
 
 
+def test_what_happens_after_the_last_step_is_said() -> None:
+    """A pipe hears of every activity after the last step, below that step's line, which stands there once."""
+    stream, clock = io.StringIO(), Clock()
+    display = PlainDisplay(stream, clock=clock)
+    display.start(RunStart(name="run", total_steps=2))
+    display.record(1, VALUES, time_s=0.0)
+    display.record(2, VALUES, time_s=0.0)
+    display.activity("waiting until the checkpoint is written")
+    display.activity("")
+    display.activity("writing the report")
+    display.finish(FINISHED)
+    assert [line.split()[0] for line in stream.getvalue().splitlines()] == [
+        "run:", "step", "step", "waiting", "writing", "finished:",
+    ]  # fmt: skip
+
+
 def test_a_live_line_shows_what_happens_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """An activity has a line with the seconds it takes, which leaves nothing behind when the run starts."""
     stream = Terminal()

@@ -87,10 +87,12 @@ def test_a_slow_sink_holds_nobody_up() -> None:
 
 
 def test_tensorboard_has_every_scalar(tmp_path: Path) -> None:
-    """The event file holds each measurement under its own name, with its step and time."""
+    """The event file holds each measurement under its own name, with its step and time, and what the host uses."""
     pytest.importorskip("tensorboardX", reason="pip install 'shoal[tensorboard]'")
     train(tensorboard_sink(tmp_path, warn=pytest.fail))
-    found = scalars(tmp_path / FOLDER)
+    every = scalars(tmp_path / FOLDER)
+    assert {"host/memory_bytes", "host/memory_available_bytes"} <= {name for name, *_ in every}
+    found = [one for one in every if not one[0].startswith("host/")]
     assert {(name, step): value for name, step, value, _ in found if not math.isnan(value)} == {
         (name, step): value for step, values in STEPS.items() for name, value in values.items() if value == value
     }
@@ -119,7 +121,7 @@ def test_mlflow_has_every_finite_value(tmp_path: Path, monkeypatch: pytest.Monke
     from mlflow.tracking import MlflowClient
 
     address = (tmp_path / "mlruns").as_uri()
-    train(mlflow_sink(address, warn=pytest.fail))
+    train(mlflow_sink(address, tmp_path, warn=pytest.fail))
     client = MlflowClient(tracking_uri=address)
     experiment = client.get_experiment_by_name(EXPERIMENT)
     assert experiment is not None
@@ -127,6 +129,30 @@ def test_mlflow_has_every_finite_value(tmp_path: Path, monkeypatch: pytest.Monke
     assert (run.info.run_name, run.info.status) == ("own", "FINISHED")
     losses = client.get_metric_history(run.info.run_id, "loss/train")
     assert [(metric.step, metric.value) for metric in losses] == [(1, 3.0), (3, 1.0)]
+
+
+def test_a_run_of_mlflow_that_goes_on_is_a_child_of_its_first_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both later starts name the first as their parent; at another server, which has no first, a run starts anew."""
+    pytest.importorskip("mlflow", reason="pip install 'shoal[mlflow]'")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    from mlflow.tracking import MlflowClient
+
+    def starts(server: str) -> list[tuple[str, str | None]]:
+        client = MlflowClient(tracking_uri=(tmp_path / server).as_uri())
+        experiment = client.get_experiment_by_name(EXPERIMENT)
+        assert experiment is not None
+        found = client.search_runs([experiment.experiment_id])
+        return [(run.info.run_id, run.data.tags.get("mlflow.parentRunId")) for run in found]
+
+    for generation in range(3):
+        run = RunStart(name="own", total_steps=3, generation=generation)
+        train(mlflow_sink((tmp_path / "one").as_uri(), tmp_path, warn=pytest.fail), run)
+    (first,) = [identity for identity, parent in starts("one") if parent is None]
+    assert sorted(parent or "" for _, parent in starts("one")) == sorted(["", first, first])
+    train(mlflow_sink((tmp_path / "two").as_uri(), tmp_path, warn=pytest.fail), run)
+    assert [parent for _, parent in starts("two")] == [None]
 
 
 def test_wandb_writes_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

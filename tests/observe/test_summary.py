@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from shoal.launch.lock import RunLock
 from shoal.observe.ending import Ending, write_ending
 from shoal.observe.facts import number_of, write_facts
 from shoal.observe.record import read_record
-from shoal.observe.summary import Summary, summarize
+from shoal.observe.summary import DETECTING, RESTARTING, Summary, _goodput, summarize
 from tests.observe.synthetic import write_run
 
 
@@ -79,3 +80,18 @@ def test_facts_of_any_type_are_survived(tmp_path: Path) -> None:
     assert (found.baseline_loss, found.loss_unit, found.held_out_loss) == (None, "", 2.0)
     for value in ("2", True, None, math.nan, math.inf, 10**400, []):
         assert number_of(value) is None
+
+
+def test_what_changes_of_the_membership_cost_is_said_beside_the_goodput(tmp_path: Path) -> None:
+    """The sum over the generations of an elastic run; a run with fixed ranks has none."""
+    write_run(tmp_path)
+    assert (summary_of(tmp_path).detecting_s, summary_of(tmp_path).restarting_s) == (0.0, 0.0)
+    with (tmp_path / "events/rank-00000.jsonl").open("a") as events:
+        for detecting_s, restarting_s in ((0.5, 2.0), (0.0, 1.0)):
+            values = {DETECTING: detecting_s, RESTARTING: restarting_s}
+            events.write(json.dumps({"step": 40, "time": 2e9, "generation": 0, "values": values}) + "\n")
+    found = summary_of(tmp_path)
+    assert (found.detecting_s, found.restarting_s) == (0.5, 3.0)
+    entry = _goodput(found)
+    assert entry is not None
+    assert "500 ms until losses were known, 3.0 s to the next steps" in entry[2]

@@ -15,6 +15,7 @@ from shoal.observe.config import ObserveConfig
 from shoal.observe.ending import Ending
 from shoal.observe.sink import RunStart
 from shoal.observe.webhook import ATTEMPTS, MOST, WebhookSink
+from shoal.recipes.failed_run import alerts
 
 
 class Receiver:
@@ -138,3 +139,22 @@ def test_a_url_that_is_not_http_is_refused(url: str) -> None:
         WebhookSink(url, name="x", failures=True, note=print)
     with pytest.raises(ValueError, match="webhook"):
         ObserveConfig(webhook=url)
+
+
+def test_replicas_that_are_lost_or_join_are_alerts(receiver: Receiver) -> None:
+    """With the step after which they did; a run that begins with all replicas says nothing."""
+    sink = WebhookSink(receiver.url, name="digits", failures=False, note=str)
+    sink.start(RunStart(name="digits", total_steps=9))
+    sink.generation(RunStart(name="digits", total_steps=9, first_step=5, membership="1 of 2 replicas; rank 1 lost"))
+    sink.finish(Ending("finished"))
+    (alert,) = receiver.alerts
+    assert (alert["level"], alert["text"], alert["step"]) == ("warning", "1 of 2 replicas; rank 1 lost", 4)
+
+
+def test_a_launchers_warnings_are_alerts(receiver: Receiver) -> None:
+    """All are sent when its block ends; without a webhook nothing is."""
+    with alerts(receiver.url, "digits") as warn:
+        warn("replica-1 is fenced: it hangs")
+    assert [alert["text"] for alert in receiver.alerts] == ["replica-1 is fenced: it hangs"]
+    with alerts(None, "digits") as warn:
+        warn("nobody hears this")

@@ -8,6 +8,7 @@ import pytest
 
 from shoal.planning.memory_advice import memory_advice
 from shoal.runfile.load import load_run
+from tests.cli.project import RUN
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -22,8 +23,17 @@ def test_each_change_is_named_with_what_it_frees() -> None:
     assert memory_advice(load_run(RECIPES / "stdlib-gpt.toml", taken)).startswith("What frees memory: batch.micro")
 
 
-@pytest.mark.parametrize("recipe", ["digits.toml"])
-def test_a_model_without_closed_forms_gets_the_keys(recipe: str) -> None:
+def test_a_model_without_closed_forms_is_traced() -> None:
+    """A convolutional net: smaller microbatches keep less for the backward, and each change has its figure."""
+    advice = memory_advice(load_run(RECIPES / "digits.toml", ["run.processes=2"]))
+    changes = dict(part.split(" ", 1) for part in advice.partition(": ")[2].split("; ") if part.startswith("batch."))
+    assert advice.startswith("What frees how much on the fullest rank: ")
+    assert [float(size.split()[0]) > 0 for size in changes.values()] == [True]
+
+
+def test_a_model_that_cannot_be_priced_gets_the_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is invented: the keys, and what each does."""
-    advice = memory_advice(load_run(RECIPES / recipe, ["run.processes=2"]))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(RUN)  # its module, own.py, is not there
+    advice = memory_advice(load_run(tmp_path / "run.toml", ["run.processes=2"]))
     assert advice.startswith("What frees memory: batch.micro_samples (smaller microbatches); memory.recompute")

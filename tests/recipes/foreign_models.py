@@ -232,6 +232,18 @@ class Noisy(nn.Module):
         return F.linear(x, F.dropout(self.head.weight, 0.1, self.training), self.head.bias)
 
 
+class Sampling(nn.Module):
+    """Adds the embedding of a token that it draws for each sample, by a function that nothing keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        drawn = torch.multinomial(torch.ones(len(tokens), VOCABULARY), 1)
+        return self.head(self.embedding(tokens) + self.embedding(drawn))
+
+
 class Dropping(nn.Module):
     """Declares roles and a chain, with dropout between split layers, behind them, and in attention by heads."""
 
@@ -309,6 +321,7 @@ class DroppingAttention(nn.Module):
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "nested": Nested, "cached": Cached, "conv_norm": ConvNorm, "spectral": Spectral, "distilled": Distilled,
     "rotated": Rotated, "doubled": Doubled, "recurrent": Recurrent, "noisy": Noisy, "dropping": Dropping,
+    "sampling": Sampling,
 }  # fmt: skip
 
 

@@ -64,6 +64,7 @@ def save(run: Run, directory: Path, place: TestPlace) -> None:
         world_size=place.size,
         exchange=Board(place.store, timeout_s=180).clone(),
         keep=2,
+        timeout_s=HANG_S,
         split=True,
     )
     state = run.state

@@ -62,7 +62,8 @@ def wrong_group(rank: int) -> Iterator[None]:
 @contextmanager
 def microbatch_dropped(rank: int) -> Iterator[None]:
     """The last microbatch is left out of a pipeline."""
-    from shoal.engine.microbatches import Uniform, padding_like
+    from shoal.data.sample import padding_like
+    from shoal.engine.microbatches import Uniform
 
     original = Uniform.__call__
 

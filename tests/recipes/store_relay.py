@@ -6,14 +6,23 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
+from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 
 class Relay:
-    """Passes on what comes to `port` until `messages` pieces went to the server; then holds everything, for ever."""
+    """Passes on what comes to `port` until `messages` pieces went to the server; then holds everything, for ever.
 
-    def __init__(self, server_port: int, messages: int) -> None:
+    At that moment it writes the time into `cut_file`, and calls `on_cut`.
+    """
+
+    def __init__(
+        self, server_port: int, messages: int, cut_file: Path, on_cut: Callable[[], None] | None = None
+    ) -> None:
         self._server_port, self._left, self.passed = server_port, messages, 0
+        self._cut_file, self._on_cut = cut_file, on_cut
         self._lock, self.cut = threading.Lock(), threading.Event()
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listening.getsockname()[1]
@@ -43,6 +52,9 @@ class Relay:
         with self._lock:
             self._left -= counts
             self.passed += counts
-            if self._left < 0:
+            if self._left < 0 and not self.cut.is_set():
                 self.cut.set()
+                self._cut_file.write_text(str(time.monotonic()))
+                if self._on_cut is not None:
+                    self._on_cut()
             return not self.cut.is_set()

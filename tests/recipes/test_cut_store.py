@@ -1,12 +1,17 @@
-"""The network between a rank and the run's store is cut at any moment: every rank ends, and says why."""
+"""A rank is cut off the run's store, or killed, at any moment: every other rank ends, and says why."""
 
 from __future__ import annotations
 
 import ast
+import math
+import os
+import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,35 +30,59 @@ from tests.recipes.training_ranks import trained
 from tests.waiting import HANG_S
 
 TIMEOUT_S, ENDS_WITHIN_S = 2.0, 0.75 * HANG_S
+GONE_WITHIN_S = 2 * TIMEOUT_S + 5
+"""The promise: how long after a rank is cut off or killed the others may be there."""
 WHOLE = 10**9
 
 
-def tables(timeout_s: float) -> dict[str, Any]:
+def tables(timeout_s: float, **more: dict[str, Any]) -> dict[str, Any]:
     return {
         "layout": {"replicate": 2},
         "wire": {"timeout_s": timeout_s, "check_collectives": False},
         "run": {"start_timeout_s": timeout_s},
         "checkpoint": {"every_steps": 2},
-    }
+    } | more
 
 
-def cut_off(place: TestPlace, tables: dict[str, Any], folder: str, name: str, messages: int) -> tuple[int, str]:
-    """Trains; rank 1 reaches the store through a relay that passes `messages` on. Its messages, and what was raised.
+ZERO_1 = {"memory": {"zero": 1}, "layout": {"shard": 2}}
+"""The optimizer's state is split, so that ranks exchange inventories before a save."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank's run ended: what was raised, when (on the clock of all processes), how many messages it had sent to
+    the store, and when those were cut.
+    """
+
+    said: str
+    ended_s: float
+    messages: int
+    cut_s: float
+
+
+def cut_off(
+    place: TestPlace, tables: dict[str, Any], folder: str, name: str, messages: int, killed: bool = False
+) -> Ended:
+    """Trains; rank 1 reaches the store through a relay that passes `messages` on, and then kills it, if it is to.
 
     A rank that does not end is one that waits without a bound. `name` is used once.
     """
     server = place.store.underlying_store  # pyright: ignore[reportAttributeAccessIssue] missing in torch's stubs
-    relay = Relay(server.port, messages) if place.rank == 1 else None
+    on_cut = (lambda: os.kill(os.getpid(), signal.SIGKILL)) if killed else None
+    cut_file = Path(folder) / "cut_s"
+    relay = Relay(server.port, messages, cut_file, on_cut) if place.rank == 1 else None
     inner = server if relay is None else dist.TCPStore("127.0.0.1", relay.port, is_master=False)
-    outcome: list[str] = []
+    outcome: list[Ended] = []
 
     def work() -> None:
         here = TestPlace(place.rank, place.size, dist.PrefixStore(name, inner))
+        said = ""
         try:
             trained(here, tables, folder, 4)
-            outcome.append("")
         except BaseException as error:
-            outcome.append(f"{type(error).__name__}: {error}")
+            said = f"{type(error).__name__}: {error}"
+        cut_s = float(cut_file.read_text()) if cut_file.exists() else math.inf
+        outcome.append(Ended(said, time.monotonic(), 0 if relay is None else relay.passed, cut_s))
 
     worker = threading.Thread(target=work, daemon=True)
     worker.start()
@@ -61,43 +90,63 @@ def cut_off(place: TestPlace, tables: dict[str, Any], folder: str, name: str, me
     if worker.is_alive():
         where = "".join(traceback.format_stack(sys._current_frames()[worker.ident or 0])[-6:])
         raise AssertionError(f"rank {place.rank} does not end:\n{where}")
-    return (0 if relay is None else relay.passed), outcome[0]
+    return outcome[0]
 
 
-def messages_of_a_run(ranks, folder: Path) -> int:
+def messages_of_a_run(ranks, folder: Path, **more: dict[str, Any]) -> int:
     """What rank 1 sends to the store from its start to its end."""
-    (_, first), (messages, second) = ranks(2, cut_off, tables(HANG_S), str(folder), f"{folder}/whole", WHOLE)
-    assert first == second == ""
-    return messages
-
-
-def _require_gone(ranks, folder: Path, messages: int) -> None:
+    folder.mkdir()
     corpus(folder)
-    found = ranks(2, cut_off, tables(TIMEOUT_S), str(folder), f"{folder}/{messages}", messages)
-    assert found[1][1].startswith("CollectiveError: ") or found[1][1] == "", found[1][1]
-    assert found[0][1].startswith(("CollectiveError: ", "EnvironmentFault: ")) or found[0][1] == "", found[0][1]
+    first, second = ranks(2, cut_off, tables(HANG_S, **more), str(folder), f"{folder}/whole", WHOLE)
+    assert first.said == second.said == ""
+    return second.messages
+
+
+SAYS_WHY = ("CollectiveError: ", "EnvironmentFault: ")
+
+
+def _require_gone(ranks, folder: Path, messages: int, *, killed: bool = False, **more: dict[str, Any]) -> float:
+    """Cuts or kills rank 1. Both ranks end, or the one that is left; the seconds that took."""
+    folder.mkdir()
+    corpus(folder)
+    arguments = (2, cut_off, tables(TIMEOUT_S, **more), str(folder), f"{folder}/{messages}", messages, killed)
+    if killed:
+        (worked, first), _ = ranks.outcomes(*arguments, lost=[1])
+        assert worked, first
+        found: list[Ended] = [first]
+    else:
+        found = ranks(*arguments)
+    for rank, ended in enumerate(found):
+        assert ended.said == "" or ended.said.startswith(SAYS_WHY), f"rank {rank}: {ended.said}"
+    return max(ended.ended_s - ended.cut_s for ended in found)
 
 
 @pytest.mark.parametrize(
-    "share", [0.4, pytest.param(0.1, marks=pytest.mark.stress), pytest.param(0.8, marks=pytest.mark.stress)]
+    ("share", "killed"),
+    [
+        (0.4, False),
+        pytest.param(0.1, False, marks=pytest.mark.stress),
+        pytest.param(0.8, False, marks=pytest.mark.stress),
+        (0.97, True),
+    ],
 )
-def test_a_cut_while_a_run_starts_trains_or_saves_ends_it(ranks, tmp_path: Path, share: float) -> None:
-    """At three moments of a short run. Both ranks end, by the error of a rank that does not answer."""
-    corpus(tmp_path)
-    (tmp_path / "first").mkdir()
-    corpus(tmp_path / "first")
-    _require_gone(ranks, tmp_path, int(share * messages_of_a_run(ranks, tmp_path / "first")))
+def test_a_cut_or_a_kill_while_a_run_starts_trains_or_saves_ends_it(ranks, tmp_path: Path, share, killed) -> None:
+    """At moments of a short run, the last of them in the last save. Who is left ends, and says that a rank is gone."""
+    messages = int(share * messages_of_a_run(ranks, tmp_path / "whole"))
+    _require_gone(ranks, tmp_path / "lost", messages, killed=killed)
 
 
 @pytest.mark.stress
-def test_a_cut_at_every_message_to_the_store_ends_the_run(ranks, tmp_path: Path) -> None:
-    """From the first one to the last."""
-    (tmp_path / "whole").mkdir()
-    corpus(tmp_path / "whole")
-    for messages in range(1, messages_of_a_run(ranks, tmp_path / "whole")):
-        folder = tmp_path / str(messages)
-        folder.mkdir()
-        _require_gone(ranks, folder, messages)
+@pytest.mark.parametrize("killed", [False, True], ids=["cut", "killed"])
+@pytest.mark.parametrize("more", [{}, ZERO_1], ids=["replicated", "split"])
+def test_at_every_message_to_the_store_the_run_ends_within_its_bound(ranks, tmp_path: Path, killed, more) -> None:
+    """From the first message to the last, without a launcher: `GONE_WITHIN_S` after a rank is lost nobody waits."""
+    took_s: dict[int, float] = {}
+    for messages in range(1, messages_of_a_run(ranks, tmp_path / "whole", **more)):
+        took_s[messages] = _require_gone(ranks, tmp_path / str(messages), messages, killed=killed, **more)
+    worst = max(took_s, key=took_s.__getitem__)
+    print(f"{len(took_s)} messages; the slowest end after message {worst}: {took_s[worst]:.1f} s")
+    assert took_s[worst] <= GONE_WITHIN_S
 
 
 STORE_CALLS = {"add", "append", "barrier", "check", "compare_set", "delete_key", "get", "list_keys", "multi_get",

@@ -18,10 +18,11 @@ from shoal.errors import EnvironmentFault
 from shoal.launch.failure import failure_of, write_failure
 from shoal.launch.rank_process import RankProcess
 from shoal.launch.root_cause import ExitCode
-from shoal.recipes.elastic.launch import Fleet
+from shoal.recipes.elastic.fleet import Fleet
 from shoal.recipes.elastic.processes import ReplicaProcesses
 from shoal.resilience.config import ElasticConfig
-from shoal.resilience.events import Committed, Formed
+from shoal.resilience.events import Committed, Fenced, Formed
+from shoal.resilience.preemption import Preemption
 
 WAITS = "import sys; sys.stdin.read()"
 """Ends at a signal, or with the test."""
@@ -53,7 +54,7 @@ def fleet_of(folder: Path, processes: Processes, **config: Any) -> Fleet:
     """All of its replicas run."""
     elastic = ElasticConfig(max=len(processes.programs), **config)
     nowhere = Address("127.0.0.1", 1, b"x" * 32)  # nobody listens: it is told of no end
-    fleet = Fleet(elastic, 100, nowhere, folder, queue.SimpleQueue(), cast(Any, processes))
+    fleet = Fleet(elastic, 100, nowhere, folder, queue.SimpleQueue(), cast(Any, processes), folder)
     for slot in processes.programs:
         fleet.start(slot)
     return fleet
@@ -105,6 +106,48 @@ def test_a_step_forgets_the_replacements_of_its_members_alone(tmp_path: Path) ->
     fleet.react()
     assert fleet.replaced == Counter({0: 2})
     fleet.events.put(EnvironmentFault("the test ends"))
+    fleet.events.put(signal.SIGTERM)
+    to_the_end(fleet)
+
+
+def test_a_member_that_is_done_ends_the_run_without_a_coordinator_too(tmp_path: Path) -> None:
+    """Nobody says that the last step was taken; who stands by is asked to stop, and the run is done."""
+    fleet = fleet_of(tmp_path, Processes({0: "exit(0)", 1: STOPS}))
+    fleet.events.put(EnvironmentFault("the journal's disk is full"))
+    assert to_the_end(fleet) == 0
+    assert cast(Processes, fleet.starter).started == [0, 1]
+
+
+def test_a_loss_without_a_coordinator_asks_the_others_to_save(tmp_path: Path) -> None:
+    """None can join, and no generation can follow: the survivors are told to stop, which saves, and the run ends with
+    3 and a sentence."""
+    fleet = fleet_of(tmp_path, Processes({0: "input(); exit(1)", 1: STOPS}), min=1)
+    fleet.warn = (warned := list[str]()).append
+    fleet.events.put(EnvironmentFault("the journal's disk is full"))
+    fleet.react()
+    process = end_of(fleet, 0)
+    assert process.stdin is not None
+    process.stdin.write(b"\n")
+    process.stdin.flush()
+    code = to_the_end(fleet)
+    assert code == 3
+    assert "without the coordinator none can join in its place" in code.sentence
+    assert [end.code for end in fleet.exits] == [1, 75]
+    assert "the coordinator has ended, and training goes on until a replica is lost" in warned[0]
+    assert "ended: exit code 1; without the coordinator none can join" in warned[1]
+
+
+def test_fences_and_preemption_are_warned_of(tmp_path: Path) -> None:
+    """Whoever hears the launcher's warnings hears who was fenced and why, and that the host is taken away."""
+    fleet = fleet_of(tmp_path, Processes({0: WAITS, 1: WAITS}))
+    fleet.warn = (warned := list[str]()).append
+    name = names(fleet)[1]
+    fleet.events.put(Fenced(name, "its rank 0 was silent for 6.0 s"))
+    fleet.events.put(Preemption("the file notice is there"))
+    fleet.react()
+    fleet.react()
+    assert warned[0] == f"{name} is fenced: its rank 0 was silent for 6.0 s"
+    assert warned[1].startswith("the file notice is there")
     fleet.events.put(signal.SIGTERM)
     to_the_end(fleet)
 

@@ -17,13 +17,13 @@ from torch._C._distributed_c10d import HashStore
 
 from shoal.comm.collective import Alone, Collective, Handle
 from shoal.comm.local import local_group
-from shoal.coordinator.client import Address, Begin
+from shoal.coordinator.client import Address, Begin, NoGeneration
 from shoal.errors import CollectiveError
 from shoal.launch import sockets
 from shoal.launch.environment import STORE_FD, Place
 from shoal.recipes.elastic import state_copy
 from shoal.recipes.elastic.assignment import Assignment
-from shoal.recipes.elastic.connections import hosts_lost, shut_down_connections
+from shoal.recipes.elastic.connections import hosts_lost, shut_down_connections, unreachable
 from shoal.recipes.elastic.rendezvous import ReplicaRendezvous, place_of
 from shoal.recipes.elastic.replica_ranks import ReplicaRanks
 from shoal.recipes.elastic.sinks import membership_sentence
@@ -226,3 +226,28 @@ def test_who_waits_for_a_host_that_is_given_up_is_woken() -> None:
             assert received.result(HANG_S) == b""
             near.sendall(b"x")
             assert staying.recv(1) == b"x"
+
+
+def test_the_member_that_takes_no_connection_is_unreachable() -> None:
+    """By its store's address, which a member that is stopped still answers at; this replica itself does not count."""
+    with socket.create_server(("127.0.0.1", 0)) as here, socket.create_server(("127.0.0.1", 0)) as gone:
+        addresses = tuple(f"127.0.0.1:{one.getsockname()[1]}" for one in (gone, here, here))
+        view = View(2, 2, ("a", "b", "c"), (), 0, 0, 0, addresses)
+        assert unreachable(view, "b") == ""
+        gone.close()
+        assert unreachable(view, "b") == "a"
+        assert unreachable(view, "a") == ""
+
+
+def test_all_ranks_of_a_replica_hear_that_no_generation_comes() -> None:
+    """They save together what they hold: none of them waits on, or is ended by the end of the first one."""
+
+    def none() -> Begin:
+        raise NoGeneration("replica a waited 9 s for a generation")
+
+    def begin(ranks: ReplicaRanks) -> str:
+        with pytest.raises(NoGeneration) as raised:
+            ranks.begin(none)
+        return str(raised.value)
+
+    assert asked(3, begin) == ["replica a waited 9 s for a generation"] * 3

@@ -76,6 +76,35 @@ def test_a_foreign_model_is_the_same_model(ranks, tmp_path: Path, case: str) -> 
     assert verdict["holds"], verdict["sentence"]
 
 
+def test_draws_that_nothing_keys_are_named_by_verify_and_in_training(ranks, tmp_path: Path) -> None:
+    """The layout draws otherwise, which no comparison can tell from a mistake: so the verdict says whose draws it saw,
+    and training says it once.
+    """
+    corpus(tmp_path)
+    tables = {"model": foreign("sampling"), **REPLICATE}
+    verdict, *_ = ranks(2, verified, tables, str(tmp_path), False, 1)
+    assert not verdict["holds"]
+    assert "This need not be a mistake: the model calls multinomial, which draws from" in verdict["sentence"]
+    assert "--exact" not in verdict["sentence"]
+    assert any("multinomial" in note for note in verdict["notes"])
+    for said in ranks(2, news_of_two_steps, tables, str(tmp_path)):
+        assert "the model calls multinomial" in said[0]
+        assert said[1] == ""
+
+
+def news_of_two_steps(place, tables: dict[str, Any], folder: str) -> list[str]:
+    from shoal.data.cursor import Cursor
+    from shoal.recipes.unkeyed_draws import UnkeyedDraws
+
+    run, said = _opened(place, tables, folder), []
+    unkeyed = UnkeyedDraws(run)
+    with run.feed(Cursor()) as feed:
+        for number in (1, 2):
+            run.step(number, feed.next().microbatches, lr=0.1)
+            said.append(unkeyed.news())
+    return said
+
+
 def test_a_blocks_weight_read_outside_of_it_is_refused_under_zero_3(ranks, tmp_path: Path) -> None:
     """The block is called, too, so that its gradient alone does not show it: the first forward does."""
     said = _refusal(ranks, tmp_path, {"model": foreign("nested", direct=True), **SHARD})
@@ -107,21 +136,23 @@ def test_float64_inputs_reach_the_model_as_they_are(ranks, tmp_path: Path) -> No
 def seen_dtypes(place, tables: dict[str, Any], folder: str) -> list[str]:
     """The types of what the model was called with in one step."""
     from shoal.data.cursor import Cursor
-    from shoal.launch.environment import Place
-    from shoal.recipes.run import open_run
-    from tests.recipes.layouts import run_file_of
 
-    corpus(Path(folder))
-    run = open_run(
-        run_file_of(Path(folder), **tables),
-        Place(place.rank, place.size, place.rank, place.size, 0, "shoal"),
-        store=place.store,
-    )
+    run = _opened(place, tables, folder)
     with run.feed(Cursor()) as feed:
         run.step(1, feed.next().microbatches, lr=0.1)
     seen = run.model.seen
     assert isinstance(seen, list)
     return sorted({str(dtype) for dtype in seen})
+
+
+def _opened(place, tables: dict[str, Any], folder: str) -> Any:
+    from shoal.launch.environment import Place
+    from shoal.recipes.run import open_run
+    from tests.recipes.layouts import run_file_of
+
+    corpus(Path(folder))
+    here = Place(place.rank, place.size, place.rank, place.size, 0, "shoal")
+    return open_run(run_file_of(Path(folder), **tables), here, store=place.store)
 
 
 def test_the_sentence_about_a_read_outside_names_no_harmless_question() -> None:

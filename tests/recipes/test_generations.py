@@ -11,10 +11,12 @@ import msgspec
 import pytest
 import torch.distributed as dist
 
+from shoal.checkpoint.verify import newest_verified
 from shoal.engine.loop import steps
 from shoal.launch.environment import Place
 from shoal.observe.sink import Sinks
 from shoal.recipes.elastic.generation import Generations
+from shoal.recipes.elastic.state_copy import held_state
 from shoal.recipes.job import build_job, run_start
 from shoal.recipes.microbatching import microbatching
 from shoal.recipes.objects import UserObjects
@@ -86,3 +88,43 @@ def test_ten_generations_leave_no_thread(ranks, tmp_path: Path, case: str) -> No
     """Groups, feeds, savers and watches end with the generation that they were made for."""
     corpus(tmp_path)
     ranks(2, lived, str(tmp_path), TABLES[case])
+
+
+def saves_alone(place: TestPlace, folder: str) -> None:
+    """A replica of one rank trains two steps, and saves what it holds when its generation is over."""
+    run_file = run_file_of(Path(folder), checkpoint={"every_steps": 0})
+    run = msgspec.structs.replace(run_file.run, processes=1, directory=f"{folder}/run", steps=9)
+    run_file = msgspec.structs.replace(run_file, run=run)
+    here = Place(0, 1, 0, 1, 0, "shoal")
+    process = open_process(run_file, here, store=place.store)
+    micro_samples = microbatching(run_file, run_file.layout.layout(1)).samples
+    layout = run_file.layout.layout(1)
+    workload = build_workload(run_file, process, UserObjects(), layout=layout, micro_samples=micro_samples)
+    generations = Generations(run_file, workload)
+    alone = open_process(run_file, here, store=dist.PrefixStore("first", place.store))
+    run = generations.open(alone, View(1, 1, ("a",), ("a",), 0, 0, 0, ()))
+    held = []
+    with ExitStack() as stack:
+        job = build_job(run, Path(folder, "run"), stack.enter_context(Sinks()), stack, stop_requested=lambda: False)
+        for pending in steps(job):
+            if pending.number == 3:  # two are done
+                held.append(held_state(run.state).copied())
+                break
+            pending.result = job.step(pending.number, pending.microbatches, lr=pending.lr)
+    run.end()
+    for newest, said in (
+        (False, "others have gone on from a newer state"),
+        (True, "the state after step 2 is saved"),
+        (True, "the checkpoint of step 2 has the newest state"),
+    ):
+        alone = open_process(run_file, here, store=dist.PrefixStore(said, place.store))
+        assert generations.save(held[0], alone, Path(folder, "run"), newest=newest).startswith(said)
+    manifest, _ = newest_verified(Path(folder, "run"))
+    assert manifest is not None
+    assert manifest.step == 2
+
+
+def test_a_replica_saves_what_it_holds_without_the_others(ranks, tmp_path: Path) -> None:
+    """A verified checkpoint of the step; a second replica that holds no newer state leaves it alone."""
+    corpus(tmp_path)
+    ranks(1, saves_alone, str(tmp_path))

@@ -15,6 +15,7 @@ from shoal.runfile.rules import check_across
 from tests.ranks import TestPlace
 from tests.recipes.journey import save
 from tests.recipes.layouts import corpus, run_file_of
+from tests.recipes.test_embedding_tables import tables as clicks
 from tests.recipes.test_server import BATCH, LR, SGD, opened
 
 Tables = dict[str, Any]
@@ -47,19 +48,21 @@ def train(place: TestPlace, tables: Tables, folder: str, first: int, last: int, 
     return (began, ended), agreed
 
 
-def take_turns(place: TestPlace, tables: Tables, folder: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ranks step one after the other, so that no two write at once: the parameters at the end, and what plain SGD on
-    the gradients that were computed comes to.
+def take_turns(place: TestPlace, tables: Tables, folder: str) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """Ranks step one after the other, so that no two write at once: the parameters at the end, what plain SGD on the
+    gradients that were computed comes to, and how many of those were sparse in each step.
     """
     run = opened(place, tables, folder, Path(folder) / "turns", TURNS + 1)  # no agreement
-    expected, others = parameters(run), f"turn of {place.rank}"
+    expected, others, sparse = parameters(run), f"turn of {place.rank}", dict[int, int]()
     with closing(run.feed()) as feed:
         for number in range(1, TURNS + 1):
             batches = feed.next().microbatches
             gradient = []
 
             def wait_and_see(norm: float, number: int = number, gradient: list[torch.Tensor] = gradient) -> None:
-                gradient += [owned.parameter.grad.flatten().clone() for owned in run.generation.gradients.owned]
+                found = [owned.parameter.grad for owned in run.generation.gradients.owned]
+                gradient += [one.to_dense().flatten().clone() for one in found]
+                sparse[number] = sum(one.is_sparse for one in found)
                 if place.rank:
                     place.store.wait([f"turn {number}"])
 
@@ -70,7 +73,7 @@ def take_turns(place: TestPlace, tables: Tables, folder: str) -> tuple[torch.Ten
             run.mesh.world.all_reduce(moved).wait()
             expected -= moved
     run.mesh.world.barrier().wait()
-    return parameters(run), expected
+    return parameters(run), expected, list(sparse.values())
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +97,19 @@ def test_parameters_are_those_of_all_processes(ranks, folder: Path) -> None:
 
 def test_every_update_arrives_where_no_two_write_at_once(ranks, folder: Path) -> None:
     """Each process moves the parameters by its share of the step of the global batch."""
-    for found, expected in ranks(2, take_turns, SGD | BATCH | {"sync": {"kind": "hogwild"}}, str(folder)):
+    for found, expected, sparse in ranks(2, take_turns, SGD | BATCH | {"sync": {"kind": "hogwild"}}, str(folder)):
         assert float((found - expected).norm() / expected.norm()) < SUM_ORDER
+        assert not any(sparse)
+
+
+def test_rows_of_tables_are_written_alone(ranks, folder: Path) -> None:
+    """The gradient of an embedding table stays sparse, and each process moves the rows of its own samples by its share
+    of the step.
+    """
+    keys = clicks() | SGD | BATCH | {"sync": {"kind": "hogwild"}}
+    for found, expected, sparse in ranks(2, take_turns, keys, str(folder)):
+        assert float((found - expected).norm() / expected.norm()) < SUM_ORDER
+        assert sparse == [1] * TURNS
 
 
 def test_a_run_goes_on_from_its_checkpoint(ranks, folder: Path) -> None:

@@ -32,6 +32,7 @@ def user(tmp_path: Path) -> Project:
     return project(tmp_path)
 
 
+@pytest.mark.stress
 @pytest.mark.usefixtures("can_lab")
 def test_losses_in_a_lab_are_those_without(user: Project) -> None:
     """Three steps on two hosts; and what went between hosts is in the events."""

@@ -72,6 +72,20 @@ def test_a_replay_is_the_run_to_the_bit(ranks, tmp_path: Path, tables: Tables) -
         assert first.index("c2") > [place for place, event in enumerate(first) if event == "c0"][3]
 
 
+@pytest.mark.parametrize(("strength", "equal"), [(0.0, True), (1.0, False)])
+def test_compensation_of_no_strength_is_the_asynchronous_run(
+    ranks, tmp_path: Path, strength: float, equal: bool
+) -> None:
+    """In the order of events of a run with old gradients: DC-ASGD with lambda = 0 comes to the same bits, with
+    lambda = 1 it does not.
+    """
+    corpus(tmp_path)
+    compensated = served("async", staleness="compensated", compensation=strength)
+    plain = ranks(WORKERS, train, served("async"), str(tmp_path), "", True)[0]
+    found = ranks(WORKERS, train, compensated, str(tmp_path), "recorded", False)[0]
+    assert all(torch.equal(tensor, found[name]) for name, tensor in plain.items()) is equal
+
+
 def test_a_round_that_was_recorded_again_replaces_what_followed(tmp_path: Path) -> None:
     """As after a restart from a checkpoint."""
     path = tmp_path / "rank-00000.jsonl"
@@ -106,6 +120,8 @@ def test_a_replay_that_goes_elsewhere_says_so(tmp_path: Path) -> None:
     [
         ({"sync": {"kind": "hogwild"}, "optimizer": {"kind": "sgd"}}, 'sync.kind = "hogwild" cannot be replayed'),
         ({"batch": {"division": "by_speed"}}, 'batch.division = "by_speed" cannot be replayed'),
+        ({"elastic": {"max": 2}}, r"a run with \[elastic\] cannot be replayed"),
+        ({"elastic": {"max": 2}, "sync": {"kind": "server", "admission": "async"}}, r"with \[elastic\]"),
     ],
 )
 def test_what_cannot_be_repeated_is_refused(tmp_path: Path, tables: Tables, words: str) -> None:

@@ -1,15 +1,19 @@
 """What ranks compare before the first step, and what may differ between hosts."""
 
+import importlib
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 
 from shoal.data.dataset import Dataset
 from shoal.errors import ConfigError, UserCodeError
-from shoal.recipes.sameness import require_same, require_same_start, samples_of
+from shoal.recipes.sameness import contents_of, require_same, require_same_code, require_same_start, samples_of
 from shoal.runfile.load import load_run
 from shoal.runfile.run_file import RunFile
 
@@ -58,6 +62,79 @@ def test_another_key_is_named_with_both_values(run_file: Callable[..., RunFile],
         require_same_start(1, board, run_file(**{key: value}))
 
 
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ModuleType | None]]:
+    """`modules("here", "it", "x = 1")`: from now on a rank that finds the module `it` in the folder `here`, and has
+    imported it; with `imported=False` it has not.
+    """
+
+    def found(folder: str, name: str, text: str, *, imported: bool = True) -> ModuleType | None:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / f"{name}.py").write_text(text)
+        monkeypatch.syspath_prepend(tmp_path / folder)
+        sys.modules.pop(name, None)
+        names.add(name)
+        return importlib.import_module(name) if imported else None
+
+    names: set[str] = set()
+    yield found
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def test_another_module_is_named_wherever_it_lies(modules: Callable[..., Any]) -> None:
+    """Imported by both ranks, from folders that neither was started in."""
+    board = Board()
+    modules("there", "own_layers", "WIDTH = 1")
+    require_same_code(0, board, [])
+    modules("here", "own_layers", "WIDTH = 1")
+    require_same_code(1, board, [])
+    modules("here", "own_layers", "WIDTH = 2")
+    with pytest.raises(
+        UserCodeError, match=r"rank 1 runs another module own_layers \(.*here/own_layers\.py\) than rank 0"
+    ):
+        require_same_code(1, board, [])
+
+
+def test_a_module_that_rank_0_alone_has_imported_is_compared_where_it_lies(modules: Callable[..., Any]) -> None:
+    """Another file of its name is refused; none at all is rank 0's own affair, unless it trains with it."""
+    board, sole = Board(), Board()
+    layers = modules("there", "own_layers", "class Layer: ...")
+    require_same_code(0, board, [])
+    require_same_code(0, sole, [layers.Layer()])
+    modules("here", "own_layers", "class Layer: wide = True", imported=False)
+    with pytest.raises(UserCodeError, match="rank 1 runs another module own_layers"):
+        require_same_code(1, board, [])
+    modules("here", "own_layers", "class Layer: ...", imported=False)
+    require_same_code(1, board, [])
+    with pytest.raises(UserCodeError, match="rank 0 trains with code of the module own_layers, and rank 1 does not"):
+        require_same_code(1, sole, [])
+
+
+def test_code_that_one_rank_alone_trains_with_is_refused(modules: Callable[..., Any]) -> None:
+    """Of a module that rank 0 has not imported; installed packages and Shoal's models are no such code."""
+    board = Board()
+    require_same_code(0, board, [])
+    layers = modules("here", "own_layers", "class Layer: ...\ndef loss(): ...")
+    require_same_code(1, board, [np.zeros(1), layers])
+    for used in (layers.Layer(), layers.loss, layers.Layer):
+        with pytest.raises(
+            UserCodeError, match="rank 1 trains with code of the module own_layers, and rank 0 does not"
+        ):
+            require_same_code(1, board, [used])
+
+
+def test_another_file_of_shoals_is_named() -> None:
+    """Whether it was imported or not."""
+    board = Board()
+    require_same_code(0, board, [])
+    code = json.loads(board.said["same/code"])
+    code["files"]["shoal/api.py"] = "0"
+    board.said["same/code"] = json.dumps(code)
+    with pytest.raises(UserCodeError, match=r"rank 1 runs another shoal/api\.py than rank 0"):
+        require_same_code(1, board, [])
+
+
 def data_of(numbers: np.ndarray) -> Dataset:
     return Dataset(train=[(np.float32(n), np.int64(0)) for n in numbers], held_out=None)
 
@@ -72,6 +149,29 @@ def test_contents_are_compared_all_over_the_data() -> None:
         require_same(1, board, {"data": samples_of(data_of(same))})
         with pytest.raises(UserCodeError, match="rank 1 has another data than rank 0"):
             require_same(1, board, {"data": samples_of(data_of(other))})
+
+
+class Drawn:
+    """Sample 0 is the number 0, sample 1 another one at each reading, sample 2 cannot be read."""
+
+    def __init__(self) -> None:
+        self._generator = np.random.default_rng(0)
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> tuple[float, int]:
+        if index == 2:
+            raise ValueError("unreadable")
+        return (self._generator.random() if index else 0.0), 0
+
+
+def test_a_checkpoint_keeps_hashes_of_what_is_always_the_same() -> None:
+    """Not of samples that are drawn anew or cannot be read, nor of held-out data; weights count as contents."""
+    kept = contents_of(samples_of(Dataset(train=Drawn(), held_out=[(0.0, 0)])))
+    assert list(kept) == ["training sample 0"]
+    weighed = [contents_of(samples_of(Dataset(train=[(0.0, 0, weight)]))) for weight in (1.0, 1.0, 2.0)]
+    assert weighed[0] == weighed[1] != weighed[2]
 
 
 def test_another_number_of_samples_is_found() -> None:

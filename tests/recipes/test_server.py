@@ -117,11 +117,18 @@ def test_synchronous_admission_is_all_reduce(ranks, folder: Path, sync: Tables, 
 
 
 def test_after_fifty_steps_in_float32_too(ranks, folder: Path) -> None:
-    """Within what orders of summation differ by."""
+    """A server, and the mean of local steps that are agreed on one by one: within what orders of summation differ by.
+    Agreed on every second step they are elsewhere.
+    """
     tables = BATCH | {"optimizer": {"kind": "sgd", "clip_norm": None}, "precision": {"kind": "float32"}}
-    found, *_ = ranks(2, train, tables | server(), str(folder), 0, LONG)
-    plain, *_ = ranks(2, train, tables, str(folder), 0, LONG)
-    assert distance(found.state, plain.state) < LIKE_ALL_REDUCE
+    average = {"kind": "local", "period": 1, "outer_lr": 1.0, "outer_momentum": 0.0}
+    plain, served, local, rarely = (
+        ranks(2, train, tables | sync, str(folder), 0, LONG)[0]
+        for sync in ({}, server(), {"sync": average}, {"sync": average | {"period": 2}})
+    )
+    assert distance(served.state, plain.state) < LIKE_ALL_REDUCE
+    assert distance(local.state, plain.state) < LIKE_ALL_REDUCE
+    assert distance(rarely.state, plain.state) > LIKE_ALL_REDUCE
 
 
 @pytest.mark.matrix(first=2)

@@ -58,25 +58,39 @@ def test_seconds_that_cannot_be_are_refused() -> None:
         Stragglers().took({"a": -1.0})
 
 
-def test_of_ranks_that_stand_still_the_one_that_is_behind_hangs() -> None:
-    """The others wait for it in their collective; while somebody moves, or all are equal, nobody is named."""
+def test_a_rank_hangs_that_stands_still_while_another_waits_for_as_long() -> None:
+    """Not one whose peers have only just begun to wait, nor one that takes no steps."""
     watch = Stalls(limit_s=10)
-    for rank in range(4):
-        watch.heard(rank, 7 if rank == 2 else 8, 0.0)
-    assert watch.suspects(9.0) == []
-    assert watch.suspects(11.0) == [2]
-    watch.heard(2, 8, 11.0)
-    assert watch.suspects(12.0) == []
-    assert watch.suspects(30.0) == []
+    watch.heard(("a", 0), 7, "computes", 0.0)
+    watch.heard(("b", 0), 8, "waits", 5.0)
+    watch.heard(("spare", 0), 0, "", 0.0)
+    assert watch.hung(14.0) == []
+    assert watch.hung(15.5) == [("a", 0)]
+    assert watch.hung(14.0, others_wait=True) == [("a", 0)]
+    watch.heard(("a", 0), 8, "computes", 15.0)
+    assert watch.hung(16.0) == []
 
 
 def test_a_rank_that_makes_progress_never_hangs() -> None:
-    """However long each part takes below the limit."""
+    """However long each part takes below the limit, and however long others wait."""
     watch = Stalls(limit_s=10)
+    watch.heard(("b", 0), 1, "waits", 0.0)
     for second in range(0, 100, 9):
-        for rank in range(2):
-            watch.heard(rank, second, float(second))
-        assert watch.suspects(second + 9.0) == []
+        watch.heard(("a", 0), second, "computes", float(second))
+        assert watch.hung(second + 9.0) == []
+
+
+def test_ranks_that_all_compute_or_all_wait_do_not_hang() -> None:
+    """A long step on all ranks; collectives that the network does not end. And no limit: nobody ever does."""
+    for doing in ("computes", "waits"):
+        watch = Stalls(limit_s=10)
+        for rank in range(4):
+            watch.heard(("a", rank), 7, doing, 0.0)
+        assert watch.hung(99.0) == []
+    never = Stalls(limit_s=0)
+    never.heard(("a", 0), 7, "computes", 0.0)
+    never.heard(("b", 0), 7, "waits", 0.0)
+    assert never.hung(1e9) == []
 
 
 def test_a_majority_names_the_culprit_and_two_cannot() -> None:

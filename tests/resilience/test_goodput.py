@@ -1,4 +1,4 @@
-"""The goodput ledger, the interval between saves, and how many replicas are wanted."""
+"""The interval between saves, and how many replicas are wanted."""
 
 from __future__ import annotations
 
@@ -7,36 +7,8 @@ import math
 import pytest
 
 from shoal.resilience.config import ElasticConfig
-from shoal.resilience.goodput import (
-    Failure,
-    Goodput,
-    StepTaken,
-    goodput,
-    mean_between_failures_s,
-    steps_between_saves,
-)
+from shoal.resilience.goodput import mean_between_failures_s, steps_between_saves
 from shoal.resilience.scaling import wanted_replicas
-
-
-def test_every_second_is_in_one_place() -> None:
-    """Ten steps of a second, a failure in the third after a save behind the first, 2 s noticed, 3 s restarted."""
-    first = [StepTaken(n, float(n - 1), float(n)) for n in (1, 2)]
-    again = [StepTaken(n, n + 6.0, n + 7.0) for n in range(2, 11)]
-    found = goodput([*first, *again], [Failure(2.5, 4.5, 7.5)], [0.5], total_s=18.0)
-    assert found == Goodput(18.0, 2.0, 3.0, 1.0, 0.5)
-    assert found.effective == pytest.approx(1 - 6.5 / 18)
-
-
-def test_without_failures_all_time_is_effective() -> None:
-    """And an empty run has none."""
-    assert goodput([StepTaken(1, 0, 1)], [], [], total_s=1.0).effective == 1.0
-    assert goodput([], [], [], total_s=0.0).effective == 0.0
-
-
-def test_a_failure_that_ends_before_it_begins_is_refused() -> None:
-    """Clocks of two hosts."""
-    with pytest.raises(ValueError, match="record them with one clock"):
-        Failure(2.0, 1.0, 3.0)
 
 
 def test_the_failure_rate_moves_to_what_is_seen() -> None:

@@ -5,20 +5,20 @@ from __future__ import annotations
 import pytest
 
 from shoal.recipes.hang_watch import groups_of, writers
-from shoal.resilience.hang_verdict import HangVerdict, LastCall, Place, RankReport, hang_verdict
+from shoal.resilience.hang_verdict import CodePlace, HangVerdict, LastCall, RankReport, hang_verdict
 
 WORLD = {"world": (0, 1, 2, 3)}
-TRAIN = Place("/home/u/train.py", 40, "step")
-ELSEWHERE = Place("/home/u/train.py", 77, "on_step")
+TRAIN = CodePlace("/home/u/train.py", 40, "step")
+ELSEWHERE = CodePlace("/home/u/train.py", 77, "on_step")
 SUM = "all_reduce (sum) of float32 [1000]"
-INSIDE = (TRAIN, Place("/lib/shoal/comm/seam_work.py", 200, "wait"))
+INSIDE = (TRAIN, CodePlace("/lib/shoal/comm/seam_work.py", 200, "wait"))
 
 
-def waiting(rank: int, number: int = 9, signature: str = SUM, place: Place = TRAIN, **more: int) -> RankReport:
+def waiting(rank: int, number: int = 9, signature: str = SUM, place: CodePlace = TRAIN, **more: int) -> RankReport:
     return RankReport(rank, f"host{rank // 2}", {"world": LastCall(number, signature, place, **more)}, INSIDE)
 
 
-def busy(rank: int, *stack: Place, number: int = 8) -> RankReport:
+def busy(rank: int, *stack: CodePlace, number: int = 8) -> RankReport:
     """Its last call is over, and it is somewhere else."""
     return RankReport(rank, f"host{rank // 2}", {"world": LastCall(number, SUM, TRAIN, ended=True)}, stack)
 
@@ -27,7 +27,7 @@ def all_but(*special: RankReport) -> dict[int, RankReport]:
     return {rank: waiting(rank) for rank in range(4)} | {report.rank: report for report in special}
 
 
-PLANTED: dict[str, tuple[dict[int, RankReport], tuple[int, ...], Place | None, str]] = {
+PLANTED: dict[str, tuple[dict[int, RankReport], tuple[int, ...], CodePlace | None, str]] = {
     "skips a collective": (
         all_but(waiting(2, 9, "all_gather of float32 [8]", ELSEWHERE)),
         (2,),
@@ -35,13 +35,13 @@ PLANTED: dict[str, tuple[dict[int, RankReport], tuple[int, ...], Place | None, s
         "as all_gather of float32 [8] at /home/u/train.py:77 (on_step), the others as all_reduce",
     ),
     "sleeps": (
-        all_but(busy(1, ELSEWHERE, Place("<built-in>", 0, "sleep"))),
+        all_but(busy(1, ELSEWHERE, CodePlace("<built-in>", 0, "sleep"))),
         (1,),
-        Place("<built-in>", 0, "sleep"),
+        CodePlace("<built-in>", 0, "sleep"),
         "sleeps",
     ),
     "dead-locks on a lock": (
-        all_but(busy(3, ELSEWHERE, Place("/usr/lib/python3/threading.py", 300, "acquire"))),
+        all_but(busy(3, ELSEWHERE, CodePlace("/usr/lib/python3/threading.py", 300, "acquire"))),
         (3,),
         ELSEWHERE,
         "waits for a lock at /home/u/train.py:77",
@@ -53,7 +53,9 @@ PLANTED: dict[str, tuple[dict[int, RankReport], tuple[int, ...], Place | None, s
         "rank 0 made call 9 of group 'world' as all_reduce (sum) of float32 [999]",
     ),
     "data starves": (
-        all_but(busy(2, TRAIN, Place("/lib/shoal/data/feed.py", 90, "next"), Place("/lib/threading.py", 20, "wait"))),
+        all_but(
+            busy(2, TRAIN, CodePlace("/lib/shoal/data/feed.py", 90, "next"), CodePlace("/lib/threading.py", 20, "wait"))
+        ),
         (2,),
         TRAIN,
         "waits for data at /home/u/train.py:40",
@@ -65,7 +67,7 @@ PLANTED: dict[str, tuple[dict[int, RankReport], tuple[int, ...], Place | None, s
         "the backend's thread of rank 1 has not taken call 8 of group 'world'",
     ),
     "the disk hangs": (
-        all_but(busy(0, ELSEWHERE, Place("/lib/shoal/checkpoint/objects.py", 180, "fsync"))),
+        all_but(busy(0, ELSEWHERE, CodePlace("/lib/shoal/checkpoint/objects.py", 180, "fsync"))),
         (0,),
         ELSEWHERE,
         "waits for the disk at /home/u/train.py:77",

@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from shoal.data.cursor import Interval
 from shoal.resilience import events as ev
-from shoal.resilience.ledger import audit, shares
-from shoal.resilience.membership import Membership, Rules
+from shoal.resilience.ledger import audit
+from shoal.resilience.membership import FRUITLESS, Membership, Rules
 from shoal.resilience.participant import FencedOut, Participant
+from shoal.resilience.stalls import Doing
+from shoal.resilience.stragglers import STEPS, Slow
 from tests.resilience.simulator import World, play
 
 SEEDS_PER_TEST = 150
@@ -193,6 +194,129 @@ def test_a_replica_that_was_stopped_returns_to_find_itself_fenced() -> None:
         parts["r0"].applied(stop=8)
 
 
+def beat(machine: Membership, now_s: float, **doing: tuple[int, Doing]) -> None:
+    """A heartbeat of each replica, with its progress and what it does."""
+    for name, (progress, what) in doing.items():
+        machine.handle(ev.Heartbeat(name, 0, progress, what), now_s)
+
+
+def test_a_replica_that_hangs_while_others_wait_for_it_is_fenced() -> None:
+    """Its heartbeats go on, and name nothing new; the others form the next generation."""
+    machine, parts = ready(3)
+    step(machine, parts)
+    for now_s in range(1, 48):
+        beat(machine, now_s, r0=(5, "waits"), r1=(4, "computes"), r2=(5, "waits"))
+        machine.tick(now_s)
+        assert ("r1" in machine.fenced) == (now_s > 1 + machine.rules.hang_s), now_s
+    assert machine.fenced["r1"].reason == "its rank 0 hangs: it made no progress for 45 s, and others wait for it"
+    left = {name: parts[name] for name in ("r0", "r2")}
+    for part in left.values():
+        part.hear(machine.handle(ev.Look(), 48).answer)
+    exchange_all(machine, left, 48)
+    assert (machine.members, machine.ledger.step) == (("r0", "r2"), 1)
+
+
+def test_a_long_step_is_no_hang() -> None:
+    """All compute for as long as they like; one that is later than the others by less than `hang_s` stays."""
+    machine, _ = ready(2)
+    for now_s in range(0, 300, 4):
+        late: Doing = "waits" if now_s > 260 else "computes"
+        beat(machine, now_s, r0=(1, "computes"), r1=(1, late))
+        machine.tick(now_s)
+    assert not machine.fenced
+
+
+def test_a_replica_that_hangs_is_fenced_when_the_others_have_given_up_their_collective() -> None:
+    """They have accepted the next generation, and wait for it: no longer than `hang_s`, which is less than
+    `accept_s`."""
+    machine, parts = ready(2)
+    parts["r0"].failed()
+    exchange(machine, parts["r0"])
+    for now_s in range(1, 48):
+        beat(machine, now_s, r0=(6, ""), r1=(5, "computes"))
+        machine.tick(now_s)
+    assert machine.fenced["r1"].reason.startswith("its rank 0 hangs")
+    exchange(machine, parts["r0"], 48)
+    assert machine.members == ("r0",)
+
+
+def test_a_slow_member_is_named_once() -> None:
+    """When it has been slower for sample after sample than all others; the view says so to who asks later, and forgets
+    it in the next generation."""
+    machine, parts, ratio = *ready(3), 2.0
+    named = []
+    for _ in range(2 * STEPS):
+        for name, part in parts.items():
+            part.applied(stop=part.position + 8, sample_s=ratio if name == "r2" else 1.0)
+            for event in part.unsent():
+                outcome = machine.handle(event, 0)
+                named += outcome.slow
+                part.hear(outcome.answer)
+    assert named == [Slow("r2", ratio)]
+    assert machine.view().slow == {"r2": ratio}
+    machine.handle(ev.Ended("r0"), 1)
+    rest = {name: parts[name] for name in ("r1", "r2")}
+    for part in rest.values():
+        part.hear(machine.handle(ev.Look(), 1).answer)
+    exchange_all(machine, rest, 1)
+    assert machine.view().slow == {}
+
+
+def test_who_measures_no_times_makes_nobody_slow() -> None:
+    """A server among the members."""
+    machine, parts = ready(2)
+    for _ in range(2 * STEPS):
+        for name, part in parts.items():
+            part.applied(stop=part.position + 8, sample_s=0.0 if name == "r0" else 1.0)
+            for event in part.unsent():
+                assert machine.handle(event, 0).slow == ()
+
+
+def test_of_replicas_that_cannot_reach_each_other_the_most_suspected_goes() -> None:
+    """All reach the coordinator, and `b` and `c` not each other: after some generations without a step one of the two
+    is fenced, and the others go on. A generation with a step between clears everybody."""
+    machine, parts = ready(3)
+    suspects = {"r0": "", "r1": "r2", "r2": "r1"}
+
+    def lose() -> None:
+        for name, part in parts.items():
+            if not part.fenced:
+                part.failed(suspects[name])
+        for _ in range(3):
+            exchange_all(machine, parts)
+        for part in parts.values():
+            if part.may_enter and part.enter() != "here":
+                part.ready(step=machine.formed_step, position=machine.formed_position)
+        exchange_all(machine, parts)
+
+    for _ in range(FRUITLESS - 1):
+        lose()
+    step(machine, parts)
+    for _ in range(FRUITLESS):
+        assert not machine.fenced
+        lose()
+    lose()
+    assert set(machine.fenced) == {"r2"}
+    assert "its peers cannot reach it" in machine.fenced["r2"].reason
+    assert machine.members == ("r0", "r1")
+
+
+def test_a_suspect_is_named_though_another_generation_is_proposed_already() -> None:
+    """Peers notice a loss one after the other: who learns late whom it cannot reach still says so, until the next
+    generation begins."""
+    machine, parts = ready(2)
+    parts["r0"].failed()
+    exchange(machine, parts["r0"])
+    late = parts["r1"]
+    late.hear(machine.handle(ev.Look(), 0).answer)
+    late.failed("r0")
+    late.hear(machine.handle(ev.Heartbeat("r1", 0), 0).answer)
+    assert ev.Broken("r1", late.generation, "r0") in late.unsent()
+    exchange_all(machine, parts)
+    assert late.enter() == "here"
+    assert not [event for event in late.unsent() if isinstance(event, ev.Broken)]
+
+
 def test_who_has_promised_applies_no_step_of_an_earlier_generation() -> None:
     """The promise binds the replica itself, before anybody hears of it."""
     machine, parts = ready(1, maximum=2)
@@ -294,14 +418,6 @@ def test_a_scale_outside_the_bounds_is_refused() -> None:
     answer = machine.handle(ev.Scale(5), 0).answer
     assert isinstance(answer, ev.Refusal)
     assert "the run has 1 to 4" in answer.sentence
-
-
-@pytest.mark.parametrize("members", [1, 3, 7])
-def test_shares_cover_a_step_once(members: int) -> None:
-    """Consecutive, even to one sample, nothing left out."""
-    found = [*shares(Interval(40, 60), [f"r{n}" for n in range(members)]).values()]
-    assert [n for part in found for n in part.positions()] == [*range(40, 60)]
-    assert max(map(len, found)) - min(map(len, found)) <= 1
 
 
 def test_a_view_says_where_its_members_host_a_store() -> None:

@@ -43,9 +43,8 @@ def test_what_it_cannot_serve(tmp_path: Path, tables: dict[str, Any], named: str
 @pytest.mark.parametrize(
     ("tables", "named"),
     [
-        ({"layout": {"replicate": 2, "shard": 2}}, "layout.shard = 2"),
-        ({"layout": {"replicate": 2, "pipeline": 2}}, "layout.pipeline = 2"),
         ({"layout": {"replicate": 2}, "sync": {"kind": "local"}}, 'sync.kind = "local"'),
+        ({"layout": {"replicate": 2}, "sync": {"kind": "streaming"}}, 'sync.kind = "streaming"'),
     ],
 )
 def test_what_auto_cannot_serve(tmp_path: Path, tables: dict[str, Any], named: str) -> None:

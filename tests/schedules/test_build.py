@@ -10,7 +10,7 @@ import pytest
 from shoal.errors import ConfigError, LayoutError
 from shoal.schedules.build import NAMES, build
 from shoal.schedules.check import check
-from shoal.schedules.table import Table, forward_only
+from shoal.schedules.table import ScheduleTable, forward_only
 from shoal.schedules.timeline import in_flight, timeline
 
 RANKS, MICROBATCHES, PER_RANK = (1, 2, 3, 4, 7, 8), (1, 2, 3, 4, 5, 6, 8, 9, 14, 16, 17), (1, 2, 3, 4)
@@ -44,7 +44,7 @@ def sizes(name: str) -> Iterator[dict[str, int | None]]:
                 yield {"ranks": ranks, "microbatches": microbatches, "stages_per_rank": per_rank}
 
 
-def unit_time(table: Table):
+def unit_time(table: ScheduleTable):
     return timeline(table, forward_s=1, backward_input_s=1, backward_weight_s=1)
 
 

@@ -9,13 +9,13 @@ import pytest
 from shoal.errors import LayoutError
 from shoal.schedules.build import NAMES, build
 from shoal.schedules.check import check, completing
-from shoal.schedules.table import Action, Table
+from shoal.schedules.table import Action, ScheduleTable
 from shoal.schedules.timeline import drawn, timeline
 
 GOOD = build("ZB-H1", ranks=2, microbatches=3)
 
 
-def with_row(rank: int, row: list[Action]) -> Table:
+def with_row(rank: int, row: list[Action]) -> ScheduleTable:
     return replace(GOOD, rows=tuple(tuple(row) if r == rank else old for r, old in enumerate(GOOD.rows)))
 
 
@@ -37,7 +37,7 @@ def swapped(one: Action, other: Action) -> list[Action]:
         (with_row(1, swapped(Action("F", 1, 1), Action("F", 1, 0))), "wait for each other"),
     ],
 )
-def test_planted_faults_are_found(table: Table, sentence: str) -> None:
+def test_planted_faults_are_found(table: ScheduleTable, sentence: str) -> None:
     """Work left out, doubled, misplaced, W before I, and two orders in which ranks wait for each other."""
     with pytest.raises(LayoutError, match=sentence):
         check(table)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shoal.errors import LayoutError
 from shoal.schedules.build import build
 from shoal.schedules.check import check
-from shoal.schedules.table import Table
+from shoal.schedules.table import ScheduleTable
 from shoal.schedules.timeline import Times, timeline, zero_bubble
 
 ROUNDING = 1e-9
@@ -56,7 +56,7 @@ def test_too_little_memory_is_refused() -> None:
         zero_bubble(4, 8, times=Times(forward_s=1, input_s=1, weight_s=1), most_stored=3)
 
 
-def _longest_s(table: Table, times: Times) -> float:
+def _longest_s(table: ScheduleTable, times: Times) -> float:
     played = timeline(
         table,
         forward_s=times.forward_s,
@@ -67,7 +67,7 @@ def _longest_s(table: Table, times: Times) -> float:
     return max(row[-1][2] - row[0][1] for row in played.spans)
 
 
-def _stored(table: Table, *, weight_share: float) -> list[float]:
+def _stored(table: ScheduleTable, *, weight_share: float) -> list[float]:
     peaks = []
     for row in table.rows:
         held = peak = 0.0

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.runfile.load import load_run
-from shoal.submit.job import Job, Resources, divide, job_of, world_size_of
+from shoal.submit.job import Resources, SubmittedJob, divide, job_of, world_size_of
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 RUNS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
@@ -26,7 +26,7 @@ RUNS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
 """Twelve run files: a recipe, its overrides, what each host gives."""
 
 
-def job(name: str, folder: Path = Path("/work"), **more: Any) -> Job:
+def job(name: str, folder: Path = Path("/work"), **more: Any) -> SubmittedJob:
     """The job of one of `RUNS`."""
     recipe, overrides, asked = RUNS[name]
     run_file = load_run(RECIPES / f"{recipe}.toml", overrides)

@@ -64,10 +64,12 @@ def test_a_layout_that_cannot_be_is_refused_before_it_is_written() -> None:
 def test_secrets_are_names_and_values_are_variables() -> None:
     """`NAME=value`, `NAME` from this environment, and names that sound secret, whose value is nowhere; the job's token
     is named by its file."""
-    environ = {"HOME": "/h", "HF_TOKEN": "hunter2", "WANDB_API_KEY": "hunter3"}
-    variables, secrets = split_variables(["A=b=c", "HOME", "HF_TOKEN", "WANDB_API_KEY"], environ)
-    assert variables == {"A": "b=c", "HOME": "/h"}
-    assert secrets == ("HF_TOKEN", "WANDB_API_KEY")
+    environ = {"HOME": "/h", "HF_TOKEN": "hunter2", "AZURE_STORAGE_KEY": "hunter3", "DB": "postgres://me:hunter4@h/d"}
+    given = ["A=b=c", "HOME", "HF_TOKEN", "AZURE_STORAGE_KEY", "DB", "TOKENIZERS_PARALLELISM=false"]
+    variables, secrets = split_variables(given, environ)
+    plain = {"A": "b=c", "HOME": "/h", "TOKENIZERS_PARALLELISM": "false"}
+    assert variables == plain | {"SHOAL_RECORD": "A,HOME,TOKENIZERS_PARALLELISM"}
+    assert secrets == ("HF_TOKEN", "AZURE_STORAGE_KEY", "DB")
     assert split_variables(["SHOAL_JOB_TOKEN=/home/me/token"], {}) == ({"SHOAL_JOB_TOKEN": "/home/me/token"}, ())
 
 
@@ -75,6 +77,8 @@ def test_secrets_are_names_and_values_are_variables() -> None:
     ("text", "words"),
     [
         ("HF_TOKEN=x", "would write a secret"),
+        ("OPENAI_KEY=x", "would write a secret"),
+        ("ssh_passphrase=x", "would write a secret"),
         ("1A=b", "names no variable"),
         ("A b=c", "names no variable"),
         ("ABSENT", "is not set here"),

@@ -11,25 +11,34 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
+from shoal.data.config import Tokens
 from shoal.data.order import Order
 from shoal.errors import UsageError
 from shoal.runfile.load import load_run
 from shoal.submit import yaml
-from shoal.submit.job import Job, Resources, job_of
+from shoal.submit.job import Resources, SubmittedJob, job_of
 from shoal.submit.jobset import QUEUE_LABEL, jobset
-from shoal.submit.pods import RUN_FILE, RUN_FOLDER, RUNS, KubernetesOptions
+from shoal.submit.pods import RUN_FILE, RUN_FOLDER, RUNS, KubernetesOptions, node_selector_of
 from shoal.submit.trainjob import trainjob
 from tests.cli.project import project
 from tests.ports import free_port
+from tests.submit.jobs import RECIPES, job
 from tests.submit.jobs import RUNS as RUN_FILES
-from tests.submit.jobs import job
 from tests.submit.structural import faults
 from tests.waiting import HANG_S
 
-OPTIONS = KubernetesOptions("registry.site/shoal:0.1", "runs", queue="team", spot=("cloud/spot=true", "cloud/cheap"))
+OPTIONS = KubernetesOptions(
+    "registry.site/shoal:0.1",
+    "runs",
+    queue="team",
+    spot=("cloud/spot=true", "cloud/cheap"),
+    workdir="/runs/code",
+    node_selector=(("cloud/pool", "spot"),),
+)
 WRITERS = {"jobset": jobset, "trainjob": trainjob}
 
 
@@ -65,7 +74,7 @@ def test_every_renamed_field_is_refused(writer: Callable[..., list[dict[str, Any
     for found in writer(job("gpus"), OPTIONS)[1:]:
         for path in leaves(found["spec"]):
             last = max(index for index, key in enumerate(path) if isinstance(key, str))
-            if path[last - 1] in ("labels", "requests", "limits"):
+            if path[last - 1] in ("labels", "requests", "limits", "nodeSelector"):
                 continue
             mutated = copy.deepcopy(found)
             holder = at(mutated["spec"], path[:last])
@@ -95,7 +104,7 @@ def test_wrong_values_are_refused(path: tuple[Any, ...], value: Any) -> None:
 @pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)
 def test_75_starts_again_and_2_does_not(writer: Callable[..., list[dict[str, Any]]]) -> None:
     """Kubernetes' messages for exit codes run through both policies: 75 and evictions start again without being
-    counted, 2, 4 and 6 fail the set, and what no rule of the Job names starts again, counted."""
+    counted, 2, 4 and 6 fail the set, and what no rule of the SubmittedJob names starts again, counted."""
     found = writer(job("replicas", restarts=7), OPTIONS)[1]
     spec = found["spec"]["template"]["spec"] if found["kind"] == "TrainingRuntime" else found["spec"]
     pods, policy = spec["replicatedJobs"][0]["template"]["spec"], spec["failurePolicy"]
@@ -133,10 +142,10 @@ def test_75_starts_again_and_2_does_not(writer: Callable[..., list[dict[str, Any
 
 def test_the_queue_stands_on_what_kueue_admits() -> None:
     """On the JobSet, or on the TrainJob but not on its runtime, which is only a template."""
-    assert jobset(job("replicas"), OPTIONS)[1]["metadata"]["labels"] == {QUEUE_LABEL: "team"}
+    assert jobset(job("replicas"), OPTIONS)[1]["metadata"]["labels"][QUEUE_LABEL] == "team"
     _, runtime, train = trainjob(job("replicas"), OPTIONS)
-    assert "labels" not in runtime["metadata"]
-    assert train["metadata"]["labels"] == {QUEUE_LABEL: "team"}
+    assert QUEUE_LABEL not in runtime["metadata"]["labels"]
+    assert train["metadata"]["labels"][QUEUE_LABEL] == "team"
 
 
 def test_a_secret_is_a_reference_and_needs_a_name() -> None:
@@ -157,11 +166,9 @@ def test_names_that_kubernetes_cannot_hold_are_refused(name: str, tmp_path: Path
     (tmp_path / "run.toml").write_text((project(tmp_path).folder / "run.toml").read_text())
     own = load_run(tmp_path / "run.toml")
     made = job_of(own, Resources(1, 2), file="run.toml", folder=tmp_path)
-    import msgspec
-
     renamed = msgspec.structs.replace(own, run=msgspec.structs.replace(made.run_file.run, name=name))
     with pytest.raises(UsageError, match=r"makes no name for Kubernetes"):
-        jobset(Job(renamed, made.resources, tmp_path), OPTIONS)
+        jobset(SubmittedJob(renamed, made.resources, tmp_path), OPTIONS)
 
 
 @pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)
@@ -173,15 +180,49 @@ def test_yaml_reads_back_as_what_was_written(name: str, writer: Callable[..., li
     assert list(reader.safe_load_all(yaml.documents(objects))) == json.loads(json.dumps(objects))
 
 
-def test_what_pods_start_trains(tmp_path: Path) -> None:
-    """The commands of both pods of a JobSet, as processes with the pods' variables, train to the end, and their token
-    lies on the volume for their user alone. The pods' folders are folders here, and the name that the headless service
-    gives to pod 0 is this host's."""
+def test_what_lies_beside_the_run_file_needs_a_workdir(tmp_path: Path) -> None:
+    """A module of the user's or a file of data in the folder of the run file: pods have neither, so the job is refused
+    with what and where; a module that is installed is the image's, and a file by its absolute path the volume's."""
+    bare = KubernetesOptions("image:1", "runs")
+    jobset(job("replicas"), bare)
+    project(tmp_path)
+    made = job_of(load_run(tmp_path / "run.toml"), Resources(2, 1), file="run.toml", folder=tmp_path)
+    with pytest.raises(UsageError, match=r"model\.build needs own\.py, .* give its folder there with --workdir"):
+        jobset(made, bare)
+    elsewhere = job_of(load_run(tmp_path / "run.toml"), Resources(2, 1), file="run.toml", folder=tmp_path / "runs")
+    jobset(elsewhere, bare)
+    (tmp_path / "tokens.bin").write_bytes(bytes(64))
+    with_data = msgspec.structs.replace(load_run(RECIPES / "stdlib-gpt.toml"), data=Tokens(path="tokens.bin"))
+    made = job_of(with_data, Resources(1, 2), file="run.toml", folder=tmp_path)
+    with pytest.raises(UsageError, match=r"data needs tokens\.bin"):
+        jobset(made, bare)
+    with pytest.raises(UsageError, match="is no absolute path"):
+        jobset(made, KubernetesOptions("image:1", "runs", workdir="code"))
+
+
+def test_hosts_of_a_pool_are_selected_by_label() -> None:
+    """A toleration alone lets pods onto spot hosts and onto others; a label keeps them there."""
+    pods = jobset(job("replicas"), OPTIONS)[1]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert pods["nodeSelector"] == {"cloud/pool": "spot"}
+    assert node_selector_of(["a/b=c=d", "e="]) == (("a/b", "c=d"), ("e", ""))
+    with pytest.raises(UsageError, match="is no label: write NAME=VALUE"):
+        node_selector_of(["pool"])
+
+
+@pytest.mark.parametrize("kind", ["jobset", pytest.param("trainjob", marks=pytest.mark.stress)])
+def test_what_pods_start_trains(kind: str, tmp_path: Path) -> None:
+    """The commands of both pods, as processes with the pods' variables in the pods' working folder, train to the end,
+    and their token lies on the volume for their user alone. The pods' folders are folders here, and the name that the
+    headless service gives to pod 0 is this host's; for a TrainJob, Trainer adds the variables that its `torch` policy
+    sets."""
     own = project(tmp_path)
     made = job_of(load_run(tmp_path / "run.toml"), Resources(2, 1), file="run.toml", folder=tmp_path)
-    config, found = jobset(made, OPTIONS)
+    config, found, *train = WRITERS[kind](made, OPTIONS)
     for name in (RUNS, RUN_FOLDER):
         (tmp_path / name.lstrip("/")).mkdir(parents=True)
+    code = tmp_path / "runs/code"
+    code.mkdir()
+    (tmp_path / "own.py").rename(code / "own.py")
 
     def here(text: str) -> str:
         for name in (RUNS, RUN_FOLDER):
@@ -189,24 +230,30 @@ def test_what_pods_start_trains(tmp_path: Path) -> None:
         return text
 
     (tmp_path / RUN_FOLDER.lstrip("/") / RUN_FILE).write_text(here(config["data"][RUN_FILE]))
-    pods = found["spec"]["replicatedJobs"][0]["template"]["spec"]
+    spec = found["spec"]["template"]["spec"] if train else found["spec"]
+    pods = spec["replicatedJobs"][0]["template"]["spec"]
     container = pods["template"]["spec"]["containers"][0]
     port, running = free_port(), []
     for index in range(pods["completions"]):
         given = {entry["name"]: entry.get("value", str(index)) for entry in container["env"]}
-        assert given["PET_MASTER_ADDR"] == "own-hosts-0-0.own"
+        if train:
+            asked = train[0]["spec"]["trainer"]
+            given |= {"PET_NNODES": str(asked["numNodes"]), "PET_NPROC_PER_NODE": str(asked["numProcPerNode"])}
+            given |= {"PET_NODE_RANK": str(index)}
+        else:
+            assert given["PET_MASTER_ADDR"] == "own-hosts-0-0.own"
         given |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
         python, *arguments = container["command"]
         assert python == "python3"
         running.append(
             subprocess.Popen(
                 [sys.executable, *map(here, arguments)],
-                cwd=tmp_path, env=own.environ(**given), stderr=subprocess.PIPE, text=True,
+                cwd=here(container["workingDir"] + "/"), env=own.environ(**given), stderr=subprocess.PIPE, text=True,
             )
         )  # fmt: skip
     ends = [(pod.communicate(timeout=HANG_S)[1], pod.returncode) for pod in running]
     assert [code for _, code in ends] == [0, 0], ends
-    lines = [json.loads(line) for line in (tmp_path / "used.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (code / "used.jsonl").read_text().splitlines()]
     used = [i for line in sorted(lines, key=lambda line: (line["step"], line["rank"])) for i in line["ids"]]
     assert used == Order(30, seed=0).ids(np.arange(45)).tolist()
     assert (tmp_path / "runs/own/checkpoints/latest").exists()

@@ -241,19 +241,24 @@ def test_a_sweep_runs_its_trials_as_steps_of_a_job(cluster: SlurmCluster, own: P
 
 @pytest.mark.stress
 def test_a_sweep_is_an_array(cluster: SlurmCluster, own: Project) -> None:
-    """Each task of the array trains the trial of its number; the sweep, called afterwards, trains none and has the
-    table."""
+    """`shoal submit` of a sweep file: each task of the array trains the trial of its number, `status` counts them, and
+    the sweep, called afterwards, trains none and has the table."""
     run = (own.folder / "run.toml").read_text().replace("steps = 9", "steps = 9\nprocesses = 1")
     (own.folder / "run.toml").write_text(run)
     (own.folder / "sweep.toml").write_text(
         'name = "s"\nrun = "run.toml"\nobjective = "loss/train"\n[parameters]\n"optimizer.lr" = [1e-6, 0.05]\n'
     )
-    task = f"{sys.executable} -m shoal sweep sweep.toml --trial $SLURM_ARRAY_TASK_ID"
-    done = subprocess.run(
-        ["sbatch", "--wait", "--array=0-1", f"--chdir={own.folder}", f"--wrap={task}"],
-        env={**own.environ(), **cluster.environ}, capture_output=True, text=True, timeout=180, check=False,
-    )  # fmt: skip
+    done = own.shoal("submit", "sweep.toml", "--to", "slurm", *HERE, "--json")
     assert done.returncode == 0, done.stderr
+
+    def standing() -> dict[str, str]:
+        return json.loads(own.shoal("submit", "status", "sweeps/s", "--json").stdout)
+
+    wait_until(lambda: standing()["state"] in ("done", "failed"), "the trials", lambda: str(standing()) + cluster.log())
+    assert standing()["sentence"].endswith("of 2 trials: 2 done")
+    shown = own.shoal("submit", "logs", "sweeps/s").stdout
+    assert "trial-0000: 9 steps" in shown
+    assert "trial-0001: 9 steps" in shown
     found = own.shoal("sweep", "sweep.toml", "--json")
     assert [row["parameters"]["optimizer.lr"] for row in json.loads(found.stdout)["rows"]] == [0.05, 1e-6]
     assert "starts" not in found.stderr

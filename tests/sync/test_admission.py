@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from shoal.sync.admission import (
+    Accounts,
     Asynchronous,
     Bounded,
     Contribution,
@@ -19,6 +20,8 @@ from shoal.sync.admission import (
 )
 
 INTERLEAVINGS = 100_000
+EVENTS, LONG_EVENTS, LONG_EVERY = 8, 40, 20
+"""Of an interleaving, and of every twentieth, which is long enough for a bound of 3 to hold workers up often."""
 MEMBERSHIP = 0.1  # of the events
 
 
@@ -70,11 +73,11 @@ def test_bounded_staleness_holds_in_any_interleaving() -> None:
     one update, in order, and there is no deadlock.
     """
     draw = random.Random(18)
-    for _ in range(INTERLEAVINGS):
+    for play_number in range(INTERLEAVINGS):
         workers, bound = draw.randint(2, 4), draw.randint(0, 3)
         rule = Bounded(range(workers), bound=bound)
         play = Play(rule, workers, draw)
-        for _ in range(8):
+        for _ in range(EVENTS if play_number % LONG_EVERY else LONG_EVENTS):
             released, clock = play.step().released, play.clock
             slowest = min((clock[worker] for worker in rule.present), default=0)
             assert all(clock[worker] - slowest <= bound for worker in play.read)
@@ -196,13 +199,29 @@ def test_a_contribution_of_a_worker_that_died_counts() -> None:
     assert [c.worker for c in update.contributions] == [0, 1]
 
 
-def test_a_worker_that_returned_with_an_old_version_is_dropped() -> None:
-    """By its version: it was computed for an update that has been made without it."""
-    rule = FirstComers(range(2))
-    rule.leave(1)
-    rule.arrive(Contribution(0, 0, 0))
-    rule.join(1)
-    assert rule.arrive(Contribution(1, 0, 0)).dropped == Contribution(1, 0, 0)
+@pytest.mark.parametrize(
+    "rule",
+    [lambda: FirstComers(range(2)), lambda: Asynchronous(range(2)), lambda: Asynchronous(range(2), cap=9),
+     lambda: Bounded(range(2), bound=3)],
+    ids=["sync", "async", "async with a cap", "bounded"],
+)  # fmt: skip
+def test_a_worker_that_returned_with_an_old_version_is_dropped(rule: Callable[[], Rule]) -> None:
+    """By its version, however much staleness the rule allows; it is counted as dropped, and may go on at once. What it
+    computes from the version that it returned to counts.
+    """
+    admission, accounts = rule(), Accounts()
+    admission.leave(1)
+    admission.arrive(Contribution(0, 0, 0))
+    admission.join(1)
+    old = Contribution(1, 0, 0)
+    effects = admission.arrive(old)
+    accounts.arrived(old, effects, now_s=0.0)
+    assert effects == Effects(released=(1,), dropped=old)
+    assert accounts.of(1).dropped == 1
+    assert admission.version == 1
+    fresh = Contribution(1, 1, 1)
+    updates = [*admission.arrive(fresh).updates, *admission.leave(0).updates]
+    assert [c for update in updates for c in update.contributions] == [fresh]
 
 
 def test_async_drops_beyond_the_cap() -> None:

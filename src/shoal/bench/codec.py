@@ -27,8 +27,8 @@ from shoal.codec.config import PowerSGDConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.codec.codec import Codec, Place
-    from shoal.launch.environment import Place as RankPlace
+    from shoal.codec.codec import Codec, TensorPlace
+    from shoal.launch.environment import Place
 
 HALF_OF_COPY = ("bfloat16", "float16", "float8_e4m3", "float8_e5m2", "int8")
 COPY_BOUND, PASSES_BOUND, BACKWARD_BOUND = 0.5, 3.0, 0.10
@@ -81,11 +81,12 @@ def codec(
             print(f"Kept for predictions: {path}")
 
 
-def measure(place: RankPlace, chosen: list[str], *, layers: int, calls: int) -> Result:
+def measure(place: Place, chosen: list[str], *, layers: int, calls: int) -> Result:
     """The rows of the chosen codecs, of the copy and of the comm hooks, and the promised figures."""
     import torch
 
     from shoal.bench.groups import join_default_group, join_store
+    from shoal.bench.progress import told
     from shoal.config.table import implementation_of
 
     places = _places(layers)
@@ -97,7 +98,7 @@ def measure(place: RankPlace, chosen: list[str], *, layers: int, calls: int) -> 
         copy_s = median_s(lambda: copy.copy_(gradient), calls)
         rows = [_row("memcpy", numel, copy_s, encode_s=copy_s, decode_s=copy_s, sent_bytes=4 * numel, error=0.0)]
         times: list[Row] = []
-        for name in chosen:
+        for name in told(chosen, "codecs", total=len(chosen)):
             one = implementation_of(CODECS[name])(CODECS[name]).bound(places, key=1, rank=0, ranks=1)
             rows.append(_codec_row(name, one, gradient, copy_s, calls))
             encode_s, decode_s = coding_times(one, gradient, calls)
@@ -122,7 +123,7 @@ def _codec_row(name: str, one: Codec, gradient: Tensor, copy_s: float, calls: in
     return _row(name, numel, copy_s, encode_s=encode_s, decode_s=decode_s, sent_bytes=sent, error=error)
 
 
-def _hook_rows(gradient: Tensor, places: list[Place], copy_s: float, calls: int) -> Iterator[Row]:
+def _hook_rows(gradient: Tensor, places: list[TensorPlace], copy_s: float, calls: int) -> Iterator[Row]:
     """PyTorch's hooks on the same bucket; what a hook returns is what DDP would copy into the gradients."""
     import torch
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -152,7 +153,7 @@ def _hook_rows(gradient: Tensor, places: list[Place], copy_s: float, calls: int)
 class _Bucket:
     """A gradient as DDP hands it to a hook."""
 
-    def __init__(self, buffer: Tensor, places: list[Place]) -> None:
+    def __init__(self, buffer: Tensor, places: list[TensorPlace]) -> None:
         self._buffer, self._places = buffer, places
 
     def buffer(self) -> Tensor:
@@ -233,13 +234,13 @@ def _against_backward(calls: int) -> float:
     return statistics.median(e / b for e, b in zip(encode[WARM_UP:], backward[WARM_UP:], strict=True))
 
 
-def _places(layers: int) -> list[Place]:
+def _places(layers: int) -> list[TensorPlace]:
     """Where the matrices of so many layers lie in one flat buffer."""
-    from shoal.codec.codec import Place
+    from shoal.codec.codec import TensorPlace
 
     found, at = [], 0
     for layer in range(layers):
         for number, (rows, columns) in enumerate(LAYER):
-            found.append(Place(f"{layer}.{number}", at, (rows, columns)))
+            found.append(TensorPlace(f"{layer}.{number}", at, (rows, columns)))
             at += rows * columns
     return found

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from shoal.bench.codec_forms import CODECS
 from shoal.bench.groups import join_store
+from shoal.bench.progress import told
 from shoal.bench.ranks import rank_folder
 from shoal.bench.report import Check, Result, Row, check
 from shoal.bench.training_job import start_training
@@ -91,7 +92,7 @@ def measure_accuracy(
                         place,
                         PrefixStore(f"{name}-{feedback}-{seed}", store),
                     )
-                    for seed in seeds
+                    for seed in told(seeds, f"{name}{' with feedback' if feedback else ''}", total=len(seeds))
                 ]
     return _result(task, runs) if place.rank == 0 else None
 
@@ -105,7 +106,7 @@ def measure_peered(
     with rank_folder() as folder:
         for name in dict.fromkeys(side for one in chosen for side in (PEERED[one][0], one)):
             runs[name] = []
-            for seed in seeds:
+            for seed in told(seeds, name, total=len(seeds)):
                 run_file = _run_file(task, NoCodec(), folder, place, seed=seed, steps=steps, changes=CHANGES[name])
                 runs[name].append(_loss(run_file, place, PrefixStore(f"{name}-{seed}", store)))
     if place.rank != 0:

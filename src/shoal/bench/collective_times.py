@@ -23,8 +23,9 @@ from torch._C._distributed_c10d import Store
 from shoal.bench.comm_sweep import PEER, Sweep
 from shoal.bench.groups import join_group, join_store
 from shoal.bench.pairs import lower_bound, ratios
+from shoal.bench.progress import tell
 from shoal.bench.turns import interleaved, repeat
-from shoal.comm.backends import Transport
+from shoal.comm.backends import TransportName
 from shoal.comm.collective import Collective, GroupCollective
 from shoal.comm.seam import Seam
 from shoal.cost.alpha_beta import fit
@@ -52,13 +53,15 @@ def measure(place: Place, sweep: Sweep) -> dict[str, Any] | None:
 def collective_rows(place: Place, store: Store, sweep: Sweep) -> list[dict[str, Any]]:
     """A row of each operation, size and backend, Gloo's beside the others'; the same on all ranks."""
     backends = (PEER, *(name for name in sweep.backends if name != PEER))
-    groups = [join_group(f"comm/{name}", place, store, transport=cast(Transport, name)) for name in backends]
+    groups = [join_group(f"comm/{name}", place, store, transport=cast(TransportName, name)) for name in backends]
     clock = join_group("comm/clock", place, store, transport=PEER)
     hosts = _hosts(place, clock)
     by_backend = {_backend(group): group for group in groups}
-    return [
-        {**row, "hosts": hosts} for operation in sweep.operations for row in _rows(operation, by_backend, clock, sweep)
-    ]
+    rows = []
+    for number, operation in enumerate(sweep.operations):
+        tell(operation, done=number, total=len(sweep.operations))
+        rows += [{**row, "hosts": hosts} for row in _rows(operation, by_backend, clock, sweep)]
+    return rows
 
 
 def fits_of(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -67,7 +67,10 @@ def comm(
     for host_of in placements:
         check_hosts(chosen, host_of, lab=hosts is not None)
     command = ["shoal", "bench", "comm", *sweep.arguments()]
-    results = [on_ranks(command, processes=count, lab=hosts, mpi="mpi" in chosen) for count in counts]
+    mpi = "mpi" in chosen
+    results = [
+        on_ranks(command, processes=count, lab=hosts, mpi=mpi, part=f"collectives of {count} ranks") for count in counts
+    ]
     rows = [row for result in results for row in result["rows"]]
     fits = [fit for result in results for fit in result["fits"]]
     if plot is not None:

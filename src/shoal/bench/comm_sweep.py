@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import get_args
 
-from shoal.comm.backends import Transport
+from shoal.comm.backends import TransportName
 from shoal.errors import UsageError
 
 OPERATIONS = (
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter", "send",
 )  # fmt: skip
-PEER: Transport = "gloo"
-BACKENDS = tuple(name for name in get_args(Transport) if name != "auto")
+PEER: TransportName = "gloo"
+BACKENDS = tuple(name for name in get_args(TransportName) if name != "auto")
 DTYPES = ("float32", "float64", "bfloat16", "float16", "int64")
 LARGEST_BYTES = 1 << 32
 

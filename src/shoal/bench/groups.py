@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from shoal.comm.backends import Transport
+from shoal.comm.backends import TransportName
 from shoal.comm.collective import Collective, GroupCollective
 from shoal.comm.config import WireConfig
 from shoal.comm.connect import connect
@@ -44,7 +44,7 @@ def join_group(
     place: Place,
     store: Store,
     *,
-    transport: Transport = "auto",
+    transport: TransportName = "auto",
     ledger: Ledger | None = None,
     rank: int | None = None,
 ) -> GroupCollective:

@@ -65,9 +65,10 @@ def link(
     chosen = _chosen(wanted, rates, kind, lab)
     _check_privileges([one for _, _, one in chosen])
     results = []
-    for part, name, one in chosen:
+    for number, (part, name, one) in enumerate(chosen, 1):
         options = ["--parts", part, "--mbit", mbit, "--lab", name, "--network", kind]
-        results.append(on_ranks(["shoal", "bench", "link", *options], processes=one.ranks, lab=one))
+        shown = f"{number} of {len(chosen)}: {part}, lab {name}"
+        results.append(on_ranks(["shoal", "bench", "link", *options], processes=one.ranks, lab=one, part=shown))
     print_report("link", merged(results), as_json=as_json)
 
 

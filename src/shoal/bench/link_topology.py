@@ -18,7 +18,7 @@ from shoal.bench.groups import CPU, gathered, join_group, join_store, while_coun
 from shoal.bench.report import Result, check
 from shoal.bench.turns import interleaved
 from shoal.collectives import ring
-from shoal.collectives.table import Table, relabelled
+from shoal.collectives.table import CollectiveTable, relabelled
 from shoal.comm.algorithms import execute
 from shoal.comm.algorithms.probe import probe
 from shoal.comm.collective import Collective
@@ -79,7 +79,7 @@ def _times_by_order(group: Collective, clock: Collective) -> dict[tuple[int, ...
     return {order: statistics.median(turn[str(order)] for turn in turns) for order in orders}
 
 
-def _all_reduce(tensor: torch.Tensor, table: Table, group: Collective) -> Callable[[], None]:
+def _all_reduce(tensor: torch.Tensor, table: CollectiveTable, group: Collective) -> Callable[[], None]:
     return lambda: execute.all_reduce(tensor, table, group, tag=7)
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shoal import units
 from shoal.bench.comm_sweep import Sweep
 from shoal.bench.options import AsJson, world_sizes
 from shoal.bench.ranks import is_rank, on_ranks, run_as_rank
@@ -53,7 +54,10 @@ def products(
     counts = world_sizes(processes, least=1)
     if 1 not in counts:
         raise typer.BadParameter(f"'{processes}'; give numbers of ranks, 1 among them", param_hint="--processes")
-    results = [on_ranks(["shoal", "bench", "products"], processes=count) for count in counts]
+    results = [
+        on_ranks(["shoal", "bench", "products"], processes=count, part=f"{units.plural(count, 'rank')} at once")
+        for count in counts
+    ]
     path = calibration_path(os.environ)
     calibration = keep(results, path)
     print_report("products", {"rows": list(product_rows(calibration.products)), "checks": []}, as_json=as_json)
@@ -74,7 +78,8 @@ def measure(place: Place) -> dict[str, Any] | None:
     from shoal.bench.collective_times import collective_rows, fits_of
     from shoal.bench.groups import join_mesh, join_store
     from shoal.bench.operator_times import copy_bytes_s, operator_times, product_times
-    from shoal.bench.overheads import crowded_step_s, host_times, wait_times
+    from shoal.bench.overheads import PIECES, TINY_SIZES, crowded_step_s, host_times, wait_times
+    from shoal.bench.progress import told
     from shoal.planning.operators import cores
     from shoal.topology.layout import Layout
 
@@ -82,9 +87,12 @@ def measure(place: Place) -> dict[str, Any] | None:
     world = join_mesh(Layout(replicate=ranks), place, store).world
     own_cores, several = ranks <= cores(), ranks > 1
     result = {
-        "products": list(product_times(world)),
-        "operators": [*(operator_times(world) if own_cores else ()), *(() if several else host_times())],
-        "waits": list(wait_times(world)) if several else [],
+        "products": list(told(product_times(world), "matrix products")),
+        "operators": [
+            *(told(operator_times(world), "operators") if own_cores else ()),
+            *(() if several else told(host_times(), "tiny models", total=len(TINY_SIZES))),
+        ],
+        "waits": list(told(wait_times(world), "waiting for each other", total=len(PIECES))) if several else [],
         "crowd": {"ranks": ranks, "step_s": crowded_step_s(world)},
         "copy_bytes_s": copy_bytes_s(world),
         "collectives": list(fits_of(collective_rows(place, PrefixStore("sweep", store), ROUGH))) if several else [],

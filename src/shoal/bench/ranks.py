@@ -34,7 +34,9 @@ def is_rank() -> bool:
     return RESULT in os.environ and place_from(os.environ) is not None
 
 
-def on_ranks(command: Sequence[str], *, processes: int, lab: Lab | None = None, mpi: bool = False) -> Any:
+def on_ranks(
+    command: Sequence[str], *, processes: int, lab: Lab | None = None, mpi: bool = False, part: str = ""
+) -> Any:
     """What rank 0 measured.
 
     Args:
@@ -42,18 +44,20 @@ def on_ranks(command: Sequence[str], *, processes: int, lab: Lab | None = None, 
         processes: The number of ranks, each of one thread.
         lab: The hosts and links on which the ranks run; None: this machine as it is.
         mpi: Whether mpiexec starts the ranks.
+        part: What is measured, for the bar that shows how far it has come.
 
     Raises:
         EnvironmentFault: The ranks failed or cannot be started.
     """
+    from shoal.bench.progress import shown
     from shoal.launch.lab.start import run_in_lab
     from shoal.launch.spawn import run_ranks
     from shoal.launch.supervision import NOTHING_KEPT
     from shoal.temporary_folder import temporary_folder
 
-    with temporary_folder() as folder:
+    with temporary_folder() as folder, shown(part or f"measuring on {processes} ranks", folder) as told:
         result = folder / "result.json"
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", RESULT: str(result)}
+        environ = {**os.environ, **told, "OMP_NUM_THREADS": "1", RESULT: str(result)}
         whole = [sys.executable, "-m", *command]
         if mpi:
             code = _run_by_mpiexec(whole, processes=processes, environ=environ)

@@ -9,18 +9,17 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from importlib.metadata import version
-from itertools import groupby
 from pathlib import Path
 from typing import Any
+
+from shoal.bench.table import tables
 
 Row = dict[str, Any]
 Check = dict[str, Any]
 Result = dict[str, list[dict[str, Any]]]
 """`{"rows": [...], "checks": [...]}`."""
-
-WIDEST_LINE = 120
 
 
 def check(name: str, value: float, bound: float, *, at_most: bool = False) -> Check:
@@ -41,8 +40,8 @@ def print_report(name: str, result: Result, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"bench": name, "machine": machine_facts(), "rows": rows, "checks": checks}))
         return
-    for keys, group in groupby(rows, key=tuple):
-        print("\n".join(_table(keys, list(group))), end="\n\n")
+    for table in tables(rows):
+        print(table, end="\n\n")
     for one in checks:
         print(f"{'holds' if one['holds'] else 'SHORT'}  {one['name']}: {one['value']} (bound {one['bound']})")
 
@@ -61,16 +60,6 @@ def machine_facts() -> dict[str, Any]:
         "torch": version("torch"),
         "shoal": version("shoal"),
     }
-
-
-def _table(keys: Sequence[str], rows: Sequence[Row]) -> list[str]:
-    """Rows with the same keys under one heading; a single row that is too wide for a line as a list."""
-    cells = [[str(key) for key in keys], *([str(row[key]) for key in keys] for row in rows)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(keys))]
-    if len(rows) == 1 and sum(widths) + 2 * len(widths) > WIDEST_LINE:
-        longest = max(map(len, keys))
-        return [f"{key:<{longest}}  {cell}" for key, cell in zip(keys, cells[1], strict=True)]
-    return ["  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)) for line in cells]
 
 
 def _lines(path: str) -> list[str]:

@@ -82,7 +82,7 @@ def step(
     for size in sizes:
         count = pairs or max(FEWEST_PAIRS, min(4 * FEWEST_PAIRS, FEWEST_PAIRS * 1024 // size))
         command = ["shoal", "bench", "step", "--tokens", str(size), "--pairs", str(count), "--model", model]
-        results.append(on_ranks(command, processes=processes))
+        results.append(on_ranks(command, processes=processes, part=f"steps of {size:,} tokens on {processes} ranks"))
     print_report("step", merged(results), as_json=as_json)
 
 
@@ -96,6 +96,7 @@ def measure(place: Place, *, tokens: int, pairs: int, model: str = "") -> Result
 
     from shoal.bench.ddp_script import Script
     from shoal.bench.groups import join_default_group, join_group, join_store
+    from shoal.bench.progress import tell
     from shoal.bench.training_job import MODEL, SEQUENCE, corpus_file, gpt_run_file, start_training, training_job
     from shoal.bench.turns import interleaved
     from shoal.engine.loop import take_step
@@ -123,7 +124,7 @@ def measure(place: Place, *, tokens: int, pairs: int, model: str = "") -> Result
             )
             sides[name] = CountedStep(script.step)
         clock = join_group("clock", place, store)
-        turns = interleaved(sides, clock, pairs=pairs, always=("ddp", *SHOAL))
+        turns = interleaved(sides, clock, pairs=pairs, always=("ddp", *SHOAL), tell=tell)
         faults = {name: sides[name].faults_per_s() for name in ("ddp", *SHOAL)}
         alone_s = _alone(sides["no_communication"], clock, steps=max(5, pairs // 5))
         if place.rank != 0:

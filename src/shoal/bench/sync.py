@@ -87,7 +87,7 @@ def sync(
     path = picture_path(picture)
     command = ["shoal", "bench", "sync", "--strategies", ",".join(chosen), "--machines", ",".join(on)]
     command += ["--slow", str(slow), "--sample-ms", str(sample_ms), "--loss", str(loss), "--steps", str(steps)]
-    result = on_ranks(command, processes=processes)
+    result = on_ranks(command, processes=processes, part=f"strategies on {processes} workers")
     if path is not None:
         from shoal.bench.sync_picture import write_sync_picture
 
@@ -104,12 +104,14 @@ def measure(
     from torch._C._distributed_c10d import PrefixStore
 
     from shoal.bench.groups import join_store
+    from shoal.bench.progress import tell
 
-    store, rows = join_store(place), []
+    store, rows, runs = join_store(place), [], len(machines) * len(strategies)
     with rank_folder() as folder:
         for machine in machines:
             factor = slow if machine == "one-slow" and place.rank == place.world_size - 1 else 1.0
             for name in strategies:
+                tell(f"{name}, {machine}", done=len(rows), total=runs)
                 run_file = run_file_of(name, folder / machine / name, processes=place.world_size, steps=steps)
                 meeting = PrefixStore(f"{machine}-{name}", store)
                 curve = trained(run_file, place, meeting, sample_s=sample_s * factor, loss=loss)
@@ -136,7 +138,7 @@ def trained(run_file: RunFile, place: Place, store: Store, *, sample_s: float, l
     from shoal.bench.paced import pace
     from shoal.bench.training_job import start_training, training_job
     from shoal.engine.loop import take_step
-    from shoal.recipes.job import replica_speeds
+    from shoal.recipes.replica_speeds import replica_speeds
 
     curve: list[list[float]] = []
     with ExitStack() as stack:

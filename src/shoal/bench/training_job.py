@@ -41,6 +41,8 @@ CORPUS_BYTES = 1 << 20
 LR = 3e-4
 ENDLESS = 10**6
 """More steps than a benchmark takes."""
+SAVE_S = 60.0
+"""The default of `wire.timeout_s`, which bounds the saves of a run."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +96,9 @@ def training_job(training: Training, folder: Path, stack: ExitStack, *, shared_s
         folder,
         rank=place.rank if shared_saves else 0,
         world_size=place.world_size if shared_saves else 1,
-        exchange=Board(run.process.store, timeout_s=60.0).clone() if shared_saves else LocalExchange(),
+        exchange=Board(run.process.store, timeout_s=SAVE_S).clone() if shared_saves else LocalExchange(),
         keep=1,
+        timeout_s=SAVE_S,
     )
     stack.callback(saver.close)
     sinks = stack.enter_context(Sinks(EventSink(folder, rank=place.rank)))

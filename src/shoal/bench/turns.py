@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -20,15 +20,26 @@ WARM_UP_STEPS = 3
 Sides = Mapping[str, Callable[[], Any]]
 
 
-def interleaved(sides: Sides, clock: Collective, *, pairs: int, always: Sequence[str], warm: bool = False) -> Turns:
+class Tell(Protocol):
+    """`shoal.bench.progress.tell`, or another that hears how far the work is."""
+
+    def __call__(self, text: str, *, done: int, total: int) -> None: ...
+
+
+def interleaved(
+    sides: Sides, clock: Collective, *, pairs: int, always: Sequence[str], warm: bool = False, tell: Tell | None = None
+) -> Turns:
     """Seconds of each side's step on the slowest rank, for `pairs` turns; warm-up turns are not returned.
 
     The sides that are compared, `always`, are in every turn, the others in every third. `warm`: a side takes three
     steps in a row, and the mean of the last two counts. The first step finds the caches as another side left them,
     whereas a step of training finds them as the step before it did.
+    `tell` hears of each turn before it begins.
     """
     shuffle, turns, take = random.Random(0), [], _warm if warm else slowest
     for number in range(WARM_UP_STEPS + pairs):
+        if tell is not None:
+            tell("turns of all sides", done=number, total=WARM_UP_STEPS + pairs)
         order = list(sides) if number % 3 == 0 else list(always)
         shuffle.shuffle(order)
         turns.append({name: take(sides[name], clock) for name in order})

@@ -15,16 +15,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shoal.checkpoint.agreement import Exchange, LocalExchange
+    from shoal.checkpoint.agreement import LocalExchange, MessageExchange
     from shoal.checkpoint.load import read_all, read_into
     from shoal.checkpoint.manifest import Manifest
     from shoal.checkpoint.save import Saver, SaveReport
     from shoal.checkpoint.verify import checkpoint_in, checkpoints, newest_verified, read_manifest
 
 __all__ = [
-    "Exchange",
     "LocalExchange",
     "Manifest",
+    "MessageExchange",
     "SaveReport",
     "Saver",
     "checkpoint_in",
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "agreement": ("Exchange", "LocalExchange"),
+    "agreement": ("MessageExchange", "LocalExchange"),
     "load": ("read_all", "read_into"),
     "manifest": ("Manifest",),
     "save": ("SaveReport", "Saver"),

@@ -2,8 +2,8 @@
 
 Before a save each rank publishes the hash of its inventory and reads those of the others; an inventory itself lies on
 the board under its hash, and is read once. So no rank has to guess whether another one's tensors have changed, and
-ranks that hold the same publish the same (`Agreement`). After its writes each rank publishes a `Share`; rank 0 answers
-with one `Verdict` for all.
+ranks that hold the same publish the same (`InventoryAgreement`). After its writes each rank publishes a `Share`; rank 0
+answers with one `Verdict` for all.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Ranks = tuple[int, ...]
 Message = TypeVar("Message")
 
 
-class Exchange(Protocol):
+class MessageExchange(Protocol):
     """The smallest seam between the ranks of a save. Keys are published once; values are small."""
 
     def publish(self, key: str, value: bytes) -> None:
@@ -49,13 +49,13 @@ class LocalExchange:
         self._changed = threading.Condition()
 
     def publish(self, key: str, value: bytes) -> None:
-        """See `Exchange`."""
+        """See `MessageExchange`."""
         with self._changed:
             self._values[key] = value
             self._changed.notify_all()
 
     def collect(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
-        """See `Exchange`."""
+        """See `MessageExchange`."""
         with self._changed:
             if not self._changed.wait_for(lambda: all(key in self._values for key in keys), timeout_s):
                 missing = [key for key in keys if key not in self._values]
@@ -63,7 +63,7 @@ class LocalExchange:
             return [self._values[key] for key in keys]
 
     def forget(self, keys: Sequence[str]) -> None:
-        """See `Exchange`."""
+        """See `MessageExchange`."""
         with self._changed:
             for key in keys:
                 self._values.pop(key, None)
@@ -96,24 +96,25 @@ def decode_message(value: bytes, kind: type[Message]) -> Message:
     return msgspec.json.decode(value, type=kind)
 
 
-class Agreement:
-    """One rank's part in knowing what all ranks hold. All ranks call `inventories` equally often."""
+class InventoryAgreement:
+    """One rank's part in knowing what all ranks hold."""
 
-    def __init__(self, exchange: Exchange, *, rank: int, world_size: int, timeout_s: float) -> None:
+    def __init__(self, exchange: MessageExchange, *, rank: int, world_size: int, timeout_s: float) -> None:
         self._exchange = exchange
         self._rank, self._world_size, self._timeout_s = rank, world_size, timeout_s
         self._known: dict[str, Inventory] = {}
         self._published: tuple[Inventory, str] | None = None
-        self._calls = 0
         self._last_key: str | None = None
 
-    def inventories(self, own: Inventory, *, generation: int) -> dict[Ranks, Inventory]:
-        """What each group of ranks that hold the same holds; raises what the exchange raises."""
+    def inventories(self, own: Inventory, *, generation: int, call: int) -> dict[Ranks, Inventory]:
+        """What each group of ranks that hold the same holds; raises what the exchange raises.
+
+        `call` is another number in every call, and the same on all ranks.
+        """
         if self._world_size == 1:
             return {(0,): own}
         mine = self._publish(own)
-        prefix = f"checkpoint/{generation}/held/{self._calls}"
-        self._calls += 1
+        prefix = f"checkpoint/{generation}/held/{call}"
         self._exchange.publish(f"{prefix}/{self._rank}", mine.encode())
         keys = [f"{prefix}/{rank}" for rank in range(self._world_size)]
         digests = [value.decode() for value in self._exchange.collect(keys, self._timeout_s)]

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from shoal.checkpoint.adopt import adopt
-from shoal.checkpoint.agreement import Exchange
+from shoal.checkpoint.agreement import MessageExchange
 from shoal.checkpoint.objects import MANIFEST, Places
 from shoal.checkpoint.verify import newest_verified
 from shoal.errors import CorruptCheckpoint, EnvironmentFault
@@ -50,24 +50,24 @@ class Directories:
 class Below:
     """An exchange for keys below `prefix` of another one."""
 
-    exchange: Exchange
+    exchange: MessageExchange
     prefix: str
 
     def publish(self, key: str, value: bytes) -> None:
-        """See `Exchange`."""
+        """See `MessageExchange`."""
         self.exchange.publish(f"{self.prefix}/{key}", value)
 
     def collect(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
-        """See `Exchange`."""
+        """See `MessageExchange`."""
         return self.exchange.collect([f"{self.prefix}/{key}" for key in keys], timeout_s)
 
     def forget(self, keys: Sequence[str]) -> None:
-        """See `Exchange`."""
+        """See `MessageExchange`."""
         self.exchange.forget([f"{self.prefix}/{key}" for key in keys])
 
 
 def find_directories(
-    directory: Path, exchange: Exchange, *, rank: int, world_size: int, timeout_s: float
+    directory: Path, exchange: MessageExchange, *, rank: int, world_size: int, timeout_s: float
 ) -> Directories:
     """Which of `world_size` ranks see the same `directory`; all call it, once on `exchange`. Blocks until all have.
 
@@ -91,7 +91,9 @@ def find_directories(
     return Directories(tuple(tuple(group) for _, group in sorted(groups.items())))
 
 
-def share_newest(directory: Path, directories: Directories, exchange: Exchange, *, rank: int, timeout_s: float) -> str:
+def share_newest(
+    directory: Path, directories: Directories, exchange: MessageExchange, *, rank: int, timeout_s: float
+) -> str:
     """Brings the newest checkpoint of all directories to those without it; a sentence where it came here, else "".
 
     All ranks call it, once on `exchange`, and return when all directories have it. The first rank of each group works.
@@ -132,7 +134,7 @@ class _Newest(msgspec.Struct, frozen=True):
     hash: str = ""
 
 
-def _serve(places: Places, step: int, lacking: Sequence[int], exchange: Exchange, *, timeout_s: float) -> None:
+def _serve(places: Places, step: int, lacking: Sequence[int], exchange: MessageExchange, *, timeout_s: float) -> None:
     """Sends the checkpoint of `step` to the first ranks of other directories, one after the other."""
     manifest = (places.step(step) / MANIFEST).read_bytes()
     exchange.publish("manifest", manifest)
@@ -146,7 +148,7 @@ def _serve(places: Places, step: int, lacking: Sequence[int], exchange: Exchange
         exchange.forget([f"have/{rank}/{asked - 1}"] if asked else [])
 
 
-def _fetch(places: Places, exchange: Exchange, *, rank: int, turns: int, timeout_s: float) -> None:
+def _fetch(places: Places, exchange: MessageExchange, *, rank: int, turns: int, timeout_s: float) -> None:
     """Makes the checkpoint that another rank serves one of this directory, after `turns - 1` others."""
     asked = 0
 
@@ -164,7 +166,9 @@ def _fetch(places: Places, exchange: Exchange, *, rank: int, turns: int, timeout
         exchange.publish(f"want/{rank}/{asked}", b"")
 
 
-def _all_gather(exchange: Exchange, key: str, text: str, *, rank: int, world_size: int, timeout_s: float) -> list[str]:
+def _all_gather(
+    exchange: MessageExchange, key: str, text: str, *, rank: int, world_size: int, timeout_s: float
+) -> list[str]:
     exchange.publish(f"{key}/{rank}", text.encode())
     keys = [f"{key}/{other}" for other in range(world_size)]
     return [value.decode() for value in exchange.collect(keys, timeout_s)]

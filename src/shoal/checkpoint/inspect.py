@@ -25,6 +25,7 @@ from shoal.checkpoint.load import empty, read_all, read_into
 from shoal.checkpoint.manifest import Manifest, TensorEntry
 from shoal.checkpoint.objects import MANIFEST, Places, temporary
 from shoal.checkpoint.save import Saver
+from shoal.checkpoint.sources import WEIGHTS, require_checkpoints, require_folder, require_weights
 from shoal.checkpoint.verify import (
     Finding,
     checkpoint_in,
@@ -36,7 +37,10 @@ from shoal.checkpoint.verify import (
     unprotected,
 )
 from shoal.errors import EnvironmentFault, UsageError, VerificationFailed
-from shoal.files import open_file, printable
+from shoal.files import printable
+
+DISK_S = 600.0
+"""A disk that does nothing for this long while weights are imported hangs."""
 
 Kind = Literal["only in the first", "only in the second", "shape", "type", "values"]
 
@@ -136,8 +140,7 @@ class Row(msgspec.Struct, frozen=True):
 
 def listing(directory: Path) -> list[Row]:
     """A row for each checkpoint of a run directory, newest first; every object is hashed."""
-    if not directory.is_dir():
-        raise UsageError(f"{directory} is no folder: give the folder of a run, such as runs/NAME")
+    require_folder(directory)
     return [_row(folder, directory) for folder in checkpoints(directory)]
 
 
@@ -146,9 +149,8 @@ def verify(directory: Path, step: int | None = None) -> list[Finding]:
 
     Raises `UsageError` where there is no such checkpoint.
     """
+    require_checkpoints(directory)
     folders = checkpoints(directory)
-    if not folders:
-        raise UsageError(f"{directory} holds no checkpoint: give the folder of a run, such as runs/NAME")
     if step is not None:
         folders = [folder for folder in folders if folder == Places(directory).step(step)]
         if not folders:
@@ -236,18 +238,17 @@ def import_weights(file: Path, directory: Path) -> Path:
     """
     if checkpoints(directory):
         raise UsageError(f"{directory} holds checkpoints of a run: give a new folder")
-    repair = "give a safetensors file"
+    require_weights(file)
     try:
-        with open_file(file, error=UsageError, repair=repair):
-            weights = load_file(file)
+        weights = load_file(file)
     except (SafetensorError, ValueError, RuntimeError, MemoryError) as error:
-        raise UsageError(f"{printable(file)} cannot be read as a safetensors file ({error}): {repair}") from error
+        raise UsageError(f"{printable(file)} cannot be read as a safetensors file ({error}): {WEIGHTS}") from error
     return save_weights(weights, file, directory)
 
 
 def save_weights(weights: Mapping[str, Tensor], source: Path, directory: Path) -> Path:
     """Make `weights`, read from `source`, the checkpoint of step 0 of a new run directory; its folder."""
-    saver = Saver(directory, rank=0, world_size=1, exchange=LocalExchange(), keep=1)
+    saver = Saver(directory, rank=0, world_size=1, exchange=LocalExchange(), keep=1, timeout_s=DISK_S)
     tensors = {f"{PREFIX}{name}": weight for name, weight in weights.items()}
     saver.save(0, tensors, {"imported": printable(source.name)}, layout={})
     (report,) = saver.wait()

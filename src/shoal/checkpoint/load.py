@@ -25,6 +25,8 @@ from shoal.state.target import Held, Target, parts_of
 from shoal.topology.box import Box, intersection
 
 _NAMED = 3
+RESUMED = "Set run.directory to a new folder, or go back to the model that wrote it"
+"""What to do where a run cannot go on because its directory holds another model."""
 
 
 def read_into(
@@ -35,20 +37,22 @@ def read_into(
     strict: bool = True,
     cast: bool = False,
     elsewhere: Collection[str] = (),
+    repair: str = RESUMED,
 ) -> list[str]:
     """Fill `tensors` in place from a checkpoint; returns the names it does not hold (none when `strict`).
 
     A plain tensor is a whole one; of any other the parts are filled. `elsewhere` are names that other ranks fill: the
-    checkpoint must hold them too. Only the families ("model/", "optimizer/") that are asked for are compared, so that
-    weights alone can be loaded strictly. Raises `UsageError` when names (if `strict`), shapes or element types
-    (unless `cast`) differ, before anything is changed; `CorruptCheckpoint` when a file is not what the manifest says.
+    checkpoint must hold them too. `repair` says what to do about the checkpoint of another model. Only the families
+    ("model/", "optimizer/") that are asked for are compared, so that weights alone can be loaded strictly. Raises
+    `UsageError` when names (if `strict`), shapes or element types (unless `cast`) differ, before anything is changed;
+    `CorruptCheckpoint` when a file is not what the manifest says.
     """
     parts = parts_of(tensors)
     asked = {*tensors, *elsewhere}
     families = {family(name) for name in asked}
     saved = {entry.name: entry for entry in manifest.tensors if family(entry.name) in families}
     wanted = [(name, _expected(name, target)) for name, targets in parts.items() for target in targets]
-    require_match(saved, wanted, asked if strict else None, cast=cast)
+    require_match(saved, wanted, asked if strict else None, cast=cast, directory=directory, repair=repair)
     _fill(manifest, Places(directory), parts)
     return [name for name in parts if name not in saved]
 
@@ -71,12 +75,19 @@ Wanted = Sequence[tuple[str, Expected]]
 
 
 def require_match(
-    saved: Mapping[str, TensorEntry], wanted: Wanted, asked: Collection[str] | None, *, cast: bool
+    saved: Mapping[str, TensorEntry],
+    wanted: Wanted,
+    asked: Collection[str] | None,
+    *,
+    cast: bool,
+    directory: Path,
+    repair: str,
 ) -> None:
     """Raise `UsageError` unless `saved` can fill `wanted`, where a name may occur several times.
 
     `asked` are the names that all ranks together want: others in `saved`, and those missing there, are refused too;
-    None does not compare names. `cast` allows other element types.
+    None does not compare names. `cast` allows other element types. `directory` holds `saved`; `repair` is what to do
+    about another model there.
     """
     both = [(name, expected) for name, expected in wanted if name in saved]
     shapes = [_shapes(name, saved[name], want) for name, want in both if tuple(saved[name].shape) != want.shape]
@@ -85,10 +96,7 @@ def require_match(
         differences.append(_listed("missing in it", sorted(_absent(asked, saved))))
         differences.append(_listed("only in it", sorted(_absent(saved, asked))))
     if any(differences):
-        raise UsageError(
-            f"this run directory holds another model: {'; '.join(filter(None, differences))}. "
-            "Set run.directory to a new folder, or go back to the model that wrote it"
-        )
+        raise UsageError(f"{directory} holds another model: {'; '.join(filter(None, differences))}. {repair}")
     types = [
         f"{name} is {saved[name].dtype}, not {want.dtype}" for name, want in both if saved[name].dtype != want.dtype
     ]

@@ -128,7 +128,7 @@ def _require_copies(name: str, holders: Mapping[Box, Ranks], pieces: list[_Piece
 
 
 @dataclass(frozen=True)
-class Plan:
+class SavePlan:
     """`parcels` are the objects, `shares[rank]` the indices of those a rank writes, `fingerprint` tells plans apart."""
 
     parcels: list[Parcel]
@@ -149,7 +149,7 @@ class _Tensor:
     holders: dict[Box, Ranks] = field(default_factory=dict)
 
 
-def plan_for(inventories: Mapping[Ranks, Inventory], *, world_size: int, object_bytes: int) -> Plan:
+def plan_for(inventories: Mapping[Ranks, Inventory], *, world_size: int, object_bytes: int) -> SavePlan:
     """The plan for what ranks hold; ranks that hold the same share an inventory.
 
     Raises `UsageError` that names tensor and box where nobody holds a part, or two ranks hold what does not fit
@@ -163,7 +163,7 @@ def plan_for(inventories: Mapping[Ranks, Inventory], *, world_size: int, object_
     parcels, holders = [parcel for _, parcel in packed], [ranks for ranks, _ in packed]
     sizes = [sum(piece.nbytes for piece in parcel) for parcel in parcels]
     shares = assign(sizes, world_size, holders=holders)
-    return Plan(parcels, shares, blake3(repr((parcels, shares)).encode()).hexdigest())
+    return SavePlan(parcels, shares, blake3(repr((parcels, shares)).encode()).hexdigest())
 
 
 def _merged(inventories: Mapping[Ranks, Inventory]) -> dict[str, _Tensor]:

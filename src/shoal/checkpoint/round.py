@@ -1,7 +1,7 @@
 """One save after the copy, as one rank does it: write and verify its share, publish it, learn whether the save counts.
 
     rank 0       says that the round has begun
-    every rank   objects -> disk, read back -> Share
+    every rank   objects -> disk, read back -> Share   (and signs of life meanwhile: signs.py)
     rank 0       all Shares -> manifest -> commit -> retention -> Verdict
     the others   wait for the Verdict
 
@@ -14,6 +14,7 @@ interrupted save left, and when a round has failed; so the others write nothing 
 from __future__ import annotations
 
 import errno
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -25,49 +26,66 @@ from typing import Any
 import msgspec
 import torch
 
-from shoal.checkpoint.agreement import Exchange, Share, Verdict, decode_message, encode_message
+from shoal.checkpoint.agreement import MessageExchange, Share, Verdict, decode_message, encode_message
 from shoal.checkpoint.commit import Pointer, commit, point_latest, retain, sweep
 from shoal.checkpoint.grid import Parcel
 from shoal.checkpoint.manifest import BoxEntry, Manifest, TensorEntry
-from shoal.checkpoint.objects import Disk, Places, Stored, make_folders, settle, store
-from shoal.checkpoint.plan import Plan
+from shoal.checkpoint.objects import Disk, OnPoint, Places, Stored, make_folders, settle, store
+from shoal.checkpoint.plan import SavePlan
+from shoal.checkpoint.signs import FIRST_HEARD, Chain, NotTold, hear
 from shoal.checkpoint.staging import Staging
 from shoal.errors import ShoalError, UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
-    """What a rank has for all its saves: its rank among those that save together, and where they save to."""
+    """What a rank has for all its saves: its rank among those that save together, and where they save to.
+
+    Nobody waits longer than `timeout_s` after the last sign of life of the rank that it waits for.
+    """
 
     rank: int
     world_size: int
-    exchange: Exchange
+    exchange: MessageExchange
     timeout_s: float
     places: Places
-    disk: Disk
+    on_point: OnPoint
     keep: int
 
 
-@dataclass(frozen=True, kw_only=True)
 class Round:
-    """One save. `sequence` counts a saver's rounds, so that saving one step twice does not confuse the board.
+    """One save of `plan`. `sequence` counts a saver's rounds, so that saving one step twice does not confuse the board.
 
-    `stale` is a key of the round before, which every rank has read before it answers in this one.
+    `stale` are keys of the round before, which every rank has read before it answers in this one.
     """
 
-    seat: Seat
-    plan: Plan
-    step: int
-    generation: int
-    sequence: int
-    state: dict[str, Any]
-    layout: dict[str, Any]
-    stale: str | None = None
+    def __init__(
+        self,
+        seat: Seat,
+        plan: SavePlan,
+        *,
+        step: int,
+        generation: int,
+        sequence: int,
+        state: dict[str, Any],
+        layout: dict[str, Any],
+        stale: Sequence[str] = (),
+    ) -> None:
+        self.seat, self.plan, self.step, self.generation, self._sequence = seat, plan, step, generation, sequence
+        self._state, self._layout, self._stale = state, layout, stale
+        own = self._verdict_key if seat.rank == 0 else self._share_key(seat.rank)
+        self._own = Chain(seat.exchange if seat.world_size > 1 else None, own, timeout_s=seat.timeout_s)
+        self._disk = Disk(self._on_point)
 
     @property
-    def verdict_key(self) -> str:
-        """Under which rank 0 publishes the verdict."""
-        return self._key("verdict")
+    def progress(self) -> int:
+        """Grows with every action of the disk and every message: what stays the same is stuck."""
+        return self._own.progress
+
+    @property
+    def verdict_keys(self) -> list[str]:
+        """What rank 0 has said, once the round is over."""
+        return self._own.keys if self.seat.rank == 0 else []
 
     def run(self, staging: Staging) -> Verdict:
         """Bring the content of `staging` to the disk and to a verdict; raises nothing."""
@@ -76,69 +94,85 @@ class Round:
         try:
             self.seat.exchange.collect([self._begun_key], self.seat.timeout_s)
         except Exception as error:
-            return self._unled(self._sentence(error))
-        return self._follow(self._write(staging))
+            sentence = self._sentence(error)
+            # Should rank 0 come later, it need not wait.
+            self._tell_behind(encode_message(Share(self.plan.fingerprint, [], sentence)))
+            return Verdict(False, sentence)
+        return self._follow(staging)
+
+    def _on_point(self, label: str) -> None:
+        self.seat.on_point(label)
+        self._own.moved()
 
     def _write(self, staging: Staging) -> Share:
         seat = self.seat
         try:
             make_folders(seat.places)  # somebody may have removed them since the last save
             owner = f"rank-{seat.rank:05d}"
-            stored = [store(data, seat.places, disk=seat.disk, owner=owner) for data in staging.objects()]
-            settle(stored, seat.places, disk=seat.disk)
+            stored = []
+            for data in staging.objects():
+                stored.append(store(data, seat.places, disk=self._disk, owner=owner))
+                self._own.moved()
+            settle(stored, seat.places, disk=self._disk)
             return Share(self.plan.fingerprint, stored)
         except Exception as error:
             return Share(self.plan.fingerprint, [], self._sentence(error))
 
-    def _unled(self, error: str) -> Verdict:
-        """Rank 0 has not come. Should it come later, it need not wait."""
-        with suppress(Exception):
-            self._tell(Share(self.plan.fingerprint, [], error))
-        return Verdict(False, error)
-
-    def _tell(self, share: Share) -> None:
-        self.seat.exchange.publish(self._key(f"share-{self.seat.rank}"), encode_message(share))
-
-    def _follow(self, share: Share) -> Verdict:
+    def _follow(self, staging: Staging) -> Verdict:
         seat = self.seat
         try:
-            self._tell(share)
-            # Rank 0 may itself wait that long for a rank that never answers.
-            (verdict,) = seat.exchange.collect([self.verdict_key], 2 * seat.timeout_s)
+            self._own.say(encode_message(self._write(staging)))
+            (verdict,), _ = hear(seat.exchange, [self._verdict_key], timeout_s=seat.timeout_s, on_sign=self._count)
             return decode_message(verdict, Verdict)
         except Exception as error:
             return Verdict(False, self._sentence(error))
+
+    def _count(self) -> None:
+        self._own.progress += 1
 
     def _lead(self, staging: Staging) -> Verdict:
         seat = self.seat
         try:
             if seat.world_size > 1:
                 seat.exchange.publish(self._begun_key, b"")
-            verdict = self._decide([self._write(staging), *self._others()])
+            own = self._write(staging)
+            self._own.require_whole()
+            verdict = self._decide([own, *self._others()])
         except Exception as error:
             verdict = Verdict(False, self._sentence(error))
             with suppress(OSError):
-                sweep(seat.places, disk=seat.disk)
+                sweep(seat.places, disk=Disk(seat.on_point))
+            self._tell_behind(encode_message(verdict))
+            return verdict
         return self._announce(verdict)
 
     def _announce(self, verdict: Verdict) -> Verdict:
-        if self.seat.world_size == 1:
-            return verdict
         try:
-            self.seat.exchange.publish(self.verdict_key, encode_message(verdict))
-        except Exception as error:
+            self._own.say(encode_message(verdict))
+        except NotTold as error:
             told = f"the other ranks were not told what became of the checkpoint of step {self.step} ({error})"
             return msgspec.structs.replace(verdict, error=verdict.error or told)
         return verdict
+
+    def _tell_behind(self, message: bytes) -> None:
+        """Says it without a wait: the exchange may be what failed, and has cost `timeout_s` already."""
+
+        def tell() -> None:
+            with suppress(NotTold):
+                self._own.say(message)
+
+        if self.seat.world_size > 1:
+            threading.Thread(target=tell, name="checkpoint-failed", daemon=True).start()
 
     def _others(self) -> list[Share]:
         seat = self.seat
         if seat.world_size == 1:
             return []
-        keys = [self._key(f"share-{rank}") for rank in range(1, seat.world_size)]
-        shares = [decode_message(value, Share) for value in seat.exchange.collect(keys, seat.timeout_s)]
-        seat.exchange.forget([self._begun_key, *keys, *([self.stale] if self.stale is not None else [])])
-        return shares
+        keys = [self._share_key(rank) for rank in range(1, seat.world_size)]
+        within_s = FIRST_HEARD * seat.timeout_s
+        messages, links = hear(seat.exchange, keys, timeout_s=within_s, on_sign=self._own.moved)
+        seat.exchange.forget([self._begun_key, *links, *self._stale])
+        return [decode_message(message, Share) for message in messages]
 
     def _decide(self, shares: Sequence[Share]) -> Verdict:
         failed = {rank: share.error for rank, share in enumerate(shares) if share.error}
@@ -152,7 +186,7 @@ class Round:
                 "pass the same ones on every rank, or give all savers split=True"
             )
         stored = self._in_order(shares)
-        pointer = commit(self._manifest(stored), self.seat.places, disk=self.seat.disk)
+        pointer = commit(self._manifest(stored), self.seat.places, disk=self._disk)
         written = sum(item.nbytes for item in stored if item.written)
         total = sum(item.nbytes for item in stored)
         return Verdict(True, self._tidy(pointer), written, total - written)
@@ -170,16 +204,16 @@ class Round:
             created=time.time(),
             tensors=tensor_entries(self.plan.parcels, stored),
             objects={item.digest: item.nbytes for item in stored},
-            state=self.state,
-            layout=self.layout,
+            state=self._state,
+            layout=self._layout,
             writer=writer(),
         )
 
     def _tidy(self, pointer: Pointer) -> str | None:
         seat = self.seat
         try:
-            point_latest(pointer, seat.places, disk=seat.disk)
-            retain(seat.places, self.step, keep=seat.keep, disk=seat.disk)
+            point_latest(pointer, seat.places, disk=self._disk)
+            retain(seat.places, self.step, keep=seat.keep, disk=self._disk)
         except OSError as error:
             return sentence_after_commit(error, step=self.step, root=seat.places.root)
         return None
@@ -187,14 +221,23 @@ class Round:
     def _sentence(self, error: Exception) -> str:
         if isinstance(error, _RankFailed):
             return str(error)
+        if isinstance(error, NotTold) and isinstance(error.__cause__, Exception):
+            error = error.__cause__
         return sentence(error, step=self.step, root=self.seat.places.root)
 
     @property
     def _begun_key(self) -> str:
         return self._key("begun")
 
+    @property
+    def _verdict_key(self) -> str:
+        return self._key("verdict")
+
+    def _share_key(self, rank: int) -> str:
+        return self._key(f"share-{rank}")
+
     def _key(self, name: str) -> str:
-        return f"checkpoint/{self.generation}/{self.step}/{self.sequence}/{name}"
+        return f"checkpoint/{self.generation}/{self.step}/{self._sequence}/{name}"
 
 
 class _RankFailed(Exception):

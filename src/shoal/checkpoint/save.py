@@ -4,15 +4,20 @@
     plan.py      which rank writes which part of which tensor, on the cells of grid.py
     staging.py   the copy, laid out as the files will be
     round.py     the thread: write, read back, publish what was written, learn whether it counts
+    signs.py     what a rank says meanwhile, so that nobody waits for a dead one
     objects.py   files that survive a crash; commit.py: the rename that makes a checkpoint of them
     manifest.py  what the checkpoint says it contains
 
 The thread hands large buffers to calls that release the interpreter's lock (hashing, writing, fsync), so that the
 thread that trains keeps it. One save is under way at a time; the next one waits for it, as part of its own stall.
+
+All waits follow from one number, `timeout_s`: ranks wait that long after the last sign of life of another, and the
+thread that trains twice as long for a save that makes no progress, because its disk hangs.
 """
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -21,11 +26,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.checkpoint.agreement import Agreement, Exchange, Ranks
+from shoal.checkpoint.agreement import InventoryAgreement, MessageExchange, Ranks
 from shoal.checkpoint.commit import sweep
 from shoal.checkpoint.inventory import Inventory, inventory_of
 from shoal.checkpoint.objects import Disk, OnPoint, Places, make_folders, unheard
-from shoal.checkpoint.plan import Plan, plan_for
+from shoal.checkpoint.plan import SavePlan, plan_for
 from shoal.checkpoint.progress import plain
 from shoal.checkpoint.round import Round, Seat, sentence
 from shoal.checkpoint.staging import Staging
@@ -34,6 +39,9 @@ from shoal.state.target import Held, Target, parts_of
 from shoal.topology.box import Box
 
 OBJECT_BYTES = 8 << 20
+STUCK_AFTER = 2.0
+"""A save hangs when it has made no progress for this many `timeout_s`."""
+CLOSE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -61,7 +69,8 @@ class Saver:
 
     `split` says that ranks may hold different tensors or parts of them: then all ranks first exchange inventories.
     Without it all hold the same whole tensors, and no rank waits for another before it copies. `on_commit` is called
-    on the saving thread with the step of a checkpoint that counts, before the next save begins.
+    on the saving thread with the step of a checkpoint that counts, before the next save begins. `timeout_s`: how long a
+    rank may say nothing before the others give the save up.
     """
 
     def __init__(
@@ -70,10 +79,10 @@ class Saver:
         *,
         rank: int,
         world_size: int,
-        exchange: Exchange,
+        exchange: MessageExchange,
         keep: int,
+        timeout_s: float,
         object_bytes: int = OBJECT_BYTES,
-        timeout_s: float = 600.0,
         split: bool = False,
         on_point: OnPoint = unheard,
     ) -> None:
@@ -84,17 +93,17 @@ class Saver:
             exchange=exchange,
             timeout_s=timeout_s,
             places=Places(directory),
-            disk=Disk(on_point),
+            on_point=on_point,
             keep=keep,
         )
         self._object_bytes = object_bytes
         self._split = split
-        self._agreement = Agreement(exchange, rank=rank, world_size=world_size, timeout_s=timeout_s)
+        self._agreement = InventoryAgreement(exchange, rank=rank, world_size=world_size, timeout_s=timeout_s)
         self._ready: _Ready | None = None
         self._thread: threading.Thread | None = None
+        self._round: Round | None = None
         self._reports: queue.SimpleQueue[SaveReport] = queue.SimpleQueue()
         self._rounds = 0
-        self._last_verdict: str | None = None
         _open(self._seat)
 
     def prepare(self, tensors: Mapping[str, Held], *, generation: int = 0) -> None:
@@ -102,9 +111,10 @@ class Saver:
 
         Raises as `save` does, and what the exchange raises when a rank does not answer.
         """
-        self._join(None)
-        parts = parts_of(tensors)
-        self._make_ready(parts, self._held_by_all(parts, generation))
+        parts, call = parts_of(tensors), self._rounds
+        self._rounds += 1
+        self._require_free()
+        self._make_ready(parts, self._held_by_all(parts, generation, call))
 
     def save(
         self,
@@ -123,28 +133,28 @@ class Saver:
         parts overlap; a fault of the disk or of another rank is never raised, but reported by `poll`.
         """
         started_s = time.perf_counter()
-        self._join(None)
         parts, sequence = parts_of(tensors), self._rounds
         self._rounds += 1
         try:
-            held = self._held_by_all(parts, generation)
+            self._require_free()
+            held = self._held_by_all(parts, generation, sequence)
         except (TimeoutError, EnvironmentFault) as error:
             failed = sentence(error, step=step, root=self._seat.places.root)
             self._reports.put(SaveReport(step, time.perf_counter() - started_s, 0, 0, committed=False, error=failed))
             return time.perf_counter() - started_s
         ready = self._make_ready(parts, held)
         ready.staging.fill(parts)
-        round_ = Round(
-            seat=self._seat,
-            plan=ready.plan,
+        stale = [] if self._round is None else self._round.verdict_keys
+        round_ = self._round = Round(
+            self._seat,
+            ready.plan,
             step=step,
             generation=generation,
             sequence=sequence,
             state=plain(state, "state"),
             layout=plain(layout, "layout"),
-            stale=self._last_verdict,
+            stale=stale,
         )
-        self._last_verdict = round_.verdict_key
         self._thread = threading.Thread(
             target=self._run, args=(round_, ready.staging, started_s), name=f"checkpoint-{step}", daemon=True
         )
@@ -158,12 +168,19 @@ class Saver:
             reports.append(self._reports.get())
         return reports
 
-    def wait(self, timeout_s: float | None = None) -> list[SaveReport]:
-        """Wait for the save on its way, at most `timeout_s` seconds, and return as `poll` does."""
-        self._join(timeout_s)
-        return self.poll()
+    def wait(self, timeout_s: float = math.inf) -> list[SaveReport]:
+        """Wait for the save on its way, at most `timeout_s` seconds, and return as `poll` does.
 
-    def close(self, timeout_s: float = 10.0) -> list[SaveReport]:
+        A disk that hangs ends the wait, too, and the last report says so.
+        """
+        self._join(timeout_s)
+        reports = self.poll()
+        if timeout_s == math.inf and self._thread is not None and self._round is not None:
+            step, seconds = self._round.step, STUCK_AFTER * self._seat.timeout_s
+            reports.append(SaveReport(step, seconds, 0, 0, committed=False, error=str(self._stuck(self._round))))
+        return reports
+
+    def close(self, timeout_s: float = CLOSE_S) -> list[SaveReport]:
         """Wait at most `timeout_s` seconds for the save on its way, give the memory back, return the last reports.
 
         A save that is then still on its way (its peers may be dead) is left to the end of the process: that is a kill
@@ -173,13 +190,13 @@ class Saver:
         self._ready = None
         return self.poll()
 
-    def _held_by_all(self, parts: Mapping[str, Sequence[Target]], generation: int) -> _HeldByAll:
+    def _held_by_all(self, parts: Mapping[str, Sequence[Target]], generation: int, call: int) -> _HeldByAll:
         """What each rank holds; this rank's own inventory is made anew only when its tensors are others."""
         signature = [(name, *map(_signature, targets)) for name, targets in parts.items()]
         known = self._ready
         own = known.held.own if known is not None and known.held.signature == signature else inventory_of(parts)
         if self._split:
-            return _HeldByAll(signature, own, self._agreement.inventories(own, generation=generation))
+            return _HeldByAll(signature, own, self._agreement.inventories(own, generation=generation, call=call))
         return _HeldByAll(signature, own, {tuple(range(self._seat.world_size)): own})
 
     def _make_ready(self, parts: Mapping[str, Sequence[Target]], held: _HeldByAll) -> _Ready:
@@ -207,11 +224,31 @@ class Saver:
             )
         )
 
-    def _join(self, timeout_s: float | None) -> None:
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-            if not self._thread.is_alive():
-                self._thread = None
+    def _require_free(self) -> None:
+        """Waits for the save before. Raises `EnvironmentFault` where that hangs."""
+        self._join(math.inf)
+        if self._thread is not None and self._round is not None:
+            raise self._stuck(self._round)
+
+    def _stuck(self, round_: Round) -> EnvironmentFault:
+        return EnvironmentFault(
+            f"{self._seat.places.root} has not answered the save of step {round_.step} for "
+            f"{STUCK_AFTER * self._seat.timeout_s:g} s: check the disk and its mount"
+        )
+
+    def _join(self, within_s: float) -> None:
+        """Until the save before is over, has made no progress for a time in which every other wait ends, or `within_s`
+        are over.
+        """
+        thread, round_ = self._thread, self._round
+        if thread is None or round_ is None:
+            return
+        end_s, progress = time.monotonic() + within_s, -1
+        while thread.is_alive() and progress != round_.progress and (left_s := end_s - time.monotonic()) > 0:
+            progress = round_.progress
+            thread.join(min(left_s, STUCK_AFTER * self._seat.timeout_s))
+        if not thread.is_alive():
+            self._thread = None
 
 
 @dataclass(frozen=True)
@@ -228,7 +265,7 @@ class _Ready:
     """All that is made once for tensors that stay the same."""
 
     held: _HeldByAll
-    plan: Plan
+    plan: SavePlan
     staging: Staging
 
 

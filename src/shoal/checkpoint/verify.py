@@ -17,6 +17,7 @@ from shoal.checkpoint import manifest as manifests
 from shoal.checkpoint.commit import read_latest
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.objects import MANIFEST, Places, damage, step_name
+from shoal.checkpoint.sources import require_checkpoint
 from shoal.errors import CorruptCheckpoint, UsageError, VerificationFailed
 
 _NAMED = 3
@@ -146,8 +147,7 @@ def checkpoint_in(source: Path) -> Path:
         if damaged is not None:
             raise CorruptCheckpoint(damaged.sentence)
         return folder
-    if not checkpoints(source):
-        raise UsageError(f"{source} holds no checkpoint; give a run directory or one of its checkpoints")
+    require_checkpoint(source)
     manifest, _ = newest_verified(source)
     if manifest is None:
         raise UsageError(f"{source}: none of its checkpoints is whole; 'shoal checkpoint verify {source}' says why")

@@ -7,13 +7,11 @@ imported when the verb is called, or when `shoal bench --help` asks for its firs
 from __future__ import annotations
 
 import importlib
-from contextlib import nullcontext
 from typing import Any
 
 import typer
 from typer.main import get_command
 
-from shoal.cli.busy import busy
 from shoal.cli.verbs import Verbs
 
 MODULES = {
@@ -28,13 +26,6 @@ MODULES = {
 
 class Benchmarks(Verbs):
     """A group of commands that are imported one by one, when they are needed."""
-
-    def invoke(self, ctx: Any) -> Any:
-        """Measures, and says so on the process that the user started."""
-        from shoal.bench.ranks import is_rank
-
-        with nullcontext() if is_rank() else busy("measuring, several times each"):
-            return super().invoke(ctx)
 
     def list_commands(self, ctx: Any) -> list[str]:
         """The verbs, in the order of `MODULES`."""

@@ -28,6 +28,9 @@ def ls(directory: RunDirectory, as_json: AsJson = False) -> None:
 
     Example: shoal checkpoint ls runs/stdlib-gpt
     """
+    from shoal.checkpoint.sources import require_folder
+
+    require_folder(directory)  # before what follows imports torch, here and below
     from shoal.checkpoint.inspect import listing
 
     with busy(f"reading the manifests of {directory}"):
@@ -66,6 +69,9 @@ def verify(
 
     Example: shoal checkpoint verify runs/stdlib-gpt
     """
+    from shoal.checkpoint.sources import require_checkpoints
+
+    require_checkpoints(directory)
     from shoal.checkpoint.inspect import unprotected_notes
     from shoal.checkpoint.inspect import verify as examine
 
@@ -86,6 +92,10 @@ def diff(first: Source, second: Source, as_json: AsJson = False) -> None:
 
     Example: shoal checkpoint diff runs/a runs/b/checkpoints/step-00000100
     """
+    from shoal.checkpoint.sources import require_checkpoint
+
+    for source in (first, second):
+        require_checkpoint(source)
     from shoal.checkpoint.inspect import compare
 
     with busy("comparing tensors"):
@@ -124,6 +134,9 @@ def export(
 
     Example: shoal checkpoint export runs/stdlib-gpt weights.safetensors
     """
+    from shoal.checkpoint.sources import require_checkpoint
+
+    require_checkpoint(source)
     from shoal.checkpoint.inspect import export as write
 
     with busy(f"writing {file}"):
@@ -163,6 +176,9 @@ def import_(
     if file.is_dir():
         from shoal.checkpoint.huggingface import import_folder as read
     else:
+        from shoal.checkpoint.sources import require_weights
+
+        require_weights(file)
         from shoal.checkpoint.inspect import import_weights as read
 
     with busy(f"writing a checkpoint to {directory}"):

@@ -35,6 +35,9 @@ def serve(
     port: Annotated[int, typer.Option(help="0: any free one.", min=0, max=65535)] = 0,
     silence: Annotated[float, typer.Option(help="Seconds without a heartbeat after which a rank is lost.", min=1)] = 5,
     accept: Annotated[float, typer.Option(help="Seconds that a replica may need to the end of its step.", min=1)] = 300,
+    hang: Annotated[
+        float, typer.Option(help="Seconds for which a rank may keep others waiting without progress; 0: ever.", min=0)
+    ] = 45,
     start: Annotated[float, typer.Option(help="Seconds to wait for all replicas at the start.", min=0)] = 60,
     certificate: Annotated[Path | None, typer.Option(metavar="PEM", help="The coordinator's certificate.")] = None,
     key: Annotated[Path | None, typer.Option(metavar="PEM", help="Its key.")] = None,
@@ -53,7 +56,7 @@ def serve(
         print(json.dumps(where) if as_json else f"The coordinator listens on {host}:{number}", flush=True)
 
     try:
-        rules = Rules(minimum, maximum, silence_s=silence, accept_s=accept, start_s=start)
+        rules = Rules(minimum, maximum, silence_s=silence, accept_s=accept, start_s=start, hang_s=hang)
     except ValueError as error:
         raise UsageError(str(error)) from error
     serve(

@@ -25,7 +25,7 @@ def diff(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
 ) -> None:
-    """Says where two runs part: keys, packages and files, the first step and the first tensor; exit 6 where they do.
+    """Says where two runs part: keys, data, packages, files, the first step and tensor; exit 6 where they do.
 
     Example: shoal diff runs/digits runs/digits-again
     """
@@ -46,7 +46,7 @@ def sentences(found: RunDiff) -> list[str]:
     """A difference a line."""
     lines = [f"{key}: {' | '.join('–' if value is None else repr(value) for value in values)}"
              for key, values in found.keys.items()]  # fmt: skip
-    lines += _first(found.environment)
+    lines += [*_first(found.data), *_first(found.environment)]
     parting = found.parting
     if not found.steps:
         lines.append("no step is in both runs")

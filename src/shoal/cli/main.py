@@ -34,6 +34,7 @@ from shoal.cli import (
 )
 from shoal.cli.verbs import Verbs
 from shoal.errors import EnvironmentFault, ShoalError
+from shoal.escape import escape_controls
 
 app = typer.Typer(
     name="shoal",
@@ -98,12 +99,17 @@ def main() -> None:
     try:
         app()
     except ShoalError as error:
-        print(f"shoal: {error}", file=sys.stderr)
+        _say(f"shoal: {error}")
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
     except OSError as error:
         if (repair := REPAIRS.get(error.errno or 0)) is None:
             raise
-        print(f"shoal: {error}: {repair}", file=sys.stderr)
+        _say(f"shoal: {error}: {repair}")
         sys.exit(EnvironmentFault.exit_code)
+
+
+def _say(text: str) -> None:
+    """On standard error; what a file or a user's code put into a message gives the terminal no orders."""
+    print(escape_controls(text, encoding=sys.stderr.encoding or "utf-8"), file=sys.stderr)

@@ -90,6 +90,8 @@ def plan(
     from shoal.topology.cluster_file import load_cluster
 
     loaded = load_run(run_file, overrides or ())
+    if of is not None and measured_step is None:
+        raise typer.BadParameter("--of names the run of a measured step; add --measured-step SECONDS")
     if cluster is not None:
         load_cluster(cluster)  # wrong files are refused before what follows imports torch
     from shoal.planner.search.scaling import scaling_of
@@ -150,8 +152,6 @@ def _measured_step(step_s: float | None, of: Path | None, planned_for: RunFile) 
     from shoal.runfile.load import load_run
 
     if step_s is None:
-        if of is not None:
-            raise typer.BadParameter("--of names the run of a measured step; add --measured-step SECONDS")
         return None
     run_file = planned_for if of is None else load_run(of, ())
     return MeasuredStep(run_file=run_file, step_s=step_s, cluster=None if of is None else cluster_file(run_file, None))

@@ -45,12 +45,16 @@ def submit() -> None:
 
 @app.command(JOB)
 def job(
-    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.")],
+    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file; a sweep file for Slurm.")],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[key=value]...", help="Keys that replace the file's.")
     ] = None,
     to: Annotated[Literal["slurm", "kubernetes", "ray"] | None, typer.Option("--to", help="The scheduler.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job files; write and send nothing.")] = False,
+    write: Annotated[bool, typer.Option("--write", help="Write the job files beside the run; send nothing.")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Show what the job prints until it ends; exit 1 where it fails.")
+    ] = False,
     nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="Hosts; default one.")] = None,
     ranks_per_node: Annotated[
         int | None, typer.Option("--ranks-per-node", min=1, help="Ranks on each host; default: as many as GPUs.")
@@ -89,7 +93,15 @@ def job(
     queue: Annotated[str | None, typer.Option("--queue", help="Kubernetes: Kueue's queue; all pods or none.")] = None,
     secret: Annotated[str | None, typer.Option("--secret", help="Kubernetes: Secret with --env's secrets.")] = None,
     spot: Annotated[
-        list[str] | None, typer.Option("--spot", metavar="TAINT[=VALUE]", help="Kubernetes: a taint of spot hosts.")
+        list[str] | None, typer.Option("--spot", metavar="TAINT[=VALUE]", help="Kubernetes: a taint to tolerate.")
+    ] = None,
+    node_selector: Annotated[
+        list[str] | None,
+        typer.Option("--node-selector", metavar="NAME=VALUE", help="Kubernetes: a label that hosts must have."),
+    ] = None,
+    workdir: Annotated[
+        str | None,
+        typer.Option("--workdir", metavar="DIR", help="Kubernetes: where pods start, with your modules and data."),
     ] = None,
     address: Annotated[str, typer.Option("--address", help="Ray: address of the cluster.")] = "auto",
     strategy: Annotated[
@@ -103,10 +115,12 @@ def job(
     Example: shoal submit RUN.toml --to slurm --nodes 2 --gpus 8 --time 12:00:00
     """
     from shoal.errors import UsageError
+    from shoal.experiments.config import load_sweep
+    from shoal.experiments.trial_command import independent_trials, is_sweep
     from shoal.runfile.load import load_run
-    from shoal.submit.job import Resources, divide, job_of, seconds_of, split_variables, world_size_of
+    from shoal.submit.job import Array, Resources, array_job, divide, job_of, seconds_of, split_variables, world_size_of
     from shoal.submit.kubernetes import Kubernetes
-    from shoal.submit.pods import KubernetesOptions
+    from shoal.submit.pods import KubernetesOptions, node_selector_of
     from shoal.submit.ray import Ray
     from shoal.submit.scheduler import write_files, write_record
     from shoal.submit.slurm import Slurm
@@ -114,7 +128,10 @@ def job(
 
     if to is None:
         raise UsageError("shoal submit does not know where to: give --to slurm, --to kubernetes or --to ray")
-    loaded = load_run(run_file, overrides or ())
+    sweep = load_sweep(run_file) if is_sweep(run_file) else None
+    if sweep is not None and to != "slurm":
+        raise UsageError(f"a sweep goes to Slurm as one array, not to {to}: for Ray, shoal sweep {run_file} --via ray")
+    loaded = load_run(run_file if sweep is None else run_file.parent / sweep.run, overrides or ())
     wanted = ranks_per_node or gpus or None
     world_size = world_size_of(loaded, nodes=nodes, ranks_per_node=wanted)
     if cluster is not None:
@@ -137,7 +154,13 @@ def job(
         secrets=secrets,
         restarts=restarts,
     )
-    pods = KubernetesOptions(image, volume, namespace, queue, secret, tuple(spot or ())) if image and volume else None
+    if sweep is not None:
+        array = Array(run_file.absolute(), len(independent_trials(sweep)), sweep.parallel)
+        made = array_job(made, array, name=sweep.name, directory=str(Path("sweeps") / sweep.name))
+    pods = None
+    if image and volume:
+        labels = node_selector_of(node_selector or ())
+        pods = KubernetesOptions(image, volume, namespace, queue, secret, tuple(spot or ()), workdir, labels)
     schedulers: dict[str, Scheduler] = {
         "slurm": Slurm(SlurmOptions(partition, account, qos, constraint)),
         "kubernetes": Kubernetes(pods, kind),
@@ -152,6 +175,10 @@ def job(
             print(f"# {made.job_files / name}\n{text}")
         return
     write_files(made, files)
+    written = [os.path.relpath(made.job_files / name) for name in files]
+    if write:
+        print(json.dumps({"files": written}) if as_json else "\n".join(written))
+        return
     try:
         submission = scheduler.submit(made)
     except KeyboardInterrupt:
@@ -166,6 +193,9 @@ def job(
         print(json.dumps({"to": to, "id": submission.identity, "directory": str(made.directory)}))
     else:
         print(f"{to} took {made.name} as {submission.identity}: shoal submit status {os.path.relpath(made.directory)}")
+        print(f"Written: {', '.join(written)}")
+    if follow:
+        _follow(submission, scheduler, made.directory)
 
 
 @app.command("status")
@@ -208,6 +238,18 @@ def cancel(directory: RUN_DIRECTORY) -> None:
     submission, scheduler = _submitted(directory)
     scheduler.cancel(submission)
     print(f"{submission.to} was asked to end {submission.identity}")
+
+
+def _follow(submission: Submission, scheduler: Scheduler, directory: Path) -> None:
+    from shoal.submit.follow import follow
+
+    try:
+        found = follow(scheduler, submission, directory, say=lambda text: print(text, file=sys.stderr, flush=True))
+    except KeyboardInterrupt:
+        print(f"The job goes on: shoal submit logs {os.path.relpath(directory)} --follow", file=sys.stderr)
+        raise typer.Exit(128 + signal.SIGINT) from None
+    print(found.sentence, file=sys.stderr)
+    raise typer.Exit(0 if found.state == "done" else 1)
 
 
 def _submitted(directory: Path) -> tuple[Submission, Scheduler]:

@@ -62,12 +62,13 @@ def train(
         file, command = Path(run_file), [*command, run_file, *keys]
         loaded = load_run(file, keys)
     else:
-        from shoal.recipes.replay import replayed
-
         if run_file is not None:
             raise typer.BadParameter("a replay is the recorded run, and takes no keys", param_hint="--replay")
         file, command = replay / "run.toml", [*command, "--replay", str(replay)]
-        loaded = replayed(load_run(file, [f"run.directory={json.dumps(f'{replay}-replay')}"]))
+        recorded = load_run(file, [f"run.directory={json.dumps(f'{replay}-replay')}"])
+        from shoal.recipes.replay import replayed  # imports torch
+
+        loaded = replayed(recorded)
     directory, hosts = run_directory(loaded), _lab(lab)
     environ = os.environ | _coordination(coordinator, token, authorities, replicas)
     be_rank = partial(_rank, replay=replay)

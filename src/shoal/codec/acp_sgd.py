@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.codec.codec import Codec, Field, Payload, Place
+from shoal.codec.codec import Codec, Field, Payload, TensorPlace
 from shoal.codec.config import ACPSGDConfig
 from shoal.codec.power_sgd import matrices_of, orthonormal
 from shoal.maths.counter import key_of, normal
@@ -66,7 +66,7 @@ class ACPSGD(Codec):
         self._config, self._rank, self._factors = config, config.rank, factors
         self._outside = outside or (slice(None),)
 
-    def bound(self, places: Sequence[Place], *, key: int, rank: int, ranks: int) -> ACPSGD:
+    def bound(self, places: Sequence[TensorPlace], *, key: int, rank: int, ranks: int) -> ACPSGD:
         """The same for a buffer in which tensors lie at `places`. `key` gives the first bases, on all ranks alike."""
         found, outside, at = [], [], 0
         for name, start, rows, columns in matrices_of(places, rank=self._rank):

@@ -46,7 +46,7 @@ class Field(NamedTuple):
         return self.dtype.itemsize * self.numel
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """Where the tensor `name` lies in a flat buffer: from `start` on, in `shape`."""
 
     name: str
@@ -80,7 +80,7 @@ class Codec(ABC):
         """What a codec that is bound to a buffer learns from step to step, by names of its own; to be saved."""
         return {}
 
-    def bound(self, places: Sequence[Place], *, key: int, rank: int, ranks: int) -> Codec:
+    def bound(self, places: Sequence[TensorPlace], *, key: int, rank: int, ranks: int) -> Codec:
         """The codec for one buffer in which tensors lie at `places`, on rank `rank` of `ranks` that sum it; most do not
         care. `key`: of random numbers.
         """

@@ -17,13 +17,22 @@ _BLOCK = "Numbers that share a scale."
 _FRACTION = "The part of each bucket's numbers that is sent."
 
 
-class NoCodec(Table, frozen=True, tag_field="kind", tag="none"):
+class _Codec(Table, frozen=True):
+    """What every codec says of itself."""
+
+    @property
+    def codes_matrices(self) -> bool:
+        """Whether it codes whole matrices, so that ZeRO may not cut them in the middle."""
+        return False
+
+
+class NoCodec(_Codec, frozen=True, tag_field="kind", tag="none"):
     """Gradients are sent as they are."""
 
     feedback: ClassVar[bool] = False
 
 
-class CastConfig(Table, frozen=True, tag_field="kind", tag="cast"):
+class CastConfig(_Codec, frozen=True, tag_field="kind", tag="cast"):
     """Numbers of fewer bits, rounded to nearest."""
 
     implemented_by: ClassVar[str] = "shoal.codec.cast:Cast"
@@ -36,7 +45,7 @@ class CastConfig(Table, frozen=True, tag_field="kind", tag="cast"):
     feedback: Annotated[bool, says(_FEEDBACK)] = True
 
 
-class BlockwiseConfig(Table, frozen=True, tag_field="kind", tag="blockwise"):
+class BlockwiseConfig(_Codec, frozen=True, tag_field="kind", tag="blockwise"):
     """Integers of 8 or 4 bits, with a scale for each block."""
 
     implemented_by: ClassVar[str] = "shoal.codec.blockwise:Blockwise"
@@ -63,7 +72,7 @@ class BlockwiseConfig(Table, frozen=True, tag_field="kind", tag="blockwise"):
         return (1 << (self.bits - 1)) - 1
 
 
-class SignConfig(Table, frozen=True, tag_field="kind", tag="sign"):
+class SignConfig(_Codec, frozen=True, tag_field="kind", tag="sign"):
     """One bit for each number: its sign, with a scale for each block."""
 
     implemented_by: ClassVar[str] = "shoal.codec.sign:Sign"
@@ -72,7 +81,7 @@ class SignConfig(Table, frozen=True, tag_field="kind", tag="sign"):
     feedback: Annotated[bool, says(_FEEDBACK)] = True
 
 
-class TopKConfig(Table, frozen=True, tag_field="kind", tag="top_k"):
+class TopKConfig(_Codec, frozen=True, tag_field="kind", tag="top_k"):
     """The numbers of largest magnitude, 6 bytes each."""
 
     implemented_by: ClassVar[str] = "shoal.codec.top_k:TopK"
@@ -88,7 +97,7 @@ class TopKConfig(Table, frozen=True, tag_field="kind", tag="top_k"):
     feedback: Annotated[bool, says(_FEEDBACK)] = True
 
 
-class DGCConfig(Table, frozen=True, tag_field="kind", tag="dgc"):
+class DGCConfig(_Codec, frozen=True, tag_field="kind", tag="dgc"):
     """The largest numbers of velocities (Deep Gradient Compression), for `optimizer.kind = "sgd"` without momentum.
 
     With momentum correction, factor masking, local clipping and a warm-up.
@@ -109,7 +118,7 @@ class DGCConfig(Table, frozen=True, tag_field="kind", tag="dgc"):
     ] = 0
 
 
-class BlockTopKConfig(Table, frozen=True, tag_field="kind", tag="block_top_k"):
+class BlockTopKConfig(_Codec, frozen=True, tag_field="kind", tag="block_top_k"):
     """The blocks of largest norm, whole: 4 bytes a number, and 4 a block."""
 
     implemented_by: ClassVar[str] = "shoal.codec.block_top_k:BlockTopK"
@@ -119,7 +128,7 @@ class BlockTopKConfig(Table, frozen=True, tag_field="kind", tag="block_top_k"):
     feedback: Annotated[bool, says(_FEEDBACK)] = True
 
 
-class ScaleComConfig(Table, frozen=True, tag_field="kind", tag="scale_com"):
+class ScaleComConfig(_Codec, frozen=True, tag_field="kind", tag="scale_com"):
     """Numbers at the places where one rank's are largest (ScaleCom), which are summed on the way.
 
     It is another rank in each step.
@@ -131,7 +140,7 @@ class ScaleComConfig(Table, frozen=True, tag_field="kind", tag="scale_com"):
     feedback: Annotated[bool, says(_FEEDBACK)] = True
 
 
-class DCTTopKConfig(Table, frozen=True, tag_field="kind", tag="dct_top_k"):
+class DCTTopKConfig(_Codec, frozen=True, tag_field="kind", tag="dct_top_k"):
     """The largest frequencies of every chunk (DeMo), 5 bytes each."""
 
     implemented_by: ClassVar[str] = "shoal.codec.dct_top_k:DCTTopK"
@@ -148,7 +157,7 @@ class DCTTopKConfig(Table, frozen=True, tag_field="kind", tag="dct_top_k"):
             )
 
 
-class RandomKConfig(Table, frozen=True, tag_field="kind", tag="random_k"):
+class RandomKConfig(_Codec, frozen=True, tag_field="kind", tag="random_k"):
     """Numbers at random places, the same on all ranks, which are summed on the way."""
 
     implemented_by: ClassVar[str] = "shoal.codec.random_k:RandomK"
@@ -159,7 +168,7 @@ class RandomKConfig(Table, frozen=True, tag_field="kind", tag="random_k"):
     feedback: Annotated[bool, says(_FEEDBACK + " Without it what is sent is scaled up, so that it is unbiased.")] = True
 
 
-class QSGDConfig(Table, frozen=True, tag_field="kind", tag="qsgd"):
+class QSGDConfig(_Codec, frozen=True, tag_field="kind", tag="qsgd"):
     """Random levels between zero and a block's 2-norm (QSGD); unbiased, and so without error feedback."""
 
     implemented_by: ClassVar[str] = "shoal.codec.qsgd:QSGD"
@@ -169,7 +178,7 @@ class QSGDConfig(Table, frozen=True, tag_field="kind", tag="qsgd"):
     block: Annotated[int, says(_BLOCK, ge=8, le=1 << 20)] = 512
 
 
-class TernGradConfig(Table, frozen=True, tag_field="kind", tag="terngrad"):
+class TernGradConfig(_Codec, frozen=True, tag_field="kind", tag="terngrad"):
     """-1, 0 or 1 at random for each number, with a scale for each block (TernGrad).
 
     Unbiased, and so without error feedback.
@@ -181,7 +190,7 @@ class TernGradConfig(Table, frozen=True, tag_field="kind", tag="terngrad"):
     block: Annotated[int, says(_BLOCK, ge=8, le=1 << 20)] = 256
 
 
-class PowerSGDConfig(Table, frozen=True, tag_field="kind", tag="power_sgd"):
+class PowerSGDConfig(_Codec, frozen=True, tag_field="kind", tag="power_sgd"):
     """Every matrix as a product of two thin ones (PowerSGD), which are summed on the way."""
 
     implemented_by: ClassVar[str] = "shoal.codec.power_sgd:PowerSGD"
@@ -189,27 +198,70 @@ class PowerSGDConfig(Table, frozen=True, tag_field="kind", tag="power_sgd"):
     rank: Annotated[int, says("Columns of a thin matrix.", ge=1, le=256)] = 4
     feedback: Annotated[bool, says(_FEEDBACK)] = True
 
-
-class AutoConfig(Table, frozen=True, tag_field="kind", tag="auto"):
-    """bfloat16, 8 bits, PowerSGD or none, whichever costs least on the measured links; it follows links that change."""
-
-    feedback: ClassVar[bool] = True
-
-    measure_every: Annotated[int, says("Steps from one measurement of the links to the next.", ge=1, le=100_000)] = 5
-
     @property
-    def candidates(self) -> dict[str, CastConfig | BlockwiseConfig | PowerSGDConfig]:
-        """What it chooses from, beside none, by name."""
-        return {"bfloat16": CastConfig(), "int8": BlockwiseConfig(), "power_sgd": PowerSGDConfig()}
+    def codes_matrices(self) -> bool:
+        return True
 
 
-class ACPSGDConfig(Table, frozen=True, tag_field="kind", tag="acp_sgd"):
+class ACPSGDConfig(_Codec, frozen=True, tag_field="kind", tag="acp_sgd"):
     """PowerSGD's thin matrices in turn, one in each step (ACP-SGD): one sum, half the bytes."""
 
     implemented_by: ClassVar[str] = "shoal.codec.acp_sgd:ACPSGD"
 
     rank: Annotated[int, says("Columns of a thin matrix.", ge=1, le=256)] = 4
     feedback: Annotated[bool, says(_FEEDBACK)] = True
+
+    @property
+    def codes_matrices(self) -> bool:
+        return True
+
+
+class AutoConfig(_Codec, frozen=True, tag_field="kind", tag="auto"):
+    """A codec or none, whichever costs least on the measured links; it follows links that change."""
+
+    feedback: ClassVar[bool] = True
+
+    candidates: Annotated[
+        tuple[Literal["bfloat16", "float8", "int8", "int4", "sign", "top_k", "power_sgd", "acp_sgd"], ...],
+        says("What it chooses from, beside none; each with its defaults."),
+    ] = ("bfloat16", "int8", "power_sgd")
+    measure_every: Annotated[int, says("Steps from one measurement of the links to the next.", ge=1, le=100_000)] = 5
+    most_growth: Annotated[
+        float,
+        says(
+            "A codec is set aside when what it has not sent, over the gradient, has grown by so many times since it "
+            "settled.",
+            gt=1,
+        ),
+    ] = 4.0
+
+    def __post_init__(self) -> None:
+        if not self.candidates or len({*self.candidates}) < len(self.candidates):
+            raise ValueError(
+                f"candidates = {[*self.candidates]}: there must be one at least, and each once; leave the key out for "
+                "the usual ones"
+            )
+
+    @property
+    def codecs(self) -> dict[str, _Codec]:
+        """The candidates by name."""
+        return {name: _CANDIDATES[name] for name in self.candidates}
+
+    @property
+    def codes_matrices(self) -> bool:
+        return any(codec.codes_matrices for codec in self.codecs.values())
+
+
+_CANDIDATES: dict[str, _Codec] = {
+    "bfloat16": CastConfig(),
+    "float8": CastConfig(dtype="float8_e4m3"),
+    "int8": BlockwiseConfig(),
+    "int4": BlockwiseConfig(bits=4),
+    "sign": SignConfig(),
+    "top_k": TopKConfig(selection="sampled"),
+    "power_sgd": PowerSGDConfig(),
+    "acp_sgd": ACPSGDConfig(),
+}
 
 
 class ShardCodecConfig(Table, frozen=True):

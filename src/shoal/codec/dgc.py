@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from shoal.codec.codec import Place
+from shoal.codec.codec import TensorPlace
 from shoal.codec.config import DGCConfig, TopKConfig
 from shoal.codec.top_k import TopK
 
@@ -26,7 +26,7 @@ class DGC(TopK):
         super().__init__(TopKConfig(fraction=config.fraction, selection=config.selection))
         self._config = config
 
-    def bound(self, places: Sequence[Place], *, key: int, rank: int, ranks: int) -> DGC:
+    def bound(self, places: Sequence[TensorPlace], *, key: int, rank: int, ranks: int) -> DGC:
         return DGC(self._config)
 
     def begin(self, number: int) -> None:

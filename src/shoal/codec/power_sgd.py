@@ -10,7 +10,7 @@ kept, as the start of the next round: so the basis follows the gradient over man
 numbers, on the way. Biased: it needs error feedback.
 
 A tensor of more than two dimensions is a matrix of shape [first, all others]. Vectors, and matrices that two thin ones
-would not make smaller, are sent as they are, with the first sum; so are pieces of matrices that ZeRO divides.
+would not make smaller, are sent as they are, with the first sum. ZeRO gives each rank whole matrices, as for Muon.
 
 Note: orthonormal columns
 -------------------------
@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.codec.codec import Codec, Field, Payload, Place
+from shoal.codec.codec import Codec, Field, Payload, TensorPlace
 from shoal.codec.config import PowerSGDConfig
 from shoal.maths.counter import key_of, normal
 
@@ -61,7 +61,7 @@ class Shape(NamedTuple):
     columns: int
 
 
-def matrices_of(places: Sequence[Place], *, rank: int) -> list[Shape]:
+def matrices_of(places: Sequence[TensorPlace], *, rank: int) -> list[Shape]:
     """The tensors, in the order of the buffer, that two thin matrices of `rank` columns make smaller."""
     found = []
     for name, start, shape in sorted(places, key=lambda place: place.start):
@@ -79,7 +79,7 @@ class PowerSGD(Codec):
     def __init__(self, config: PowerSGDConfig, matrices: Sequence[Matrix] = ()) -> None:
         self._config, self._rank, self._matrices = config, config.rank, matrices
 
-    def bound(self, places: Sequence[Place], *, key: int, rank: int, ranks: int) -> PowerSGD:
+    def bound(self, places: Sequence[TensorPlace], *, key: int, rank: int, ranks: int) -> PowerSGD:
         """The same for a buffer in which tensors lie at `places`. `key` gives the first bases, on all ranks alike."""
         found = []
         for name, start, rows, columns in matrices_of(places, rank=self._rank):

@@ -19,7 +19,7 @@ from collections.abc import Generator, Sequence
 import torch
 from torch import Tensor
 
-from shoal.codec.codec import Codec, Field, Payload, Place, all_or_nothing
+from shoal.codec.codec import Codec, Field, Payload, TensorPlace, all_or_nothing
 from shoal.codec.config import ScaleComConfig
 from shoal.codec.indices import index_fields, pack_indices, unpack_indices
 from shoal.codec.stated import kept
@@ -35,7 +35,7 @@ class ScaleCom(Codec):
     def __init__(self, config: ScaleComConfig, *, rank: int = 0, ranks: int = 1) -> None:
         self._config, self._rank, self._ranks = config, rank, ranks
 
-    def bound(self, places: Sequence[Place], *, key: int, rank: int, ranks: int) -> ScaleCom:
+    def bound(self, places: Sequence[TensorPlace], *, key: int, rank: int, ranks: int) -> ScaleCom:
         return ScaleCom(self._config, rank=rank, ranks=ranks)
 
     def fields(self, numel: int) -> tuple[Field, ...]:

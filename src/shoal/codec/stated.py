@@ -40,11 +40,11 @@ FLOAT, PLACE = 4, 2
 
 
 class Matrices(NamedTuple):
-    """`copies` matrices of one shape in a vector."""
+    """`copies` matrices of one shape in a vector; a mean over ranks that hold different ones may be no whole number."""
 
     rows: int
     columns: int
-    copies: int = 1
+    copies: float = 1
 
 
 class Stated(NamedTuple):
@@ -146,7 +146,7 @@ def _scale_com(config: ScaleComConfig, numel: int, matrices: Sequence[Matrices])
     return Stated((_indices(numel, count), FLOAT * count), True, 2.0, 7.0)
 
 
-def _thin(rank: int, matrices: Sequence[Matrices]) -> tuple[int, int, int]:
+def _thin(rank: int, matrices: Sequence[Matrices]) -> tuple[float, float, float]:
     """(rows, columns, numbers) in all of the matrices that two thin ones make smaller."""
     used = [m for m in matrices if rank * (m.rows + m.columns) < m.rows * m.columns]
     return (

@@ -6,15 +6,15 @@ In step k every rank that is an odd multiple of 2^k hands what it has to the ran
 from __future__ import annotations
 
 from shoal.collectives.phases import Phase, added, backwards
-from shoal.collectives.table import Table, table_of
+from shoal.collectives.table import CollectiveTable, table_of
 
 
-def reduce(ranks: int) -> Table:
+def reduce(ranks: int) -> CollectiveTable:
     """The sum at rank 0; the others keep partial sums."""
     return table_of("binomial", "reduce", ranks=ranks, chunks=1, steps=_collected(ranks))
 
 
-def broadcast(ranks: int) -> Table:
+def broadcast(ranks: int) -> CollectiveTable:
     """Rank 0's vector everywhere."""
     return table_of("binomial", "broadcast", ranks=ranks, chunks=1, steps=backwards(_collected(ranks)))
 

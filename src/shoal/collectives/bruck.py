@@ -8,10 +8,10 @@ multiport message-passing systems", 1997).
 from __future__ import annotations
 
 from shoal.collectives.phases import Phase
-from shoal.collectives.table import Table, Transfer, table_of
+from shoal.collectives.table import CollectiveTable, Transfer, table_of
 
 
-def all_to_all(ranks: int) -> Table:
+def all_to_all(ranks: int) -> CollectiveTable:
     """Any n. Rows are the output cells; first they are filled by distance, at the end they are put in rank order."""
     n = ranks
     filled = [Transfer(r, r, (r + k) % n, n + k) for r in range(n) for k in range(n)]

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 
 from shoal.collectives import binomial, bruck, circulant, direct, double_tree, doubling, ring, two_level
-from shoal.collectives.table import Kind, Table
+from shoal.collectives.table import CollectiveTable, Kind
 
-Generator = Callable[[int], Table]
+Generator = Callable[[int], CollectiveTable]
 
 _BY_RANKS: dict[Kind, tuple[Generator, ...]] = {
     "all_reduce": (
@@ -28,7 +28,7 @@ _BY_RANKS: dict[Kind, tuple[Generator, ...]] = {
 
 
 @lru_cache(maxsize=16)
-def tables(kind: Kind, ranks: int, *, local: int = 1, blocks: int = 1) -> tuple[Table, ...]:
+def tables(kind: Kind, ranks: int, *, local: int = 1, blocks: int = 1) -> tuple[CollectiveTable, ...]:
     """All algorithms of a collective for `ranks` ranks, `local` on each host; `blocks` are those of pipelined trees."""
     generators = list(_BY_RANKS[kind])
     if kind == "all_reduce":
@@ -39,7 +39,7 @@ def tables(kind: Kind, ranks: int, *, local: int = 1, blocks: int = 1) -> tuple[
     return tuple(made)
 
 
-def _two_level(ranks: int, local: int) -> list[Table]:
+def _two_level(ranks: int, local: int) -> list[CollectiveTable]:
     """A hierarchy where hosts are equal and more than one; a torus as square as the number of ranks allows."""
     made = []
     if 1 < local < ranks and ranks % local == 0:

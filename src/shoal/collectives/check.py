@@ -10,11 +10,11 @@ order, so what arrives does not depend on when, and a rank that waits for less i
 from __future__ import annotations
 
 from shoal.collectives.play import Content, Play, State
-from shoal.collectives.table import OWNED, Step, Table
+from shoal.collectives.table import OWNED, CollectiveTable, Step
 from shoal.errors import LayoutError
 
 
-def check(table: Table) -> None:
+def check(table: CollectiveTable) -> None:
     """Raises `LayoutError` where the table is wrong; the sentence names the rank and the cell."""
     _check_shape(table)
     play = begun(table, synchronous=True)
@@ -22,12 +22,12 @@ def check(table: Table) -> None:
     _check_results(table, play.states)
 
 
-def begun(table: Table, *, synchronous: bool) -> Play:
+def begun(table: CollectiveTable, *, synchronous: bool) -> Play:
     """A play of the table in which every rank has what the collective starts from."""
     return Play(table, [_begin(table, rank) for rank in range(table.ranks)], synchronous)
 
 
-def _check_shape(table: Table) -> None:
+def _check_shape(table: CollectiveTable) -> None:
     if table.kind in OWNED and table.chunks != table.ranks:
         raise LayoutError(
             f"{table.name}: {table.kind} of {table.ranks} ranks has {table.chunks} chunks; it needs one a rank"
@@ -44,7 +44,7 @@ def _check_shape(table: Table) -> None:
             _check_writes(table, rank, number, step)
 
 
-def _check_writes(table: Table, rank: int, number: int, step: Step) -> None:
+def _check_writes(table: CollectiveTable, rank: int, number: int, step: Step) -> None:
     """What replaces a cell may arrive at any time in the step, so nothing else of the step may write there."""
     written: set[int] = set()
     copies_first = sorted(step.receives, key=lambda receive: receive.reduce) if len(step.receives) > 1 else ()
@@ -59,7 +59,7 @@ def _check_writes(table: Table, rank: int, number: int, step: Step) -> None:
             written.update(receive.cells)
 
 
-def _begin(table: Table, rank: int) -> State:
+def _begin(table: CollectiveTable, rank: int) -> State:
     """What a rank has before the collective."""
     if table.kind == "all_gather":
         held = [rank]
@@ -70,7 +70,7 @@ def _begin(table: Table, rank: int) -> State:
     return {cell: Content(cell, 1 << rank, rank) for cell in held}
 
 
-def _end(table: Table, rank: int) -> dict[int, tuple[int, int]]:
+def _end(table: CollectiveTable, rank: int) -> dict[int, tuple[int, int]]:
     """What a rank must have after it: (chunk, ranks) by cell."""
     everyone, chunks = (1 << table.ranks) - 1, range(table.chunks)
     match table.kind:
@@ -88,7 +88,7 @@ def _end(table: Table, rank: int) -> dict[int, tuple[int, int]]:
             return {cell: (cell, 1 << rank) for cell in chunks} | {table.chunks + i: (rank, 1 << i) for i in chunks}
 
 
-def _check_results(table: Table, states: list[State]) -> None:
+def _check_results(table: CollectiveTable, states: list[State]) -> None:
     orders: dict[int, int] = {}
     for rank, state in enumerate(states):
         for cell, (chunk, ranks) in _end(table, rank).items():

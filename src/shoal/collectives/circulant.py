@@ -8,20 +8,20 @@ rank r + d, to which they are the first s - d. ceil(log2 n) steps and (n-1)/n of
 from __future__ import annotations
 
 from shoal.collectives.phases import Phase, added, backwards
-from shoal.collectives.table import Table, table_of
+from shoal.collectives.table import CollectiveTable, table_of
 
 
-def reduce_scatter(ranks: int) -> Table:
+def reduce_scatter(ranks: int) -> CollectiveTable:
     """ceil(log2 n) a + (n-1)/n S/w."""
     return table_of("circulant", "reduce_scatter", ranks=ranks, chunks=ranks, steps=_collected(ranks))
 
 
-def all_gather(ranks: int) -> Table:
+def all_gather(ranks: int) -> CollectiveTable:
     """ceil(log2 n) a + (n-1)/n S/w."""
     return table_of("circulant", "all_gather", ranks=ranks, chunks=ranks, steps=backwards(_collected(ranks)))
 
 
-def all_reduce(ranks: int) -> Table:
+def all_reduce(ranks: int) -> CollectiveTable:
     """2 ceil(log2 n) a + 2 (n-1)/n S/w."""
     phase = _collected(ranks)
     return table_of("circulant", "all_reduce", ranks=ranks, chunks=ranks, steps=phase + backwards(phase))

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shoal.collectives.phases import Phase, added, backwards
-from shoal.collectives.table import Table, table_of
+from shoal.collectives.table import CollectiveTable, table_of
 
 
 class _Edge(NamedTuple):
@@ -25,7 +25,7 @@ class _Edge(NamedTuple):
     parent: int
 
 
-def all_reduce(ranks: int, *, blocks: int = 1) -> Table:
+def all_reduce(ranks: int, *, blocks: int = 1) -> CollectiveTable:
     """2 x `blocks` chunks, the first half of them on the first tree."""
     phase = _collected(ranks, blocks)
     steps = phase + backwards(phase)

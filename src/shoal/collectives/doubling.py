@@ -11,10 +11,10 @@ which works for both, and get the result back.
 from __future__ import annotations
 
 from shoal.collectives.phases import Phase, added, backwards, copied, halving
-from shoal.collectives.table import Table, table_of
+from shoal.collectives.table import CollectiveTable, table_of
 
 
-def recursive_doubling(ranks: int) -> Table:
+def recursive_doubling(ranks: int) -> CollectiveTable:
     """All-reduce of a vector that is not split; both partners add the same two numbers, so all get the same bits."""
     members, steps, distance = _members(ranks), _folded(ranks, 1), 1
     while distance < len(members):
@@ -25,20 +25,20 @@ def recursive_doubling(ranks: int) -> Table:
     return table_of("recursive doubling", "all_reduce", ranks=ranks, chunks=1, steps=steps)
 
 
-def reduce_scatter(ranks: int) -> Table:
+def reduce_scatter(ranks: int) -> CollectiveTable:
     """Recursive halving; log2 n a + (n-1)/n S/w where n is a power of two."""
     steps = _folded(ranks, ranks) + halving(_members(ranks), _parts(ranks)) + _given(ranks)
     return table_of("halving", "reduce_scatter", ranks=ranks, chunks=ranks, steps=steps)
 
 
-def all_gather(ranks: int) -> Table:
+def all_gather(ranks: int) -> CollectiveTable:
     """Recursive doubling, the reduce-scatter played backwards."""
     steps = backwards(_given(ranks)) + backwards(halving(_members(ranks), _parts(ranks)))
     steps += backwards(_folded(ranks, ranks))
     return table_of("doubling", "all_gather", ranks=ranks, chunks=ranks, steps=steps)
 
 
-def halving_doubling(ranks: int) -> Table:
+def halving_doubling(ranks: int) -> CollectiveTable:
     """Rabenseifner's all-reduce."""
     halves = halving(_members(ranks), _parts(ranks))
     fold = _folded(ranks, ranks)

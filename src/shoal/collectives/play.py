@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from shoal.collectives.table import OWNED, Receive, Step, Table
+from shoal.collectives.table import OWNED, CollectiveTable, Receive, Step
 from shoal.errors import LayoutError
 
 
@@ -31,7 +31,7 @@ Channel = tuple[int, int]
 class Play:
     """`states[rank][cell]`, to begin with what the ranks have; after `run`, what the table made of it."""
 
-    table: Table
+    table: CollectiveTable
     states: list[State]
     synchronous: bool
     at: list[int] = field(default_factory=list)

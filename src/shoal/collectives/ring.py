@@ -7,22 +7,22 @@ Yuan, "Bandwidth optimal all-reduce algorithms", 2009).
 from __future__ import annotations
 
 from shoal.collectives.phases import ring_all_gather, ring_reduce_scatter
-from shoal.collectives.table import Table, table_of
+from shoal.collectives.table import CollectiveTable, table_of
 
 
-def reduce_scatter(ranks: int) -> Table:
+def reduce_scatter(ranks: int) -> CollectiveTable:
     """(n-1) a + (n-1)/n S/w."""
     steps = ring_reduce_scatter(range(ranks), _parts(ranks))
     return table_of("ring", "reduce_scatter", ranks=ranks, chunks=ranks, steps=steps)
 
 
-def all_gather(ranks: int) -> Table:
+def all_gather(ranks: int) -> CollectiveTable:
     """(n-1) a + (n-1)/n S/w."""
     steps = ring_all_gather(range(ranks), _parts(ranks))
     return table_of("ring", "all_gather", ranks=ranks, chunks=ranks, steps=steps)
 
 
-def all_reduce(ranks: int) -> Table:
+def all_reduce(ranks: int) -> CollectiveTable:
     """One after the other: 2(n-1) a + 2 (n-1)/n S/w."""
     members, parts = range(ranks), _parts(ranks)
     steps = ring_reduce_scatter(members, parts) + ring_all_gather(members, parts)

@@ -1,4 +1,4 @@
-"""`Table`: one algorithm for one collective and one number of ranks, as rows of steps, a row a rank.
+"""`CollectiveTable`: one algorithm for one collective and one number of ranks, as rows of steps, a row a rank.
 
 Every rank has cells, each as long as a chunk of the vector. In a step a rank posts all its messages at once; what it
 sends is read when the step begins. When all of them are through, what arrived is written (or added) in the order of
@@ -65,7 +65,7 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Table:
+class CollectiveTable:
     """`rows[rank][step]`; all rows are equally long.
 
     Cells 0 to `chunks` - 1 are the vector: what is reduced in place, the gathered result, or the input of an
@@ -89,11 +89,11 @@ class Table:
 
 def table_of(
     name: str, kind: Kind, *, ranks: int, chunks: int, steps: Iterable[Sequence[Transfer]], cells: int = 0
-) -> Table:
+) -> CollectiveTable:
     """Rows of `steps`. Transfers between the same two ranks in one step travel as one message."""
     columns = [_column(ranks, step) for step in steps if step]
     rows = tuple(tuple(column[rank] for column in columns) for rank in range(ranks))
-    return Table(name, kind, ranks, chunks, cells or chunks, rows)
+    return CollectiveTable(name, kind, ranks, chunks, cells or chunks, rows)
 
 
 def _column(ranks: int, transfers: Sequence[Transfer]) -> list[Step]:
@@ -113,7 +113,7 @@ def _column(ranks: int, transfers: Sequence[Transfer]) -> list[Step]:
     return [Step(tuple(sends[r]), tuple(receives[r]), tuple(moves[r])) for r in range(ranks)]
 
 
-def relabelled(table: Table, order: Sequence[int]) -> Table:
+def relabelled(table: CollectiveTable, order: Sequence[int]) -> CollectiveTable:
     """The same algorithm with rank `order[p]` in the place of rank p. The root becomes `order[0]` where it was 0."""
     if sorted(order) != list(range(table.ranks)):
         raise LayoutError(f"order {list(order)}: it has to name each of {table.ranks} ranks once; sort it out")

@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shoal.collectives.phases import Phase, ring_all_gather, ring_reduce_scatter, side_by_side
-from shoal.collectives.table import Table, table_of
+from shoal.collectives.table import CollectiveTable, table_of
 from shoal.errors import LayoutError
 
 
-def hierarchical(local: int, hosts: int) -> Table:
+def hierarchical(local: int, hosts: int) -> CollectiveTable:
     """Ranks h x local to (h+1) x local - 1 share host h."""
     ranks = local * hosts
     groups = [range(host * local, (host + 1) * local) for host in range(hosts)]
@@ -25,7 +25,7 @@ def hierarchical(local: int, hosts: int) -> Table:
     return table_of("hierarchical", "all_reduce", ranks=ranks, chunks=ranks, steps=steps)
 
 
-def torus(rows: int, columns: int) -> Table:
+def torus(rows: int, columns: int) -> CollectiveTable:
     """Rank r x columns + c stands in row r and column c."""
     if rows < 1 or columns < 1:
         raise LayoutError(f"a torus of {rows} x {columns} ranks: both have to be 1 or more; name two factors of n")

@@ -14,7 +14,7 @@ import msgspec
 
 from shoal.errors import EnvironmentFault
 
-Transport = Literal["auto", "gloo", "shm", "hierarchical", "mpi"]
+TransportName = Literal["auto", "gloo", "shm", "hierarchical", "mpi"]
 """What a user may ask for between CPU ranks (`wire.transport`)."""
 
 Backend = Literal["nccl", "shm", "hierarchical", "mpi", "gloo"]
@@ -69,7 +69,7 @@ class BackendChoice:
     why: str
 
 
-def choose_backend(transport: Transport, group: Capabilities) -> BackendChoice:
+def choose_backend(transport: TransportName, group: Capabilities) -> BackendChoice:
     """The first line that applies:
 
     | asked for    | device | hosts of the group     | and                              | backend                 |
@@ -126,7 +126,7 @@ def _by_hosts(group: Capabilities, *, may_be_mpi: bool) -> BackendChoice:
     return BackendChoice("hierarchical", f"shared memory inside hosts, Gloo between: {ranks} ranks on {hosts} hosts")
 
 
-def _refusal(transport: Transport, group: Capabilities) -> str:
+def _refusal(transport: TransportName, group: Capabilities) -> str:
     """Why not, and what to do; empty where it can be."""
     if transport == "mpi":
         return group.no_mpi

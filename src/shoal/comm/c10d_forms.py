@@ -56,6 +56,23 @@ def checked_root(root: int, size: int) -> int:
     return root
 
 
+def check_blocks(output: Tensor, blocks: Sequence[Tensor], *, rank: int, size: int) -> None:
+    """Of a reduce-scatter of lists, whose blocks may differ in size: one for each rank, this rank's as `output`.
+
+    Raises `ValueError`.
+    """
+    if len(blocks) != size:
+        raise ValueError(f"reduce_scatter: {len(blocks)} tensors for {size} ranks; give one for each")
+    own, other = blocks[rank], next((block.dtype for block in blocks if block.dtype != output.dtype), None)
+    if own.numel() != output.numel():
+        raise ValueError(
+            f"reduce_scatter: rank {rank} has room for {output.numel()} elements, and its block has {own.numel()}; "
+            "give an output of the block's size"
+        )
+    if other is not None:
+        raise ValueError(f"reduce_scatter: a block is of {other}, the output of {output.dtype}; give one dtype")
+
+
 class JoinedWork(dist.Work):
     """Several works of one call."""
 
@@ -83,6 +100,32 @@ def joined(works: Sequence[Any]) -> Any:
     if works and not left:
         return None
     return left[0] if len(works) == 1 else JoinedWork(left)
+
+
+class LimitedWork(dist.Work):
+    """`work`, whose wait takes `limit` at most where it is given no other."""
+
+    def __init__(self, work: Any, limit: timedelta) -> None:
+        super().__init__()
+        self._work, self._limit = work, limit
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return self._work.wait(timeout or self._limit)  # c10d says zero where it means none
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        return self._work.is_success()
+
+    def result(self) -> list[Tensor]:
+        return self._work.result()
+
+    def get_future(self) -> torch.futures.Future:
+        return self._work.get_future()
+
+    def _source_rank(self) -> int:
+        return self._work._source_rank()
 
 
 class SmallWorks:
@@ -113,7 +156,8 @@ def _is_small(tensor: Tensor) -> bool:
 
 
 class GlooGroup(dist.ProcessGroupGloo):
-    """A Gloo group that tells the groups built on it when PyTorch sets another timeout (`_set_pg_timeout`)."""
+    """A Gloo group that tells the groups built on it when PyTorch sets another timeout (`_set_pg_timeout`), and keeps
+    to it for messages too: Gloo waits for those as long as it was told when it was made."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, *, lazy: bool = False) -> None:
         if lazy:
@@ -121,6 +165,7 @@ class GlooGroup(dist.ProcessGroupGloo):
         else:
             super().__init__(store, rank, size, timeout)
         self._followers: list[Callable[[float], object]] = []
+        self._limit: timedelta | None = None
 
     def follow_timeout(self, follower: Callable[[float], object]) -> None:
         """`follower(seconds)` is called for each timeout that is set from now on."""
@@ -128,8 +173,21 @@ class GlooGroup(dist.ProcessGroupGloo):
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         super()._set_default_timeout(timeout)
+        self._limit = timeout
         for follower in self._followers:
             follower(timeout.total_seconds())
+
+    def send(self, tensors: Any, dstRank: int, tag: int = 0) -> Any:
+        return self._limited(super().send(tensors, dstRank, tag))  # pyright: ignore[reportAttributeAccessIssue]
+
+    def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> Any:
+        return self._limited(super().recv(tensors, srcRank, tag))  # pyright: ignore[reportAttributeAccessIssue]
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
+        return self._limited(super().recv_anysource(tensors, tag))  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _limited(self, work: Any) -> Any:
+        return work if self._limit is None else LimitedWork(work, self._limit)
 
 
 def _lazy_options(timeout: timedelta) -> Any:

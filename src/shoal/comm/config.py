@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from shoal.comm.backends import Transport
+from shoal.comm.backends import TransportName
 from shoal.config.table import Table, says
 
 Algorithm = Literal[
@@ -18,7 +18,7 @@ class WireConfig(Table, frozen=True):
     """What the ranks talk over, and how long one waits for another."""
 
     transport: Annotated[
-        Transport,
+        TransportName,
         says(
             "What CPU ranks talk over: Gloo, shared memory, shared memory inside hosts and Gloo between them "
             "(hierarchical), or MPI. auto: shared memory where all ranks of a group are on one host; else MPI if "

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from shoal.comm.algorithms.group import AlgorithmGroup
-from shoal.comm.backends import BackendChoice, Capabilities, RankCapabilities, Transport, choose_backend
+from shoal.comm.backends import BackendChoice, Capabilities, RankCapabilities, TransportName, choose_backend
 from shoal.comm.board import Board
 from shoal.comm.c10d_forms import open_gloo
 from shoal.comm.checking.checker import CollectiveChecker
@@ -82,7 +82,7 @@ def connect(
 
 
 def gather_capabilities(
-    board: Board, rank: int, size: int, *, device: torch.device, transport: Transport
+    board: Board, rank: int, size: int, *, device: torch.device, transport: TransportName
 ) -> Capabilities:
     """What the ranks of a group tell each other before they choose a backend. Blocks until all have called it."""
     host, core, no_core = socket.gethostname(), "", ""

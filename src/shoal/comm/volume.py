@@ -40,13 +40,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.collectives.table import Table
+from shoal.collectives.table import CollectiveTable
 from shoal.comm.hierarchical.division import Division, division_of
 
 Traffic = Mapping[int, int]
 """Bytes by the rank that they go to."""
 
-Tables = Callable[[str, int, int], Table | None]
+Tables = Callable[[str, int, int], CollectiveTable | None]
 OwnAlgorithm = Callable[[str, Sequence[Any], Any], bool]
 """Whether a backend makes an operation of these tensors, with this reduction (or None), by an algorithm of its own."""
 
@@ -169,7 +169,7 @@ def traffic_of(operation: str, payload: int, *, rank: int, size: int, backend: s
     return _ring(operation, payload, rank, size, backend)
 
 
-def table_traffic(table: Table, size_bytes: int, *, rank: int) -> Traffic:
+def table_traffic(table: CollectiveTable, size_bytes: int, *, rank: int) -> Traffic:
     """Of a table of `shoal.collectives` on a vector of `size_bytes`, or of what one rank holds for an all-to-all."""
     cells: dict[int, int] = {}
     for step in table.rows[rank]:

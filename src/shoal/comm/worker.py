@@ -21,6 +21,7 @@ from torch import Tensor
 from shoal.comm.at_work import AT_WORK
 from shoal.comm.c10d_forms import SmallWorks
 from shoal.comm.seam_work import FutureThreads, complete
+from shoal.comm.typed_future import readable
 
 
 class QueuedWork(dist.Work):
@@ -69,7 +70,7 @@ class QueuedWork(dist.Work):
             complete(future, self)
         else:
             self._futures.complete(future, self, in_order=True)
-        return future
+        return readable(future, self._outputs)
 
     def carry_out(self, broken: Exception | None) -> Exception | None:
         """Runs unless the worker is `broken`; returns its state afterwards. Called by the worker alone."""

@@ -12,7 +12,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -21,6 +21,7 @@ from shoal.errors import EnvironmentFault, Stopped
 from shoal.launch import frames, handshake
 from shoal.resilience.events import Answer, Event, Heartbeat, Leave, Look, View
 from shoal.resilience.participant import FencedOut, Participant, StateFrom
+from shoal.resilience.stalls import Activity
 
 HEARTBEAT_S = 0.5
 RETRY_S = 0.2
@@ -28,6 +29,7 @@ ANSWER_S = 10.0
 MOST_ANSWER_BYTES = 8 << 20
 ANSWERS = msgspec.msgpack.Decoder(Answer)
 STOP_POLL_S = 0.5
+STOPPED_WAITING = "stopped while it waited for other replicas; the next start goes on from the newest checkpoint"
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,8 @@ class Client:
         self._changed = threading.Condition()
         self._wake = threading.Event()
         self._progress, self._leaving, self._closed, self._ending_told = 0, False, False, 0
+        self._activity: Callable[[], Activity] | None = None
+        self._calls = 0
         self._error: EnvironmentFault | None = None
         self._last_answer_s = time.monotonic()
         self._connection: Connection | None = None
@@ -138,18 +142,31 @@ class Client:
         return self._lost
 
     @property
+    def is_member(self) -> bool:
+        """Whether this replica is in the newest generation that it has heard of: nobody then has a newer state."""
+        view = self._part.view
+        return view is not None and self._part.replica in view.members
+
+    @property
     def silent_s(self) -> float:
         """Seconds since the coordinator's last answer."""
         return time.monotonic() - self._last_answer_s
 
-    def progressed(self) -> None:
-        """Something was done; a rank that does not say so for long is taken to hang."""
-        self._progress += 1
+    @contextlib.contextmanager
+    def telling(self, activity: Callable[[], Activity]) -> Iterator[None]:
+        """In the block, heartbeats say what this rank does, as `activity` finds it, in the client's thread: a rank that
+        keeps others waiting for too long is taken to hang.
+        """
+        self._activity = activity
+        try:
+            yield
+        finally:
+            self._activity = None
 
-    def applied(self, *, stop: int, fingerprint: int = 0, step_s: float = 0.0) -> None:
+    def applied(self, *, stop: int, fingerprint: int = 0, sample_s: float = 0.0) -> None:
         """The next step was applied, on the positions up to `stop`. Does not wait. Raises `FencedOut`."""
         with self._changed:
-            self._part.applied(stop=stop, fingerprint=fingerprint, step_s=step_s)
+            self._part.applied(stop=stop, fingerprint=fingerprint, sample_s=sample_s)
             self._progress += 1
         self._wake.set()
 
@@ -172,7 +189,7 @@ class Client:
 
     def generation(self, timeout_s: float, *, stopping: Callable[[], bool] = lambda: False) -> Begin:
         """Waits for the next generation with this replica, accepting what is proposed, and enters it. A spare waits
-        for as long as the others train.
+        for as long as the coordinator says that the others train.
 
         Raises `FencedOut`, `TokenRefused`, `NoGeneration` when there is none in `timeout_s`, and `Stopped` when
         `stopping` says that nobody wants one any more.
@@ -185,14 +202,12 @@ class Client:
                     self._part.accept()
                     self._wake.set()
                 if self._part.stands_by:
-                    deadline_s = time.monotonic() + timeout_s
+                    deadline_s = max(deadline_s, self._last_answer_s + timeout_s)
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
                     raise NoGeneration(self._why_none(timeout_s))
                 if stopping():
-                    raise Stopped(
-                        "stopped while it waited for other replicas; the next start goes on from a checkpoint"
-                    )
+                    raise Stopped(STOPPED_WAITING)
                 self._changed.wait(min(left_s, STOP_POLL_S))
             state_from = self._part.enter()
             self._lost = frozenset()
@@ -290,10 +305,18 @@ class Client:
             part = self._part
             said: list[Event] = [*part.unsent()] if self._rank == 0 else []
             if part.admitted or self._rank:
-                said.append(Heartbeat(part.replica, self._rank, self._progress))
+                said.append(self._heartbeat())
             if self._leaving and part.admitted and self._rank == 0:
                 said.append(Leave(part.replica))
             return said
+
+    def _heartbeat(self) -> Heartbeat:
+        activity = self._activity
+        calls, doing = (self._calls, "") if activity is None else activity()
+        if calls != self._calls:
+            self._calls = calls
+            self._progress += 1
+        return Heartbeat(self._part.replica, self._rank, self._progress, doing)
 
     def _behind(self) -> bool:
         heard, view = self._part.heard, self._part.view

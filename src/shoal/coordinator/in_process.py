@@ -17,16 +17,17 @@ from shoal.launch.handshake import make_token
 from shoal.resilience.events import Decision
 from shoal.resilience.fingerprints import Verdict
 from shoal.resilience.membership import Rules
+from shoal.resilience.stragglers import Slow
 
 
 @contextlib.contextmanager
 def coordinator_in(
-    folder: Path, rules: Rules, *, told: Callable[[Decision | Verdict | Exception], None]
+    folder: Path, rules: Rules, *, told: Callable[[Decision | Verdict | Slow | Exception], None]
 ) -> Iterator[Address]:
     """Serves until the end of the block, with its journal and its token in `folder`.
 
-    `told` hears, in the coordinator's thread, of decisions, of verdicts on fingerprints, and of the fault that ended
-    the service, such as a full disk. Raises `EnvironmentFault` where it cannot start.
+    `told` hears, in the coordinator's thread, of decisions, of verdicts on fingerprints, of slow members, and of the
+    fault that ended the service, such as a full disk. Raises `EnvironmentFault` where it cannot start.
     """
     token, records = make_token(folder / "token"), Journal(folder / "journal")
     with contextlib.closing(records), contextlib.closing(listen(LOOPBACK, 0)) as listener:

@@ -23,6 +23,7 @@ from shoal.launch import frames, handshake
 from shoal.resilience.events import Answer, Decision, Event
 from shoal.resilience.fingerprints import Verdict
 from shoal.resilience.membership import Membership, Outcome, Rules
+from shoal.resilience.stragglers import Slow
 
 LOG = logging.getLogger("shoal.coordinator")
 MOST_REQUEST_BYTES = 16 << 10
@@ -44,7 +45,7 @@ class Limits:
 
 class Service:
     """Membership behind a socket. `clock` counts seconds, and never goes back. `told` hears, in the service's thread,
-    of every decision that is durable, and of every verdict on fingerprints."""
+    of every decision that is durable, of every verdict on fingerprints, and of members that have become slow."""
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class Service:
         token: bytes,
         limits: Limits = Limits(),
         clock: Callable[[], float] = time.monotonic,
-        told: Callable[[Decision | Verdict], None] = lambda _: None,
+        told: Callable[[Decision | Verdict | Slow], None] = lambda _: None,
     ) -> None:
         self._told = told
         self._journal, self._token, self._limits, self._clock = journal, token, limits, clock
@@ -140,4 +141,7 @@ class Service:
         if outcome.verdict is not None:
             LOG.warning("%s", outcome.verdict.sentence)
             self._told(outcome.verdict)
+        for slow in outcome.slow:
+            LOG.warning("%s", slow.sentence)
+            self._told(slow)
         return outcome.answer

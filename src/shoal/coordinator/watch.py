@@ -15,6 +15,7 @@ from shoal.coordinator.client import Address, Connection
 from shoal.errors import EnvironmentFault
 from shoal.resilience.events import Committed, Decision, Fenced, Formed, Look, View
 from shoal.resilience.fingerprints import Verdict
+from shoal.resilience.stragglers import Slow
 
 POLL_S = 0.3
 
@@ -26,7 +27,7 @@ class Silence:
     silent_s: float
 
 
-News = Decision | Verdict | Silence | EnvironmentFault
+News = Decision | Verdict | Slow | Silence | EnvironmentFault
 
 
 def view_of(address: Address) -> View:
@@ -82,7 +83,7 @@ class _Watcher:
         self.over = threading.Event()
         self._generation, self._committed = since.generation, since.committed
         self._fenced = set(since.fenced)
-        self._disagreement = since.disagreement
+        self._disagreement, self._slow = since.disagreement, set(since.slow)
         self._heard_s, self._silent = time.monotonic(), False
 
     def run(self) -> None:
@@ -123,6 +124,9 @@ class _Watcher:
         for name in sorted(set(view.fenced) - self._fenced):
             self._fenced.add(name)
             self._told(Fenced(name, view.fenced[name]))
+        for name in sorted(set(view.slow) - self._slow):
+            self._told(Slow(name, view.slow[name]))
+        self._slow = set(view.slow)
         if view.disagreement and view.disagreement != self._disagreement:
             self._disagreement = view.disagreement
             self._told(Verdict(view.committed, (), view.disagreement))

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from shoal.collectives.table import Step, Table
+from shoal.collectives.table import CollectiveTable, Step
 from shoal.topology.links import Links
 
 
@@ -27,7 +27,7 @@ class _Message(NamedTuple):
     cells: int
 
 
-def walk_s(table: Table, size: float, links: Links, *, add_bytes_s: float = math.inf) -> float:
+def walk_s(table: CollectiveTable, size: float, links: Links, *, add_bytes_s: float = math.inf) -> float:
     """Seconds until the last rank is done; `size` is the whole vector, or what one rank holds for an all-to-all."""
     chunk = size / table.chunks
     clocks = [0.0] * table.ranks
@@ -38,7 +38,7 @@ def walk_s(table: Table, size: float, links: Links, *, add_bytes_s: float = math
     return max(clocks)
 
 
-def bytes_between(table: Table, size: float, hosts: Sequence[int]) -> float:
+def bytes_between(table: CollectiveTable, size: float, hosts: Sequence[int]) -> float:
     """Bytes that leave a host for another, of all ranks together."""
     crossing = (
         message.cells
@@ -74,7 +74,7 @@ def _ports(message: _Message, hosts: Sequence[int]) -> Iterator[tuple[str, int]]
         yield "to host", hosts[message.target]
 
 
-def _messages(table: Table, step: int) -> Iterator[_Message]:
+def _messages(table: CollectiveTable, step: int) -> Iterator[_Message]:
     for rank, row in enumerate(table.rows):
         for send in row[step].sends:
             yield _Message(rank, send.to, len(send.cells))

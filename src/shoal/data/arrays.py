@@ -59,7 +59,7 @@ def _mapped(path: Path, name: str) -> np.ndarray:
         raise
     except Exception as error:  # numpy evaluates the header: a damaged one raises whatever Python's parser does
         raise DataError(
-            f"{path} is no .npy array of numbers ({error}): write it with numpy.save, without objects in it."
+            f"{path} is no .npy array of numbers: write it with numpy.save, without objects in it."
         ) from error
     if not isinstance(array, np.ndarray):
         raise DataError(f"{path} holds several arrays: save the {name} alone, with numpy.save.")

@@ -11,6 +11,7 @@ from shoal.data.reading import Reading
 from shoal.data.record_config import END_TOKEN, PACKING, TOKENIZER, Packing, RecordData, Stream
 
 Denominator = Literal["auto", "samples", "tokens", "weights"]
+EpochEnd = Literal["straddle", "short", "drop"]
 TokenType = Literal["uint8", "uint16", "uint32"]
 
 
@@ -122,6 +123,13 @@ class BatchConfig(Table, frozen=True):
         ),
     ] = "even"
     sequence: Annotated[int, says("Tokens in one sample, for token data.", ge=1, le=2**30)] = 256
+    epoch_end: Annotated[
+        EpochEnd,
+        says(
+            "The samples at the end of an epoch that fill no step: the step goes on into the next epoch (straddle), "
+            "it has these samples alone (short), or they are left out (drop)."
+        ),
+    ] = "straddle"
     denominator: Annotated[
         Denominator,
         says(

@@ -26,7 +26,7 @@ from shoal.data.batches import BatchRead, BatchReader, OrderOfSamples, SourceRea
 from shoal.data.config import Denominator
 from shoal.data.cursor import Cursor, Interval
 from shoal.data.order import microbatches, share
-from shoal.data.sample import Batch, Source
+from shoal.data.sample import Batch, Source, padding_like
 from shoal.errors import ConfigError, DataError
 
 CLOSING_S = 1.0  # how long `close` waits for readers that are inside the data source
@@ -54,7 +54,10 @@ class StepShare:
         replica: the number of this one of `replicas`; None: it reads nothing.
         micro_samples: samples of one microbatch; None: this replica's whole share.
         group: samples that batch statistics are taken over; no share or microbatch cuts one.
-        speeds: of all replicas, if shares are in proportion to them; None: they are even.
+        speeds: of all replicas, if shares are in proportion to them; None: they are even. A step of fewer groups than
+            replicas is divided evenly.
+        epoch: no step goes on behind a multiple of so many positions, so that the last one before it may be shorter;
+            None: all steps are of one size.
 
     Raises:
         ConfigError: the samples of a step or of a microbatch are not whole groups.
@@ -67,6 +70,7 @@ class StepShare:
     micro_samples: int | None = None
     group: int = 1
     speeds: tuple[float, ...] | None = None
+    epoch: int | None = None
 
     def __post_init__(self) -> None:
         if self.micro_samples is not None and self.micro_samples % self.group:
@@ -76,6 +80,18 @@ class StepShare:
             )
         self._own(Interval(0, self.global_samples))
 
+    def samples_at(self, position: int) -> int:
+        """Samples of the step that begins at `position`."""
+        return (
+            self.global_samples if self.epoch is None else min(self.global_samples, self.epoch - position % self.epoch)
+        )
+
+    def stand_in(self, step: Interval) -> Interval | None:
+        """Whose copies, with weight 0, this replica computes where a short `step` has no samples for it."""
+        if self.replica is None or self.epoch is None or len(self._own(step)):
+            return None
+        return Interval(step.start, step.start + self.group)
+
     def microbatches(self, step: Interval) -> Iterator[Interval]:
         """This replica's part of the positions of a `step`, cut into microbatches."""
         if self.replica is None:
@@ -84,7 +100,8 @@ class StepShare:
         yield from microbatches(own, self.micro_samples or max(1, len(own)))
 
     def _own(self, step: Interval) -> Interval:
-        return share(step, replicas=self.replicas, replica=self.replica or 0, group=self.group, speeds=self.speeds)
+        speeds = self.speeds if len(step) >= self.group * self.replicas else None
+        return share(step, replicas=self.replicas, replica=self.replica or 0, group=self.group, speeds=speeds)
 
 
 @dataclass
@@ -222,7 +239,7 @@ class Feed:
         return where_of(self._order.ids(positions), positions)
 
     def _plan_step(self) -> None:
-        self._cursor, interval = self._cursor.lease(self._own.global_samples)
+        self._cursor, interval = self._cursor.lease(self._own.samples_at(self._cursor.next_position))
         slot = _Slot(interval, self._own)
         self._slots.append(slot)
         self._work.put(slot)
@@ -247,6 +264,11 @@ class Feed:
                 return
             slot.part = part
             yield reader.read(part)
+        stand_in = slot.own.stand_in(slot.interval)
+        if stand_in is not None:
+            slot.part = stand_in
+            read = reader.read(stand_in)
+            yield replace(read, batch=padding_like(read.batch, len(stand_in)), skipped=())
 
 
 def evaluation_batches(

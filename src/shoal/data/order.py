@@ -96,6 +96,37 @@ class Order:
         return places
 
 
+@dataclass(frozen=True)
+class WholeSteps:
+    """`order` without what is left at the end of each epoch behind the first `kept` samples: position p is place
+    p % kept of epoch p // kept.
+
+    Raises:
+        ValueError: `kept` is not one of 1 .. `order.samples`.
+    """
+
+    order: Order
+    kept: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.kept <= self.order.samples:
+            raise ValueError(f"{self.kept} of {self.order.samples} samples are kept: it must be 1 or more of them")
+
+    @property
+    def samples(self) -> int:
+        """Samples of the source."""
+        return self.order.samples
+
+    def ids(self, positions: np.ndarray) -> np.ndarray:
+        """See `Order.ids`."""
+        epochs, indices = np.divmod(np.asarray(positions, dtype=np.int64), self.kept)
+        return self.order.ids(epochs * self.order.samples + indices)
+
+    def epochs(self, positions: np.ndarray) -> np.ndarray:
+        """See `Order.epochs`."""
+        return np.asarray(positions, dtype=np.int64) // self.kept
+
+
 def permuted(indices: np.ndarray, samples: int, *, key: str) -> np.ndarray:
     """The images of `indices` (int64) under the permutation of [0, samples) that `key` picks."""
     return _permute(indices, samples, keys=_round_keys(key))

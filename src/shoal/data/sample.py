@@ -74,6 +74,11 @@ class Batch:
         return len(self.positions)
 
     @property
+    def real_samples(self) -> int:
+        """Its samples without those that are made up."""
+        return int((self.positions >= 0).sum())
+
+    @property
     def weight(self) -> float:
         """This batch's part of the denominator, summed in float64."""
         return float(self.weights.sum(dtype=torch.float64))
@@ -86,6 +91,21 @@ class Batch:
 
         inputs, targets = map_tree(move, self.inputs), map_tree(move, self.targets)
         return Batch(inputs, targets, weights=move(self.weights), positions=move(self.positions))
+
+
+PADDING_POSITION = -1
+"""Where a sample stands that is made up."""
+
+
+def padding_like(batch: Batch, samples: int) -> Batch:
+    """`samples` copies of the first sample that weigh nothing."""
+    repeat = lambda leaf: leaf[:1].expand(samples, *leaf.shape[1:])  # noqa: E731
+    return Batch(
+        map_tree(repeat, batch.inputs),
+        map_tree(repeat, batch.targets),
+        weights=torch.zeros_like(repeat(batch.weights)),
+        positions=torch.full((samples,), PADDING_POSITION),
+    )
 
 
 def map_tree(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:

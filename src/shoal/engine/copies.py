@@ -21,7 +21,7 @@ import msgspec
 import torch
 
 from shoal import units
-from shoal.checkpoint.agreement import Agreement
+from shoal.checkpoint.agreement import InventoryAgreement
 from shoal.checkpoint.inventory import Inventory, inventory_of, said
 from shoal.comm.board import Board
 from shoal.comm.collective import Collective
@@ -51,9 +51,9 @@ class Copies:
 
     def __init__(self, group: Collective, board: Board, *, device: torch.device) -> None:
         self._group, self._board, self._device = group, board, device
-        self._held = Agreement(board, rank=group.rank, world_size=group.size, timeout_s=board.timeout_s)
+        self._held = InventoryAgreement(board, rank=group.rank, world_size=group.size, timeout_s=board.timeout_s)
         self._inventory: Inventory = []
-        self._calls = 0
+        self._compared = self._calls = 0
 
     def compare(self, tensors: Mapping[str, Held], *, when: str) -> None:
         """Compares every part of `tensors` that more than one rank holds. `when` is for the message.
@@ -66,7 +66,9 @@ class Copies:
         parts = parts_of({name: held for name, held in tensors.items() if not name.startswith(NOT_COMPARED)})
         found = inventory_of(parts)
         self._inventory = self._inventory if found == self._inventory else found  # what was published once is known
-        holders = _holders(self._held.inventories(self._inventory, generation=0), self._group.rank)
+        self._compared += 1
+        inventories = self._held.inventories(self._inventory, generation=0, call=self._compared)
+        holders = _holders(inventories, self._group.rank)
         own = {
             Part(name, target.box): fingerprint({name: target.tensor})
             for name, targets in parts.items()

@@ -28,7 +28,7 @@ from shoal.parallel.pipeline.execute import Computation, Hooks, run_pipeline
 from shoal.parallel.pipeline.packing import Packing, packing_of
 from shoal.parallel.pipeline.pipedream import Update, run_pipedream
 from shoal.parallel.pipeline.stages import Stages
-from shoal.schedules.table import Action, Table, forward_only
+from shoal.schedules.table import Action, ScheduleTable, forward_only
 
 Arrange = Callable[[Sequence[Batch]], Sequence[Batch]]
 """From this rank's samples of a step to the microbatches that it computes."""
@@ -125,7 +125,7 @@ class PipelinedForwardBackward:
     """
 
     compute: Compute
-    table: Table
+    table: ScheduleTable
     stages: Stages
     arrange: Arrange
     group: Collective
@@ -194,7 +194,7 @@ class PipelinedForwardBackward:
 
     def _run(
         self,
-        table: Table,
+        table: ScheduleTable,
         microbatches: Sequence[Microbatch],
         loss: Callable[[Tensor, int], Tensor],
         *,

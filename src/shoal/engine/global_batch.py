@@ -63,9 +63,14 @@ class GlobalBatch:
     """
 
     def __init__(self, group: Callable[[], Collective], *, samples: int, refusal: str | None = None) -> None:
-        self._open, self._samples, self._refusal = group, samples, refusal
+        self._open, self._refusal = group, refusal
+        self._whole = self._samples = samples
         self._positions = torch.zeros(0, dtype=torch.int64)
         self._rows: _Rows | None = None
+
+    def step(self, samples: int | None) -> None:
+        """A step begins, of so many samples of all ranks; None: of a whole one."""
+        self._samples = self._whole if samples is None else samples
 
     def microbatch(self, positions: Tensor) -> None:
         """The samples that come next stand at these positions, int64 `[samples]`; those below 0 are made up."""

@@ -30,8 +30,6 @@ from shoal.errors import EnvironmentFault, Stopped
 from shoal.observe.scaling import RATE, Scaling
 from shoal.observe.sink import Sinks
 
-CHECKPOINT_TIMEOUT_S = 1200.0
-
 
 @dataclass(frozen=True)
 class Cadence:
@@ -97,7 +95,8 @@ class Job:
 
 @dataclass
 class PendingStep:
-    """Step `number` on this rank's `microbatches`, at the learning rate `lr`. `stop`: this rank was told to stop.
+    """Step `number` on this rank's `microbatches` of the `samples` of all ranks, at the learning rate `lr`. `stop`:
+    this rank was told to stop.
 
     Whoever takes it sets `result`, `lr` if it is None (the rate that the optimizer had), and on every rank `save` for a
     checkpoint after this step. `on_gradients` measures the agreed gradient where that is due: `TrainStep` calls it.
@@ -105,6 +104,7 @@ class PendingStep:
 
     number: int
     microbatches: Sequence[Batch]
+    samples: int
     lr: float | None
     stop: bool
     on_gradients: OnGradients | None = None
@@ -113,7 +113,14 @@ class PendingStep:
 
     def taken_by(self, step: TrainStep) -> StepResult:
         """What `step` makes of it. Raises what that does."""
-        return step(self.number, self.microbatches, lr=self.lr, stop=self.stop, on_gradients=self.on_gradients)
+        return step(
+            self.number,
+            self.microbatches,
+            samples=self.samples,
+            lr=self.lr,
+            stop=self.stop,
+            on_gradients=self.on_gradients,
+        )
 
 
 def train(job: Job) -> None:
@@ -177,7 +184,7 @@ def _one_step(job: Job, stall_s: float) -> Generator[PendingStep, None, PendingS
     number = job.progress.step + 1
     fed = job.feed.next()
     measure = None if job.layer_norms is None else job.layer_norms.due(number)
-    pending = PendingStep(number, fed.microbatches, job.rate(number), job.stop_requested(), measure)
+    pending = PendingStep(number, fed.microbatches, len(fed.interval), job.rate(number), job.stop_requested(), measure)
     yield pending
     result = _result(pending)
     tokens = 0 if result.agreed is None else result.agreed.tokens
@@ -190,7 +197,8 @@ def _one_step(job: Job, stall_s: float) -> Generator[PendingStep, None, PendingS
     _record(job, result, fed, lr=pending.lr or 0.0, step_s=step_s, stall_s=stall_s)
     for sentence in fed.skipped:
         job.sinks.warn(f"left out: {sentence}")
-    job.guard.check(number, result, fed.microbatches, warn=job.sinks.warn)
+    real = [batch for batch in fed.microbatches if batch.real_samples]
+    job.guard.check(number, result, real, warn=job.sinks.warn)
     return pending
 
 
@@ -201,7 +209,8 @@ def _result(taken: PendingStep) -> StepResult:
 
 def _note_speed(speeds: ReplicaSpeeds, result: StepResult, fed: FedStep) -> None:
     if not result.skipped:
-        speeds.took(Noted(sum(map(len, fed.microbatches)), result.times.forward_backward_s))
+        samples = sum(batch.real_samples for batch in fed.microbatches)
+        speeds.took(Noted(samples, result.times.forward_backward_s))
     speeds.after_step(agreed=result.agreed is not None)
 
 
@@ -269,7 +278,8 @@ def _end(job: Job, first: int) -> None:
 
     `first`: the step that the loop began with.
     """
-    reports = job.saver.wait(CHECKPOINT_TIMEOUT_S)
+    job.sinks.activity(f"waiting until the checkpoint of step {job.progress.step} is written")
+    reports = job.saver.wait()
     tell_of_saves(job, reports)
     job.step.context.lockstep.barrier().wait()
     step = job.progress.step

@@ -15,9 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.data.sample import Batch, Tree, first_leaf, map_tree
-
-PADDING_POSITION = -1
+from shoal.data.sample import Batch, Tree, first_leaf, map_tree, padding_like
 
 
 @dataclass(frozen=True)
@@ -32,17 +30,6 @@ class Uniform:
         filler = padding_like(batches[0], self.samples)
         padded = [_padded(batch, self.samples) for batch in batches]
         return [*padded, *[filler] * (self.count - len(padded))]
-
-
-def padding_like(batch: Batch, samples: int) -> Batch:
-    """`samples` copies of the first sample that weigh nothing."""
-    repeat = lambda leaf: leaf[:1].expand(samples, *leaf.shape[1:])  # noqa: E731
-    return Batch(
-        map_tree(repeat, batch.inputs),
-        map_tree(repeat, batch.targets),
-        weights=torch.zeros_like(repeat(batch.weights)),
-        positions=torch.full((samples,), PADDING_POSITION),
-    )
 
 
 def _padded(batch: Batch, samples: int) -> Batch:

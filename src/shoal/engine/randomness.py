@@ -24,13 +24,13 @@ class Randomness:
 
     def __init__(self, model: nn.Module, *, seed: int, replica: int, draws: KeyedDraws | None = None) -> None:
         self._seed, self._replica, self.draws = seed, replica, draws
-        self._sample_key, self._step = key_of(seed, "dropout"), 0
+        self._sample_key, self._step, self._step_seed = key_of(seed, "dropout"), 0, 0
         self._keyed = [m for m in model.modules() if isinstance(m, KeyedDropout) and m.p > 0]
 
     def step(self, step: int) -> None:
         """Before a step."""
         self._step = step
-        seed = key_of(self._seed, "step", step, self._replica)
+        seed = self._step_seed = key_of(self._seed, "step", step, self._replica)
         torch.default_generator.manual_seed(seed)  # `torch.manual_seed` takes a millisecond to note it for absent GPUs
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(seed)
@@ -49,3 +49,17 @@ class Randomness:
     def drawing(self) -> AbstractContextManager[Any]:
         """Around every forward, and every backward, which may repeat one."""
         return nullcontext() if self.draws is None else self.draws
+
+    def unkeyed(self, device: torch.device) -> frozenset[str]:
+        """What this step's forwards have drawn so far that no sample's key decides: names of functions of PyTorch.
+
+        Where no mode keys the draws (`draws` is None), all are unkeyed; that there were any is seen by PyTorch's
+        generator of `device`, and named "PyTorch's generator".
+        """
+        if self.draws is not None:
+            return frozenset(self.draws.unkeyed)
+        cuda = device.type == "cuda"
+        used = torch.cuda.default_generators[device.index or 0] if cuda else torch.default_generator
+        fresh = torch.Generator(device)
+        fresh.manual_seed(self._step_seed)
+        return frozenset() if torch.equal(fresh.get_state(), used.get_state()) else frozenset({"PyTorch's generator"})

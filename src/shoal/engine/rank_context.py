@@ -51,12 +51,14 @@ class RankContext:
         self.mixtures = mixtures_of(self.model)
         self._begin_s = 0.0
 
-    def begin(self, step: int) -> None:
-        """Prepares the model for a step."""
+    def begin(self, step: int, *, samples: int | None = None) -> None:
+        """Prepares the model for a step of so many `samples` of all ranks; None: of a whole one."""
         self._begin_s = time.perf_counter()
         compute = self.forward_backward.compute
         if not self.model.training:  # after an evaluation
             compute.train()
+        if compute.global_batch is not None:
+            compute.global_batch.step(samples)
         compute.buffers.start()
         compute.randomness.step(step)
 

@@ -1,8 +1,13 @@
 """How fast each replica computes: measured in every step, judged, and what follows from it.
 
-A rank notes the seconds that forward and backward of its samples took, waits for the wire left out. When replicas are
-together, all tell each other what they have noted. `resilience.stragglers` then names those that are slow. Where work
-is divided by speed, the samples of further steps follow: replica k with n_k samples in t_k seconds has the speed
+A rank notes the seconds that forward and backward of its samples took, waits for the wire left out. Replicas tell each
+other what they have noted, and `resilience.stragglers` names those that are slow:
+
+    in lock-step            by an all-gather, every few steps
+    with steps of their own by a board, every few steps of each, since the next agreement may be far away; rank 0 names
+
+Where work is divided by speed, the samples of further steps follow, from an agreement on, because all replicas have to
+change at the same step: replica k with n_k samples in t_k seconds has the speed
 
     v_k = n_k / t_k,     and gets the share v_k / (v_1 + ... + v_R)
 
@@ -12,6 +17,7 @@ would gain little stays, because noise would move it in every round.
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,11 +26,14 @@ from typing import NamedTuple
 
 import torch
 
+from shoal.comm.board import Board
 from shoal.comm.collective import Collective
-from shoal.resilience.stragglers import WINDOW, Stragglers
+from shoal.resilience.stragglers import Slow, Stragglers
 
 EVERY_STEPS = 4
-"""Steps between two exchanges, where replicas take every step together."""
+"""Steps between two exchanges, where replicas take every step together, and between two of a rank's notes to others."""
+LAST_STEPS = 16
+"""Steps before an agreement that speeds are taken of."""
 LEAST_GAIN = 0.05
 """Part of a step's time that another division must save."""
 
@@ -44,7 +53,8 @@ class ReplicaSpeeds:
     none (None) if it computes no gradients.
 
     `divide` is told new speeds, in samples a second, when the division of work should follow them; None: it is even.
-    `warn` and `note` hear of replicas that are slow, and no longer.
+    `warn` and `note` hear of replicas that are slow, and no longer. `board`: where replicas that take steps of their
+    own tell each other; None: they are in lock-step.
     """
 
     ranks: Collective
@@ -54,21 +64,32 @@ class ReplicaSpeeds:
     warn: Say
     note: Say
     divide: Callable[[Sequence[float]], None] | None = None
+    stragglers: Stragglers = field(default_factory=Stragglers)
+    board: Board | None = None
     speeds: Sequence[float] = ()
-    _own: deque[Noted] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _own: deque[Noted] = field(default_factory=lambda: deque(maxlen=LAST_STEPS))
     _since: int = 0
     _divided: Sequence[float] = ()
-    _stragglers: Stragglers = field(default_factory=Stragglers)
     _slow: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        self._told = None if self.board is None else SpeedBoard(self.board, self.ranks.rank, self.ranks.size)
+        self._sample_s: deque[float] = deque(maxlen=self.stragglers.steps)
+        self._steps = 0
 
     def took(self, noted: Noted) -> None:
         """This rank has taken a step."""
         if noted.samples and noted.seconds > 0:
             self._own.append(noted)
+            self._sample_s.append(noted.seconds / noted.samples)
 
     def after_step(self, *, agreed: bool) -> None:
         """After every step of every rank, skipped ones too. `agreed`: all replicas have ended it together."""
-        self._since += 1
+        self._since, self._steps = self._since + 1, self._steps + 1
+        if self._told is not None and self._steps % EVERY_STEPS == 0:
+            self._told.tell(self.replica, self._sample_s)
+            if self.ranks.rank == 0:
+                self._name(self.stragglers.among({str(k): row for k, row in self._told.heard().items()}))
         if agreed and self._since >= EVERY_STEPS:
             self._since = 0
             self._exchange()
@@ -85,7 +106,7 @@ class ReplicaSpeeds:
         if not steps:
             return
         last = [row[-steps:] for row in rows]
-        for number in range(steps):
+        for number in range(steps if self._told is None else 0):
             self._judge([row[number] for row in last])
         self.speeds = [1 / median(noted.seconds / noted.samples for noted in row) for row in last]
         if self.divide is not None and self._worth_it():
@@ -96,7 +117,7 @@ class ReplicaSpeeds:
         """What each replica has noted since the last exchange. A replica is as slow as the slowest of its ranks."""
         replica = -1.0 if self.replica is None else float(self.replica)
         told = [replica, float(len(self._own)), *(number for noted in self._own for number in noted)]
-        told += [0.0] * (2 + 2 * WINDOW - len(told))
+        told += [0.0] * (2 + 2 * LAST_STEPS - len(told))
         self._own.clear()
         row = torch.tensor(told, dtype=torch.float64, device=self.device)
         everyone = torch.empty(self.ranks.size * row.numel(), dtype=torch.float64, device=self.device)
@@ -112,7 +133,10 @@ class ReplicaSpeeds:
 
     def _judge(self, step: Sequence[Noted]) -> None:
         """One step of all replicas. Seconds are those of a sample, so that who was given less work is not fast."""
-        slow = self._stragglers.took({str(k): noted.seconds / noted.samples for k, noted in enumerate(step)})
+        self._name(self.stragglers.took({str(k): noted.seconds / noted.samples for k, noted in enumerate(step)}))
+
+    def _name(self, slow: Sequence[Slow]) -> None:
+        """Says who has become slow, and who is no longer."""
         names = frozenset(one.replica for one in slow)
         for one in slow:
             if one.replica not in self._slow:
@@ -126,3 +150,36 @@ class ReplicaSpeeds:
         present = self._divided or [1.0] * self.replicas
         now_s = max(share / speed for share, speed in zip(present, self.speeds, strict=True)) / sum(present)
         return now_s * sum(self.speeds) > 1 + LEAST_GAIN
+
+
+@dataclass
+class SpeedBoard:
+    """What `rank` of `ranks` ranks tells the others, by `board`: the seconds of a sample in each of its last steps.
+
+    Nobody waits: what a rank has told is there until it tells anew, and who reads sees the newest.
+    """
+
+    board: Board
+    rank: int
+    ranks: int
+
+    def __post_init__(self) -> None:
+        self._silent = set(range(self.ranks))
+
+    def tell(self, replica: int | None, sample_s: Sequence[float]) -> None:
+        """`replica`: that of this rank; None: it computes nothing."""
+        self.board.publish(str(self.rank), json.dumps([replica, *sample_s]))
+
+    def heard(self) -> dict[int, list[float]]:
+        """The seconds of each replica that has told of any. It is as slow as the slowest of its ranks; ranks of a
+        replica are in lock-step, and their steps are counted from the last.
+        """
+        self._silent = {rank for rank in self._silent if not self.board.published(str(rank))}
+        found: dict[int, list[float]] = {}
+        for told in self.board.collect([str(rank) for rank in range(self.ranks) if rank not in self._silent]):
+            replica, *own = json.loads(told)
+            if replica is not None:
+                held = found.get(replica, own)
+                last = zip(reversed(held), reversed(own), strict=False)
+                found[replica] = [max(pair) for pair in last][::-1]
+        return found

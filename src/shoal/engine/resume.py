@@ -16,7 +16,7 @@ import torch
 from shoal.checkpoint.load import read_into
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.objects import Places
-from shoal.checkpoint.verify import checkpoint_in, newest_verified, read_manifest
+from shoal.checkpoint.verify import checkpoint_in, checkpoints, newest_verified, read_manifest
 from shoal.engine.state import TrainState
 from shoal.errors import CorruptCheckpoint, VerificationFailed
 
@@ -33,6 +33,10 @@ class Loaded(NamedTuple):
     hash: str
 
 
+def _unsaid(text: str) -> None:
+    """Nobody listens."""
+
+
 def resume(
     state: TrainState,
     directory: Path,
@@ -40,10 +44,12 @@ def resume(
     announce: Announce,
     warn: Callable[[str], None],
     collect: Collect | None = None,
+    activity: Callable[[str], None] = _unsaid,
 ) -> Loaded | None:
     """Loads the newest checkpoint of `directory` that verifies and loads on every rank into `state`; None where there
     is none.
 
+    `activity` hears what takes long.
     `collect` tells every rank what the others could not load; None: this rank is alone, or loads what rank 0 does.
     Raises `CorruptCheckpoint` where there are checkpoints and none loads: starting afresh would hide the loss. Raises
     `UsageError` for the checkpoint of another model or run.
@@ -56,10 +62,13 @@ def resume(
             warned.add(problem)
             warn(problem)
 
+    if checkpoints(directory):
+        activity("verifying the newest checkpoint")
     while True:
         step = announce(f"resume/{len(refused)}", lambda: _newest(directory, refused, warn_once))
         if not step:
             return None
+        activity(f"loading the checkpoint of step {step}")
         loaded, problem = _load(state, directory, int(step))
         problems = [problem] if collect is None else collect(problem)
         if not any(problems):
@@ -105,14 +114,15 @@ def _load(state: TrainState, directory: Path, step: int) -> tuple[Loaded, str]:
     return loaded, ""
 
 
-def load_weights(state: TrainState, source: Path, *, announce: Announce) -> int:
+def load_weights(state: TrainState, source: Path, *, announce: Announce, repair: str) -> int:
     """Loads the weights alone, from a run directory (its newest verified checkpoint) or from one checkpoint in it.
 
-    The step that they are from. Raises `UsageError` where there is none, or where names or shapes differ.
+    The step that they are from. Raises `UsageError` where there is none, or, with the sentence `repair`, where names or
+    shapes differ.
     """
     folder = Path(announce("weights", lambda: str(checkpoint_in(source))))
     manifest = read_manifest(folder)
-    read_into(manifest, folder.parent.parent, state.model.targets(), cast=True)
+    read_into(manifest, folder.parent.parent, state.model.targets(), cast=True, repair=repair)
     return manifest.step
 
 

@@ -55,8 +55,9 @@ class EverySteps:
 
 @dataclass
 class ByFailures:
-    """`first`: steps to the first save after `step`. `failures` were seen in `running_s` seconds before this start;
-    `expected_s`: mean seconds between failures that were expected. `tell` hears of every new interval.
+    """`first`: steps from the last save, that of `saved_step` (None: of `step`), to the next. Times count from `step`.
+    `failures` were seen in `running_s` seconds before this start; `expected_s`: mean seconds between failures that were
+    expected. `tell` hears of every new interval, in a sentence and in steps.
     """
 
     first: int
@@ -65,17 +66,19 @@ class ByFailures:
     failures: int
     running_s: float
     expected_s: float
-    tell: Callable[[str], None]
+    tell: Callable[[str, int], None]
+    saved_step: int | None = None
     clock: Callable[[], float] = time.monotonic
     steps: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.steps = self.first
         self._last_step, self._last_s = self.step, self.clock()
+        self._saved_step = self.step if self.saved_step is None else self.saved_step
         self._began_s, self._save_s = self._last_s, 0.0
 
     def due(self, step: int) -> bool:
-        return step >= self._last_step + self.steps
+        return step >= self._saved_step + self.steps
 
     def wrote(self, seconds: float) -> None:
         self._save_s = seconds
@@ -83,11 +86,12 @@ class ByFailures:
     def saved(self, step: int, *, stall_s: float) -> None:
         now_s = self.clock()
         taken, passed_s = step - self._last_step, now_s - self._last_s
-        self._last_step, self._last_s = step, now_s
+        self._last_step, self._last_s, self._saved_step = step, now_s, step
         before = self.steps
         self.steps = int(self.announce(f"save-interval/{step}", lambda: str(self._found(taken, passed_s, stall_s))))
         if self.steps != before:
-            self.tell(f"the next checkpoint is due after {self.steps} steps, by the time of steps, saves and failures")
+            said = f"the next checkpoint is due after {self.steps} steps, by the time of steps, saves and failures"
+            self.tell(said, self.steps)
 
     def _found(self, taken: int, passed_s: float, stall_s: float) -> int:
         if taken <= 0 or passed_s <= stall_s:

@@ -163,10 +163,12 @@ class Progress:
     """How far the run has come. `step` is the number of steps taken.
 
     `identity` is what may not change between two starts of a run, by the key that says it: the order of the samples and
-    the optimizer. With another one, "exactly once" or the moments would be lost in silence.
+    the optimizer. With another one, "exactly once" or the moments would be lost in silence. `contents` are hashes of
+    some training samples, by what a sentence calls them; a checkpoint keeps those of the run that wrote it.
     """
 
     identity: Mapping[str, Any]
+    contents: Mapping[str, str] = field(default_factory=dict)
     cursor: Cursor = field(default_factory=Cursor)
     step: int = 0
     samples: int = 0
@@ -195,6 +197,7 @@ class Progress:
             "tokens": self.tokens,
             "skipped": self.skipped,
             "identity": dict(self.identity),
+            "contents": dict(self.contents),
             "cursor": self.cursor.to_state(),
         }
 
@@ -210,6 +213,13 @@ class Progress:
                 raise UsageError(
                     f"this run directory was trained with {key} = {value!r}, and now it is {self.identity.get(key)!r}; "
                     "keep it, or give another run.directory (and run.warm_start to begin with these weights)"
+                )
+        for sample, saved in facts.get("contents", {}).items():  # earlier versions saved none
+            if self.contents.get(sample, saved) != saved:
+                raise UsageError(
+                    f"this run directory was trained on other data: {sample} is not what it was, and a run uses each "
+                    "sample once an epoch; bring back the data, or give another run.directory (and run.warm_start to "
+                    "begin with these weights)"
                 )
         self.step, self.samples, self.tokens = int(facts["step"]), int(facts["samples"]), int(facts["tokens"])
         self.skipped, self.cursor = int(facts["skipped"]), Cursor.from_state(facts["cursor"])

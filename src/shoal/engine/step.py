@@ -28,19 +28,28 @@ class TrainStep:
         batches: Sequence[Batch],
         *,
         lr: float | None,
+        samples: int | None = None,
         stop: bool = False,
         on_gradients: OnGradients | None = None,
         on_microbatch: OnMicrobatch | None = None,
     ) -> StepResult:
         """Raises `CollectiveError` if a rank is lost. A loss or gradient that is not finite makes `committed` false.
 
-        `stop`: this rank was told to stop; the result says whether any rank was. `on_gradients` is called with the norm
-        of the whole gradient, and where the policy allows it before the update; `on_microbatch` by PipeDream with the
-        number of each microbatch, before its update.
+        `samples`: those of all ranks; None: of a whole step. `stop`: this rank was told to stop; the result says
+        whether any rank was. `on_gradients` is called with the norm of the whole gradient, and where the policy allows
+        it before the update; `on_microbatch` by PipeDream with the number of each microbatch, before its update.
         """
         if self.agreement.skips_step:
             return self._skip(step, stop=stop)
-        work = self.begin(step, batches, lr=lr, stop=stop, on_gradients=on_gradients, on_microbatch=on_microbatch)
+        work = self.begin(
+            step,
+            batches,
+            lr=lr,
+            samples=samples,
+            stop=stop,
+            on_gradients=on_gradients,
+            on_microbatch=on_microbatch,
+        )
         return self.end(work, self.policy(self.context, work))
 
     def begin(
@@ -49,6 +58,7 @@ class TrainStep:
         batches: Sequence[Batch],
         *,
         lr: float | None,
+        samples: int | None = None,
         stop: bool = False,
         on_gradients: OnGradients | None = None,
         on_microbatch: OnMicrobatch | None = None,
@@ -58,7 +68,7 @@ class TrainStep:
         if not self.policy.overlaps_steps:
             context.ledger.take()  # what an evaluation has sent belongs to no step
         self.agreement.before_step(sum(batch.weight for batch in batches))
-        context.begin(step)
+        context.begin(step, samples=samples)
         tally = context.tally(batches, stop=stop)
         return Work(step, batches, lr, tally, GlobalSum(context.lockstep), on_gradients, on_microbatch)
 

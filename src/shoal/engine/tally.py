@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.comm.collective import Collective, Handle
+from shoal.comm.collective import Collective
 from shoal.data.sample import Batch
+from shoal.engine.meeting import Meeting
 from shoal.errors import DataError
 
 
@@ -43,22 +44,21 @@ class PendingTally:
     ) -> None:
         own = [
             sum(batch.weight for batch in microbatches),
-            sum(len(batch) for batch in microbatches),
+            sum(batch.real_samples for batch in microbatches),
             sum(_tokens(batch.weights) for batch in microbatches),
             float(stop),
             float(buffers_move),
         ]
-        self._sums = torch.tensor(own, dtype=torch.float64, device=device)
-        self._handle: Handle | None = group.all_reduce(self._sums) if group.size > 1 else None
+        self._sums = Meeting("the next step", own, group, device=device)
         self._tally: Tally | None = None
 
     def wait(self) -> Tally:
-        """Raises `DataError` where the whole global batch weighs nothing: there is nothing to average over."""
+        """Raises `DataError` where the whole global batch weighs nothing: there is nothing to average over; and
+        `UserCodeError` where a rank does something else than the step.
+        """
         if self._tally is not None:
             return self._tally
-        if self._handle is not None:
-            self._handle.wait()
-        denominator, samples, tokens, stop, buffers_move = self._sums.tolist()
+        denominator, samples, tokens, stop, buffers_move = self._sums.wait()
         if denominator <= 0:
             raise DataError(
                 f"the weights of a global batch of {int(samples)} samples sum to {denominator:g}; the loss is divided "

@@ -7,16 +7,19 @@ import tomllib
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from shoal.checkpoint.inspect import Comparison, compare
-from shoal.checkpoint.verify import checkpoints
+from shoal.checkpoint.objects import Places
 from shoal.errors import UsageError
 from shoal.observe.events import read_events, series
 from shoal.observe.facts import read_facts
 from shoal.observe.settings import differing_keys
+from shoal.recipes.data_record import recorded_data
+
+if TYPE_CHECKING:
+    from shoal.checkpoint.inspect import Comparison
 
 COMPARED = ("loss/train", "grad/norm", "loss/eval")
 
@@ -35,11 +38,12 @@ class RunDiff(msgspec.Struct, frozen=True):
 
     `steps` are those that both recorded, `parting` the earliest difference in them, `largest_relative` the largest
     relative difference of the training loss. `tensors` compares the checkpoints of `checkpoint_step`, the last that
-    both have; None without one. `data` and `environment` are sentences.
+    both have; None without one. `data` and `environment` are sentences, one for each file, package, variable, version.
     """
 
     keys: dict[str, list[Any]]
     environment: list[str]
+    data: list[str]
     steps: int
     parting: Parting | None
     largest_relative: float
@@ -58,17 +62,23 @@ def diff_runs(first: Path, second: Path) -> RunDiff:
     losses = [dict(zip(*series(found, "loss/train"), strict=True)) for found in events]
     common = losses[0].keys() & losses[1].keys()
     partings = [found for name in COMPARED if (found := _parting(name, *events)) is not None]
-    folders = [{folder.name: folder for folder in checkpoints(directory)} for directory in (first, second)]
-    both = sorted(folders[0].keys() & folders[1].keys())
+    both = sorted({*Places(first).steps()} & {*Places(second).steps()})
     return RunDiff(
         keys=differing_keys([_settings(first), _settings(second)]),
         environment=environment_differences(*(_provenance(directory) for directory in (first, second))),
+        data=data_differences(recorded_data(first), recorded_data(second)),
         steps=len(common),
         parting=min(partings, key=lambda one: one.step, default=None),
         largest_relative=max((_relative(losses[0][step], losses[1][step]) for step in common), default=0.0),
-        checkpoint_step=int(both[-1].removeprefix("step-")) if both else None,
-        tensors=compare(folders[0][both[-1]], folders[1][both[-1]]) if both else None,
+        checkpoint_step=both[-1] if both else None,
+        tensors=_compared(first, second, both[-1]) if both else None,
     )
+
+
+def _compared(first: Path, second: Path, step: int) -> Comparison:
+    from shoal.checkpoint.inspect import compare  # imports torch
+
+    return compare(Places(first).step(step), Places(second).step(step))
 
 
 def environment_differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
@@ -86,6 +96,21 @@ def environment_differences(first: Mapping[str, Any], second: Mapping[str, Any])
     for name, (before, after) in _changed(first.get("files"), second.get("files")).items():
         found.append(f"file {name} {'has changed' if before and after else 'is gone' if before else 'is new'}")
     return found
+
+
+def data_differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+    """A sentence for each file of data that is not the same in two records of `data.json`."""
+    if not first and not second:
+        return []
+    ours, theirs = first.get("files"), second.get("files")
+    if not isinstance(ours, dict) or not isinstance(theirs, dict):
+        why = next((str(one["error"]) for one in (first, second) if "error" in one), "one of the runs ended before")
+        return [f"the data are not compared, as they were not hashed ({why})"]
+    words = {(True, True): "has other content", (True, False): "is gone", (False, True): "is new"}
+    return [
+        f"the data changed: file {name} {words[before is not None, after is not None]}"
+        for name, (before, after) in _changed(ours, theirs).items()
+    ]
 
 
 def draw(first: Path, second: Path, picture: Path) -> None:

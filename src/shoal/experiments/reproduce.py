@@ -13,12 +13,14 @@ from typing import Any
 import msgspec
 
 from shoal.config.load import read
+from shoal.data.corpora import cache_folder
 from shoal.errors import EnvironmentFault, Stopped, UsageError
-from shoal.experiments.diff import RunDiff, diff_runs, environment_differences
+from shoal.experiments.diff import RunDiff, data_differences, diff_runs, environment_differences
 from shoal.launch.children import wait_for
 from shoal.launch.lock import FILE_NAME as LOCK_NAME
 from shoal.observe.ending import ending_in
 from shoal.observe.facts import read_facts
+from shoal.recipes.data_record import data_hashes, recorded_data
 from shoal.recipes.provenance import file_hashes, git_state, packages
 from shoal.recipes.user_code import GIVEN
 from shoal.runfile.load import load_run
@@ -45,7 +47,10 @@ def reproduce(run_directory: Path, into: Path) -> Reproduction:
     started_in = Path(record["directory"])
     if not started_in.is_dir():
         raise EnvironmentFault(f"the run was started in {started_in}, which is not there: put its files back")
+    data = data_hashes(load_run(run_directory / "run.toml").data, started_in, cache=cache_folder(os.environ))
+    recorded = recorded_data(run_directory)
     changed = environment_differences(record, present(record))
+    changed += data_differences(recorded, data) if recorded else []
     command = [sys.executable, "-m", "shoal", "train", str((run_directory / "run.toml").resolve())]
     environ = {**os.environ, **record.get("environment", {})}
     again = subprocess.Popen(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,17 +33,31 @@ def overrides_of(trial: Trial, directory: Path) -> list[str]:
     return [f"{key}={_toml(value)}" for key, value in (dict(trial.parameters) | own).items()]
 
 
-def train_alone(sweep: SweepFile, number: int, run_file: Path, directory: Path) -> int:
-    """Trains trial `number` of a sweep, as one task of a scheduler's array; its exit code, 128 + n for signal n.
-
-    Raises `UsageError` for a number that there is not, and for a search that decides between its trials.
-    """
+def independent_trials(sweep: SweepFile) -> list[Trial]:
+    """The trials of a sweep that are known before any has run. Raises `UsageError` for a search that decides between
+    them."""
     if not isinstance(sweep.search, Grid | Random):
         raise UsageError(
             f'search.kind = "{type(sweep.search).__name__.lower()}" decides between trials while they run, which '
             "single tasks cannot: start the whole sweep, with --via for its trials"
         )
-    every = trials(sweep)
+    return trials(sweep)
+
+
+def is_sweep(path: Path) -> bool:
+    """Whether `path` looks like a sweep file, whose `run` is the name of a run file, and not like a run file."""
+    try:
+        return isinstance(tomllib.loads(path.read_text(encoding="utf-8")).get("run"), str)
+    except (OSError, ValueError):
+        return False
+
+
+def train_alone(sweep: SweepFile, number: int, run_file: Path, directory: Path) -> int:
+    """Trains trial `number` of a sweep, as one task of a scheduler's array; its exit code, 128 + n for signal n.
+
+    Raises `UsageError` for a number that there is not, and for a search that decides between its trials.
+    """
+    every = independent_trials(sweep)
     if not 0 <= number < len(every):
         raise UsageError(
             f"there is no trial {number}: the sweep has {len(every)}, from 0 on (--array=0-{len(every) - 1})"

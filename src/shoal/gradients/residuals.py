@@ -1,8 +1,8 @@
 """What error feedback carries from step to step, as a section of the state.
 
 Every rank has residuals of its own: what it has not sent of its gradients. `codec/residual/<source>/<name>` is that of
-parameter `name`, in the shape of the unsplit model, on the rank that has place `source` among those that sum it. Ranks
-that divide a parameter each hold a part of the tensor.
+parameter `name`, in the shape of the unsplit model, on the rank that has place `source` among those that sum it, or
+push it to servers. Ranks that divide a parameter each hold a part of the tensor.
 
 Where ranks sum velocities or momenta, `codec/velocity/<source>/<name>` is that rank's, likewise.
 
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from shoal.comm.exchanges.coded import Coded
 from shoal.comm.exchanges.coded_momentum import CodedMomentum
+from shoal.comm.exchanges.coded_push import CodedPushes
 from shoal.comm.exchanges.exchange import Segment
 from shoal.errors import UsageError
 from shoal.state.ownership import Owned
@@ -30,6 +31,8 @@ from shoal.state.target import Held, Target, views
 PREFIX = "codec/residual/"
 VELOCITY = "codec/velocity/"
 STATE = "codec/state/"
+Carries = Coded | CodedPushes
+"""What keeps a residual from step to step."""
 
 
 class ResidualSection:
@@ -39,7 +42,7 @@ class ResidualSection:
 
     name = "codec"
 
-    def __init__(self, kind: str, exchanges: Sequence[Coded], owned: Sequence[Owned], *, feedback: bool) -> None:
+    def __init__(self, kind: str, exchanges: Sequence[Carries], owned: Sequence[Owned], *, feedback: bool) -> None:
         self._kind, self._exchanges, self._feedback = kind, exchanges, feedback
         self._owned = {own.name: own for own in owned}
 
@@ -47,7 +50,7 @@ class ResidualSection:
         """No residual of a group of one rank, which sends all, but what it knows of the momentum."""
         found = self._state()
         for exchange, segment in self._segments():
-            carries = exchange.group.size > 1 or isinstance(exchange, CodedMomentum)
+            carries = exchange.group.size > 1 or isinstance(exchange, CodedMomentum | CodedPushes)
             if carries and exchange.residual is not None:
                 found[f"{PREFIX}{exchange.group.rank}/{segment.name}"] = self._parts(exchange.residual, segment)
                 if isinstance(exchange, CodedMomentum):
@@ -64,7 +67,7 @@ class ResidualSection:
         return found | self._arriving(VELOCITY, saved, {one: one.velocity_arrival for one in corrected})
 
     def _arriving(
-        self, prefix: str, saved: Mapping[str, torch.dtype], arrival: Mapping[Coded, Callable[[], Tensor]]
+        self, prefix: str, saved: Mapping[str, torch.dtype], arrival: Mapping[Any, Callable[[], Tensor]]
     ) -> dict[str, Held]:
         """What is saved under `prefix` of this rank's sources, into what `arrival` makes for an exchange."""
         sources: dict[str, list[int]] = {}
@@ -115,7 +118,7 @@ class ResidualSection:
     def _state(self) -> dict[str, Held]:
         return {f"{STATE}{name}": held for exchange in self._exchanges for name, held in exchange.state.items()}
 
-    def _segments(self) -> Iterator[tuple[Coded, Segment]]:
+    def _segments(self) -> Iterator[tuple[Carries, Segment]]:
         """What lies in exchanges that keep residuals."""
         for exchange in self._exchanges:
             if exchange.feedback:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from shoal.errors import EnvironmentFault
+from shoal.installation import install_command
 from shoal.launch import sockets, versions
 from shoal.launch.devices import MemoryLimit, memory_limit
 from shoal.launch.lab import iproute
@@ -83,7 +84,7 @@ def torch_finding(version: str | None) -> Finding:
 def extra_finding(extra: str, package: str, version: str | None) -> Finding:
     """Is an optional part installed? Its absence is no problem."""
     if version is None:
-        return Finding(f"extra {extra}", "ok", f"not installed (pip install 'shoal[{extra}]' brings {package})")
+        return Finding(f"extra {extra}", "ok", f"not installed ({install_command(extra)} brings {package})")
     return Finding(f"extra {extra}", "ok", f"{package} {version}")
 
 

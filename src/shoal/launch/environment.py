@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shoal.errors import EnvironmentFault
+from shoal.installation import install_command
 from shoal.launch import slurm
 
 Environ = Mapping[str, str]
@@ -183,6 +184,6 @@ def derived_port(environ: Environ) -> int:
     else:
         raise EnvironmentFault(
             "MASTER_PORT is missing: the ranks meet at one port of rank 0; set it on every rank"
-            + (", or pip install 'shoal[mpi]': then they meet over MPI" if "PMI_RANK" in environ else "")
+            + (f", or {install_command('mpi')}: then they meet over MPI" if "PMI_RANK" in environ else "")
         )
     return _FIRST_PORT + number % _PORTS

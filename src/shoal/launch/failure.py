@@ -20,6 +20,7 @@ from typing import NoReturn
 import msgspec
 
 from shoal.errors import CollectiveError, OutOfMemory, ShoalError
+from shoal.escape import escape_controls
 from shoal.launch.devices import memory_limit
 from shoal.launch.environment import Place
 
@@ -115,7 +116,8 @@ def write_failure(failure: Failure, folder: Path) -> None:
 
 def write_for_torchrun(failure: Failure, path: Path) -> None:
     """Write what torchrun shows of a rank; it takes the earliest by `timestamp`, in seconds, for the cause."""
-    path.write_bytes(msgspec.json.encode({"message": failure.text, "timestamp": failure.time_ns // 10**9}))
+    message = escape_controls(failure.text)  # torchrun prints it as it is
+    path.write_bytes(msgspec.json.encode({"message": message, "timestamp": failure.time_ns // 10**9}))
 
 
 def _leave(failure: Failure, folder: Path | None, torchrun_file: Path | None) -> NoReturn:
@@ -123,9 +125,9 @@ def _leave(failure: Failure, folder: Path | None, torchrun_file: Path | None) ->
         if folder is not None:
             write_failure(failure, folder)
             if failure.rank != 0 and failure.exit_code != 0:  # into its log; rank 0 has the terminal
-                print(failure.text, file=sys.stderr)
+                _say(failure.text)
         elif failure.exit_code != 0:
-            print(f"rank {failure.rank} ({failure.host}, pid {failure.pid}): {failure.text}", file=sys.stderr)
+            _say(f"rank {failure.rank} ({failure.host}, pid {failure.pid}): {failure.text}")
             if torchrun_file is not None:
                 write_for_torchrun(failure, torchrun_file)
         for stream in (sys.stdout, sys.stderr):
@@ -133,6 +135,10 @@ def _leave(failure: Failure, folder: Path | None, torchrun_file: Path | None) ->
     finally:
         # In a `finally`: a full disk or a closed terminal must not turn this exit into a hang.
         os._exit(failure.exit_code)
+
+
+def _say(text: str) -> None:
+    print(escape_controls(text, encoding=sys.stderr.encoding or "utf-8"), file=sys.stderr)
 
 
 def _exit_code(error: BaseException) -> int:

@@ -24,15 +24,13 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from shoal.errors import EnvironmentFault
+from shoal.launch import allocator
+from shoal.launch.devices import memory_limit
 from shoal.launch.environment import LOOPBACK, Environ
 
 LAUNCHER_PID = "SHOAL_LAUNCHER_PID"
 LAUNCHER_PIPE = "SHOAL_LAUNCHER_PIPE"
 _PR_SET_PDEATHSIG = 1
-# glibc gives freed activations back to the kernel and has their pages zeroed again in the next step: 31,000 page faults
-# a second in a rank that trains a small GPT. Kept: up to 1 GiB of free memory at the end of the heap, and blocks below
-# 32 MiB in the heap.
-MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
 _TAIL_BYTES = 8192
 
 
@@ -45,12 +43,14 @@ class HostEntry(NamedTuple):
 
 def rank_environment(environ: Environ, rank: int, *, processes: int, port: int, cores: int) -> dict[str, str]:
     """What a rank finds in its environment, beside what the launcher found in its own."""
+    memory = memory_limit()
+    kept = allocator.thresholds(memory.total_bytes if memory else None, ranks=processes)
     # Left to itself every rank starts a thread a core, and they fight. Unbuffered: a killed rank's last lines count.
     chosen_by_user = {
         "OMP_NUM_THREADS": str(max(1, cores // processes)),
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
-        **MALLOC,
+        **allocator.variables(kept),
     }
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "GROUP_RANK": 0}
     return {

@@ -279,16 +279,17 @@ def _over_mpi(place: Place, environ: Mapping[str, str], *, timeout_s: float) -> 
     address = environ.get("MASTER_ADDR") or (LOOPBACK if place.one_host else socket.gethostname())
     listener = sockets.listen_at(address, 0, one_host=place.one_host) if place.rank == 0 else None
     port = listener.getsockname()[1] if listener is not None else 0
-    said = _broadcast_over_mpi(place, f"{secrets.token_hex(TOKEN_BYTES)} {port} {address}")
+    said = _broadcast_over_mpi(place, f"{secrets.token_hex(TOKEN_BYTES)} {port} {address}", timeout_s=timeout_s)
     token, found, address = said.split(" ", 2)
     listen_fd = listener.detach() if listener is not None else None
     return connect_store(place, address, int(found), token=token.encode(), timeout_s=timeout_s, listen_fd=listen_fd)
 
 
-def _broadcast_over_mpi(place: Place, text: str) -> str:
-    """Rank 0's `text`, up to 512 bytes, on every rank; the others pass anything. Blocks until all have called it.
+def _broadcast_over_mpi(place: Place, text: str, *, timeout_s: float) -> str:
+    """Rank 0's `text`, up to 512 bytes, on every rank; the others pass anything.
 
-    Raises `EnvironmentFault` where mpi4py and mpiexec are of different MPIs.
+    Raises `EnvironmentFault` where mpi4py and mpiexec are of different MPIs, and `CollectiveError` where the others
+    have not called it within `timeout_s`.
     """
     mpi: Any = importlib.import_module("mpi4py.MPI")  # its import starts MPI
     world = mpi.COMM_WORLD
@@ -298,7 +299,21 @@ def _broadcast_over_mpi(place: Place, text: str) -> str:
             "be of one MPI; start them with the mpiexec of the MPI that mpi4py finds"
         )
     message = bytearray(text.encode().ljust(_MPI_TEXT_BYTES, b"\0"))
-    world.Bcast([message, mpi.BYTE], root=0)
+    request = world.Ibcast([message, mpi.BYTE], root=0)
+
+    def work(over: threading.Event) -> None:
+        pause_s = _FIRST_POLL_S
+        while not request.Test() and not over.wait(pause_s):
+            pause_s = min(2 * pause_s, _LAST_POLL_S)
+
+    missing = "the other ranks" if place.rank == 0 else "rank 0"
+    bounded(
+        work,
+        rank=place.rank,
+        timeout_s=timeout_s,
+        missing=lambda: f"{missing}, to meet over MPI",
+        repair=f"{_SEE}; {_KEY}",
+    )
     return message.rstrip(b"\0").decode()
 
 

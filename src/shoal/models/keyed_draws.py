@@ -88,7 +88,8 @@ class KeyedDraws(TorchFunctionMode):
     """The mode, for the modules of `model`, which must be called while it is entered.
 
     `one_at_a_time`: a backward follows its forward before the next begins, so that a forward that is repeated in the
-    backward is the last one. `unkeyed` has the names of functions that were called and that draw from the generator.
+    backward is the last one. `unkeyed` has the names of functions that were called and that draw from PyTorch's
+    generator, which knows no samples: what they return depends on the layout.
     """
 
     def __init__(self, model: nn.Module, *, seed: int, one_at_a_time: bool = True) -> None:
@@ -364,6 +365,40 @@ def _normal_in_place(drawn: Tensor, out: Tensor, args: Any, kwargs: Any) -> Tens
     return mean + std * normal(drawn, torch.zeros_like(drawn), dtype=torch.float64)
 
 
+def _normal_of(drawn: Tensor, out: Tensor, args: Any, kwargs: Any) -> Tensor:
+    mean, std = _argument(args, kwargs, 0, "mean", 0.0), _argument(args, kwargs, 1, "std", 1.0)
+    return mean + std * normal(drawn, torch.zeros_like(drawn), dtype=torch.float64)
+
+
+def _log_normal(drawn: Tensor, out: Tensor, args: Any, kwargs: Any) -> Tensor:
+    mean, std = _argument(args, kwargs, 1, "mean", 1.0), _argument(args, kwargs, 2, "std", 2.0)
+    return (mean + std * normal(drawn, torch.zeros_like(drawn), dtype=torch.float64)).exp()
+
+
+def _cauchy(drawn: Tensor, out: Tensor, args: Any, kwargs: Any) -> Tensor:
+    median, sigma = _argument(args, kwargs, 1, "median", 0.0), _argument(args, kwargs, 2, "sigma", 1.0)
+    return median + sigma * (math.pi * (_uniform(drawn, out).double() - 0.5)).tan()
+
+
+def _geometric(drawn: Tensor, out: Tensor, args: Any, kwargs: Any) -> Tensor:
+    failing = 1 - torch.as_tensor(_argument(args, kwargs, 1, "p", 0.5), dtype=torch.float64)
+    return (_uniform(drawn, out).double().log() / failing.log()).ceil().clamp(min=1)
+
+
+def _integers_in_place(drawn: Tensor, out: Tensor, args: Any, kwargs: Any) -> Tensor:
+    """`x.random_(to)`, `x.random_(from, to)`, or `x.random_()`, which goes as far as the type counts exactly."""
+    bounds = [bound for bound in (*args[1:], kwargs.get("from"), kwargs.get("to")) if bound is not None]
+    low = bounds[0] if len(bounds) > 1 else 0
+    high = bounds[-1] if bounds else _count_limit(out.dtype)
+    return low + (drawn >> 1).remainder(high - low)
+
+
+def _count_limit(dtype: torch.dtype) -> int:
+    if dtype.is_floating_point:
+        return round(2 / torch.finfo(dtype).eps)
+    return 2 if dtype == torch.bool else min(torch.iinfo(dtype).max + 1, 2**63 - 1)
+
+
 def _normal(drawn: Tensor, out: Tensor, args: Any, kwargs: Any) -> Tensor:
     return normal(drawn, torch.zeros_like(drawn), dtype=torch.float64)
 
@@ -418,15 +453,20 @@ _HANDLERS: Mapping[Any, Any] = types.MappingProxyType(
         **dict.fromkeys(_BODIES, _dropout),
         **dict.fromkeys((torch.rand, torch.rand_like), _drawn(lambda drawn, out, args, kwargs: _uniform(drawn, out))),
         **dict.fromkeys((torch.randn, torch.randn_like), _drawn(_normal)),
-        **dict.fromkeys((torch.randperm, torch.multinomial, torch.poisson, torch.normal), _generator_draw),
+        **dict.fromkeys((torch.randperm, torch.multinomial, Tensor.multinomial, torch.poisson), _generator_draw),
         **dict.fromkeys((F.feature_alpha_dropout, torch.rrelu, F.rrelu), _generator_draw),
         F.alpha_dropout: _alpha_dropout,
         F.scaled_dot_product_attention: _attention,
-        torch.randint: _drawn(_integers),
+        **dict.fromkeys((torch.randint, torch.randint_like), _drawn(_integers)),
         torch.bernoulli: _drawn(_bernoulli),
         Tensor.bernoulli_: _drawn(_bernoulli_in_place),
         Tensor.uniform_: _drawn(_uniform_in_place),
         Tensor.normal_: _drawn(_normal_in_place),
         Tensor.exponential_: _drawn(_exponential),
+        Tensor.random_: _drawn(_integers_in_place),
+        Tensor.cauchy_: _drawn(_cauchy),
+        Tensor.log_normal_: _drawn(_log_normal),
+        Tensor.geometric_: _drawn(_geometric),
+        torch.normal: _drawn(_normal_of),
     }
 )

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from shoal.models.layers import GELU, SwiGLU
 from shoal.models.mixture_auxiliary import TakesAuxiliary, balance_terms, injected, z_terms
-from shoal.models.mixture_exchange import Exchange, LocalExchange
+from shoal.models.mixture_exchange import LocalExchange, TokenExchange
 from shoal.models.mixture_routes import TakesRoutes
 from shoal.models.router import NEVER, Gate, Router, capacity_of, top_k, within_capacity
 
@@ -138,7 +138,7 @@ class Mixture(TakesAuxiliary, TakesRoutes):
         self.experts = Experts(options.experts, width=width, hidden=options.expert_width, feed_forward=feed_forward)
         dense, shared = (SwiGLU if feed_forward == "swiglu" else GELU), options.shared_experts * options.expert_width
         self.shared: nn.Module | None = dense(width, shared) if shared else None
-        self.exchange: Exchange = LocalExchange()
+        self.exchange: TokenExchange = LocalExchange()
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """`positions` `[batch, seq]` (int64) are the tokens' places in their samples; default 0, 1, 2, ...

@@ -1,4 +1,4 @@
-"""`Exchange`: where the tokens of a mixture are, and how they reach the experts that they chose.
+"""`TokenExchange`: where the tokens of a mixture are, and how they reach the experts that they chose.
 
 A mixture asks a few things of the world around it. With all tokens and all experts in one process the answers are
 trivial (`LocalExchange`); a rank that holds a part of either puts another answer in its place.
@@ -16,7 +16,7 @@ Apply = Callable[[Tensor, Tensor], Tensor]
 """Experts at work: rows `[m, width]` sorted by expert, and how many belong to each, int64; the same rows done."""
 
 
-class Exchange(Protocol):
+class TokenExchange(Protocol):
     """The surroundings of one mixture. Every rank of a group makes the same calls in the same order."""
 
     def split(self, x: Tensor) -> Tensor:

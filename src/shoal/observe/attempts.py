@@ -6,7 +6,7 @@ that grows, or a measurement that comes a second time for one step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shoal.observe.events import Event
@@ -43,6 +43,14 @@ def last_attempt(events: Iterable[Event]) -> list[Event]:
 def training_time_s(found: Iterable[Attempt], *, first_step_s: float = 0.0) -> float:
     """Seconds in which the run trained. An event marks the end of a step: `first_step_s` is added to each attempt."""
     return sum(one.ended_s - one.started_s + first_step_s for one in found)
+
+
+def failures(found: Sequence[Attempt], *, resumed: int) -> int:
+    """How many attempts ended without having saved their last steps: a later one took them again. `resumed`: the step
+    that the next attempt goes on from. A planned stop saves, and so do replicas that go on with the state.
+    """
+    lost = sum(one.repeated_steps > 0 for one in found[1:])
+    return lost + (bool(found) and found[-1].last_step > resumed)
 
 
 def _groups(events: Iterable[Event]) -> list[list[Event]]:

@@ -182,7 +182,8 @@ def _failed_step(events: list[Event], global_samples: int) -> tuple[int, int]:
     consumed = int(last.get("samples/consumed") or 0)
     if math.isfinite(last.get("loss/train") or 0.0) and math.isfinite(last.get("grad/norm") or 0.0):
         return last.step + 1, consumed
-    return last.step, max(0, consumed - global_samples)
+    before = _consumed(events, last.step - 1)
+    return last.step, before or max(0, consumed - global_samples)
 
 
 def _consumed(events: list[Event], step: int) -> int:

@@ -39,6 +39,12 @@ class ObserveConfig(Table, frozen=True):
     layer_norms_every_steps: Annotated[
         int, says("Steps between two measurements of the gradient's norm layer by layer; 0: none.", ge=0)
     ] = 0
+    straggler_factor: Annotated[
+        float, says("Times as long as the others' for a sample after which a replica is named as slow.", gt=1, le=100)
+    ] = 1.2
+    straggler_steps: Annotated[
+        int, says("Steps over which it has to be; fewer than 16 confuse noise with slowness.", ge=8, le=1024)
+    ] = 16
     one_rank: Annotated[
         str | None,
         says("Directory of a run of the same model on one rank: speed-up and efficiency against it are measured."),

@@ -44,7 +44,7 @@ def loss_section(record: Record, summary: Summary) -> str:
 
 
 def measurement_section(record: Record, summary: Summary) -> str:
-    """Throughput, memory, bytes sent, learning rate and gradient norm, step by step."""
+    """Throughput, memory, bytes sent, learning rate and gradient norm, step by step; with a codec, what it costs."""
     across = steps_across(summary)
     charts = [
         _throughput(record, summary, across),
@@ -52,6 +52,7 @@ def measurement_section(record: Record, summary: Summary) -> str:
         _wire(record, across),
         chart("Learning rate", [Curve("", *series(record.events, "lr"))], across=across, from_zero=True),
         chart("Gradient norm", _smoothed(record, "grad/norm"), across=across, may_be_log=True),
+        *_codec(record, across),
     ]
     restarts = "" if not across.marks else "A dashed upright line is a restart."
     return section("Step by step", f'<div class="grid-of-charts">{"".join(charts)}</div>', lead=restarts)
@@ -120,6 +121,27 @@ def _wire(record: Record, across: Across) -> str:
     curve = Curve("", *series(record.events, "wire/bytes_sent"))
     title = f"Sent by rank {record.lead_rank}"
     return chart(title, [curve], across=across, unit="bytes a step", from_zero=True, form=units.byte_size)
+
+
+def _codec(record: Record, across: Across) -> list[str]:
+    """What error feedback keeps back, and the seconds of coding; nothing without a codec."""
+    kept, encode = series(record.events, "codec/error"), series(record.events, "codec/encode_s")
+    charts = []
+    if kept[0]:
+        title = "Kept back by the codec, of what was to be sent"
+        charts.append(chart(title, [Curve("", *kept)], across=across, from_zero=True))
+    if encode[0]:
+        curves = [
+            Curve(label, *_milliseconds(record, name))
+            for label, name in (("encoding", "codec/encode_s"), ("decoding", "codec/decode_s"))
+        ]
+        charts.append(chart("Coding", curves, across=across, unit="ms a step", from_zero=True))
+    return charts
+
+
+def _milliseconds(record: Record, name: str) -> tuple[Sequence[int], list[float]]:
+    steps, seconds = series(record.events, name)
+    return steps, [1e3 * value for value in seconds]
 
 
 def _smoothed(record: Record, name: str) -> list[Curve]:

@@ -66,8 +66,13 @@ class PlainDisplay(Sink):
         self._say(f"warning: {text}")
 
     def activity(self, text: str) -> None:
-        """Prints it before the first step, where nothing else is printed; later only where a line is due."""
-        if text and (self._status is None or self._is_due()):
+        """Prints it before the first step and after the last, where nothing else is printed; between them only where a
+        line is due."""
+        status = self._status
+        over = status if status is not None and status.step >= status.run.total_steps else None
+        if text and (status is None or over or self._is_due()):
+            if over is not None and over.step != self._printed_step and over.values:
+                self._print_step()
             self._say(text)
             self._printed_s = self._clock()
 

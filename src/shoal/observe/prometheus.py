@@ -34,6 +34,7 @@ _HELP = {
     "shoal_steps_recorded": "Steps that the rank has recorded, repeated ones included",
     "shoal_steps_nonfinite": "Steps with a loss or gradient norm that was not finite",
     "shoal_last_step_timestamp_seconds": "Unix time of the newest step",
+    "shoal_restarts": "Starts of the rank after its first: each followed a failure or a stop",
     "shoal_generation": "Starts of the run so far, less one",
     "shoal_checkpoint_step": "Step of the newest checkpoint",
 }
@@ -147,7 +148,7 @@ class RankFigures:
         self._event: Event | None = None
         self._newest: dict[str, float | None] = {}
         self._sums: dict[str, float] = {}
-        self._steps = self._nonfinite = 0
+        self._steps = self._nonfinite = self._restarts = 0
 
     def read(self) -> None:
         """Takes in the lines that are new; damaged ones count in nothing."""
@@ -164,6 +165,7 @@ class RankFigures:
         yield Metric("shoal_step", "gauge"), self._event.step
         yield Metric("shoal_last_step_timestamp_seconds", "gauge"), self._event.time_s
         yield Metric("shoal_generation", "gauge"), self._event.generation
+        yield Metric("shoal_restarts", "counter"), self._restarts
         if self._steps:
             yield Metric("shoal_steps_recorded", "counter"), self._steps
             yield Metric("shoal_steps_nonfinite", "counter"), self._nonfinite
@@ -174,6 +176,7 @@ class RankFigures:
             yield self._metrics[name], total
 
     def _take(self, event: Event) -> None:
+        self._restarts += not event.values  # as the writer says that a run goes on
         self._event, values = event, event.values
         self._newest.update(values)
         for name, value in values.items():

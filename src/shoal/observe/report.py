@@ -100,10 +100,19 @@ def _measured(record: Record, summary: Summary) -> str:
 class ReportSink(Sink):
     """Writes down how the run ended, and its report."""
 
-    def __init__(self, run_directory: Path, *, page: bool, failures: bool, note: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        run_directory: Path,
+        *,
+        page: bool,
+        failures: bool,
+        note: Callable[[str], None],
+        activity: Callable[[str], None],
+    ) -> None:
         """`page`: write the report, not the ending alone. `failures`: of a failed run, too; False where the launcher
-        writes both when all ranks have ended. `note` is told the report's path."""
-        self._run_directory, self._page, self._failures, self._note = run_directory, page, failures, note
+        writes both when all ranks have ended. `note` is told the report's path, and `activity` before it is made."""
+        self._run_directory, self._page, self._failures = run_directory, page, failures
+        self._note, self._activity = note, activity
 
     def finish(self, ending: Ending) -> None:
         """Raises `EnvironmentFault` where the report of a finished run cannot be written."""
@@ -111,4 +120,5 @@ class ReportSink(Sink):
             return
         write_ending(self._run_directory, ending)
         if self._page:
+            self._activity("writing the report")
             self._note(f"report: {write_report(self._run_directory)}")

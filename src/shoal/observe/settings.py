@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 OF_THE_RUN_ITSELF = frozenset({"run.name", "run.directory"})
-"""Keys that name a run, and differ between any two."""
+"""Keys that name a run, and differ between any two runs; a run that is started again can have another name."""
 
 
 def flat(settings: Mapping[str, Any], before: str = "") -> dict[str, Any]:
@@ -20,9 +20,11 @@ def flat(settings: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     return found
 
 
-def differing_keys(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+def differing_keys(
+    runs: Sequence[Mapping[str, Any]], *, left_out: Set[str] = OF_THE_RUN_ITSELF
+) -> dict[str, list[Any]]:
     """The keys that are not the same in all runs, with each run's value (None where it has none), sorted by key."""
     tables = [flat(run) for run in runs]
-    keys = sorted(set().union(*tables) - OF_THE_RUN_ITSELF) if tables else []
+    keys = sorted(set().union(*tables) - left_out) if tables else []
     values = {key: [table.get(key) for table in tables] for key in keys}
     return {key: found for key, found in values.items() if any(value != found[0] for value in found)}

@@ -45,12 +45,16 @@ def open_sinks(
     if rank == 0 and config.tensorboard:
         sinks.add(tensorboard_sink(run_directory, warn=sinks.warn))
     if rank == 0 and config.mlflow is not None:
-        sinks.add(mlflow_sink(config.mlflow, warn=sinks.warn))
+        sinks.add(mlflow_sink(config.mlflow, run_directory, warn=sinks.warn))
     if rank == 0 and config.wandb != "off":
         sinks.add(wandb_sink(run_directory, mode=config.wandb, warn=sinks.warn))
     if rank == 0 and config.webhook is not None:
         name = run_directory.name
         sinks.add(WebhookSink(config.webhook, name=name, failures=reports_failure, note=sinks.note))
     if rank == 0:
-        sinks.add(ReportSink(run_directory, page=config.report, failures=reports_failure, note=sinks.note))
+        sinks.add(
+            ReportSink(
+                run_directory, page=config.report, failures=reports_failure, note=sinks.note, activity=sinks.activity
+            )
+        )
     return sinks

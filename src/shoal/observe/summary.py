@@ -16,6 +16,8 @@ from shoal.observe.facts import number_of, text_of
 from shoal.observe.record import Record
 from shoal.observe.status import Totals
 
+DETECTING, RESTARTING = "membership/detecting_s", "membership/restarting_s"
+"""What a change of an elastic run's membership cost: until a loss was known, and from there to the next step."""
 SMOOTHING_SHARE = 0.008
 """Half-life of the smoothed loss, as a share of the run's steps."""
 
@@ -26,6 +28,7 @@ class Summary:
 
     `state` is one of "finished", "running", "stopped", "diverged", "failed" and "killed". `goodput` is the share of the
     time since the first start, time away included, that went into steps which last and changed the weights.
+    `detecting_s` and `restarting_s` are what changes of an elastic run's membership cost.
     """
 
     state: str
@@ -46,6 +49,8 @@ class Summary:
     time_s: float | None
     attempts: list[Attempt]
     skipped_steps: list[int]
+    detecting_s: float
+    restarting_s: float
 
     @property
     def badge(self) -> str:
@@ -89,6 +94,8 @@ def summarize(record: Record) -> Summary:
         time_s=training_time_s(done, first_step_s=step_s or 0.0) if done else None,
         attempts=done,
         skipped_steps=skipped_steps(events),
+        detecting_s=sum(event.get(DETECTING) or 0.0 for event in events),
+        restarting_s=sum(event.get(RESTARTING) or 0.0 for event in events),
     )
 
 
@@ -249,7 +256,11 @@ def _exposed(summary: Summary) -> Entry:
 def _goodput(summary: Summary) -> Entry:
     if summary.goodput is None:
         return None
-    return "goodput", units.percent(summary.goodput), "of the time since the first start"
+    of = "of the time since the first start"
+    if summary.detecting_s or summary.restarting_s:
+        noticed, restarted = units.duration(summary.detecting_s), units.duration(summary.restarting_s)
+        of += f"; changes of the membership: {noticed} until losses were known, {restarted} to the next steps"
+    return "goodput", units.percent(summary.goodput), of
 
 
 def _memory(record: Record) -> Entry:

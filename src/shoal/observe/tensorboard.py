@@ -10,6 +10,7 @@ from typing import Any
 from shoal.errors import MissingExtra
 from shoal.observe.background import Background
 from shoal.observe.ending import Ending
+from shoal.observe.host_figures import WithHostFigures
 from shoal.observe.sink import RunStart, Sink
 
 FOLDER = "tensorboard"
@@ -19,7 +20,9 @@ def tensorboard_sink(run_directory: Path, *, warn: Callable[[str], None]) -> Sin
     """The sink, in a thread of its own. Raises `MissingExtra` without tensorboardX."""
     if find_spec("tensorboardX") is None:
         raise MissingExtra("tensorboardX", extra="tensorboard", purpose="observe.tensorboard = true")
-    return Background(lambda: TensorBoardSink(run_directory / FOLDER), name="TensorBoard", warn=warn)
+    return Background(
+        lambda: WithHostFigures(TensorBoardSink(run_directory / FOLDER), run_directory), name="TensorBoard", warn=warn
+    )
 
 
 class TensorBoardSink(Sink):

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from shoal.errors import MissingExtra
 from shoal.observe.background import Background
 from shoal.observe.ending import Ending
+from shoal.observe.host_figures import WithHostFigures
 from shoal.observe.sink import RunStart, Sink
 
 PROJECT = "shoal"
@@ -19,7 +20,9 @@ def wandb_sink(run_directory: Path, *, mode: Literal["offline", "online"], warn:
     """The sink, in a thread of its own. Raises `MissingExtra` without wandb."""
     if find_spec("wandb") is None:
         raise MissingExtra("wandb", extra="wandb", purpose=f'observe.wandb = "{mode}"')
-    return Background(lambda: WandbSink(run_directory, mode=mode), name="Weights & Biases", warn=warn)
+    return Background(
+        lambda: WithHostFigures(WandbSink(run_directory, mode=mode), run_directory), name="Weights & Biases", warn=warn
+    )
 
 
 class WandbSink(Sink):

@@ -1,4 +1,5 @@
-"""Alerts to a URL: every warning of a run, and an end that is no success, as one POST of a small JSON object.
+"""Alerts to a URL: every warning of a run, replicas that are lost or join, and an end that is no success, each as one
+POST of a small JSON object.
 
     {"run": "digits", "level": "warning", "text": "...", "time": 1760000000.5, "step": 120}
 
@@ -72,7 +73,12 @@ class WebhookSink(Sink):
         self._thread.start()
 
     def start(self, run: RunStart) -> None:
+        self.generation(run)
+
+    def generation(self, run: RunStart) -> None:
         self._step = run.first_step - 1
+        if run.membership:
+            self._put("warning", run.membership)
 
     def record(self, step: int, values: Mapping[str, float], *, time_s: float) -> None:
         self._step = step

@@ -5,7 +5,8 @@ data         waiting for data in steps that last
 stall        standing still for checkpoints
 skipped      steps whose loss or gradient was not finite
 redone       steps that a restart computed again
-restarting   from the last line of an attempt to the start of the next
+restarting   from the last line of an attempt to the start of the next; in an elastic run, from a step to the next one
+             with other members
 other        what is left: evaluations, and whatever lies between steps
 """
 
@@ -17,6 +18,7 @@ from array import array
 import msgspec
 
 from shoal.observe.events import Event
+from shoal.observe.summary import DETECTING, RESTARTING
 
 
 class Waterfall(msgspec.Struct, frozen=True):
@@ -53,6 +55,7 @@ class Goodput:
         if new_attempt:
             self._away_s += max(0.0, begin_s - self._last_s)
             self._void_after(event.step - bool(event.values))
+        self._away_s += sum(_seconds(event.get(name)) for name in (DETECTING, RESTARTING))
         self._last_s = max(self._last_s, event.time_s)
         if step_s > 0:
             self._append(event, step_s)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import msgspec
 
 from shoal.errors import ShoalError
-from shoal.models.config import GPTConfig
+from shoal.planner.predict.predictor import Predictor
 from shoal.planning.answer import predictor_on, tensor_bytes
 from shoal.planning.plan_file import written_plan
 from shoal.runfile.run_file import RunFile
@@ -23,11 +23,11 @@ _KEYS = {
 
 
 def memory_advice(run_file: RunFile) -> str:
-    """A sentence for each change that helps, most first; of models without closed forms the keys alone.
+    """A sentence for each change that helps, most first; of a model that the planner cannot price, the keys alone.
 
-    `run_file` says how many ranks there are.
+    `run_file` says how many ranks there are. Models other than a GPT are traced, which takes seconds and no memory.
     """
-    saved = sorted(_saved(run_file), reverse=True) if isinstance(run_file.model, GPTConfig) else []
+    saved = sorted(_saved(run_file), reverse=True)
     if not saved:
         return "What frees memory: " + "; ".join(f"{key} ({what})" for key, what in _KEYS.items())
     changes = "; ".join(f"{change} {_size(saved_bytes)}" for saved_bytes, change in saved)
@@ -39,19 +39,20 @@ def _size(size_bytes: float) -> str:
 
 
 def _saved(run_file: RunFile) -> Iterator[tuple[float, str]]:
-    for change, changed in _changes(run_file):
-        with contextlib.suppress(ShoalError):  # this run cannot be priced, or cannot be run so
-            saved_bytes = _tensor_bytes(run_file) - _tensor_bytes(changed)
-            if saved_bytes > 0:
-                yield saved_bytes, change
-
-
-def _tensor_bytes(run_file: RunFile) -> float:
-    """Of the fullest rank. Raises `ShoalError` where the run file cannot be priced."""
     table = {"nodes": 1, "machine": "cpu-2", "devices_per_node": run_file.run.processes, "name": "the ranks"}
-    predictor = predictor_on(run_file, cluster_from({"cluster": table}, file="the ranks"))
-    plan = written_plan(run_file, predictor.cluster)
-    return max(map(tensor_bytes, predictor.footprints(plan)))
+    with contextlib.suppress(ShoalError):  # this run cannot be priced
+        predictor = predictor_on(run_file, cluster_from({"cluster": table}, file="the ranks"))
+        now = _tensor_bytes(predictor, run_file)
+        for change, changed in _changes(run_file):
+            with contextlib.suppress(ShoalError):  # it cannot be run so
+                saved_bytes = now - _tensor_bytes(predictor, changed)
+                if saved_bytes > 0:
+                    yield saved_bytes, change
+
+
+def _tensor_bytes(predictor: Predictor, run_file: RunFile) -> float:
+    """Of the fullest rank. Raises `ShoalError` where the run file cannot be priced."""
+    return max(map(tensor_bytes, predictor.footprints(written_plan(run_file, predictor.cluster))))
 
 
 def _changes(run_file: RunFile) -> Iterator[tuple[str, RunFile]]:

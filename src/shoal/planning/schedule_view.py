@@ -16,7 +16,7 @@ from shoal.planning.simulating import fold_of, table_of
 from shoal.runfile.microbatches import MicrobatchSizes, microbatch_sizes
 from shoal.runfile.run_file import RunFile
 from shoal.schedules.build import build
-from shoal.schedules.table import Table
+from shoal.schedules.table import ScheduleTable
 from shoal.schedules.timeline import Timeline, drawn, in_flight, timeline
 
 Unit = Literal["seconds", "parts"]
@@ -26,7 +26,7 @@ Unit = Literal["seconds", "parts"]
 class ScheduleView:
     """One pass through the pipeline: `times` in `unit`, where "parts" are those of F = I = W = 1."""
 
-    table: Table
+    table: ScheduleTable
     times: Timeline
     unit: Unit
 

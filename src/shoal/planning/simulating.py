@@ -22,7 +22,7 @@ from shoal.planning.answer import predictor_of, transformer_of
 from shoal.planning.plan_file import written_plan
 from shoal.runfile.run_file import RunFile
 from shoal.schedules.build import build
-from shoal.schedules.table import Table
+from shoal.schedules.table import ScheduleTable
 from shoal.topology.failures import failures_per_s
 
 
@@ -133,7 +133,7 @@ def _check_memory(need_bytes: float, predictor: Predictor) -> None:
         raise LayoutError(f"{sentence}, and --beyond-memory simulates this one")
 
 
-def table_of(plan: Plan) -> Table:
+def table_of(plan: Plan) -> ScheduleTable:
     """The schedule that the executor runs. Raises `LayoutError` for sizes that it does not take."""
     if plan.layout.pipeline == 1:
         return build("1F1B", ranks=1, microbatches=plan.microbatches)

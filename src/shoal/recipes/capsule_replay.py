@@ -24,6 +24,7 @@ from shoal.launch.environment import Place
 from shoal.launch.failure import failure_of
 from shoal.observe.capsule import Capsule, read_capsule, shoal_version, unpack
 from shoal.observe.sink import Sinks
+from shoal.recipes.epoch_end import order_of, short_epoch
 from shoal.recipes.job import build_job, restore
 from shoal.recipes.objects import UserObjects
 from shoal.recipes.run import Run, open_run
@@ -144,9 +145,11 @@ def _replayed(run_file: RunFile, capsule: Capsule, directory: Path, *, changing:
 
 def sample_ids(run: Run, capsule: Capsule) -> list[int]:
     """The samples of the step that failed, in order."""
-    data = run.run_file.data
-    order = run.workload.data.order(run.run_file.run.seed, shuffle=data.shuffle, window=data.shuffle_window)
-    return [int(found) for found in order.ids(np.arange(capsule.start, capsule.stop))]
+    short, stop = short_epoch(run.run_file, len(run.workload.data.train)), capsule.stop
+    if short is not None:
+        stop = min(stop, capsule.start - capsule.start % short + short)
+    order = order_of(run.run_file, run.workload.data)
+    return [int(found) for found in order.ids(np.arange(capsule.start, stop))]
 
 
 def _judged(

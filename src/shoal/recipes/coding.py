@@ -32,8 +32,9 @@ def _velocities(config: DGCConfig, mesh: Mesh) -> _Parts:
 
 
 def _choice(config: AutoConfig, mesh: Mesh) -> _Parts:
-    candidates = {name: implementation_of(one)(one) for name, one in config.candidates.items()}
-    return _Parts(partial(Choice, candidates, every=config.measure_every if mesh.spans_hosts else None))
+    candidates = {name: implementation_of(one)(one) for name, one in config.codecs.items()}
+    every = config.measure_every if mesh.spans_hosts else None
+    return _Parts(partial(Choice, candidates, every=every, most_growth=config.most_growth))
 
 
 def _gradients(config: Table, mesh: Mesh) -> _Parts:

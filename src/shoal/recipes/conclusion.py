@@ -35,6 +35,7 @@ def conclude(run: Run, directory: Path, sinks: Sinks, forecast: Forecast | None)
 def _sampled(run: Run, sinks: Sinks) -> str | None:
     """Text from the model; a model that gives none is no reason to end a finished run with an error."""
     observe = run.run_file.observe
+    sinks.activity("writing text with the model")
     try:
         return sample_text(run, unsplit_model(run), observe.sample_prompt, observe.sample_bytes)
     except (UsageError, CorruptCheckpoint) as error:

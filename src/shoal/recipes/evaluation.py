@@ -12,15 +12,17 @@ from shoal.recipes.objects import UserObjects
 from shoal.recipes.run import open_run
 from shoal.runfile.run_file import RunFile
 
+OTHER_MODEL = "Leave out what changes the model: run.toml in its run directory names the one that was trained"
+
 
 def evaluate_rank(
     run_file: RunFile, place: Place, objects: UserObjects, *, source: Path, bar: ProgressBar | None = None
 ) -> dict[str, float]:
     """The measurements on the held-out data, and the `step` that the weights are from. The same on every rank."""
     bar = bar or ProgressBar()
-    bar.update("building the model and reading the checkpoint")
-    run = open_run(run_file, place, objects)
-    step = load_weights(run.state, source, announce=run.process.announce)
+    run = open_run(run_file, place, objects, activity=bar.update)
+    bar.update("verifying and reading the checkpoint")
+    step = load_weights(run.state, source, announce=run.process.announce, repair=OTHER_MODEL)
     values = run.evaluate(bar)
     if not values:
         raise DataError("this run has no held-out data to evaluate on")

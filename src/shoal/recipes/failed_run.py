@@ -1,10 +1,13 @@
-"""What the process that started the ranks leaves of a run that failed: how it ended in the facts and the report, why
-ranks waited in vain, a capsule to compute the failed step again, and an alert. Imports no torch before it is needed.
+"""What the process that started the ranks tells of failures. While the run goes on without those that failed: alerts.
+Of a run that failed: how it ended, in the facts and the report, why ranks waited in vain, a capsule to compute the
+failed step again, and an alert. Imports no torch before it is needed.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from shoal.errors import EnvironmentFault, ShoalError, UsageError
@@ -25,6 +28,23 @@ def tell_of_failure(run_file: RunFile, directory: Path, code: ExitCode, *, since
     _say_hang(directory, since_s=since_s)
     _leave_capsule(run_file, directory, code, since_s=since_s)
     _alert(run_file, directory, code)
+
+
+@contextmanager
+def alerts(url: str | None, run: str) -> Iterator[Callable[[str], None]]:
+    """What sends sentences to the webhook at `url`, if there is one, as warnings of the run of that name. All are sent
+    when the block ends.
+    """
+    if url is None:
+        yield lambda _: None
+        return
+    from shoal.observe.webhook import WebhookSink
+
+    sink = WebhookSink(url, name=run, failures=False, note=say)
+    try:
+        yield sink.warn
+    finally:
+        sink.finish(Ending("finished"))
 
 
 def _record_failure(run_file: RunFile, directory: Path, code: ExitCode) -> None:

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from shoal.codec.config import AutoConfig
 from shoal.comm.exchanges.coded import CodedExchanges
-from shoal.comm.exchanges.exchange import AllReduce, NewExchange
+from shoal.comm.exchanges.exchange import AllReduce
 from shoal.comm.mesh import Mesh
 from shoal.engine.forward_backward import ForwardBackward
 from shoal.errors import ConfigError
 from shoal.gradients.gradients import Gradients
 from shoal.models.embedding_table import tables_in
+from shoal.observe.facts import read_facts
 from shoal.optim.adopt import OwnOptimizer
 from shoal.recipes.coding import coded_exchanges
 from shoal.recipes.microbatching import Microbatching
@@ -22,7 +24,7 @@ from shoal.recipes.process import Process
 from shoal.recipes.run_gradients import build_run_gradients
 from shoal.recipes.splitting import Divided, build_forward_backward, divided, draw_parts
 from shoal.recipes.workload import Workload
-from shoal.runfile.run_file import RunFile
+from shoal.runfile.run_file import RunFile, run_directory
 from shoal.sync.build import build_sync
 from shoal.sync.event_order import Rounds
 from shoal.sync.strategy import Agreement, Replica, Sync
@@ -88,10 +90,16 @@ def build_generation(
         parts,
         gradients,
         sync,
-        exchange=None if equal else coded,
+        coded=None if equal else coded,
         rounds=rounds,
         optimizers=workload.optimizers,
     )
+    if coded is not None and not isinstance(run_file.codec, AutoConfig) and not coded.shrinks():
+        kind = type(run_file.codec).__struct_config__.tag
+        raise ConfigError(
+            f'codec.kind = "{kind}" makes nothing smaller here: with its settings and these parameters every payload '
+            "has as many bytes as the gradient; lower codec.rank or codec.fraction, or leave [codec] out"
+        )
     return Generation(mesh, parts, plan, forward_backward, sync, gradients, agreement, coded)
 
 
@@ -101,14 +109,14 @@ def _agreement(
     gradients: Gradients,
     sync: Sync,
     *,
-    exchange: NewExchange | None = None,
+    coded: CodedExchanges | None = None,
     rounds: Rounds | None = None,
     optimizers: Sequence[OwnOptimizer] = (),
 ) -> Agreement:
     """The running side of the strategy, on the parameters that this rank's optimizer updates.
 
-    Replicas that agree on what they changed sum it by `exchange`; None: as it is. `rounds`: see `Replica`. `optimizers`
-    are a script's own.
+    What replicas send each other, or servers, is `coded`; None: it is sent as it is. `rounds`: see `Replica`.
+    `optimizers` are a script's own.
     """
     model = parts.split.model
     saved = model.state_dict(keep_vars=True)
@@ -121,9 +129,10 @@ def _agreement(
             buffers,
             run_file.run.steps,
             whole,
-            exchange or AllReduce,
+            coded or AllReduce,
             rounds,
             {name: module for name, module in tables_in(model).items() if module.weight.requires_grad},
+            None if coded is None else coded.pushes,
         )
     )
 
@@ -137,3 +146,8 @@ def _start_equal(model: nn.Module, mesh: Mesh) -> None:
             whole = tensor.data.contiguous()
             mesh.world.broadcast(torch.view_as_real(whole) if whole.is_complex() else whole, root=0).wait()
             tensor.data.copy_(whole)
+
+
+def next_generation(run_file: RunFile) -> int:
+    """The number after that of the newest generation in the run directory."""
+    return read_facts(run_directory(run_file)).get("generation", -1) + 1

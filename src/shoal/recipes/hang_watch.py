@@ -26,8 +26,10 @@ from shoal.comm.mesh import Mesh
 from shoal.comm.seam import Seam
 from shoal.comm.seam_work import SeamWork
 from shoal.errors import CollectiveError
+from shoal.recipes.run import Run
 from shoal.resilience.hang_file import write_verdict
-from shoal.resilience.hang_verdict import HangVerdict, LastCall, Place, RankReport, hang_verdict
+from shoal.resilience.hang_verdict import CodePlace, HangVerdict, LastCall, RankReport, hang_verdict
+from shoal.resilience.stalls import Activity
 
 LOOK_S = 1.0
 ANSWER_S = 3.0
@@ -120,10 +122,15 @@ class HangWatch:
             if group.log.count:
                 call = group.log.last()
                 inside = here is not None and here.label == label
-                place = Place(call.file, call.line)
+                place = CodePlace(call.file, call.line)
                 calls[label] = LastCall(group.log.count, call.signature, place, ended=not inside, pending=group.pending)
-        places = [Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) for frame in self._frames()]
+        places = [CodePlace(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) for frame in self._frames()]
         return RankReport(self._mesh.rank, socket.gethostname(), calls, tuple(reversed(places)), groups)
+
+    def activity(self) -> Activity:
+        """How many collectives this rank has called, and whether it waits in one. From any thread."""
+        calls = sum(group.log.count for _, group in self._mesh.opened().values())
+        return Activity(calls, "computes" if self._waiting() is None else "waits")
 
     def _waiting(self) -> Waiting | None:
         """The collective that the watched thread is in; None where it is in none."""
@@ -146,6 +153,13 @@ class HangWatch:
 
 
 _SEAMS = ("seam.py", "seam_work.py")
+
+
+def watch_hangs(run: Run, directory: Path, *, say: Callable[[str], None]) -> HangWatch:
+    """The watch on this rank of `run`, as the run file asks for it; its verdicts go to `directory`, the run's."""
+    wire = run.run_file.wire
+    board = Board(run.process.store, timeout_s=wire.timeout_s).clone().under(f"hang/{run.mesh.generation}")
+    return HangWatch(run.mesh, board, directory, after_s=wire.report_hang_s, say=say)
 
 
 def groups_of(reports: Mapping[int, RankReport]) -> dict[str, tuple[int, ...]]:

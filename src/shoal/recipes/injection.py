@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -66,8 +67,12 @@ class Injector:
             return
         if fault.action in ("kill", "stop"):
             os.kill(os.getpid(), signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)
-        elif fault.action == "stop_run":
-            os.kill(self._launcher, signal.SIGTERM)
+        elif fault.action in ("stop_run", "kill_launcher"):
+            os.kill(self._launcher, signal.SIGTERM if fault.action == "stop_run" else signal.SIGKILL)
+        elif fault.action == "hang":
+            lock = threading.Lock()
+            lock.acquire()
+            lock.acquire()
         elif fault.action == "wait":
             time.sleep(fault.seconds)
         elif fault.action == "outside":

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-import tomllib
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from math import prod
 from pathlib import Path
 from typing import TextIO
@@ -15,27 +14,24 @@ from blake3 import blake3
 from torch import Tensor
 
 from shoal import units
-from shoal.checkpoint.agreement import Exchange
+from shoal.checkpoint.agreement import MessageExchange
 from shoal.comm.board import Board
 from shoal.comm.gather import gather_texts
-from shoal.config.load import dumps
-from shoal.data.feed import Feed
 from shoal.engine.copies import Copies
 from shoal.engine.loop import Cadence, Job
 from shoal.engine.recovery import NonfiniteGuard
-from shoal.engine.replica_speeds import ReplicaSpeeds
 from shoal.engine.resume import Loaded, load_weights, resume
 from shoal.engine.state import OPTIMIZER
 from shoal.launch.environment import Place
-from shoal.observe.facts import replace_file
-from shoal.observe.settings import differing_keys
 from shoal.observe.sink import RunStart, Sinks
 from shoal.observe.sinks import open_sinks
 from shoal.optim.schedule import peak_rate
 from shoal.recipes.metering import layer_norms, scaling
+from shoal.recipes.replica_speeds import replica_speeds
 from shoal.recipes.run import Run
 from shoal.recipes.run_hooks import run_hooks
-from shoal.recipes.saving import build_saver, fetch_newer, save_interval, send_copies, share_between_hosts
+from shoal.recipes.saving import CopySender, build_saver, fetch_newer, save_interval, share_between_hosts
+from shoal.recipes.unkeyed_draws import UnkeyedDraws
 from shoal.recipes.verification.passed import missing_proof
 from shoal.runfile.run_file import RunFile, run_directory
 from shoal.state.target import Held
@@ -54,21 +50,6 @@ def sinks_of(run_file: RunFile, place: Place, *, stream: TextIO | None = None) -
     )
 
 
-def write_run_file(run: Run, directory: Path, sinks: Sinks) -> None:
-    """Writes the resolved run file. If keys have changed since the start before, says which, and keeps the file of that
-    start as `run-<generation>.toml`.
-    """
-    path, written = directory / "run.toml", dumps(run.run_file).encode()
-    if path.is_file() and path.read_bytes() != written:
-        with suppress(tomllib.TOMLDecodeError, UnicodeDecodeError):
-            before = tomllib.loads(path.read_text(encoding="utf-8"))
-            changed = differing_keys([before, tomllib.loads(written.decode())])
-            for key, (old, new) in changed.items():
-                sinks.note(f"since the start before, {key} has changed from {old!r} to {new!r}")
-        path.rename(directory / f"run-{run.mesh.generation - 1}.toml")
-    replace_file(path, written)
-
-
 def run_start(run: Run) -> RunStart:
     """What sinks are told at the start."""
     return RunStart(
@@ -76,7 +57,7 @@ def run_start(run: Run) -> RunStart:
         total_steps=run.run_file.run.steps,
         first_step=run.state.progress.step + 1,
         generation=run.mesh.generation,
-        epoch_samples=None if run.workload.data.endless else len(run.workload.data.train),
+        epoch_samples=None if run.workload.data.endless else run.epoch_samples,
     )
 
 
@@ -87,17 +68,20 @@ def build_job(
     stack: ExitStack,
     *,
     stop_requested: Callable[[], bool],
-    exchange: Exchange | None = None,
+    exchange: MessageExchange | None = None,
+    copies: CopySender | None = None,
     own_loop: bool = False,
 ) -> Job:
     """What the loop of this rank is made of; `stack` closes it. `exchange` is what saves go by, a board on the run's
-    store if there is none. `own_loop`: the script sets learning rates, evaluates and runs the model.
+    store if there is none; `copies` sends them to a remote store, None: one that ends with `stack`. `own_loop`: the
+    script sets learning rates, evaluates and runs the model.
     """
     run_file, mesh, injector = run.run_file, run.mesh, run.process.injector
     saver = build_saver(run, directory, exchange)
-    send_copies(run, saver, directory, sinks, stack)
+    (copies or stack.enter_context(CopySender())).send(run, saver, directory, sinks)
     feed = stack.enter_context(run.feed())
     forward = mesh.layout.replica_size == 1 and not own_loop and not run.generation.looks_up
+    unkeyed = UnkeyedDraws(run)
     return Job(
         state=run.state,
         step=run.step if injector is None else injector.around(run.step, run.state, run.model),
@@ -114,7 +98,7 @@ def build_job(
         rate=_none if own_loop else run.rate,
         evaluate=dict if own_loop else run.evaluate,
         stop_requested=stop_requested,
-        figures=lambda: _figures(run, sinks),
+        figures=lambda: _figures(run, sinks, unkeyed),
         compare=_comparison(run),
         speeds=replica_speeds(run, feed, sinks),
         hooks=run_hooks(run),
@@ -125,36 +109,13 @@ def build_job(
     )
 
 
-def replica_speeds(run: Run, feed: Feed, sinks: Sinks) -> ReplicaSpeeds | None:
-    """What measures the replicas' speeds, and divides the work of `feed` by them where that is asked for."""
-    mesh, first = run.mesh, run.mesh.rank == 0
-    replica = mesh.layout.index("replicate", mesh.rank)
-    replicas = mesh.layout.replicate - run.run_file.sync.serving_only
-    if replicas == 1:
-        return None
-    divides = run.run_file.batch.division == "by_speed"
-    return ReplicaSpeeds(
-        mesh.world,
-        replica if replica < replicas else None,
-        replicas,
-        mesh.device,
-        warn=sinks.warn if first else _unsaid,
-        note=sinks.note if first else _unsaid,
-        divide=feed.divide if divides else None,
-    )
-
-
-def _unsaid(sentence: str) -> None:
-    """Rank 0 says it."""
-
-
 def _loads_every(run: Run) -> int:
     """Of the ranks that hold the same layers, the first tells how loaded their experts are."""
     first = run.mesh.axis("replicate", "shard", "context", "tensor").rank == 0
     return run.run_file.observe.expert_loads_every_steps if first else 0
 
 
-def restore(run: Run, directory: Path, sinks: Sinks, exchange: Exchange | None = None) -> int | None:
+def restore(run: Run, directory: Path, sinks: Sinks, exchange: MessageExchange | None = None) -> int | None:
     """The step that the run goes on from; None for a fresh start, with the weights of a warm start if one is named.
 
     By `exchange`, a board on the run's store if there is none, hosts that share no directory bring each other the
@@ -163,6 +124,8 @@ def restore(run: Run, directory: Path, sinks: Sinks, exchange: Exchange | None =
     world, injector = run.mesh.world, run.process.injector
     if injector is not None:
         injector.reached("recovery/before")
+    if run.run_file.checkpoint.remote is not None:
+        sinks.activity(f"looking for a newer checkpoint in {run.run_file.checkpoint.remote}")
     fetch_newer(run, directory, sinks)
     share_between_hosts(run, directory, exchange, sinks)
     loaded = resume(
@@ -171,15 +134,19 @@ def restore(run: Run, directory: Path, sinks: Sinks, exchange: Exchange | None =
         announce=run.process.announce if injector is None else injector.announce(run.process.announce),
         warn=sinks.warn,
         collect=lambda text: gather_texts(text, world, device=run.device),
+        activity=sinks.activity,
     )
     source = run.run_file.run.warm_start
     if loaded is None and source is not None:
-        step = load_weights(run.state, Path(source), announce=run.process.announce)
+        sinks.activity(f"verifying and loading the weights of {source}")
+        repair = "Let run.warm_start name a checkpoint of this model, or leave the key out"
+        step = load_weights(run.state, Path(source), announce=run.process.announce, repair=repair)
         sinks.note(f"weights from step {step} of {source}")
     if run.run_file.observe.compare_every_steps != 0:
         _compare_start(run, loaded)
     if injector is not None and loaded is not None:
         injector.reached("recovery/after")
+    sinks.activity("")
     return None if loaded is None else loaded.step
 
 
@@ -237,16 +204,31 @@ def introduce(sinks: Sinks, run: Run, resumed_step: int | None) -> None:
     if not run.workload.optimizers:
         _, scaling = peak_rate(run.run_file.optimizer, global_samples=run.run_file.batch.global_samples)
         unproved = missing_proof(run.run_file, run.generation.parts.split.shapes)
-        for said in (scaling, _below_peak(run.run_file), unproved):
+        for said in (scaling, below_peak(run.run_file), unproved):
             if said is not None:
                 sinks.note(said)
+    repeated = None if data.endless else used_twice_in_a_step(run.run_file, len(data.train))
+    if repeated is not None:
+        sinks.warn(repeated)
     if resumed_step is not None:
         sinks.note(f"going on from the checkpoint of step {resumed_step}")
     if resumed_step is not None and resumed_step >= run.run_file.run.steps:
         sinks.warn(f"run.steps = {run.run_file.run.steps} are done already: nothing to train; raise it to go on")
 
 
-def _below_peak(run_file: RunFile) -> str | None:
+def used_twice_in_a_step(run_file: RunFile, samples: int) -> str | None:
+    """A sentence where a step takes more samples than there are, None elsewhere."""
+    batch = run_file.batch.global_samples
+    if batch <= samples:
+        return None
+    return (
+        f"batch.global_samples = {batch}, and there are {units.plural(samples, 'training sample')}: each step uses "
+        f"some of them several times; a batch of {samples} or less uses each once an epoch"
+    )
+
+
+def below_peak(run_file: RunFile) -> str | None:
+    """A sentence where the run ends before its learning rate has reached its peak, None elsewhere."""
     warmup, steps = run_file.schedule.warmup_steps, run_file.run.steps
     if warmup < steps:
         return None
@@ -257,8 +239,10 @@ def _none(number: int) -> None:
     """No learning rate but the optimizer's own."""
 
 
-def _figures(run: Run, sinks: Sinks) -> dict[str, float]:
-    """What the codec and the strategy measured in the step just taken; says what was chosen in it."""
+def _figures(run: Run, sinks: Sinks, unkeyed: UnkeyedDraws) -> dict[str, float]:
+    """What the codec and the strategy measured in the step just taken; says what was chosen and drawn in it."""
+    if news := unkeyed.news():
+        sinks.note(news)
     coded = run.generation.coded
     for line in [] if coded is None else coded.take_lines():
         sinks.note(line)

@@ -17,6 +17,7 @@ from shoal.data import build as data_build
 from shoal.data.build import Dataset
 from shoal.data.config import PythonData
 from shoal.data.corpora import cache_folder
+from shoal.data.sample import describe
 from shoal.engine.compute import enter_training, frozen_modules
 from shoal.engine.config import PythonLoss, SquaredError
 from shoal.engine.extra_state import HasStateDict
@@ -63,7 +64,7 @@ def users_model(run_file: RunFile, given: UserObjects) -> nn.Module:
     _seed_everything(run_file.run.seed)
     model = _users_model(run_file.model, given)
     if not isinstance(model, nn.Module):
-        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        what = f"the class {model.__name__}" if isinstance(model, type) else describe(model)
         raise UserCodeError(f"the model is {what}; it must be an nn.Module, ready to be called")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserCodeError("the model has no parameter that requires a gradient; there is nothing to train")
@@ -128,6 +129,8 @@ def check_layout_independent(model: nn.Module, run_file: RunFile, *, shares: int
 def data_of(run_file: RunFile, given: UserObjects, environ: Mapping[str, str] = os.environ) -> Dataset:
     """The data to train and evaluate on. A user's function returns a data set, or a pair (training, held out)."""
     config = run_file.data
+    if isinstance(given.data, Dataset):
+        return given.data
     if given.data is None and not isinstance(config, PythonData):
         model = run_file.model
         foreign = isinstance(model, TransformersConfig)

@@ -34,9 +34,9 @@ import torch
 from torch import Tensor, nn
 
 from shoal.checkpoint.inspect import write_weights
-from shoal.comm.collective import Collective
 from shoal.data.feed import evaluation_batches
 from shoal.engine.loop import Job
+from shoal.engine.meeting import Call, meet
 from shoal.errors import UserCodeError
 from shoal.observe.ending import Ending
 from shoal.recipes.own_steps import OwnSteps
@@ -54,9 +54,11 @@ class Training:
         self._run, self._job, self._stack = run, job, stack
         self._compute = run.step.context.forward_backward.compute
         lockstep = run.step.context.lockstep
-        self._players = players_of(run, lambda own: _sum_over(lockstep, own, self.device))
+        device = run.device
+        self._players = players_of(run, lambda own: meet("sum() or mean()", lockstep, device=device, number=own))
         self._steps = OwnSteps(run, job, self._players)
         models = self.model if isinstance(self.model, nn.ModuleList) else [self.model]
+        self._closed = False
         self._draws = DrawsBySample(models, self._compute.randomness.draws, inside=lambda: self._steps.open is not None)
 
     @property
@@ -96,6 +98,26 @@ class Training:
             return None
         done = joint_outcome(self._players)
         return Update(done.loss, done.norm, done.committed)
+
+    @property
+    def samples(self) -> int:
+        """Samples of this microbatch. 0: it is a copy that counts for nothing, in a step without samples for this rank;
+        leave it out of measurements of your own.
+        """
+        step = self._steps.open
+        if step is None:
+            raise UserCodeError("there is no batch: use samples inside the loop over batches()")
+        return step.microbatch.batch.real_samples
+
+    @property
+    def weights(self) -> Tensor:
+        """What the losses of this microbatch's samples weigh, [samples] or the shape of the targets: 0 for padding and
+        for records that were left out, else 1 or what the data says.
+        """
+        step = self._steps.open
+        if step is None:
+            raise UserCodeError("there is no batch: use weights inside the loop over batches()")
+        return step.microbatch.batch.weights
 
     def batches(self) -> Iterator[Any]:
         """This rank's microbatches from where the run stands to its last step: what the data set's samples are, with a
@@ -179,6 +201,7 @@ class Training:
         """Writes the model's whole weights to `file` in safetensors' format, in place of one that is there. Every rank
         calls it, between two steps or behind an update. Raises `EnvironmentFault` where it cannot be written.
         """
+        self._meet("export()")
         with self.full_parameters():
             if self.rank == 0:
                 state, names = self.model.state_dict(), {}
@@ -204,6 +227,7 @@ class Training:
         source = self._run.workload.data.held_out
         if source is None:
             raise UserCodeError("there is no held-out data; hand over data=(training, held_out)")
+        self._meet("held_out()")
         run_file, (share, shares) = self._run.run_file, self._run.mesh.batch_share
         micro = self._run.generation.microbatching.samples or max(1, run_file.batch.global_samples // shares)
         batches = evaluation_batches(
@@ -216,16 +240,16 @@ class Training:
         )
         with self.full_parameters(), torch.no_grad(), _evaluating(self.model):
             for batch in batches:
-                yield self._compute.prepared(batch).batch.inputs
+                yield self._steps.given_of(self._compute.prepared(batch).batch)
         self._compute.buffers.refresh()
 
     def sum(self, value: float | Tensor) -> float:
-        """The sum of a number over all ranks, in float64. Every rank calls it."""
-        return self._sum(float(value))
+        """The sum of a number over all ranks, in float64. Every rank calls it, or all of them raise `UserCodeError`."""
+        return self._meet("sum() or mean()", float(value))
 
     def mean(self, value: float | Tensor, *, weight: float = 1.0) -> float:
         """The mean of a number over all ranks, each counting `weight`. Every rank calls it."""
-        total, weights = self._sum(float(value) * weight), self._sum(float(weight))
+        total, weights = self.sum(float(value) * weight), self.sum(weight)
         return total / weights if weights else math.nan
 
     def full_parameters(self) -> AbstractContextManager[None]:
@@ -240,9 +264,15 @@ class Training:
         """Ends the run on this rank, and writes how it ended. A second call does nothing.
 
         A loop that was left before its last step has no checkpoint of the steps since the last one; that is said.
+        Raises `UserCodeError`, on every rank, where others go on.
         """
+        if self._closed:
+            return
+        self._closed = True
         if self._steps.all_given and self.update is not None:
             self._steps.finish()
+        elif self.steps_done < self._job.cadence.steps:
+            self._steps.leave()
         self._leave_script()
         done, steps_wanted = self.steps_done, self._job.cadence.steps
         if done < steps_wanted:
@@ -260,6 +290,7 @@ class Training:
         if error is None:
             self.close()
             return
+        self._closed = True
         self._leave_script()
         self._stack.__exit__(kind, error, trace)
 
@@ -281,15 +312,10 @@ class Training:
         for player in self._players:
             player.close()
 
-    def _sum(self, own: float) -> float:
-        return _sum_over(self._run.mesh.world, own, self.device)
-
-
-def _sum_over(group: Collective, own: float, device: torch.device) -> float:
-    total = torch.tensor(own, dtype=torch.float64, device=device)
-    if group.size > 1:
-        group.all_reduce(total).wait()
-    return float(total)
+    def _meet(self, call: Call, number: float = 0.0) -> float:
+        """The sum of `number` over all ranks: where they take steps together, on the group on which these begin."""
+        lockstep, world = self._run.step.context.lockstep, self._run.mesh.world
+        return meet(call, lockstep if lockstep.size == world.size else world, device=self.device, number=number)
 
 
 @contextmanager

@@ -7,36 +7,52 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
-from math import ceil
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from torch import nn
 from torch._C._distributed_c10d import HashStore
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, default_collate
+from torch.utils.data import DataLoader
 
 from shoal.config.load import apply
-from shoal.data.as_inputs import AsInputs, Collated
+from shoal.data.dataset import Dataset
 from shoal.engine.config import Float16
-from shoal.errors import ConfigError, ShoalError, UsageError, UserCodeError
+from shoal.errors import ConfigError, ShoalError, UsageError
 from shoal.launch.devices import gpus
 from shoal.launch.environment import ALONE, Place, place_from
 from shoal.launch.lock import RunLock
 from shoal.launch.signals import StopRequest
+from shoal.launch.supervision import say
 from shoal.models.embedding_table import tables_in
 from shoal.observe.facts import write_facts
+from shoal.recipes.epoch_end import epoch_steps
 from shoal.recipes.facts import run_facts
-from shoal.recipes.job import build_job, introduce, restore, run_start, sinks_of, write_run_file
-from shoal.recipes.objects import UserObjects
+from shoal.recipes.hang_watch import watch_hangs
+from shoal.recipes.job import build_job, introduce, restore, run_start, sinks_of
+from shoal.recipes.objects import UserObjects, data_of
 from shoal.recipes.own_loop import Training
+from shoal.recipes.own_objects import (
+    check_alone,
+    data_of_script,
+    is_compiled,
+    objects_of,
+    order_of_loader,
+    unread_arguments,
+)
 from shoal.recipes.run import open_run
-from shoal.recipes.start import Planner, checked, in_rank, run
+from shoal.recipes.run_record import write_run_file
+from shoal.recipes.start import Planner, as_launched, checked, in_rank, run
 from shoal.recipes.user_code import GIVEN
 from shoal.runfile.load import run_file_of
 from shoal.runfile.run_file import RunFile, run_directory, with_processes
 from shoal.sync.config import ServerConfig
 
+OF_MODEL = ("batch_norm", "group_samples", "counts", "roles", "parts")
+"""Keys of [model] that say how to train a model which a script hands over."""
+GIVEN_AS_OBJECT = ("kind", "build", "arguments")
+"""Keys of [data] that name data, in place of which a script hands it over."""
 STARTED = "SHOAL_STARTED"
 """Of which run this process is a rank: its own number, and the run's name."""
 
@@ -58,7 +74,8 @@ def start_own_loop(
     """
     try:
         _refuse_second(os.environ)
-        data, loader = _data_of(objects["data"])
+        check_alone()
+        data, loader = data_of_script(objects["data"])
         run_file = _run_file(
             tables, overrides, file=file, loader=loader, data=data, samples=batch_samples, epochs=epochs, steps=steps
         )
@@ -70,37 +87,47 @@ def start_own_loop(
                 code = run(run_file, command(), _never, directory=run_directory(run_file), file=file, planner=planner)
                 sys.exit(int(code))
             place = ALONE
-        run_file = checked(with_processes(run_file, place.world_size), place, file=file, planner=planner)
+        run_file = checked(as_launched(run_file, place), place, file=file, planner=planner)
         _check_layout(run_file)
         _check_servers(run_file, objects["model"])
         _check_optimizers(run_file, objects["optimizer"])
+        _check_compiled(run_file, objects["model"])
+        data = data_named(run_file) if data is None else data
+        given = objects_of(objects, data)
     except ShoalError as refusal:
-        print(f"shoal: {refusal}", file=sys.stderr, flush=True)
+        say(f"shoal: {refusal}")
         sys.exit(refusal.exit_code)
     stack = ExitStack()
-    stack.enter_context(in_rank(place, os.environ))
+    advice = None if planner is None else partial(planner.memory_advice, run_file)
+    stack.enter_context(in_rank(place, os.environ, advice))
     _leave_through(stack)
     try:
         stack.enter_context(_marked(run_file, place, os.environ))
-        return _training(run_file, place, _objects(objects, data), stack)
+        return _training(run_file, place, given, stack, said=unread_arguments(loader))
     except BaseException:
         stack.__exit__(*sys.exc_info())  # leaves with the exit code and the sentence of the error
         raise
 
 
-def _training(run_file: RunFile, place: Place, objects: UserObjects, stack: ExitStack) -> Training:
+def _training(
+    run_file: RunFile, place: Place, objects: UserObjects, stack: ExitStack, *, said: Sequence[str] = ()
+) -> Training:
     directory = run_directory(run_file)
     if place.rank == 0 and place.launcher != "shoal":
         stack.enter_context(RunLock(directory))
     sinks = stack.enter_context(sinks_of(run_file, place))
-    opened = open_run(run_file, place, objects, store=HashStore() if place is ALONE else None)
+    store = HashStore() if place is ALONE else None
+    opened = open_run(run_file, place, objects, store=store, activity=sinks.activity)
     resumed_step = restore(opened, directory, sinks)
     opened.state.restore_extra()
     if place.rank == 0:
         write_run_file(opened, directory, sinks)
         write_facts(directory, run_facts(opened))
     introduce(sinks, opened, resumed_step)
+    for sentence in said:
+        sinks.note(sentence)
     stop = stack.enter_context(StopRequest())
+    stack.enter_context(watch_hangs(opened, directory, say=sinks.warn))
     job = build_job(opened, directory, sinks, stack, stop_requested=lambda: stop.requested, own_loop=True)
     stack.callback(job.saver.close)
     opened.mesh.ledger.take()  # what the start sent belongs to no step
@@ -116,14 +143,6 @@ def _close_at_exit(training: Training, stack: ExitStack) -> None:
         training.close()
     except BaseException:
         stack.__exit__(*sys.exc_info())
-
-
-def _objects(given: Mapping[str, Any], data: Any) -> UserObjects:
-    """What the script handed over: several models as one module, whose parameters are called "0.weight", ..."""
-    model, optimizer = given["model"], given["optimizer"]
-    whole = nn.ModuleList(model) if isinstance(model, list | tuple) else model
-    optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-    return UserObjects(model=whole, data=data, optimizers=optimizers, state=given["state"])
 
 
 @contextmanager
@@ -162,26 +181,6 @@ def _never(run_file: RunFile, place: Place) -> None:
     raise AssertionError("this process starts ranks and is none")
 
 
-def _data_of(data: Any) -> tuple[Any, DataLoader | None]:
-    """The data sets, each sample as inputs alone; and the DataLoader they came in."""
-    loader: DataLoader | None = data if isinstance(data, DataLoader) else None
-    sets: Any = (loader.dataset, None) if loader is not None else data if _is_pair(data) else (data, None)
-    for part in sets:
-        if part is not None and not (hasattr(part, "__len__") and hasattr(part, "__getitem__")):
-            raise UserCodeError(
-                f"the data is of type {type(part).__name__}; shoal.start takes a data set with len(d) and d[i], a "
-                "DataLoader of one, or a pair (training, held out)"
-            )
-    if loader is not None and loader.collate_fn is not default_collate:
-        collate = loader.collate_fn
-        return (Collated(sets[0], collate), None), loader
-    return tuple(None if part is None else AsInputs(part) for part in sets), loader
-
-
-def _is_pair(data: Any) -> bool:
-    return isinstance(data, tuple) and len(data) == 2 and all(hasattr(part, "__getitem__") for part in data)
-
-
 def _run_file(
     tables: Mapping[str, Any],
     overrides: Sequence[str],
@@ -194,9 +193,17 @@ def _run_file(
     steps: int | None,
 ) -> RunFile:
     """The run file of a loop: what the script leaves out follows from what it handed over."""
-    whole = apply(
-        {**tables, "model": {}, "data": _without(tables.get("data"), "kind", "build", "arguments")}, overrides, RunFile
-    )
+    model = {name: key for name, key in dict(tables.get("model") or {}).items() if name in OF_MODEL}
+    table = dict(tables.get("data") or {})
+    if data is not None and table.get("kind", "python") != "python":
+        raise ConfigError(
+            f"{file}: data.kind = {table['kind']!r}, and the script hands over data of its own: leave one of them out"
+        )
+    if data is not None:
+        table = {name: key for name, key in table.items() if name not in GIVEN_AS_OBJECT}
+    whole = apply({**tables, "model": model, "data": table}, overrides, RunFile)
+    if data is None and "kind" not in whole.get("data", {}):
+        raise ConfigError(f"{file}: there is no data: pass data to shoal.start, or set data.kind")
     unread = next((name for name in ("optimizer", "schedule", "loss") if name in whole), None)
     if unread is not None:
         raise ConfigError(
@@ -210,32 +217,36 @@ def _run_file(
         if size is None:
             raise ConfigError(f"{file}: batch.global_samples is missing; pass batch_samples, the samples of one step")
         batch["global_samples"] = size
+    if loader is not None:
+        batch.setdefault("epoch_end", "drop" if loader.drop_last else "short")
+    by_epochs = "steps" not in run_table and steps is None
     if "steps" not in run_table:
         if (epochs is None) == (steps is None):
             raise ConfigError(f"{file}: run.steps is missing; pass epochs or steps, one of them, or set it")
-        run_table["steps"] = steps or ceil((epochs or 0) * len(data[0]) / batch["global_samples"])
+        run_table["steps"] = 1 if steps is None else steps
     given = {"kind": "python", "build": GIVEN}
-    data_table = {**_of_loader(loader), **whole.get("data", {}), **given}
-    return run_file_of(
-        {**whole, "run": run_table, "batch": batch, "model": {**whole.get("model", {}), **given}, "data": data_table},
-        file=file,
-    )
+    data_table = whole["data"] if data is None else {**order_of_loader(loader), **whole.get("data", {}), **given}
+    tables = {**whole, "run": run_table, "batch": batch, "model": {**whole.get("model", {}), **given}}
+    run_file = run_file_of({**tables, "data": data_table}, file=file)
+    if by_epochs:
+        run_table["steps"] = epoch_steps(run_file, _samples(run_file, data), epochs or 0)
+        run_file = run_file_of({**tables, "data": data_table}, file=file)
+    return run_file
 
 
-def _without(table: Any, *keys: str) -> dict[str, Any]:
-    return {} if table is None else {key: value for key, value in dict(table).items() if key not in keys}
+def _samples(run_file: RunFile, data: Any) -> int:
+    """Samples of an epoch. Raises `ConfigError` for a stream, which has none."""
+    if data is not None:
+        return len(data[0])
+    found = data_named(run_file)
+    if found.endless or found.parts:
+        raise ConfigError("epochs of a stream or a mixture, which have none: pass steps")
+    return len(found.train)
 
 
-def _of_loader(loader: DataLoader | None) -> dict[str, Any]:
-    """The order of a DataLoader. Raises `UserCodeError` for one that Shoal cannot reproduce."""
-    if loader is None:
-        return {}
-    if not isinstance(loader.sampler, RandomSampler | SequentialSampler) or loader.batch_size is None:
-        raise UserCodeError(
-            f"the DataLoader has a sampler of its own ({type(loader.sampler).__name__}); Shoal divides the samples "
-            "among ranks itself, so that a resumed run uses each once: leave the sampler out"
-        )
-    return {"shuffle": isinstance(loader.sampler, RandomSampler)}
+def data_named(run_file: RunFile) -> Dataset:
+    """What `[data]` names."""
+    return data_of(run_file, UserObjects())
 
 
 def _check_optimizers(run_file: RunFile, optimizer: Any) -> None:
@@ -244,6 +255,15 @@ def _check_optimizers(run_file: RunFile, optimizer: Any) -> None:
         raise ConfigError(
             f'precision.kind = "float16" with {len(optimizer)} optimizers: one loss scale would follow from all of '
             'them; use "bfloat16", or one optimizer'
+        )
+
+
+def _check_compiled(run_file: RunFile, model: Any) -> None:
+    """Raises `ConfigError` where a compiled program would come upon collectives."""
+    if is_compiled(model) and run_file.layout.shard != 1 and run_file.memory.zero == 3:
+        raise ConfigError(
+            "the model is compiled, and under memory.zero = 3 its layers fetch their weights while they compute, which "
+            "a compiled program cannot: hand over the plain module, or set memory.zero to 1 or 2"
         )
 
 
@@ -277,12 +297,4 @@ def _check_layout(run_file: RunFile) -> None:
         raise ConfigError(
             'gradients.schedule = "priority", observe.noise_every_steps and observe.layer_norms_every_steps need the '
             "loop of shoal.train; leave them out"
-        )
-    shares = (run_file.run.processes or 1) if layout.shard != 1 else 1
-    micro = run_file.batch.micro_samples or max(1, run_file.batch.global_samples // shares)
-    if shares > 1 and run_file.batch.global_samples % (shares * micro):
-        raise ConfigError(
-            f"batch.global_samples = {run_file.batch.global_samples} is not {shares} shares of whole microbatches of "
-            f"{micro}: under layout.shard every rank computes the same number of them; make it a multiple of "
-            f"{shares * micro}"
         )

@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from shoal.data.as_inputs import AsInputs
+from shoal.data.sample import Batch, padding_like
 from shoal.engine.loop import Job, PendingStep, steps
+from shoal.engine.meeting import meet
 from shoal.errors import UserCodeError
 from shoal.recipes.own_update import OpenStep, Player, joint_outcome
 from shoal.recipes.run import Run
@@ -28,11 +31,13 @@ class OwnSteps:
         self._run, self._job, self._players = run, job, players
         self._compute = run.step.context.forward_backward.compute
         self._each = self._opened()
+        self._leaving = False
+        self._with_targets = not isinstance(run.workload.data.train, AsInputs)
 
     @property
     def epoch_samples(self) -> int:
-        """Samples that the data has."""
-        return len(self._run.workload.data.train)
+        """Samples of one epoch."""
+        return self._run.epoch_samples
 
     @property
     def given(self) -> int:
@@ -47,7 +52,7 @@ class OwnSteps:
     @property
     def position(self) -> int:
         """Samples of the steps that the script has been given."""
-        open_samples = 0 if self.open is None else self._run.run_file.batch.global_samples
+        open_samples = 0 if self.pending is None else self.pending.samples
         return self._job.progress.samples + open_samples
 
     def next_step(self) -> OpenStep | None:
@@ -70,7 +75,7 @@ class OwnSteps:
                 player.enter()
             self._compute.announce(step.microbatch, lambda: step.factor())
             with self._compute.coupled():
-                yield step.microbatch.batch.inputs
+                yield self.given_of(step.microbatch.batch)
             computed = [player.leave() for player in self._players]
             if not any(computed):
                 raise UserCodeError(
@@ -83,12 +88,39 @@ class OwnSteps:
         if self.next_step() is not None:
             raise AssertionError("the last step has been given")
 
+    def leave(self) -> None:
+        """The loop ends here, before the last step. Raises `UserCodeError`, on every rank, where others go on."""
+        self._leaving = True
+        if self.open is not None and self.open.is_last and any(player.outcome is not None for player in self._players):
+            self.next_step()  # ends this one; those who go on begin another
+        else:
+            self._meet_at_end()
+
+    def _meet_at_end(self) -> None:
+        meet("the end of the loop", self._run.step.context.lockstep, device=self._run.device)
+
+    def given_of(self, batch: Batch) -> Any:
+        """What the script gets of a batch: what its data set's samples are; of a source of Shoal's own inputs and
+        targets.
+        """
+        return (batch.inputs, batch.targets) if self._with_targets else batch.inputs
+
+    def _alike(self, batches: Sequence[Batch]) -> list[Batch]:
+        """As many microbatches as the other ranks of a sharded model have. None is padded: the loss is its mean."""
+        uniform = self._run.generation.microbatching.uniform
+        missing = 0 if uniform is None else uniform.count - len(batches)
+        return [*batches, *[padding_like(batches[-1], 1)] * missing]
+
     def _opened(self) -> Iterator[OpenStep]:
         """Each step; what is due after it happens when the next is asked for."""
         for pending in steps(self._job):
-            work = self._run.step.begin(pending.number, pending.microbatches, lr=None, stop=pending.stop)
-            uniform = self._run.generation.microbatching.uniform
-            batches = list(pending.microbatches) if uniform is None else uniform(pending.microbatches)
+            if self._leaving:
+                self._meet_at_end()
+                return
+            work = self._run.step.begin(
+                pending.number, pending.microbatches, lr=None, samples=pending.samples, stop=pending.stop
+            )
+            batches = self._alike(pending.microbatches)
             if len(self._players) > 1 and len(batches) > 1:
                 raise UserCodeError(
                     f"a step has {len(batches)} microbatches, and a loop with several optimizers takes it in one: "

@@ -12,6 +12,7 @@ player's parameters alone: what the discriminator's weights would get from the g
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from shoal.engine.rank_context import GlobalSum, RankContext
 from shoal.engine.updates import AgreedUpdate, AtOnce, Outcome, Work
 from shoal.errors import UserCodeError
 from shoal.gradients.joint import JointGradients
+from shoal.recipes.own_objects import scaler_in
 from shoal.recipes.run import Run
 
 
@@ -132,7 +134,7 @@ class Player:
         self._rates: list[float] = []
         self._backwards = self._expecting_more = self._stepped = False
         self._weighed_by_loop: bool | None = None
-        self._own_weight = 0.0
+        self._own_weight, self._outcomes = 0.0, 0
         self._deferred: Tensor | None = None
         self._hooks = (
             optimizer.register_step_pre_hook(self._before_step),
@@ -187,6 +189,7 @@ class Player:
         """The losses of this microbatch, each times what it counts; None where `more` follow."""
         step = self._opened()
         self._check_loss(loss)
+        self._check_unscaled()
         if self._agreed is not None or self._stepped or (self._backwards and not self._expecting_more):
             raise UserCodeError(
                 f"step {step.work.step}: backward() was called again for one batch, whose gradient has left already; "
@@ -195,7 +198,8 @@ class Player:
         if self._weighed_by_loop not in (None, weight is not None):
             raise UserCodeError("backward() has a weight for one batch and none for another; pass it always or never")
         self._weighed_by_loop = weight is not None
-        counts = step.microbatch.batch.weights.sum().item() if weight is None else float(weight)
+        batch = step.microbatch.batch
+        counts = batch.weights.sum().item() if weight is None else float(weight) if batch.real_samples else 0.0
         if not self._expecting_more:
             self._own_weight += counts
         self._backwards, self._expecting_more = True, more
@@ -244,6 +248,7 @@ class Player:
             hook.remove()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._check_unscaled()
         if len(args) > 1 or any(value is not None for value in kwargs.values()):
             raise UserCodeError("optimizer.step() was given a closure; call it without, after the backward")
         step = self._opened()
@@ -262,6 +267,7 @@ class Player:
         self._withheld = []
         if self._agreed is not None:
             self.outcome = self.policy.conclude(self._context, self._agreed)
+            self._outcomes += 1
 
     def _opened(self) -> OpenStep:
         if self._step is None:
@@ -279,6 +285,15 @@ class Player:
         if total <= 0:
             raise UserCodeError(f"step {step.work.step}: all weights of the global batch are 0; give one sample weight")
         return total
+
+    def _check_unscaled(self) -> None:
+        """In the first step. Raises `UserCodeError` where the script, or who calls the optimizer, scales losses."""
+        if self._outcomes or scaler_in(sys._getframe()) is None:
+            return
+        raise UserCodeError(
+            "the script scales its loss by a GradScaler, which would skip updates on one rank and not on the others: "
+            'set precision.kind = "float16", which scales for all ranks, and make it GradScaler(enabled=False)'
+        )
 
     @staticmethod
     def _check_loss(loss: Any) -> None:

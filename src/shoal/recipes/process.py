@@ -12,6 +12,8 @@ from torch._C._distributed_c10d import Store
 
 from shoal.comm.conditions import Conditions
 from shoal.errors import EnvironmentFault
+from shoal.launch.allocator import keep_freed_memory, thresholds
+from shoal.launch.devices import memory_limit
 from shoal.launch.environment import Place
 from shoal.launch.rendezvous import STARTED, Rendezvous, interface_for, open_store
 from shoal.recipes.injection import Injector, injector_from
@@ -71,9 +73,15 @@ def open_process(
 
 
 def settle(run_file: RunFile, place: Place, environ: Mapping[str, str]) -> torch.device:
-    """Takes this rank's device, network interface and number of threads. Raises as `device_of`."""
+    """Takes this rank's device, network interface and number of threads, and keeps the memory that a step on the CPU
+    frees for the next one. Raises as `device_of`.
+    """
     device = device_of(run_file.run.device, place)
     _share_host(place, environ)
+    if device.type == "cpu":
+        memory = memory_limit()
+        kept = thresholds(memory.total_bytes if memory else None, ranks=place.local_world_size)
+        keep_freed_memory(kept, environ)
     if in_canonical_order(run_file):
         torch.set_num_threads(1)  # a matrix product adds in another order on another number of threads
     return device

@@ -1,7 +1,8 @@
 """What a run was made of, so that it can be made again: code, packages, Python, environment.
 
 The files are those of Shoal and of the modules that were imported from the directory in which the run was started. Of
-the environment only variables that change how numbers are computed or sent are kept, and never a secret.
+the environment, rank 0's variables that change what is computed or sent are kept with their values (`PREFIXES`, and
+those that `SHOAL_RECORD` names), the others by name alone, and a secret's value never.
 """
 
 from __future__ import annotations
@@ -18,10 +19,18 @@ from typing import Any
 
 from blake3 import blake3
 
+from shoal.launch.secret_names import is_secret
+
 PACKAGE = Path(__file__).parents[1]
-PREFIXES = ("OMP_", "MKL_", "KMP_", "OPENBLAS_", "NCCL_", "GLOO_", "CUDA_", "CUBLAS_", "TORCH_", "PYTORCH_")
-SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD")
-SITE = "site-packages"
+PREFIXES = (
+    *("OMP_", "GOMP_", "MKL_", "KMP_", "OPENBLAS_", "ONEDNN_", "DNNL_", "ATEN_", "MALLOC_", "LD_", "PYTHON"),
+    *("NCCL_", "GLOO_", "UCX_", "FI_", "CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_", "HIP_", "ROCR_", "HSA_"),
+    *("TORCH_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "PYTORCH_", "TRITON_", "HF_", "TRANSFORMERS_", "TOKENIZERS_"),
+    "SHOAL_CACHE",
+)
+RECORDED_NAMES = "SHOAL_RECORD"
+"""The variable that names more to record, with commas: what `shoal submit --env` gave."""
+SITES = ("site-packages", "dist-packages")
 GIT_TIMEOUT_S = 10.0
 
 
@@ -34,12 +43,18 @@ def provenance(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
         "packages": packages(),
         "git": git_state(directory),
         "files": file_hashes(imported_files(directory), directory),
-        "environment": {
-            name: value
-            for name, value in sorted(environ.items())
-            if name.startswith(PREFIXES) and not any(word in name for word in SECRETS)
-        },
+        **_variables(environ),
     }
+
+
+def _variables(environ: Mapping[str, str]) -> dict[str, Any]:
+    given = {RECORDED_NAMES, *environ.get(RECORDED_NAMES, "").split(",")}
+    kept = {
+        name: value
+        for name, value in sorted(environ.items())
+        if (name.startswith(PREFIXES) or name in given) and not is_secret(name, value)
+    }
+    return {"environment": kept, "other_variables": sorted(environ.keys() - kept.keys())}
 
 
 def packages() -> dict[str, str]:
@@ -58,29 +73,43 @@ def git_state(directory: Path) -> dict[str, Any] | None:
 
 def file_hashes(names: Iterable[str], directory: Path) -> dict[str, str | None]:
     """The BLAKE3 hash of each file, None where it is gone; a name that begins with "shoal/" is a file of Shoal's."""
-    return {name: _hash(_path(name, directory)) for name in names}
+    return {name: hash_of_file(_path(name, directory)) for name in names}
 
 
 def imported_files(directory: Path) -> list[str]:
     """Shoal's own files, and those that were imported from `directory` or below it."""
-    own = [f"shoal/{path.relative_to(PACKAGE)}" for path in PACKAGE.rglob("*.py")]
-    files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
-    elsewhere = (sysconfig.get_path("stdlib"), f"{PACKAGE}{os.sep}")
-    # to resolve a path costs a system call for each of its folders, and thousands of modules are imported
-    found = {Path(file).resolve() for file in files if file and not file.startswith(elsewhere) and SITE not in file}
-    theirs = [
-        str(path.relative_to(directory))
-        for path in found
-        if path.is_relative_to(directory) and SITE not in path.parts and not path.is_relative_to(PACKAGE)
-    ]
-    return sorted(own + theirs)
+    theirs = {path for path in users_modules().values() if path.is_relative_to(directory)}
+    return sorted([*shoals_files(), *(str(path.relative_to(directory)) for path in theirs)])
+
+
+def shoals_files() -> list[str]:
+    """Shoal's own files, each as "shoal/..."."""
+    return [f"shoal/{path.relative_to(PACKAGE)}" for path in PACKAGE.rglob("*.py")]
+
+
+def users_modules() -> dict[str, Path]:
+    """The modules imported by now that are neither Python's nor Shoal's nor those of an installed package: the file of
+    each, by the module's name.
+    """
+    elsewhere = (sysconfig.get_path("stdlib"), sysconfig.get_path("scripts"), f"{PACKAGE}{os.sep}")
+    found: dict[str, Path] = {}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        # to resolve a path costs a system call for each of its folders, and thousands of modules are imported
+        if not file or file.startswith(elsewhere) or any(site in file for site in SITES):
+            continue
+        path = Path(file).resolve()
+        if not set(SITES) & set(path.parts) and not path.is_relative_to(PACKAGE):
+            found[name] = path
+    return found
 
 
 def _path(name: str, directory: Path) -> Path:
     return PACKAGE.parent / name if name.startswith("shoal/") else directory / name
 
 
-def _hash(path: Path) -> str | None:
+def hash_of_file(path: Path) -> str | None:
+    """The first half of the BLAKE3 hash of its bytes, in hexadecimal; None where it cannot be read."""
     try:
         return blake3(path.read_bytes()).hexdigest()[:32]
     except OSError:

@@ -13,6 +13,7 @@ from shoal.data.dataset import Dataset
 from shoal.data.feed import SlowReads
 from shoal.data.reader_process import Opening, ReaderProcess
 from shoal.launch.supervision import say
+from shoal.recipes.epoch_end import order_of
 from shoal.recipes.objects import UserObjects, data_of
 from shoal.runfile.load import run_file_of
 from shoal.runfile.run_file import RunFile
@@ -46,7 +47,7 @@ def reader_of(text: str) -> BatchReader:
 
 
 def _reader(run_file: RunFile, data: Dataset) -> BatchReader:
-    config, seed = run_file.data, run_file.run.seed
-    order = data.order(seed, shuffle=config.shuffle, window=config.shuffle_window)
-    augmentation = augmentation_of(config, seed)
-    return SourceReader(data.train, order, denominator=run_file.batch.denominator, augmentation=augmentation)
+    augmentation = augmentation_of(run_file.data, run_file.run.seed)
+    return SourceReader(
+        data.train, order_of(run_file, data), denominator=run_file.batch.denominator, augmentation=augmentation
+    )

@@ -2,7 +2,8 @@
 
 A run whose replicas wait for each other repeats itself by its run file. One that is served asynchronously also follows
 the order in which gradients came, which each rank records in its run directory (`sync.event_order`). The replay writes
-a directory of its own, and ends with a comparison of the two runs' newest checkpoints.
+a directory of its own, and ends with a comparison of the two runs' newest checkpoints. An elastic run is refused: which
+replicas take a step follows from when each of them came, answered and died.
 """
 
 from __future__ import annotations
@@ -18,6 +19,11 @@ from shoal.sync.event_order import EventFiles, Rounds, event_file
 
 def replayed(run_file: RunFile) -> RunFile:
     """Raises `ConfigError` for a run that cannot be repeated."""
+    if run_file.elastic is not None:
+        raise ConfigError(
+            "a run with [elastic] cannot be replayed: its members come and go by the clock, and no order of that is "
+            "recorded; record a run without [elastic], and replay that"
+        )
     if isinstance(run_file.sync, HogwildConfig):
         raise ConfigError(
             'sync.kind = "hogwild" cannot be replayed: processes write without locks, in no order that could be '

@@ -10,7 +10,7 @@ Parts have three lifetimes. A change of membership makes a new `Generation`, and
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -27,10 +27,10 @@ from shoal.engine.precision import scaler_of
 from shoal.engine.state import TrainState
 from shoal.engine.step import TrainStep
 from shoal.launch.environment import Place
-from shoal.observe.facts import read_facts
 from shoal.observe.progress_bar import ProgressBar, track
 from shoal.optim.schedule import peak_rate, rate
-from shoal.recipes.generation import Generation, build_generation
+from shoal.recipes.epoch_end import epoch_samples, order_of, short_epoch
+from shoal.recipes.generation import Generation, build_generation, next_generation
 from shoal.recipes.microbatching import microbatching
 from shoal.recipes.objects import UserObjects
 from shoal.recipes.process import Process, open_process
@@ -39,7 +39,7 @@ from shoal.recipes.run_state import build_state
 from shoal.recipes.splitting import trained_in
 from shoal.recipes.train_step import build_step
 from shoal.recipes.workload import Workload, build_workload
-from shoal.runfile.run_file import RunFile, run_directory, statistics_group
+from shoal.runfile.run_file import RunFile, statistics_group
 from shoal.state.ownership import Trained
 from shoal.sync.event_order import Rounds
 
@@ -98,18 +98,16 @@ class Run:
         """
         run_file, data = self.run_file, self.workload.data.train
         replica, replicas = self._trains_on if share is None else share
-        order = self.workload.data.order(
-            run_file.run.seed, shuffle=run_file.data.shuffle, window=run_file.data.shuffle_window
-        )
         return Feed(
             data,
-            order,
+            order_of(run_file, self.workload.data),
             StepShare(
                 run_file.batch.global_samples,
                 replica,
                 replicas,
                 micro_samples=micro_samples or self.generation.microbatching.samples,
                 group=statistics_group(run_file),
+                epoch=short_epoch(run_file, len(data)),
             ),
             denominator=run_file.batch.denominator,
             start=self.state.progress.cursor if cursor is None else cursor,
@@ -125,6 +123,11 @@ class Run:
         share, shares = self.mesh.batch_share
         working = shares - self.run_file.sync.serving_only
         return (share if share < working else None), working
+
+    @property
+    def epoch_samples(self) -> int:
+        """Samples that are trained on in one epoch."""
+        return epoch_samples(self.run_file, len(self.workload.data.train))
 
     def rate(self, number: int) -> float:
         """The learning rate of step `number`."""
@@ -156,6 +159,10 @@ class Run:
             return evaluate(self.generation.forward_backward, batches, group=self.mesh.world, device=self.device)
 
 
+def _unsaid(text: str) -> None:
+    """Nobody listens."""
+
+
 def open_run(
     run_file: RunFile,
     place: Place,
@@ -164,18 +171,24 @@ def open_run(
     environ: Mapping[str, str] = os.environ,
     store: Store | None = None,
     rounds: Rounds | None = None,
+    activity: Callable[[str], None] = _unsaid,
 ) -> Run:
     """Connects this rank to the others and builds what it trains with. Blocks until all ranks are here.
 
+    `activity` hears what takes long, before it begins.
     `objects` replace what the run file names. `store` is where ranks meet; None: the one that the launcher told of.
     `rounds` records the order of events at servers, or repeats a recorded one.
     """
     process = open_process(run_file, place, environ=environ, store=store)
+    activity("building the model and opening the data")
     layout = run_file.layout.layout(place.world_size)
     plan = microbatching(run_file, layout)
     workload = build_workload(run_file, process, objects or UserObjects(), layout=layout, micro_samples=plan.samples)
     number = int(process.announce("generation", lambda: str(next_generation(run_file))))
+    if place.world_size > 1:
+        activity("waiting until every rank has built its model")
     process.wait_for_all()
+    activity("connecting the ranks and drawing the weights" if place.world_size > 1 else "drawing the weights")
     return run_in_generation(run_file, process, workload, number=number, rounds=rounds)
 
 
@@ -197,8 +210,3 @@ def run_in_generation(
     state = build_state(run_file, generation, workload, scaler)
     step = build_step(run_file, generation, generation.agreement.stepped_by(state.optimizer.optimizer), scaler)
     return Run(run_file, process, workload, generation, state, step)
-
-
-def next_generation(run_file: RunFile) -> int:
-    """The number after that of the newest generation in the run directory."""
-    return read_facts(run_directory(run_file)).get("generation", -1) + 1

@@ -80,7 +80,7 @@ def build_run_gradients(
                 sync.gradient_ranks,
                 exchange,
                 lockstep=None if several else mesh.axis(*sync.lockstep_axes),
-                whole=works_on == "matrices",
+                whole=works_on == "matrices" or run_file.codec.codes_matrices,
                 pieces=piece_codecs(run_file.shard_codec),
             ),
         )

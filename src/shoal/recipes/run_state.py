@@ -22,8 +22,10 @@ from shoal.gradients.residuals import ResidualSection
 from shoal.optim.build import build_optimizer
 from shoal.optim.config import Slot
 from shoal.optim.schedule import peak_rate
+from shoal.recipes.epoch_end import epoch_samples
 from shoal.recipes.generation import Generation
 from shoal.recipes.run_gradients import zero_of
+from shoal.recipes.sameness import contents_of
 from shoal.recipes.workload import Workload
 from shoal.runfile.run_file import RunFile
 from shoal.state.ownership import Owned
@@ -42,7 +44,7 @@ def build_state(run_file: RunFile, generation: Generation, workload: Workload, s
     identity = {
         "run.seed": run_file.run.seed,
         "data.shuffle": run_file.data.shuffle,
-        "the number of training samples": len(workload.data.train),
+        "the number of training samples": epoch_samples(run_file, len(workload.data.train)),
         "optimizer.kind": " and ".join(o.kind for o in own) or type(run_file.optimizer).__struct_config__.tag,
     }
     model, owned, names = ModelSection(split.model), None, ()
@@ -74,10 +76,9 @@ def build_state(run_file: RunFile, generation: Generation, workload: Workload, s
     else:
         stepped = [(owned.name, owned.parameter) for owned in gradients.owned]
         optimizers = [section(o.adopt(stepped), o.slots, None if len(own) == 1 else o.names) for o in own]
+    progress = Progress(identity, contents_of(workload.samples))
     others = [*tuned, residuals, *generation.agreement.sections, *_of_script(workload)]
-    return TrainState(
-        model, optimizers[0], Progress(identity), [*optimizers[1:], FactsSection("scaler", scaler), *others]
-    )
+    return TrainState(model, optimizers[0], progress, [*optimizers[1:], FactsSection("scaler", scaler), *others])
 
 
 def _built(run_file: RunFile, generation: Generation) -> torch.optim.Optimizer:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -23,7 +24,7 @@ from shoal.data.sample import Source, map_tree, parse_sample
 from shoal.errors import ConfigError, UserCodeError
 from shoal.launch.versions import installed
 from shoal.observe.settings import flat
-from shoal.recipes.provenance import file_hashes, imported_files
+from shoal.recipes.provenance import file_hashes, hash_of_file, shoals_files, users_modules
 from shoal.runfile.run_file import RunFile
 
 DATA_PLACES = ("path", "files", "inputs", "targets", "held_out", "held_out_inputs", "held_out_targets")
@@ -33,6 +34,9 @@ and how it shows progress."""
 
 SAMPLED = 16
 """Samples of each data set that are compared, evenly spaced."""
+
+RANDOM, UNREADABLE = "random", "unreadable"
+"""What stands for the hash of a sample that has none."""
 
 Announce = Callable[[str, Callable[[], str]], str]
 """`announce(key, find)`: rank 0 calls `find`; every rank gets its answer."""
@@ -56,18 +60,56 @@ def require_same_start(rank: int, announce: Announce, run_file: RunFile) -> None
             )
 
 
-def require_same_code(rank: int, announce: Announce) -> None:
-    """Compares the files of Shoal, and those imported from the directory in which the ranks were started.
-
-    Raises `UserCodeError` on the rank whose file is not rank 0's.
+class Code(msgspec.Struct, frozen=True):
+    """The code of a rank, by hash: Shoal's files, and the modules that were imported from elsewhere than an installed
+    package. `used` are those of the latter that define what the rank trains with.
     """
-    directory = Path.cwd()
-    own = file_hashes(imported_files(directory), directory)
-    theirs = msgspec.json.decode(announce("same/code", lambda: msgspec.json.encode(own).decode()))
-    for name in (name for name in own if name in theirs and own[name] != theirs[name]):
-        raise UserCodeError(
-            f"rank {rank} runs another {name} than rank 0: copy the same files to every host, and start all ranks again"
-        )
+
+    files: dict[str, str | None]
+    modules: dict[str, str | None]
+    used: list[str]
+
+
+def code_of(used: Iterable[object]) -> Code:
+    """The code of this process; `used` are objects, functions or classes."""
+    modules = users_modules()
+    names = {getattr(one, "__module__", None) or type(one).__module__ for one in used}
+    hashes = {name: hash_of_file(path) for name, path in modules.items()}
+    return Code(file_hashes(shoals_files(), Path.cwd()), hashes, sorted(names & modules.keys()))
+
+
+def require_same_code(rank: int, announce: Announce, used: Iterable[object]) -> None:
+    """Compares the files of Shoal, and every module of the user's, wherever it lies. `used` is what the rank trains
+    with: parts of the model, data, loss. Their modules must be imported by all ranks; another module that this rank has
+    not imported is compared where it would be found.
+
+    Raises `UserCodeError` on the rank whose code is not rank 0's.
+    """
+    own = code_of(used)
+    theirs = msgspec.json.decode(announce("same/code", lambda: msgspec.json.encode(own).decode()), type=Code)
+    repair = "copy the same files to every host, and start all ranks again"
+    for name in (name for name in own.files if name in theirs.files and own.files[name] != theirs.files[name]):
+        raise UserCodeError(f"rank {rank} runs another {name} than rank 0: {repair}")
+    for name, wanted in theirs.modules.items():
+        path = _file_of(name)
+        if path is not None and hash_of_file(path) != wanted:
+            raise UserCodeError(f"rank {rank} runs another module {name} ({path}) than rank 0: {repair}")
+    for one, other, names in (
+        ("rank 0", f"rank {rank}", [name for name in theirs.used if name not in own.modules]),
+        (f"rank {rank}", "rank 0", [name for name in own.used if name not in theirs.modules]),
+    ):
+        if names:
+            raise UserCodeError(f"{one} trains with code of the module {names[0]}, and {other} does not: {repair}")
+
+
+def _file_of(name: str) -> Path | None:
+    """The file that the module was imported from, or would be; None where there is none."""
+    if name in sys.modules:
+        file = getattr(sys.modules[name], "__file__", None)
+        return None if file is None else Path(file)
+    parts = name.replace(".", "/")
+    places = (Path(folder or ".", f"{parts}{end}") for folder in sys.path for end in ("/__init__.py", ".py"))
+    return next((place for place in places if place.is_file()), None)
 
 
 def _shown(value: Any) -> str:
@@ -105,6 +147,12 @@ def samples_of(data: Dataset, slow: SlowReads = SlowReads()) -> list[str]:
     return _lines("training", data.train, slow) + held_out
 
 
+def contents_of(samples: Sequence[str]) -> dict[str, str]:
+    """What a checkpoint keeps of the lines of `samples_of`: the hash of each training sample that has one."""
+    hashes = (line.rpartition(": ")[::2] for line in samples if line.startswith("training sample "))
+    return {sample: digest for sample, digest in hashes if digest not in (RANDOM, UNREADABLE)}
+
+
 def _lines(name: str, source: Source, slow: SlowReads) -> list[str]:
     last = len(source) - 1
     chosen = sorted({last * i // (SAMPLED - 1) for i in range(SAMPLED)})
@@ -129,8 +177,8 @@ def _stable_hash(source: Source, index: int) -> str:
     try:
         first, second = _hash(source, index), _hash(source, index)
     except Exception:
-        return "unreadable"
-    return first if first == second else "random"
+        return UNREADABLE
+    return first if first == second else RANDOM
 
 
 def _hash(source: Source, index: int) -> str:
@@ -143,4 +191,6 @@ def _hash(source: Source, index: int) -> str:
 
     map_tree(add, sample.inputs)
     map_tree(add, sample.targets)
+    if sample.weights is not None:
+        add(sample.weights)
     return digest.hexdigest()

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from types import TracebackType
 
-from shoal.checkpoint.agreement import Exchange
+from shoal.checkpoint.agreement import MessageExchange
 from shoal.checkpoint.directories import Below, Directories, find_directories, share_newest
-from shoal.checkpoint.objects import unheard
+from shoal.checkpoint.objects import Places, unheard
 from shoal.checkpoint.remote import RemoteCheckpoints, RemoteCopies, fetch_newest
 from shoal.checkpoint.save import Saver
 from shoal.checkpoint.verify import newest_verified
 from shoal.comm.board import Board
 from shoal.engine.save_interval import ByFailures, EverySteps, SaveInterval
 from shoal.errors import EnvironmentFault
-from shoal.observe.attempts import attempts, training_time_s
+from shoal.observe.attempts import attempts, failures, training_time_s
 from shoal.observe.events import read_events
+from shoal.observe.facts import number_of, read_facts, write_facts
 from shoal.observe.sink import Sinks
 from shoal.recipes.elastic.assignment import SEVERAL_HOSTS
 from shoal.recipes.run import Run
 from shoal.topology.axes import INSIDE_REPLICA
 
+SAVE_INTERVAL = "save_interval_steps"
+"""The fact of a run that holds the measured interval."""
 
-def build_saver(run: Run, directory: Path, exchange: Exchange | None) -> Saver:
+
+def build_saver(run: Run, directory: Path, exchange: MessageExchange | None) -> Saver:
     """What saves this rank's share into `directory`; ranks meet by `exchange`, None: a board on the run's store.
 
     Where hosts see different directories, the ranks of each save a whole checkpoint there. Raises `EnvironmentFault`
@@ -39,6 +45,7 @@ def build_saver(run: Run, directory: Path, exchange: Exchange | None) -> Saver:
         world_size=len(group),
         exchange=exchange if directories.shared else Below(exchange, f"directory-{group[0]}"),
         keep=run_file.checkpoint.keep,
+        timeout_s=run_file.wire.timeout_s,
         object_bytes=run_file.checkpoint.object_bytes,
         split=mesh.layout.replica_size > 1
         or not run.generation.sync.keeps_replicas_equal
@@ -47,7 +54,7 @@ def build_saver(run: Run, directory: Path, exchange: Exchange | None) -> Saver:
     )
 
 
-def share_between_hosts(run: Run, directory: Path, exchange: Exchange | None, sinks: Sinks) -> None:
+def share_between_hosts(run: Run, directory: Path, exchange: MessageExchange | None, sinks: Sinks) -> None:
     """Brings the newest checkpoint of all hosts' directories to those that lack it; all ranks wait for it."""
     exchange = Below(exchange or _board(run), f"restore/{run.mesh.generation}")
     directories = _directories(run, directory, exchange)
@@ -68,7 +75,7 @@ def _board(run: Run) -> Board:
     return Board(run.process.store, timeout_s=run.run_file.wire.timeout_s).clone()
 
 
-def _directories(run: Run, directory: Path, exchange: Exchange) -> Directories:
+def _directories(run: Run, directory: Path, exchange: MessageExchange) -> Directories:
     """Which ranks see the same directory. Those of one launcher do, and need not ask."""
     mesh = run.mesh
     if run.process.place.one_host and not run.process.environ.get(SEVERAL_HOSTS):
@@ -102,27 +109,40 @@ def _require_whole_state(run: Run, directories: Directories) -> None:
 
 
 def save_interval(run: Run, directory: Path, sinks: Sinks) -> SaveInterval:
-    """When the run in `directory` saves, by the failures that its events show: a start that is not the first counts as
-    one. All ranks make one, and ask it in the same steps.
+    """When the run in `directory` saves, by the failures that its events show: ends of an attempt whose last steps were
+    lost. All ranks make one, and ask it in the same steps. A generation of an elastic run goes on with the interval of
+    the one before.
     """
     config, mesh = run.run_file.checkpoint, run.mesh
     if config.every == "steps" or config.every_steps == 0:
         return EverySteps(config.every_steps)
     board = Board(run.process.store, timeout_s=run.run_file.wire.timeout_s).under(f"saves/{mesh.generation}")
-    found = attempts(read_events(directory)) if mesh.rank == 0 else []
+    found, step = attempts(read_events(directory)) if mesh.rank == 0 else [], run.state.progress.step
+
+    def announce(key: str, find: Callable[[], str]) -> str:
+        return board.announce(key, find, rank=mesh.rank)
+
+    def tell(sentence: str, steps: int) -> None:
+        if mesh.rank == 0:
+            sinks.note(sentence)
+            write_facts(directory, {SAVE_INTERVAL: steps})
+
+    def known() -> str:
+        interval = number_of(read_facts(directory).get(SAVE_INTERVAL))
+        saved = [saved for saved in Places(directory).steps() if saved <= step]
+        return f"{int(interval or config.every_steps)} {max(saved, default=0)}"
+
+    interval, saved = map(int, announce("interval", known).split())
     return ByFailures(
-        first=config.every_steps,
-        step=run.state.progress.step,
-        announce=lambda key, find: board.announce(key, find, rank=mesh.rank),
-        failures=len(found),
+        first=interval,
+        step=step,
+        saved_step=saved,
+        announce=announce,
+        failures=failures(found, resumed=step),
         running_s=training_time_s(found),
         expected_s=config.expected_failure_s,
-        tell=sinks.note if mesh.rank == 0 else _unsaid,
+        tell=tell,
     )
-
-
-def _unsaid(sentence: str) -> None:
-    """Rank 0 says it."""
 
 
 def fetch_newer(run: Run, directory: Path, sinks: Sinks) -> None:
@@ -142,20 +162,38 @@ def fetch_newer(run: Run, directory: Path, sinks: Sinks) -> None:
         sinks.note(said)
 
 
-def send_copies(run: Run, saver: Saver, directory: Path, sinks: Sinks, stack: ExitStack) -> None:
-    """From now on every checkpoint that `saver` commits is sent; the newest of `directory` first, if it is not there.
-
-    `stack` waits for them at its end.
+class CopySender:
+    """Sends the checkpoints that this process commits as rank 0 to the remote store that the run file names, in one
+    generation after the other. As a context manager, it waits for what is on its way, as `RemoteCopies` does.
     """
-    config = run.run_file.checkpoint
-    if config.remote is None or run.mesh.rank != 0:
-        return
-    store = _store(run)
-    copies = stack.enter_context(RemoteCopies(store, directory, keep=config.keep, warn=sinks.warn))
-    manifest, _ = newest_verified(directory)
-    if manifest is not None and manifest.step not in store.steps():
-        copies.committed(manifest.step)
-    saver.on_commit = copies.committed
+
+    def __init__(self) -> None:
+        self._copies: RemoteCopies | None = None
+        self._stack = ExitStack()
+
+    def send(self, run: Run, saver: Saver, directory: Path, sinks: Sinks) -> None:
+        """From now on every checkpoint that `saver` commits is sent; at first the newest of `directory`, of which the
+        store may have all or a part. Waits for nothing.
+        """
+        config = run.run_file.checkpoint
+        if config.remote is None or run.mesh.rank != 0:
+            return
+        if self._copies is None:
+            copies = RemoteCopies(_store(run), directory, keep=config.keep, warn=sinks.warn)
+            self._copies = self._stack.enter_context(copies)
+            self._stack.callback(sinks.activity, f"waiting until the copies are in {config.remote}")
+            manifest, _ = newest_verified(directory)
+            if manifest is not None:
+                self._copies.committed(manifest.step)
+        saver.on_commit = self._copies.committed
+
+    def __enter__(self) -> CopySender:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
 
 
 def _store(run: Run) -> RemoteCheckpoints:

@@ -37,7 +37,7 @@ from shoal.parallel.tensor.vocabulary import VocabularySplit, gather_logits, voc
 from shoal.recipes.microbatching import Microbatching, global_batch_of
 from shoal.runfile.run_file import RunFile
 from shoal.schedules.build import build
-from shoal.schedules.table import Table
+from shoal.schedules.table import ScheduleTable
 from shoal.state.ownership import Trained
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
@@ -49,11 +49,11 @@ class Divided:
     """A rank's part of the model; `table` and `stages` where it is some stages of a pipeline."""
 
     split: Split
-    table: Table | None
+    table: ScheduleTable | None
     stages: Stages | None
 
 
-def table_of(run_file: RunFile, in_flight: int) -> Table | None:
+def table_of(run_file: RunFile, in_flight: int) -> ScheduleTable | None:
     """The schedule of the pipeline; None without one. Raises `LayoutError` where the schedule refuses the sizes."""
     ranks, pipeline = run_file.layout.pipeline, run_file.pipeline
     if ranks == 1:
@@ -229,7 +229,7 @@ def _logits(outputs: Any) -> Tensor:
     return found
 
 
-def _stages(run_file: RunFile, model: nn.Module, table: Table) -> Stages:
+def _stages(run_file: RunFile, model: nn.Module, table: ScheduleTable) -> Stages:
     parts = list(model.parts()) if isinstance(model, DeclaresParts) else []
     if not parts:
         return staged(model, (), table.placement)  # refuses: the model is no chain

@@ -12,13 +12,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from shoal import units
 from shoal.comm.mpi.world import why_no_mpi
 from shoal.errors import EnvironmentFault, OutOfMemory, Stopped, UsageError
 from shoal.launch.devices import gpus
 from shoal.launch.environment import Place, place_from
-from shoal.launch.failure import FAILURE_FOLDER, TORCHRUN_FILE, failure_of, report_failure
+from shoal.launch.failure import FAILURE_FOLDER, TORCHRUN_FILE, failure_of, is_out_of_memory, report_failure
 from shoal.launch.lab.lab_file import Lab
 from shoal.launch.lab.start import run_in_lab
 from shoal.launch.lock import RunLock
@@ -26,10 +28,10 @@ from shoal.launch.rank_process import die_with_parent
 from shoal.launch.root_cause import ExitCode
 from shoal.launch.signals import end_at_once
 from shoal.launch.spawn import run_ranks
-from shoal.launch.supervision import NOTHING_KEPT, Patience
+from shoal.launch.supervision import NOTHING_KEPT, Patience, say
 from shoal.launch.versions import check_torch_version, installed
 from shoal.observe.facts import facts_path, write_facts
-from shoal.recipes.failed_run import tell_of_failure
+from shoal.recipes.failed_run import alerts, tell_of_failure
 from shoal.recipes.lab import processes_in
 from shoal.resilience.config import COORDINATOR
 from shoal.runfile.rules import check_across
@@ -81,8 +83,11 @@ def run(
     """
     place = place_from(environ)
     started_here = processes_of(run_file, environ) if lab is None else processes_in(lab, run_file, place)
-    processes = started_here if place is None or run_file.elastic is not None else place.world_size
-    run_file = checked(with_processes(run_file, processes), place, file=file, planner=planner)
+    if place is None or run_file.elastic is not None:
+        processes, sized = started_here, with_processes(run_file, started_here)
+    else:
+        processes, sized = place.world_size, as_launched(run_file, place)
+    run_file = checked(sized, place, file=file, planner=planner)
     if run_file.run.device == "cuda" and (installed("torch") or "").endswith("+cpu"):
         raise EnvironmentFault(
             f'run.device = "cuda", and torch {installed("torch")} is built without CUDA: install a build with it, or '
@@ -91,7 +96,7 @@ def run(
     if place is None and run_file.wire.transport == "mpi":
         raise EnvironmentFault(f'wire.transport = "mpi", but {why_no_mpi(environ)}; or set it to "auto"')
     if place is None:
-        joins = _joins_a_coordinator(run_file, environ)
+        joins, goes_on_elsewhere = _joins_a_coordinator(run_file, environ), False
         began_s = time.time()
         with ExitStack() as stack:
             keep_fds = [stack.enter_context(RunLock(directory, shared=joins)).fd] if writes else []
@@ -107,8 +112,9 @@ def run(
                 from shoal.recipes.elastic.launch import Job, run_elastic
 
                 ranks, samples = processes // run_file.elastic.max, run_file.batch.global_samples
-                job = Job(command, ranks, run_file.run.steps, logs, samples)
-                code = run_elastic(job, run_file.elastic, environ=environ, keep_fds=keep_fds)
+                warn = stack.enter_context(alerts(run_file.observe.webhook, directory.name))
+                job = Job(command, ranks, run_file.run.steps, logs, samples, warn)
+                code, goes_on_elsewhere = run_elastic(job, run_file.elastic, environ=environ, keep_fds=keep_fds)
             else:
                 code = run_ranks(
                     command,
@@ -120,7 +126,7 @@ def run(
                 )
         if code == OutOfMemory.exit_code and planner is not None:
             print(planner.memory_advice(run_file), file=sys.stderr, flush=True)
-        if writes and not joins and code not in (0, Stopped.exit_code):
+        if writes and not goes_on_elsewhere and code not in (0, Stopped.exit_code):
             tell_of_failure(run_file, directory, code, since_s=began_s)
         return code
 
@@ -137,7 +143,7 @@ def run(
                 "and remove a run directory only when its run is over"
             ) from error
 
-    as_rank(place, ranked, environ)
+    as_rank(place, ranked, environ, None if planner is None else partial(planner.memory_advice, run_file))
     return ExitCode(0)
 
 
@@ -152,6 +158,15 @@ def _joins_a_coordinator(run_file: RunFile, environ: Mapping[str, str]) -> bool:
     return named
 
 
+def as_launched(run_file: RunFile, place: Place) -> RunFile:
+    """The run file on the ranks that a launcher has started. Rank 0 says so where `run.processes` is another number."""
+    asked = run_file.run.processes
+    if asked not in (None, place.world_size) and place.rank == 0:
+        ranks = units.plural(place.world_size, "rank")
+        say(f"shoal: run.processes = {asked} is passed over: the launcher has started {ranks}, and all of them train")
+    return with_processes(run_file, place.world_size)
+
+
 def checked(run_file: RunFile, place: Place | None, *, file: str, planner: Planner | None) -> RunFile:
     """The run file with its layout completed, after every check that needs no rank. Raises `ConfigError` and others."""
     if planner is not None:
@@ -161,16 +176,22 @@ def checked(run_file: RunFile, place: Place | None, *, file: str, planner: Plann
     return run_file
 
 
-def as_rank(place: Place, work: Callable[[], None], environ: Mapping[str, str]) -> None:
-    """Does a rank's `work`."""
-    with in_rank(place, environ):
+def as_rank(
+    place: Place, work: Callable[[], None], environ: Mapping[str, str], advice: Callable[[], str] | None = None
+) -> None:
+    """Does a rank's `work`; see `in_rank`."""
+    with in_rank(place, environ, advice):
         work()
     sys.stdout.flush()
 
 
 @contextmanager
-def in_rank(place: Place, environ: Mapping[str, str]) -> Iterator[None]:
-    """A rank's work: the process ends with its launcher; if it fails, it leaves a record and never comes out."""
+def in_rank(place: Place, environ: Mapping[str, str], advice: Callable[[], str] | None = None) -> Iterator[None]:
+    """A rank's work: the process ends with its launcher; if it fails, it leaves a record and never comes out.
+
+    `advice` says what would free memory, to a rank that ran out of it under another launcher than Shoal's own, which
+    says it itself.
+    """
     folder, torchrun_file = (
         Path(path) if (path := environ.get(name)) else None for name in (FAILURE_FOLDER, TORCHRUN_FILE)
     )
@@ -182,7 +203,16 @@ def in_rank(place: Place, environ: Mapping[str, str]) -> Iterator[None]:
         except Exception as error:
             if place.launcher != "shoal" and place.world_size > 1:
                 _tell_others(place, environ, error)
+            if place.launcher != "shoal" and advice is not None and is_out_of_memory(error):
+                raise OutOfMemory("\n".join([failure_of(error, place.rank).message, *_said(advice)])) from error
             raise
+
+
+def _said(advice: Callable[[], str]) -> list[str]:
+    try:
+        return [advice()]
+    except MemoryError:
+        return []  # there is none left for it either
 
 
 def _tell_others(place: Place, environ: Mapping[str, str], error: Exception) -> None:

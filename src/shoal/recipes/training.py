@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from shoal.comm.board import Board
 from shoal.engine.loop import train
 from shoal.errors import ConfigError
 from shoal.launch.environment import Place
@@ -17,11 +16,12 @@ from shoal.observe.facts import write_facts
 from shoal.recipes.conclusion import conclude
 from shoal.recipes.facts import run_facts
 from shoal.recipes.forecast import Forecast
-from shoal.recipes.hang_watch import HangWatch
-from shoal.recipes.job import build_job, introduce, restore, run_start, sinks_of, write_run_file
+from shoal.recipes.hang_watch import watch_hangs
+from shoal.recipes.job import build_job, introduce, restore, run_start, sinks_of
 from shoal.recipes.objects import UserObjects
 from shoal.recipes.replay import check_replay, rounds_of
 from shoal.recipes.run import Run, open_run
+from shoal.recipes.run_record import write_run_file
 from shoal.runfile.run_file import RunFile, run_directory
 
 
@@ -46,7 +46,7 @@ def train_rank(
     with ExitStack() as last:
         with sinks_of(run_file, place) as sinks, ExitStack() as stack:
             rounds = rounds_of(run_file, place.rank, directory, replay)
-            run = open_run(run_file, place, objects, rounds=rounds)
+            run = open_run(run_file, place, objects, rounds=rounds, activity=sinks.activity)
             resumed_step = restore(run, directory, sinks)
             if replay is not None and resumed_step is not None:
                 raise ConfigError(f"{directory} holds an earlier replay: remove it, and replay again")
@@ -62,11 +62,7 @@ def train_rank(
             first = job.progress.step
             run.mesh.ledger.take()  # what the start sent belongs to no step
             sinks.start(run_start(run))
-            board = Board(run.process.store, timeout_s=run_file.wire.timeout_s).clone()
-            watched = board.under(f"hang/{run.mesh.generation}")
-            stack.enter_context(
-                HangWatch(run.mesh, watched, directory, after_s=run_file.wire.report_hang_s, say=sinks.warn)
-            )
+            stack.enter_context(watch_hangs(run, directory, say=sinks.warn))
             train(job)  # if it raises, no save is waited for: another rank may be gone
             job.saver.close()
             if place.rank == 0:

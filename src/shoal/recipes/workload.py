@@ -14,6 +14,7 @@ from shoal.engine.precision import Precision, precision_of
 from shoal.models.huggingface.config import TransformersConfig
 from shoal.models.huggingface.model import check_plans
 from shoal.optim.adopt import OwnOptimizer, own_optimizers
+from shoal.recipes.epoch_end import check_short_step
 from shoal.recipes.objects import UserObjects, check_layout_independent, data_of, loss_of, model_of, skeleton_of
 from shoal.recipes.process import Process
 from shoal.recipes.reading import slow_reads
@@ -26,7 +27,8 @@ from shoal.topology.layout import Layout
 class Workload:
     """The unsplit model, without storage if it is one of Shoal's own (`drawn_later`); data, loss and precision.
 
-    `objects` are what a script passed, `optimizers` those among them; none: the run file's is built.
+    `objects` are what a script passed, `optimizers` those among them; none: the run file's is built. `samples` are the
+    lines of `sameness.samples_of`.
     """
 
     model: nn.Module
@@ -36,6 +38,12 @@ class Workload:
     precision: Precision
     objects: UserObjects
     optimizers: Sequence[OwnOptimizer] = ()
+    samples: Sequence[str] = ()
+
+    @property
+    def trained_with(self) -> list[object]:
+        """The objects whose code decides what is trained."""
+        return [*self.model.modules(), self.data.train, self.data.held_out, self.loss]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -54,11 +62,11 @@ def build_workload(
     workload = load_workload(
         run_file, objects, device=process.device, environ=process.environ, layout=layout, micro_samples=micro_samples
     )
-    require_same_code(process.place.rank, process.announce)
+    require_same_code(process.place.rank, process.announce, workload.trained_with)
     slow = slow_reads(run_file, rank=process.place.rank, ranks=process.place.world_size)
-    own = {"model": shapes_of(workload.model), "data": samples_of(workload.data, slow)}
-    require_same(process.place.rank, process.announce, own)
-    return workload
+    samples = samples_of(workload.data, slow)
+    require_same(process.place.rank, process.announce, {"model": shapes_of(workload.model), "data": samples})
+    return replace(workload, samples=samples)
 
 
 def load_workload(
@@ -79,6 +87,7 @@ def load_workload(
         check_plans(model, layout, sequence_parallel=run_file.layout.sequence_parallel)
     check_layout_independent(model, run_file, shares=shares, micro_samples=micro_samples)
     loss, data = loss_of(run_file, objects), data_of(run_file, objects, environ)
+    check_short_step(run_file, len(data.train), layout)
     optimizers = own_optimizers(objects.optimizers, model) if objects.optimizers else []
     return Workload(model, skeleton is not None, data, loss, precision, objects, optimizers)
 

@@ -40,6 +40,14 @@ class ElasticConfig(Table, frozen=True):
         says("URL of the cloud's metadata that says so; asked every 2 s. 404, FALSE and NONE mean nothing."),
     ] = None
     silence_s: Annotated[float, says("Seconds without a heartbeat after which a rank is lost.", ge=1)] = 5.0
+    hang_s: Annotated[
+        float,
+        says(
+            "Seconds for which a rank may keep others waiting in a collective, without progress of its own, before "
+            "its replica is fenced; 0: for ever.",
+            ge=0,
+        ),
+    ] = 45.0
     accept_s: Annotated[float, says("Seconds that a replica may need to the end of its step.", ge=1)] = 300.0
     wait_s: Annotated[
         float,
@@ -51,7 +59,8 @@ class ElasticConfig(Table, frozen=True):
         int, says("Replicas that are started again in a row, without a step between, before the run ends.", ge=0)
     ] = 3
     fingerprint_every_steps: Annotated[
-        int, says("Every how many steps replicas compare fingerprints of their parameters; 0: never.", ge=0)
+        int,
+        says("Every how many steps replicas compare fingerprints of parameters and optimizer state; 0: never.", ge=0),
     ] = 100
 
     def __post_init__(self) -> None:

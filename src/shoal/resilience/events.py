@@ -13,6 +13,8 @@ from typing import Annotated
 
 import msgspec
 
+from shoal.resilience.stalls import Doing
+
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 Text = Annotated[str, msgspec.Meta(max_length=500)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -31,17 +33,21 @@ class Join(Message, frozen=True):
 
 
 class Heartbeat(Message, frozen=True):
-    """One rank of a replica is alive. `progress` counts what it has done: it stands still in a rank that hangs."""
+    """One rank of a replica is alive. `progress` counts what it has done: it stands still in a rank that hangs, and in
+    those that wait for it; `doing` tells them apart.
+    """
 
     replica: Name
     rank: Count
     progress: Count = 0
+    doing: Doing = ""
 
 
 class Report(Message, frozen=True):
     """A replica has applied `step` in `generation`, on the samples at positions start, ..., stop - 1.
 
-    `fingerprint` is that of its parameters after the step (0: none was taken), `step_s` what the step took it.
+    `fingerprint` is that of its parameters after the step (0: none was taken), `sample_s` the seconds that forward and
+    backward of a sample took it, waits for others left out (0: not measured).
     """
 
     replica: Name
@@ -50,7 +56,7 @@ class Report(Message, frozen=True):
     start: Count
     stop: Count
     fingerprint: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
-    step_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    sample_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
 
 class Accept(Message, frozen=True):
@@ -135,7 +141,8 @@ class View(Message, frozen=True):
     replica that leaves (one of `shoal train` shares no state then). Without holders all members load the newest
     checkpoint. `committed` as in `Pulse`. `addresses` are those that the members joined with, in their order. `fenced`
     are lost members, and why, beside those that were asked for and may still run: one that has left is not among them.
-    `disagreement`: members differ in what should be equal, and no majority says who is right.
+    `disagreement`: members differ in what should be equal, and no majority says who is right. `slow` are members that
+    need that many times as long for a sample as the others.
     """
 
     number: int
@@ -148,6 +155,7 @@ class View(Message, frozen=True):
     addresses: tuple[str, ...] = ()
     fenced: dict[str, str] = {}
     disagreement: str = ""
+    slow: dict[str, float] = {}
 
     @property
     def pulse(self) -> Pulse:

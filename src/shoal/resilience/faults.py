@@ -33,7 +33,9 @@ ACT_S, POLL_S = 10.0, 0.01
 Action = Literal[
     "kill",
     "stop",
+    "hang",
     "stop_run",
+    "kill_launcher",
     "wait",
     "fail_disk",
     "nan",
@@ -42,10 +44,10 @@ Action = Literal[
     "flip_moment",
     "outside",
 ]
-"""`stop_run` sends SIGTERM to the launcher; `wait` blocks the thread for `seconds`; `fail_disk` raises ENOSPC where a
-save passes the label. `nan` strikes the inputs, or the gradient where these are integers. A flip changes one bit of
-the mantissa of one element. `outside` holds the rank until whoever plays the scenario has acted (`say_acted`), for 10 s
-at most."""
+"""`hang` waits for a lock that nobody gives back; `stop_run` sends SIGTERM to the launcher, `kill_launcher` SIGKILL;
+`wait` blocks the thread for `seconds`; `fail_disk` raises ENOSPC where a save passes the label. `nan` strikes the
+inputs, or the gradient where these are integers. A flip changes one bit of the mantissa of one element. `outside` holds
+the rank until whoever plays the scenario has acted (`say_acted`), for 10 s at most."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 
-class Place(msgspec.Struct, frozen=True):
+class CodePlace(msgspec.Struct, frozen=True):
     """A line of code."""
 
     file: str
@@ -35,7 +35,7 @@ class LastCall(msgspec.Struct, frozen=True):
 
     number: int
     signature: str
-    place: Place
+    place: CodePlace
     ended: bool = False
     pending: int = 0
 
@@ -48,7 +48,7 @@ class RankReport(msgspec.Struct, frozen=True):
     rank: int
     host: str
     calls: dict[str, LastCall]
-    stack: tuple[Place, ...] = ()
+    stack: tuple[CodePlace, ...] = ()
     groups: dict[str, tuple[int, ...]] = {}
 
 
@@ -56,7 +56,7 @@ class HangVerdict(msgspec.Struct, frozen=True):
     """`ranks` are to blame; `place` is where the first of them is, None for a rank that did not report."""
 
     ranks: tuple[int, ...]
-    place: Place | None
+    place: CodePlace | None
     sentence: str
 
 

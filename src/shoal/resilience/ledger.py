@@ -7,10 +7,10 @@ follow the state: where a run goes back to an earlier state, the positions used 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from shoal.data.cursor import Cursor, Interval
+from shoal.data.cursor import Cursor
 from shoal.resilience.events import Committed, Continued, Decision, Formed, Rewound
 
 
@@ -68,19 +68,3 @@ def audit(decisions: Iterable[Decision]) -> SampleLedger:
         elif isinstance(decision, Committed):
             ledger.commit(decision.generation, decision.step, start=decision.start, stop=decision.stop)
     return ledger
-
-
-def shares(interval: Interval, members: Sequence[str]) -> dict[str, Interval]:
-    """One step's positions, divided over the members in their order: consecutive, and even to one sample.
-
-    Raises `ValueError` where there are no members.
-    """
-    if not members:
-        raise ValueError("a step's samples cannot be divided over no members: form a generation first")
-    size, larger = divmod(len(interval), len(members))
-    found, start = {}, interval.start
-    for index, member in enumerate(members):
-        stop = start + size + (index < larger)
-        found[member] = Interval(start, stop)
-        start = stop
-    return found

@@ -29,6 +29,8 @@ from dataclasses import dataclass, field
 from shoal.resilience import events as ev
 from shoal.resilience.fingerprints import Verdict, compare
 from shoal.resilience.ledger import SampleLedger
+from shoal.resilience.stalls import Stalls
+from shoal.resilience.stragglers import Slow, Stragglers
 
 FRUITLESS = 3
 """Generations in a row, of the same members and without a step, after which a replica that peers cannot reach goes."""
@@ -38,9 +40,10 @@ FRUITLESS = 3
 class Rules:
     """How many replicas a generation has, and how long the coordinator waits.
 
-    `silence_s`: a replica is lost when one of its ranks has been silent for so long; `accept_s`: or when it has not
-    accepted a proposal, which it can do after its present step; `start_s`: the first generation waits for `maximum`
-    replicas for so long, and then takes those that are there.
+    `silence_s`: a replica is lost when one of its ranks has been silent for so long; `hang_s`: or when one has kept
+    others waiting for so long (0: never); `accept_s`: or when it has not accepted a proposal, which it can do after its
+    present step; `start_s`: the first generation waits for `maximum` replicas for so long, and then takes those that
+    are there.
     """
 
     minimum: int = 1
@@ -48,6 +51,7 @@ class Rules:
     silence_s: float = 5.0
     accept_s: float = 300.0
     start_s: float = 60.0
+    hang_s: float = 45.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.minimum <= self.maximum:
@@ -58,14 +62,13 @@ class Rules:
 
 @dataclass
 class Replica:
-    """What the coordinator knows of a live replica. `seen_s` and `progress` are by rank; `reported` and `position` are
-    those of the newest step that it has reported in the present generation."""
+    """What the coordinator knows of a live replica. `seen_s` is by rank; `reported` and `position` are those of the
+    newest step that it has reported in the present generation."""
 
     ranks: int
     since_s: float
     address: str = ""
     seen_s: list[float] = field(default_factory=list)
-    progress: list[int] = field(default_factory=list)
     accepted: ev.Accept | None = None
     reported: int = 0
     position: int = 0
@@ -74,11 +77,14 @@ class Replica:
 
 @dataclass(frozen=True)
 class Outcome:
-    """`answer` may leave when `decisions` are in the journal. `verdict` is that of the fingerprints of a step."""
+    """`answer` may leave when `decisions` are in the journal. `verdict` is that of the fingerprints of a step; `slow`:
+    members that have become so.
+    """
 
     answer: ev.Answer
     decisions: tuple[ev.Decision, ...] = ()
     verdict: Verdict | None = None
+    slow: tuple[Slow, ...] = ()
 
 
 class Membership:
@@ -97,6 +103,9 @@ class Membership:
         self._proposed_s = self._now_s = now_s
         self._made: list[ev.Decision] = []
         self._suspects: dict[str, str] = {}
+        self._stalls, self._stragglers = Stalls(rules.hang_s), Stragglers()
+        self._slow: dict[str, Slow] = {}
+        self._newly_slow: tuple[Slow, ...] = ()
         self._fruitless = 0
         self._verdict: Verdict | None = None
         self._disagreement = ""
@@ -116,11 +125,15 @@ class Membership:
         self._now_s = now_s
         proposed = self.number > self.generation
         wanted = set(self._wanted()) if proposed else set()
+        hung = self._hung(now_s)
         for name, replica in list(self.replicas.items()):
             silent_s = now_s - min(replica.seen_s)
             if silent_s > self.rules.silence_s:
                 rank = replica.seen_s.index(min(replica.seen_s))
                 self._fence(name, f"its rank {rank} was silent for {silent_s:.1f} s")
+            elif name in hung:
+                what = f"its rank {hung[name]} hangs: it made no progress for {self.rules.hang_s:g} s"
+                self._fence(name, f"{what}, and others wait for it")
             elif (
                 name in wanted
                 and not self._accepted(replica)
@@ -129,6 +142,15 @@ class Membership:
                 self._fence(name, f"it did not accept generation {self.number} in {self.rules.accept_s:g} s")
         self._reconsider()
         return self._outcome(self.pulse())
+
+    def _hung(self, now_s: float) -> dict[str, int]:
+        """The first rank that hangs of each member that has one. Members that have accepted a proposal wait, too."""
+        left = [name for name in self.members if name in self.replicas and self._accepted(self.replicas[name])]
+        others_wait = bool(left) and now_s - self._proposed_s > self.rules.hang_s
+        found: dict[str, int] = {}
+        for name, rank in sorted(self._stalls.hung(now_s, others_wait=others_wait)):
+            found.setdefault(name, rank)
+        return found
 
     def pulse(self) -> ev.Pulse:
         """What every answer says."""
@@ -146,6 +168,7 @@ class Membership:
             tuple(self.replicas[name].address if name in self.replicas else "" for name in self.members),
             {name: self.fenced[name].reason for name in lost},
             self._disagreement,
+            {name: slow.ratio for name, slow in self._slow.items()},
         )  # fmt: skip
 
     @property
@@ -168,8 +191,8 @@ class Membership:
         return tuple(kept)
 
     def _outcome(self, answer: ev.Answer) -> Outcome:
-        outcome = Outcome(answer, tuple(self._made), self._verdict)
-        self._made, self._verdict = [], None
+        outcome = Outcome(answer, tuple(self._made), self._verdict, self._newly_slow)
+        self._made, self._verdict, self._newly_slow = [], None, ()
         return outcome
 
     def _take(self, event: ev.Event) -> ev.Refusal | None:
@@ -215,7 +238,8 @@ class Membership:
         if event.rank >= replica.ranks:
             return ev.Refusal(f"replica {event.replica} has {replica.ranks} ranks, and no rank {event.rank}")
         replica.seen_s[event.rank] = self._now_s
-        replica.progress[event.rank] = max(event.progress, replica.progress[event.rank])
+        if event.replica in self.members:
+            self._stalls.heard((event.replica, event.rank), event.progress, event.doing, self._now_s)
         return None
 
     def _report(self, event: ev.Report, replica: Replica) -> ev.Refusal | None:
@@ -244,11 +268,19 @@ class Membership:
 
     def _commit(self, event: ev.Report, votes: dict[str, ev.Report]) -> None:
         self._decide(ev.Committed(event.generation, event.step, event.start, event.stop))
+        self._judge_speeds({name: vote.sample_s for name, vote in votes.items()})
         self._verdict = compare(event.step, {name: vote.fingerprint for name, vote in votes.items()})
         if self._verdict is not None and not self._verdict.culprits:
             self._disagreement = self._verdict.sentence
         for name in self._verdict.culprits if self._verdict else ():
             self._fence(name, f"its parameters after step {event.step} differ from the majority's")
+
+    def _judge_speeds(self, sample_s: dict[str, float]) -> None:
+        """Who is slow, by what a step's samples took each member; nothing where one has not measured it."""
+        if all(sample_s.values()):
+            slow = {one.replica: one for one in self._stragglers.took(sample_s)}
+            self._newly_slow = tuple(one for name, one in slow.items() if name not in self._slow)
+            self._slow = slow
 
     def _accept(self, event: ev.Accept, replica: Replica) -> ev.Refusal | None:
         if event.number != self.number or self.number == self.generation:
@@ -363,9 +395,11 @@ class Membership:
         match decision:
             case ev.Admitted(name, ranks, address):
                 now_s = self._now_s
-                self.replicas[name] = Replica(ranks, now_s, address, [now_s] * ranks, [0] * ranks)
+                self.replicas[name] = Replica(ranks, now_s, address, [now_s] * ranks)
             case ev.Fenced(name):
-                self.replicas.pop(name, None)
+                gone = self.replicas.pop(name, None)
+                for rank in range(gone.ranks if gone is not None else 0):
+                    self._stalls.forget((name, rank))
                 self.fenced[name] = decision
             case ev.Scaled(replicas):
                 self.target = replicas
@@ -374,6 +408,7 @@ class Membership:
             case ev.Formed(number, members, holders, step, position):
                 self.number = self.generation = number
                 self.members, self.holders, self.known = members, holders, bool(holders)
+                self._stalls, self._stragglers, self._slow = Stalls(self.rules.hang_s), Stragglers(), {}
                 self._begin(step, position)
             case ev.Rewound(_, step, position):
                 self.known = True

@@ -56,8 +56,8 @@ class Participant:
             self.heard = pulse
         if isinstance(answer, View) and (self.view is None or answer.generation >= self.view.generation):
             self.view = answer
-        if pulse.number > self.generation:
-            self.broken = None
+        if pulse.number > self.generation and self.broken is not None and not self.broken.suspect:
+            self.broken = None  # heard; a suspect is named until the next generation begins
         if pulse.generation == self.generation:
             if self.restored is not None and pulse.committed >= max(1, self.restored.step):
                 self.restored = None
@@ -103,7 +103,7 @@ class Participant:
             raise ValueError(f"replica {self.replica} has not accepted a generation that it is a member of: wait")
         self.generation = view.generation
         self.reports.clear()
-        self.restored = None
+        self.restored = self.broken = None
         if self.replica in view.holders:
             return "here"
         self.step = None
@@ -123,7 +123,7 @@ class Participant:
         """The state is lost: a step failed after it had begun to change it."""
         self.step = None
 
-    def applied(self, *, stop: int, fingerprint: int = 0, step_s: float = 0.0) -> None:
+    def applied(self, *, stop: int, fingerprint: int = 0, sample_s: float = 0.0) -> None:
         """The next step was applied, with all members, on the positions up to `stop`.
 
         Raises `FencedOut` where it must not be: the replica was fenced, has left this generation, or has no state.
@@ -135,7 +135,9 @@ class Participant:
                 "wait for the next generation"
             )
         self.step += 1
-        self.reports.append(Report(self.replica, self.generation, self.step, self.position, stop, fingerprint, step_s))
+        self.reports.append(
+            Report(self.replica, self.generation, self.step, self.position, stop, fingerprint, sample_s)
+        )
         self.position = stop
 
     def failed(self, suspect: str = "") -> None:

@@ -1,12 +1,12 @@
 """Slow replicas, by robust statistics over what each step cost each replica, waiting for others left out.
 
-Work on logarithms, since noise of run times is multiplicative. Over the last `WINDOW` steps a replica's level is the
-median m_r, and its noise s_r is 1.4826 times the median absolute deviation. Against the median M of the others' levels
+Work on logarithms, since noise of run times is multiplicative. Over the last n `steps` a replica's level is the median
+m_r, and its noise s_r is 1.4826 times the median absolute deviation. Against the median M of the others' levels
 
-    z = (m_r - M) / (1.2533 s sqrt(1 / WINDOW) sqrt(1 + 1 / (n - 1))),   s the median of all s_r
+    z = (m_r - M) / (1.2533 s sqrt(1 / n) sqrt(1 + 1 / (R - 1))),   s the median of all s_r, R the number of replicas
 
 is about standard normal while all are alike: 1.2533 is the ratio of a median's standard error to a mean's (Huber,
-"Robust statistics", 1981). A replica is slow when z > `SIGMAS` and it costs `RATIO` of the others: the first keeps
+"Robust statistics", 1981). A replica is slow when z > `SIGMAS` and it costs `factor` times the others: the first keeps
 noise from being an alarm, the second what is too little to matter.
 """
 
@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-WINDOW = 16
+STEPS = 16
+FACTOR = 1.2
 SIGMAS = 6.0
-RATIO = 1.2
 _LEAST_NOISE = 0.005
 
 
@@ -34,13 +34,17 @@ class Slow:
     @property
     def sentence(self) -> str:
         """For people."""
-        return f"replica {self.replica} needs {self.ratio:.2f} times as long for a step as the others: check its host"
+        return f"replica {self.replica} needs {self.ratio:.2f} times as long for a sample as the others: check its host"
 
 
 @dataclass
 class Stragglers:
-    """What the members of one generation needed for its last steps."""
+    """What the members of one generation needed for its last steps. Slow is who needs `factor` times as long as the
+    others over `steps` steps.
+    """
 
+    factor: float = FACTOR
+    steps: int = STEPS
     times: dict[str, deque[float]] = field(default_factory=dict)
 
     def took(self, step_s: Mapping[str, float]) -> list[Slow]:
@@ -48,27 +52,43 @@ class Stragglers:
 
         Replicas that are not in `step_s` are forgotten. Raises `ValueError` for seconds that are not positive.
         """
-        for name, seconds in step_s.items():
-            if not seconds > 0 or not math.isfinite(seconds):
-                raise ValueError(f"a step of replica {name} took {seconds} s: it must be positive and finite")
-        self.times = {name: self.times.get(name, deque(maxlen=WINDOW)) for name in step_s}
-        for name, seconds in step_s.items():
-            self.times[name].append(math.log(seconds))
-        full = {name: list(row) for name, row in self.times.items() if len(row) == WINDOW}
-        return _slow(full) if len(full) > 1 else []
+        logarithms = {name: _logarithm(name, seconds) for name, seconds in step_s.items()}
+        self.times = {name: self.times.get(name, deque(maxlen=self.steps)) for name in step_s}
+        for name, logarithm in logarithms.items():
+            self.times[name].append(logarithm)
+        return self._slow_of(self.times)
+
+    def among(self, rows: Mapping[str, Sequence[float]]) -> list[Slow]:
+        """Who is slow where each replica tells the seconds of its last steps by itself, the slowest first.
+
+        Replicas that have told of fewer than `steps` are left out. Raises `ValueError`: see `took`.
+        """
+        logarithms = {name: [_logarithm(name, one) for one in row[-self.steps :]] for name, row in rows.items()}
+        return self._slow_of(logarithms)
+
+    def _slow_of(self, rows: Mapping[str, Sequence[float]]) -> list[Slow]:
+        full = {name: row for name, row in rows.items() if len(row) == self.steps}
+        return _slow(full, factor=self.factor, steps=self.steps) if len(full) > 1 else []
 
 
-def _slow(rows: dict[str, list[float]]) -> list[Slow]:
+def _logarithm(name: str, seconds: float) -> float:
+    if not seconds > 0 or not math.isfinite(seconds):
+        raise ValueError(f"a step of replica {name} took {seconds} s: it must be positive and finite")
+    return math.log(seconds)
+
+
+def _slow(rows: Mapping[str, Sequence[float]], *, factor: float, steps: int) -> list[Slow]:
+    """Of logarithms of seconds, [steps] for each replica."""
     levels = {name: median(row) for name, row in rows.items()}
     spreads = [1.4826 * median(abs(value - levels[name]) for value in row) for name, row in rows.items()]
     noise = max(median(spreads), _LEAST_NOISE)
-    error = 1.2533 * noise * math.sqrt((1 + 1 / (len(rows) - 1)) / WINDOW)
+    error = 1.2533 * noise * math.sqrt((1 + 1 / (len(rows) - 1)) / steps)
     ordered = sorted(levels.values())
     found = []
     for name, level in levels.items():
         if level <= ordered[len(ordered) // 2 - 1]:
             continue  # not above the middle
         above = level - median(value for other, value in levels.items() if other != name)
-        if above > SIGMAS * error and above > math.log(RATIO):
+        if above > SIGMAS * error and above > math.log(factor):
             found.append(Slow(name, math.exp(above)))
     return sorted(found, key=lambda slow: -slow.ratio)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shoal.codec.config import AutoConfig, DGCConfig, NoCodec
+from shoal.codec.config import ACPSGDConfig, AutoConfig, DGCConfig, NoCodec, PowerSGDConfig, ScaleComConfig
 from shoal.engine.config import Float16
 from shoal.optim.config import SGD
 from shoal.runfile.run_file import RunFile
-from shoal.sync.config import AllReduceConfig, LocalConfig, StreamingConfig
+from shoal.sync.config import AllReduceConfig, LocalConfig, ServerConfig, StreamingConfig
+
+_OF_ALL_RANKS = (AutoConfig, DGCConfig, ScaleComConfig, PowerSGDConfig, ACPSGDConfig)
 
 
 def codec_refusal(run_file: RunFile) -> str | None:
@@ -36,10 +38,13 @@ def _against_codec(run_file: RunFile) -> Iterator[tuple[str, str]]:
         if getattr(layout, axis) > 1:
             why = f"copies of a parameter along {axis} would decode to different bits; leave one of them out"
             yield f"layout.{axis} = {getattr(layout, axis)}", why
-    if not isinstance(run_file.sync, AllReduceConfig | LocalConfig | StreamingConfig):
+    if not isinstance(run_file.sync, AllReduceConfig | LocalConfig | StreamingConfig | ServerConfig):
         kind = type(run_file.sync).__struct_config__.tag
-        why = "it codes gradients, or outer gradients, that all replicas sum; leave one of the two out"
+        why = "it codes gradients, or outer gradients, that replicas sum or push; leave one of the two out"
         yield f'sync.kind = "{kind}"', why
+    if isinstance(run_file.sync, ServerConfig) and isinstance(run_file.codec, _OF_ALL_RANKS):
+        why = "its ranks choose or compute together what they send, and workers push alone; use blockwise or top_k"
+        yield 'sync.kind = "server"', why
     if isinstance(run_file.codec, DGCConfig):
         yield from _against_velocities(run_file)
     if layout.shard > 1 and layout.context == 1 and processes == layout.shard * layout.pipeline:
@@ -122,10 +127,6 @@ def _against_auto(run_file: RunFile) -> Iterator[tuple[str, str]]:
     if not isinstance(run_file.sync, AllReduceConfig):
         why = "it chooses for sums of every step; name a codec"
         yield f'sync.kind = "{type(run_file.sync).__struct_config__.tag}"', why
-    for axis in ("pipeline", "shard", "context"):
-        if getattr(run_file.layout, axis) > 1:
-            why = "it measures between replicas of one rank so far; name a codec"
-            yield f"layout.{axis} = {getattr(run_file.layout, axis)}", why
     if run_file.run.device == "cuda":
         yield 'run.device = "cuda"', "it measures processors and their links so far; name a codec"
 

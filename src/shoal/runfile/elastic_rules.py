@@ -49,10 +49,6 @@ def _refusals(run_file: RunFile, elastic: ElasticConfig) -> Iterator[str]:
         yield f'optimizer.kind = "{kind}" with [elastic]: {why}'
     if not isinstance(run_file.codec, NoCodec):
         yield "[codec] with [elastic]: a lost replica would take its error feedback along; leave [codec] out"
-    if run_file.checkpoint.every == "auto":
-        yield 'checkpoint.every = "auto" with [elastic]: replicas that join know no times; set checkpoint.every_steps'
-    if run_file.checkpoint.remote is not None:
-        yield "checkpoint.remote with [elastic]: the replica that sends copies may leave; leave checkpoint.remote out"
     if run_file.batch.division == "by_speed":
         yield 'batch.division = "by_speed" with [elastic]: replicas that come and go share evenly; leave it out'
     if run_file.gradients.schedule == "priority":

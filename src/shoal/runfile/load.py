@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.config.check import checked
+from shoal.config.check import checked, keys_of, table_for
 from shoal.config.load import apply, read
 from shoal.config.reference import markdown
 from shoal.runfile.rules import check_across
@@ -60,10 +60,21 @@ def renamed_keys(tables: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, s
     for old, new in _RENAMED.items():
         (old_table, old_key), (new_table, new_key) = old.split("."), new.split(".")
         table, target = result.get(old_table), result.get(new_table, {})
-        if isinstance(table, dict) and old_key in table and isinstance(target, dict):
+        if (
+            isinstance(table, dict)
+            and old_key in table
+            and isinstance(target, dict)
+            and not _is_key(old_table, table, old_key)
+        ):
             result[new_table] = {new_key: table.pop(old_key), **target}
             found[old] = new
     return result, found
+
+
+def _is_key(name: str, table: Mapping[str, Any], key: str) -> bool:
+    """Whether the kind that this table is of has such a key today, as gossip has `sync.algorithm`."""
+    kind = table_for(keys_of(RunFile)[name].type, table)
+    return kind is not None and key in keys_of(kind)
 
 
 TITLE = "The run file"

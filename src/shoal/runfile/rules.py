@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from shoal.data.config import StdlibText, TextFiles
+from shoal.data.config import Mixture, StdlibText, TextFiles
+from shoal.data.record_config import Stream
 from shoal.engine.config import Float8, Float16
 from shoal.errors import ConfigError
 from shoal.models.config import GPTConfig, MoEConfig
@@ -17,7 +18,7 @@ from shoal.runfile.codec_rules import codec_refusal, pipeline_codec_refusal, sha
 from shoal.runfile.elastic_rules import elastic_refusal
 from shoal.runfile.layout_rules import layout_refusal
 from shoal.runfile.microbatches import microbatch_sizes, most_samples
-from shoal.runfile.run_file import RunFile, statistics_group
+from shoal.runfile.run_file import RunFile, in_canonical_order, statistics_group
 from shoal.runfile.sync_rules import division_refusal, sync_refusal
 
 
@@ -33,6 +34,7 @@ def refusal(run_file: RunFile) -> str | None:
     for rule in (
         _batch_rule,
         _groups_rule,
+        _epoch_end_rule,
         _vocabulary_rule,
         _packing_rule,
         layout_refusal,
@@ -81,6 +83,20 @@ def _groups_rule(run_file: RunFile) -> str | None:
                 f"batch.{name} = {value}: the model takes groups of {group} samples together (model.group_samples), so "
                 f"it must be a multiple of {group}; nearest: {down} or {value - value % group + group}"
             )
+    return None
+
+
+def _epoch_end_rule(run_file: RunFile) -> str | None:
+    end, written = run_file.batch.epoch_end, f'batch.epoch_end = "{run_file.batch.epoch_end}"'
+    if end == "straddle":
+        return None
+    if isinstance(run_file.data, Mixture | Stream):
+        return f"{written}: a mixture or a stream has no epoch; leave it out"
+    if end == "short" and (run_file.pipeline.asynchronous or in_canonical_order(run_file)):
+        return (
+            f'{written} with pipeline.schedule = "PipeDream" or sync.order = "canonical": every step has the same '
+            'microbatches there; set it to "drop" or "straddle"'
+        )
     return None
 
 

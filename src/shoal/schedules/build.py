@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from shoal.schedules import limits, script
 from shoal.schedules.script import in_rounds, woven
-from shoal.schedules.table import Action, Table, looped, v_shaped
+from shoal.schedules.table import Action, ScheduleTable, looped, v_shaped
 
 Row = tuple[Action, ...]
 
@@ -125,7 +125,7 @@ def stages_per_rank_of(name: str, given: int | None = None) -> int:
     return given
 
 
-def build(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Table:
+def build(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> ScheduleTable:
     """The schedule `name` of these sizes.
 
     Raises:
@@ -143,4 +143,4 @@ def build(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | No
     sizes = Sizes(ranks, microbatches, per_rank)
     placement = v_shaped(ranks) if schedule.v else looped(ranks, per_rank)
     rows = tuple(schedule.row(rank, sizes) for rank in range(ranks))
-    return Table(name, ranks, ranks * per_rank, microbatches, placement, rows, flushes=schedule.flushes)
+    return ScheduleTable(name, ranks, ranks * per_rank, microbatches, placement, rows, flushes=schedule.flushes)

@@ -9,12 +9,12 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 
 from shoal.errors import LayoutError
-from shoal.schedules.table import KINDS, Action, Table
+from shoal.schedules.table import KINDS, Action, ScheduleTable
 
 Needs = dict[Action, tuple[Action, ...]]
 
 
-def needs(table: Table) -> Needs:
+def needs(table: ScheduleTable) -> Needs:
     """The actions whose results an action takes, by action: an edge between ranks is a transfer."""
     back = {(a.stage, a.microbatch): a for row in table.rows for a in row if a.kind in "BI"}
     return {action: tuple(_needs(action, back, table.last_stage)) for row in table.rows for action in row}
@@ -33,7 +33,7 @@ def _needs(action: Action, back: dict[tuple[int, int], Action], last_stage: int)
             yield back.get((stage + 1, microbatch), Action("B", stage + 1, microbatch))
 
 
-def walk(table: Table, needed: Needs) -> Iterator[tuple[int, Action]]:
+def walk(table: ScheduleTable, needed: Needs) -> Iterator[tuple[int, Action]]:
     """(rank, action) in an order in which all could happen: each rank in its row's order, sends never blocking.
 
     Ends early where ranks wait for each other: what never comes is what they are stuck at.
@@ -55,7 +55,7 @@ def walk(table: Table, needed: Needs) -> Iterator[tuple[int, Action]]:
             ready.extend(waiting.pop(action, ()))
 
 
-def completing(table: Table, rank: int) -> dict[Action, int]:
+def completing(table: ScheduleTable, rank: int) -> dict[Action, int]:
     """The action after which a stage of `rank` owes no gradient any more, and the stage: when its reduction may start.
 
     Hooks on parameters cannot tell: a split backward writes gradients past them.
@@ -67,14 +67,14 @@ def completing(table: Table, rank: int) -> dict[Action, int]:
 _WHOLE, _SPLIT, _FORWARD = {"F", "B"}, {"F", "I", "W"}, {"F"}
 
 
-def check(table: Table) -> None:
+def check(table: ScheduleTable) -> None:
     """Raises `LayoutError` where `table` cannot be run; the sentence names the first action that is at fault."""
     _check_places(table)
     _check_work(table)
     _check_progress(table)
 
 
-def _check_places(table: Table) -> None:
+def _check_places(table: ScheduleTable) -> None:
     for rank, row in enumerate(table.rows):
         for action in row:
             if not (0 <= action.stage < table.stages and 0 <= action.microbatch < table.microbatches):
@@ -89,7 +89,7 @@ def _check_places(table: Table) -> None:
                 )
 
 
-def _check_work(table: Table) -> None:
+def _check_work(table: ScheduleTable) -> None:
     counts = Counter(action for row in table.rows for action in row)
     for action, times in counts.items():
         if times > 1:
@@ -105,7 +105,7 @@ def _check_work(table: Table) -> None:
                 )
 
 
-def _check_progress(table: Table) -> None:
+def _check_progress(table: ScheduleTable) -> None:
     done = [0] * table.ranks
     for rank, _ in walk(table, needs(table)):
         done[rank] += 1

@@ -9,7 +9,7 @@ B is I and W together: a stage does either B or both I and W on a microbatch.
 
 Which rank holds which stage.
 
-`Table`: a whole schedule, one row of actions a rank.
+`ScheduleTable`: a whole schedule, one row of actions a rank.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def v_shaped(ranks: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Table:
+class ScheduleTable:
     """What every rank computes, in order; transfers follow from it and are never listed.
 
     `placement[stage]` is the rank that holds a stage; `rows[rank]` its actions. `flushes` says that all microbatches
@@ -73,7 +73,7 @@ class Table:
         return any(action.kind != "F" for row in self.rows for action in row)
 
 
-def forward_only(table: Table, microbatches: int | None = None) -> Table:
+def forward_only(table: ScheduleTable, microbatches: int | None = None) -> ScheduleTable:
     """The same stages without their backward, for evaluation; of the first `microbatches` (None: all)."""
     count = table.microbatches if microbatches is None else microbatches
     rows = tuple(tuple(a for a in row if a.kind == "F" and a.microbatch < count) for row in table.rows)

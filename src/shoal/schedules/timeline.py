@@ -34,7 +34,7 @@ from string import ascii_lowercase
 from shoal.errors import LayoutError
 from shoal.schedules.check import needs, walk
 from shoal.schedules.script import woven
-from shoal.schedules.table import Action, Table, looped
+from shoal.schedules.table import Action, ScheduleTable, looped
 
 Seconds = float | Sequence[float]
 """One duration, or one for each stage."""
@@ -69,7 +69,7 @@ class Timeline:
 
 
 def timeline(
-    table: Table,
+    table: ScheduleTable,
     *,
     forward_s: Seconds,
     backward_input_s: Seconds,
@@ -96,7 +96,7 @@ def timeline(
     return Timeline(tuple(map(tuple, spans)))
 
 
-def in_flight(table: Table) -> tuple[int, ...]:
+def in_flight(table: ScheduleTable) -> tuple[int, ...]:
     """The most activations that each rank stores at once, in microbatches of one stage: from F until B or W."""
     peaks = []
     for row in table.rows:
@@ -108,7 +108,7 @@ def in_flight(table: Table) -> tuple[int, ...]:
     return tuple(peaks)
 
 
-def _by_stage(seconds: Seconds, table: Table) -> list[float]:
+def _by_stage(seconds: Seconds, table: ScheduleTable) -> list[float]:
     if isinstance(seconds, Sequence):
         if len(seconds) != table.stages:
             raise ValueError(f"{len(seconds)} durations for {table.stages} stages: give one, or one for each stage")
@@ -135,7 +135,9 @@ class Times:
         return self.forward_s + self.input_s + 2 * self.send_s
 
 
-def zero_bubble(ranks: int, microbatches: int, *, times: Times, most_stored: int, weight_share: float = 1.0) -> Table:
+def zero_bubble(
+    ranks: int, microbatches: int, *, times: Times, most_stored: int, weight_share: float = 1.0
+) -> ScheduleTable:
     """One stage a rank. `most_stored` 2 P is the paper's ZB-2p, P its ZB-1p.
 
     Raises `LayoutError` where a rank may not even store what 1F1B does.
@@ -148,7 +150,7 @@ def zero_bubble(ranks: int, microbatches: int, *, times: Times, most_stored: int
     return min(tables, key=lambda table: _period_s(table, times))
 
 
-def _candidates(ranks: int, microbatches: int, times: Times, most: int, share: float) -> Iterator[Table]:
+def _candidates(ranks: int, microbatches: int, times: Times, most: int, share: float) -> Iterator[ScheduleTable]:
     for stretch, rounded in product(_STRETCHES, _ROUNDINGS):
         rows = []
         for rank in range(ranks):
@@ -156,10 +158,10 @@ def _candidates(ranks: int, microbatches: int, times: Times, most: int, share: f
             lag = rounded(stretch * rank * times.round_trip_s / times.weight_s)
             visits = [(rank, microbatch) for microbatch in range(microbatches)]
             rows.append(woven(visits, visits, warmup=ahead, lag=min(lag, int((most - 1 - ahead) / share))))
-        yield Table("zero bubble", ranks, ranks, microbatches, looped(ranks, 1), tuple(rows))
+        yield ScheduleTable("zero bubble", ranks, ranks, microbatches, looped(ranks, 1), tuple(rows))
 
 
-def _period_s(table: Table, times: Times) -> float:
+def _period_s(table: ScheduleTable, times: Times) -> float:
     """The longest time from a rank's first to its last action: what a step takes where no rank waits between steps."""
     played = timeline(
         table,
@@ -174,7 +176,7 @@ def _period_s(table: Table, times: Times) -> float:
 _UNITS = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
-def drawn(table: Table) -> str:
+def drawn(table: ScheduleTable) -> str:
     """The picture for forward, input's and weights' gradients of equal length, then each rank's idle share and stored
     activations."""
     times = timeline(table, forward_s=1, backward_input_s=1, backward_weight_s=1)
@@ -184,7 +186,7 @@ def drawn(table: Table) -> str:
     return "\n".join([_title(table), *lines, _figures(table, times)])
 
 
-def label(table: Table, action: Action) -> str:
+def label(table: ScheduleTable, action: Action) -> str:
     """What a cell says: `F3`, or `F3b` for the second stage of a rank that holds several."""
     stages = table.stages_of(table.placement[action.stage])
     chunk = stages.index(action.stage)
@@ -193,7 +195,7 @@ def label(table: Table, action: Action) -> str:
     return f"{action.kind}{action.microbatch}{ascii_lowercase[chunk] if len(stages) <= 26 else f'.{chunk}'}"
 
 
-def _line(table: Table, times: Timeline, rank: int, *, width: int) -> str:
+def _line(table: ScheduleTable, times: Timeline, rank: int, *, width: int) -> str:
     cells = ["." * width] * round(times.makespan_s)
     for action, start_s, _ in times.spans[rank]:
         for unit in range(_UNITS[action.kind]):
@@ -201,12 +203,12 @@ def _line(table: Table, times: Timeline, rank: int, *, width: int) -> str:
     return " ".join(cells)
 
 
-def _title(table: Table) -> str:
+def _title(table: ScheduleTable) -> str:
     stages = f", {table.stages} stages" if table.stages != table.ranks else ""
     return f"{table.name}: {table.ranks} ranks{stages}, {table.microbatches} microbatches"
 
 
-def _figures(table: Table, times: Timeline) -> str:
+def _figures(table: ScheduleTable, times: Timeline) -> str:
     idle = " ".join(f"{share:.1%}" for share in times.idle_shares)
     stored = " ".join(map(str, in_flight(table)))
     return f"idle: {idle} (mean {times.bubble:.1%}); stored activations, at most: {stored}"

@@ -1,18 +1,22 @@
 """What a scheduler is asked for: hosts, ranks on each, what they compute on, how long, and the command of each host.
 
-A `Job` knows no scheduler. `slurm_script`, `jobset`, `trainjob` and `ray_job` write it down for theirs; all of them
-start `shoal launch` once on each host, which starts that host's ranks and keeps their exit code (`launch.host`).
+A `SubmittedJob` knows no scheduler. `slurm_script`, `jobset`, `trainjob` and `ray_job` write it down for theirs; all of
+them start `shoal launch` once on each host, which starts that host's ranks and keeps their exit code (`launch.host`).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import msgspec
+
 from shoal.errors import Diverged, UsageError, VerificationFailed
+from shoal.launch.secret_names import is_secret
 from shoal.launch.store.token import JOB_TOKEN
+from shoal.recipes.provenance import RECORDED_NAMES
 from shoal.runfile.rules import check_across
 from shoal.runfile.run_file import RunFile, run_directory, with_processes
 
@@ -21,7 +25,6 @@ SAVE_S = 120
 FATAL_CODES = (UsageError.exit_code, Diverged.exit_code, VerificationFailed.exit_code)
 """Exit codes after which another start would end alike."""
 RESTARTS = 100
-_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|PRIVATE", re.IGNORECASE)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -52,12 +55,22 @@ class Resources:
 
 
 @dataclass(frozen=True)
-class Job:
+class Array:
+    """A sweep as one array: `file` is the sweep file, `tasks` its trials, of which `parallel` run at once."""
+
+    file: Path
+    tasks: int
+    parallel: int
+
+
+@dataclass(frozen=True)
+class SubmittedJob:
     """A run, ready to be written for a scheduler.
 
     `variables` reach every rank and stand in the job file; `secrets` are names alone, whose values the scheduler adds.
     `restarts` bounds how often the job starts again after 75, a lost host or a lost rank. `folder` is where the job is
-    submitted from, and `python` the interpreter there: relative paths of the run file start in the folder.
+    submitted from, and `python` the interpreter there: relative paths of the run file start in the folder. With an
+    `array`, each of its tasks trains a trial of a sweep, and the run file says the sweep's name and folder.
     """
 
     run_file: RunFile
@@ -67,6 +80,7 @@ class Job:
     variables: Mapping[str, str] = field(default_factory=dict)
     secrets: tuple[str, ...] = ()
     restarts: int = RESTARTS
+    array: Array | None = None
 
     @property
     def name(self) -> str:
@@ -87,6 +101,17 @@ class Job:
         """The command of each host; its arguments as the hosts see them."""
         launch = ("launch", "--ranks-per-node", str(self.resources.ranks_per_node), "--directory", directory)
         return (python, "-m", "shoal", *launch, "-m", "shoal", "train", run_file)
+
+
+def array_job(job: SubmittedJob, array: Array, *, name: str, directory: str) -> SubmittedJob:
+    """The job of a sweep, from that of its run file. Raises `UsageError` for a trial of several hosts."""
+    if job.resources.nodes > 1:
+        raise UsageError(
+            f"each trial of the sweep would need {job.resources.nodes} hosts, and a task of an array starts its ranks "
+            "on one: ask for --nodes 1, or submit the trials as runs"
+        )
+    run = msgspec.structs.replace(job.run_file.run, name=name, directory=directory)
+    return replace(job, run_file=msgspec.structs.replace(job.run_file, run=run), array=array)
 
 
 def world_size_of(run_file: RunFile, *, nodes: int | None, ranks_per_node: int | None) -> int:
@@ -127,7 +152,7 @@ def job_of(
     variables: Mapping[str, str] | None = None,
     secrets: Sequence[str] = (),
     restarts: int = RESTARTS,
-) -> Job:
+) -> SubmittedJob:
     """The job of a run file, checked as `shoal train` would. Raises `UsageError` and `ConfigError`."""
     if resources.time_s is not None and resources.time_s <= resources.save_s:
         raise UsageError(
@@ -137,13 +162,14 @@ def job_of(
     run_file.layout.layout(resources.world_size)
     run_file = with_processes(run_file, resources.world_size)
     check_across(run_file, file=file)
-    return Job(run_file, resources, folder, python, dict(variables or {}), tuple(secrets), restarts)
+    return SubmittedJob(run_file, resources, folder, python, dict(variables or {}), tuple(secrets), restarts)
 
 
 def split_variables(assignments: Sequence[str], environ: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
     """`NAME=value` and `NAME` (its value here), as variables for the job file and names of secrets.
 
-    A name that sounds like a secret never brings its value into a file. Raises `UsageError`.
+    A name that sounds like a secret never brings its value into a file. The ranks are told which names were given, so
+    that the run records them. Raises `UsageError`.
     """
     variables: dict[str, str] = {}
     secrets: list[str] = []
@@ -151,7 +177,8 @@ def split_variables(assignments: Sequence[str], environ: Mapping[str, str]) -> t
         name, given, value = text.partition("=")
         if not _VARIABLE.fullmatch(name):
             raise UsageError(f"--env {text[:60]!r} names no variable: write --env NAME=value, or --env NAME")
-        if _SECRET.search(name) and name != JOB_TOKEN:  # which names a file
+        held = value if given else environ.get(name, "")
+        if is_secret(name, held) and name != JOB_TOKEN:  # which names a file
             if given:
                 raise UsageError(
                     f"--env {name}=... would write a secret into the job file, which others can read: "
@@ -159,13 +186,15 @@ def split_variables(assignments: Sequence[str], environ: Mapping[str, str]) -> t
                 )
             secrets.append(name)
         elif given or name in environ:
-            variables[name] = value if given else environ[name]
+            variables[name] = held
         else:
             raise UsageError(f"--env {name}: the variable is not set here; write --env {name}=value")
         if any(not character.isprintable() for character in variables.get(name, "")):
             raise UsageError(
                 f"--env {name}: its value has a control character, which a job file cannot hold; change it"
             )
+    if recorded := [name for name in variables if name != JOB_TOKEN]:
+        variables[RECORDED_NAMES] = ",".join(recorded)
     return variables, tuple(secrets)
 
 

@@ -1,4 +1,4 @@
-"""A job as a JobSet (jobset.sigs.k8s.io): one indexed Job of a pod a host behind a headless service.
+"""A job as a JobSet (jobset.sigs.k8s.io): one indexed SubmittedJob of a pod a host behind a headless service.
 
 With a queue of Kueue's, the set stays suspended until the cluster has room for all of its pods, so that all start or
 none. Without one, pods that start wait for the others, up to `run.start_timeout_s`, and train only together.
@@ -8,20 +8,28 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.submit.job import Job
-from shoal.submit.pods import KubernetesOptions, config_map, failure_policy, host_variables, job_spec, object_name
+from shoal.submit.job import SubmittedJob
+from shoal.submit.pods import (
+    KubernetesOptions,
+    config_map,
+    failure_policy,
+    host_variables,
+    job_spec,
+    metadata_of,
+    object_name,
+)
 
 API, KIND = "jobset.x-k8s.io/v1alpha2", "JobSet"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 HOSTS = "hosts"
 
 
-def jobset(job: Job, options: KubernetesOptions) -> list[dict[str, Any]]:
+def jobset(job: SubmittedJob, options: KubernetesOptions) -> list[dict[str, Any]]:
     """The objects to apply, in order. Raises `UsageError` for a name or a secret that they cannot hold."""
     name = object_name(job)
-    metadata: dict[str, Any] = {"name": name, "namespace": options.namespace}
+    metadata = metadata_of(job, options)
     if options.queue is not None:
-        metadata["labels"] = {QUEUE_LABEL: options.queue}
+        metadata["labels"][QUEUE_LABEL] = options.queue
     # Pod 0 of job 0, by the name that the headless service gives it.
     variables = host_variables(job, f"{name}-{HOSTS}-0-0.{name}")
     spec = {

@@ -10,19 +10,23 @@ from typing import Any, Literal
 from shoal.errors import EnvironmentFault, ShoalError, UsageError
 from shoal.submit import yaml
 from shoal.submit.client import call, said
-from shoal.submit.job import Job
+from shoal.submit.job import SubmittedJob
 from shoal.submit.jobset import jobset
-from shoal.submit.pods import KubernetesOptions, object_name
+from shoal.submit.pods import OWNER, OWNER_LABEL, KubernetesOptions, config_map_name, object_name
 from shoal.submit.scheduler import State, Status, Submission
 from shoal.submit.trainjob import trainjob
 from shoal.units import plural
 
 Kind = Literal["jobset", "trainjob"]
-MANIFEST = "job.yaml"
+MANIFEST, RUNTIME = "job.yaml", "runtime.yaml"
 NAME_LABEL = "jobset.sigs.k8s.io/jobset-name"
 _INSTALL = {"jobset": "JobSet (jobset.sigs.k8s.io)", "trainjob": "Kubeflow's Trainer (trainer.kubeflow.org)"}
 _ENDED: Mapping[str, State] = {"Completed": "done", "Complete": "done", "Failed": "failed"}
 _MOST_LOGS = 256
+_STARTING = ("ContainerCreating", "PodInitializing")
+"""Reasons of pods that are about to start."""
+_GONE_S = 50
+"""How long an ended job may take to go, with all of its pods."""
 
 
 class Kubernetes:
@@ -31,29 +35,46 @@ class Kubernetes:
     def __init__(self, options: KubernetesOptions | None = None, kind: Kind = "jobset") -> None:
         self._options, self._kind = options, kind
 
-    def files(self, job: Job) -> Mapping[str, str]:
-        """The manifest: all objects in one file."""
-        objects = (jobset if self._kind == "jobset" else trainjob)(job, self._need_options())
-        return {MANIFEST: yaml.documents(objects)}
+    def files(self, job: SubmittedJob) -> Mapping[str, str]:
+        """The manifest of the job, and of what it names; where the server checks both at once, in one file."""
+        options = self._need_options()
+        if self._kind == "jobset":
+            return {MANIFEST: yaml.documents(jobset(job, options))}
+        config, runtime, train = trainjob(job, options)
+        return {RUNTIME: yaml.documents([config, runtime]), MANIFEST: yaml.documents([train])}
 
-    def submit(self, job: Job) -> Submission:
-        """Let the server check all objects, then apply them."""
-        path, options = str(job.job_files / MANIFEST), self._need_options()
-        for check in (["--dry-run=server"], []):
-            done = call(["kubectl", "apply", *check, "--filename", path])
-            if done.returncode != 0:
-                raise _refusal(said(done), self._kind)
-        return Submission("kubernetes", object_name(job), {"namespace": options.namespace, "kind": self._kind})
+    def submit(self, job: SubmittedJob) -> Submission:
+        """Let the server check all objects, then apply them. An ended job of this name makes room.
+
+        A TrainJob is checked against the runtime in the cluster, so that is there first; it goes again where the job is
+        refused. Raises `UsageError` where a job of this name has not ended or is not Shoal's.
+        """
+        options = self._need_options()
+        where = {"namespace": options.namespace, "kind": self._kind}
+        submission = Submission("kubernetes", object_name(job), where)
+        self._make_room(submission)
+        try:
+            for name in self.files(job):
+                for check in (["--dry-run=server"], []):
+                    self._call(submission, "apply", *check, "--filename", str(job.job_files / name))
+        except ShoalError:
+            if self._kind == "trainjob":
+                call(_delete(submission))
+            raise
+        return submission
 
     def status(self, submission: Submission) -> Status:
         """From the object's conditions."""
         kind, name = submission.where["kind"], submission.identity
-        done = call(["kubectl", *_in(submission), "get", kind, name, "--output=json", "--ignore-not-found"])
-        if done.returncode != 0:
-            raise _refusal(said(done), kind)
-        if not done.stdout.strip():
+        found = self._found(submission)
+        if found is None:
             return Status("unknown", f"the cluster has no {kind} {name} any more")
-        return _status(kind, name, json.loads(done.stdout))
+        status = _status(kind, name, found)
+        if status.state != "waiting":
+            return status
+        label = f"--selector={NAME_LABEL}={name}"
+        pods = json.loads(self._call(submission, "get", "pods", label, "--output=json") or "{}").get("items", [])
+        return Status(status.state, status.sentence + _obstacles(pods))
 
     def log_command(self, submission: Submission, directory: Path) -> Sequence[str]:
         """`kubectl logs` of all pods; a TrainJob's set has its name."""
@@ -61,11 +82,40 @@ class Kubernetes:
         return ["kubectl", *_in(submission), "logs", label, "--prefix", "--tail=-1", f"--max-log-requests={_MOST_LOGS}"]
 
     def cancel(self, submission: Submission) -> None:
-        """Delete the object; its pods get SIGTERM, and the time of their grace period to save."""
-        kind, name = submission.where["kind"], submission.identity
-        done = call(["kubectl", *_in(submission), "delete", kind, name, "--wait=false", "--ignore-not-found"])
+        """Delete the object and what was made for it; its pods get SIGTERM, and their grace period to save in."""
+        done = call(_delete(submission))
         if done.returncode != 0:
-            raise _refusal(said(done), kind)
+            raise _refusal(said(done), submission.where["kind"])
+
+    def _make_room(self, submission: Submission) -> None:
+        # To apply an ended job again changes nothing: it would not start.
+        found = self._found(submission)
+        if found is None:
+            return
+        kind, name = submission.where["kind"], submission.identity
+        if found.get("metadata", {}).get("labels", {}).get(OWNER_LABEL) != OWNER:
+            raise UsageError(
+                f"a {kind} {name} that Shoal did not submit is in the cluster: delete it, or give another run.name"
+            )
+        if _status(kind, name, found).state not in ("done", "failed"):
+            raise UsageError(
+                f"{kind} {name} is in the cluster already and has not ended: shoal submit cancel it first, or give "
+                "another run.name"
+            )
+        self._call(
+            submission, "delete", kind, name, "--cascade=foreground", "--ignore-not-found", f"--timeout={_GONE_S}s"
+        )
+
+    def _found(self, submission: Submission) -> dict[str, Any] | None:
+        kind, name = submission.where["kind"], submission.identity
+        text = self._call(submission, "get", kind, name, "--output=json", "--ignore-not-found")
+        return json.loads(text) if text.strip() else None
+
+    def _call(self, submission: Submission, verb: str, *arguments: str) -> str:
+        done = call(["kubectl", *_in(submission), verb, *arguments])
+        if done.returncode != 0:
+            raise _refusal(said(done), submission.where["kind"])
+        return done.stdout
 
     def _need_options(self) -> KubernetesOptions:
         if self._options is None:
@@ -90,6 +140,25 @@ def _status(kind: str, name: str, found: Mapping[str, Any]) -> Status:
     return Status("running", f"{kind} {name} runs{again}")
 
 
+def _obstacles(pods: Sequence[Mapping[str, Any]]) -> str:
+    """Why pods have not started, each reason once with one of its pods; empty where there is none."""
+    found: dict[str, tuple[str, str, int]] = {}
+    for pod in pods:
+        name, status = pod.get("metadata", {}).get("name", "?"), pod.get("status", {})
+        conditions = [one for one in status.get("conditions", []) if one.get("type") == "PodScheduled"]
+        waiting = [one.get("state", {}).get("waiting") or {} for one in status.get("containerStatuses", [])]
+        for one in [*(one for one in conditions if one.get("status") == "False"), *waiting]:
+            reason = one.get("reason")
+            if reason and reason not in _STARTING:
+                first, words, before = found.get(reason, (name, " ".join(str(one.get("message", "")).split())[:200], 0))
+                found[reason] = (first, words, before + 1)
+    told = [
+        f"{reason} ({plural(count, 'pod')}, such as {name}{': ' + words if words else ''})"
+        for reason, (name, words, count) in sorted(found.items())
+    ]
+    return f"; {'; '.join(told)}" if told else ""
+
+
 def _refusal(complaint: str, kind: str) -> ShoalError:
     lower = complaint.lower()
     if "no matches for kind" in lower or "doesn't have a resource type" in lower:
@@ -110,6 +179,17 @@ def _refusal(complaint: str, kind: str) -> ShoalError:
             "another run.name"
         )
     return EnvironmentFault(f"the cluster did not take the job ({complaint}): change what it names, then submit again")
+
+
+def _delete(submission: Submission) -> list[str]:
+    name = submission.identity
+    made = [f"configmap/{config_map_name(name)}", *([f"trainingruntime/{name}"] if _is_train(submission) else [])]
+    job = f"{submission.where['kind']}/{name}"
+    return ["kubectl", *_in(submission), "delete", job, *made, "--wait=false", "--ignore-not-found"]
+
+
+def _is_train(submission: Submission) -> bool:
+    return submission.where["kind"] == "trainjob"
 
 
 def _in(submission: Submission) -> list[str]:

@@ -3,7 +3,7 @@
 A pod is a host: it runs `shoal launch`, which starts the host's ranks. The pod's index among the job's is its number as
 a host. Pods never restart alone (`restartPolicy: Never`), as ranks that have lost one another start together.
 
-    exit code of a host        the Job says                     the set of jobs
+    exit code of a host        the SubmittedJob says                     the set of jobs
     0                          done
     2, 4, 6                    FailJob, "exit code 2"           fails: the same would happen again
     75, or an evicted pod      FailJob, "exit code 75"          starts again, uncounted: it goes on from its checkpoint
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,18 +25,25 @@ import msgspec
 from shoal.config.load import dumps
 from shoal.errors import Stopped, UsageError
 from shoal.launch.host import MASTER_ADDR, MASTER_PORT, MASTER_PORT_DEFAULT, NNODES, NODE_RANK, NPROC_PER_NODE
-from shoal.submit.job import FATAL_CODES, Job
+from shoal.submit.job import FATAL_CODES, SubmittedJob
+from shoal.submit.local_names import local_names
 
 CONTAINER = "node"
 RUN_FILE, RUN_FOLDER = "run.toml", "/etc/shoal"
 RUNS = "/runs"
+OWNER_LABEL, OWNER = "app.kubernetes.io/managed-by", "shoal"
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _PROBE_S = 60
 
 
 @dataclass(frozen=True)
 class KubernetesOptions:
-    """Where in the cluster the job goes. `volume` is a claim for run directories, which all pods mount at `/runs`."""
+    """Where in the cluster the job goes.
+
+    `volume` is a claim for run directories, which all pods mount at `/runs`. `workdir` is the folder of the image or of
+    the volume in which pods start: there lie the user's modules and what the run file names relative to it; None: the
+    image's own. `spot` are taints to tolerate, `node_selector` labels that hosts must have.
+    """
 
     image: str
     volume: str
@@ -43,11 +51,13 @@ class KubernetesOptions:
     queue: str | None = None
     secret: str | None = None
     spot: tuple[str, ...] = ()
+    workdir: str | None = None
+    node_selector: tuple[tuple[str, str], ...] = ()
     gpu_resource: str = "nvidia.com/gpu"
     stall_minutes: int = 30
 
 
-def object_name(job: Job) -> str:
+def object_name(job: SubmittedJob) -> str:
     """The run's name as a label of DNS, short enough for what Kubernetes appends. Raises `UsageError`."""
     name = re.sub(r"[^a-z0-9-]+", "-", job.name.lower()).strip("-")
     if not name or len(name) > 40 or not name[0].isalpha():
@@ -58,7 +68,17 @@ def object_name(job: Job) -> str:
     return name
 
 
-def config_map(job: Job, options: KubernetesOptions) -> dict[str, Any]:
+def metadata_of(job: SubmittedJob, options: KubernetesOptions) -> dict[str, Any]:
+    """The name of what is submitted, and a label that says who did."""
+    return {"name": object_name(job), "namespace": options.namespace, "labels": {OWNER_LABEL: OWNER}}
+
+
+def config_map_name(name: str) -> str:
+    """The ConfigMap of the job of this name."""
+    return f"{name}-run"
+
+
+def config_map(job: SubmittedJob, options: KubernetesOptions) -> dict[str, Any]:
     """The run file as pods mount it; its directory lies on the volume."""
     inside = msgspec.structs.replace(
         job.run_file, run=msgspec.structs.replace(job.run_file.run, directory=run_directory_inside(job))
@@ -66,17 +86,17 @@ def config_map(job: Job, options: KubernetesOptions) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": {"name": f"{object_name(job)}-run", "namespace": options.namespace},
+        "metadata": metadata_of(job, options) | {"name": config_map_name(object_name(job))},
         "data": {RUN_FILE: dumps(inside)},
     }
 
 
-def run_directory_inside(job: Job) -> str:
+def run_directory_inside(job: SubmittedJob) -> str:
     """The run's folder as pods see it."""
     return f"{RUNS}/{job.name}"
 
 
-def pod_template(job: Job, options: KubernetesOptions, *, variables: list[dict[str, Any]]) -> dict[str, Any]:
+def pod_template(job: SubmittedJob, options: KubernetesOptions, *, variables: list[dict[str, Any]]) -> dict[str, Any]:
     """The pod of a host; `variables` say which host it is and where rank 0 listens."""
     asked = job.resources
     container: dict[str, Any] = {
@@ -85,6 +105,7 @@ def pod_template(job: Job, options: KubernetesOptions, *, variables: list[dict[s
         "command": list(
             job.host_command(f"{RUN_FOLDER}/{RUN_FILE}", directory=run_directory_inside(job), python="python3")
         ),
+        **_workdir(job, options),
         "env": [*variables, *_own_variables(job, options)],
         "resources": _resources(job, options),
         "ports": [{"name": "store", "containerPort": MASTER_PORT_DEFAULT}],
@@ -109,18 +130,20 @@ def pod_template(job: Job, options: KubernetesOptions, *, variables: list[dict[s
         },
         "containers": [container],
         "volumes": [
-            {"name": "run-file", "configMap": {"name": f"{object_name(job)}-run"}},
+            {"name": "run-file", "configMap": {"name": config_map_name(object_name(job))}},
             {"name": "runs", "persistentVolumeClaim": {"claimName": options.volume}},
             {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
         ],
     }
     if tolerations := _tolerations(job, options):
         spec["tolerations"] = tolerations
+    if options.node_selector:
+        spec["nodeSelector"] = dict(options.node_selector)
     return {"spec": spec}
 
 
-def job_spec(job: Job, options: KubernetesOptions, *, variables: list[dict[str, Any]]) -> dict[str, Any]:
-    """A Job of one pod a host, which fails as a whole with the first pod that does."""
+def job_spec(job: SubmittedJob, options: KubernetesOptions, *, variables: list[dict[str, Any]]) -> dict[str, Any]:
+    """A SubmittedJob of one pod a host, which fails as a whole with the first pod that does."""
     hosts = job.resources.nodes
     spec: dict[str, Any] = {
         "completionMode": "Indexed",
@@ -135,8 +158,8 @@ def job_spec(job: Job, options: KubernetesOptions, *, variables: list[dict[str, 
     return spec
 
 
-def failure_policy(job: Job) -> dict[str, Any]:
-    """The set's answer to a Job that failed; the messages are those that Kubernetes writes of its rules."""
+def failure_policy(job: SubmittedJob) -> dict[str, Any]:
+    """The set's answer to a SubmittedJob that failed; the messages are those that Kubernetes writes of its rules."""
     again = [f"exit code {Stopped.exit_code} ", "condition DisruptionTarget "]
     return {
         "maxRestarts": job.restarts,
@@ -152,7 +175,7 @@ def failure_policy(job: Job) -> dict[str, Any]:
     }
 
 
-def host_variables(job: Job, master: str) -> list[dict[str, Any]]:
+def host_variables(job: SubmittedJob, master: str) -> list[dict[str, Any]]:
     """Which host a pod is: the names that torchrun reads, too."""
     return [
         {"name": NNODES, "value": str(job.resources.nodes)},
@@ -163,7 +186,29 @@ def host_variables(job: Job, master: str) -> list[dict[str, Any]]:
     ]
 
 
-def _own_variables(job: Job, options: KubernetesOptions) -> list[dict[str, Any]]:
+def _workdir(job: SubmittedJob, options: KubernetesOptions) -> dict[str, str]:
+    if options.workdir is not None:
+        if not options.workdir.startswith("/"):
+            raise UsageError(f"--workdir {options.workdir!r} is no absolute path: pods know no other; write /runs/code")
+        return {"workingDir": options.workdir}
+    for key, name in local_names(job.run_file, job.folder).items():
+        raise UsageError(
+            f"{key} needs {name}, which lies in {job.folder}, and pods do not have that folder: copy it into the image "
+            f"or onto the volume, and give its folder there with --workdir (such as {RUNS}/code)"
+        )
+    return {}
+
+
+def node_selector_of(labels: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """`NAME=VALUE` labels as pairs. Raises `UsageError`."""
+    pairs = [label.partition("=") for label in labels]
+    for label, (name, equals, _) in zip(labels, pairs, strict=True):
+        if not name or not equals:
+            raise UsageError(f"--node-selector {label!r} is no label: write NAME=VALUE")
+    return tuple((name, value) for name, _, value in pairs)
+
+
+def _own_variables(job: SubmittedJob, options: KubernetesOptions) -> list[dict[str, Any]]:
     if job.secrets and options.secret is None:
         raise UsageError(
             f"--env {job.secrets[0]} is a secret, and a job file must not hold its value: "
@@ -176,7 +221,7 @@ def _own_variables(job: Job, options: KubernetesOptions) -> list[dict[str, Any]]
     return plain + hidden
 
 
-def _resources(job: Job, options: KubernetesOptions) -> dict[str, Any]:
+def _resources(job: SubmittedJob, options: KubernetesOptions) -> dict[str, Any]:
     asked = job.resources
     amounts: dict[str, str] = {"cpu": str(asked.cpus_per_node)}
     if asked.memory_gib is not None:
@@ -186,7 +231,7 @@ def _resources(job: Job, options: KubernetesOptions) -> dict[str, Any]:
     return {"requests": amounts, "limits": dict(amounts)}
 
 
-def _tolerations(job: Job, options: KubernetesOptions) -> list[dict[str, Any]]:
+def _tolerations(job: SubmittedJob, options: KubernetesOptions) -> list[dict[str, Any]]:
     tolerations: list[dict[str, Any]] = []
     if job.resources.gpus_per_node:
         tolerations.append({"key": options.gpu_resource, "operator": "Exists", "effect": "NoSchedule"})
@@ -197,7 +242,7 @@ def _tolerations(job: Job, options: KubernetesOptions) -> list[dict[str, Any]]:
     return tolerations
 
 
-def _probes(job: Job, options: KubernetesOptions) -> dict[str, Any]:
+def _probes(job: SubmittedJob, options: KubernetesOptions) -> dict[str, Any]:
     events = shlex.quote(f"{run_directory_inside(job)}/events")
     recent = f'test -n "$(find {events} -name "rank-*.jsonl" -mmin -{options.stall_minutes} -print -quit)"'
     probe = {"exec": {"command": ["sh", "-c", recent]}, "periodSeconds": _PROBE_S, "timeoutSeconds": 30}

@@ -13,7 +13,7 @@ import msgspec
 
 from shoal.config.load import dumps
 from shoal.errors import UsageError
-from shoal.submit.job import Job
+from shoal.submit.job import SubmittedJob
 from shoal.submit.ray_driver import STATUS, DriverStatus, import_ray
 from shoal.submit.ray_job import DESCRIPTION, RUN_FILE, Strategy, ray_job
 from shoal.submit.scheduler import Status, Submission
@@ -29,13 +29,13 @@ class Ray:
         self._address, self._wait_s = address, wait_s
         self._strategy: Strategy = strategy
 
-    def files(self, job: Job) -> Mapping[str, str]:
+    def files(self, job: SubmittedJob) -> Mapping[str, str]:
         """The driver's description of the job, and the run file."""
         described = ray_job(job, address=self._address, strategy=self._strategy, wait_s=self._wait_s)
         text = msgspec.json.format(msgspec.json.encode(described), indent=2).decode() + "\n"
         return {DESCRIPTION: text, RUN_FILE: dumps(job.run_file)}
 
-    def submit(self, job: Job) -> Submission:
+    def submit(self, job: SubmittedJob) -> Submission:
         """Start the driver, in a session of its own. Raises `MissingExtra`."""
         import_ray()
         (job.job_files / STATUS).unlink(missing_ok=True)

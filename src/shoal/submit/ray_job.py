@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from shoal.submit.job import Job
+from shoal.submit.job import SubmittedJob
 
 DESCRIPTION, RUN_FILE = "ray-job.json", "run.toml"
 GIB = 1 << 30
@@ -39,7 +39,7 @@ class RayJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     address: str
 
 
-def ray_job(job: Job, *, address: str, strategy: Strategy, wait_s: float) -> RayJob:
+def ray_job(job: SubmittedJob, *, address: str, strategy: Strategy, wait_s: float) -> RayJob:
     """The description of a job for the cluster at `address` ("auto": the one that this host belongs to)."""
     asked = job.resources
     bundle = {"CPU": float(asked.cpus_per_node)}

@@ -16,7 +16,7 @@ import msgspec
 
 from shoal.errors import UsageError
 from shoal.files import read_file
-from shoal.submit.job import Job
+from shoal.submit.job import SubmittedJob
 
 To = Literal["slurm", "kubernetes", "ray"]
 State = Literal["waiting", "running", "done", "failed", "unknown"]
@@ -43,11 +43,11 @@ class Status:
 class Scheduler(Protocol):
     """Writes a job down and hands it over. All methods raise `EnvironmentFault` where the scheduler cannot be asked."""
 
-    def files(self, job: Job) -> Mapping[str, str]:
+    def files(self, job: SubmittedJob) -> Mapping[str, str]:
         """The job files, text by name. Raises `UsageError` for a job that the scheduler cannot hold."""
         ...
 
-    def submit(self, job: Job) -> Submission:
+    def submit(self, job: SubmittedJob) -> Submission:
         """Hand over the job, whose files are written."""
         ...
 
@@ -64,14 +64,14 @@ class Scheduler(Protocol):
         ...
 
 
-def write_files(job: Job, files: Mapping[str, str]) -> None:
+def write_files(job: SubmittedJob, files: Mapping[str, str]) -> None:
     """Put the job files beside the run."""
     job.job_files.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (job.job_files / name).write_text(text, encoding="utf-8")
 
 
-def write_record(job: Job, submission: Submission) -> None:
+def write_record(job: SubmittedJob, submission: Submission) -> None:
     """Note what was submitted."""
     (job.job_files / RECORD).write_bytes(msgspec.json.format(msgspec.json.encode(submission), indent=2) + b"\n")
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.config.load import dumps
 from shoal.errors import EnvironmentFault, UsageError
 from shoal.submit.client import call, said
-from shoal.submit.job import Job
+from shoal.submit.job import SubmittedJob
 from shoal.submit.scheduler import State, Status, Submission
 from shoal.submit.slurm_script import RUN_FILE, SCRIPT, SlurmOptions, batch_script
 from shoal.units import plural
@@ -47,11 +49,12 @@ class Slurm:
     def __init__(self, options: SlurmOptions = SlurmOptions()) -> None:
         self._options = options
 
-    def files(self, job: Job) -> Mapping[str, str]:
+    def files(self, job: SubmittedJob) -> Mapping[str, str]:
         """The batch script, and the resolved run file that it names."""
-        return {SCRIPT: batch_script(job, self._options), RUN_FILE: dumps(job.run_file)}
+        script = {SCRIPT: batch_script(job, self._options)}
+        return script if job.array is not None else script | {RUN_FILE: dumps(job.run_file)}
 
-    def submit(self, job: Job) -> Submission:
+    def submit(self, job: SubmittedJob) -> Submission:
         """Hand the script to `sbatch`.
 
         Raises `UsageError` for a partition that there is not, and `EnvironmentFault` for a job too large to start.
@@ -61,18 +64,24 @@ class Slurm:
         identity, _, cluster = done.stdout.strip().partition(";")
         if done.returncode != 0 or not identity.isdigit():
             raise self._refusal(said(done), job)
-        return Submission("slurm", identity, {"cluster": cluster} if cluster else {})
+        where = {"cluster": cluster} if cluster else {}
+        return Submission("slurm", identity, where | ({"tasks": str(job.array.tasks)} if job.array else {}))
 
     def status(self, submission: Submission) -> Status:
         """From `scontrol`, which knows a job until some minutes after its end."""
         done = call(["scontrol", *_on(submission), "--oneliner", "show", "job", submission.identity])
+        if done.returncode == 0 and "tasks" in submission.where:
+            return _status_of_tasks(submission, done.stdout)
         fields = dict(re.findall(r"(\w+)=(\S*)", done.stdout))
         if done.returncode != 0 or "JobState" not in fields:
             return Status("unknown", f"Slurm does not know job {submission.identity} any more ({said(done)})")
         return _status(submission.identity, fields)
 
     def log_command(self, submission: Submission, directory: Path) -> Sequence[str]:
-        """`tail` on the file that the batch script writes."""
+        """`tail` on the file that the batch script writes, or on those of an array's tasks."""
+        if "tasks" in submission.where:
+            there = sorted((directory / "submit").glob(f"slurm-{submission.identity}_*.log"))
+            return ["tail", "-n", "+1", *map(str, there)] if there else []
         path = directory / "submit" / f"slurm-{submission.identity}.log"
         return ["tail", "-n", "+1", str(path)] if path.exists() else []
 
@@ -86,27 +95,35 @@ class Slurm:
                 f"Slurm did not cancel job {submission.identity} ({said(done)}): try scancel by hand"
             )
 
-    def _check_size(self, job: Job) -> None:
-        # Most clusters queue a job that asks for more hosts than there are: it would wait for them without an end.
-        where = [f"--partition={self._options.partition}"] if self._options.partition else []
-        counts = call(["sinfo", "--noheader", "--format=%D", *where]).stdout.split()
-        there = sum(int(count) for count in counts if count.isdigit())
-        if 0 < there < job.resources.nodes:
+    def _check_size(self, job: SubmittedJob) -> None:
+        # Most clusters queue a job that asks for more than there is: it would wait for it without an end.
+        asked, partition = job.resources, self._options.partition
+        where = [f"--partition={partition}"] if partition else []
+        hosts = _hosts(call(["sinfo", "--noheader", "--format=%P|%D|%c|%m|%G", *where]).stdout, default=not partition)
+        if not hosts:
+            return
+        there = sum(host.count for host in hosts)
+        if there < asked.nodes:
             raise self._too_large(job, f"{plural(there, 'host')} in all")
-        cores = re.findall(r"\d+", call(["sinfo", "--noheader", "--format=%c", *where]).stdout)
-        if cores and max(map(int, cores)) < job.resources.cpus_per_node:
-            raise self._too_large(job, f"hosts of at most {max(map(int, cores))} cores")
+        for most, wanted, unit in (
+            (max(host.cores for host in hosts), asked.cpus_per_node, "cores"),
+            (max(host.memory_mb for host in hosts) // 1024, asked.memory_gib or 0, "GiB of memory"),
+            (max(host.gpus for host in hosts), asked.gpus_per_node, "GPUs"),
+        ):
+            if most < wanted:
+                raise self._too_large(job, f"hosts of at most {most} {unit}")
 
-    def _too_large(self, job: Job, complaint: str) -> EnvironmentFault:
+    def _too_large(self, job: SubmittedJob, complaint: str) -> EnvironmentFault:
         there = call(["sinfo", "--noheader", "--format=%R: %D hosts of %c cores, %m MB, %G"]).stdout.splitlines()
         asked = job.resources
+        memory = f", {asked.memory_gib} GiB" if asked.memory_gib is not None else ""
         return EnvironmentFault(
             f"the cluster cannot hold the job ({complaint}): it asks for {plural(asked.nodes, 'host')} of "
-            f"{plural(asked.cpus_per_node, 'core')} and {plural(asked.gpus_per_node, 'GPU')}, and there are "
+            f"{plural(asked.cpus_per_node, 'core')}{memory} and {plural(asked.gpus_per_node, 'GPU')}, and there are "
             f"{'; '.join(there) or 'none'}; ask for less, or let shoal plan find a layout that fits"
         )
 
-    def _refusal(self, complaint: str, job: Job) -> UsageError | EnvironmentFault:
+    def _refusal(self, complaint: str, job: SubmittedJob) -> UsageError | EnvironmentFault:
         if "invalid partition" in complaint.lower():
             there = call(["sinfo", "--noheader", "--format=%R"]).stdout.split()
             return UsageError(
@@ -128,6 +145,29 @@ class Slurm:
         return EnvironmentFault(f"Slurm did not take the job ({complaint}): change what it names, then submit again")
 
 
+@dataclass(frozen=True)
+class _Hosts:
+    """Hosts of a partition that are alike."""
+
+    count: int
+    cores: int
+    memory_mb: int
+    gpus: int
+
+
+def _hosts(listed: str, *, default: bool) -> list[_Hosts]:
+    """What `sinfo` lists, of the default partition alone (marked *) where there is one and `default` says so."""
+    lines = [line.split("|") for line in listed.splitlines() if line.count("|") == 4]
+    starred = [line for line in lines if line[0].endswith("*")]
+    found = []
+    for _, count, cores, memory, resources in starred if default and starred else lines:
+        numbers = [int(text) for text in re.findall(r"(\d+)[^|]*", f"{count}|{cores}|{memory}")]
+        if len(numbers) == 3:
+            gpus = sum(int(each) for each in re.findall(r"\bgpu(?::[^:,()]+)?:(\d+)", resources))
+            found.append(_Hosts(numbers[0], numbers[1], numbers[2], gpus))
+    return found
+
+
 def _status(identity: str, fields: Mapping[str, str]) -> Status:
     word, hosts = fields["JobState"], fields.get("NodeList", "")
     state, again = _STATES.get(word, "failed"), int(fields.get("Restarts", 0))
@@ -143,6 +183,36 @@ def _status(identity: str, fields: Mapping[str, str]) -> Status:
     code = fields.get("ExitCode", "?").partition(":")[0]
     words = "is done" if state == "done" else f"ended: {word.lower()}, exit code {code}"
     return Status(state, f"job {identity} {words}{started}")
+
+
+def _status_of_tasks(submission: Submission, shown: str) -> Status:
+    """Of an array: `scontrol` shows a line for each task that has started, and one for those that wait."""
+    counts: Counter[State] = Counter()
+    failed = []
+    for line in shown.splitlines():
+        fields = dict(re.findall(r"(\w+)=(\S*)", line))
+        state = _STATES.get(fields.get("JobState", ""), "failed")
+        tasks = fields.get("ArrayTaskId", "")
+        counts[state] += _count(tasks)
+        failed += [tasks] if state == "failed" else []
+    total = int(submission.where["tasks"])
+    counts["unknown"] = max(0, total - sum(counts.values()))
+    states: tuple[State, ...] = ("done", "running", "waiting", "failed", "unknown")
+    told = ", ".join(
+        f"{counts[state]} {'forgotten by Slurm' if state == 'unknown' else state}" for state in states if counts[state]
+    )
+    order: tuple[State, ...] = ("running", "waiting", "failed", "unknown", "done")
+    present: list[State] = [one for one in order if counts[one]]
+    named = f"; the failed ones are {', '.join(failed[:8])}" if failed else ""
+    return Status(
+        present[0] if present else "unknown", f"array {submission.identity} of {plural(total, 'trial')}: {told}{named}"
+    )
+
+
+def _count(tasks: str) -> int:
+    """How many tasks "7" or "2-4,6%2" names."""
+    spans = [part.split("-") for part in tasks.partition("%")[0].split(",") if part]
+    return sum(int(span[-1].partition(":")[0]) - int(span[0]) + 1 for span in spans)
 
 
 def _on(submission: Submission) -> list[str]:

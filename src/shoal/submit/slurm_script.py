@@ -5,21 +5,24 @@
     a host is lost            Slurm itself requeues the job (`--requeue`)
     any other code            the job ends with it
 
+A sweep is one array: each task trains a trial on one host, and is queued again by itself.
+
 Slurm starts a job when all of its hosts are free, so all ranks start or none. A task a host, not a task a rank: every
 rank then sees all GPUs of its host, as under torchrun, and the host's launcher names the rank that failed first.
 """
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shoal.errors import Stopped, UsageError
-from shoal.submit.job import Job
+from shoal.submit.job import SubmittedJob
 
 SCRIPT, RUN_FILE = "job.sbatch", "run.toml"
-_LOG = "slurm-%j.log"
+_LOG, _TASK_LOG = "slurm-%j.log", "slurm-%A_%a.log"
 
 
 @dataclass(frozen=True)
@@ -32,13 +35,11 @@ class SlurmOptions:
     constraint: str | None = None
 
 
-def batch_script(job: Job, options: SlurmOptions) -> str:
+def batch_script(job: SubmittedJob, options: SlurmOptions) -> str:
     """The text for `sbatch`. Raises `UsageError` for a path that its header cannot hold."""
     header = "\n".join(f"#SBATCH --{name}={value}" for name, value in _header(job, options).items())
     exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in sorted(job.variables.items()))
-    command = shlex.join(
-        job.host_command(str(job.job_files / RUN_FILE), directory=str(job.directory), python=job.python)
-    )
+    command = _command(job)
     return f"""#!/bin/bash
 {header}
 #SBATCH --requeue
@@ -59,17 +60,29 @@ exit "$code"
 """
 
 
-def _header(job: Job, options: SlurmOptions) -> Mapping[str, object]:
+def _command(job: SubmittedJob) -> str:
+    if job.array is None:
+        file = str(job.job_files / RUN_FILE)
+        return shlex.join(job.host_command(file, directory=str(job.directory), python=job.python))
+    sweep = ("sweep", str(job.array.file), "--directory", str(job.directory))
+    return shlex.join((job.python, "-m", "shoal", *sweep, "--trial")) + ' "$SLURM_ARRAY_TASK_ID"'
+
+
+def _header(job: SubmittedJob, options: SlurmOptions) -> Mapping[str, object]:
     asked = job.resources
     header: dict[str, object] = {
         "job-name": job.name,
         "nodes": asked.nodes,
         "ntasks-per-node": 1,
         "cpus-per-task": asked.cpus_per_node,
-        "output": job.job_files / _LOG,
+        "output": job.job_files / (_LOG if job.array is None else _TASK_LOG),
         "open-mode": "append",
         "chdir": job.folder,
     }
+    if job.array is not None:
+        header["array"] = f"0-{job.array.tasks - 1}"
+        if job.array.parallel < job.array.tasks:
+            header["array"] = f"{header['array']}%{job.array.parallel}"
     if asked.gpus_per_node:
         header["gpus-per-node"] = asked.gpus_per_node
     if asked.memory_gib is not None:
@@ -85,7 +98,8 @@ def _header(job: Job, options: SlurmOptions) -> Mapping[str, object]:
     }
     header |= {name: value for name, value in named.items() if value is not None}
     for name, value in header.items():
-        if any(character.isspace() or character in "\"'%" for character in str(value).replace("%j", "")):
+        plain = re.sub(r"%[jAa]", "", str(value)) if name == "output" else str(value)
+        if any(character.isspace() or character in "\"'%" for character in plain) and name != "array":
             raise UsageError(
                 f"{name} is {str(value)!r}: a line of #SBATCH cannot hold blanks, quotes or %; rename it, or submit "
                 "from another folder"

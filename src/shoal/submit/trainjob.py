@@ -8,18 +8,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.submit.job import Job
+from shoal.submit.job import SubmittedJob
 from shoal.submit.jobset import QUEUE_LABEL
-from shoal.submit.pods import CONTAINER, KubernetesOptions, config_map, failure_policy, job_spec, object_name
+from shoal.submit.pods import (
+    CONTAINER,
+    KubernetesOptions,
+    config_map,
+    failure_policy,
+    job_spec,
+    metadata_of,
+    object_name,
+)
 
 API = "trainer.kubeflow.org/v1alpha1"
 STEP_LABEL = "trainer.kubeflow.org/trainjob-ancestor-step"
 
 
-def trainjob(job: Job, options: KubernetesOptions) -> list[dict[str, Any]]:
+def trainjob(job: SubmittedJob, options: KubernetesOptions) -> list[dict[str, Any]]:
     """The objects to apply, in order. Raises `UsageError` for a name or a secret that they cannot hold."""
     name, asked = object_name(job), job.resources
-    metadata: dict[str, Any] = {"name": name, "namespace": options.namespace}
     hosts = {
         "name": CONTAINER,
         "template": {
@@ -30,14 +37,15 @@ def trainjob(job: Job, options: KubernetesOptions) -> list[dict[str, Any]]:
     runtime = {
         "apiVersion": API,
         "kind": "TrainingRuntime",
-        "metadata": dict(metadata),
+        "metadata": metadata_of(job, options),
         "spec": {
             "mlPolicy": {"numNodes": asked.nodes, "torch": {}},
             "template": {"spec": {"failurePolicy": failure_policy(job), "replicatedJobs": [hosts]}},
         },
     }
+    metadata = metadata_of(job, options)
     if options.queue is not None:
-        metadata["labels"] = {QUEUE_LABEL: options.queue}
+        metadata["labels"][QUEUE_LABEL] = options.queue
     train = {
         "apiVersion": API,
         "kind": "TrainJob",

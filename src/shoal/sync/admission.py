@@ -11,7 +11,8 @@ that it was computed from: the number of updates made before the worker read. A 
                   2013); contributions with the same number are one update
 
 A rule does no I/O and reads no clock: an event says when it happens, so a test replays any interleaving. A worker that
-dies leaves; what it has sent still counts, and nobody waits for it. One that returns begins with the newest version.
+dies leaves; what it has sent still counts, and nobody waits for it. One that returns begins with the newest version:
+what it computed from an older one is dropped, under every rule.
 
 Under `Bounded`, the version is the smallest number of contributions that any worker present has made. So a worker that
 begins its contribution c reads parameters with all updates up to c - bound - 1, and with a bound of 0 the rule is the
@@ -67,8 +68,9 @@ class Rule(Protocol):
         ...
 
     def arrive(self, contribution: Contribution) -> Effects:
-        """A contribution is here. Raises `ValueError` if its worker is not present, already waits, or is ahead of the
-        version.
+        """A contribution is here. One that its worker computed from a version before its return is dropped.
+
+        Raises `ValueError` if the worker is not present, already waits, or is ahead of the version.
         """
         ...
 
@@ -138,25 +140,27 @@ class Asynchronous:
         if cap is not None and cap < 0:
             raise ValueError(f"a cap of {cap} updates drops everything; it must be 0 or more")
         self.version, self._cap = 0, cap
-        self._present = set(workers)
+        self._since = dict.fromkeys(workers, 0)  # by worker present: the version at which it began
 
     @property
     def present(self) -> frozenset[int]:
-        return frozenset(self._present)
+        return frozenset(self._since)
 
     def arrive(self, contribution: Contribution) -> Effects:
-        _check(contribution, self._present, self.version)
-        if self._cap is not None and self.version - contribution.version > self._cap:
+        _check(contribution, self._since, self.version)
+        too_old = self._cap is not None and self.version - contribution.version > self._cap
+        if too_old or contribution.version < self._since[contribution.worker]:
             return Effects(released=(contribution.worker,), dropped=contribution)
         self.version += 1
         return Effects((Update(self.version, (contribution,)),), (contribution.worker,))
 
     def leave(self, worker: int) -> Effects:
-        _remove(worker, self._present)
+        _remove(worker, self._since)
         return Effects()
 
     def join(self, worker: int) -> Effects:
-        _add(worker, self._present)
+        _add(worker, self._since)
+        self._since[worker] = self.version
         return Effects(released=(worker,))
 
 
@@ -171,6 +175,7 @@ class Bounded:
             raise ValueError(f"a bound of {bound} lets nobody go on; it must be 0 or more")
         self.version, self._bound = 0, bound
         self._made = dict.fromkeys(workers, 0)
+        self._since = dict(self._made)  # by worker present: the version at which it began
         self._pools: dict[int, list[Contribution]] = {}
         self._blocked: list[int] = []
 
@@ -182,6 +187,8 @@ class Bounded:
         """A contribution's number in its pool is the rule's own count: a worker that returned begins at the version."""
         worker = contribution.worker
         _check(contribution, self._made, self.version, waiting=self._blocked)
+        if contribution.version < self._since[worker]:
+            return Effects(released=(worker,), dropped=contribution)
         number = self._made[worker]
         self._pools.setdefault(number, []).append(contribution)
         self._made[worker] = number + 1
@@ -196,7 +203,7 @@ class Bounded:
 
     def join(self, worker: int) -> Effects:
         _add(worker, self._made)
-        self._made[worker] = self.version
+        self._made[worker] = self._since[worker] = self.version
         return Effects(released=(worker,))
 
     def _advance(self) -> Effects:

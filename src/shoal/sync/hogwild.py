@@ -5,9 +5,10 @@ at whatever it finds there, and subtracts it in place, without a lock:
 
     x_j = x_j - (lr / replicas) g_j     for every j, while the others do the same
 
-Two processes that write x_j at the same time may lose one of the two; where gradients are sparse this is rare. Only
-SGD without momentum works so: any other state would be shared too. Nothing is sent but the counts at an agreement,
-where all processes wait for each other.
+Two processes that write x_j at the same time may lose one of the two; where gradients are sparse this is rare. The
+gradient of an `EmbeddingTable` is: a process reads and writes the rows that its samples look up, and no others, so
+that a step costs what the rows cost, not the table. Only SGD without momentum works so: any other state would be
+shared too. Nothing is sent but the counts at an agreement, where all processes wait for each other.
 """
 
 from __future__ import annotations

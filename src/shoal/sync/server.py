@@ -14,6 +14,8 @@ Its gradient was of the version before: each part drops it by that. A rank that 
 A worker whose gradient is not finite takes part in the update and adds nothing. Clipping is of each worker's own
 gradient. Persistent buffers, such as running statistics, are averaged over the workers at agreements.
 
+With a codec what workers push is coded (`comm.exchanges.coded_push`); pulls bring parameters as they are.
+
 Embedding tables live on the servers alone (`server_tables`).
 """
 
@@ -22,6 +24,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch.nn import Parameter
@@ -121,6 +124,10 @@ class ServerAgreement:
             strength=config.compensation,
         )
         self._part = ServedPart(values, gradient, merge=merge, tables=tables)
+        if replica.pushes is not None:
+            segments = self._flat.segments([owned.name for owned in dense])
+            coding = replica.pushes(replicas.rank, roles.workers, segments)
+            self._lanes = lanes = replace(lanes, coding=coding)
         places = [places_of(module, roles.servers) for module in replica.tables.values()]
         self._worker = Worker(self._flat, lanes, self._part, dtype=dtype, tables=places)
         self._gradient = torch.zeros(self._flat.numel if self._works else 0, dtype=dtype)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from shoal.errors import CollectiveError
 from shoal.sync.admission import Accounts, Contribution, Effects, Rule, Update, staleness_of
+from shoal.sync.changed_chunks import changed_chunks
 from shoal.sync.event_order import CONTRIBUTE, LEAVE, LOOK_UP, READ, AsTheyCome, EventOrder
 from shoal.sync.server_tables import ServedTable
 from shoal.sync.staleness import compensate_delay, scale_by_staleness
@@ -114,12 +115,18 @@ class ServedPart:
 
         Raises `CollectiveError` if another thread of this server had to give up.
         """
+        values, standing, _ = self.await_changes(worker)
+        return values, standing
+
+    def await_changes(self, worker: int) -> tuple[Tensor, Standing, Tensor | None]:
+        """The same, and which chunks of the parameters have changed since `worker` read before (`changed_chunks`)."""
         with self._turn(f"{READ}{worker}", lambda: worker in self._released):
             self._released.discard(worker)
+            chunks = changed_chunks(self.values, self._read[worker])
             self._read[worker].copy_(self.values)
             account = self._accounts.of(worker)
             standing = Standing(self._present_rule.version, account.counted, account.dropped, account.staleness)
-            return self._read[worker], standing
+            return self._read[worker], standing, chunks
 
     def look_up(self, worker: int, table: int, ids: Tensor) -> Tensor:
         """The rows `ids` [n] of a table as they are now, [n, width]."""

@@ -1,18 +1,20 @@
 """What workers and servers send each other: contributions one way (push), parameters the other (pull).
 
-    push      worker -> server   what, number, version, rate, weight    then the gradient of the server's part, and of
-                                 rows of each table                     each table ids and gradients of its rows
+    push      worker -> server   what, number, version, rate, weight,   then the gradient of the server's part, coded
+                                 pushes, rows of each table             or as it is, and of each table ids and gradients
+                                                                        of its rows
     pull      server -> worker   version, what became of contributions  then the part's parameters
     look-up   worker -> server   what, table, rows                      then ids; their rows come back
 
-A rank that is both contributes to its own part without a message. Pushes and pulls have a group each, so that neither
-waits behind the other; a server has a thread for each worker.
+Of gradients and parameters only the chunks that have changed are sent (`changed_chunks`), and before them which these
+are. A rank that is both contributes to its own part without a message. Pushes and pulls have a group each, so that
+neither waits behind the other; a server has a thread for each worker.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -21,25 +23,32 @@ import torch
 from torch import Tensor
 
 from shoal.comm.collective import Collective, Handle
+from shoal.comm.exchanges.coded_push import CodedPushes
+from shoal.comm.exchanges.exchange import Segment
 from shoal.comm.ledger import Ledger
 from shoal.sync.admission import Contribution
+from shoal.sync.changed_chunks import changed_chunks, chunks_in, elements_of
 from shoal.sync.server_part import Sent, ServedPart, Standing
 from shoal.sync.server_partition import Run
 from shoal.sync.server_tables import TablePlaces
 
-_GRADIENT, _NOTHING, _LEAVE, _LOOK_UP = 0.0, 1.0, 2.0, 3.0
+_GRADIENT, _NOTHING, _LEAVE, _LOOK_UP, _CODED, _CHUNKS = 0.0, 1.0, 2.0, 3.0, 4.0, 5.0
 _HEAD, _BODY = 0, 1  # tags
-_HEAD_NUMBERS = 5
+_HEAD_NUMBERS = 6
 """Beside the number of rows of each table."""
+_ALL, _SOME = 0.0, 1.0  # of the parameters are in an answer
 
 
 @dataclass(frozen=True)
 class Lanes:
-    """The groups of all ranks, in one order, that carry pushes and pulls; `ledger` books what they send."""
+    """The groups of all ranks, in one order, that carry pushes and pulls; `ledger` books what they send. `coding`:
+    pushes are coded by it; None: they leave as they are.
+    """
 
     push: Collective
     pull: Collective
     ledger: Ledger
+    coding: CodedPushes | None = None
 
 
 class FlatParts:
@@ -54,6 +63,13 @@ class FlatParts:
         for run in (run for part in parts for run in part):
             self._places.append((run, slice(at, at + run.numel)))
             at += run.numel
+
+    def segments(self, names: Sequence[str]) -> list[Segment]:
+        """Where each tensor lies in the row, one-dimensional: its runs follow each other."""
+        found: dict[int, list[slice]] = {}
+        for run, place in self._places:
+            found.setdefault(run.tensor, []).append(place)
+        return [Segment(names[n], own[0].start, (own[-1].stop - own[0].start,)) for n, own in sorted(found.items())]
 
     @property
     def servers(self) -> list[int]:
@@ -108,8 +124,9 @@ class Worker:
         self.servers = sorted({*parts.servers, *(server for places in tables for server in places.servers)})
         numbers = _HEAD_NUMBERS + len(tables)
         self._heads = {server: torch.zeros(numbers, dtype=torch.float64) for server in self.servers}
-        self._answers = {server: torch.zeros(4, dtype=torch.float64) for server in self.servers}
+        self._answers = {server: torch.zeros(5, dtype=torch.float64) for server in self.servers}
         self.standings: dict[int, Standing] = {}
+        self._on_the_wire: dict[int, list[Tensor]] = {}
 
     def begin(self) -> None:
         """A round begins: `row` is what all servers have."""
@@ -126,15 +143,18 @@ class Worker:
         """
         servers = self.servers if servers is None else servers
         others = [server for server in servers if server != self._rank]
-        rows = self._divided(push)
+        rows, coding = self._divided(push), self._lanes.coding
+        if coding is not None and push.gradient is not None:
+            coding.begin(push.gradient)
         handles = [handle for server in others for handle in self._send(server, push, rows[server])]
         if self._rank in servers:
             self._contribute_here(push, rows[self._rank])
-        handles += [handle for server in others for handle in self._receive(server)]
+        answers = {server: self._lanes.pull.recv(self._answers[server], source=server, tag=_HEAD) for server in others}
         for handle in handles:
             handle.wait()
-        for server in others:
-            self.standings[server] = Standing(*map(int, self._answers[server].tolist()))
+        arriving = [done for server, answer in answers.items() for done in self._receive(server, answer)]
+        for done in arriving:
+            done()
         if self._rank in servers:
             values, self.standings[self._rank] = self._own.await_release(self._rank)
             self.row[self._parts.spans[self._rank]].copy_(values)
@@ -186,25 +206,49 @@ class Worker:
         return found
 
     def _send(self, server: int, push: Push, rows: Sequence[tuple[Tensor, Tensor]]) -> list[Handle]:
-        what = _NOTHING if push.gradient is None else _GRADIENT
-        head = [what, push.number, self.standings[server].version, push.lr, push.weight, *(len(ids) for ids, _ in rows)]
+        coding, span = self._lanes.coding, self._parts.spans[server]
+        coding = coding if span.start < span.stop else None
+        what, pushes, bodies = _NOTHING, 0, []
+        if push.gradient is not None and coding is not None:
+            what, pushes, bodies = _CODED, coding.rounds, [coding.encoded(span, to=server)]
+        elif push.gradient is not None:
+            what, bodies = _gradient_message(push.gradient[span])
+        head = [what, push.number, self.standings[server].version, push.lr, push.weight, pushes]
+        head += [len(ids) for ids, _ in rows]
         head += [0.0] * (len(self._heads[server]) - len(head))
         self._heads[server].copy_(torch.tensor(head, dtype=torch.float64))
-        bodies = [self._heads[server]]
         if push.gradient is not None:
-            bodies += [push.gradient[self._parts.spans[server]], *(body for pair in rows for body in pair)]
-        lane = self._lanes.push
+            bodies += [body for pair in rows for body in pair]
+        lane, bodies = self._lanes.push, [self._heads[server], *bodies]
+        self._on_the_wire[server] = bodies  # none may be freed before it has left
         return [lane.send(one, to=server, tag=_BODY if n else _HEAD) for n, one in _filled(bodies)]
 
-    def _receive(self, server: int) -> list[Handle]:
-        bodies = [self._answers[server], self.row[self._parts.spans[server]]]
-        lane = self._lanes.pull
-        return [lane.recv(one, source=server, tag=_BODY if n else _HEAD) for n, one in _filled(bodies)]
+    def _receive(self, server: int, answer: Handle) -> list[Callable[[], None]]:
+        """Waits for the answer of a server, and begins to receive what follows it; what is left to do when it comes."""
+        answer.wait()
+        *standing, amount = self._answers[server].tolist()
+        self.standings[server] = Standing(*map(int, standing))
+        lane, part = self._lanes.pull, self.row[self._parts.spans[server]]
+        if amount == _ALL:
+            return [lane.recv(part, source=server, tag=_BODY).wait] if len(part) else []
+        changed = _received_chunks(lane, server, len(part))
+        values = part.new_empty(int(changed.sum()))
+        if not len(values):
+            return []
+        coming = lane.recv(values, source=server, tag=_BODY)
+
+        def arrive() -> None:
+            coming.wait()
+            part[changed] = values
+
+        return [arrive]
 
     def _contribute_here(self, push: Push, rows: Sequence[tuple[Tensor, Tensor]]) -> None:
         gradient = None
         if push.gradient is not None:
-            gradient = self._own.buffer().copy_(push.gradient[self._parts.spans[self._rank]])
+            span, coding = self._parts.spans[self._rank], self._lanes.coding
+            own_part = push.gradient[span] if coding is None else coding.exact(span)
+            gradient = self._own.buffer().copy_(own_part)
         contribution = Contribution(self._rank, push.number, self.standings[self._rank].version)
         own = [(ids, part.clone()) for ids, part in rows]
         self._own.contribute(contribution, Sent(gradient, push.lr, push.weight, own))
@@ -244,7 +288,7 @@ class Serving:
         """One message, and what it asks for. False: the worker has left."""
         head = torch.zeros(_HEAD_NUMBERS + len(self._part.tables), dtype=torch.float64)
         self._lanes.push.recv(head, source=worker, tag=_HEAD).wait()
-        what, number, version, lr, weight, *counts = head.tolist()
+        what, number, version, lr, weight, pushes, *counts = head.tolist()
         if what == _LEAVE:
             if self._in_round:
                 self._part.leave(worker)
@@ -254,10 +298,8 @@ class Serving:
             self._lanes.pull.send(rows, to=worker, tag=_BODY).wait()
             return True
         gradient, rows = None, []
-        if what == _GRADIENT:
-            gradient = self._part.buffer()
-            if len(gradient):
-                self._lanes.push.recv(gradient, source=worker, tag=_BODY).wait()
+        if what in (_GRADIENT, _CODED, _CHUNKS):
+            gradient = self._received_part(worker, what, number=int(pushes))
             for table, count in zip(self._part.tables, counts, strict=True):
                 ids = self._received(worker, int(count))
                 part = table.weight.new_empty(int(count), table.weight.shape[1]).detach()
@@ -268,6 +310,24 @@ class Serving:
         self._release(worker)
         return True
 
+    def _received_part(self, worker: int, what: float, *, number: int) -> Tensor:
+        """The gradient from `worker`, [numel], which `what` is coming of. `number`: of its push, if that is coded."""
+        gradient, coding, lane = self._part.buffer(), self._lanes.coding, self._lanes.push
+        if what == _CODED:
+            assert coding is not None, "all ranks code, or none"
+            packed = torch.empty(coding.nbytes(len(gradient)), dtype=torch.uint8)
+            lane.recv(packed, source=worker, tag=_BODY).wait()
+            coding.decoded(packed, gradient, source=worker, number=number)
+        elif what == _CHUNKS:
+            there = _received_chunks(lane, worker, len(gradient))
+            values = gradient.new_empty(int(there.sum()))
+            if len(values):
+                lane.recv(values, source=worker, tag=_BODY).wait()
+            gradient.zero_()[there] = values
+        elif len(gradient):
+            lane.recv(gradient, source=worker, tag=_BODY).wait()
+        return gradient
+
     def _received(self, worker: int, count: int) -> Tensor:
         """Ids from `worker`, [count]."""
         ids = torch.zeros(count, dtype=torch.int64)
@@ -277,10 +337,28 @@ class Serving:
 
     def _release(self, worker: int) -> None:
         """Waits until `worker` may go on, and sends it the parameters."""
-        values, standing = self._part.await_release(worker)
-        bodies, pull = [torch.tensor(standing, dtype=torch.float64), values], self._lanes.pull
+        values, standing, chunks = self._part.await_changes(worker)
+        amount, bodies, pull = _ALL, [values], self._lanes.pull
+        if chunks is not None:
+            amount, bodies = _SOME, [chunks.to(torch.uint8), values[elements_of(chunks, len(values))]]
+        bodies = [torch.tensor([*standing, amount], dtype=torch.float64), *bodies]
         for handle in [pull.send(one, to=worker, tag=_BODY if n else _HEAD) for n, one in _filled(bodies)]:
             handle.wait()
+
+
+def _gradient_message(gradient: Tensor) -> tuple[float, list[Tensor]]:
+    """What is sent of a server's part of a gradient, [numel], and its bodies."""
+    chunks = changed_chunks(gradient)
+    if chunks is None:
+        return _GRADIENT, [gradient]
+    return _CHUNKS, [chunks.to(torch.uint8), gradient[elements_of(chunks, len(gradient))]]
+
+
+def _received_chunks(lane: Collective, source: int, numel: int) -> Tensor:
+    """Which of `numel` elements are coming from `source`, bool [numel]."""
+    chunks = torch.zeros(chunks_in(numel), dtype=torch.uint8)
+    lane.recv(chunks, source=source, tag=_BODY).wait()
+    return elements_of(chunks.bool(), numel)
 
 
 def _filled(tensors: Sequence[Tensor]) -> list[tuple[int, Tensor]]:

@@ -21,7 +21,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from shoal.comm.exchanges.exchange import AllReduce, NewExchange
+from shoal.comm.exchanges.coded_push import CodedPushes
+from shoal.comm.exchanges.exchange import AllReduce, NewExchange, Segment
 from shoal.models.embedding_table import EmbeddingTable
 from shoal.state.ownership import Owned
 from shoal.state.section import Section
@@ -29,13 +30,17 @@ from shoal.sync.event_order import Rounds
 from shoal.topology.axes import INSIDE_REPLICA, Axis
 from shoal.topology.holding import Holding, Ranks
 
+NewPushes = Callable[[int, Sequence[int], Sequence[Segment]], CodedPushes]
+"""From this rank, those that push, and what lies where in a gradient, to what codes its pushes."""
+
 
 @dataclass(frozen=True)
 class Replica:
     """What a rank updates, as strategies see it. `owned` are the tensors that its optimizer steps; after they have been
     written, `gather` makes the model compute with them. `buffers` are the model's persistent buffers of floating point.
     `steps` is the length of the run. `whole`: its optimizer works on whole matrices. `exchange` sums what replicas send
-    each other: as it is, or with the run's codec. `rounds` records the order of events, or repeats a recorded one.
+    each other: as it is, or with the run's codec. `pushes` codes what it sends to servers; None: it is sent as it is.
+    `rounds` records the order of events, or repeats a recorded one.
     `tables` are the model's embedding tables that are trained, by the names of their weights.
     """
 
@@ -47,6 +52,7 @@ class Replica:
     exchange: NewExchange = AllReduce
     rounds: Rounds | None = None
     tables: Mapping[str, EmbeddingTable] = field(default_factory=dict)
+    pushes: NewPushes | None = None
 
 
 class Taken(NamedTuple):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from shoal.comm.backends import Transport
+from shoal.comm.backends import TransportName
 from shoal.comm.collective import Collective
 from shoal.comm.config import WireConfig
 from shoal.comm.diagnosis import disagreement
@@ -26,7 +26,7 @@ HOSTS = "aab"
 REPEATS = 8
 
 
-def checked(place, transport: Transport, *, timeout_s: float = NEVER_S) -> Mesh:
+def checked(place, transport: TransportName, *, timeout_s: float = NEVER_S) -> Mesh:
     """One replica a rank; for "hierarchical", on two hosts."""
     with on_host(HOSTS[place.rank] if transport == "hierarchical" else "a"):
         return build_mesh(
@@ -83,7 +83,7 @@ MISTAKES: dict[str, tuple[Callable[[Collective, bool], None], tuple[str, str]]] 
 }
 
 
-def mistaken(place, transport: Transport, names: list[str], rounds: int) -> dict[str, str]:
+def mistaken(place, transport: TransportName, names: list[str], rounds: int) -> dict[str, str]:
     """What this rank is told of each mistake of the last rank, each on groups of its own.
 
     All are right in some `rounds` before.
@@ -123,7 +123,7 @@ def _in(place, name: str):
         ("hierarchical", REPEATS, ["shape", "order"]),
     ],
 )
-def test_each_mistake_is_named_by_all_ranks(ranks, transport: Transport, rounds: int, names: list[str]) -> None:
+def test_each_mistake_is_named_by_all_ranks(ranks, transport: TransportName, rounds: int, names: list[str]) -> None:
     """Shape, dtype, reduction, operation, root, order, rows: both calls, who made them and where, the same on all.
 
     Whether it is made at the start or after a while.
@@ -142,7 +142,7 @@ def test_each_mistake_is_named_by_all_ranks(ranks, transport: Transport, rounds:
         assert f"test_checked.py:{line + 1}" in sentence or f"test_checked.py:{line + 2}" in sentence, sentence
 
 
-def crossed(place, transport: Transport, rounds: int) -> str:
+def crossed(place, transport: TransportName, rounds: int) -> str:
     """Two groups of the same ranks, called in another order by the last one, after some `rounds` in one order."""
     mesh = checked(place, transport)
     groups = [mesh.world, mesh.ranks(range(place.size), lane="other")]
@@ -159,7 +159,9 @@ def crossed(place, transport: Transport, rounds: int) -> str:
 
 
 @pytest.mark.parametrize(("transport", "rounds"), [("gloo", 0), ("gloo", REPEATS), ("shm", 0)])
-def test_ranks_that_wait_for_each_other_in_different_groups_are_named(ranks, transport: Transport, rounds: int) -> None:
+def test_ranks_that_wait_for_each_other_in_different_groups_are_named(
+    ranks, transport: TransportName, rounds: int
+) -> None:
     """Ranks 0 and 1 wait in one group, rank 2 in another: no call differs, and yet nobody can go on."""
     for sentence in ranks(3, crossed, transport, rounds):
         assert "ranks wait for each other" in sentence
@@ -182,19 +184,19 @@ def test_a_rank_that_is_late_is_waited_for(ranks) -> None:
     assert ranks(2, slow) == [2.0, 2.0]
 
 
-def correct(place, transport: Transport) -> dict[str, torch.Tensor]:
+def correct(place, transport: TransportName) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in everything(checked(place, transport).world).items()}
 
 
 @pytest.mark.parametrize("transport", ["gloo", "shm", "hierarchical"])
-def test_what_is_right_is_left_alone(ranks, transport: Transport) -> None:
+def test_what_is_right_is_left_alone(ranks, transport: TransportName) -> None:
     """Under the check every collective gives its defined result."""
     for rank, got in enumerate(ranks(3, correct, transport)):
         for name, want in expected(rank, 3).items():
             assert torch.equal(got[name], want), f"{name} on rank {rank}"
 
 
-def async_then_message(place, transport: Transport) -> float:
+def async_then_message(place, transport: TransportName) -> float:
     """Rank 0 starts a collective, and then wants a message that rank 1 sends when that collective is over."""
     world = checked(place, transport).world
     total, message = torch.ones(1), torch.ones(1)
@@ -209,7 +211,7 @@ def async_then_message(place, transport: Transport) -> float:
 
 
 @pytest.mark.parametrize("transport", ["gloo", "shm"])
-def test_a_call_under_way_needs_nobody_who_waits_for_it(ranks, transport: Transport) -> None:
+def test_a_call_under_way_needs_nobody_who_waits_for_it(ranks, transport: TransportName) -> None:
     """A collective is made though its caller waits for something else: what ran without the check runs with it."""
     assert ranks(2, async_then_message, transport) == [2.0, 2.0]
 

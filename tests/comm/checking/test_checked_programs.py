@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from shoal.comm.backends import Transport
+from shoal.comm.backends import TransportName
 from shoal.comm.collective import Collective, Handle
 from shoal.errors import CollectiveError
 from tests.comm.checking.test_checked import checked
@@ -59,7 +59,7 @@ def run(world: Collective, calls: Program, draw: random.Random) -> None:
         handle.wait()
 
 
-def outcome(place, transport: Transport, seed: int, mistake: bool) -> str:
+def outcome(place, transport: TransportName, seed: int, mistake: bool) -> str:
     """What this rank is told."""
     draw = random.Random(seed)
     calls = program(draw)
@@ -76,14 +76,14 @@ def outcome(place, transport: Transport, seed: int, mistake: bool) -> str:
 @pytest.mark.parametrize(
     ("transport", "seed"), [*(("gloo", seed) for seed in range(PROGRAMS)), ("hierarchical", PROGRAMS)]
 )
-def test_a_wrong_call_anywhere_in_a_program_is_named(ranks, transport: Transport, seed: int) -> None:
+def test_a_wrong_call_anywhere_in_a_program_is_named(ranks, transport: TransportName, seed: int) -> None:
     """By every rank, not by a timeout, although most calls were made without asking; and no process ends."""
     for sentence in ranks(3, outcome, transport, seed, True):
         assert "differs between ranks" in sentence, sentence
 
 
 @pytest.mark.parametrize("transport", ["gloo", "hierarchical", "shm"])
-def test_a_program_that_is_alike_goes_through(ranks, transport: Transport) -> None:
+def test_a_program_that_is_alike_goes_through(ranks, transport: TransportName) -> None:
     """Nobody is accused, however the ranks order their waits."""
     for seed in range(PROGRAMS):
         assert ranks(3, outcome, transport, seed, False) == [""] * 3

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from shoal.codec.blockwise import Blockwise
 from shoal.codec.codec import Payload
-from shoal.codec.config import BlockwiseConfig
+from shoal.codec.config import BlockwiseConfig, TopKConfig
+from shoal.codec.top_k import TopK
 from shoal.comm.collective import Collective, Handle, Reduction
-from shoal.comm.exchanges.choice import Choice
+from shoal.comm.exchanges.choice import ASIDE, Choice
 from shoal.comm.exchanges.coded import CodedExchanges
 from shoal.comm.exchanges.exchange import Exchange, Segment
 from tests.comm.exchanges.test_coded import on_ranks
@@ -153,3 +154,36 @@ def test_a_link_that_stays_keeps_its_codec(every: int) -> None:
     for lines in on_ranks(RANKS, work):
         assert len(lines) == 1
         assert lines[0].startswith("codec: int8 costs")
+
+
+def test_a_codec_that_falls_behind_is_set_aside() -> None:
+    """What top-k keeps back settles while a few numbers hold most of the gradient, and grows when they do so no more:
+    another codec takes over on all ranks, the line says why, and after some looks top-k comes back."""
+
+    def work(group: Collective) -> tuple[list[str], list[str]]:
+        world = World()
+        world.bytes_s = SLOW
+        paced: Collective = Paced(group, world)  # type: ignore[assignment]
+        candidates = {"top_k": TopK(TopKConfig(fraction=0.05)), "int8": Timed(world, group.rank)}
+        choice = Choice(candidates, paced, every=1, most_growth=4.0, clock=world.clock)
+        new = CodedExchanges(lambda group: choice, feedback=True, seed=0)
+        exchange = new(paced, torch.zeros(NUMEL), [Segment("a", 0, (NUMEL,))])
+        used, lines = [], []
+        steep = torch.where(torch.arange(NUMEL) % 40 == 0, 1.0, 1e-3)
+        for step in range(230):
+            exchange.start()
+            used.append(choice.name)
+            exchange.result.copy_(term(group.rank, step) * (steep if step < 90 else 1.0))
+            exchange.send(exchange.result)
+            exchange.settle()
+            exchange.wait()
+            exchange.commit()
+            lines += new.take_lines()
+        return used, lines
+
+    for used, lines in on_ranks(RANKS, work):
+        assert used[:90] == ["top_k"] * 90
+        left = used.index("int8")
+        assert used[left : left + ASIDE] == ["int8"] * ASIDE
+        assert "top_k" in used[left + ASIDE :]
+        assert "top_k is set aside" in lines[1]

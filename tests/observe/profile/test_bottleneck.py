@@ -8,7 +8,7 @@ import pytest
 
 from shoal.observe.profile.arrivals import Exposed
 from shoal.observe.profile.bottleneck import Measured, Setup, bottleneck
-from shoal.observe.profile.split import Operator, Split
+from shoal.observe.profile.split import Operator, TimeSplit
 
 
 def rank(number: int = 0, **seconds: Any) -> Measured:
@@ -19,7 +19,7 @@ def rank(number: int = 0, **seconds: Any) -> Measured:
     compute_s = 1.0 - given["data_s"] - given["host_s"] - communication_s
     operators = seconds.get("operators", [Operator("aten::mm", compute_s, 10)])
     return Measured(
-        Split(number, 1.0, given["data_s"], communication_s, compute_s, given["host_s"], seconds.get("cpu", 1.0),
+        TimeSplit(number, 1.0, given["data_s"], communication_s, compute_s, given["host_s"], seconds.get("cpu", 1.0),
               seconds.get("data_cpu", 0.0)),
         Exposed(number, given["wire_s"], 0.0, for_rank, {"all_reduce": given["wire_s"]}, 1e6),
         operators,

@@ -19,7 +19,7 @@ from shoal.parallel.pipeline.execute import Computation, Hooks, PipelineRun, run
 from shoal.parallel.pipeline.packing import AS_IT_IS, Packing
 from shoal.parallel.pipeline.stages import Stages, staged
 from shoal.schedules.build import NAMES, build
-from shoal.schedules.table import Action, Table, forward_only
+from shoal.schedules.table import Action, ScheduleTable, forward_only
 from shoal.topology.layout import Layout
 from tests.parallel.pipeline import chains
 from tests.parallel.pipeline.copies import sum_copies
@@ -43,7 +43,7 @@ def pipeline_of(place: TestPlace, timeout_s: float = 60.0) -> Collective:
     return mesh.axis("pipeline")
 
 
-def cut_model(kind: str, table: Table, rank: int) -> tuple[Any, Stages]:
+def cut_model(kind: str, table: ScheduleTable, rank: int) -> tuple[Any, Stages]:
     whole = chains.model(kind)
     stages = staged(whole, balanced_cut(estimated_costs(whole, whole.parts()), table.stages), table.placement)
     stages.keep(rank)

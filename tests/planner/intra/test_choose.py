@@ -21,7 +21,7 @@ from shoal.models.config import GPTConfig
 from shoal.models.roles import roles_of
 from shoal.planner.intra import choose as eliminate
 from shoal.planner.intra.choose import Choice, Prices, Problem, cheapest, placements_of
-from shoal.planner.intra.graph import PARTIAL, SHARED, WHOLE, Node, Placement, conversion_s, graph_of, split
+from shoal.planner.intra.graph import PARTIAL, SHARED, WHOLE, Node, OperatorPlacement, conversion_s, graph_of, split
 from shoal.planner.intra.strategies import folded, strategies_of
 from shoal.planner.trace.group import TracedGroup
 from shoal.topology.cluster_file import known_cluster
@@ -150,7 +150,7 @@ def test_two_linear_layers_on_few_samples_need_one_sum_each_way() -> None:
         (split(1), split(1), []),
     ],
 )
-def test_what_is_said_between_placements(made: Placement, used: Placement, expected: list[str]) -> None:
+def test_what_is_said_between_placements(made: OperatorPlacement, used: OperatorPlacement, expected: list[str]) -> None:
     """There and back; a part of what one has whole, and a term of it, are free."""
     size = 1e6
     cost = {
@@ -181,13 +181,13 @@ def test_strategies_of_products_give_the_product(name: str) -> None:
             assert torch.allclose(_together(outputs, strategy.output), operator(*tensors))
 
 
-def _part(tensor: Tensor, placement: Placement, rank: int) -> Tensor:
+def _part(tensor: Tensor, placement: OperatorPlacement, rank: int) -> Tensor:
     if placement.kind == "split":
         return tensor.chunk(4, placement.dim)[rank]
     return tensor / 4 if placement.kind == "partial" else tensor
 
 
-def _together(parts: list[Tensor], placement: Placement) -> Tensor:
+def _together(parts: list[Tensor], placement: OperatorPlacement) -> Tensor:
     return torch.cat(parts, placement.dim) if placement.kind == "split" else torch.stack(parts).sum(0)
 
 

@@ -127,7 +127,7 @@ def test_auto_is_what_costs_least(rate: float, kind: type[CodecConfig]) -> None:
     assert isinstance(one.gradient_sum(PAIR).codec, kind)
     inside = predictor(AutoConfig(), cluster(nodes=1, devices=2))
     assert isinstance(inside.gradient_sum(PAIR).codec, NoCodec)
-    steps = [predictor(each, cluster(rate=rate)).bill(PAIR).total for each in AutoConfig().candidates.values()]
+    steps = [predictor(each, cluster(rate=rate)).bill(PAIR).total for each in AutoConfig().codecs.values()]
     assert one.bill(PAIR).total <= min(*steps, predictor(NoCodec(), cluster(rate=rate)).bill(PAIR).total)
 
 

@@ -15,7 +15,7 @@ from shoal.memory.closed_form import Activations, block_saved_bytes
 from shoal.memory.tracker import measured_activation_bytes
 from shoal.models.build import build
 from shoal.models.config import ConvNetConfig, GPTConfig
-from shoal.planner.trace.subject import Split, Subject
+from shoal.planner.trace.subject import Subject, TracedSplit
 from shoal.planner.trace.trace import Trace
 from tests.planner.trace.models import CLASSES, LENGTH, WIDTH, Blocks, Looking, subject, vectors
 
@@ -48,7 +48,7 @@ def sizes_of(config: GPTConfig) -> Transformer:
 def test_parameters_and_arithmetic_of_a_gpt_are_the_closed_forms(tied: bool) -> None:
     """Exactly: causal attention as half, backward twice the forward, a tied embedding once."""
     config = GPTConfig(vocabulary=97, layers=3, width=64, heads=4, kv_heads=2, feed_forward_width=160, tied=tied)
-    trace = gpt(config).of(Split(2))
+    trace = gpt(config).of(TracedSplit(2))
     model = sizes_of(config)
     assert sum(one.numel for one in trace.parameters.values()) == total_parameters(model)
     assert trace.flops == model_flops(model, 2, TOKENS)
@@ -56,14 +56,14 @@ def test_parameters_and_arithmetic_of_a_gpt_are_the_closed_forms(tied: bool) -> 
 
 def test_what_a_block_of_a_gpt_keeps_is_the_closed_form() -> None:
     """Exactly, to the byte."""
-    trace = gpt().of(Split(2))
+    trace = gpt().of(TracedSplit(2))
     expected = block_saved_bytes(GPT, Activations(tokens=2 * TOKENS, element_bytes=4), kind="none")
     assert {trace.kept_bytes[block] for block in trace.units.blocks} == {expected}
 
 
 def test_recomputed_blocks_keep_their_inputs_and_run_again() -> None:
     """What is computed again is the forward of the blocks, and no more arithmetic counts as the model's."""
-    plain, again = gpt().of(Split(2)), gpt().of(Split(2, recompute="full"))
+    plain, again = gpt().of(TracedSplit(2)), gpt().of(TracedSplit(2, recompute="full"))
     stream = 2 * TOKENS * GPT.width * 4
     assert {again.kept_bytes[block] for block in again.units.blocks} == {stream}
     assert again.flops == plain.flops
@@ -76,7 +76,7 @@ def test_recomputed_blocks_keep_their_inputs_and_run_again() -> None:
 
 def test_blocks_that_are_alike_have_traces_that_are_alike() -> None:
     """Each operator of forward and backward finds its block."""
-    trace = subject(Blocks).of(Split(2))
+    trace = subject(Blocks).of(TracedSplit(2))
     lists = [work(trace, block) for block in trace.units.blocks]
     assert len(lists[0]) > 40
     assert lists[1] == lists[2]
@@ -86,7 +86,7 @@ def test_blocks_that_are_alike_have_traces_that_are_alike() -> None:
 
 def test_products_belong_to_their_layers() -> None:
     """Of each linear layer one product forward and two backward, which are found by autograd's numbers."""
-    trace = subject(Blocks).of(Split(2))
+    trace = subject(Blocks).of(TracedSplit(2))
     for layer in ("mixed", "back", "up", "down"):
         own = [one for one in trace.operators if one.module == f"blocks.1.{layer}" and one.products]
         assert [one.phase for one in own] == ["forward", "backward", "backward"]
@@ -107,7 +107,7 @@ def test_arithmetic_is_what_pytorch_counts_in_a_real_step(name: str) -> None:
     model, x = made(), inputs(2)
     with counter:
         model(x).square().sum().backward()
-    trace = subject(made, inputs).of(Split(2))
+    trace = subject(made, inputs).of(TracedSplit(2))
     assert sum(p.matmul.flops for one in trace.operators for p in one.products) == counter.get_total_flops()
 
 
@@ -118,7 +118,7 @@ def test_bytes_are_those_of_a_real_step(name: str, scratch: float) -> None:
     model, x = made(), inputs(8)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    trace = subject(made, inputs).of(Split(8))
+    trace = subject(made, inputs).of(TracedSplit(8))
     apart = 8 * CLASSES * (LENGTH if name == "blocks" else 1) * 4
     assert trace.held_bytes == pytest.approx(held_really(model, x), abs=2 * apart)
     peak = allocated(lambda: model(x).square().sum().backward()).peak_bytes
@@ -142,7 +142,7 @@ def cases() -> dict[str, tuple]:  # type: ignore[type-arg]
 
 def test_tensor_ranks_share_the_arithmetic_and_sum_the_stream() -> None:
     """Two sums of the stream forward and two backward in each block, half of the block's products on each rank."""
-    whole, half = gpt().of(Split(2)), gpt().of(Split(2, tensor=2))
+    whole, half = gpt().of(TracedSplit(2)), gpt().of(TracedSplit(2, tensor=2))
     for block in whole.units.blocks:
         assert sum(f for *_, f in work(half, block)) == sum(f for *_, f in work(whole, block)) / 2
         sums = [message for message in half.messages if message.unit == block]
@@ -154,13 +154,13 @@ def test_tensor_ranks_share_the_arithmetic_and_sum_the_stream() -> None:
 def test_a_model_that_looks_at_numbers_is_refused_by_its_line() -> None:
     """The sentence has the file, the line and what to do instead."""
     with pytest.raises(UserCodeError, match=r"models.py, line \d+ \(.*item\(\).*torch.where"):
-        subject(Looking).of(Split(2))
+        subject(Looking).of(TracedSplit(2))
 
 
 def test_a_model_that_raises_is_refused_by_its_line() -> None:
     """Its own words are in the sentence."""
     with pytest.raises(UserCodeError, match=r"models.py, line \d+ .*normalized_shape"):
-        subject(Blocks, lambda samples: torch.randn(samples, LENGTH, WIDTH + 1)[..., :-1].flatten(1)).of(Split(2))
+        subject(Blocks, lambda samples: torch.randn(samples, LENGTH, WIDTH + 1)[..., :-1].flatten(1)).of(TracedSplit(2))
 
 
 def test_a_builder_may_look_at_numbers() -> None:
@@ -173,12 +173,12 @@ def test_a_builder_may_look_at_numbers() -> None:
         return model
 
     found = subject(made)
-    assert found.of(Split(3)).flops == 2 * 2 * 3 * LENGTH * WIDTH * WIDTH
+    assert found.of(TracedSplit(3)).flops == 2 * 2 * 3 * LENGTH * WIDTH * WIDTH
     assert type(found.model.scale).__name__ == "FakeTensor"
 
 
 def test_seven_billion_parameters_take_no_memory() -> None:
     """Sizes alone: the model would be 27 GB, and nothing of it is there."""
     config = GPTConfig(vocabulary=32000, layers=2, width=16384, heads=128, feed_forward_width=65536)
-    trace = gpt(config, length=2048).of(Split(1))
+    trace = gpt(config, length=2048).of(TracedSplit(1))
     assert sum(one.numel for one in trace.parameters.values()) > 7e9

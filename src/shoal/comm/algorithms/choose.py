@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from itertools import combinations, permutations
 
 from shoal.collectives.catalogue import tables
-from shoal.collectives.table import Kind, Table, relabelled
+from shoal.collectives.table import CollectiveTable, Kind, relabelled
 from shoal.cost.walk import walk_s
 from shoal.topology.links import Links, best_order
 
@@ -48,7 +48,7 @@ Price = tuple[float, float]
 class RankedTable:
     """`table` has the ranks in place already: `order[p]` stands where the algorithm says p."""
 
-    table: Table
+    table: CollectiveTable
     order: tuple[int, ...]
     seconds: float
 
@@ -79,13 +79,15 @@ def ranking(
             yield _priced(table, order, size, links, add_bytes_s)
 
 
-def _priced(table: Table, order: tuple[int, ...], size: float, links: Links, add_bytes_s: float) -> RankedTable:
+def _priced(
+    table: CollectiveTable, order: tuple[int, ...], size: float, links: Links, add_bytes_s: float
+) -> RankedTable:
     placed = relabelled(table, order)
     return RankedTable(placed, order, walk_s(placed, size, links, add_bytes_s=add_bytes_s))
 
 
 def _searched(
-    table: Table, size: float, links: Links, orders: Sequence[tuple[int, ...]], add_bytes_s: float
+    table: CollectiveTable, size: float, links: Links, orders: Sequence[tuple[int, ...]], add_bytes_s: float
 ) -> tuple[int, ...]:
     """The order of a tree, found with few blocks, as long as those of `table`."""
     few = tables(table.kind, table.ranks, local=links.local, blocks=min(BLOCKS_SEARCHED, _blocks(size, links)))
@@ -129,7 +131,7 @@ def _mean(links: Links, matrix: Sequence[Sequence[float]]) -> float:
 
 
 def tree_order(
-    table: Table, size: float, links: Links, *, begun: Sequence[Order], add_bytes_s: float = math.inf
+    table: CollectiveTable, size: float, links: Links, *, begun: Sequence[Order], add_bytes_s: float = math.inf
 ) -> Order:
     """The order for `table`, a tree on a vector of `size` bytes; no worse than those in `begun`.
 
@@ -151,7 +153,7 @@ def tree_order(
 class _Search:
     """`first` is the first place whose rank may change; each order has a `cost`, and this much effort is `left`."""
 
-    def __init__(self, table: Table, size: float, links: Links, add_bytes_s: float) -> None:
+    def __init__(self, table: CollectiveTable, size: float, links: Links, add_bytes_s: float) -> None:
         self._table, self._size, self._links, self._add_bytes_s = table, size, links, add_bytes_s
         self._edges: dict[tuple[int, int], list[int]] = defaultdict(list)
         for rank, row in enumerate(table.rows):

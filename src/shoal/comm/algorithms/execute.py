@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.collectives.table import Kind, Move, Receive, Step, Table
+from shoal.collectives.table import CollectiveTable, Kind, Move, Receive, Step
 from shoal.comm.collective import Collective, Handle, Reduction
 from shoal.errors import CollectiveError, LayoutError
 
@@ -79,23 +79,25 @@ class _Arrival(NamedTuple):
     handle: Handle
 
 
-def all_reduce(tensor: Tensor, table: Table, group: Collective, *, op: Reduction = "sum", tag: int = 0) -> None:
+def all_reduce(
+    tensor: Tensor, table: CollectiveTable, group: Collective, *, op: Reduction = "sum", tag: int = 0
+) -> None:
     """`tensor`, of any shape and the same on each rank, becomes the reduction over all ranks."""
     _in_place(tensor, _fitting(table, "all_reduce", group), group, op=op, tag=tag)
 
 
-def reduce(tensor: Tensor, table: Table, group: Collective, *, op: Reduction = "sum", tag: int = 0) -> None:
+def reduce(tensor: Tensor, table: CollectiveTable, group: Collective, *, op: Reduction = "sum", tag: int = 0) -> None:
     """`tensor` of the table's root becomes the reduction; the others keep partial ones."""
     _in_place(tensor, _fitting(table, "reduce", group), group, op=op, tag=tag)
 
 
-def broadcast(tensor: Tensor, table: Table, group: Collective, *, tag: int = 0) -> None:
+def broadcast(tensor: Tensor, table: CollectiveTable, group: Collective, *, tag: int = 0) -> None:
     """`tensor` becomes that of the table's root."""
     _in_place(tensor, _fitting(table, "broadcast", group), group, op="sum", tag=tag)
 
 
 def reduce_scatter(
-    output: Tensor, input: Tensor, table: Table, group: Collective, *, op: Reduction = "sum", tag: int = 0
+    output: Tensor, input: Tensor, table: CollectiveTable, group: Collective, *, op: Reduction = "sum", tag: int = 0
 ) -> None:
     """`output` [n / size, ...] becomes this rank's part of the reduction of `input` [n, ...], which is kept."""
     _check_lengths(input, output, group)
@@ -105,7 +107,7 @@ def reduce_scatter(
     output.copy_(cells.view(group.rank).view_as(output))
 
 
-def all_gather(output: Tensor, input: Tensor, table: Table, group: Collective, *, tag: int = 0) -> None:
+def all_gather(output: Tensor, input: Tensor, table: CollectiveTable, group: Collective, *, tag: int = 0) -> None:
     """`output` [size * n, ...] becomes every rank's `input` [n, ...], in rank order."""
     _check_lengths(output, input, group)
     flat = output.detach().contiguous().view(-1)
@@ -115,7 +117,7 @@ def all_gather(output: Tensor, input: Tensor, table: Table, group: Collective, *
     _settle(output, flat)
 
 
-def all_to_all(output: Tensor, input: Tensor, table: Table, group: Collective, *, tag: int = 0) -> None:
+def all_to_all(output: Tensor, input: Tensor, table: CollectiveTable, group: Collective, *, tag: int = 0) -> None:
     """Part i of `input` goes to rank i, part j of `output` comes from rank j; all parts are equal."""
     if input.numel() != output.numel() or input.numel() % group.size:
         raise CollectiveError(
@@ -128,7 +130,7 @@ def all_to_all(output: Tensor, input: Tensor, table: Table, group: Collective, *
     _settle(output, flat)
 
 
-def run(table: Table, cells: Cells, group: Collective, *, tag: int = 0) -> None:
+def run(table: CollectiveTable, cells: Cells, group: Collective, *, tag: int = 0) -> None:
     """This rank's row. Messages of step s have tag `tag` + s. Raises what `group` raises where a rank is missing."""
     for index, step in enumerate(table.rows[group.rank]):
         _run_step(step, cells, group, tag + index)
@@ -182,7 +184,7 @@ class _Nothing:
         """Empty messages are not sent."""
 
 
-def _in_place(tensor: Tensor, table: Table, group: Collective, *, op: Reduction, tag: int) -> None:
+def _in_place(tensor: Tensor, table: CollectiveTable, group: Collective, *, op: Reduction, tag: int) -> None:
     flat = tensor.detach().contiguous().view(-1)
     scratch = [flat.new_empty(flat.numel()) for _ in range(table.cells // table.chunks - 1)]
     run(table, Cells([flat, *scratch], table.chunks, op), group, tag=tag)
@@ -195,7 +197,7 @@ def _settle(tensor: Tensor, flat: Tensor) -> None:
         tensor.detach().copy_(flat.view_as(tensor))
 
 
-def _fitting(table: Table, kind: Kind, group: Collective) -> Table:
+def _fitting(table: CollectiveTable, kind: Kind, group: Collective) -> CollectiveTable:
     if table.kind != kind or table.ranks != group.size:
         raise LayoutError(
             f"{table.name} is a table for {table.kind} of {table.ranks} ranks, and was given to {kind} of {group.size}"

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.collectives.table import Kind, Table
+from shoal.collectives.table import CollectiveTable, Kind
 from shoal.comm.algorithms.probe import probe
 from shoal.comm.algorithms.tables import ChosenCollective, Tables
 from shoal.comm.collective import GroupCollective, Reduction
@@ -40,7 +40,7 @@ class GroupTables:
     def __init__(self, tables: Tables, *, all_kinds: bool) -> None:
         self._tables, self._all_kinds = tables, all_kinds
 
-    def __call__(self, operation: str, payload: int, root: int = 0) -> Table | None:
+    def __call__(self, operation: str, payload: int, root: int = 0) -> CollectiveTable | None:
         """What makes an operation of `payload` bytes on each rank; None where that is Gloo's own way."""
         if operation not in _KINDS or not (self._all_kinds or operation == "all_reduce"):
             return None

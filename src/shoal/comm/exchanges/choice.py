@@ -6,10 +6,18 @@ numbers (`cost.compression`), and choose alike. What the last codec has not sent
 
 One look may be off by much where processes share cores: the median of three counts, so that a link that has changed is
 followed at the second look.
+
+With error feedback a rank keeps back e of g + e. In units of the gradient that is
+
+    backlog = |e|^2 / (|g + e|^2 - |e|^2)
+
+which settles where a codec keeps up. A codec whose backlog has grown by `most_growth` since then is set aside for some
+looks: what it would save is paid for in accuracy.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import deque
@@ -17,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from shoal.codec.codec import Codec, Place
+from shoal.codec.codec import Codec, TensorPlace
 from shoal.comm.collective import Collective
 from shoal.comm.exchanges.exchange import Segment
 from shoal.cost.compression import MeasuredLink, Way, choose
@@ -27,6 +35,8 @@ NONE = "none"
 PROBE_BYTES = 256 << 10
 """Long beside what a shaped link lets through at once, and 40 ms at 50 Mbit/s."""
 TIMINGS, LOOKS = 3, 3
+SETTLING, ASIDE = 5, 20
+"""Looks with a backlog until it has settled, and looks for which a codec is set aside."""
 
 
 class Choice:
@@ -35,7 +45,13 @@ class Choice:
     """
 
     def __init__(
-        self, candidates: Mapping[str, Codec], group: Collective, *, every: int | None, clock: Clock = time.perf_counter
+        self,
+        candidates: Mapping[str, Codec],
+        group: Collective,
+        *,
+        every: int | None,
+        most_growth: float = math.inf,
+        clock: Clock = time.perf_counter,
     ) -> None:
         self.name, self.why = NONE, "none: all ranks share a host, where a sum is faster than any codec"
         self.changed = every is None
@@ -45,6 +61,9 @@ class Choice:
         self._ways: list[Way] = []
         self._looks: deque[tuple[float, float, float]] = deque(maxlen=LOOKS)
         self._first_s = self._last_s = 0.0
+        self._most_growth, self._term, self._error = most_growth, 0.0, 0.0
+        self._backlogs: list[float] = []
+        self._aside: dict[str, int] = {}
 
     @property
     def codec(self) -> Codec | None:
@@ -68,6 +87,10 @@ class Choice:
         self._last_s = self._clock()
         self._first_s = self._first_s or self._last_s
 
+    def note_norms(self, term: float, error: float) -> None:
+        """Squared norms of what a rank had to send of a buffer, and of what it has not sent."""
+        self._term, self._error = self._term + term, self._error + error
+
     def _look(self, every: int) -> None:
         if not self._ways:
             self._ways = self._timed_ways()
@@ -75,22 +98,51 @@ class Choice:
         self._group.barrier().wait()
         short_s, _ = min(self._seconds_of(short) for _ in range(TIMINGS))
         long_s, processor_s = min(self._seconds_of(long) for _ in range(TIMINGS))
-        slowest = torch.tensor([short_s, long_s, processor_s, self._first_s - self._last_s], dtype=torch.float64)
-        self._group.all_reduce(slowest, "max").wait()
-        short_s, long_s, processor_s, less_window_s = slowest.tolist()
+        worst = torch.tensor(
+            [short_s, long_s, processor_s, self._first_s - self._last_s, self._take_backlog()], dtype=torch.float64
+        )
+        self._group.all_reduce(worst, "max").wait()
+        short_s, long_s, processor_s, less_window_s, backlog = worst.tolist()
         self._looks.append((short_s, long_s, processor_s))
         short_s, long_s, processor_s = (statistics.median(column) for column in zip(*self._looks, strict=True))
         ranks = self._group.size
         link = MeasuredLink.of(short_s, long_s, 2 * (ranks - 1) / ranks * PROBE_BYTES, processor_s=processor_s)
-        before = self.name
+        before, grown = self.name, self._growth_line(backlog)
         self.name, self.why = choose(
-            self._ways,
+            [way for way in self._ways if way.name not in self._aside],
             link,
             window_s=-less_window_s,
             buckets=len(self._buffers),
             present=before if self._steps else None,
         )
+        if self.name != before:
+            self._backlogs.clear()
+        self.why += grown
         self.changed = self.changed or self.name != before or not self._steps
+
+    def _take_backlog(self) -> float:
+        """Of this rank, since the last look; 0 where nothing was kept back or measured."""
+        sent = self._term - self._error
+        backlog = self._error / max(sent, 1e-12 * self._term) if self._error else 0.0
+        self._term = self._error = 0.0
+        return backlog
+
+    def _growth_line(self, backlog: float) -> str:
+        """Sets the present codec aside where its backlog has grown too much, and says so."""
+        self._aside = {name: looks - 1 for name, looks in self._aside.items() if looks > 1}
+        if not backlog:
+            return ""
+        if len(self._backlogs) < SETTLING:
+            self._backlogs.append(backlog)
+            return ""
+        settled = max(self._backlogs)
+        if backlog <= self._most_growth * settled:
+            return ""
+        self._aside[self.name] = ASIDE
+        return (
+            f"; {self.name} is set aside for {ASIDE} looks: what it has not sent is {math.sqrt(backlog):.2g} times the "
+            f"gradient, and was {math.sqrt(settled):.2g} times when it had settled"
+        )
 
     def take_line(self) -> str | None:
         """Why this codec, where that has changed since the last call."""
@@ -114,7 +166,7 @@ class Choice:
             self._group.all_reduce(seconds, "max").wait()
             sent = calls = 0.0
             for numel, segments in self._buffers:
-                bound = codec.bound([Place(*s) for s in segments], key=0, rank=self._group.rank, ranks=ranks)
+                bound = codec.bound([TensorPlace(*s) for s in segments], key=0, rank=self._group.rank, ranks=ranks)
                 gathered, halves = (ranks - 1) * bound.wire_bytes(numel), 2 * (ranks - 1)
                 if codec.linear:
                     sent, calls = sent + share * bound.wire_bytes(numel), calls + 2
@@ -127,7 +179,7 @@ class Choice:
 
 def _coding_s(codec: Codec, numel: int, segments: Sequence[Segment], *, clock: Clock) -> float:
     """Seconds of what one rank does with a buffer in a step: the addition of error feedback, encoding, decoding."""
-    bound = codec.bound([Place(*segment) for segment in segments], key=0, rank=0, ranks=1)
+    bound = codec.bound([TensorPlace(*segment) for segment in segments], key=0, rank=0, ranks=1)
     term = torch.linspace(-1.0, 1.0, numel)
     x, total = torch.empty_like(term), torch.empty_like(term)
     taken = []

@@ -22,10 +22,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shoal.codec.codec import Codec, Place
+from shoal.codec.codec import Codec, TensorPlace
 from shoal.comm.collective import Collective
 from shoal.comm.exchanges.between_hosts import BetweenHosts, InOrder, Levels
 from shoal.comm.exchanges.choice import Choice
+from shoal.comm.exchanges.coded_push import CodedPushes
 from shoal.comm.exchanges.coded_sum import CodedSum, Spent, as_it_is, coded_sum
 from shoal.comm.exchanges.exchange import Exchange, Segment
 from shoal.maths.counter import key_of
@@ -69,7 +70,9 @@ class Coded:
         self._next: Tensor | None = None
         self._arrivals: list[Tensor] = []
         self._flying = deque() if flying is None else flying
-        self._sent = False
+        self._sent, self._term = False, 0.0
+        self.norms = 0.0, 0.0
+        """Squared, of what was to be sent in this round and of what was not; zeros in rounds that are not measured."""
         self.use(codec)
         if feedback and codec is not None:
             self._residual, self._next = self._zeros(), self._zeros()
@@ -80,7 +83,7 @@ class Coded:
             self._codec, self._sum = None, as_it_is(self.group, self.result)
             return
         if id(codec) not in self._bound:
-            places = [Place(*segment) for segment in self.segments]
+            places = [TensorPlace(*segment) for segment in self.segments]
             bound = codec.bound(places, key=self._key, rank=self.group.rank, ranks=self.group.size)
             self._bound[id(codec)] = bound, coded_sum(bound, self.group, self.result, self._spent)
         self._codec, self._sum = self._bound[id(codec)]
@@ -97,6 +100,23 @@ class Coded:
     def state(self) -> Mapping[str, Tensor]:
         """What the codec has learned, the same on all ranks of the group; to be saved."""
         return {} if self._codec is None else self._codec.state
+
+    @property
+    def wire_bytes(self) -> tuple[int, int]:
+        """(of one payload, of the buffer as it is)"""
+        plain = self.result.nbytes
+        return (plain if self._codec is None else self._codec.wire_bytes(self.result.numel())), plain
+
+    def kept_back(self) -> Tensor | None:
+        """Between `wait` and `commit`: what this rank keeps of this round, less what it had kept before, `[numel]`.
+        None where both are nothing.
+        """
+        if not self._sent or not self.feedback:
+            return None
+        new = None if self._codec is None else self._next
+        if new is None or self.residual is None:
+            return new if self.residual is None else -self.residual
+        return new - self.residual
 
     def arrival(self) -> Tensor:
         """A tensor `[numel]` of zeros; what is written into it is added to the residual before that is next used."""
@@ -118,7 +138,7 @@ class Coded:
             term = term + residual
         self._measured = keeps and self.rounds % MEASURE_EVERY == 1
         if self._measured:
-            self._spent.term += float(two_norm(term)) ** 2
+            self._term = float(two_norm(term)) ** 2
         self._sum.send(term, residual=keeps, key=key_of(self._key, self.rounds))
         self._sent = True
         self._flying.append(self)
@@ -133,6 +153,7 @@ class Coded:
         self._sum.advance()
 
     def wait(self) -> None:
+        self.norms = 0.0, 0.0
         if not self._sent:
             return
         self._sum.wait()
@@ -142,7 +163,9 @@ class Coded:
         if self._next is not None:
             self._next[self._gaps] = 0
         if self._measured and self._next is not None:
-            self._spent.error += float(two_norm(self._next)) ** 2
+            self.norms = self._term, float(two_norm(self._next)) ** 2
+            self._spent.term += self.norms[0]
+            self._spent.error += self.norms[1]
 
     def commit(self) -> None:
         if not self._sent:
@@ -187,6 +210,7 @@ class Chosen:
 
     def wait(self) -> None:
         self._coded.wait()
+        self._choice.note_norms(*self._coded.norms)
 
     def commit(self) -> None:
         self._coded.commit()
@@ -215,7 +239,7 @@ class CodedExchanges:
         self._spent, self.by_microbatch = Spent(), False
         self._flying: dict[int, deque[Coded]] = {}
         self._orders: dict[int, InOrder | None] = {}
-        self.made: list[Coded] = []
+        self.made: list[Coded | CodedPushes] = []
 
     def __call__(self, group: Collective, buffer: Tensor, segments: Sequence[Segment]) -> Exchange:
         order = self._order_of(group)
@@ -226,6 +250,21 @@ class CodedExchanges:
         if across is not None and mates.rank == leader:
             inner = self._coded(across, buffer, segments)
         return BetweenHosts(order, buffer, leader=leader, inner=inner)
+
+    def pushes(self, rank: int, pushers: Sequence[int], segments: Sequence[Segment]) -> CodedPushes:
+        """What codes the pushes of `rank`, one of `pushers`, to servers: gradients in which `segments` lie."""
+        assert isinstance(self._codec, Codec), "a choice is measured on sums, and refused for pushes"
+        found = CodedPushes(
+            self._codec,
+            rank,
+            pushers,
+            segments,
+            feedback=self._feedback,
+            seed=self._seed,
+            spent=self._spent,
+        )
+        self.made.append(found)
+        return found
 
     def _coded(self, group: Collective, buffer: Tensor, segments: Sequence[Segment]) -> Coded | Chosen:
         if isinstance(self._codec, Codec):
@@ -254,6 +293,11 @@ class CodedExchanges:
             levels = None if group.size == 1 else self._levels(group)
             self._orders[id(group)] = None if levels is None else InOrder(levels)
         return self._orders[id(group)]
+
+    def shrinks(self) -> bool:
+        """Whether any payload on this rank has fewer bytes than what it stands for; true where nothing is coded."""
+        sizes = [one.wire_bytes for one in self.made if isinstance(one, Coded) and one.result.numel()]
+        return not sizes or any(coded < plain for coded, plain in sizes)
 
     def take_lines(self) -> list[str]:
         """Which codec was chosen and why, in a line for each choice that has changed since the last call."""

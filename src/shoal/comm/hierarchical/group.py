@@ -24,7 +24,7 @@ from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from shoal.comm.board import Board
-from shoal.comm.c10d_forms import GlooGroup, checked_root, given_timeout_s, listed, open_gloo, ranged
+from shoal.comm.c10d_forms import GlooGroup, check_blocks, checked_root, given_timeout_s, listed, open_gloo, ranged
 from shoal.comm.collective import Alone, Collective, GroupCollective, Reduction
 from shoal.comm.hierarchical.division import TWO_LEVELS, Division, division_of
 from shoal.comm.hierarchical.two_levels import TwoLevels
@@ -53,7 +53,7 @@ class Hierarchical(dist.ProcessGroup):
 
     def __init__(self, flat: Any, division: Division, *, mates: Any | None, leaders: Any | None) -> None:
         super().__init__(flat.rank(), flat.size())  # pyright: ignore[reportCallIssue]
-        self.inner, self.division, self._mates = flat, division, mates
+        self.inner, self.division, self._mates, self._calls = flat, division, mates, 0
         inside: Collective = Alone() if mates is None else GroupCollective(mates)
         outside = None if leaders is None else GroupCollective(leaders)
         for follower in (leaders, getattr(mates, "inner", None)):
@@ -123,6 +123,17 @@ class Hierarchical(dist.ProcessGroup):
             return self.inner._reduce_scatter_base(output, input, opts)
         return self._do(partial(_scattered, output, input, op, self._divisor(opts.reduceOp)), [output])
 
+    @ranged("reduce_scatter")
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        opts = opts or c10d.ReduceScatterOptions()
+        output, blocks = outputs[0], inputs[0]
+        op = _reduction(output, opts.reduceOp)
+        if op is None or len(outputs) != 1:
+            return self.inner.reduce_scatter(outputs, inputs, opts)
+        check_blocks(output, blocks, rank=self.rank(), size=self.size())
+        run = partial(_scattered_blocks, output, list(blocks), op, self._divisor(opts.reduceOp), self.rank())
+        return self._do(run, [output])
+
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         return self.reduce_scatter_single(output, input, opts)
 
@@ -174,7 +185,18 @@ class Hierarchical(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> Any:
         return self._do(lambda levels: levels.barrier(), [], timeout_s=given_timeout_s(opts))
 
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
+        return self.inner.monitored_barrier(timeout, wait_all_ranks)
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Numbers begin at 0 on all ranks: there is nothing to agree on."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        """How many collectives this rank has made: ranks with other numbers have left each other."""
+        return self._calls + self.inner._get_sequence_number_for_group()
+
     def _do(self, run: Callable[[TwoLevels], object], outputs: Sequence[Tensor], timeout_s: float | None = None) -> Any:
+        self._calls += 1
         guarded = partial(_guarded, run, self._levels, self._mates)
         return self._worker.do(guarded, what="a call between hosts", outputs=outputs, timeout_s=timeout_s)
 
@@ -243,6 +265,19 @@ def _scattered(output: Tensor, whole: Tensor, op: Reduction, divide_by: int, lev
             flat.div_(divide_by)
 
     _in_place(output, run, levels)
+
+
+def _scattered_blocks(
+    output: Tensor, blocks: Sequence[Tensor], op: Reduction, divide_by: int, rank: int, levels: TwoLevels
+) -> None:
+    """Blocks of any sizes: each is reduced to its rank."""
+    for root, block in enumerate(blocks):
+        flat = block.detach().clone(memory_format=torch.contiguous_format).view(-1)
+        if flat.numel() == 0:
+            continue
+        levels.reduce(flat, op, root=root)
+        if root == rank:
+            output.data.copy_((flat if divide_by == 1 else flat.div_(divide_by)).view(output.shape))
 
 
 def on_two_levels(operation: str, tensors: Sequence[Tensor], reduce_op: Any) -> bool:

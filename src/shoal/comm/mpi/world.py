@@ -11,6 +11,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shoal.installation import install_command
+
 _MPIEXEC = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
 _SLURM = ("PMIX_RANK", "PMI_RANK")
 
@@ -23,7 +25,7 @@ def started_by_mpiexec(environ: Mapping[str, str] = os.environ) -> bool:
 def why_no_mpi(environ: Mapping[str, str] = os.environ) -> str:
     """The reason why this process cannot use MPI, with the repair; empty where it can."""
     if importlib.util.find_spec("mpi4py") is None:
-        return "the package 'mpi4py' is missing: pip install 'shoal[mpi]'"
+        return f"the package 'mpi4py' is missing: {install_command('mpi')}"
     if not any(name in environ for name in (*_MPIEXEC, *_SLURM)):
         return "no MPI launcher started them: use mpiexec -n 2 shoal train RUN.toml"
     try:

@@ -21,7 +21,16 @@ from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from shoal.comm.board import Board
-from shoal.comm.c10d_forms import GlooGroup, checked_root, given_timeout_s, joined, listed, profiler_enabled, ranged
+from shoal.comm.c10d_forms import (
+    GlooGroup,
+    check_blocks,
+    checked_root,
+    given_timeout_s,
+    joined,
+    listed,
+    profiler_enabled,
+    ranged,
+)
 from shoal.comm.shm.core import DTYPES, REDUCTIONS, Kind, load_core
 from shoal.comm.shm.host import find_mates
 from shoal.comm.shm.transport import Transport, core_settings
@@ -265,6 +274,13 @@ class CoreGroup(dist.ProcessGroup):
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
         return self.inner.monitored_barrier(timeout, wait_all_ranks)
 
+    def _set_sequence_number_for_group(self) -> None:
+        """Numbers begin at 0 on all ranks: there is nothing to agree on."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        """How many collectives this rank has made: ranks with other numbers have left each other."""
+        return self._transport.calls + self.inner._get_sequence_number_for_group()
+
     def _reduced(self, kind: Kind, tensor: Tensor, numbers: tuple[int, int], opts: Any, root: int = 0) -> Any:
         finish: Finish = []
         flat = _writable(tensor, finish, copy=True)
@@ -291,6 +307,8 @@ class CoreGroup(dist.ProcessGroup):
         )  # fmt: skip
 
     def _reduce_scattered(self, output: Tensor, blocks: Sequence[Tensor], numbers: tuple[int, int], opts: Any) -> Any:
+        if len({block.numel() for block in blocks}) > 1:
+            return self._reduced_one_by_one(output, blocks, numbers, opts)
         self._check_blocks("reduce_scatter", blocks, output)
         finish: Finish = []
         return self._transport.collective_of_lists(
@@ -298,6 +316,21 @@ class CoreGroup(dist.ProcessGroup):
             count=output.nbytes, dtype=numbers[0], reduction=numbers[1], sync=_sync(opts), outputs=[output],
             finish=finish,
         )  # fmt: skip
+
+    def _reduced_one_by_one(self, output: Tensor, blocks: Sequence[Tensor], numbers: tuple[int, int], opts: Any) -> Any:
+        """Blocks of different sizes: each is reduced to its rank. All ranks bring blocks of the same sizes."""
+        check_blocks(output, blocks, rank=self.rank(), size=self.size())
+        finish: Finish = []
+        into, works = _writable(output, finish), []
+        for root, block in enumerate(blocks):
+            mine = root == self.rank()
+            work = self._transport.collective(
+                Kind.REDUCE, block.contiguous(), into if mine else None, count=block.nbytes, dtype=numbers[0],
+                reduction=numbers[1], root=root, sync=_sync(opts), outputs=[output] if mine else [],
+                finish=finish if mine else [],
+            )  # fmt: skip
+            works.append(work)
+        return joined(works)
 
     def _receive(self, tensor: Tensor, source: int, tag: int) -> Any:
         finish: Finish = []

@@ -69,6 +69,7 @@ class Transport:
         self._small = SmallWorks()
         self._prompt, self._call = prompt, load_call() if prompt else None
         self._limit_s: float | None = None
+        self.calls = 0  # collectives that were made
         streams = [mates.streams[q].detach() if q in mates.streams else -1 for q in range(self.size)]
         segments = (c_void_p * self.size)(*(segment.hand_over() for segment in mates.segments))
         handle = core.shoal_open(rank, self.size, segments, (c_int * self.size)(*streams), byref(settings))
@@ -83,7 +84,8 @@ class Transport:
         self._life.end()
 
     def set_timeout(self, timeout_s: float) -> None:
-        """The longest wait in each later collective, in place of the settings' `timeout_s`."""
+        """The longest wait in each later collective, and for each later message, in place of the settings'
+        `timeout_s`."""
         self._limit_s = timeout_s
 
     def give_up(self) -> None:
@@ -122,6 +124,7 @@ class Transport:
             out_of, into = _pointer(send), _pointer(receive)
             return self.at_once(kind, dtype, reduction, root, out_of, into, count, outputs, (send, receive), finish)
         self._check()
+        self.calls += 1
         what = Signature(kind, dtype, reduction, root, count)
         handle = self._core.shoal_start(self._handle, byref(what), _pointer(send), _pointer(receive), False)
         return self._work(handle, Kept(outputs, (send, receive), finish), timeout_s=timeout_s)
@@ -133,6 +136,7 @@ class Transport:
         """One that its caller waits for at once, by the addresses of its memory. See `collective`."""
         if self._life.over:  # before any function is called: this is the shortest way
             self._check()
+        self.calls += 1
         if self._call is None or self._limit_s is not None:
             what, kept = Signature(kind, dtype, reduction, root, count), Kept(outputs, held, finish)
             handle = self._core.shoal_start(self._handle, byref(what), out_of, into, True)
@@ -160,6 +164,7 @@ class Transport:
     ) -> CoreWork | None:  # fmt: skip
         """The same of a tensor for each rank; one alone stands for all, and none for nothing."""
         self._check()
+        self.calls += 1
         what = Signature(kind, dtype, reduction, root, count)
         handle = self._core.shoal_start_lists(
             self._handle, byref(what), *self._addresses(send), *self._addresses(receive), sync
@@ -217,13 +222,12 @@ class Transport:
         if handle is None:
             self._check()
             raise RuntimeError("a group can be used by the process that made it only, and while there is memory")
-        if timeout_s is None and in_order:
-            timeout_s = self._limit_s
-        if timeout_s is not None and handle:
+        timeout_s = self._limit_s if timeout_s is None else timeout_s
+        if timeout_s is not None and handle and in_order:
             self._core.shoal_limit(handle, timeout_s)
         work = CoreWork(
             self._core, handle, kept, rank=self.rank, timeout_s=timeout_s or self._timeout_s, futures=self._futures,
-            under_way=self._under_way, in_order=in_order,
+            under_way=self._under_way, in_order=in_order, own_limit=timeout_s is not None and not in_order,
         )  # fmt: skip
         self._remember(work)
         self._small.keep(work, kept.outputs)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shoal.comm.seam_work import FutureThreads, complete
 from shoal.comm.shm.core import Core, Fault, Kind, Outcome, Signature
+from shoal.comm.typed_future import readable
 from shoal.comm.untraced import untraced
 
 PATIENCE_S = 0.1
@@ -41,16 +42,17 @@ UnderWay = OrderedDict[int, "CoreWork"]
 @untraced
 class CoreWork(dist.Work):
     """`in_order`: works of the group like this one end in the order in which they were made. It is taken out of
-    `under_way` when it is over."""
+    `under_way` when it is over. `own_limit`: `timeout_s` is not the group's own, and the core counts it from the first
+    wait on."""
 
     def __init__(
         self, core: Core, handle: int, kept: Kept, *, rank: int, timeout_s: float, futures: FutureThreads,
-        under_way: UnderWay, in_order: bool,
+        under_way: UnderWay, in_order: bool, own_limit: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         self._core, self._handle, self._rank, self._timeout_s = core, handle, rank, timeout_s
         self._outputs, self._kept, self._futures, self._under_way = list(kept.outputs), kept, futures, under_way
-        self._in_order, self._once = in_order, threading.Lock()
+        self._in_order, self._once, self._own_limit = in_order, threading.Lock(), own_limit
         self._error: Exception | None = None
         self._over = False
 
@@ -62,6 +64,7 @@ class CoreWork(dist.Work):
         """Blocks, without the interpreter lock. Raises `RuntimeError` with what went wrong, or after `timeout`."""
         limit_s = timeout.total_seconds() if timeout else math.inf  # c10d says zero where it means none
         until_s = monotonic() + limit_s
+        self._limit()
         try:
             while not self._over:
                 outcome = self._core.shoal_wait(self._handle, min(limit_s, PATIENCE_S), True)
@@ -78,6 +81,7 @@ class CoreWork(dist.Work):
 
     def arrive(self) -> None:
         """Blocks until the core is done with it; what is then to do is left. The process computes meanwhile."""
+        self._limit()
         while not self._over and self._core.shoal_wait(self._handle, PATIENCE_S, False) == Outcome.PENDING:
             continue
 
@@ -100,11 +104,17 @@ class CoreWork(dist.Work):
             complete(future, self)
         else:
             self._futures.complete(future, self, in_order=self._in_order)
-        return future
+        return readable(future, self._outputs)
 
     def _source_rank(self) -> int:
         """Who sent what a receive got."""
         return self._report()[4]
+
+    def _limit(self) -> None:
+        """A message is late from when somebody first waits for it."""
+        if self._own_limit and not self._over:
+            self._own_limit = False
+            self._core.shoal_limit(self._handle, self._timeout_s)
 
     def _end(self, outcome: int) -> None:
         with self._once:

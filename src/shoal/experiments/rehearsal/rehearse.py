@@ -45,6 +45,8 @@ KEYS = (
     'checkpoint.every="steps"',
 )
 WIRE_TIMEOUT_S = 10.0
+HANG_S = 15.0
+"""How long a rank of an elastic run may keep others waiting."""
 _OTHER_RUN = (COORDINATOR, REPLICA, LAUNCHER_PID)
 
 
@@ -106,7 +108,7 @@ def rehearse(
     run_file = load_run(file, overrides)
     _require_nothing_outside(run_file)
     ranks = processes_of(run_file, environ)
-    keys = [*_keys(overrides, timeout_s=run_file.wire.timeout_s), *overrides]
+    keys = [*_keys(overrides, run_file), *overrides]
     wanted = [
         scenario
         for scenario in scenarios(ranks, elastic=run_file.elastic is not None, every_point=every_point)
@@ -166,10 +168,12 @@ def _require_nothing_outside(run_file: RunFile) -> None:
         )
 
 
-def _keys(overrides: Sequence[str], *, timeout_s: float) -> list[str]:
+def _keys(overrides: Sequence[str], run_file: RunFile) -> list[str]:
     """What a rehearsal sets, unless the user does: short waits, no reports."""
     set_by_user = {override.partition("=")[0] for override in overrides}
-    keys = [*KEYS, f"wire.timeout_s={min(timeout_s, WIRE_TIMEOUT_S)}"]
+    keys = [*KEYS, f"wire.timeout_s={min(run_file.wire.timeout_s, WIRE_TIMEOUT_S)}"]
+    if run_file.elastic is not None and run_file.elastic.hang_s:
+        keys.append(f"elastic.hang_s={min(run_file.elastic.hang_s, HANG_S)}")
     return [key for key in keys if key.partition("=")[0] not in set_by_user]
 
 

@@ -99,7 +99,10 @@ def _fault(action: Action, label: str, rank: int, *, step: int = AT, passing: in
 
 
 def _rank_faults(rank: int, *, alone: bool) -> list[Scenario]:
-    found = [Scenario("kill before a step", "rank", (_fault("kill", "step/before", rank),))]
+    found = [
+        Scenario("kill before a step", "rank", (_fault("kill", "step/before", rank),)),
+        Scenario("kill of the launcher", "rank", (_fault("kill_launcher", "step/before", 0),)),
+    ]
     if alone:
         return found
     return [
@@ -108,6 +111,7 @@ def _rank_faults(rank: int, *, alone: bool) -> list[Scenario]:
         Scenario("kill in a collective", "rank", (_fault("kill", "collective/in", rank),)),
         Scenario("kill after a collective", "rank", (_fault("kill", "gradients/reduced", rank),)),
         Scenario("stop before a collective", "rank", (_fault("stop", "collective/before", rank),)),
+        Scenario("a lock that nobody gives back", "rank", (_fault("hang", "step/before", rank),)),
     ]
 
 

@@ -97,8 +97,8 @@ def _coordinator(host: RelayHost, elastic: ElasticConfig, folder: Path, environ:
         *host.enter, sys.executable, "-m", "shoal", "coordinator", "serve", str(folder / "journal"),
         "--token", str(folder / "token"), "--min", str(elastic.min), "--max", str(elastic.max),
         "--address", host.address, "--port", str(COORDINATOR_PORT), "--silence", str(elastic.silence_s),
-        "--accept", str(elastic.accept_s), "--certificate", str(folder / "certificate.pem"),
-        "--key", str(folder / "key.pem"), "--json",
+        "--accept", str(elastic.accept_s), "--hang", str(elastic.hang_s),
+        "--certificate", str(folder / "certificate.pem"), "--key", str(folder / "key.pem"), "--json",
     ]  # fmt: skip
     process = subprocess.Popen(
         command,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import fcntl
 import os
 import platform
-import re
 import resource
 import shutil
 import socket
@@ -27,12 +26,12 @@ from blake3 import blake3
 
 from shoal.launch import versions
 from shoal.launch.doctor import findings
+from shoal.launch.secret_names import is_secret
 from shoal.launch.survey.link import listening, measure
 from shoal.launch.survey.messages import Begin, Host, HostFacts, Leftover, Measure, Route
 
 PACKAGE = Path(__file__).parents[2]
 COMPARED_VARIABLES = ("NCCL_", "GLOO_", "UCX_", "FI_", "TORCH_", "CUDA_HOME", "CUDA_DEVICE_ORDER", "OMP_NUM_THREADS")
-_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD", re.IGNORECASE)
 _LIMITS = {"open files": "RLIMIT_NOFILE", "processes": "RLIMIT_NPROC", "locked memory": "RLIMIT_MEMLOCK"}
 _VERBS = ("train", "launch", "sweep", "evaluate", "verify")
 _SIOCGIFADDR = 0x8915
@@ -70,7 +69,7 @@ def facts(begin: Begin, port: int, port_fault: str | None, environ: Mapping[str,
         variables={
             name: value
             for name, value in sorted(environ.items())
-            if name.startswith(COMPARED_VARIABLES) and not _SECRET.search(name)
+            if name.startswith(COMPARED_VARIABLES) and not is_secret(name, value)
         },
         leftovers=leftovers(),
         findings=findings(environ),

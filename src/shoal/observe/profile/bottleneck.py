@@ -15,7 +15,7 @@ from typing import Literal
 
 from shoal import units
 from shoal.observe.profile.arrivals import Exposed
-from shoal.observe.profile.split import Operator, Split, mean
+from shoal.observe.profile.split import Operator, TimeSplit, mean
 
 Kind = Literal["data", "wire", "slow rank", "operator", "host", "compute"]
 LOST_SHARE, SPENT_SHARE = 0.1, 0.25
@@ -70,7 +70,7 @@ class Bottleneck:
 class Measured:
     """One rank, as the profile saw it. `sources`: a line of Python for an operator."""
 
-    split: Split
+    split: TimeSplit
     exposed: Exposed
     operators: Sequence[Operator]
     sources: Mapping[str, str]

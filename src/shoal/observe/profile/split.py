@@ -21,7 +21,7 @@ COMMUNICATION_KERNELS = ("nccl", "rccl")
 
 
 @dataclass(frozen=True)
-class Split:
+class TimeSplit:
     """Seconds of a mean step of one rank; `cpu_share` is the share of its work in which its process had a core,
     `data_cpu_share` the same while it waited for data; a process with several threads may have more than one."""
 
@@ -49,7 +49,7 @@ class Operator:
     calls: float
 
 
-def split(recording: Recording) -> Split:
+def split(recording: Recording) -> TimeSplit:
     """Means over the recorded steps. There is at least one."""
     steps = recording.steps
     whole = union((step.begin_s, step.end_s) for step in steps)
@@ -63,7 +63,7 @@ def split(recording: Recording) -> Split:
     count, total = len(steps), length(whole)
     rest_s = max(0.0, total - length(taken) - length(compute))
     busy_s = total - length(taken)
-    return Split(
+    return TimeSplit(
         rank=recording.rank,
         step_s=total / count,
         data_s=length(data) / count,

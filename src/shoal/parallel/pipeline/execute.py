@@ -22,7 +22,7 @@ from shoal.parallel.pipeline.packing import AS_IT_IS, Packing
 from shoal.parallel.pipeline.passes import Pass, Weights
 from shoal.parallel.pipeline.stopwatch import Stopwatch, stopwatch
 from shoal.parallel.pipeline.transfers import Wire
-from shoal.schedules.table import Action, Table
+from shoal.schedules.table import Action, ScheduleTable
 
 LOOKAHEAD = 2
 """Actions whose receives are posted while one computes: one hides a transfer as long as a computation, two ride out a
@@ -92,7 +92,7 @@ class Computation:
 
 
 def run_pipeline(
-    table: Table,
+    table: ScheduleTable,
     group: Collective,
     computation: Computation,
     contexts: Sequence[Any],
@@ -140,7 +140,7 @@ def run_pipeline(
 class _Run:
     """The state of a pass: what is stored between forwards and backwards, and the losses so far."""
 
-    table: Table
+    table: ScheduleTable
     computation: Computation
     contexts: Sequence[Any]
     hooks: Hooks
@@ -198,7 +198,7 @@ class _Run:
             self.wire.give_gradient(action, gradient)
 
 
-def _check_sizes(table: Table, group: Collective, contexts: Sequence[Any]) -> None:
+def _check_sizes(table: ScheduleTable, group: Collective, contexts: Sequence[Any]) -> None:
     if table.ranks != group.size:
         raise LayoutError(
             f"the table of {table.name} is for {table.ranks} ranks, but the pipeline has {group.size}; "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from shoal.errors import ConfigError
-from shoal.schedules.table import Table
+from shoal.schedules.table import ScheduleTable
 from shoal.schedules.timeline import Timeline, in_flight, label
 
 _COLOURS = {"F": "#4c78a8", "B": "#59a14f", "I": "#76b7b2", "W": "#edc948"}
@@ -15,7 +15,7 @@ _MOST_LABELS = 40
 """Microbatches a rank up to which bars are wide enough for words."""
 
 
-def draw_picture(table: Table, times: Timeline, path: Path, *, unit: str = "seconds") -> None:
+def draw_picture(table: ScheduleTable, times: Timeline, path: Path, *, unit: str = "seconds") -> None:
     """Writes the picture to `path`; its suffix decides the format (png, svg, pdf). A rank's later stages are darker.
 
     `unit` is that of `times`. Raises `ConfigError` for another suffix.
@@ -47,6 +47,6 @@ def draw_picture(table: Table, times: Timeline, path: Path, *, unit: str = "seco
     figure.savefig(path, dpi=120)
 
 
-def _names(table: Table, times: Timeline) -> list[str]:
+def _names(table: ScheduleTable, times: Timeline) -> list[str]:
     stored = in_flight(table)
     return [f"rank {r}: idle {times.idle_shares[r]:.0%}, stores {stored[r]}" for r in range(table.ranks)]

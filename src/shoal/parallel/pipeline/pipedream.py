@@ -25,7 +25,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from shoal.comm.collective import Collective
 from shoal.parallel.pipeline.execute import Computation, Hooks, PipelineRun
-from shoal.schedules.table import Action, Table
+from shoal.schedules.table import Action, ScheduleTable
 
 
 class Stash:
@@ -85,7 +85,7 @@ and clears it."""
 
 
 def run_pipedream(
-    table: Table,
+    table: ScheduleTable,
     group: Collective,
     computation: Computation,
     contexts: Sequence[Any],
@@ -122,7 +122,7 @@ def run_pipedream(
     return run(table, group, computation, contexts, hooks=Hooks(around, after))
 
 
-def staleness(table: Table) -> dict[tuple[int, int], int]:
+def staleness(table: ScheduleTable) -> dict[tuple[int, int], int]:
     """For each (stage, microbatch), the version of its weights: the updates made before its forward."""
     versions = {}
     for row in table.rows:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shoal.comm.collective import Collective
 from shoal.parallel.pipeline.execute import Computation, PipelineRun, run_pipeline
-from shoal.schedules.table import Table
+from shoal.schedules.table import ScheduleTable
 from shoal.schedules.timeline import Timeline, timeline
 
 
@@ -33,7 +33,7 @@ class _Sleeping(torch.autograd.Function):
 
 
 def rehearse(
-    table: Table, group: Collective, *, forward_s: float, backward_input_s: float, backward_weight_s: float
+    table: ScheduleTable, group: Collective, *, forward_s: float, backward_input_s: float, backward_weight_s: float
 ) -> PipelineRun:
     """Runs `table` with stages of these durations and one number of activation; all ranks start together."""
     stages = table.stages_of(group.rank)
@@ -50,7 +50,7 @@ def rehearse(
     return run_pipeline(table, group, computation, inputs, device=torch.device("cpu"))
 
 
-def planned(table: Table, *, forward_s: float, backward_input_s: float, backward_weight_s: float) -> Timeline:
+def planned(table: ScheduleTable, *, forward_s: float, backward_input_s: float, backward_weight_s: float) -> Timeline:
     """What `rehearse` should show."""
     return timeline(table, forward_s=forward_s, backward_input_s=backward_input_s, backward_weight_s=backward_weight_s)
 

@@ -25,7 +25,7 @@ from shoal.errors import UserCodeError
 from shoal.parallel.pipeline.joints import HEADER_NUMEL, Form
 from shoal.parallel.pipeline.packing import AS_IT_IS, Packing
 from shoal.schedules.check import needs
-from shoal.schedules.table import Action, Table
+from shoal.schedules.table import Action, ScheduleTable
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Transfer:
         return self.producer.stage if self.is_activation else self.consumer.stage
 
 
-def transfers(table: Table, likenesses: Sequence[int]) -> list[Transfer]:
+def transfers(table: ScheduleTable, likenesses: Sequence[int]) -> list[Transfer]:
     """All of a table, in the order in which their senders have them; those within one rank among them.
 
     Microbatches with the same number in `likenesses` have one form at each boundary.
@@ -75,7 +75,7 @@ def transfers(table: Table, likenesses: Sequence[int]) -> list[Transfer]:
     return found
 
 
-def header_tag(transfer: Transfer, table: Table) -> int:
+def header_tag(transfer: Transfer, table: ScheduleTable) -> int:
     """A tag that no transfer has."""
     return (2 * table.stages + transfer.boundary) * table.microbatches + transfer.likeness
 
@@ -91,7 +91,7 @@ class Wire:
 
     def __init__(
         self,
-        table: Table,
+        table: ScheduleTable,
         group: Collective,
         *,
         back: Collective,

@@ -27,7 +27,7 @@ import numpy as np
 from shoal.cost.matmul import Rates, matmul_s, pass_s
 from shoal.cost.wire import Links
 from shoal.errors import UserCodeError
-from shoal.planner.intra.graph import SHARED, WHOLE, Node, Placement, conversion_s, split
+from shoal.planner.intra.graph import SHARED, WHOLE, Node, OperatorPlacement, conversion_s, split
 from shoal.planner.intra.strategies import VIEWS, Strategy, strategies_of
 from shoal.planner.trace.operator import BACKWARD_ATTENTION
 
@@ -149,7 +149,7 @@ class Prices:
 class Choice:
     """How each parameter lies, by name, and what a microbatch costs so, seconds."""
 
-    placements: Mapping[str, Placement]
+    placements: Mapping[str, OperatorPlacement]
     cost_s: float
 
 
@@ -161,16 +161,18 @@ class Problem:
         ranks = prices.links.ranks
         self._strategies = [_strategies(node, ranks) for node in self._graph]
 
-    def solved(self, fixed: Mapping[str, Placement] | None = None) -> Choice:
+    def solved(self, fixed: Mapping[str, OperatorPlacement] | None = None) -> Choice:
         """The cheapest choice; `fixed` says how some parameters lie."""
         found = cheapest(*self.costs(fixed))
         return Choice(placements=self._parameters(found), cost_s=found.cost)
 
-    def costs(self, fixed: Mapping[str, Placement] | None = None) -> tuple[list[np.ndarray], dict[Edge, np.ndarray]]:
+    def costs(
+        self, fixed: Mapping[str, OperatorPlacement] | None = None
+    ) -> tuple[list[np.ndarray], dict[Edge, np.ndarray]]:
         """What `eliminate.cheapest` takes: seconds of every strategy of a node, and of every pair along an edge."""
         return [self._own(v, fixed or {}) for v in range(len(self._graph))], self._between()
 
-    def _own(self, v: int, fixed: Mapping[str, Placement]) -> np.ndarray:
+    def _own(self, v: int, fixed: Mapping[str, OperatorPlacement]) -> np.ndarray:
         node, wanted = self._graph[v], fixed.get(self._graph[v].label)
         costs = [work_s(node, strategy, self._prices) for strategy in self._strategies[v]]
         if wanted is not None:
@@ -195,7 +197,7 @@ class Problem:
             ]
         )
 
-    def _parameters(self, found: Cheapest) -> dict[str, Placement]:
+    def _parameters(self, found: Cheapest) -> dict[str, OperatorPlacement]:
         return {
             node.label: self._strategies[v][found.choices[v]].output
             for v, node in enumerate(self._graph)
@@ -203,7 +205,7 @@ class Problem:
         }
 
 
-def placements_of(roles: Mapping[str, str], graph: Sequence[Node], ranks: int) -> dict[str, Placement]:
+def placements_of(roles: Mapping[str, str], graph: Sequence[Node], ranks: int) -> dict[str, OperatorPlacement]:
     """How roles (by parameter) lay the parameters of `graph`; what does not divide is whole."""
     found = {}
     for node in graph:

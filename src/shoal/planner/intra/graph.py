@@ -146,7 +146,7 @@ State = Literal["all", "term"] | int
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class OperatorPlacement:
     """`dim` where it is split, counted from 0."""
 
     kind: Kind
@@ -170,15 +170,15 @@ class Placement:
         return f"split {self.dim}" if self.kind == "split" else self.kind
 
 
-WHOLE, SHARED, PARTIAL = Placement("whole"), Placement("shared"), Placement("partial")
+WHOLE, SHARED, PARTIAL = OperatorPlacement("whole"), OperatorPlacement("shared"), OperatorPlacement("partial")
 
 
-def split(dim: int) -> Placement:
+def split(dim: int) -> OperatorPlacement:
     """Each rank has a part along `dim`."""
-    return Placement("split", dim)
+    return OperatorPlacement("split", dim)
 
 
-def conversion_s(made: Placement, used: Placement, size: float, links: Links) -> float:
+def conversion_s(made: OperatorPlacement, used: OperatorPlacement, size: float, links: Links) -> float:
     """Seconds to bring `size` bytes from where they are made to where they are used, and their gradient back."""
     return _move_s(made.value, used.value, size, links) + _move_s(used.gradient, made.gradient, size, links)
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from shoal.planner.intra.graph import PARTIAL, SHARED, WHOLE, Dims, Node, Placement, split
+from shoal.planner.intra.graph import PARTIAL, SHARED, WHOLE, Dims, Node, OperatorPlacement, split
 
 SAME = frozenset({"aten.detach", "aten.alias", "aten.expand", "aten.clone", "aten._to_copy", "aten.contiguous"})
 FOLDED = frozenset({"aten.view", "aten._unsafe_view", "aten.reshape", "aten.squeeze", "aten.unsqueeze"})
@@ -98,8 +98,8 @@ ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
 class Strategy:
     """Where each tensor of an operator lies, where its output does, and whether its work is shared out."""
 
-    inputs: tuple[Placement, ...]
-    output: Placement
+    inputs: tuple[OperatorPlacement, ...]
+    output: OperatorPlacement
     shared_out: bool
 
 
@@ -167,7 +167,7 @@ def _pointwise(node: Node) -> Iterator[Strategy]:
         yield Strategy((PARTIAL,) * len(node.sources), PARTIAL, shared_out=False)
 
 
-def _broadcast(shape: Dims, out: Dims, dim: int) -> Placement:
+def _broadcast(shape: Dims, out: Dims, dim: int) -> OperatorPlacement:
     """Of an input where the output is split along `dim`."""
     own = dim - (len(out) - len(shape))
     return split(own) if own >= 0 and shape[own] == out[dim] else SHARED

@@ -56,7 +56,8 @@ def gradient_sum(
         return _plain(plan, machine, numbers=numbers)
     own = _scattered_s(plan, machine, numbers)
     if plan.zero:
-        numbers, matrices = numbers / plan.state_ranks, ()
+        numbers = numbers / plan.state_ranks
+        matrices = [m._replace(copies=m.copies / plan.state_ranks) for m in matrices] if codec.codes_matrices else ()
     group, stride = _summing_group(plan, machine)
     if group.ranks == 1 or not numbers:
         return replace(_plain(plan, machine, numbers=numbers), codec=codec)
@@ -86,7 +87,7 @@ def chosen_codec(
         return config
     if not _summing_group(plan, machine)[0].spans_nodes:
         return NoCodec()
-    candidates = [NoCodec(), *config.candidates.values()]
+    candidates = [NoCodec(), *config.codecs.values()]
 
     def cost_s(one: CodecConfig) -> float:
         found = gradient_sum(plan, machine, one, numbers=numbers, matrices=matrices)

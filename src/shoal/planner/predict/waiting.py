@@ -33,38 +33,40 @@ ContextKind = Literal["ring", "ulysses", "allgather"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exchange:
+class ContextExchange:
     """Seconds of one layer."""
 
     forward_s: float
     backward_s: float
 
 
-def exchange(kind: ContextKind, group: Links, *, query_bytes: float, key_bytes: float, copy_bytes_s: float) -> Exchange:
+def exchange(
+    kind: ContextKind, group: Links, *, query_bytes: float, key_bytes: float, copy_bytes_s: float
+) -> ContextExchange:
     """`key_bytes` are keys and values of one rank together."""
     if group.ranks == 1:
-        return Exchange(forward_s=0.0, backward_s=0.0)
+        return ContextExchange(forward_s=0.0, backward_s=0.0)
     return {"ring": _ring, "ulysses": _ulysses, "allgather": _allgather}[kind](
         group, query_bytes, key_bytes, copy_bytes_s
     )
 
 
-def _ring(group: Links, query_bytes: float, key_bytes: float, copy_bytes_s: float) -> Exchange:
+def _ring(group: Links, query_bytes: float, key_bytes: float, copy_bytes_s: float) -> ContextExchange:
     hops, shift_s = group.ranks - 1, group.send(key_bytes)
     merged = (2 * key_bytes + group.ranks * 8 * query_bytes) / copy_bytes_s
     added = (2 * key_bytes + group.ranks * (3 * query_bytes + 6 * key_bytes)) / copy_bytes_s
-    return Exchange(forward_s=hops * shift_s + merged, backward_s=2 * hops * shift_s + added)
+    return ContextExchange(forward_s=hops * shift_s + merged, backward_s=2 * hops * shift_s + added)
 
 
-def _ulysses(group: Links, query_bytes: float, key_bytes: float, copy_bytes_s: float) -> Exchange:
+def _ulysses(group: Links, query_bytes: float, key_bytes: float, copy_bytes_s: float) -> ContextExchange:
     wires = group.all_to_all(query_bytes + key_bytes) + group.all_to_all(query_bytes)
     one = wires + 4 * (2 * query_bytes + key_bytes) / copy_bytes_s
-    return Exchange(forward_s=one, backward_s=one)
+    return ContextExchange(forward_s=one, backward_s=one)
 
 
-def _allgather(group: Links, query_bytes: float, key_bytes: float, copy_bytes_s: float) -> Exchange:
+def _allgather(group: Links, query_bytes: float, key_bytes: float, copy_bytes_s: float) -> ContextExchange:
     gather_s = group.all_gather(group.ranks * key_bytes)
-    return Exchange(forward_s=gather_s, backward_s=2 * gather_s)
+    return ContextExchange(forward_s=gather_s, backward_s=2 * gather_s)
 
 
 AT_THE_END = 3

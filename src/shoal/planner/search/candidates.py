@@ -82,7 +82,7 @@ class Splits(Protocol):
     def tensor_fits(self, ranks: int) -> bool: ...
 
 
-class Job(Protocol):
+class PlannedJob(Protocol):
     """What of a workload limits its plans."""
 
     @property
@@ -95,7 +95,7 @@ class Job(Protocol):
     def sequence(self) -> int: ...
 
 
-def candidates(workload: Job, cluster: Cluster, allowed: Allowed) -> Iterator[Plan]:
+def candidates(workload: PlannedJob, cluster: Cluster, allowed: Allowed) -> Iterator[Plan]:
     """All legal plans that use every device of the cluster; neighbours share their layers' costs."""
     for layout in layouts(workload, cluster, allowed):
         ranks = layout.replicate * layout.shard
@@ -105,7 +105,7 @@ def candidates(workload: Job, cluster: Cluster, allowed: Allowed) -> Iterator[Pl
             yield from _filled(workload, layout, microbatch, allowed)
 
 
-def layouts(workload: Job, cluster: Cluster, allowed: Allowed) -> Iterator[Layout]:
+def layouts(workload: PlannedJob, cluster: Cluster, allowed: Allowed) -> Iterator[Layout]:
     """The legal layouts, each once."""
     world, model = cluster.devices, workload.model
     for tensor in _sizes("tensor", world, allowed):
@@ -123,7 +123,7 @@ def layouts(workload: Job, cluster: Cluster, allowed: Allowed) -> Iterator[Layou
 
 
 def _data(
-    workload: Job, cluster: Cluster, allowed: Allowed, tensor: int, context: int, pipeline: int, ranks: int
+    workload: PlannedJob, cluster: Cluster, allowed: Allowed, tensor: int, context: int, pipeline: int, ranks: int
 ) -> Iterator[Layout]:
     """How `ranks` data-parallel ranks are split into replicas and shards, and how experts lie on them."""
     if workload.global_samples % ranks:
@@ -141,7 +141,7 @@ def _data(
             )
 
 
-def _filled(workload: Job, layout: Layout, microbatch: int, allowed: Allowed) -> Iterator[Plan]:
+def _filled(workload: PlannedJob, layout: Layout, microbatch: int, allowed: Allowed) -> Iterator[Plan]:
     microbatches = workload.global_samples // (layout.replicate * layout.shard * microbatch)
     if layout.pipeline > 1 and allowed.microbatches not in (None, microbatches):
         return

@@ -12,7 +12,7 @@ import numpy as np
 
 from shoal.planner.simulate.work import Stragglers, Work, lasting_s
 from shoal.schedules.check import needs, walk
-from shoal.schedules.table import Action, Table
+from shoal.schedules.table import Action, ScheduleTable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Fold:
         return 1 if self.fold_peers else self.peers
 
 
-def paces_of(table: Table, fold: Fold, stragglers: Stragglers) -> list[np.ndarray]:
+def paces_of(table: ScheduleTable, fold: Fold, stragglers: Stragglers) -> list[np.ndarray]:
     """By pipeline rank, how many times as long as it should each action takes: [replica, peer, action].
 
     A peer that stands for all is as slow in each action as the slowest of them.
@@ -50,7 +50,7 @@ def paces_of(table: Table, fold: Fold, stragglers: Stragglers) -> list[np.ndarra
     return paces
 
 
-def perfect_step_s(table: Table, work: Work, paces: list[np.ndarray]) -> float:
+def perfect_step_s(table: ScheduleTable, work: Work, paces: list[np.ndarray]) -> float:
     """Seconds of the step where messages take no time."""
     needed = needs(table)
     ends: dict[Action, np.ndarray] = {}

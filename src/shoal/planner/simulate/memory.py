@@ -17,10 +17,12 @@ from collections.abc import Sequence
 from shoal.cost.plan import Plan
 from shoal.planner.predict.predictor import Predictor
 from shoal.planner.simulate.work import stage_layers
-from shoal.schedules.table import Table
+from shoal.schedules.table import ScheduleTable
 
 
-def stored_bytes(table: Table, *, stage_bytes: Sequence[float], weight_bytes: Sequence[float]) -> tuple[float, ...]:
+def stored_bytes(
+    table: ScheduleTable, *, stage_bytes: Sequence[float], weight_bytes: Sequence[float]
+) -> tuple[float, ...]:
     """Peak of each rank. `stage_bytes` is what a stage keeps of one microbatch, `weight_bytes` its part until W."""
     peaks = []
     for row in table.rows:
@@ -39,7 +41,7 @@ and gradients of their outputs 3h + h + 4h + h, 32sbh bytes of 16 bits (arXiv:24
 
 
 def rank_bytes(
-    plan: Plan, predictor: Predictor, table: Table, *, layers: Sequence[int] | None = None
+    plan: Plan, predictor: Predictor, table: ScheduleTable, *, layers: Sequence[int] | None = None
 ) -> tuple[float, ...]:
     """Bytes of every pipeline rank at its peak; `layers` of each stage, the simulator's own cut unless given."""
     model, layout, stack = predictor.workload.model, plan.layout, predictor.stack

@@ -26,7 +26,7 @@ from shoal.planner.simulate.fold import Fold, paces_of, perfect_step_s
 from shoal.planner.simulate.goodput import WEEK_S, Goodput
 from shoal.planner.simulate.step import SimulatedStep, simulate_step
 from shoal.planner.simulate.work import Stragglers, Work
-from shoal.schedules.table import Action, Table
+from shoal.schedules.table import Action, ScheduleTable
 from shoal.schedules.timeline import Timeline
 
 
@@ -65,7 +65,9 @@ class Outcome:
         return self.exposed_s + self.inside_s
 
 
-def outcome(table: Table, work: Work, *, fold: Fold | None = None, stragglers: Stragglers | None = None) -> Outcome:
+def outcome(
+    table: ScheduleTable, work: Work, *, fold: Fold | None = None, stragglers: Stragglers | None = None
+) -> Outcome:
     """Plays the step; on a perfect network it is a longest path."""
     fold, stragglers = fold or Fold(), stragglers or Stragglers()
     real = simulate_step(table, work, fold=fold, stragglers=stragglers)
@@ -83,7 +85,7 @@ def outcome(table: Table, work: Work, *, fold: Fold | None = None, stragglers: S
     )
 
 
-def bubble_rate(table: Table, work: Work) -> float:
+def bubble_rate(table: ScheduleTable, work: Work) -> float:
     """1 - m (F + I + W) / period: how arXiv:2401.10241 counts it, for stages of equal times."""
     step = simulate_step(table, work)
     chunks = len(table.stages_of(0)) * table.microbatches
@@ -125,7 +127,7 @@ def _shares(step: SimulatedStep, step_s: float, phase_s: float) -> tuple[RankSha
     return tuple(shares)
 
 
-def _inside_s(table: Table, work: Work) -> float:
+def _inside_s(table: ScheduleTable, work: Work) -> float:
     """Of the rank that has most of it."""
     by_rank = [sum(work.stages[stage].inside_s for stage in table.stages_of(rank)) for rank in range(table.ranks)]
     return table.microbatches * max(by_rank)

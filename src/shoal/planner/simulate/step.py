@@ -20,11 +20,11 @@ from shoal.planner.simulate.fold import Fold, paces_of
 from shoal.planner.simulate.play import Played, Tasks, play
 from shoal.planner.simulate.work import Stage, Stragglers, Work, lasting_s
 from shoal.schedules.check import Needs, completing, needs, walk
-from shoal.schedules.table import Action, Table
+from shoal.schedules.table import Action, ScheduleTable
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class StagePlace:
     """A simulated device: where it stands, and its ports towards the network and from it."""
 
     replica: int
@@ -39,15 +39,15 @@ class Place:
 class SimulatedStep:
     """What was played, and of whom. `actions[place number]` are the tasks of its row, in order."""
 
-    table: Table
+    table: ScheduleTable
     work: Work
     played: Played
-    places: tuple[Place, ...]
+    places: tuple[StagePlace, ...]
     actions: tuple[tuple[int, ...], ...]
 
 
 def simulate_step(
-    table: Table, work: Work, *, fold: Fold | None = None, stragglers: Stragglers | None = None
+    table: ScheduleTable, work: Work, *, fold: Fold | None = None, stragglers: Stragglers | None = None
 ) -> SimulatedStep:
     """Plays one step. Raises `ValueError` where `work` has not one stage for each of the table's."""
     if len(work.stages) != table.stages:
@@ -64,7 +64,7 @@ def simulate_step(
 class _Building:
     """Tasks of a step as they grow, walking the table."""
 
-    def __init__(self, table: Table, work: Work, fold: Fold, stragglers: Stragglers) -> None:
+    def __init__(self, table: ScheduleTable, work: Work, fold: Fold, stragglers: Stragglers) -> None:
         places = fold.shown_replicas * table.ranks * fold.shown_peers
         self.tasks = Tasks(streams=places, ports=2 * places)
         self.table, self.work, self.fold = table, work, fold
@@ -85,11 +85,11 @@ class _Building:
         self.units: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
         self.sums: list[int] = []
 
-    def _place(self, replica: int, rank: int, peer: int) -> Place:
+    def _place(self, replica: int, rank: int, peer: int) -> StagePlace:
         number = (replica * self.table.ranks + rank) * self.fold.shown_peers + peer
-        return Place(replica=replica, rank=rank, peer=peer, number=number, out=2 * number, into=2 * number + 1)
+        return StagePlace(replica=replica, rank=rank, peer=peer, number=number, out=2 * number, into=2 * number + 1)
 
-    def _peers_of(self, rank: int) -> list[list[Place]]:
+    def _peers_of(self, rank: int) -> list[list[StagePlace]]:
         """The simulated devices of a rank, those of a replica together: they go in lock-step."""
         return [
             [self.by_place[replica, rank, peer] for peer in range(self.fold.shown_peers)]
@@ -127,7 +127,9 @@ class _Building:
         target = self.table.placement[stage]
         return None if target == rank else target
 
-    def _compute(self, place: Place, name: str, parts: Sequence[float], after: list[int], *, units: int | None) -> None:
+    def _compute(
+        self, place: StagePlace, name: str, parts: Sequence[float], after: list[int], *, units: int | None
+    ) -> None:
         """`units`: the stage whose gradients the parts produce, one unit each; None: none."""
         for unit, part_s in enumerate(parts):
             number = self.tasks.add(name, "compute", rank=place.number, stream=place.number, busy_s=part_s, after=after)
@@ -136,7 +138,7 @@ class _Building:
             if units is not None:
                 self.units[place.rank, units, unit].append(number)
 
-    def _send(self, place: Place, receiver: Place, action: Action, name: str, after: list[int]) -> None:
+    def _send(self, place: StagePlace, receiver: StagePlace, action: Action, name: str, after: list[int]) -> None:
         cost = self.work.transfer
         arrived = self.tasks.add(
             f"send {name}",

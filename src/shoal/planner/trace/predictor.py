@@ -26,7 +26,7 @@ from shoal.planner.predict.step import hosted, on_shared_cores, transfer_s, tran
 from shoal.planner.predict.workload import Abilities, Stage, Workload
 from shoal.planner.trace.memory import traced_footprint
 from shoal.planner.trace.seconds import UnitSeconds, unit_seconds
-from shoal.planner.trace.subject import Split, Stages, TracedJob
+from shoal.planner.trace.subject import Stages, TracedJob, TracedSplit
 from shoal.planner.trace.trace import Trace
 from shoal.topology.cluster import Cluster
 
@@ -51,7 +51,7 @@ class TracedPredictor(Predictor):
             cast(Workload, job), cluster, stack=stack, constants=constants, overheads=overheads, measured=measured
         )
         self.job = job
-        self._units: dict[tuple[Split, int], dict[int | None, UnitSeconds]] = {}
+        self._units: dict[tuple[TracedSplit, int], dict[int | None, UnitSeconds]] = {}
 
     def on(
         self,
@@ -96,7 +96,7 @@ class TracedPredictor(Predictor):
     @property
     def step_flops(self) -> float:
         """Of a whole step, from the trace of one sample."""
-        return self._trace(Split(1)).flops * self.job.global_samples
+        return self._trace(TracedSplit(1)).flops * self.job.global_samples
 
     def trace(self, plan: Plan) -> Trace:
         """One microbatch of a rank of `plan`, as if it held all stages. Raises `LayoutError` for what has no price."""
@@ -120,7 +120,7 @@ class TracedPredictor(Predictor):
     def stage(self, plan: Plan) -> Stage:
         """What of the fullest pipeline rank is sent and summed; the largest activation between blocks stands for all,
         and parameters that several units share for a tied embedding."""
-        trace, shared = self.trace(plan), self._trace(Split(1)).parameters.values()
+        trace, shared = self.trace(plan), self._trace(TracedSplit(1)).parameters.values()
         between = [trace.boundary_bytes[unit] for unit in trace.units.blocks] if plan.layout.pipeline > 1 else [0]
         held = max(self.stages(plan).held, key=lambda units: trace.numbers(units, trained=True))
         return Stage(
@@ -180,7 +180,7 @@ class TracedPredictor(Predictor):
         bill["optimizer"] = optimizer_s(plan, stage, self.machine)
         return Bill(bill)
 
-    def _trace(self, split: Split) -> Trace:
+    def _trace(self, split: TracedSplit) -> Trace:
         return self.job.subject.of(split)
 
     def _rank(self, plan: Plan, units: frozenset[int | None]) -> UnitSeconds:
@@ -206,8 +206,8 @@ class TracedPredictor(Predictor):
         return self._units[key]
 
 
-def _split(plan: Plan) -> Split:
-    return Split(
+def _split(plan: Plan) -> TracedSplit:
+    return TracedSplit(
         plan.microbatch,
         tensor=plan.layout.tensor,
         sequence_parallel=plan.sequence_parallel,

@@ -84,7 +84,7 @@ class Steps(Protocol):
 
 
 @dataclass(frozen=True)
-class Split:
+class TracedSplit:
     """What a trace depends on."""
 
     samples: int
@@ -101,7 +101,7 @@ class Subject:
     steps: Steps
     mode: FakeTensorMode
     units: Units
-    _traces: dict[Split, Trace] = field(default_factory=dict, compare=False)
+    _traces: dict[TracedSplit, Trace] = field(default_factory=dict, compare=False)
     _refusals: dict[int, str | None] = field(default_factory=dict, compare=False)
 
     @classmethod
@@ -112,7 +112,7 @@ class Subject:
             _faked(model, dtype)
         return cls(model, steps, mode, units_of(model))
 
-    def of(self, split: Split) -> Trace:
+    def of(self, split: TracedSplit) -> Trace:
         """One microbatch of one rank. Raises `UserCodeError`, and `LayoutError` for what does not divide."""
         if split not in self._traces:
             self._traces[split] = self._traced(split)
@@ -148,12 +148,12 @@ class Subject:
 
     def _tried(self, tensor: int) -> str | None:
         try:
-            self.of(Split(1, tensor=tensor, sequence_parallel=tensor > 1 and self.slices_sequences))
+            self.of(TracedSplit(1, tensor=tensor, sequence_parallel=tensor > 1 and self.slices_sequences))
         except (LayoutError, UserCodeError) as error:
             return str(error)
         return None
 
-    def _traced(self, split: Split) -> Trace:
+    def _traced(self, split: TracedSplit) -> Trace:
         group = TracedGroup(split.tensor)
         with self.mode:
             model = _copied(self.model)

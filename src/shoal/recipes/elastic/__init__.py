@@ -1,6 +1,7 @@
 """Elastic training: replicas come and go while the others go on. See docs/recovery.md.
 
-launch.py           the launcher of a host: replacements, and the coordinator if there is no other
+launch.py           the launcher of a host, and the coordinator if there is no other
+fleet.py            the replicas of a host: replacements, and what follows from what the coordinator says
 processes.py        the processes of a replica
 assignment.py       what the launcher assigns to a rank
 replica.py          a rank of a replica: one generation after the other, until the run is over
@@ -10,6 +11,6 @@ generation.py       the beginning of a generation: groups, parts, and the state 
 committed_state.py  the state that counts, and is carried over to the next generation
 state_copy.py       the copy of a state, by chunks with hashes
 reports.py          what a rank reports of its steps
-connections.py      ending what a process waits for on hosts that are out of reach
+connections.py      hosts that are out of reach: finding them, and ending what a process waits for there
 sinks.py            the sinks of a rank whose number changes, and who trains since when
 """

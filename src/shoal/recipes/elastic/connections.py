@@ -1,4 +1,4 @@
-"""Ending what this process waits for on hosts that are out of reach.
+"""Hosts that are out of reach: finding them, and ending what this process waits for on them.
 
 A host that is gone, or behind a cut link, closes no connection: who waits for it would wait for the timeout of a
 collective, and Gloo does not end a call that is under way. So when the coordinator has fenced all replicas of a host,
@@ -12,11 +12,14 @@ import os
 import socket
 import stat
 from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from shoal.resilience.events import View
 
 FDS = Path("/proc/self/fd")
+REACH_S = 3.0
+"""How long a member may take to accept a connection."""
 
 
 def hosts_lost(view: View, lost: Collection[str], *, here: str) -> set[str]:
@@ -41,6 +44,28 @@ def shut_down_connections(hosts: Collection[str]) -> int:
                 connection.shutdown(socket.SHUT_RDWR)
                 count += 1
     return count
+
+
+def unreachable(view: View, replica: str, *, within_s: float = REACH_S) -> str:
+    """The first member of `view`, other than `replica`, at whose address nothing takes a connection; "" where all do.
+
+    The members' stores listen there. All are tried at once.
+    """
+    others = [(name, where) for name, where in zip(view.members, view.addresses, strict=True) if name != replica]
+    with ThreadPoolExecutor(max(1, len(others))) as pool:
+        found = pool.map(lambda other: _answers(other[1], within_s), others)
+        return next((name for (name, _), answers in zip(others, found, strict=True) if not answers), "")
+
+
+def _answers(address: str, within_s: float) -> bool:
+    host, _, port = address.rpartition(":")
+    if not host:
+        return True  # it has gone, which the coordinator knows
+    try:
+        with socket.create_connection((host, int(port)), within_s):
+            return True
+    except OSError:
+        return False
 
 
 def _host_of_peer(connection: socket.socket) -> str:

@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
+import torch
 
-from shoal.errors import CollectiveError
+from shoal.checkpoint.verify import newest_verified
+from shoal.errors import CollectiveError, ShoalError
 from shoal.launch.rendezvous import STARTED
-from shoal.recipes.elastic.state_copy import HeldState, share_state
+from shoal.recipes.elastic.state_copy import HeldState, load_state, share_state
+from shoal.recipes.generation import next_generation
+from shoal.recipes.objects import UserObjects
 from shoal.recipes.process import Process
-from shoal.recipes.run import Run, next_generation, run_in_generation
+from shoal.recipes.run import Run, run_in_generation
 from shoal.recipes.sameness import require_same, require_same_code, require_same_start, samples_of, shapes_of
-from shoal.recipes.workload import Workload, with_new_model
+from shoal.recipes.saving import CopySender, build_saver
+from shoal.recipes.workload import Workload, load_workload, with_new_model
 from shoal.resilience.events import View
-from shoal.runfile.run_file import RunFile
+from shoal.runfile.run_file import RunFile, default_micro_samples
 from shoal.sync.config import ServerConfig
+
+LAST_SAVE_LOCK, OTHERS = ".last-save.lock", "others"
 
 
 class Generations:
-    """Builds this replica's run in one generation after the other, on the same workload."""
+    """Builds this replica's run in one generation after the other, on the same workload. `copies` sends checkpoints of
+    all of them to a remote store.
+    """
 
     def __init__(self, run_file: RunFile, workload: Workload) -> None:
-        self._run_file, self._workload = run_file, workload
-        self._sameness = {"model": shapes_of(workload.model), "data": samples_of(workload.data)}
+        samples = samples_of(workload.data)
+        self._run_file, self._workload = run_file, replace(workload, samples=samples)
+        self._sameness = {"model": shapes_of(workload.model), "data": samples}
         self._used = False
+        self.copies = CopySender()
 
     def rehearse(self, process: Process) -> None:
         """Builds a run of this replica alone, of `process`, and drops it: whoever joins a run that waits should have
@@ -33,6 +48,37 @@ class Generations:
         """
         run_in_generation(_for_one(self._run_file), process, self._workload, number=0).end()
         self._used = True
+
+    def save(self, held: HeldState, process: Process, directory: Path, *, newest: bool) -> str:
+        """Saves `held`, unless a checkpoint as new is there; what became of it, in a clause. The ranks of the replica
+        call it together, on `process`, theirs alone. Replicas that share `directory` save one after the other.
+        `newest`, as the first rank knows it: no others go on from a newer state, and save that.
+        """
+        try:
+            with ExitStack() as stack:
+                find = lambda: _newest_of_all(directory, stack) if newest else OTHERS  # noqa: E731
+                saved = process.announce("newest checkpoint", find)
+                if saved == OTHERS:
+                    return "others have gone on from a newer state"
+                if int(saved) >= held.step:
+                    return f"the checkpoint of step {saved} has the newest state"
+                workload = replace(
+                    self._workload, model=with_new_model(self._workload, self._run_file, process.device).model
+                )
+                number = int(process.announce("generation", lambda: str(next_generation(self._run_file))))
+                run = run_in_generation(_for_one(self._run_file), process, workload, number=number)
+                stack.callback(run.end)
+                load_state(run.state, held)
+                saver = build_saver(run, directory, None)
+                origin = {"layout": run.mesh.layout.to_dict(), "generation": number}
+                saver.save(held.step, run.state.tensors(), run.state.to_json(), **origin)
+                reports = saver.wait()
+                if any(report.committed for report in reports):
+                    return f"the state after step {held.step} is saved, and the same command goes on from it"
+                why = "; ".join(report.error for report in reports if report.error)
+        except (ShoalError, OSError) as error:
+            why = str(error)
+        return f"the state after step {held.step} could not be saved ({why}): the newest checkpoint counts"
 
     def open(self, process: Process, view: View) -> Run:
         """The run in the generation of `view`, before it has its state. Blocks until all members are here.
@@ -43,7 +89,7 @@ class Generations:
         rank = process.place.rank
         if brings_newcomers(view):
             require_same_start(rank, process.announce, self._run_file)
-            require_same_code(rank, process.announce)
+            require_same_code(rank, process.announce, self._workload.trained_with)
             require_same(rank, process.announce, self._sameness)
         number = int(process.announce("generation", lambda: str(next_generation(self._run_file))))
         workload = self._workload
@@ -52,6 +98,30 @@ class Generations:
         self._used = True
         process.rendezvous.barrier(STARTED)
         return run_in_generation(self._run_file, process, workload, number=number)
+
+
+def _newest_of_all(directory: Path, stack: ExitStack) -> str:
+    """The step of the newest checkpoint, 0 without one, when no other replica saves there; none does until `stack`
+    ends.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    lock = stack.enter_context((directory / LAST_SAVE_LOCK).open("ab"))
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    manifest, _ = newest_verified(directory)
+    return str(0 if manifest is None else manifest.step)
+
+
+def load_generations(run_file: RunFile, objects: UserObjects, *, device: torch.device, ranks: int) -> Generations:
+    """The workload, loaded, and the generations that train it; `ranks` are the most that a generation has."""
+    workload = load_workload(
+        run_file,
+        objects,
+        device=device,
+        environ=os.environ,
+        layout=run_file.layout.layout(ranks),
+        micro_samples=default_micro_samples(run_file),
+    )
+    return Generations(run_file, workload)
 
 
 def _for_one(run_file: RunFile) -> RunFile:

@@ -18,7 +18,7 @@ from shoal.errors import CollectiveError
 from shoal.launch.environment import STORE_FD, Launcher, Place, master_from
 from shoal.launch.rendezvous import Rendezvous, connect_store
 from shoal.recipes.elastic.assignment import Assignment
-from shoal.recipes.elastic.connections import hosts_lost, shut_down_connections
+from shoal.recipes.elastic.connections import hosts_lost, shut_down_connections, unreachable
 from shoal.recipes.process import Process
 from shoal.resilience.events import View
 
@@ -63,9 +63,9 @@ class ReplicaRendezvous:
         rank, ranks = self._assignment.rank, self._assignment.ranks
         return Place(rank, ranks, rank, ranks, 0, self._launcher)
 
-    def alone(self) -> Process:
-        """This rank's process while its replica has not joined."""
-        store = PrefixStore("alone", self._own)
+    def alone(self, purpose: str) -> Process:
+        """This rank's process for something that its replica does without the others, once for each `purpose`."""
+        store = PrefixStore(f"alone/{purpose}", self._own)
         rendezvous = Rendezvous(store, self.place_inside, timeout_s=self._timeout_s)
         return Process(self.place_inside, self._device, store, rendezvous, self._environ)
 
@@ -101,6 +101,10 @@ class ReplicaRendezvous:
         if self._assignment.several_hosts and self._view is not None:
             here = self.address.rpartition(":")[0]
             shut_down_connections(hosts_lost(self._view, lost, here=here))
+
+    def unreachable(self, view: View) -> str:
+        """A member of the generation whose store cannot be reached from here; "" where all can."""
+        return unreachable(view, self._assignment.replica)
 
     def exchange(self, process: Process, *, timeout_s: float) -> GenerationExchange:
         """What the saves of this generation go by."""

@@ -10,17 +10,19 @@ only where they agree, and one that loses a replica goes back to the last agreem
 
 from __future__ import annotations
 
+import math
 import os
 import signal
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 
 import msgspec
 import torch
 
-from shoal.coordinator.client import Begin, Client
-from shoal.engine.loop import CHECKPOINT_TIMEOUT_S, Job, tell_of_saves
+from shoal.coordinator.client import Begin, Client, NoGeneration
+from shoal.engine.loop import Job, tell_of_saves
 from shoal.engine.step_result import StepResult
 from shoal.errors import CollectiveError, Stopped
 from shoal.launch.environment import Place
@@ -29,21 +31,21 @@ from shoal.launch.signals import StopRequest, end_with
 from shoal.recipes.conclusion import conclude
 from shoal.recipes.elastic.assignment import assignment_from
 from shoal.recipes.elastic.committed_state import CommittedState
-from shoal.recipes.elastic.generation import Generations, state_for
+from shoal.recipes.elastic.generation import load_generations, state_for
 from shoal.recipes.elastic.rendezvous import ReplicaRendezvous
 from shoal.recipes.elastic.replica_ranks import ReplicaRanks
 from shoal.recipes.elastic.reports import StepReports
 from shoal.recipes.elastic.sinks import MembershipSinks
 from shoal.recipes.elastic.state_copy import HeldState
 from shoal.recipes.forecast import Forecast
+from shoal.recipes.hang_watch import watch_hangs
 from shoal.recipes.job import build_job, introduce, restore
 from shoal.recipes.objects import UserObjects
 from shoal.recipes.process import settle
 from shoal.recipes.run import Run
-from shoal.recipes.workload import load_workload
 from shoal.resilience.config import ElasticConfig
 from shoal.resilience.participant import FencedOut
-from shoal.runfile.run_file import RunFile, default_micro_samples, run_directory
+from shoal.runfile.run_file import RunFile, run_directory
 
 MOST_FRUITLESS = 5
 """Generations in a row that a replica may lose without a step."""
@@ -76,17 +78,9 @@ class ReplicaRank:
         self._run_file, self._forecast, self._directory = run_file, forecast, run_directory(run_file)
         timeout_s = run_file.run.start_timeout_s
         self._rendezvous = ReplicaRendezvous(mine, place, device, timeout_s=timeout_s, environ=os.environ)
-        workload = load_workload(
-            run_file,
-            objects,
-            device=device,
-            environ=os.environ,
-            layout=run_file.layout.layout(self._elastic.max * mine.ranks),
-            micro_samples=default_micro_samples(run_file),
-        )
-        self._generations = Generations(run_file, workload)
+        self._generations = load_generations(run_file, objects, device=device, ranks=self._elastic.max * mine.ranks)
         if mine.late:
-            self._generations.rehearse(self._rendezvous.alone())
+            self._generations.rehearse(self._rendezvous.alone("rehearsal"))
         self._sinks = MembershipSinks(run_file, self._directory, mine.terminal_fd, ranks=mine.ranks)
         self._held: HeldState | None = None
         self._stop = StopRequest()
@@ -115,10 +109,10 @@ class ReplicaRank:
         wait_s, over = max(self._elastic.wait_s, self._run_file.run.start_timeout_s), False
         try:
             with self._stop:
-                with client:
+                with self._generations.copies, client:
                     while not over:
                         find = partial(client.generation, wait_s, stopping=self._stops_waiting)
-                        over = self._take_part(client, ranks, ranks.begin(find))
+                        over = self._take_part(client, ranks, self._next(client, ranks, find))
                         wait_s = self._elastic.wait_s
                 end_with(0)  # no signal gives another code from here on
         except FencedOut as error:
@@ -134,6 +128,19 @@ class ReplicaRank:
     def _elastic(self) -> ElasticConfig:
         assert self._run_file.elastic is not None
         return self._run_file.elastic
+
+    def _next(self, client: Client, ranks: ReplicaRanks, find: Callable[[], Begin]) -> Begin:
+        """The next generation. Where none comes any more, the state that this replica holds is saved before the error
+        goes on: nobody may be left who has it.
+        """
+        try:
+            return ranks.begin(find)
+        except (NoGeneration, Stopped) as error:
+            if self._held is None:
+                raise
+            alone, newest = self._rendezvous.alone("save"), client.is_member
+            said = self._generations.save(self._held, alone, self._directory, newest=newest)
+            raise type(error)(f"{error}; {said}") from error
 
     def _take_part(self, client: Client, ranks: ReplicaRanks, begin: Begin) -> bool:
         """In one generation. True when the run is over, False when the generation is."""
@@ -153,17 +160,19 @@ class ReplicaRank:
                 reports = StepReports(client, run, every=self._elastic.fingerprint_every_steps)
                 job = self._begin(client, begin, run, committed, reports, stack)
                 first = job.progress.step
-                committed.train(job, before_step=partial(_require_all, client))
-                self._save_what_has_no_copy(run, job)
-                served = run.generation.agreement.served is not None  # then the next one begins with this checkpoint
-                tell_of_saves(job, job.saver.wait(CHECKPOINT_TIMEOUT_S if served else SAVE_S))
+                watch = stack.enter_context(watch_hangs(run, self._directory, say=job.sinks.warn))
+                served = run.generation.agreement.served is not None  # servers wait in other threads
+                with nullcontext() if served else client.telling(watch.activity):
+                    committed.train(job, before_step=partial(_require_all, client))
+                self._save_what_has_no_copy(run, job)  # with servers, the next one begins with this checkpoint
+                tell_of_saves(job, job.saver.wait(math.inf if served else SAVE_S))
                 done = job.progress.step >= job.cadence.steps
                 if done and run.mesh.rank == 0:
                     conclude(run, self._directory, job.sinks, self._forecast if first < job.progress.step else None)
         except Exception as error:
             if isinstance(error, FencedOut) or not is_secondary(error):
                 raise
-            self._lost(client, error)
+            self._lost(client, begin, error)
             ranks.leave_step(within_s=0.0 if run is None else UPDATE_S)
             if run is not None:
                 run.mesh.abort()
@@ -214,6 +223,7 @@ class ReplicaRank:
             stack,
             stop_requested=lambda: self._asks_to_stop(client),
             exchange=exchange,
+            copies=self._generations.copies,
         )
         run.mesh.ledger.take()  # what the start sent belongs to no step
         self._sinks.begin(run, sinks, view)
@@ -253,6 +263,7 @@ class ReplicaRank:
         if result.agreed is None:
             return False
         self._fruitless = 0
+        self._sinks.stepped()
         reports.send()
         committed.commit()
         if not result.agreed.stop or run.state.progress.step >= self._run_file.run.steps:
@@ -274,13 +285,16 @@ class ReplicaRank:
         if run.generation.agreement.served is not None and not saved:
             job.saver.save(step, job.state.tensors(), job.state.to_json(), **job.origin)
 
-    def _lost(self, client: Client, error: Exception) -> None:
+    def _lost(self, client: Client, begin: Begin, error: Exception) -> None:
         """A replica was lost, in a step or before. Raises `error` where one generation after the other is."""
         self._fruitless += 1
+        self._sinks.lost()
         if self._fruitless > MOST_FRUITLESS:
             raise error
         self._sinks.note(f"lost another replica: {error}")
         client.failed()
+        if self._fruitless > 1 and self._mine.rank == 0:  # nobody has ended: who cannot be reached?
+            client.failed(self._rendezvous.unreachable(begin.view))
 
 
 def _require_all(client: Client) -> None:

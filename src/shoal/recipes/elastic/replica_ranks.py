@@ -14,7 +14,7 @@ import msgspec
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistError  # pyright: ignore[reportPrivateImportUsage]
 
-from shoal.coordinator.client import Begin
+from shoal.coordinator.client import STOPPED_WAITING, Begin, NoGeneration
 from shoal.errors import CollectiveError, Stopped
 from shoal.launch.environment import Place
 from shoal.launch.rendezvous import Rendezvous
@@ -43,19 +43,28 @@ class ReplicaRanks:
         Rendezvous(self._store, place, timeout_s=timeout_s).barrier("all ranks of the replica")
 
     def begin(self, find: Callable[[], Begin]) -> Begin:
-        """The next generation, which the first rank finds by `find`, on all. Raises `Stopped`."""
+        """The next generation, which the first rank finds by `find`, on all. On all alike it raises `NoGeneration`, and
+        `Stopped` where all were asked to stop.
+        """
         self._generations += 1
         if self.size == 1:
             return find()
         key = f"begin/{self._generations}"
         if self.rank == 0:
-            begin = find()
+            try:
+                begin = find()
+            except NoGeneration as error:
+                self._set(key, msgspec.json.encode(str(error)))
+                raise
             self._set(key, msgspec.json.encode(begin))
             return begin
         told = self._wait([key], until=self._stopping)
         if not told:
-            raise Stopped("stopped while it waited for other replicas; the next start goes on from a checkpoint")
-        return msgspec.json.decode(told[0], type=Begin)
+            raise Stopped(STOPPED_WAITING)
+        answer = msgspec.json.decode(told[0], type=Begin | str)
+        if isinstance(answer, str):
+            raise NoGeneration(answer)
+        return answer
 
     def leave_step(self, *, within_s: float) -> None:
         """A collective failed here: gives the others of the replica `within_s` to finish an update that they have

@@ -5,10 +5,13 @@ from __future__ import annotations
 import torch
 
 from shoal.coordinator.client import Client
+from shoal.data.cursor import Interval
+from shoal.data.order import share
 from shoal.engine.step_result import StepResult
 from shoal.maths.fingerprint import fingerprint
 from shoal.recipes.elastic.state_copy import held_state
 from shoal.recipes.run import Run
+from shoal.runfile.run_file import statistics_group
 from shoal.topology.axes import INSIDE_REPLICA
 
 HALF_BITS = 31
@@ -23,19 +26,26 @@ class StepReports:
 
     def taken(self, result: StepResult) -> None:
         """A step was taken; it counts when `send` is called."""
-        times = result.times
-        self._taken.append(
-            (self._run.state.progress.cursor.next_position, times.forward_backward_s + times.optimizer_s)
-        )
+        samples = samples_here(self._run)
+        sample_s = result.times.forward_backward_s / samples if samples else 0.0
+        self._taken.append((self._run.state.progress.cursor.next_position, sample_s))
 
     def send(self) -> None:
         """All steps since the last call count. Does not wait for the coordinator. Raises `FencedOut`."""
         step, taken, self._taken = self._run.state.progress.step, self._taken, []
         due = self._every > 0 and step // self._every > (step - len(taken)) // self._every
         last = len(taken) - 1
-        for number, (stop, step_s) in enumerate(taken):
+        for number, (stop, sample_s) in enumerate(taken):
             value = replica_fingerprint(self._run) if due and number == last else 0
-            self._client.applied(stop=stop, fingerprint=value, step_s=step_s)
+            self._client.applied(stop=stop, fingerprint=value, sample_s=sample_s)
+
+
+def samples_here(run: Run) -> int:
+    """How many samples of a step this rank's replica computes; a server computes none."""
+    run_file, (number, replicas) = run.run_file, run.mesh.batch_share
+    working = replicas - run_file.sync.serving_only
+    whole, group = Interval(0, run_file.batch.global_samples), statistics_group(run_file)
+    return len(share(whole, replicas=working, replica=number, group=group)) if number < working else 0
 
 
 def replica_fingerprint(run: Run) -> int:

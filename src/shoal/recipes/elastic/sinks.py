@@ -1,4 +1,9 @@
-"""The sinks of one rank of an elastic run, whose number changes, and the record of who trains since when."""
+"""The sinks of one rank of an elastic run, whose number changes, and the record of who trains since when, and of what a
+change of the membership cost:
+
+    detecting     from the end of the last step that counts until this rank knew of the loss; none where nobody is lost
+    restarting    from there until it could take the next step
+"""
 
 from __future__ import annotations
 
@@ -11,9 +16,11 @@ from typing import Any, TextIO
 from shoal.observe.ending import ending_of
 from shoal.observe.facts import read_facts, write_facts
 from shoal.observe.sink import Sinks
+from shoal.observe.summary import DETECTING, RESTARTING
 from shoal.recipes.facts import run_facts
-from shoal.recipes.job import run_start, sinks_of, write_run_file
+from shoal.recipes.job import run_start, sinks_of
 from shoal.recipes.run import Run
+from shoal.recipes.run_record import write_run_file
 from shoal.resilience.events import View
 from shoal.runfile.run_file import RunFile
 
@@ -32,6 +39,17 @@ class MembershipSinks:
         self._terminal: TextIO | None = None
         self._members: tuple[str, ...] = ()
         self._started = False
+        self._stepped_s: float | None = None
+        self._lost_s: float | None = None
+
+    def stepped(self) -> None:
+        """A step that counts was taken."""
+        self._stepped_s, self._lost_s = time.monotonic(), None
+
+    def lost(self) -> None:
+        """The generation has failed, as this rank now knows."""
+        if self._lost_s is None:
+            self._lost_s = time.monotonic()
 
     def of(self, run: Run) -> Sinks:
         """The sinks of this rank: those that it has, if its rank is the same."""
@@ -55,8 +73,17 @@ class MembershipSinks:
             sinks.start(start if self._members else replace(start, membership=""))
             self._started = True
         values = {"membership/replicas": len(view.members), "membership/generation": view.generation}
-        sinks.record(step, values, time_s=time.time())
+        sinks.record(step, values | self._cost(time.monotonic()), time_s=time.time())
         self._members = view.members
+
+    def _cost(self, now_s: float) -> dict[str, float]:
+        """Seconds since the last step; nothing where this replica has taken none."""
+        if self._stepped_s is None:
+            return {}
+        known_s = self._stepped_s if self._lost_s is None else self._lost_s
+        cost = {DETECTING: known_s - self._stepped_s, RESTARTING: now_s - known_s}
+        self._stepped_s, self._lost_s = now_s, None  # a generation without a step adds to it
+        return cost
 
     def note(self, text: str) -> None:
         """A sentence for the log of this replica."""

@@ -21,15 +21,22 @@ _SUBJECTS: dict[Quantity, str] = {
 }
 
 
+IN_FLOAT64 = "To rule out rounding, which statistics over few numbers enlarge, compare in float64: --exact"
+
+
 @dataclass(frozen=True)
 class Verdict:
-    """Everything that was compared. `axes` says for each parameter over which axes it is summed and split."""
+    """Everything that was compared. `axes` says for each parameter over which axes it is summed and split.
+
+    `unkeyed`: a sentence about random numbers that depend on the layout, "" where the model draws none.
+    """
 
     layout: str
     exact: bool
     findings: list[Finding]
     axes: dict[str, str]
     notes: tuple[str, ...] = ()
+    unkeyed: str = ""
 
     @property
     def holds(self) -> bool:
@@ -58,7 +65,7 @@ class Verdict:
         return (
             f"{self.layout} differs from one process: at step {first.step} {_SUBJECTS.get(first.quantity, 'the ')}"
             f"{first.name}{where} is off by {first.difference:.1e} of its scale (tolerance {first.tolerance:.0e})"
-            f"{self.axes.get(first.name, '')}{others}{_repair(first, exact=self.exact)}"
+            f"{self.axes.get(first.name, '')}{others}{self._repair(first)}"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -72,7 +79,7 @@ class Verdict:
             "compared": len(self.findings),
             "rows": rows,
             "first": None if first is None else asdict(first) | {"axes": self.axes.get(first.name, "").strip(", ")},
-            "notes": list(self.notes),
+            "notes": [*self.notes, *([self.unkeyed] if self.unkeyed else [])],
         }
 
     def lines(self) -> Iterator[str]:
@@ -87,21 +94,24 @@ class Verdict:
                 f"{finding.tolerance:>9.0e}  {'ok' if finding.holds else '!!'}  {at}"
             ).rstrip()
         yield from self.notes
+        if self.unkeyed and self.holds:
+            yield self.unkeyed
         yield "the same model" if self.holds else self.sentence()
+
+    def _repair(self, first: Finding) -> str:
+        if first.quantity == "neighbours":
+            return (
+                ". Compute each sample's loss without its neighbours, or state in model.group_samples which belong "
+                "together and take one such group a microbatch"
+            )
+        if first.quantity == "rate":
+            return ""
+        if self.unkeyed:
+            return f". This need not be a mistake: {self.unkeyed}"
+        return "" if self.exact else f". {IN_FLOAT64}"
 
     def _worst(self) -> Iterator[Finding]:
         kinds = dict.fromkeys((finding.step, finding.quantity) for finding in self.findings)
         for step, quantity in kinds:
             same = (f for f in self.findings if f.step == step and f.quantity == quantity)
             yield max(same, key=lambda finding: finding.difference)
-
-
-def _repair(first: Finding, *, exact: bool) -> str:
-    if first.quantity == "neighbours":
-        return (
-            ". Compute each sample's loss without its neighbours, or state in model.group_samples which belong "
-            "together and take one such group a microbatch"
-        )
-    if exact or first.quantity == "rate":
-        return ""
-    return ". To rule out rounding, which statistics over few numbers enlarge, compare in float64: --exact"

@@ -18,12 +18,12 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from shoal import units
-from shoal.codec.config import NoCodec
+from shoal.codec.config import NoCodec, ShardCodecConfig
 from shoal.comm.gather import gather_named
 from shoal.data.cursor import Cursor
 from shoal.data.feed import Feed
 from shoal.data.sample import Batch
-from shoal.engine.config import BFloat16, Float16, Float32, Float64, PrecisionConfig
+from shoal.engine.config import BFloat16, Float8, Float16, Float32, Float64, PrecisionConfig
 from shoal.engine.precision import LossScaler, precision_of
 from shoal.engine.proof import (
     EXACT,
@@ -46,6 +46,8 @@ from shoal.models.mixture_routes import RecordRoutes, ReplayRoutes, RouteDiffere
 from shoal.observe.progress_bar import ProgressBar
 from shoal.recipes.objects import UserObjects
 from shoal.recipes.run import Run, open_run
+from shoal.recipes.unkeyed_draws import said_of
+from shoal.recipes.verification import coded
 from shoal.recipes.verification.passed import remember
 from shoal.recipes.verification.pipedream import verify_pipedream
 from shoal.recipes.verification.reference import (
@@ -70,6 +72,14 @@ LOSSY_STAGES = (
     'pipeline.codec = "{}" was left out: this compares the layout with activations that are sent as they are; with the '
     "codec, what a stage gets is off by up to 1/254 (int8) of its block's largest number, or 1/256 (bfloat16) of itself"
 )
+LOSSY_PIECES = (
+    "[shard_codec] was left out: this compares the layout with pieces that are sent as they are; with it a number is "
+    "off by up to 1/254 (int8) or 1/14 (int4) of its block's largest, or 1/256 (bfloat16) of itself"
+)
+FLOAT8 = (
+    'precision.kind = "float8" was left out: its products are rounded as their scales come, which no tolerance tells '
+    "from a mistake; the layout is proved without them"
+)
 HALF_SCALE = 2.0**10
 """The loss scale of float16 there: fixed, and too small to overflow."""
 
@@ -89,23 +99,19 @@ def verify_rank(
     bar.update(f"building the model and its layout over {units.plural(place.world_size, 'rank')}")
     own_precision, tolerances = run_file.precision, EXACT if exact else SINGLE
     run_file = msgspec.structs.replace(run_file, precision=Float64() if exact else Float32())
-    if run_file.codec != NoCodec():
-        kind = type(run_file.codec).__struct_config__.tag
-        raise ConfigError(
-            f'codec.kind = "{kind}": verify compares gradients that are sent as they are; add codec.kind="none"'
-        )
+    coded.require_feedback(run_file)
     if run_file.optimizer.sends_momentum:
         kind = type(run_file.optimizer).__struct_config__.tag
         raise ConfigError(
             f'optimizer.kind = "{kind}" sends coded momenta: verify compares gradients that are sent as they are; add '
             'optimizer.kind="adamw"'
         )
-    if run_file.shard_codec.weights != "none" or run_file.shard_codec.gradients != "none":
-        raise ConfigError(
-            "[shard_codec]: verify compares weights and gradients that are sent as they are; add "
-            'shard_codec.weights="none" shard_codec.gradients="none"'
-        )
-    lossy = run_file.pipeline.codec
+    notes: list[str] = []
+    if run_file.shard_codec != ShardCodecConfig():
+        notes.append(LOSSY_PIECES)
+        run_file = msgspec.structs.replace(run_file, shard_codec=ShardCodecConfig())
+    if (lossy := run_file.pipeline.codec) != "none":
+        notes.append(LOSSY_STAGES.format(lossy))
     run_file = msgspec.structs.replace(run_file, pipeline=msgspec.structs.replace(run_file.pipeline, codec="none"))
     run = open_run(run_file, place, objects, store=store)
     if not run.generation.sync.keeps_replicas_equal:
@@ -117,10 +123,9 @@ def verify_rank(
     if run_file.pipeline.asynchronous:
         bar.update(f"comparing {units.plural(steps, 'step')} with one process")
         verdict = verify_pipedream(run, steps=steps, tolerances=tolerances, exact=exact)
-        if verdict is not None and lossy != "none":
-            return replace(verdict, notes=(*verdict.notes, LOSSY_STAGES.format(lossy)))
-        return verdict
-    notes: list[str] = [] if lossy == "none" else [LOSSY_STAGES.format(lossy)]
+        return None if verdict is None else replace(verdict, notes=(*verdict.notes, *notes))
+    if run_file.codec != NoCodec():
+        notes.append(coded.NOTE.format(type(run_file.codec).__struct_config__.tag))
     with closing(run.feed(Cursor())) as feed, closing(_whole_feed(run)) as whole:
         proof = _Proof(run, reference_of(run) if place.rank == 0 else None, feed, whole, rate_findings(run), bar)
         holds = proof.take(range(1, steps + 1), tolerances)
@@ -133,7 +138,10 @@ def verify_rank(
         return None
     if proof.replayed:
         notes.append(f"{proof.replayed} routes of near-ties were taken from the reference")
-    verdict = Verdict(run.mesh.layout.describe(), exact, proof.findings, axes, tuple(notes))
+    if isinstance(own_precision, Float8):
+        notes.append(FLOAT8)
+    unkeyed = said_of(proof.unkeyed, compiled=run_file.run.compile)
+    verdict = Verdict(run.mesh.layout.describe(), exact, proof.findings, axes, tuple(notes), unkeyed)
     if verdict.holds and isinstance(run_file.model, ForeignModel):
         remember(run_file, run.generation.parts.split.shapes)
     return verdict
@@ -150,6 +158,7 @@ class _Proof:
     findings: list[Finding]
     bar: ProgressBar
     replayed: int = 0
+    unkeyed: frozenset[str] = frozenset()
 
     def take(self, numbers: range, tolerances: Tolerances) -> bool:
         """The steps `numbers`, up to the first that differs. Does everything hold so far?"""
@@ -177,6 +186,8 @@ class _Proof:
         self.bar.update(f"step {number} of {last}: one process computes it", done=2 * number - 2, total=2 * last)
         batches = self.whole.next().microbatches if reference is not None else []
         wanted, routes = _expect(reference, batches, number)
+        if reference is not None and isinstance(run.run_file.model, ForeignModel):
+            self.unkeyed |= reference.compute.randomness.unkeyed(run.device)
         run.process.announce(f"verify/{number}/expected", str)  # a long wait, which no collective would allow
         self.bar.update(f"step {number} of {last}: the layout computes it", done=2 * number - 1, total=2 * last)
         give_weights(run, reference)
@@ -186,7 +197,7 @@ class _Proof:
         if reference is not None and wanted is not None:
             rounding = lambda: reference.rounding(batches, wanted)  # noqa: E731
             own = list(_compare(reference, wanted, found, number, run.rate(number), tolerances, rounding))
-            if not all(finding.holds for finding in own):
+            if not all(finding.holds for finding in own) and not self.unkeyed:  # whose draws differ with the batch, too
                 own += neighbour_findings(run, reference, batches, number, tolerances.loss)
             self.findings += own
 
@@ -198,6 +209,7 @@ class _LayoutStep:
     result: StepResult
     norm: float
     gradients: list[Part]
+    kept: list[Part]
     weights: list[Part]
     buffers: list[Part]
     routes: list[RouteDifference]
@@ -219,12 +231,12 @@ def _take_step(run: Run, number: int, batches: list[Batch], tap: ReplayRoutes) -
     """A step under the layout on the reference's routes, with what every rank holds of gradients and new weights."""
     set_routes(run.model, tap)
     gradients = run.generation.gradients
-    seen: list[tuple[float, list[Part]]] = []
+    seen: list[tuple[float, list[Part], list[Part]]] = []
 
     def record(norm: float) -> None:
         scale = run.step.context.scaler.scale
         own = [(name, box, values / scale) for name, box, values in owned_gradients(gradients)]
-        seen.append((norm, collected(run, own)))
+        seen.append((norm, collected(run, own), coded.kept_back(run)))
 
     result = run.step(number, batches, lr=run.rate(number), on_gradients=record)
     with gradients.full_parameters():
@@ -247,9 +259,12 @@ def _compare(
         where = f"{difference.layer}, token {difference.place} of sample {difference.sample}"
         yield Finding(number, "route", where, -1, difference.gap, tolerances.loss)
     yield compare_number(number, "loss", found.result.loss, wanted.loss, tolerance=tolerances.loss)
-    yield compare_number(number, "norm", found.norm, wanted.norm, tolerance=tolerances.norm)
-    yield from compare_gradients(number, found.gradients, wanted.gradients, tolerances=tolerances, rounding=rounding)
-    reference.update(assembled(found.gradients, wanted.gradients), lr=lr)
+    whole = assembled(found.gradients, wanted.gradients)
+    norm = coded.norm_of(whole) if found.kept else wanted.norm  # of what was decoded, which is what is clipped
+    yield compare_number(number, "norm", found.norm, norm, tolerance=tolerances.norm)
+    gradients = coded.completed(found.gradients, found.kept, wanted.gradients)
+    yield from compare_gradients(number, gradients, wanted.gradients, tolerances=tolerances, rounding=rounding)
+    reference.update(whole, lr=lr)
     after = {name: parameter.detach() for name, parameter in reference.weights.items()}
     yield from compare_weights(number, found.weights, after, tolerance=tolerances.weight)
     yield from compare_buffers(reference, number, found.buffers, tolerances.gradient)

@@ -1,0 +1,117 @@
+"""What a script hands over to `shoal.start`: data, models and optimizers, and what of them a run cannot take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, default_collate
+
+from shoal.data.as_inputs import AsInputs, Collated
+from shoal.errors import UsageError, UserCodeError
+from shoal.recipes.objects import UserObjects
+
+
+def check_alone() -> None:
+    """Raises `UsageError` where the script has connected the ranks itself."""
+    if dist.is_available() and dist.is_initialized():
+        raise UsageError(
+            "the script has called torch.distributed.init_process_group before shoal.start, which connects the ranks "
+            "itself: remove that call, and destroy_process_group"
+        )
+
+
+def objects_of(given: Mapping[str, Any], data: Any) -> UserObjects:
+    """What the script handed over: several models as one module, whose parameters are called "0.weight", ...
+
+    Raises `UserCodeError` for a model that another library has divided already.
+    """
+    model, optimizer = given["model"], given["optimizer"]
+    several = isinstance(model, list | tuple)
+    whole = nn.ModuleList(_module(each) for each in model) if several else _module(model)
+    optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    return UserObjects(model=whole, data=data, optimizers=optimizers, state=given["state"])
+
+
+def _module(model: Any) -> Any:
+    """The module inside of a compiled one, which goes on to compute with it. Raises `UserCodeError`: see below."""
+    inside = model._orig_mod if isinstance(model, OptimizedModule) else model
+    if isinstance(inside, DistributedDataParallel | DataParallel | FullyShardedDataParallel | FSDPModule):
+        kind = "by fully_shard" if isinstance(inside, FSDPModule) else f"in {type(inside).__name__}"
+        raise UserCodeError(
+            f"the model is wrapped {kind}, which would sum or divide gradients a second time: hand over the plain "
+            "module, and call that in the loop (layout.shard and memory.zero divide it)"
+        )
+    return inside
+
+
+def is_compiled(model: Any) -> bool:
+    """Whether calls of `model`, or of one of several, run a compiled program."""
+    models = model if isinstance(model, list | tuple) else [model]
+    return any(isinstance(m, OptimizedModule) or getattr(m, "_compiled_call_impl", None) is not None for m in models)
+
+
+def scaler_in(frame: FrameType | None) -> GradScaler | None:
+    """The scaler of PyTorch that has scaled a loss, among the variables of `frame` and of those that called it."""
+    while frame is not None:
+        for value in list(frame.f_locals.values()):
+            if isinstance(value, GradScaler) and value.is_enabled() and value._scale is not None:
+                return value
+        frame = frame.f_back
+    return None
+
+
+def data_of_script(data: Any) -> tuple[Any, DataLoader | None]:
+    """The data sets, each sample as inputs alone; and the DataLoader they came in. None and None: `[data]` names it."""
+    if data is None or isinstance(data, Mapping):
+        return None, None
+    loader: DataLoader | None = data if isinstance(data, DataLoader) else None
+    sets: Any = (loader.dataset, None) if loader is not None else data if _is_pair(data) else (data, None)
+    for part in sets:
+        if part is not None and not (hasattr(part, "__len__") and hasattr(part, "__getitem__")):
+            raise UserCodeError(
+                f"the data is of type {type(part).__name__}; shoal.start takes a data set with len(d) and d[i], a "
+                "DataLoader of one, a pair (training, held out), or a table [data]"
+            )
+    if loader is not None and loader.collate_fn is not default_collate:
+        collate = loader.collate_fn
+        return (Collated(sets[0], collate), None), loader
+    return tuple(None if part is None else AsInputs(part) for part in sets), loader
+
+
+def _is_pair(data: Any) -> bool:
+    return isinstance(data, tuple) and len(data) == 2 and all(hasattr(part, "__getitem__") for part in data)
+
+
+def order_of_loader(loader: DataLoader | None) -> dict[str, Any]:
+    """The order of a DataLoader. Raises `UserCodeError` for one that Shoal cannot reproduce."""
+    if loader is None:
+        return {}
+    if not isinstance(loader.sampler, RandomSampler | SequentialSampler) or loader.batch_size is None:
+        raise UserCodeError(
+            f"the DataLoader has a sampler of its own ({type(loader.sampler).__name__}); Shoal divides the samples "
+            "among ranks itself, so that a resumed run uses each once: leave the sampler out"
+        )
+    return {"shuffle": isinstance(loader.sampler, RandomSampler)}
+
+
+def unread_arguments(loader: DataLoader | None) -> list[str]:
+    """What of a DataLoader has no meaning in a run, a sentence for each."""
+    given = {
+        "num_workers": loader is not None and loader.num_workers > 0,
+        "worker_init_fn": loader is not None and loader.worker_init_fn is not None,
+        "generator": loader is not None and loader.generator is not None,
+    }
+    does = {
+        "num_workers": "samples are read ahead by threads, as many as data.readers says",
+        "worker_init_fn": "there are no worker processes",
+        "generator": "the order of samples follows from run.seed",
+    }
+    return [f"the DataLoader's {name} has no meaning: {does[name]}" for name, is_given in given.items() if is_given]

@@ -1,0 +1,81 @@
+"""The proof of a layout whose gradients are coded: what was sent, and what was kept back, make the gradient.
+
+    sum over ranks of decode(encode(g_r + e_r)) + sum of e_r (new) - sum of e_r (old) = sum of g_r
+
+holds for every codec with error feedback, however much it leaves out. So a gradient of the layout is compared with the
+reference's after what the ranks have kept back in this step is added to it. The optimizers of both take the gradient
+that was decoded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.codec.config import DGCConfig
+from shoal.comm.exchanges.coded import Coded
+from shoal.engine.proof import Part
+from shoal.errors import ConfigError
+from shoal.recipes.run import Run
+from shoal.recipes.verification.reference import collected
+from shoal.runfile.run_file import RunFile
+from shoal.topology.box import Box
+
+NOTE = 'codec.kind = "{}" is lossy: gradients were compared after adding what its error feedback had kept back'
+
+
+def require_feedback(run_file: RunFile) -> None:
+    """Raises `ConfigError` for a codec that loses numbers without keeping them, or keeps something else."""
+    config = run_file.codec
+    kind = type(config).__struct_config__.tag
+    if isinstance(config, DGCConfig):
+        raise ConfigError(
+            f'codec.kind = "{kind}" sends velocities: verify compares gradients; add codec.kind="none", or codec.kind='
+            '"top_k", which sends gradients'
+        )
+    if kind != "none" and not config.feedback:
+        raise ConfigError(
+            f'codec.kind = "{kind}" without error feedback: nothing says what was not sent; add codec.kind="none", or '
+            "use a codec with codec.feedback = true"
+        )
+
+
+def kept_back(run: Run) -> list[Part]:
+    """What each rank has kept back of its gradients in the step under way, less what it had kept before: the parts of
+    all ranks at rank 0. All ranks call it, between the exchange of gradients and the update.
+    """
+    own: list[tuple[str, Box, Tensor]] = []
+    owned = {one.name: one for one in run.generation.gradients.owned}
+    for exchange in () if run.generation.coded is None else run.generation.coded.made:
+        change = exchange.kept_back() if isinstance(exchange, Coded) else None  # pushes are no sums
+        if change is None:
+            continue
+        for segment in exchange.segments:
+            flat = change[segment.slice]
+            for region in owned[segment.name].regions:
+                part = flat[region.start : region.start + region.box.numel]
+                own.append((segment.name, region.box, part.view(region.box.shape)))
+    return collected(run, own)
+
+
+def completed(gradients: Sequence[Part], kept: Sequence[Part], like: Mapping[str, Tensor]) -> list[Part]:
+    """The gradients with what all ranks together have kept back of them; `like` has the whole tensors' shapes."""
+    if not kept:
+        return list(gradients)
+    totals = {name: torch.zeros(like[name].shape, dtype=torch.float64) for name in {part.name for part in kept}}
+    for part in kept:
+        totals[part.name][part.box.slices] += part.values.double().cpu()
+    return [
+        part._replace(values=part.values.double().cpu() + totals[part.name][part.box.slices])
+        if part.name in totals
+        else part
+        for part in gradients
+    ]
+
+
+def norm_of(gradients: Mapping[str, Tensor]) -> float:
+    """The two-norm of all whole tensors together."""
+    return math.sqrt(math.fsum(float(gradient.double().norm()) ** 2 for gradient in gradients.values()))

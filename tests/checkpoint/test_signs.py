@@ -1,0 +1,111 @@
+"""Signs of life: who still writes is waited for, who does not is given up, and nobody waits for more than that."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from shoal.checkpoint import signs
+from shoal.checkpoint.agreement import LocalExchange
+from shoal.checkpoint.save import SaveReport
+from shoal.checkpoint.signs import Chain, NotTold, hear
+from tests.checkpoint.states import LAYOUT, on_ranks, saver_for, state_of
+from tests.waiting import HANG_S, NEVER_S
+
+
+def nothing() -> None:
+    """For a reader that does not count."""
+
+
+@pytest.mark.parametrize("moves", [0, 1, 7])
+def test_a_message_is_heard_after_any_number_of_signs(moves: int) -> None:
+    """With a sign for every move, two ranks' messages come back in order, with the keys of all links."""
+    board, heard = LocalExchange(), []
+    for rank, count in enumerate((moves, 2)):
+        chain = Chain(board, f"share-{rank}", timeout_s=0.0)
+        for _ in range(count):
+            chain.moved()
+        chain.say(f"message {rank}".encode())
+    messages, links = hear(board, ["share-0", "share-1"], timeout_s=HANG_S, on_sign=lambda: heard.append(1))
+    assert messages == [b"message 0", b"message 1"]
+    assert sorted(links) == sorted(board._values)
+    assert len(heard) == 1 + max(moves, 2)
+
+
+def test_signs_are_rare() -> None:
+    """Moves in quick succession say nothing; what is counted is every one."""
+    board = LocalExchange()
+    chain = Chain(board, "share", timeout_s=NEVER_S)
+    for _ in range(1000):
+        chain.moved()
+    assert (chain.progress, board._values) == (1000, {})
+
+
+def test_who_says_no_more_is_given_up() -> None:
+    """After two signs nothing follows: the link that is missing is named."""
+    board = LocalExchange()
+    chain = Chain(board, "share-3", timeout_s=0.0)
+    chain.moved()
+    chain.moved()
+    with pytest.raises(TimeoutError, match="share-3/2"):
+        hear(board, ["share-3"], timeout_s=0.05, on_sign=nothing)
+
+
+class Gone(LocalExchange):
+    """Takes nothing, and counts the tries."""
+
+    tries = 0
+
+    def publish(self, key: str, value: bytes) -> None:
+        self.tries += 1
+        raise TimeoutError("the store did not answer")
+
+
+def test_an_exchange_that_is_gone_is_tried_once() -> None:
+    """Each try can cost the whole timeout: a rank that writes a hundred objects tries one sign."""
+    board = Gone()
+    chain = Chain(board, "share", timeout_s=0.0)
+    for _ in range(100):
+        chain.moved()
+    with pytest.raises(NotTold, match="did not answer"):
+        chain.say(b"message")
+    assert board.tries == 1
+
+
+def test_a_save_whose_every_action_gives_a_sign_counts_and_clears_the_board(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three ranks save twice. After the second, the board holds nothing of the first."""
+    monkeypatch.setattr(signs, "SIGN_EVERY", 0.0)
+    board, reports = LocalExchange(), dict[int, list[SaveReport]]()
+
+    def work(rank: int) -> None:
+        saver = saver_for(tmp_path, rank=rank, world_size=3, exchange=board)
+        for step in (1, 2):
+            saver.save(step, state_of(step), {"step": step}, layout=LAYOUT)
+            reports.setdefault(rank, []).extend(saver.wait(HANG_S))
+
+    on_ranks(3, work)
+    assert [(report.step, report.error) for rank in range(3) for report in reports[rank]] == [(1, None), (2, None)] * 3
+    assert any("verdict/5" in key for key in board._values), "no sign was given"
+    assert [key for key in board._values if not key.startswith("checkpoint/0/2/1/verdict/")] == []
+
+
+def test_a_disk_that_hangs_ends_every_wait(tmp_path: Path) -> None:
+    """`wait` reports it, the next `save` does not wait for it for ever, and takes no memory that is still read."""
+    hold = threading.Event()
+    saver = saver_for(
+        tmp_path, timeout_s=0.05, on_point=lambda label: label != "commit/rename.before" or hold.wait(HANG_S)
+    )
+    saver.save(1, state_of(1), {}, layout=LAYOUT)
+    (report,) = saver.wait()
+    assert not report.committed
+    assert "has not answered the save of step 1 for 0.1 s: check the disk" in str(report.error)
+    saver.save(2, state_of(2), {}, layout=LAYOUT)
+    (report,) = saver.poll()
+    assert (report.step, report.committed) == (2, False)
+    assert "step 2 was not saved" in str(report.error)
+    hold.set()
+    assert [report.step for report in saver.wait(HANG_S)] == [1]

@@ -1,0 +1,115 @@
+"""Models as scripts bring them: compiled ones, and ones with batch norms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from shoal.observe.events import read_events
+from tests.cli.warm_scripts import run_script
+
+COMPILED = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+import shoal
+
+torch.manual_seed(0)
+inputs = torch.randn(48, 8)
+targets = (inputs[:, 0] > 0).long() + 2 * (inputs[:, 1] > 0).long()
+model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+COMPILE
+run = shoal.start(model=model, optimizer=optimizer, data=torch.utils.data.TensorDataset(inputs, targets),
+                  batch_samples=12, steps=4)
+for x, y in run.batches():
+    run.backward(F.cross_entropy(model(x), y))
+    optimizer.step()
+run.export("weights.safetensors")
+run.close()
+"""
+DCGAN = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+import shoal
+
+torch.manual_seed(0)
+nz = 4
+images = torch.rand(48, 1, 8, 8, generator=torch.Generator().manual_seed(1)) * 2 - 1
+noise = torch.randn(48, nz, 1, 1, generator=torch.Generator().manual_seed(2))
+loader = DataLoader(TensorDataset(images, noise), batch_size=12, shuffle=True)
+netG = nn.Sequential(
+    nn.ConvTranspose2d(nz, 8, 4, 1, 0, bias=False), nn.BatchNorm2d(8), nn.ReLU(True),
+    nn.ConvTranspose2d(8, 1, 4, 2, 1, bias=False), nn.Tanh(),
+)
+netD = nn.Sequential(
+    nn.Conv2d(1, 8, 4, 2, 1, bias=False), nn.LeakyReLU(0.2), nn.Conv2d(8, 8, 3, 1, 1, bias=False),
+    nn.BatchNorm2d(8), nn.LeakyReLU(0.2), nn.Conv2d(8, 1, 4, 1, 0, bias=False), nn.Flatten(0),
+)
+optimizerD = torch.optim.Adam(netD.parameters(), lr=2e-3, betas=(0.5, 0.999))
+optimizerG = torch.optim.Adam(netG.parameters(), lr=2e-3, betas=(0.5, 0.999))
+run = shoal.start({"model": MODEL}, model=(netG, netD), optimizer=(optimizerG, optimizerD), data=loader, epochs=2)
+criterion = nn.BCEWithLogitsLoss()
+for real, z in run.batches():
+    fake = netG(z)
+    errD = criterion(netD(real), torch.ones(len(real))) + criterion(netD(fake.detach()), torch.zeros(len(real)))
+    run.backward(errD, optimizer=optimizerD)
+    optimizerD.step()
+    errG = criterion(netD(fake), torch.ones(len(real)))
+    run.backward(errG, optimizer=optimizerG)
+    optimizerG.step()
+run.export("weights.safetensors")
+run.close()
+"""
+GROUPED = '{"batch_norm": "grouped", "group_samples": 4}'
+
+
+def ran(folder: Path, text: str, *overrides: str, world: int) -> list[float]:
+    """The losses of the script, on this many ranks."""
+    folder.mkdir()
+    (folder / "mine.py").write_text(text)
+    codes = run_script(folder / "mine.py", folder, *overrides, world=world)
+    assert codes == [0] * world, (folder / "rank-0.txt").read_text()
+    return [loss for e in read_events(folder / "runs/mine", 0) if (loss := e.get("loss/train")) is not None]
+
+
+@pytest.mark.stress
+def test_a_compiled_model_trains_as_the_plain_one(tmp_path: Path) -> None:
+    """On two ranks under ZeRO-1: the same losses, and exported names of the plain module."""
+    layout = ("layout.shard=2", "memory.zero=1")
+    plain = ran(tmp_path / "plain", COMPILED.replace("COMPILE", ""), *layout, world=2)
+    compiled = 'model = torch.compile(model, backend="eager")'
+    found = ran(tmp_path / "compiled", COMPILED.replace("COMPILE", compiled), *layout, world=2)
+    assert len(plain) == 4
+    assert found == pytest.approx(plain, rel=1e-6)
+    names = [set(load_file(tmp_path / name / "weights.safetensors")) for name in ("plain", "compiled")]
+    assert names[0] == names[1]
+
+
+def test_a_compiled_model_under_zero_3_is_refused(tmp_path: Path) -> None:
+    text = COMPILED.replace("COMPILE", 'model.compile(backend="eager")')
+    (tmp_path / "mine.py").write_text(text)
+    assert run_script(tmp_path / "mine.py", tmp_path, "layout.shard=2", "memory.zero=3", world=2) == [2, 2]
+    assert "the model is compiled, and under memory.zero = 3" in (tmp_path / "rank-0.txt").read_text()
+
+
+def test_batch_norms_of_a_gan(tmp_path: Path) -> None:
+    """Statistics over groups of 4: losses, weights and running statistics of one rank on three."""
+    one = ran(tmp_path / "one", DCGAN.replace("MODEL", GROUPED), world=1)
+    three = ran(tmp_path / "three", DCGAN.replace("MODEL", GROUPED), world=3)
+    assert len(one) == 8
+    assert three == pytest.approx(one, rel=1e-5)
+    weights, wanted = (load_file(tmp_path / name / "weights.safetensors") for name in ("three", "one"))
+    assert {name for name in wanted if "running_mean" in name} == {"0.1.running_mean", "1.3.running_mean"}
+    for name, weight in weights.items():
+        assert weight.double().norm().item() == pytest.approx(wanted[name].double().norm().item(), rel=1e-4)
+
+
+def test_batch_norms_without_groups_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(DCGAN.replace("MODEL", "{}"))
+    assert run_script(tmp_path / "mine.py", tmp_path, world=2) == [2, 2]
+    assert 'set model.batch_norm = "grouped"' in (tmp_path / "rank-0.txt").read_text()

@@ -1,0 +1,61 @@
+"""`shoal train --replay RUN_DIR`, to its end: an asynchronous run is repeated bitwise, and a difference is found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shoal.sync.event_order import event_file
+from tests.cli.project import Project, project
+
+SERVED = """
+[sync]
+kind = "server"
+admission = "async"
+period = 9
+"""
+RECORDED = "runs/own"
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A run of two asynchronous workers, nine steps, with its order of events."""
+    own = project(tmp_path_factory.mktemp("recorded"))
+    run_file = own.folder / "run.toml"
+    run_file.write_text(run_file.read_text().replace("global_samples = 5", "global_samples = 6") + SERVED)
+    done = own.shoal("train", "run.toml", "run.processes=2", "checkpoint.every_steps=0")
+    assert done.returncode == 0, done.stderr
+    return own
+
+
+def remove_replay(own: Project) -> Path:
+    """Where a replay goes, with nothing there."""
+    replay = own.folder / f"{RECORDED}-replay"
+    if replay.exists():
+        replay.rename(own.folder / f"before-{len(list(own.folder.iterdir()))}")
+    return replay
+
+
+def test_a_replay_ends_with_the_bits_of_the_run(recorded: Project) -> None:
+    """Exit 0 and a sentence; the order at each part, and every object of the checkpoint, are those of the run."""
+    replay = remove_replay(recorded)
+    done = recorded.shoal("train", "--replay", RECORDED)
+    assert done.returncode == 0, done.stderr
+    assert f"the replay came to the state of {RECORDED}, bit for bit" in done.stdout + done.stderr
+    assert recorded.manifest(f"{RECORDED}-replay")["objects"] == recorded.manifest()["objects"]
+    for rank in range(2):
+        orders = [event_file(folder, rank).read_text() for folder in (recorded.folder / RECORDED, replay)]
+        assert orders[0] == orders[1]
+
+
+def test_a_replay_that_comes_to_other_values_exits_6(recorded: Project) -> None:
+    """The user's module has changed in one activation since the run: the first tensor that differs is named."""
+    remove_replay(recorded)
+    source = (recorded.folder / "own.py").read_text()
+    (recorded.folder / "own.py").write_text(source.replace("nn.Tanh()", "nn.Sigmoid()"))
+    done = recorded.shoal("train", "--replay", RECORDED)
+    (recorded.folder / "own.py").write_text(source)
+    assert done.returncode == 6, done.stderr
+    assert "came to other values in" in done.stderr
+    assert "first in model/layers" in done.stderr or "first in optimizer/" in done.stderr

@@ -1,0 +1,84 @@
+"""What a module draws: the same numbers for a sample in any batch, by the law that PyTorch's function has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoal.models.keyed_draws import KeyedDraws
+
+NUMBERS = 4096
+"""Of each sample."""
+FAR = 0.1
+"""The mean of 4,096 numbers is nearer than this many deviations to that of their law, 6 of the mean's own."""
+
+
+class Draws(nn.Module):
+    """Returns what `draw` makes of a tensor `[samples, NUMBERS]`."""
+
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.draw(x)
+
+
+LAWS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], float, float]] = {
+    "random_": (lambda x: x.random_(10), lambda x: x, 4.5, 2.9),
+    "random_ between": (lambda x: x.random_(5, 15), lambda x: x, 9.5, 2.9),
+    "random_ without bounds": (lambda x: x.random_(), lambda x: x / 2**24, 0.5, 0.29),
+    "random_ of bytes": (lambda x: x.to(torch.uint8).random_(), lambda x: x.float(), 127.5, 74.0),
+    "randint_like": (lambda x: torch.randint_like(x, 2, 12), lambda x: x, 6.5, 2.9),
+    "normal": (lambda x: torch.normal(x + 3.0, 2.0), lambda x: x, 3.0, 2.0),
+    "normal of a size": (lambda x: torch.normal(3.0, 2.0, x.shape), lambda x: x, 3.0, 2.0),
+    "cauchy_": (lambda x: x.cauchy_(2.0, 3.0), lambda x: ((x - 2) / 3).atan(), 0.0, 0.91),
+    "log_normal_": (lambda x: x.log_normal_(1.0, 0.5), lambda x: x.log(), 1.0, 0.5),
+    "geometric_": (lambda x: x.geometric_(0.25), lambda x: x, 4.0, 3.5),
+}
+"""The draw, a function of it, and that function's mean and deviation."""
+
+
+def drawn(draw: Callable[[Tensor], Tensor], samples: list[int]) -> Tensor:
+    """What a module draws in step 1 for these samples; PyTorch's generator stands elsewhere in each call."""
+    torch.manual_seed(len(samples))
+    model = Draws(draw)
+    mode = KeyedDraws(model, seed=3)
+    mode.begin(1, torch.tensor(samples) * 7919, tokens=0)
+    with mode:
+        found = model(torch.zeros(len(samples), NUMBERS))
+    assert mode.unkeyed == set()
+    return found
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_a_sample_draws_the_same_in_any_batch_by_its_law(name: str) -> None:
+    draw, statistic, mean, deviation = LAWS[name]
+    whole, part = drawn(draw, [0, 1, 2, 3]), drawn(draw, [2, 3])
+    assert torch.equal(whole[2:], part)
+    assert not torch.equal(whole[0], whole[1])
+    for sample in statistic(whole).double():
+        assert abs(float(sample.mean()) - mean) < FAR * deviation
+        assert abs(float(sample.std()) - deviation) < 2 * FAR * deviation
+
+
+@pytest.mark.parametrize(
+    ("draw", "name"),
+    [
+        (lambda x: torch.multinomial(x + 1, 2), "multinomial"),
+        (lambda x: (x + 1).multinomial(2), "multinomial"),
+        (lambda x: torch.randperm(5), "randperm"),
+        (lambda x: torch.poisson(x + 1), "poisson"),
+        (lambda x: torch.nn.functional.rrelu(x - 1, training=True), "rrelu"),
+    ],
+)
+def test_what_cannot_be_keyed_is_named(draw: Callable[[Tensor], Tensor], name: str) -> None:
+    model = Draws(draw)
+    mode = KeyedDraws(model, seed=3)
+    mode.begin(1, torch.tensor([0, 1]), tokens=0)
+    with mode:
+        model(torch.zeros(2, 8))
+    assert mode.unkeyed == {name}
