@@ -60,6 +60,7 @@ sequence = 512
 """
 SLOW_SCRIPT = "import time\nopen('begun', 'w').close()\ntime.sleep(60)\n"
 SLOW_PROGRAM = "#!/bin/sh\ntouch begun\nexec sleep 60\n"
+HOSTS = "#!/bin/sh\necho 'all*|2|8|16000|(null)'\n"
 SWEEP = 'name = "s"\nrun = "run.toml"\nobjective = "loss/train"\n[parameters]\n"optimizer.lr" = [0.01, 0.05]\n'
 AGAIN = "interrupted before its end; the same command starts it again\n"
 GOES_ON = "the same command goes on from there\n"
@@ -119,10 +120,10 @@ def script(own: Project) -> None:
 
 
 def programs_of_others(own: Project) -> None:
-    """Slurm's client, and a remote shell, that take a minute."""
+    """Slurm's client, which finds hosts at once, and a remote shell; a submission and a session take a minute."""
     (own.folder / "bin").mkdir()
-    for name in ("sbatch", "remote"):
-        (own.folder / "bin" / name).write_text(SLOW_PROGRAM)
+    for name, script in {"sbatch": SLOW_PROGRAM, "remote": SLOW_PROGRAM, "sinfo": HOSTS}.items():
+        (own.folder / "bin" / name).write_text(script)
         (own.folder / "bin" / name).chmod(0o755)
 
 
