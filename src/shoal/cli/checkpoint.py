@@ -154,7 +154,7 @@ def _export_folder(source: Path, folder: Path) -> int:
     written = run_directory_of(checkpoint_in(source)) / "run.toml"
     model = load_run(written).model
     if not isinstance(model, TransformersConfig):
-        kind = type(model).__struct_config__.tag
+        kind = model.variant
         raise UsageError(
             f'{written} trains model.kind = "{kind}", which transformers does not know: leave out --to huggingface'
         )

@@ -26,6 +26,11 @@ class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     implemented_by: ClassVar[str] = ""
 
+    @property
+    def variant(self) -> str:
+        """The value of the key that tells variants of a table apart, most often `kind`."""
+        return str(type(self).__struct_config__.tag)
+
 
 def implementation_of(table: Table) -> Any:
     """What `table` stands for. Raises `ValueError` for a table that names nothing."""

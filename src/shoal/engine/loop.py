@@ -281,7 +281,7 @@ def _end(job: Job, first: int) -> None:
     job.sinks.activity(f"waiting until the checkpoint of step {job.progress.step} is written")
     reports = job.saver.wait()
     tell_of_saves(job, reports)
-    job.step.context.lockstep.barrier().wait()
+    job.step.lockstep.barrier().wait()
     step = job.progress.step
     if step > first and not any(report.committed and report.step == step for report in reports):
         raise EnvironmentFault(

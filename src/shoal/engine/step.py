@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from shoal.comm.collective import Collective
 from shoal.data.sample import Batch
+from shoal.engine.compute import Compute
 from shoal.engine.rank_context import GlobalSum, RankContext
 from shoal.engine.step_result import StepResult, StepTimes
 from shoal.engine.tally import Tally
@@ -21,6 +23,21 @@ class TrainStep:
 
     def __init__(self, context: RankContext, policy: UpdatePolicy, agreement: Agreement) -> None:
         self.context, self.policy, self.agreement = context, policy, agreement
+
+    @property
+    def lockstep(self) -> Collective:
+        """The ranks that take every step together."""
+        return self.context.lockstep
+
+    @property
+    def compute(self) -> Compute:
+        """How this rank calls the model and the loss."""
+        return self.context.forward_backward.compute
+
+    @property
+    def scale(self) -> float:
+        """What losses are multiplied by before the backward."""
+        return self.context.scaler.scale
 
     def __call__(
         self,

@@ -31,7 +31,7 @@ def build_optimizer(
     """
     parameters, tables = list(parameters), set(sparse)
     if tables and not config.takes_sparse:
-        kind = type(config).__struct_config__.tag
+        kind = config.variant
         raise ConfigError(
             f'optimizer.kind = "{kind}" has moments that move every row in every step, and the gradient of '
             f'{sorted(tables)[0]} is sparse: use "adagrad", or "sgd" without momentum'

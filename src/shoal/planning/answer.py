@@ -52,7 +52,7 @@ def transformer_of(run_file: RunFile) -> Transformer:
     """The sizes of the run file's GPT or mixture."""
     model = run_file.model
     if not isinstance(model, GPTConfig):
-        kind = type(model).__struct_config__.tag
+        kind = model.variant
         raise ConfigError(f'model.kind = "{kind}": only "gpt" and "moe", whose sizes the run file tells, are simulated')
     sizes = Transformer(
         layers=model.layers,

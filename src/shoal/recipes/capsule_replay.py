@@ -30,7 +30,6 @@ from shoal.recipes.objects import UserObjects
 from shoal.recipes.run import Run, open_run
 from shoal.runfile.load import run_file_of
 from shoal.runfile.run_file import RunFile
-from shoal.sync.config import AllReduceConfig
 
 TOLERANCE = 1e-5
 """Relative, of losses in float32: the layouts' own (docs/reference/tolerances.md), for some steps of plain SGD."""
@@ -99,7 +98,7 @@ def replay_capsule(path: Path, folder: Path, *, run_directory: Path | None = Non
 def changing(recorded: RunFile, replayed: RunFile) -> list[str]:
     """The tables of `CHANGING`, and the key of `[pipeline]`, that are set in `recorded`, and not in `replayed`."""
     differ = [name for name in CHANGING if getattr(recorded, name) != getattr(replayed, name)]
-    sums = isinstance(recorded.sync, AllReduceConfig)
+    sums = recorded.sync.replicas_are == "lockstep"
     stages = ["pipeline.codec"] if recorded.pipeline.codec != replayed.pipeline.codec else []
     return [name for name in differ if not (name == "sync" and sums)] + stages
 

@@ -11,7 +11,6 @@ from shoal.data.dataset import Dataset
 from shoal.data.order import Order, WholeSteps
 from shoal.errors import ConfigError
 from shoal.runfile.run_file import RunFile, statistics_group
-from shoal.sync.config import AllReduceConfig
 from shoal.topology.layout import Layout
 
 
@@ -58,7 +57,7 @@ def check_short_step(run_file: RunFile, samples: int, layout: Layout) -> None:
         refusal = f"they are no whole groups of {group} (model.group_samples)"
     elif group > 1 and (layout.replica_size > 1 or last < group * shares):
         refusal = f"groups of {group} (model.group_samples) leave some of {shares} ranks without samples"
-    elif last < shares and not isinstance(run_file.sync, AllReduceConfig):
+    elif last < shares and run_file.sync.replicas_are != "lockstep":
         refusal = f"{shares} replicas update by themselves, and some would have no samples"
     if refusal is not None:
         raise ConfigError(

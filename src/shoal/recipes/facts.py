@@ -41,7 +41,7 @@ def _text_facts(run: Run, data: dict[str, Any]) -> dict[str, Any]:
     if "hash" not in data:
         return {}
     corpus = {
-        "name": type(run.run_file.data).__struct_config__.tag,
+        "name": run.run_file.data.variant,
         "hash": data["hash"],
         "bytes": data["train/bytes"] + data["held_out/bytes"],
     }

@@ -72,7 +72,7 @@ def build_generation(
     sync = build_sync(run_file.sync, mesh)
     if workload.optimizers and run_file.optimizer.sends_momentum:
         raise ConfigError(
-            f'optimizer.kind = "{type(run_file.optimizer).__struct_config__.tag}" with an optimizer of the script: '
+            f'optimizer.kind = "{run_file.optimizer.variant}" with an optimizer of the script: '
             "ranks would send momenta that it takes for gradients; leave one of the two out"
         )
     coded, equal = coded_exchanges(run_file, mesh), sync.keeps_replicas_equal
@@ -95,7 +95,7 @@ def build_generation(
         optimizers=workload.optimizers,
     )
     if coded is not None and not isinstance(run_file.codec, AutoConfig) and not coded.shrinks():
-        kind = type(run_file.codec).__struct_config__.tag
+        kind = run_file.codec.variant
         raise ConfigError(
             f'codec.kind = "{kind}" makes nothing smaller here: with its settings and these parameters every payload '
             "has as many bytes as the gradient; lower codec.rank or codec.fraction, or leave [codec] out"

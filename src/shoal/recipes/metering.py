@@ -18,7 +18,7 @@ def layer_norms(run: Run) -> LayerNorms | None:
     if every == 0:
         return None
     sizes = {name: prod(shape) for name, shape in split.shapes.items() if name not in split.frozen}
-    return LayerNorms(run.generation.gradients, run.step.context.lockstep, sizes, every=every, device=run.device)
+    return LayerNorms(run.generation.gradients, run.step.lockstep, sizes, every=every, device=run.device)
 
 
 def scaling(run: Run) -> Scaling | None:

@@ -14,7 +14,6 @@ from shoal.engine.global_batch import GlobalBatch
 from shoal.engine.microbatches import Uniform
 from shoal.runfile.microbatches import microbatch_sizes
 from shoal.runfile.run_file import RunFile, default_micro_samples
-from shoal.sync.config import AllReduceConfig
 from shoal.topology.layout import Layout
 
 
@@ -46,8 +45,8 @@ def global_batch_of(run_file: RunFile, mesh: Mesh) -> GlobalBatch:
         refusal = "under layout.context every rank has a part of each sample; set it to 1"
     elif mesh.layout.pipeline > 1:
         refusal = "a pipeline computes the global batch in microbatches, one after the other; set layout.pipeline to 1"
-    elif not isinstance(run_file.sync, AllReduceConfig):
-        kind = type(run_file.sync).__struct_config__.tag
+    elif run_file.sync.replicas_are != "lockstep":
+        kind = run_file.sync.variant
         refusal = f'sync.kind = "{kind}" has replicas at different steps, without a common batch; set it to "allreduce"'
     samples = run_file.batch.global_samples
     return GlobalBatch(lambda: mesh.axis("replicate", "shard", lane="samples"), samples=samples, refusal=refusal)

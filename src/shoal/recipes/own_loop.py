@@ -52,8 +52,8 @@ class Training:
 
     def __init__(self, run: Run, job: Job, stack: ExitStack) -> None:
         self._run, self._job, self._stack = run, job, stack
-        self._compute = run.step.context.forward_backward.compute
-        lockstep = run.step.context.lockstep
+        self._compute = run.step.compute
+        lockstep = run.step.lockstep
         device = run.device
         self._players = players_of(run, lambda own: meet("sum() or mean()", lockstep, device=device, number=own))
         self._steps = OwnSteps(run, job, self._players)
@@ -314,7 +314,7 @@ class Training:
 
     def _meet(self, call: Call, number: float = 0.0) -> float:
         """The sum of `number` over all ranks: where they take steps together, on the group on which these begin."""
-        lockstep, world = self._run.step.context.lockstep, self._run.mesh.world
+        lockstep, world = self._run.step.lockstep, self._run.mesh.world
         return meet(call, lockstep if lockstep.size == world.size else world, device=self.device, number=number)
 
 

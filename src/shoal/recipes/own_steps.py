@@ -29,7 +29,7 @@ class OwnSteps:
         self.open: OpenStep | None = None
         self.pending: PendingStep | None = None
         self._run, self._job, self._players = run, job, players
-        self._compute = run.step.context.forward_backward.compute
+        self._compute = run.step.compute
         self._each = self._opened()
         self._leaving = False
         self._with_targets = not isinstance(run.workload.data.train, AsInputs)
@@ -97,7 +97,7 @@ class OwnSteps:
             self._meet_at_end()
 
     def _meet_at_end(self) -> None:
-        meet("the end of the loop", self._run.step.context.lockstep, device=self._run.device)
+        meet("the end of the loop", self._run.step.lockstep, device=self._run.device)
 
     def given_of(self, batch: Batch) -> Any:
         """What the script gets of a batch: what its data set's samples are; of a source of Shoal's own inputs and
@@ -127,7 +127,7 @@ class OwnSteps:
                     "leave batch.micro_samples out"
                 )
             self.pending = pending
-            self.open = OpenStep(work, batches, scale=self._run.step.context.scaler.scale)
+            self.open = OpenStep(work, batches, scale=self._run.step.scale)
             for player in self._players:
                 player.begin(self.open)
             yield self.open

@@ -85,8 +85,7 @@ def propose(run_file: RunFile, *, stages: int = 2) -> SplitProposal:
     config = run_file.model
     if not isinstance(config, PythonModel):
         raise ConfigError(
-            f'model.kind = "{type(config).__struct_config__.tag}" declares how it is split; shoal split is for '
-            'model.kind = "python"'
+            f'model.kind = "{config.variant}" declares how it is split; shoal split is for model.kind = "python"'
         )
     bare = msgspec.structs.replace(config, roles={}, counts=[], parts="declared")
     run_file = msgspec.structs.replace(run_file, model=bare)

@@ -13,7 +13,6 @@ from pathlib import Path
 from shoal.checkpoint.inspect import compare
 from shoal.errors import ConfigError, VerificationFailed
 from shoal.runfile.run_file import RunFile
-from shoal.sync.config import HogwildConfig, ServerConfig
 from shoal.sync.event_order import EventFiles, Rounds, event_file
 
 
@@ -24,10 +23,10 @@ def replayed(run_file: RunFile) -> RunFile:
             "a run with [elastic] cannot be replayed: its members come and go by the clock, and no order of that is "
             "recorded; record a run without [elastic], and replay that"
         )
-    if isinstance(run_file.sync, HogwildConfig):
+    if run_file.sync.events_are == "unordered":
         raise ConfigError(
-            'sync.kind = "hogwild" cannot be replayed: processes write without locks, in no order that could be '
-            'recorded; use sync.kind = "server"'
+            f'sync.kind = "{run_file.sync.variant}" cannot be replayed: processes write without locks, in no '
+            'order that could be recorded; use sync.kind = "server"'
         )
     if run_file.batch.division == "by_speed":
         raise ConfigError(
@@ -42,8 +41,7 @@ def rounds_of(run_file: RunFile, rank: int, directory: Path, replay: Path | None
 
     None where the order changes nothing.
     """
-    sync = run_file.sync
-    if not isinstance(sync, ServerConfig) or sync.admission == "sync":
+    if run_file.sync.events_are != "recorded":
         return None
     return Rounds(EventFiles(event_file(directory, rank), None if replay is None else event_file(replay, rank)))
 

@@ -45,7 +45,7 @@ def build_state(run_file: RunFile, generation: Generation, workload: Workload, s
         "run.seed": run_file.run.seed,
         "data.shuffle": run_file.data.shuffle,
         "the number of training samples": epoch_samples(run_file, len(workload.data.train)),
-        "optimizer.kind": " and ".join(o.kind for o in own) or type(run_file.optimizer).__struct_config__.tag,
+        "optimizer.kind": " and ".join(o.kind for o in own) or run_file.optimizer.variant,
     }
     model, owned, names = ModelSection(split.model), None, ()
     layout = generation.mesh.layout
@@ -61,7 +61,7 @@ def build_state(run_file: RunFile, generation: Generation, workload: Workload, s
     exchanges = [] if generation.coded is None else generation.coded.made
     sender = run_file.optimizer if run_file.optimizer.sends_momentum else run_file.codec
     residuals = ResidualSection(
-        str(type(sender).__struct_config__.tag),
+        sender.variant,
         exchanges,
         gradients.owned,
         feedback=run_file.optimizer.sends_momentum or run_file.codec.feedback,

@@ -12,7 +12,6 @@ from shoal.gradients.sparse_rows import WithSparseRows
 from shoal.recipes.splitting import Divided, trained_in
 from shoal.runfile.run_file import RunFile
 from shoal.state.ownership import Trained
-from shoal.sync.config import AllReduceConfig, HogwildConfig, ServerConfig
 
 
 def dense_and_tables(run_file: RunFile, parts: Divided) -> tuple[list[Trained], list[Trained]]:
@@ -50,8 +49,8 @@ def with_tables(
 def _check_tables(run_file: RunFile, name: str) -> None:
     """Raises `ConfigError` for keys that know dense gradients alone."""
     found = None
-    if not isinstance(run_file.sync, AllReduceConfig | ServerConfig | HogwildConfig):
-        found = f'sync.kind = "{type(run_file.sync).__struct_config__.tag}"', '"allreduce", "server" or "hogwild"'
+    if not run_file.sync.takes_sparse:
+        found = f'sync.kind = "{run_file.sync.variant}"', '"allreduce", "server" or "hogwild"'
     elif run_file.gradients.schedule == "priority":
         found = 'gradients.schedule = "priority"', '"order"'
     elif run_file.observe.noise_every_steps:

@@ -26,7 +26,7 @@ def codec_refusal(run_file: RunFile) -> str | None:
     found = next(_against_momenta(run_file), None) if sends_momentum else None
     found = found or next(_against_codec(run_file), None)
     table, chosen = ("optimizer", run_file.optimizer) if sends_momentum else ("codec", run_file.codec)
-    kind = type(chosen).__struct_config__.tag
+    kind = chosen.variant
     return None if found is None else f'{table}.kind = "{kind}" with {found[0]}: {found[1]}'
 
 
@@ -39,7 +39,7 @@ def _against_codec(run_file: RunFile) -> Iterator[tuple[str, str]]:
             why = f"copies of a parameter along {axis} would decode to different bits; leave one of them out"
             yield f"layout.{axis} = {getattr(layout, axis)}", why
     if not isinstance(run_file.sync, AllReduceConfig | LocalConfig | StreamingConfig | ServerConfig):
-        kind = type(run_file.sync).__struct_config__.tag
+        kind = run_file.sync.variant
         why = "it codes gradients, or outer gradients, that replicas sum or push; leave one of the two out"
         yield f'sync.kind = "{kind}"', why
     if isinstance(run_file.sync, ServerConfig) and isinstance(run_file.codec, _OF_ALL_RANKS):
@@ -71,14 +71,14 @@ def _against_codec(run_file: RunFile) -> Iterator[tuple[str, str]]:
 def _against_momenta(run_file: RunFile) -> Iterator[tuple[str, str]]:
     """(key and value, why not and what to do), for an optimizer whose gradients are momenta most of the time."""
     if not isinstance(run_file.codec, NoCodec):
-        kind = type(run_file.codec).__struct_config__.tag
+        kind = run_file.codec.variant
         yield f'codec.kind = "{kind}"', "the optimizer has a codec of its own; leave [codec] out"
     if run_file.optimizer.clip_norm is not None:
         why = "it would clip momenta; leave optimizer.clip_norm out"
         yield f"optimizer.clip_norm = {run_file.optimizer.clip_norm:g}", why
     if not isinstance(run_file.sync, AllReduceConfig):
         why = 'its momentum is summed in every step; use sync.kind = "allreduce", or another optimizer'
-        yield f'sync.kind = "{type(run_file.sync).__struct_config__.tag}"', why
+        yield f'sync.kind = "{run_file.sync.variant}"', why
     if isinstance(run_file.sync, AllReduceConfig) and run_file.sync.order == "canonical":
         yield 'sync.order = "canonical"', "what ranks send depends on how many there are; leave one of the two out"
 
@@ -126,7 +126,7 @@ def _against_auto(run_file: RunFile) -> Iterator[tuple[str, str]]:
     """(key and value, why not and what to do): ranks measure together before a step, all at the same place."""
     if not isinstance(run_file.sync, AllReduceConfig):
         why = "it chooses for sums of every step; name a codec"
-        yield f'sync.kind = "{type(run_file.sync).__struct_config__.tag}"', why
+        yield f'sync.kind = "{run_file.sync.variant}"', why
     if run_file.run.device == "cuda":
         yield 'run.device = "cuda"', "it measures processors and their links so far; name a codec"
 
@@ -136,7 +136,7 @@ def _against_velocities(run_file: RunFile) -> Iterator[tuple[str, str]]:
     optimizer, sync = run_file.optimizer, run_file.sync
     if not isinstance(optimizer, SGD):
         why = 'it would take velocities for gradients; use optimizer.kind = "sgd", or another codec'
-        yield f'optimizer.kind = "{type(optimizer).__struct_config__.tag}"', why
+        yield f'optimizer.kind = "{optimizer.variant}"', why
     elif optimizer.momentum:
         why = "the codec has the momentum; set optimizer.momentum = 0"
         yield f"optimizer.momentum = {optimizer.momentum:g}", why
@@ -145,4 +145,4 @@ def _against_velocities(run_file: RunFile) -> Iterator[tuple[str, str]]:
         yield f"optimizer.clip_norm = {optimizer.clip_norm:g}", why
     if not isinstance(sync, AllReduceConfig):
         why = 'outer gradients have a momentum of their own; use sync.kind = "allreduce", or another codec'
-        yield f'sync.kind = "{type(sync).__struct_config__.tag}"', why
+        yield f'sync.kind = "{sync.variant}"', why

@@ -44,7 +44,7 @@ def _refusals(run_file: RunFile, elastic: ElasticConfig) -> Iterator[str]:
         if (refusal := sync_refusal(with_processes(run_file, replicas * ranks))) is not None:
             yield f"[elastic] with {elastic.min} to {most} replicas: {refusal}"
     if run_file.optimizer.sends_momentum:
-        kind = type(run_file.optimizer).__struct_config__.tag
+        kind = run_file.optimizer.variant
         why = 'a lost replica would take its error feedback along; use "adamw"'
         yield f'optimizer.kind = "{kind}" with [elastic]: {why}'
     if not isinstance(run_file.codec, NoCodec):

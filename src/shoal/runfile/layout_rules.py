@@ -91,7 +91,7 @@ def _only_chains(run_file: RunFile) -> str | None:
     layout, model = run_file.layout, run_file.model
     if isinstance(model, GPTConfig | ForeignModel):
         return None
-    kind = type(model).__struct_config__.tag
+    kind = model.variant
     for axis in ("pipeline", "context", "tensor"):
         size = getattr(layout, axis)
         if size > 1:

@@ -20,7 +20,7 @@ def sync_refusal(run_file: RunFile) -> str | None:
         found = next(_against_canonical(run_file, sync), None) if in_canonical_order(run_file) else None
         return None if found is None else f'sync.order = "canonical" with {found[0]}: {found[1]}'
     found = next(chain(_of_kind(run_file), _against_replicas(run_file)), None)
-    return None if found is None else f'sync.kind = "{_kind(run_file)}" with {found[0]}: {found[1]}'
+    return None if found is None else f'sync.kind = "{run_file.sync.variant}" with {found[0]}: {found[1]}'
 
 
 def _of_kind(run_file: RunFile) -> Iterator[tuple[str, str]]:
@@ -53,7 +53,7 @@ def _against_division(run_file: RunFile) -> Iterator[tuple[str, str]]:
     layout = run_file.layout
     if not isinstance(run_file.sync, AllReduceConfig | LocalConfig | ServerConfig):
         why = "it counts all replicas the same, whatever they computed; use allreduce, local or server"
-        yield f'sync.kind = "{_kind(run_file)}"', why
+        yield f'sync.kind = "{run_file.sync.variant}"', why
     if in_canonical_order(run_file):
         yield 'sync.order = "canonical"', "its logical shards are equal parts; leave one of the two out"
     for axis in ("pipeline", "shard", "context", "tensor", "expert"):
@@ -135,7 +135,7 @@ def _against_shared_state(run_file: RunFile) -> Iterator[tuple[str, str]]:
     optimizer = run_file.optimizer
     if not isinstance(optimizer, SGD):
         why = 'its state would be shared too; use optimizer.kind = "sgd"'
-        yield f'optimizer.kind = "{type(optimizer).__struct_config__.tag}"', why
+        yield f'optimizer.kind = "{optimizer.variant}"', why
     elif optimizer.momentum:
         yield f"optimizer.momentum = {optimizer.momentum:g}", "it would be shared too; leave optimizer.momentum out"
 
@@ -193,7 +193,3 @@ def _replicas(run_file: RunFile) -> int | None:
     processes = run_file.run.processes or layout.default_processes
     inside = layout.pipeline * layout.shard * layout.context * layout.tensor
     return None if processes is None else processes // inside
-
-
-def _kind(run_file: RunFile) -> str:
-    return str(type(run_file.sync).__struct_config__.tag)

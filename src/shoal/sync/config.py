@@ -18,6 +18,7 @@ from shoal.maths.mixing import (
 )
 
 ReplicasAre = Literal["lockstep", "own_steps", "workers"]
+EventsAre = Literal["ordered", "recorded", "unordered"]
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 """A whole number from 0."""
 
@@ -27,14 +28,26 @@ class Strategy(Table, frozen=True):
 
     own_steps: replicas, split in any way, take optimizer steps of their own. workers: replicas of one rank, which leave
     their updates to others. lockstep: all ranks take every step together.
+
+    takes_sparse: it sends the rows of an embedding table that a step touched, and not the dense gradient.
     """
 
     replicas_are: ClassVar[ReplicasAre] = "own_steps"
+    takes_sparse: ClassVar[bool] = False
 
     @property
     def serving_only(self) -> int:
         """Replicas, the last ones, that compute no gradients."""
         return 0
+
+    @property
+    def events_are(self) -> EventsAre:
+        """Does the run file fix the order in which replicas' contributions count; does a run record it; or neither?"""
+        return "ordered"
+
+    def for_one(self) -> Strategy:
+        """The strategy for a replica alone, which others have left."""
+        return self
 
 
 class AllReduceConfig(Strategy, frozen=True, tag_field="kind", tag="allreduce"):
@@ -42,6 +55,7 @@ class AllReduceConfig(Strategy, frozen=True, tag_field="kind", tag="allreduce"):
 
     implemented_by: ClassVar[str] = "shoal.sync.allreduce:AllReduceSync"
     replicas_are: ClassVar[ReplicasAre] = "lockstep"
+    takes_sparse: ClassVar[bool] = True
 
     order: Annotated[
         Literal["any", "canonical"],
@@ -109,6 +123,7 @@ class ServerConfig(Strategy, frozen=True, tag_field="kind", tag="server"):
 
     implemented_by: ClassVar[str] = "shoal.sync.server:ServerSync"
     replicas_are: ClassVar[ReplicasAre] = "workers"
+    takes_sparse: ClassVar[bool] = True
 
     admission: Annotated[
         Literal["sync", "async", "bounded", "backup"],
@@ -185,12 +200,21 @@ class ServerConfig(Strategy, frozen=True, tag_field="kind", tag="server"):
     def serving_only(self) -> int:
         return self.servers
 
+    @property
+    def events_are(self) -> EventsAre:
+        return "ordered" if self.admission == "sync" else "recorded"
+
+    def for_one(self) -> ServerConfig:
+        """Neither dedicated servers nor backup workers can do without others."""
+        return ServerConfig() if self.servers or self.backup else self
+
 
 class HogwildConfig(Strategy, frozen=True, tag_field="kind", tag="hogwild"):
     """The processes of one host update the same parameters in shared memory, without locks (arXiv:1106.5730)."""
 
     implemented_by: ClassVar[str] = "shoal.sync.hogwild:HogwildSync"
     replicas_are: ClassVar[ReplicasAre] = "workers"
+    takes_sparse: ClassVar[bool] = True
 
     period: Annotated[
         int,
@@ -200,6 +224,10 @@ class HogwildConfig(Strategy, frozen=True, tag_field="kind", tag="hogwild"):
             ge=1,
         ),
     ] = 50
+
+    @property
+    def events_are(self) -> EventsAre:
+        return "unordered"
 
 
 class StreamingConfig(OuterKeys, frozen=True, tag_field="kind", tag="streaming"):

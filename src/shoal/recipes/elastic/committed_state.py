@@ -69,7 +69,7 @@ class CommittedState:
 
 def _take_back_buffers(run: Run) -> None:
     """What the forward of an unfinished step has changed beside the parameters."""
-    run.step.context.forward_backward.compute.buffers.finish(committed=False)
+    run.step.compute.buffers.finish(committed=False)
     for module in run.model.modules():
         if isinstance(module, StepStatistics):
             module.discard_sums()

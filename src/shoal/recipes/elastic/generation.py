@@ -25,7 +25,6 @@ from shoal.recipes.saving import CopySender, build_saver
 from shoal.recipes.workload import Workload, load_workload, with_new_model
 from shoal.resilience.events import View
 from shoal.runfile.run_file import RunFile, default_micro_samples
-from shoal.sync.config import ServerConfig
 
 LAST_SAVE_LOCK, OTHERS = ".last-save.lock", "others"
 
@@ -125,10 +124,8 @@ def load_generations(run_file: RunFile, objects: UserObjects, *, device: torch.d
 
 
 def _for_one(run_file: RunFile) -> RunFile:
-    """The run file for a replica alone, which neither dedicated servers nor backup workers can do without."""
-    sync = run_file.sync
-    needs_others = isinstance(sync, ServerConfig) and (sync.servers or sync.backup)
-    return msgspec.structs.replace(run_file, sync=ServerConfig()) if needs_others else run_file
+    """The run file for a replica alone."""
+    return msgspec.structs.replace(run_file, sync=run_file.sync.for_one())
 
 
 def brings_newcomers(view: View) -> bool:

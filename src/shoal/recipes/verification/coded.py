@@ -30,7 +30,7 @@ NOTE = 'codec.kind = "{}" is lossy: gradients were compared after adding what it
 def require_feedback(run_file: RunFile) -> None:
     """Raises `ConfigError` for a codec that loses numbers without keeping them, or keeps something else."""
     config = run_file.codec
-    kind = type(config).__struct_config__.tag
+    kind = config.variant
     if isinstance(config, DGCConfig):
         raise ConfigError(
             f'codec.kind = "{kind}" sends velocities: verify compares gradients; add codec.kind="none", or codec.kind='

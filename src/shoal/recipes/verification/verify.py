@@ -101,7 +101,7 @@ def verify_rank(
     run_file = msgspec.structs.replace(run_file, precision=Float64() if exact else Float32())
     coded.require_feedback(run_file)
     if run_file.optimizer.sends_momentum:
-        kind = type(run_file.optimizer).__struct_config__.tag
+        kind = run_file.optimizer.variant
         raise ConfigError(
             f'optimizer.kind = "{kind}" sends coded momenta: verify compares gradients that are sent as they are; add '
             'optimizer.kind="adamw"'
@@ -115,7 +115,7 @@ def verify_rank(
     run_file = msgspec.structs.replace(run_file, pipeline=msgspec.structs.replace(run_file.pipeline, codec="none"))
     run = open_run(run_file, place, objects, store=store)
     if not run.generation.sync.keeps_replicas_equal:
-        kind = type(run_file.sync).__struct_config__.tag
+        kind = run_file.sync.variant
         raise ConfigError(
             f'sync.kind = "{kind}" makes other steps than one process does, so there is nothing to compare them with: '
             'verify the layout with sync.kind="allreduce"'
@@ -125,14 +125,14 @@ def verify_rank(
         verdict = verify_pipedream(run, steps=steps, tolerances=tolerances, exact=exact)
         return None if verdict is None else replace(verdict, notes=(*verdict.notes, *notes))
     if run_file.codec != NoCodec():
-        notes.append(coded.NOTE.format(type(run_file.codec).__struct_config__.tag))
+        notes.append(coded.NOTE.format(run_file.codec.variant))
     with closing(run.feed(Cursor())) as feed, closing(_whole_feed(run)) as whole:
         proof = _Proof(run, reference_of(run) if place.rank == 0 else None, feed, whole, rate_findings(run), bar)
         holds = proof.take(range(1, steps + 1), tolerances)
         if holds and not exact and isinstance(own_precision, BFloat16 | Float16):
             proof.switch(own_precision)
             proof.take(range(steps + 1, steps + HALF_STEPS + 1), HALF)
-            notes.append(f"the last {HALF_STEPS} steps are in {type(own_precision).__struct_config__.tag}")
+            notes.append(f"the last {HALF_STEPS} steps are in {own_precision.variant}")
     axes = axes_of(run)
     if proof.reference is None:
         return None
@@ -234,7 +234,7 @@ def _take_step(run: Run, number: int, batches: list[Batch], tap: ReplayRoutes) -
     seen: list[tuple[float, list[Part], list[Part]]] = []
 
     def record(norm: float) -> None:
-        scale = run.step.context.scaler.scale
+        scale = run.step.scale
         own = [(name, box, values / scale) for name, box, values in owned_gradients(gradients)]
         seen.append((norm, collected(run, own), coded.kept_back(run)))
 
