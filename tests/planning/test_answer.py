@@ -64,7 +64,7 @@ def test_a_mixture_has_the_sizes_of_the_module(mixed: dict[str, int]) -> None:
     run = msgspec.structs.replace(_run(), model=config)
     with torch.device("meta"):
         module = GPT(config)
-    assert total_parameters(transformer_of(run)) == sum(parameter.numel() for parameter in module.parameters())
+    assert total_parameters(transformer_of(run.model)) == sum(parameter.numel() for parameter in module.parameters())
 
 
 def test_layers_without_experts_take_less() -> None:

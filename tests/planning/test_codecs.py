@@ -57,7 +57,7 @@ def link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]
 def test_the_matrices_are_those_of_the_model(keys: tuple[str, ...]) -> None:
     """Every parameter of two dimensions of the real model, and no other."""
     run_file = run(*keys)
-    sizes = transformer_of(run_file)
+    sizes = transformer_of(run_file.model)
     with torch.device("meta"):
         model = GPT(run_file.model)  # pyright: ignore[reportArgumentType]
     held = sorted(tuple(p.shape) for p in model.parameters() if p.dim() == 2)

@@ -55,11 +55,11 @@ def test_losses_in_a_lab_are_those_without(user: Project) -> None:
 def test_a_run_has_the_lab_s_ranks_or_is_refused(user: Project) -> None:
     """Another number in the run file, and another launcher."""
     run_file, lab = load_run(user.folder / "run.toml"), lab_of(hosts=2, ranks_per_host=2)
-    assert processes_in(lab, run_file, None) == 4
+    assert processes_in(lab, run_file.run, None) == 4
     with pytest.raises(ConfigError, match=r"run.processes = 3, and the lab has 4 ranks on 2 hosts"):
-        processes_in(lab, load_run(user.folder / "run.toml", ["run.processes=3"]), None)
+        processes_in(lab, load_run(user.folder / "run.toml", ["run.processes=3"]).run, None)
     with pytest.raises(UsageError, match="a lab starts its own ranks, and this process is a rank of torchrun"):
-        processes_in(lab, run_file, Place(0, 2, 0, 2, 0, "torchrun"))
+        processes_in(lab, run_file.run, Place(0, 2, 0, 2, 0, "torchrun"))
 
 
 def between_hosts(place: TestPlace, rate: float) -> float:

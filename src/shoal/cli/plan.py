@@ -104,7 +104,7 @@ def plan(
     if elsewhere is not None:
         _show_elsewhere(loaded, elsewhere, as_json=as_json)
         return
-    where = cluster_file(loaded, cluster)
+    where = cluster_file(loaded.layout.cluster, cluster)
     step = _measured_step(measured_step, of, loaded)
     if step is None and where is None:
         step = step_of_earlier_run(loaded, host=socket.gethostname())
@@ -154,7 +154,9 @@ def _measured_step(step_s: float | None, of: Path | None, planned_for: RunFile) 
     if step_s is None:
         return None
     run_file = planned_for if of is None else load_run(of, ())
-    return MeasuredStep(run_file=run_file, step_s=step_s, cluster=None if of is None else cluster_file(run_file, None))
+    return MeasuredStep(
+        run_file=run_file, step_s=step_s, cluster=None if of is None else cluster_file(run_file.layout.cluster, None)
+    )
 
 
 def _trials(path: Path, result: Planned, overrides: Sequence[str], number: int) -> list[Trial]:

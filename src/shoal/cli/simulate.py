@@ -77,7 +77,7 @@ def simulate(
     from shoal.planning.answer import cluster_file
     from shoal.planning.simulating import Saving, simulated
 
-    where = cluster_file(loaded, cluster)
+    where = cluster_file(loaded.layout.cluster, cluster)
     stragglers = Stragglers(slow_share=slow_share, slow_factor=slow_factor, sigma=noise, seed=seed)
     if schedule or picture is not None:
         if trace is not None or weeks:

@@ -15,6 +15,7 @@ import typer
 if TYPE_CHECKING:
     from shoal.launch.environment import Place
     from shoal.launch.lab.lab_file import Lab
+    from shoal.observe.config import ObserveConfig
     from shoal.runfile.run_file import RunFile
 
 
@@ -73,7 +74,7 @@ def train(
     environ = os.environ | _coordination(coordinator, token, authorities, replicas)
     be_rank = partial(_rank, replay=replay)
     _check_one_rank(loaded)
-    with _page(loaded, directory):
+    with _page(loaded.observe, directory):
         code = run(
             loaded, command, be_rank, directory=directory, file=str(file), lab=hosts, planner=PLANNER, environ=environ
         )
@@ -107,20 +108,20 @@ def _check_one_rank(run_file: RunFile) -> None:
         one_rank_rate(Path(run_file.observe.one_rank), tomllib.loads(dumps(run_file))["model"])
 
 
-def _page(run_file: RunFile, directory: Path) -> AbstractContextManager[object]:
+def _page(observe: ObserveConfig, directory: Path) -> AbstractContextManager[object]:
     """The live page, from the process that starts the ranks; under another launcher nobody serves it."""
     from shoal.launch.environment import place_from
     from shoal.launch.supervision import say
 
     place = place_from(os.environ)
-    if not run_file.observe.page or (place is not None and (place.launcher == "shoal" or place.rank != 0)):
+    if not observe.page or (place is not None and (place.launcher == "shoal" or place.rank != 0)):
         return nullcontext()
     if place is not None:
         say(f"observe.page is for ranks that shoal train starts itself: shoal watch {directory} serves the page")
         return nullcontext()
     from shoal.page.beside import page_beside
 
-    return page_beside(directory, port=run_file.observe.page_port, say=say)
+    return page_beside(directory, port=observe.page_port, say=say)
 
 
 def _lab(path: Path | None) -> Lab | None:

@@ -12,7 +12,7 @@ from shoal import units
 from shoal.cost.footprint import Footprint, Overheads
 from shoal.cost.transformer import Transformer
 from shoal.errors import ConfigError, LayoutError, UsageError
-from shoal.models.config import GPTConfig, MoEConfig
+from shoal.models.config import GPTConfig, ModelConfig, MoEConfig
 from shoal.planner.explain.codecs import Codings, codec_changes, codings
 from shoal.planner.explain.explain import helps
 from shoal.planner.explain.explain import why_not as explain_why_not
@@ -42,15 +42,14 @@ MEASURED = Constants(dispatch_s=0.0, kernel_s=0.0, optimizer_start_s=0.0)
 def workload_of(run_file: RunFile) -> Workload:
     """The model and the step. Raises `ConfigError` for a model whose sizes the run file does not tell."""
     return Workload(
-        model=transformer_of(run_file),
+        model=transformer_of(run_file.model),
         global_samples=run_file.batch.global_samples,
         sequence=run_file.batch.sequence,
     )
 
 
-def transformer_of(run_file: RunFile) -> Transformer:
-    """The sizes of the run file's GPT or mixture."""
-    model = run_file.model
+def transformer_of(model: ModelConfig) -> Transformer:
+    """The sizes of a GPT or mixture. Raises `ConfigError` for other models."""
     if not isinstance(model, GPTConfig):
         kind = model.variant
         raise ConfigError(f'model.kind = "{kind}": only "gpt" and "moe", whose sizes the run file tells, are simulated')
@@ -81,9 +80,10 @@ def _mixture(sizes: Transformer, model: MoEConfig) -> Transformer:
     )
 
 
-def cluster_file(run_file: RunFile, given: Path | None) -> Path | None:
-    """The file of the machine that a question is about: the one given with it, else `layout.cluster`, else none."""
-    named = run_file.layout.cluster
+def cluster_file(named: str | None, given: Path | None) -> Path | None:
+    """The file of the machine that a question is about: the one given with it, else `named`, the run file's
+    `layout.cluster`, else none.
+    """
     return given or (None if named is None else Path(named))
 
 

@@ -31,6 +31,7 @@ from shoal.runfile.run_file import RunFile, run_directory
 from shoal.topology.axes import DENSE
 from shoal.topology.cluster import Cluster
 from shoal.topology.cluster_file import load_cluster
+from shoal.topology.config import LayoutConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +48,13 @@ def with_layout(run_file: RunFile, place: Place | None) -> Chosen:
     `place` is this process's where a launcher has started it. Raises `ConfigError` for a model that the planner does
     not know, and `LayoutError` where nothing fits.
     """
-    _check_hosts(run_file, place)
+    _check_hosts(run_file.layout, place)
     return _kept(run_file) or _searched(run_file)
 
 
-def _check_hosts(run_file: RunFile, place: Place | None) -> None:
+def _check_hosts(layout: LayoutConfig, place: Place | None) -> None:
     """On several hosts, what this machine is like says nothing of the others."""
-    if place is not None and not place.one_host and run_file.layout.cluster is None:
+    if place is not None and not place.one_host and layout.cluster is None:
         raise ConfigError(
             "layout.auto = true on several hosts: say what the machine is with layout.cluster = 'C.toml' (a file that "
             "all hosts read alike), or write the layout once with shoal plan RUN.toml --cluster C.toml --emit OUT.toml"

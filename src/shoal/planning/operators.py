@@ -13,6 +13,7 @@ from typing import Any
 
 from shoal import units
 from shoal.comm.backends import Capabilities, choose_backend
+from shoal.comm.config import WireConfig
 from shoal.cost.plan import Plan
 from shoal.engine.config import Float32
 from shoal.errors import LayoutError
@@ -68,12 +69,12 @@ def measured_for_traces(run_file: RunFile, calibration: Calibration | None) -> M
     """
     if calibration is None or not isinstance(run_file.precision, Float32) or run_file.run.compile:
         return None
-    measured = _is_measured(calibration, _backend(run_file))
+    measured = _is_measured(calibration, _backend(run_file.wire))
     return _measured(run_file, calibration) if measured and calibration.operators else None
 
 
 def _measured(run_file: RunFile, calibration: Calibration) -> Measured:
-    found = measured_of(calibration, cores=cores(), dtype="float32", backend=_backend(run_file))
+    found = measured_of(calibration, cores=cores(), dtype="float32", backend=_backend(run_file.wire))
     return found.calibrated(calibration.step_factor or 1.0)
 
 
@@ -81,7 +82,7 @@ def unpredicted(run_file: RunFile, calibration: Calibration | None) -> str | Non
     """Why this run's steps are not predicted on this machine, and what would help; None where they are."""
     if not covered(run_file):
         return UNCOVERED
-    backend = _backend(run_file)
+    backend = _backend(run_file.wire)
     unmeasured = calibration is None or not _is_measured(calibration, backend)
     verb = "'shoal bench comm'" if backend in SWEPT else f"'shoal bench comm --backends {backend}'"
     if calibration is None or not calibration.operators:
@@ -96,9 +97,9 @@ def _is_measured(calibration: Calibration, backend: str) -> bool:
     return any((fit.backend, fit.hosts, fit.dtype) == (backend, 1, "float32") for fit in calibration.collectives)
 
 
-def _backend(run_file: RunFile) -> str:
+def _backend(wire: WireConfig) -> str:
     """Over which the run's ranks talk on one host."""
-    return choose_backend(run_file.wire.transport, Capabilities("cpu", hosts=("here", "here"))).backend
+    return choose_backend(wire.transport, Capabilities("cpu", hosts=("here", "here"))).backend
 
 
 def covered(run_file: RunFile) -> bool:

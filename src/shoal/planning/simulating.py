@@ -104,7 +104,7 @@ def simulated(
         ConfigError: the model has no closed form.
         LayoutError: the layout is not the cluster's, or its fullest rank needs more memory than a device has.
     """
-    transformer_of(run_file)  # refuses the models that have no closed form
+    transformer_of(run_file.model)  # refuses the models that have no closed form
     predictor = predictor_of(run_file, cluster)
     plan = written_plan(run_file, predictor.cluster)
     table = table_of(plan)

@@ -13,6 +13,7 @@ from pathlib import Path
 from shoal.errors import EnvironmentFault, ShoalError, UsageError
 from shoal.launch.root_cause import ExitCode
 from shoal.launch.supervision import say
+from shoal.observe.config import ObserveConfig
 from shoal.observe.ending import Ending, write_ending
 from shoal.observe.events import read_events
 from shoal.observe.facts import facts_path, read_facts
@@ -24,10 +25,10 @@ def tell_of_failure(run_file: RunFile, directory: Path, code: ExitCode, *, since
     """All of it, of the run in `directory` that began at `since_s` (Unix time) and ended with `code`. Raises
     nothing: what cannot be written or sent is said.
     """
-    _record_failure(run_file, directory, code)
+    _record_failure(run_file.observe, directory, code)
     _say_hang(directory, since_s=since_s)
     _leave_capsule(run_file, directory, code, since_s=since_s)
-    _alert(run_file, directory, code)
+    _alert(run_file.observe, directory, code)
 
 
 @contextmanager
@@ -47,14 +48,14 @@ def alerts(url: str | None, run: str) -> Iterator[Callable[[str], None]]:
         sink.finish(Ending("finished"))
 
 
-def _record_failure(run_file: RunFile, directory: Path, code: ExitCode) -> None:
+def _record_failure(observe: ObserveConfig, directory: Path, code: ExitCode) -> None:
     """Into the facts and the report of a run that began; one that ended by a decision of its own, as when it diverged,
     has said so itself."""
     try:
         if not facts_path(directory).is_file() or read_facts(directory).get("state"):
             return
         write_ending(directory, Ending("failed", code.sentence, code.rank, int(code)))
-        if run_file.observe.report:
+        if observe.report:
             from shoal.observe.report import write_report
 
             print(f"report: {write_report(directory)}", file=sys.stderr, flush=True)
@@ -96,13 +97,13 @@ def _leave_capsule(run_file: RunFile, directory: Path, code: ExitCode, *, since_
         print(f"capsule: {path}; shoal replay {path} computes the step again", file=sys.stderr, flush=True)
 
 
-def _alert(run_file: RunFile, directory: Path, code: ExitCode) -> None:
+def _alert(observe: ObserveConfig, directory: Path, code: ExitCode) -> None:
     """To the webhook, of an end that a rank could not tell of."""
-    if run_file.observe.webhook is None:
+    if observe.webhook is None:
         return
     from shoal.observe.webhook import post
 
     try:
-        post(run_file.observe.webhook, run=directory.name, level="failure", text=code.sentence or str(code), step=0)
+        post(observe.webhook, run=directory.name, level="failure", text=code.sentence or str(code), step=0)
     except OSError as error:
         say(f"observe.webhook: the end of the run was not delivered: {error}")

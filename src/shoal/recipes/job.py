@@ -17,6 +17,7 @@ from shoal import units
 from shoal.checkpoint.agreement import MessageExchange
 from shoal.comm.board import Board
 from shoal.comm.gather import gather_texts
+from shoal.data.config import BatchConfig
 from shoal.engine.copies import Copies
 from shoal.engine.loop import Cadence, Job
 from shoal.engine.recovery import NonfiniteGuard
@@ -207,7 +208,7 @@ def introduce(sinks: Sinks, run: Run, resumed_step: int | None) -> None:
         for said in (scaling, below_peak(run.run_file), unproved):
             if said is not None:
                 sinks.note(said)
-    repeated = None if data.endless else used_twice_in_a_step(run.run_file, len(data.train))
+    repeated = None if data.endless else used_twice_in_a_step(run.run_file.batch, len(data.train))
     if repeated is not None:
         sinks.warn(repeated)
     if resumed_step is not None:
@@ -216,9 +217,9 @@ def introduce(sinks: Sinks, run: Run, resumed_step: int | None) -> None:
         sinks.warn(f"run.steps = {run.run_file.run.steps} are done already: nothing to train; raise it to go on")
 
 
-def used_twice_in_a_step(run_file: RunFile, samples: int) -> str | None:
+def used_twice_in_a_step(config: BatchConfig, samples: int) -> str | None:
     """A sentence where a step takes more samples than there are, None elsewhere."""
-    batch = run_file.batch.global_samples
+    batch = config.global_samples
     if batch <= samples:
         return None
     return (

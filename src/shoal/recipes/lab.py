@@ -10,20 +10,20 @@ from shoal.errors import ConfigError, UsageError
 from shoal.launch.environment import Place
 from shoal.launch.lab.lab_file import Lab
 from shoal.launch.lab.start import RATES
-from shoal.runfile.run_file import RunFile
+from shoal.runfile.run_file import RunConfig
 
 if TYPE_CHECKING:
     from shoal.comm.conditions import Conditions
 
 
-def processes_in(lab: Lab, run_file: RunFile, place: Place | None) -> int:
+def processes_in(lab: Lab, run: RunConfig, place: Place | None) -> int:
     """The ranks of `lab`. Raises `UsageError` where another launcher is at work, or the run file asks for others."""
     if place is not None:
         raise UsageError(
             f"a lab starts its own ranks, and this process is a rank of {place.launcher}: start it without a launcher, "
             "or leave the lab out"
         )
-    asked = run_file.run.processes
+    asked = run.processes
     if asked not in (None, lab.ranks):
         raise ConfigError(
             f"run.processes = {asked}, and the lab has {lab.ranks} ranks on {len(lab.hosts)} hosts: they have to be as "

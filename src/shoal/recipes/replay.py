@@ -13,6 +13,7 @@ from pathlib import Path
 from shoal.checkpoint.inspect import compare
 from shoal.errors import ConfigError, VerificationFailed
 from shoal.runfile.run_file import RunFile
+from shoal.sync.config import SyncConfig
 from shoal.sync.event_order import EventFiles, Rounds, event_file
 
 
@@ -36,12 +37,12 @@ def replayed(run_file: RunFile) -> RunFile:
     return run_file
 
 
-def rounds_of(run_file: RunFile, rank: int, directory: Path, replay: Path | None) -> Rounds | None:
+def rounds_of(sync: SyncConfig, rank: int, directory: Path, replay: Path | None) -> Rounds | None:
     """What records the order of events of this rank in the run `directory`, or repeats that of `replay`.
 
     None where the order changes nothing.
     """
-    if run_file.sync.events_are != "recorded":
+    if sync.events_are != "recorded":
         return None
     return Rounds(EventFiles(event_file(directory, rank), None if replay is None else event_file(replay, rank)))
 

@@ -11,6 +11,7 @@ from shoal.gradients.build import Summing, build_gradients
 from shoal.gradients.gradients import Gradients
 from shoal.gradients.joint import JointGradients
 from shoal.gradients.priority import PriorityGradients
+from shoal.memory.config import MemoryConfig
 from shoal.optim.adopt import OwnOptimizer
 from shoal.optim.config import Granularity
 from shoal.recipes.coding import piece_codecs
@@ -32,9 +33,9 @@ _NORM_AXES: Mapping[bool, tuple[Axis, ...]] = {
 """Whose gradients have one norm: those of a replica, or of one stage if stages are at different updates."""
 
 
-def zero_of(run_file: RunFile, mesh: Mesh) -> int | None:
+def zero_of(memory: MemoryConfig, mesh: Mesh) -> int | None:
     """The stage of ZeRO; None if no rank shares its copy of the model with ranks that see other samples."""
-    return None if mesh.layout.shard == 1 else run_file.memory.zero or ZERO_OF_SHARD
+    return None if mesh.layout.shard == 1 else memory.zero or ZERO_OF_SHARD
 
 
 def build_run_gradients(
@@ -71,7 +72,7 @@ def build_run_gradients(
         return build_gradients(
             config,
             own,
-            zero=zero_of(run_file, mesh),
+            zero=zero_of(run_file.memory, mesh),
             groups=mesh.ranks,
             replica=replica,
             model=parts.split.model,

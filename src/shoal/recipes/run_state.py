@@ -111,6 +111,6 @@ def _held(run_file: RunFile, generation: Generation) -> list[HeldWeight]:
     """The weights that are saved from this rank: what it computes with, or under ZeRO-3 what it updates."""
     split = generation.parts.split
     held = [HeldWeight(holding.name, p, holding.global_shape, holding.box) for holding, p in split.held]
-    if zero_of(run_file, generation.mesh) != 3:
+    if zero_of(run_file.memory, generation.mesh) != 3:
         return held
     return [*held_pieces(generation.gradients.owned), *(weight for weight in held if weight.name in split.frozen)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +66,7 @@ def divided(run_file: RunFile, model: nn.Module, mesh: Mesh, *, in_flight: int) 
     memory = run_file.memory
     check_recompute(model, memory.recompute, layers=memory.recompute_layers)
     table = table_of(run_file, in_flight)
-    stages = None if table is None else _stages(run_file, model, table)
+    stages = None if table is None else _stages(model, table, by_hand=run_file.pipeline.cut)
     split = split_model(
         model,
         mesh,
@@ -102,7 +102,7 @@ def build_forward_backward(
     model, arrange = parts.split.model, microbatching.uniform or as_they_are
     draws = draws_of(run_file, model, one_at_a_time=parts.table is None)
     if draws is not None:
-        draws.slices = _slices(run_file, parts, mesh)
+        draws.slices = _slices(parts, mesh, sequence_parallel=run_file.layout.sequence_parallel)
     randomness = Randomness(model, seed=run_file.run.seed, replica=mesh.batch_share[0], draws=draws)
     vocabulary = parts.split.vocabulary
     compute = Compute(
@@ -141,11 +141,11 @@ def draws_of(run_file: RunFile, model: nn.Module, *, one_at_a_time: bool = True)
     return KeyedDraws(model, seed=run_file.run.seed, one_at_a_time=one_at_a_time)
 
 
-def _slices(run_file: RunFile, parts: Divided, mesh: Mesh) -> Slices:
+def _slices(parts: Divided, mesh: Mesh, *, sequence_parallel: bool) -> Slices:
     """What this rank holds of each sample: places of the sequence, and features between split layers."""
     size, rank = mesh.layout.context, mesh.layout.index("context", mesh.rank)
     tensor, place = mesh.axis("tensor"), mesh.layout.index("tensor", mesh.rank)
-    sliced = tensor.size if run_file.layout.sequence_parallel else 1
+    sliced = tensor.size if sequence_parallel else 1
 
     def sequence(tokens: int) -> dict[int, Extent]:
         if size * sliced == 1 or not tokens:
@@ -229,12 +229,11 @@ def _logits(outputs: Any) -> Tensor:
     return found
 
 
-def _stages(run_file: RunFile, model: nn.Module, table: ScheduleTable) -> Stages:
+def _stages(model: nn.Module, table: ScheduleTable, *, by_hand: Sequence[str] | None) -> Stages:
     parts = list(model.parts()) if isinstance(model, DeclaresParts) else []
     if not parts:
         return staged(model, (), table.placement)  # refuses: the model is no chain
     names = [part.name for part in parts]
-    by_hand = run_file.pipeline.cut
     if by_hand is not None:
         cut = cut_at(names, by_hand, stages=table.stages)
     else:

@@ -33,7 +33,7 @@ from shoal.launch.versions import check_torch_version, installed
 from shoal.observe.facts import facts_path, write_facts
 from shoal.recipes.failed_run import alerts, tell_of_failure
 from shoal.recipes.lab import processes_in
-from shoal.resilience.config import COORDINATOR
+from shoal.resilience.config import COORDINATOR, ElasticConfig
 from shoal.runfile.rules import check_across
 from shoal.runfile.run_file import RunFile, statistics_group, with_processes
 from shoal.temporary_folder import temporary_folder
@@ -82,7 +82,7 @@ def run(
     `UsageError` and `EnvironmentFault` before any process has started.
     """
     place = place_from(environ)
-    started_here = processes_of(run_file, environ) if lab is None else processes_in(lab, run_file, place)
+    started_here = processes_of(run_file, environ) if lab is None else processes_in(lab, run_file.run, place)
     if place is None or run_file.elastic is not None:
         processes, sized = started_here, with_processes(run_file, started_here)
     else:
@@ -96,7 +96,7 @@ def run(
     if place is None and run_file.wire.transport == "mpi":
         raise EnvironmentFault(f'wire.transport = "mpi", but {why_no_mpi(environ)}; or set it to "auto"')
     if place is None:
-        joins, goes_on_elsewhere = _joins_a_coordinator(run_file, environ), False
+        joins, goes_on_elsewhere = _joins_a_coordinator(run_file.elastic, environ), False
         began_s = time.time()
         with ExitStack() as stack:
             keep_fds = [stack.enter_context(RunLock(directory, shared=joins)).fd] if writes else []
@@ -147,10 +147,10 @@ def run(
     return ExitCode(0)
 
 
-def _joins_a_coordinator(run_file: RunFile, environ: Mapping[str, str]) -> bool:
+def _joins_a_coordinator(elastic: ElasticConfig | None, environ: Mapping[str, str]) -> bool:
     """Whether launchers on other hosts may be part of the same run. Raises `UsageError` where none can be."""
     named = bool(environ.get(COORDINATOR))
-    if named and run_file.elastic is None:
+    if named and elastic is None:
         raise UsageError(
             "a coordinator is named, and the run file has no table [elastic]: it says how many replicas train; add it, "
             "or leave the coordinator out"

@@ -67,7 +67,12 @@ def _update_policy(
     if run_file.gradients.schedule == "priority":
         return ByBucket(cast(PriorityGradients, gradients), optimizer)
     transforms = [] if clip_norm is None else [clip_by_global_norm(clip_norm)]
-    return AtOnce(gradients, optimizer, transforms=transforms, noise=_noise_meter(run_file, generation))
+    return AtOnce(
+        gradients,
+        optimizer,
+        transforms=transforms,
+        noise=_noise_meter(generation, every=run_file.observe.noise_every_steps),
+    )
 
 
 def _check_untied(stages: Stages) -> None:
@@ -79,9 +84,9 @@ def _check_untied(stages: Stages) -> None:
         )
 
 
-def _noise_meter(run_file: RunFile, generation: Generation) -> NoiseMeter | None:
+def _noise_meter(generation: Generation, *, every: int) -> NoiseMeter | None:
     """None unless asked for. Raises `ConfigError` for a parameter whose gradient is whole only once it is summed."""
-    mesh, every = generation.mesh, run_file.observe.noise_every_steps
+    mesh = generation.mesh
     if every == 0:
         return None
     layout = mesh.layout
