@@ -49,7 +49,9 @@ def run_file_of(folder: Path, **tables: dict[str, Any]) -> RunFile:
     return msgspec.convert(base, RunFile)
 
 
-def verified(place: TestPlace, tables: dict[str, Any], folder: str, exact: bool, steps: int) -> dict[str, Any] | None:
+def verified(
+    place: TestPlace, tables: dict[str, Any], folder: str, exact: bool, steps: int | None
+) -> dict[str, Any] | None:
     """The verdict as JSON at rank 0."""
     run_file = run_file_of(Path(folder), **tables)
     run_file = msgspec.structs.replace(run_file, run=msgspec.structs.replace(run_file.run, processes=place.size))

@@ -19,11 +19,18 @@ def verify(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[key=value]...", help="Keys that replace the file's.")
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps to compare.")] = 5,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            "--steps",
+            min=1,
+            help="Optimizer steps to compare. Default: 5; where replicas differ, two periods of their agreement.",
+        ),
+    ] = None,
     exact: Annotated[bool, typer.Option("--exact", help="In float64, to 1e-12 instead of 1e-5.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
 ) -> None:
-    """Proves a layout against one process: loss, every gradient, the norm, and the weights after each step.
+    """Proves a layout and a strategy against one process: loss, norm, every gradient, the weights after each step.
 
     Example: shoal verify recipes/stdlib-gpt.toml layout.tensor=2 layout.shard=2
     """
@@ -48,7 +55,11 @@ def verify(
         if not verdict.holds:
             raise VerificationFailed(verdict.sentence())
 
-    flags = ["--steps", str(steps), *(["--exact"] if exact else []), *(["--json"] if as_json else [])]
+    flags = [
+        *([] if steps is None else ["--steps", str(steps)]),
+        *(["--exact"] if exact else []),
+        *(["--json"] if as_json else []),
+    ]
     command = [sys.executable, "-m", "shoal", "verify", str(run_file), *(overrides or ()), *flags]
     raise typer.Exit(
         run(loaded, command, rank, directory=run_directory(loaded), file=str(run_file), writes=False, planner=PLANNER)

@@ -23,7 +23,7 @@ from shoal.engine.proof import Finding, Part, compare_rates, compare_weights
 from shoal.engine.randomness import Randomness
 from shoal.engine.reference import Reference
 from shoal.gradients.gradients import Gradients
-from shoal.models.mixture_routes import UNKNOWN, Routes, set_routes
+from shoal.models.mixture_routes import UNKNOWN, ReplayRoutes, RouteDifference, Routes, set_routes
 from shoal.models.roles import roles_of
 from shoal.optim.build import build_optimizer
 from shoal.recipes.objects import loss_of, model_of
@@ -170,6 +170,17 @@ def share_routes(run: Run, routes: Routes | None, *, key: str) -> Routes:
         run.mesh.world.broadcast(table, root=0).wait()
         shared.tables[layer] = dict(zip(samples, table.unbind(), strict=True))
     return shared
+
+
+def gather_routes(run: Run, tap: ReplayRoutes) -> tuple[list[RouteDifference], int]:
+    """What all ranks would have routed otherwise, at rank 0."""
+    own = [(json.dumps([[*difference] for difference in tap.differences]), torch.tensor(tap.replayed))]
+    differences: list[RouteDifference] = []
+    replayed = 0
+    for ((said, count),) in gather_named(own, run.mesh.world, device=run.device):
+        differences += [RouteDifference(*found) for found in json.loads(said)]
+        replayed += int(count)
+    return differences, replayed
 
 
 def _forms(routes: Routes) -> list[list[object]]:

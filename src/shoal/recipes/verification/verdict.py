@@ -8,12 +8,23 @@ from typing import Any
 
 from shoal.engine.proof import Finding, Quantity
 
-_TELLING: tuple[Quantity, ...] = ("neighbours", "rate", "route", "gradient", "loss", "norm", "buffer", "weight")
+_TELLING: tuple[Quantity, ...] = (
+    "neighbours",
+    "rate",
+    "route",
+    "gradient",
+    "loss",
+    "norm",
+    "buffer",
+    "weight",
+    "agreement",
+)
 """Most telling first: a wrong gradient explains a wrong norm and a wrong weight, and names its parameter."""
 
 _SUBJECTS: dict[Quantity, str] = {
     "gradient": "the gradient of ",
     "weight": "the weight ",
+    "agreement": "after the agreement of replicas the weight ",
     "buffer": "the buffer ",
     "rate": "the learning rate ",
     "route": "the routes of ",
@@ -28,7 +39,8 @@ IN_FLOAT64 = "To rule out rounding, which statistics over few numbers enlarge, c
 class Verdict:
     """Everything that was compared. `axes` says for each parameter over which axes it is summed and split.
 
-    `unkeyed`: a sentence about random numbers that depend on the layout, "" where the model draws none.
+    `unkeyed`: a sentence about random numbers that depend on the layout, "" where the model draws none. `rule`: how
+    replicas agree, as the one process plays it; "" where they are never different.
     """
 
     layout: str
@@ -37,6 +49,7 @@ class Verdict:
     axes: dict[str, str]
     notes: tuple[str, ...] = ()
     unkeyed: str = ""
+    rule: str = ""
 
     @property
     def holds(self) -> bool:
@@ -57,15 +70,16 @@ class Verdict:
         """What differs, by how much, and whose sum it is."""
         first = self.first
         if first is None:
-            return f"{self.layout} computes what one process computes"
+            return f"{self.layout} computes what one process computes{self._played}"
         where = f" on rank {first.rank}" if first.rank >= 0 else ""
         alike = [f for f in self.findings if not f.holds and f.step == first.step and f.quantity == first.quantity]
         broken = {finding.name for finding in alike}
+        axes = "" if first.quantity == "agreement" else self.axes.get(first.name, "")
         others = f"; with it {len(broken) - 1} others of its kind" if len(broken) > 1 else ""
         return (
             f"{self.layout} differs from one process: at step {first.step} {_SUBJECTS.get(first.quantity, 'the ')}"
             f"{first.name}{where} is off by {first.difference:.1e} of its scale (tolerance {first.tolerance:.0e})"
-            f"{self.axes.get(first.name, '')}{others}{self._repair(first)}"
+            f"{axes}{others}{self._repair(first)}"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -74,6 +88,7 @@ class Verdict:
         first = self.first
         return {
             "layout": self.layout,
+            "rule": self.rule,
             "precision": "float64" if self.exact else "float32",
             "holds": self.holds,
             "compared": len(self.findings),
@@ -84,10 +99,9 @@ class Verdict:
 
     def lines(self) -> Iterator[str]:
         """A table."""
-        yield f"{self.layout}, {'float64' if self.exact else 'float32'}, beside one process"
+        yield f"{self.layout}, {'float64' if self.exact else 'float32'}, beside one process{self._played}"
         yield f"{'step':>4}  {'quantity':<10} {'worst of':>8}  {'difference':>10}  {'tolerance':>9}      at"
-        for finding in self._worst():
-            count = sum(f.step == finding.step and f.quantity == finding.quantity for f in self.findings)
+        for finding, count in self._told():
             at = "" if finding.rank < 0 else f"{finding.name} (rank {finding.rank})"
             yield (
                 f"{finding.step:>4}  {finding.quantity:<10} {count:>8}  {finding.difference:>10.1e}  "
@@ -98,6 +112,10 @@ class Verdict:
             yield self.unkeyed
         yield "the same model" if self.holds else self.sentence()
 
+    @property
+    def _played(self) -> str:
+        return f" that plays {self.rule}" if self.rule else ""
+
     def _repair(self, first: Finding) -> str:
         if first.quantity == "neighbours":
             return (
@@ -106,9 +124,20 @@ class Verdict:
             )
         if first.quantity == "rate":
             return ""
+        if first.quantity == "agreement":
+            return f". Gradients and the replicas' own updates were right; the agreement is not {self.rule}"
         if self.unkeyed:
             return f". This need not be a mistake: {self.unkeyed}"
         return "" if self.exact else f". {IN_FLOAT64}"
+
+    def _told(self) -> Iterator[tuple[Finding, int]]:
+        """The worst of each quantity in each step, of how many; a strategy's many steps together where they hold."""
+        kinds: dict[tuple[int | None, Quantity], list[Finding]] = {}
+        for finding in self.findings:
+            step = None if self.rule and self.holds else finding.step
+            kinds.setdefault((step, finding.quantity), []).append(finding)
+        for found in kinds.values():
+            yield max(found, key=lambda finding: finding.difference), len(found)
 
     def _worst(self) -> Iterator[Finding]:
         kinds = dict.fromkeys((finding.step, finding.quantity) for finding in self.findings)

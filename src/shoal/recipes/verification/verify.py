@@ -8,18 +8,15 @@ last bit of a gradient.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 
 import msgspec
-import torch
 from torch._C._distributed_c10d import Store
 
 from shoal import units
 from shoal.codec.config import NoCodec, ShardCodecConfig
-from shoal.comm.gather import gather_named
 from shoal.data.cursor import Cursor
 from shoal.data.feed import Feed
 from shoal.data.sample import Batch
@@ -55,6 +52,7 @@ from shoal.recipes.verification.reference import (
     buffers_of,
     collected,
     compare_buffers,
+    gather_routes,
     give_weights,
     neighbour_findings,
     owned_gradients,
@@ -62,8 +60,12 @@ from shoal.recipes.verification.reference import (
     reference_of,
     share_routes,
 )
+from shoal.recipes.verification.strategies import ending_after, provable, replicas_differ, steps_of, verify_strategy
 from shoal.recipes.verification.verdict import Verdict
 from shoal.runfile.run_file import RunFile, declared_group
+
+STEPS = 5
+"""Optimizer steps that are compared where nobody says how many."""
 
 HALF_STEPS = 2
 """Steps under the run's own precision, after those in float32, where that is bfloat16 or float16."""
@@ -80,6 +82,10 @@ FLOAT8 = (
     'precision.kind = "float8" was left out: its products are rounded as their scales come, which no tolerance tells '
     "from a mistake; the layout is proved without them"
 )
+PRECISION = (
+    'precision.kind = "{}" was left out: the strategy is proved without it; sync.kind = "allreduce" compares the '
+    "layout under it"
+)
 HALF_SCALE = 2.0**10
 """The loss scale of float16 there: fixed, and too small to overflow."""
 
@@ -89,16 +95,21 @@ def verify_rank(
     place: Place,
     objects: UserObjects,
     *,
-    steps: int,
+    steps: int | None,
     exact: bool,
     store: Store | None = None,
     bar: ProgressBar | None = None,
 ) -> Verdict | None:
-    """The verdict at rank 0, None at the others. Stops at the first step that differs. `store`: as for `open_run`."""
+    """The verdict at rank 0, None at the others. Stops at the first step that differs. `store`: as for `open_run`.
+
+    `steps` None: `STEPS`, or as many as show all of a strategy under which replicas differ.
+    """
     bar = bar or ProgressBar()
     bar.update(f"building the model and its layout over {units.plural(place.world_size, 'rank')}")
     own_precision, tolerances = run_file.precision, EXACT if exact else SINGLE
     run_file = msgspec.structs.replace(run_file, precision=Float64() if exact else Float32())
+    differ = replicas_differ(run_file)
+    run_file, notes = provable(run_file) if differ else (run_file, [])
     coded.require_feedback(run_file)
     if run_file.optimizer.sends_momentum:
         kind = run_file.optimizer.variant
@@ -106,20 +117,20 @@ def verify_rank(
             f'optimizer.kind = "{kind}" sends coded momenta: verify compares gradients that are sent as they are; add '
             'optimizer.kind="adamw"'
         )
-    notes: list[str] = []
     if run_file.shard_codec != ShardCodecConfig():
         notes.append(LOSSY_PIECES)
         run_file = msgspec.structs.replace(run_file, shard_codec=ShardCodecConfig())
     if (lossy := run_file.pipeline.codec) != "none":
         notes.append(LOSSY_STAGES.format(lossy))
     run_file = msgspec.structs.replace(run_file, pipeline=msgspec.structs.replace(run_file.pipeline, codec="none"))
-    run = open_run(run_file, place, objects, store=store)
-    if not run.generation.sync.keeps_replicas_equal:
-        kind = run_file.sync.variant
-        raise ConfigError(
-            f'sync.kind = "{kind}" makes other steps than one process does, so there is nothing to compare them with: '
-            'verify the layout with sync.kind="allreduce"'
-        )
+    if differ:
+        if isinstance(own_precision, BFloat16 | Float8):
+            notes.append(PRECISION.format(own_precision.variant))
+        steps = steps or steps_of(run_file, place.world_size, least=STEPS)
+        run = replace(open_run(ending_after(steps, run_file), place, objects, store=store), run_file=run_file)
+        verdict = verify_strategy(run, steps=steps, tolerances=tolerances, exact=exact, bar=bar)
+        return None if verdict is None else replace(verdict, notes=(*verdict.notes, *notes))
+    steps, run = steps or STEPS, open_run(run_file, place, objects, store=store)
     if run_file.pipeline.asynchronous:
         bar.update(f"comparing {units.plural(steps, 'step')} with one process")
         verdict = verify_pipedream(run, steps=steps, tolerances=tolerances, exact=exact)
@@ -241,7 +252,7 @@ def _take_step(run: Run, number: int, batches: list[Batch], tap: ReplayRoutes) -
     result = run.step(number, batches, lr=run.rate(number), on_gradients=record)
     with gradients.full_parameters():
         weights = collected(run, [(t.holding.name, t.holding.box, t.parameter) for t in run.trained])
-    differences, replayed = _gather_routes(run, tap)
+    differences, replayed = gather_routes(run, tap)
     return _LayoutStep(result, *seen[0], weights, collected(run, buffers_of(run)), differences, replayed)
 
 
@@ -274,14 +285,3 @@ def _whole_feed(run: Run) -> Feed:
     """The global batches, each in one piece, or in the groups that the run file states."""
     batch = run.run_file.batch
     return run.feed(Cursor(), share=(0, 1), micro_samples=declared_group(run.run_file) or batch.global_samples)
-
-
-def _gather_routes(run: Run, tap: ReplayRoutes) -> tuple[list[RouteDifference], int]:
-    """What all ranks would have routed otherwise, at rank 0."""
-    own = [(json.dumps([[*difference] for difference in tap.differences]), torch.tensor(tap.replayed))]
-    differences: list[RouteDifference] = []
-    replayed = 0
-    for ((said, count),) in gather_named(own, run.mesh.world, device=run.device):
-        differences += [RouteDifference(*found) for found in json.loads(said)]
-        replayed += int(count)
-    return differences, replayed
