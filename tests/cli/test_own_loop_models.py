@@ -66,6 +66,7 @@ run.export("weights.safetensors")
 run.close()
 """
 GROUPED = '{"batch_norm": "grouped", "group_samples": 4}'
+SYNCHRONISED = '{"batch_norm": "synchronised"}'
 
 
 def ran(folder: Path, text: str, *overrides: str, world: int) -> list[float]:
@@ -97,10 +98,11 @@ def test_a_compiled_model_under_zero_3_is_refused(tmp_path: Path) -> None:
     assert "the model is compiled, and under memory.zero = 3" in (tmp_path / "rank-0.txt").read_text()
 
 
-def test_batch_norms_of_a_gan(tmp_path: Path) -> None:
-    """Statistics over groups of 4: losses, weights and running statistics of one rank on three."""
-    one = ran(tmp_path / "one", DCGAN.replace("MODEL", GROUPED), world=1)
-    three = ran(tmp_path / "three", DCGAN.replace("MODEL", GROUPED), world=3)
+@pytest.mark.parametrize("norms", [GROUPED, pytest.param(SYNCHRONISED, marks=pytest.mark.stress)], ids=["4", "all"])
+def test_batch_norms_of_a_gan(tmp_path: Path, norms: str) -> None:
+    """Statistics over groups of 4, or of all ranks: losses, weights and running statistics of one rank on three."""
+    one = ran(tmp_path / "one", DCGAN.replace("MODEL", norms), world=1)
+    three = ran(tmp_path / "three", DCGAN.replace("MODEL", norms), world=3)
     assert len(one) == 8
     assert three == pytest.approx(one, rel=1e-5)
     weights, wanted = (load_file(tmp_path / name / "weights.safetensors") for name in ("three", "one"))
@@ -109,7 +111,7 @@ def test_batch_norms_of_a_gan(tmp_path: Path) -> None:
         assert weight.double().norm().item() == pytest.approx(wanted[name].double().norm().item(), rel=1e-4)
 
 
-def test_batch_norms_without_groups_are_refused(tmp_path: Path) -> None:
+def test_batch_norms_of_which_nothing_is_said_are_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(DCGAN.replace("MODEL", "{}"))
     assert run_script(tmp_path / "mine.py", tmp_path, world=2) == [2, 2]
-    assert 'set model.batch_norm = "grouped"' in (tmp_path / "rank-0.txt").read_text()
+    assert 'set model.batch_norm = "synchronised"' in (tmp_path / "rank-0.txt").read_text()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.engine.proof import ROUNDINGS, SINGLE, Part, compare_gradients
+from shoal.engine.proof import CANCELLED_ROUNDINGS, ROUNDINGS, SINGLE, Part, compare_gradients
 from shoal.topology.box import whole
 
 WANTED = {"weight": torch.ones(64), "bias": torch.full((4,), 1e-9)}
@@ -31,6 +31,22 @@ def test_a_gradient_that_is_rounding_alone_may_differ_by_what_rounding_does() ->
 def test_a_gradient_that_is_none_is_never_excused() -> None:
     """Whatever the rounding is said to be."""
     assert _findings(1e-9, weight=1.001) == {"weight": False, "bias": True}
+
+
+def test_a_gradient_that_cancels_in_part_is_excused_by_its_own_rounding_up_to_a_bound() -> None:
+    """Measured rounding excuses some of it, none where one process shows none, and nothing beyond the bound."""
+
+    def holds(error: float, rounding: float) -> bool:
+        parts = [Part("weight", 0, whole((64,)), torch.full((64,), 1 + error, dtype=torch.float64))]
+        wanted = {"weight": torch.ones(64, dtype=torch.float64)}
+        (found,) = compare_gradients(1, parts, wanted, tolerances=SINGLE, rounding=lambda: {"weight": rounding * 8})
+        return found.holds
+
+    assert holds(9e-6, 0.0)
+    assert holds(5e-5, 1e-5)
+    assert not holds(5e-5, 0.0)
+    assert not holds(5e-5, 5e-5 / CANCELLED_ROUNDINGS / 1.1)
+    assert not holds(2.1e-4, 1.0)
 
 
 def test_the_rounding_is_not_asked_for_where_all_holds() -> None:

@@ -11,8 +11,8 @@ from torch import nn
 
 from shoal.models.build import build
 from shoal.models.config import ConvNetConfig
-from shoal.models.grouped_norm import StepStatistics
 from shoal.models.initialise import initialise
+from shoal.models.step_batch_norm import StepStatistics
 
 
 def net(**keys: Any) -> nn.Module:

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shoal.models.grouped_norm import GroupedBatchNorm, StepStatistics
+from shoal.models.grouped_norm import GroupedBatchNorm
+from shoal.models.step_batch_norm import StepStatistics
 
 GROUP = 4
 # The same sums in float64; only the last bits may differ with their order.

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 
 from shoal.models.build import build
 from shoal.models.config import ModelConfig, MoEConfig
-from shoal.models.grouped_norm import StepStatistics
 from shoal.models.initialise import initialise
 from shoal.models.layers import GELU, SwiGLU
 from shoal.models.mixture import Mixture, MixtureOptions, grouped_linear
@@ -21,6 +20,7 @@ from shoal.models.mixture_auxiliary import auxiliary_total, counted_tokens, set_
 from shoal.models.mixture_loads import expert_loads, load_figures, loads
 from shoal.models.roles import roles_of
 from shoal.models.router import top_k
+from shoal.models.step_batch_norm import StepStatistics
 
 # Two orders of the same float64 sums.
 F64 = {"rtol": 1e-12, "atol": 1e-13}

@@ -109,17 +109,23 @@ class Pictures:
 
 
 class ConvNorm(nn.Module):
-    """A residual net with batch norms; `frozen` puts them into evaluation mode, as for fine-tuning."""
+    """A residual net with batch norms; `frozen` puts them into evaluation mode, as for fine-tuning.
 
-    def __init__(self, *, frozen: bool = False) -> None:
+    `biased`: the first convolution has a bias, which the norm behind it takes away: its gradient is all noise.
+    """
+
+    def __init__(self, *, frozen: bool = False, biased: bool = False) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=biased), nn.BatchNorm2d(8), nn.ReLU())
         self.layer1 = nn.Sequential(Residual(), Residual())
         self.flat, self.head = nn.BatchNorm1d(8), nn.Linear(8, 10)
         if frozen:
             for module in self.modules():
                 if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
                     module.eval()
+
+    def recompute_blocks(self) -> list[str]:
+        return ["layer1.0", "layer1.1"]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.flat(self.layer1(self.stem(x)).mean((2, 3))))

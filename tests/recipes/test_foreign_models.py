@@ -114,6 +114,7 @@ def test_a_blocks_weight_read_outside_of_it_is_refused_under_zero_3(ranks, tmp_p
 
 def test_a_batch_norm_that_ranks_would_cut_is_refused_with_the_ways_out(ranks, tmp_path: Path) -> None:
     said = _refusal(ranks, tmp_path, {"model": foreign("conv_norm"), "data": PICTURES, **REPLICATE})
+    assert 'model.batch_norm = "synchronised"' in said
     assert 'model.batch_norm = "grouped"' in said
     assert "eval()" in said
 

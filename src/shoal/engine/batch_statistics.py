@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shoal.comm.collective import Collective
 from shoal.errors import UserCodeError
-from shoal.models.grouped_norm import StepStatistics
+from shoal.models.step_batch_norm import StepStatistics
 
 
 class StepBuffers:
@@ -177,7 +177,7 @@ def _follows_samples(name: str, what: str) -> UserCodeError:
     return UserCodeError(
         f"the module changes {name} in forward, and {what} that see other samples change it otherwise; what is "
         "evaluated and saved would depend on the layout. Compute it without the samples, or follow "
-        "shoal.models.grouped_norm.StepStatistics, which sums over ranks once a step"
+        "shoal.models.step_batch_norm.StepStatistics, which sums over ranks once a step"
     )
 
 

@@ -17,7 +17,9 @@ from shoal.engine.global_batch import GlobalBatch
 from shoal.engine.loss import Loss, call_model
 from shoal.engine.precision import Precision
 from shoal.engine.randomness import Randomness
+from shoal.engine.statistics_exchange import synchronised_norms
 from shoal.models.mixture_auxiliary import TakesAuxiliary, counted_tokens, set_auxiliary
+from shoal.models.synchronised_norm import SynchronisedBatchNorm
 
 Cut = Callable[[Batch], Batch]
 
@@ -75,6 +77,10 @@ class Compute:
         """Tells the model which samples come next; their losses will be multiplied by `factor()`."""
         batch = microbatch.batch
         self.buffers.rewind()
+        if self.synchronised_norms:
+            real = batch.positions >= 0
+            for norm in self.synchronised_norms:
+                norm.real = None if bool(real.all()) else real.to(self.device)
         if self.global_batch is not None:
             self.global_batch.microbatch(batch.positions)
         first = first_leaf(batch.inputs)
@@ -102,6 +108,11 @@ class Compute:
         real = counted_tokens(weights, weights.shape[1])
         whole = Batch(real, real, weights=weights, positions=batch.positions)
         return first_leaf(self.cut(whole).inputs)
+
+    @cached_property
+    def synchronised_norms(self) -> Sequence[SynchronisedBatchNorm]:
+        """The model's batch norms over samples of all ranks, which leave made-up samples out."""
+        return synchronised_norms(self.model)
 
     @cached_property
     def mixes(self) -> bool:

@@ -25,6 +25,9 @@ from shoal.engine.loss import weighted_losses, weighted_sum
 from shoal.engine.microbatches import leaves
 from shoal.optim.build import set_rate
 
+Arrange = Callable[[Sequence[Batch]], Sequence[Batch]]
+"""From the batches of a step that the reference is given to those that it computes, one after the other."""
+
 
 @dataclass(frozen=True)
 class ReferenceGradient:
@@ -39,14 +42,15 @@ class ReferenceGradient:
 class Reference:
     """The whole model `compute.model` and its optimizer in this process.
 
-    One forward takes all samples that it is given and that have the same shapes; `grouped`: the batches are groups that
-    the user has stated, and stay as they are. `scale`: the loss is multiplied by it in the backward, for float16.
+    One forward takes all samples that it is given and that have the same shapes; `arrange`: the batches that forwards
+    take instead, where samples of one belong together. `scale`: the loss is multiplied by it in the backward, for
+    float16.
     """
 
     compute: Compute
     optimizer: torch.optim.Optimizer
     clip_norm: float | None
-    grouped: bool = False
+    arrange: Arrange | None = None
     scale: float = 1.0
 
     @property
@@ -120,7 +124,7 @@ class Reference:
         return None
 
     def _arranged(self, batches: Sequence[Batch]) -> Sequence[Batch]:
-        return batches if self.grouped else joined(batches)
+        return joined(batches) if self.arrange is None else self.arrange(batches)
 
     def _losses(self, batch: Batch) -> Tensor:
         """The loss of each sample, weighted and summed over its positions, float64 `[samples]`."""

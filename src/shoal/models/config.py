@@ -204,10 +204,11 @@ class PythonModel(Table, frozen=True, kw_only=True, tag_field="kind", tag="pytho
         ),
     ] = None
     batch_norm: Annotated[
-        Literal["refused", "grouped"],
+        Literal["refused", "grouped", "synchronised"],
         says(
-            "Batch norms of the module: refused where ranks or microbatches would cut their batch, or replaced by ones "
-            "over groups of `group_samples` samples."
+            "Batch norms of the module: refused where ranks or microbatches would cut their batch; replaced by ones "
+            "over groups of `group_samples` samples; or by ones over a microbatch of all ranks together, as PyTorch's "
+            "`SyncBatchNorm`."
         ),
     ] = "refused"
 
@@ -234,6 +235,11 @@ class PythonModel(Table, frozen=True, kw_only=True, tag_field="kind", tag="pytho
         if self.batch_norm == "grouped" and self.group_samples is None:
             raise ValueError(
                 'batch_norm = "grouped" without group_samples: say how many consecutive samples share statistics'
+            )
+        if self.batch_norm == "synchronised" and self.group_samples is not None:
+            raise ValueError(
+                f'batch_norm = "synchronised" with group_samples = {self.group_samples}: its statistics are those of '
+                'all samples of a microbatch, not of groups; leave group_samples out, or set batch_norm = "grouped"'
             )
 
 

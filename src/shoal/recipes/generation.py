@@ -13,6 +13,7 @@ from shoal.comm.exchanges.coded import CodedExchanges
 from shoal.comm.exchanges.exchange import AllReduce
 from shoal.comm.mesh import Mesh
 from shoal.engine.forward_backward import ForwardBackward
+from shoal.engine.statistics_exchange import connect_norms
 from shoal.errors import ConfigError
 from shoal.gradients.gradients import Gradients
 from shoal.models.embedding_table import tables_in
@@ -24,7 +25,7 @@ from shoal.recipes.process import Process
 from shoal.recipes.run_gradients import build_run_gradients
 from shoal.recipes.splitting import Divided, build_forward_backward, divided, draw_parts
 from shoal.recipes.workload import Workload
-from shoal.runfile.run_file import RunFile, run_directory
+from shoal.runfile.run_file import RunFile, run_directory, synchronises_norms
 from shoal.sync.build import build_sync
 from shoal.sync.event_order import Rounds
 from shoal.sync.strategy import Agreement, Replica, Sync
@@ -66,6 +67,8 @@ def build_generation(
         draw_parts(parts.split, seed=run_file.run.seed, device=process.device, dtype=workload.dtype)
     if run_file.run.compile:
         model.compile()
+    if synchronises_norms(run_file):
+        connect_norms(model, mesh.axis("replicate", "shard", lane="statistics"))
     forward_backward = build_forward_backward(
         run_file, parts, mesh, loss=workload.loss, precision=workload.precision, microbatching=plan
     )

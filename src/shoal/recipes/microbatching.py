@@ -1,8 +1,9 @@
 """How a rank's samples of a step become microbatches.
 
 Replicas of one rank take their samples as they come: uneven shares are legal, because the loss is a sum. Ranks that
-share a replica exchange tensors inside of every microbatch, so all must have as many, of one size. A loss that couples
-samples sees those of all ranks where the global batch is one microbatch of each.
+exchange tensors inside of every microbatch (those that share a replica, and all where batch norms are synchronised)
+must have as many, of one size. A loss that couples samples sees those of all ranks where the global batch is one
+microbatch of each.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from shoal.comm.mesh import Mesh
 from shoal.engine.global_batch import GlobalBatch
 from shoal.engine.microbatches import Uniform
 from shoal.runfile.microbatches import microbatch_sizes
-from shoal.runfile.run_file import RunFile, default_micro_samples
+from shoal.runfile.run_file import RunFile, default_micro_samples, synchronises_norms
 from shoal.topology.layout import Layout
 
 
@@ -32,7 +33,7 @@ class Microbatching:
 
 def microbatching(run_file: RunFile, layout: Layout) -> Microbatching:
     """What the run file and the layout make of it."""
-    if layout.replica_size == 1:
+    if layout.replica_size == 1 and not synchronises_norms(run_file):
         return Microbatching(default_micro_samples(run_file), None, 1)
     sizes = microbatch_sizes(run_file, shares=layout.replicate * layout.shard)
     return Microbatching(sizes.samples, Uniform(sizes.rounds * sizes.in_flight, sizes.samples), sizes.in_flight)

@@ -29,6 +29,7 @@ from shoal.models.config import ForeignModel, ModelConfig, PythonModel
 from shoal.models.grouped_norm import with_grouped_norm
 from shoal.models.huggingface.config import TransformersConfig, vocabulary_of
 from shoal.models.initialise import initialise
+from shoal.models.synchronised_norm import with_synchronised_norm
 from shoal.parallel.traced.declare import declare
 from shoal.recipes.user_code import call_named
 from shoal.runfile.run_file import RunFile
@@ -69,11 +70,13 @@ def users_model(run_file: RunFile, given: UserObjects) -> nn.Module:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserCodeError("the model has no parameter that requires a gradient; there is nothing to train")
     _refuse_complex(model)
-    if isinstance(run_file.model, PythonModel) and run_file.model.batch_norm == "grouped":
-        assert run_file.model.group_samples is not None
-        with_grouped_norm(model, run_file.model.group_samples)
     if isinstance(run_file.model, PythonModel):
         said = run_file.model
+        if said.batch_norm == "grouped":
+            assert said.group_samples is not None
+            with_grouped_norm(model, said.group_samples)
+        elif said.batch_norm == "synchronised":
+            with_synchronised_norm(model)
         declare(model, roles=said.roles, counts=said.counts, traced=said.parts == "traced")
     return model
 
@@ -120,9 +123,9 @@ def check_layout_independent(model: nn.Module, run_file: RunFile, *, shares: int
         if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
             raise UserCodeError(
                 f"module {name} ({type(module).__name__}) takes statistics over the samples of one microbatch of one "
-                'rank, so the result would depend on the layout; set model.batch_norm = "grouped" and '
-                "model.group_samples to take them over declared groups of samples, put it into eval() to freeze it, or "
-                "use GroupNorm or LayerNorm"
+                'rank, so the result would depend on the layout; set model.batch_norm = "synchronised" to take them '
+                'over a microbatch of all ranks, or model.batch_norm = "grouped" and model.group_samples to take them '
+                "over declared groups of samples, put it into eval() to freeze it, or use GroupNorm or LayerNorm"
             )
 
 

@@ -18,6 +18,7 @@ from shoal.runfile.codec_rules import codec_refusal, pipeline_codec_refusal, sha
 from shoal.runfile.elastic_rules import elastic_refusal
 from shoal.runfile.layout_rules import layout_refusal
 from shoal.runfile.microbatches import microbatch_sizes, most_samples
+from shoal.runfile.norm_rules import norm_refusal
 from shoal.runfile.run_file import RunFile, in_canonical_order, statistics_group
 from shoal.runfile.sync_rules import division_refusal, sync_refusal
 
@@ -38,6 +39,7 @@ def refusal(run_file: RunFile) -> str | None:
         _vocabulary_rule,
         _packing_rule,
         layout_refusal,
+        norm_refusal,
         _float8_rule,
         pipedream_refusal,
         noise_refusal,

@@ -109,6 +109,11 @@ def declared_group(run_file: RunFile) -> int | None:
     return None
 
 
+def synchronises_norms(run_file: RunFile) -> bool:
+    """Whether batch norms take their statistics over a microbatch of all ranks."""
+    return isinstance(run_file.model, PythonModel) and run_file.model.batch_norm == "synchronised"
+
+
 def default_micro_samples(run_file: RunFile) -> int | None:
     """`batch.micro_samples`, a logical shard of canonical order, or one group of a user's model that states groups.
 

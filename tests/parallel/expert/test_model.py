@@ -15,11 +15,11 @@ from shoal.comm.mesh import build_mesh
 from shoal.models.build import build
 from shoal.models.config import MoEConfig
 from shoal.models.dropout import set_sample_keys
-from shoal.models.grouped_norm import StepStatistics
 from shoal.models.initialise import initialise
 from shoal.models.mixture_auxiliary import auxiliary_total, counted_tokens, set_auxiliary
 from shoal.models.mixture_loads import loads, mixtures_of
 from shoal.models.mixture_routes import RecordRoutes, Routes, set_routes
+from shoal.models.step_batch_norm import StepStatistics
 from shoal.parallel.context.put import put_context
 from shoal.parallel.context.shard import positions
 from shoal.parallel.expert.exchange import ExpertGroups

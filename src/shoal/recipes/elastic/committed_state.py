@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shoal.engine.loop import Job, steps
-from shoal.models.grouped_norm import StepStatistics
+from shoal.models.step_batch_norm import StepStatistics
 from shoal.recipes.elastic.state_copy import HeldState, held_state, load_state
 from shoal.recipes.run import Run
 

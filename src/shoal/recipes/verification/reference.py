@@ -11,17 +11,19 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal.comm.gather import gather_named
-from shoal.data.sample import Batch
+from shoal.data.sample import Batch, map_tree
 from shoal.engine.compute import Compute
 from shoal.engine.proof import Finding, Part, compare_rates, compare_weights
 from shoal.engine.randomness import Randomness
-from shoal.engine.reference import Reference
+from shoal.engine.reference import Arrange, Reference, joined
 from shoal.gradients.gradients import Gradients
 from shoal.models.mixture_routes import UNKNOWN, ReplayRoutes, RouteDifference, Routes, set_routes
 from shoal.models.roles import roles_of
@@ -29,7 +31,7 @@ from shoal.optim.build import build_optimizer
 from shoal.recipes.objects import loss_of, model_of
 from shoal.recipes.run import Run
 from shoal.recipes.splitting import draws_of
-from shoal.runfile.run_file import RunFile, declared_group
+from shoal.runfile.run_file import RunFile, declared_group, synchronises_norms
 from shoal.topology.box import Box, whole
 
 
@@ -44,7 +46,35 @@ def reference_of(run: Run) -> Reference:
     compute = Compute(model, loss_of(run_file, objects), precision, device, randomness)
     sparse = [name for name, role in roles.items() if role.kind == "table"]
     optimizer = build_optimizer(run_file.optimizer, trained, lr=1.0, sparse=sparse)
-    return Reference(compute, optimizer, run_file.optimizer.clip_norm, declared_group(run_file) is not None)
+    return Reference(compute, optimizer, run_file.optimizer.clip_norm, _arrangement(run))
+
+
+def _arrangement(run: Run) -> Arrange | None:
+    """Which samples the reference takes in one forward, where it matters; None: all of a step."""
+    if declared_group(run.run_file) is not None:
+        return lambda groups: groups
+    if synchronises_norms(run.run_file):
+        samples, shares = run.generation.microbatching.samples, run.mesh.batch_share[1]
+        assert samples is not None, "all ranks have microbatches of one size"
+        return partial(_rounds, samples=samples, shares=shares)
+    return None
+
+
+def _rounds(batches: Sequence[Batch], *, samples: int, shares: int) -> list[Batch]:
+    """The microbatches of a step, each of all `shares` of it: microbatch k is the k-th `samples` samples of each."""
+    (step,) = joined(batches)
+    edges = [len(step) * index // shares for index in range(shares + 1)]
+    offsets = range(0, max(after - before for before, after in pairwise(edges)), samples)
+    return [
+        _rows(step, [row for before, after in pairwise(edges) for row in range(before, after)[offset:][:samples]])
+        for offset in offsets
+    ]
+
+
+def _rows(batch: Batch, rows: list[int]) -> Batch:
+    take = lambda leaf: leaf[torch.tensor(rows, device=leaf.device)]  # noqa: E731
+    inputs, targets = map_tree(take, batch.inputs), map_tree(take, batch.targets)
+    return Batch(inputs, targets, weights=take(batch.weights), positions=take(batch.positions))
 
 
 @torch.no_grad()
@@ -86,7 +116,12 @@ def collected(run: Run, parts: list[tuple[str, Box, Tensor]]) -> list[Part]:
 def neighbour_findings(
     run: Run, reference: Reference, batches: Sequence[Batch], number: int, tolerance: float
 ) -> list[Finding]:
-    """Does a sample's loss depend on its neighbours? Then no layout that cuts the batch elsewhere can be the same."""
+    """Does a sample's loss depend on its neighbours? Then no layout that cuts the batch elsewhere can be the same.
+
+    Not asked of a model whose batch norms are synchronised: theirs do.
+    """
+    if synchronises_norms(run.run_file):
+        return []
     set_routes(reference.compute.model, None)
     shares = run.mesh.batch_share[1]
     samples = run.generation.microbatching.samples or -(-run.run_file.batch.global_samples // shares)

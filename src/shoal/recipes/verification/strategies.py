@@ -87,7 +87,7 @@ def provable(run_file: RunFile) -> tuple[RunFile, list[str]]:
     refuse_timed(run_file.sync)
     if run_file.codec == NoCodec():
         return run_file, []
-    kind = type(run_file.codec).__struct_config__.tag
+    kind = run_file.codec.variant
     return msgspec.structs.replace(run_file, codec=NoCodec()), [CODEC_LEFT_OUT.format(kind)]
 
 
@@ -113,7 +113,7 @@ def verify_strategy(run: Run, *, steps: int, tolerances: Tolerances, exact: bool
     if proof.copies is None or proof.rule is None:
         return None
     unkeyed = said_of(proof.copies.unkeyed, compiled=run.run_file.run.compile)
-    rule = f'sync.kind = "{type(run.run_file.sync).__struct_config__.tag}": {proof.rule.equation}'
+    rule = f'sync.kind = "{run.run_file.sync.variant}": {proof.rule.equation}'
     layout = run.mesh.layout.describe()
     verdict = Verdict(layout, exact, proof.findings, axes, tuple(proof.notes()), unkeyed, rule)
     if verdict.holds and isinstance(run.run_file.model, ForeignModel):
