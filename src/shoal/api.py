@@ -47,8 +47,9 @@ def train(
     """Train, and return the run directory. Afterwards an `nn.Module` passed as `model` has the trained weights.
 
     `config` is a run file, its tables as dictionaries, or a `RunFile`. `model` is an `nn.Module` or a function that
-    returns one; `data` a map-style data set or a pair (training, held out); `loss` a callable of (outputs, targets)
-    that returns one value per sample or position. What is not given, the configuration names.
+    returns one; `data` a map-style data set, an iterable, a function that returns one of these, or a pair (training,
+    held out); `loss` a callable of (outputs, targets) that returns one value per sample or position. What is not given,
+    the configuration names.
 
     Raises `RunFailed` where the run is refused or one of its ranks fails, and `RunStopped` after a signal. What went
     wrong is on standard error already; a script that does not catch them ends with the exit code and no traceback.
@@ -109,10 +110,11 @@ def start(
 
     `config` is a run file or its tables as dictionaries; with the keywords below it may be left out. `model` is an
     `nn.Module`, `optimizer` a `torch.optim.Optimizer` over its parameters that has taken no step; or tuples of several,
-    whose parameters are called "0.weight", "1.weight", ... in checkpoints. `data` is a map-style data set, a PyTorch
-    DataLoader (its data set, batch size, order, `drop_last` and `collate_fn` are taken over), a pair (training, held
-    out), or the keys of a table `[data]`, such as {"kind": "parquet", "files": [...], ...}; without it, the run file's
-    `[data]` counts. Batches of such data are pairs (inputs, targets).
+    whose parameters are called "0.weight", "1.weight", ... in checkpoints. `data` is a map-style data set, an iterable,
+    a function that returns one of these, a PyTorch DataLoader (its data set, batch size, order, `drop_last` and
+    `collate_fn` are taken over), a pair (training, held out), or the keys of a table `[data]`, such as
+    {"kind": "parquet", "files": [...], ...}; without it, the run file's `[data]` counts. Batches of such data are pairs
+    (inputs, targets).
     `batch_samples` are the samples of one step over all ranks. `epochs` says how often to go through the data, or
     `steps` how many updates to make; `run.steps`, if it is set, counts instead. `state` are objects with
     `state_dict()`, by name, such as {"scheduler": scheduler}: they are saved with the run, and a resume restores them.

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 from torch._C._distributed_c10d import HashStore
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from shoal.config.load import apply
 from shoal.data.dataset import Dataset
@@ -37,6 +37,7 @@ from shoal.recipes.own_objects import (
     check_alone,
     data_of_script,
     is_compiled,
+    is_endless,
     objects_of,
     order_of_loader,
     unread_arguments,
@@ -217,7 +218,7 @@ def _run_file(
         if size is None:
             raise ConfigError(f"{file}: batch.global_samples is missing; pass batch_samples, the samples of one step")
         batch["global_samples"] = size
-    if loader is not None:
+    if loader is not None and not isinstance(loader.dataset, IterableDataset):
         batch.setdefault("epoch_end", "drop" if loader.drop_last else "short")
     by_epochs = "steps" not in run_table and steps is None
     if "steps" not in run_table:
@@ -235,7 +236,9 @@ def _run_file(
 
 
 def _samples(run_file: RunFile, data: Any) -> int:
-    """Samples of an epoch. Raises `ConfigError` for a stream, which has none."""
+    """Samples of an epoch. Raises `ConfigError` for what has no length."""
+    if data is not None and is_endless(data[0]):
+        raise ConfigError("epochs of an iterable, whose length is not known: pass steps")
     if data is not None:
         return len(data[0])
     found = data_named(run_file)

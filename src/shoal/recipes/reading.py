@@ -12,6 +12,7 @@ from shoal.data.batches import BatchReader, SourceReader
 from shoal.data.dataset import Dataset
 from shoal.data.feed import SlowReads
 from shoal.data.reader_process import Opening, ReaderProcess
+from shoal.errors import ConfigError
 from shoal.launch.supervision import say
 from shoal.recipes.epoch_end import order_of
 from shoal.recipes.objects import UserObjects, data_of
@@ -20,6 +21,24 @@ from shoal.runfile.run_file import RunFile
 
 BEFORE_TIMEOUT = 0.8
 """A rank gives up a read this early, as a share of `wire.timeout_s`: before the others give up the rank."""
+
+
+def check_reading(run_file: RunFile, data: Dataset) -> None:
+    """Raises `ConfigError` for keys that need more of the data than an iterable can do."""
+    config = run_file.data
+    asked = {
+        f"data.readers = {config.readers}": config.readers > 1,
+        'data.reader_kind = "processes"': config.reader_kind == "processes",
+        f"data.shuffle_window = {config.shuffle_window}": config.shuffle_window is not None,
+        f'batch.epoch_end = "{run_file.batch.epoch_end}"': run_file.batch.epoch_end != "straddle",
+    }
+    wrong = next((key for key, is_asked in asked.items() if is_asked), None)
+    if data.iterable is not None and wrong is not None:
+        raise ConfigError(
+            f"{wrong}, and {data.iterable.name} is an iterable: one thread of each rank takes its items in the order "
+            "in which they come, and its end is not known beforehand; leave the key out, or give a data set with "
+            "len(d) and d[i]"
+        )
 
 
 def slow_reads(run_file: RunFile, *, rank: int, ranks: int) -> SlowReads:
