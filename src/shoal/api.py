@@ -20,6 +20,7 @@ from shoal.launch.supervision import say
 from shoal.observe.facts import facts_path
 from shoal.planning.arrange import PLANNER
 from shoal.recipes.objects import UserObjects
+from shoal.recipes.own_script import Reached, own_command, reads_for
 from shoal.recipes.start import run
 from shoal.recipes.user_code import GIVEN
 from shoal.runfile.load import run_file_of
@@ -74,11 +75,16 @@ def _trained(config: Configuration, overrides: Sequence[str], *, model: Any, dat
 
         train_rank(run_file, place, UserObjects(model=model, data=data, loss=loss), forecast=FORECAST)
 
+    reads = reads_for(directory, os.environ)
+    if reads is not None:
+        if reads:
+            raise Reached(data)
+        return directory  # this process reads for another call of the script
     place, wanted = place_from(os.environ), str(directory.resolve())
     if place is not None and os.environ.get(ONLY_RUN, wanted) != wanted:
         return directory  # this rank was started for another call of the script
     environ = os.environ if place is not None else {**os.environ, ONLY_RUN: wanted}
-    code = run(run_file, _own_command(), be_rank, directory=directory, file=file, environ=environ, planner=PLANNER)
+    code = run(run_file, own_command(), be_rank, directory=directory, file=file, environ=environ, planner=PLANNER)
     if place is not None and place.launcher == "shoal":
         sys.exit(code)  # this process was made for the call above; what follows in the script runs once, in its parent
     if code != 0:
@@ -134,7 +140,7 @@ def start(
         tables,
         overrides,
         file=file,
-        command=_own_command,
+        command=own_command,
         objects={"model": model, "optimizer": optimizer, "data": data, "state": dict(state or {})},
         batch_samples=batch_samples,
         epochs=epochs,
@@ -191,18 +197,3 @@ def _tables(config: str | Path | Mapping[str, Any] | None) -> tuple[dict[str, An
     if isinstance(config, str | Path):
         return read(Path(config)), str(config)
     return ({} if config is None else dict(config)), "the configuration"
-
-
-def _own_command() -> list[str]:
-    """The command that starts this very script again. Raises `UsageError` where there is no script."""
-    main = sys.modules["__main__"]
-    spec = getattr(main, "__spec__", None)
-    if spec is not None and spec.name:
-        return [sys.executable, "-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]
-    script = getattr(main, "__file__", None)
-    if script is None or not os.path.exists(script):
-        raise UsageError(
-            "ranks are started by running the script again, and there is no script here (a notebook, a prompt or "
-            "standard input); put the call into a file, or start the process under torchrun"
-        )
-    return [sys.executable, os.path.abspath(script), *sys.argv[1:]]

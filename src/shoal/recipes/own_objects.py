@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -18,6 +20,7 @@ from shoal.data.as_inputs import AsInputs, Collated
 from shoal.data.iterable import IterableSource, as_source
 from shoal.errors import UsageError, UserCodeError
 from shoal.recipes.objects import UserObjects, may_be_data
+from shoal.recipes.own_script import Reached, reads_for
 
 
 def check_alone() -> None:
@@ -90,6 +93,12 @@ def data_of_script(data: Any) -> tuple[Any, DataLoader | None]:
     return tuple(None if part is None else AsInputs(part) for part in sets), loader
 
 
+def stop_in_reader(data: Any, directory: Path) -> None:
+    """In a process that reads data for the run of that directory, the script ends here: raises `Reached`."""
+    if reads_for(directory, os.environ):
+        raise Reached(data)
+
+
 def is_endless(train: AsInputs) -> bool:
     """Whether the samples are the items of an iterable, which has no number of them."""
     return isinstance(train.source, IterableSource)
@@ -121,7 +130,7 @@ def unread_arguments(loader: DataLoader | None) -> list[str]:
     }
     does = {
         "drop_last": "an iterable is begun again where it ends, and the step goes on",
-        "num_workers": "samples are read ahead by threads, as many as data.readers says",
+        "num_workers": "samples are read ahead by as many threads or processes as data.readers and reader_kind say",
         "worker_init_fn": "there are no worker processes",
         "generator": "the order of samples follows from run.seed",
     }

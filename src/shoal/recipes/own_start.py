@@ -40,6 +40,7 @@ from shoal.recipes.own_objects import (
     is_endless,
     objects_of,
     order_of_loader,
+    stop_in_reader,
     unread_arguments,
 )
 from shoal.recipes.run import open_run
@@ -80,6 +81,7 @@ def start_own_loop(
         run_file = _run_file(
             tables, overrides, file=file, loader=loader, data=data, samples=batch_samples, epochs=epochs, steps=steps
         )
+        stop_in_reader(data, run_directory(run_file))
         place = place_from(os.environ)
         if place is None:
             processes = run_file.run.processes or run_file.layout.default_processes or gpus(os.environ) or 1
