@@ -20,6 +20,7 @@ from shoal.launch.supervision import say
 from shoal.observe.facts import facts_path
 from shoal.planning.arrange import PLANNER
 from shoal.recipes.objects import UserObjects
+from shoal.recipes.own_script import Reached, own_command, reads_for
 from shoal.recipes.start import run
 from shoal.recipes.user_code import GIVEN
 from shoal.runfile.load import run_file_of
@@ -47,8 +48,9 @@ def train(
     """Train, and return the run directory. Afterwards an `nn.Module` passed as `model` has the trained weights.
 
     `config` is a run file, its tables as dictionaries, or a `RunFile`. `model` is an `nn.Module` or a function that
-    returns one; `data` a map-style data set or a pair (training, held out); `loss` a callable of (outputs, targets)
-    that returns one value per sample or position. What is not given, the configuration names.
+    returns one; `data` a map-style data set, an iterable, a function that returns one of these, or a pair (training,
+    held out); `loss` a callable of (outputs, targets) that returns one value per sample or position. What is not given,
+    the configuration names.
 
     Raises `RunFailed` where the run is refused or one of its ranks fails, and `RunStopped` after a signal. What went
     wrong is on standard error already; a script that does not catch them ends with the exit code and no traceback.
@@ -73,11 +75,16 @@ def _trained(config: Configuration, overrides: Sequence[str], *, model: Any, dat
 
         train_rank(run_file, place, UserObjects(model=model, data=data, loss=loss), forecast=FORECAST)
 
+    reads = reads_for(directory, os.environ)
+    if reads is not None:
+        if reads:
+            raise Reached(data)
+        return directory  # this process reads for another call of the script
     place, wanted = place_from(os.environ), str(directory.resolve())
     if place is not None and os.environ.get(ONLY_RUN, wanted) != wanted:
         return directory  # this rank was started for another call of the script
     environ = os.environ if place is not None else {**os.environ, ONLY_RUN: wanted}
-    code = run(run_file, _own_command(), be_rank, directory=directory, file=file, environ=environ, planner=PLANNER)
+    code = run(run_file, own_command(), be_rank, directory=directory, file=file, environ=environ, planner=PLANNER)
     if place is not None and place.launcher == "shoal":
         sys.exit(code)  # this process was made for the call above; what follows in the script runs once, in its parent
     if code != 0:
@@ -109,10 +116,11 @@ def start(
 
     `config` is a run file or its tables as dictionaries; with the keywords below it may be left out. `model` is an
     `nn.Module`, `optimizer` a `torch.optim.Optimizer` over its parameters that has taken no step; or tuples of several,
-    whose parameters are called "0.weight", "1.weight", ... in checkpoints. `data` is a map-style data set, a PyTorch
-    DataLoader (its data set, batch size, order, `drop_last` and `collate_fn` are taken over), a pair (training, held
-    out), or the keys of a table `[data]`, such as {"kind": "parquet", "files": [...], ...}; without it, the run file's
-    `[data]` counts. Batches of such data are pairs (inputs, targets).
+    whose parameters are called "0.weight", "1.weight", ... in checkpoints. `data` is a map-style data set, an iterable,
+    a function that returns one of these, a PyTorch DataLoader (its data set, batch size, order, `drop_last` and
+    `collate_fn` are taken over), a pair (training, held out), or the keys of a table `[data]`, such as
+    {"kind": "parquet", "files": [...], ...}; without it, the run file's `[data]` counts. Batches of such data are pairs
+    (inputs, targets).
     `batch_samples` are the samples of one step over all ranks. `epochs` says how often to go through the data, or
     `steps` how many updates to make; `run.steps`, if it is set, counts instead. `state` are objects with
     `state_dict()`, by name, such as {"scheduler": scheduler}: they are saved with the run, and a resume restores them.
@@ -132,7 +140,7 @@ def start(
         tables,
         overrides,
         file=file,
-        command=_own_command,
+        command=own_command,
         objects={"model": model, "optimizer": optimizer, "data": data, "state": dict(state or {})},
         batch_samples=batch_samples,
         epochs=epochs,
@@ -189,18 +197,3 @@ def _tables(config: str | Path | Mapping[str, Any] | None) -> tuple[dict[str, An
     if isinstance(config, str | Path):
         return read(Path(config)), str(config)
     return ({} if config is None else dict(config)), "the configuration"
-
-
-def _own_command() -> list[str]:
-    """The command that starts this very script again. Raises `UsageError` where there is no script."""
-    main = sys.modules["__main__"]
-    spec = getattr(main, "__spec__", None)
-    if spec is not None and spec.name:
-        return [sys.executable, "-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]
-    script = getattr(main, "__file__", None)
-    if script is None or not os.path.exists(script):
-        raise UsageError(
-            "ranks are started by running the script again, and there is no script here (a notebook, a prompt or "
-            "standard input); put the call into a file, or start the process under torchrun"
-        )
-    return [sys.executable, os.path.abspath(script), *sys.argv[1:]]

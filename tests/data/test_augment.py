@@ -1,5 +1,7 @@
 """Augmentation belongs to (seed, epoch, sample): readers, ranks and restarts do not change it; epochs do."""
 
+import itertools
+import random
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +11,10 @@ import torch
 from shoal.data.augment import Augmentation, augmentation_of, crop, flip, generator_of
 from shoal.data.batches import SourceReader
 from shoal.data.config import Digits
+from shoal.data.cursor import Interval
 from shoal.data.feed import Feed, StepShare
 from shoal.data.order import Order
-from shoal.data.sample import Sample
+from shoal.data.sample import Sample, first_leaf
 from shoal.errors import UserCodeError
 from tests.data.sources import built, written
 
@@ -110,3 +113,29 @@ def test_functions_are_named():
             augmentation_of(Digits(augment=[wrong]), 0)
     with pytest.raises(UserCodeError, match="flip and crop take one image"):
         flip((np.zeros(3), 0), generator_of(0, 0, 0))
+
+
+class Noisy:
+    """Draws from the generators of the process."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> tuple:
+        return torch.tensor([index, random.random(), np.random.rand(), float(torch.rand(()))]), 0
+
+
+def test_what_a_data_set_draws_itself_belongs_to_the_sample():
+    """In a process that reads alone: however positions are cut into batches, and anew in the next epoch."""
+    order = Order(6, 3)
+
+    def rows(cuts: list[int]) -> list[list[float]]:
+        reader = SourceReader(Noisy(), order, denominator="auto", augmentation=Augmentation([], 3, seeds_process=True))
+        parts = [reader.read(Interval(a, b)).batch for a, b in itertools.pairwise(cuts)]
+        return [row for part in parts for row in first_leaf(part.inputs).tolist()]
+
+    whole = rows([0, 12])
+    assert rows([6, 8, 12]) == whole[6:]
+    assert rows([0, 1, 2, 5, 12]) == whole
+    later = {row[0]: row[1:] for row in whole[6:]}
+    assert all(later[row[0]][k] != row[1 + k] for row in whole[:6] for k in range(3))

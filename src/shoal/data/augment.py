@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import os
+import random
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from torch import Tensor
 from shoal.data.reading import Reading
 from shoal.data.sample import Sample, describe, parse_sample
 from shoal.errors import UserCodeError
+from shoal.maths.counter import key_of
 
 Change = Callable[[Any, np.random.Generator], Any]
 """From a sample, as the data set returned it, to the one that is trained on."""
@@ -29,10 +31,23 @@ Change = Callable[[Any, np.random.Generator], Any]
 
 @dataclass(frozen=True)
 class Augmentation:
-    """The changes of a run, in order, and the run's seed."""
+    """The changes of a run, in order, and the run's seed.
+
+    `seeds_process`: the process reads samples one by one and does nothing else, so that the global generators of
+    Python, numpy and torch, from which a user's data set may draw, are seeded for each sample, too.
+    """
 
     changes: Sequence[Change]
     seed: int
+    seeds_process: bool = False
+
+    def before(self, *, epoch: int, sample_id: int) -> None:
+        """The data set is about to be asked for that sample."""
+        if self.seeds_process:
+            key = key_of(self.seed, "data set", epoch, sample_id)
+            random.seed(key)
+            np.random.seed(key % 2**32)
+            torch.default_generator.manual_seed(key)
 
     def __call__(self, sample: Any, *, epoch: int, sample_id: int) -> Any:
         """`sample`, changed as (seed, epoch, sample id) say."""

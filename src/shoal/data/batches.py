@@ -111,7 +111,7 @@ def read_batch(
         DataError, UserCodeError: the source raised (its exception is the cause) or returned what no sample may be; the
             message names the sample id and the position.
     """
-    if isinstance(source, BatchSource) and changed is None:
+    if isinstance(source, BatchSource) and (changed is None or not changed[0].changes):
         began(where_of(ids, positions))
         stacked = _guarded(source.samples_at, ids, where=where_of(ids, positions))
         return BatchRead(
@@ -171,6 +171,8 @@ def _read_sample(
     source: Source, index: int, *, where: str, epoch: int, augmentation: Augmentation | None = None
 ) -> Sample:
     def read(index: int) -> Sample:
+        if augmentation is not None:
+            augmentation.before(epoch=epoch, sample_id=index)
         sample = source[index]
         return parse_sample(sample if augmentation is None else augmentation(sample, epoch=epoch, sample_id=index))
 

@@ -67,7 +67,11 @@ class PythonData(Reading, frozen=True, kw_only=True, tag_field="kind", tag="pyth
     """The user's own data sets."""
 
     build: Annotated[
-        str, says("package.module:function that returns a data set, or a pair (train, held out).", pattern=".+:.+")
+        str,
+        says(
+            "package.module:function that returns a data set or an iterable, or a pair (train, held out).",
+            pattern=".+:.+",
+        ),
     ]
     arguments: Annotated[dict[str, Any], says("Keywords the function is called with.")] = msgspec.field(
         default_factory=dict

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shoal.data.iterable import IterableSource
 from shoal.data.mixture import MixtureOrder
 from shoal.data.order import Order
 from shoal.data.sample import Source
@@ -19,7 +20,8 @@ class Dataset:
 
     `parts` are the sizes of a mixture's sources, which stand one after the other in `train`, and `quotas` how many
     samples of each stand in every window; both are empty for data of one source. `endless` data is a stream: its length
-    is a bound, not a number of samples, and it is taken in its own order.
+    is a bound, not a number of samples, and it is taken in its own order. `iterable` is what `train` reads its samples
+    from where they are the items of an iterable; such data is endless, too.
     """
 
     train: Source
@@ -28,6 +30,7 @@ class Dataset:
     parts: Sequence[int] = ()
     quotas: Sequence[int] = ()
     endless: bool = False
+    iterable: IterableSource | None = None
 
     def order(self, seed: int, *, shuffle: bool, window: int | None = None) -> Order | MixtureOrder:
         """Which sample of `train` stands at which position. Raises DataError: see `Order`."""

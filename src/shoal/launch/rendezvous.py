@@ -115,6 +115,10 @@ class Rendezvous:
 
         return self._bounded(work, lambda: f"rank 0, which finds out and tells the others: {key}")
 
+    def first(self, key: str, text: str) -> str:
+        """What the first rank said that called this with that key: `text`, if it is this one. Waits for nobody."""
+        return self._store.compare_set(f"first/{key}", "", text).decode()
+
     def give_up(self, sentence: str) -> None:
         """Ends the waits of all ranks, these and those to come: they raise `CollectiveError(sentence)`."""
         self._store.set(_FAILED, sentence)

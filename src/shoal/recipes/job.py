@@ -195,7 +195,8 @@ def introduce(sinks: Sinks, run: Run, resumed_step: int | None) -> None:
     """Says what is about to run."""
     count = sum(prod(shape) for shape in run.generation.parts.split.shapes.values())
     data = run.workload.data
-    samples = "a stream" if data.endless else units.plural(len(data.train), "training sample")
+    endless = "a stream" if data.iterable is None else "the items of an iterable"
+    samples = endless if data.endless else units.plural(len(data.train), "training sample")
     sinks.note(f"{run.mesh.layout.describe()} on {run.device.type}, {count:,} parameters, {samples}")
     if run.mesh.layout.world_size > 1:
         sinks.note(run.mesh.world.wire)

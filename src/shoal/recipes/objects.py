@@ -17,6 +17,7 @@ from shoal.data import build as data_build
 from shoal.data.build import Dataset
 from shoal.data.config import PythonData
 from shoal.data.corpora import cache_folder
+from shoal.data.iterable import as_source, made_by, takes_start
 from shoal.data.sample import describe
 from shoal.engine.compute import enter_training, frozen_modules
 from shoal.engine.config import PythonLoss, SquaredError
@@ -31,7 +32,7 @@ from shoal.models.huggingface.config import TransformersConfig, vocabulary_of
 from shoal.models.initialise import initialise
 from shoal.models.synchronised_norm import with_synchronised_norm
 from shoal.parallel.traced.declare import declare
-from shoal.recipes.user_code import call_named
+from shoal.recipes.user_code import call_named, find_named
 from shoal.runfile.run_file import RunFile
 
 
@@ -139,14 +140,22 @@ def data_of(run_file: RunFile, given: UserObjects, environ: Mapping[str, str] = 
         foreign = isinstance(model, TransformersConfig)
         vocabulary = vocabulary_of(model) if foreign else getattr(model, "vocabulary", None)
         return data_build.build(config, batch=run_file.batch, vocabulary=vocabulary, cache=cache_folder(environ))
-    data = given.data
-    if isinstance(config, PythonData) and data is None:
-        data = call_named(config.build, config.arguments, key="data.build")
-    if callable(data) and not hasattr(data, "__getitem__"):
-        data = data()
+    data = _named_data(config) if isinstance(config, PythonData) and given.data is None else given.data
+    data = as_source(data)
     if isinstance(data, tuple) and _is_pair(data):
         return data_build.from_objects(data[0], data[1])
     return data_build.from_objects(data)
+
+
+def _named_data(config: PythonData) -> Any:
+    """What the function `data.build` returns, or the iterables that it makes."""
+    function = find_named(config.build, key="data.build")
+
+    def call(**more: Any) -> Any:
+        return call_named(config.build, config.arguments | more, key="data.build")
+
+    counts = "start" not in config.arguments and takes_start(function)
+    return made_by(function, call, takes_start=counts)
 
 
 def loss_of(run_file: RunFile, given: UserObjects) -> Loss:
@@ -163,8 +172,13 @@ def loss_of(run_file: RunFile, given: UserObjects) -> Loss:
 
 def _is_pair(data: tuple[Any, ...]) -> bool:
     """(training, held out), and not a training set that happens to be a tuple of two samples."""
-    sets = all(part is None or hasattr(part, "__getitem__") for part in data)
+    sets = all(part is None or may_be_data(part) for part in data)
     return len(data) == 2 and sets and not isinstance(data[0], tuple)
+
+
+def may_be_data(part: Any) -> bool:
+    """Whether `part` has items, or may make something that has."""
+    return callable(part) or hasattr(part, "__getitem__") or hasattr(part, "__iter__")
 
 
 def _users_model(config: ModelConfig, given: UserObjects) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -12,11 +14,13 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, default_collate
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from shoal.data.as_inputs import AsInputs, Collated
+from shoal.data.iterable import IterableSource, as_source
 from shoal.errors import UsageError, UserCodeError
-from shoal.recipes.objects import UserObjects
+from shoal.recipes.objects import UserObjects, may_be_data
+from shoal.recipes.own_script import Reached, reads_for
 
 
 def check_alone() -> None:
@@ -73,12 +77,15 @@ def data_of_script(data: Any) -> tuple[Any, DataLoader | None]:
     if data is None or isinstance(data, Mapping):
         return None, None
     loader: DataLoader | None = data if isinstance(data, DataLoader) else None
-    sets: Any = (loader.dataset, None) if loader is not None else data if _is_pair(data) else (data, None)
+    made = (loader.dataset, None) if loader is not None else as_source(data)
+    train, held_out = made if _is_pair(made) else (made, None)
+    sets: Any = (as_source(train), held_out)
     for part in sets:
         if part is not None and not (hasattr(part, "__len__") and hasattr(part, "__getitem__")):
             raise UserCodeError(
-                f"the data is of type {type(part).__name__}; shoal.start takes a data set with len(d) and d[i], a "
-                "DataLoader of one, a pair (training, held out), or a table [data]"
+                f"the data is of type {type(part).__name__}; shoal.start takes a data set with len(d) and d[i], an "
+                "iterable or a function that makes one, a DataLoader of one of these, a pair (training, held out with "
+                "len(d) and d[i]), or a table [data]"
             )
     if loader is not None and loader.collate_fn is not default_collate:
         collate = loader.collate_fn
@@ -86,13 +93,24 @@ def data_of_script(data: Any) -> tuple[Any, DataLoader | None]:
     return tuple(None if part is None else AsInputs(part) for part in sets), loader
 
 
+def stop_in_reader(data: Any, directory: Path) -> None:
+    """In a process that reads data for the run of that directory, the script ends here: raises `Reached`."""
+    if reads_for(directory, os.environ):
+        raise Reached(data)
+
+
+def is_endless(train: AsInputs) -> bool:
+    """Whether the samples are the items of an iterable, which has no number of them."""
+    return isinstance(train.source, IterableSource)
+
+
 def _is_pair(data: Any) -> bool:
-    return isinstance(data, tuple) and len(data) == 2 and all(hasattr(part, "__getitem__") for part in data)
+    return isinstance(data, tuple) and len(data) == 2 and all(part is None or may_be_data(part) for part in data)
 
 
 def order_of_loader(loader: DataLoader | None) -> dict[str, Any]:
     """The order of a DataLoader. Raises `UserCodeError` for one that Shoal cannot reproduce."""
-    if loader is None:
+    if loader is None or (isinstance(loader.dataset, IterableDataset) and loader.batch_size is not None):
         return {}
     if not isinstance(loader.sampler, RandomSampler | SequentialSampler) or loader.batch_size is None:
         raise UserCodeError(
@@ -105,12 +123,14 @@ def order_of_loader(loader: DataLoader | None) -> dict[str, Any]:
 def unread_arguments(loader: DataLoader | None) -> list[str]:
     """What of a DataLoader has no meaning in a run, a sentence for each."""
     given = {
+        "drop_last": loader is not None and loader.drop_last and isinstance(loader.dataset, IterableDataset),
         "num_workers": loader is not None and loader.num_workers > 0,
         "worker_init_fn": loader is not None and loader.worker_init_fn is not None,
         "generator": loader is not None and loader.generator is not None,
     }
     does = {
-        "num_workers": "samples are read ahead by threads, as many as data.readers says",
+        "drop_last": "an iterable is begun again where it ends, and the step goes on",
+        "num_workers": "samples are read ahead by as many threads or processes as data.readers and reader_kind say",
         "worker_init_fn": "there are no worker processes",
         "generator": "the order of samples follows from run.seed",
     }

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 from torch._C._distributed_c10d import HashStore
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from shoal.config.load import apply
 from shoal.data.dataset import Dataset
@@ -37,8 +37,10 @@ from shoal.recipes.own_objects import (
     check_alone,
     data_of_script,
     is_compiled,
+    is_endless,
     objects_of,
     order_of_loader,
+    stop_in_reader,
     unread_arguments,
 )
 from shoal.recipes.run import open_run
@@ -79,6 +81,7 @@ def start_own_loop(
         run_file = _run_file(
             tables, overrides, file=file, loader=loader, data=data, samples=batch_samples, epochs=epochs, steps=steps
         )
+        stop_in_reader(data, run_directory(run_file))
         place = place_from(os.environ)
         if place is None:
             processes = run_file.run.processes or run_file.layout.default_processes or gpus(os.environ) or 1
@@ -217,7 +220,7 @@ def _run_file(
         if size is None:
             raise ConfigError(f"{file}: batch.global_samples is missing; pass batch_samples, the samples of one step")
         batch["global_samples"] = size
-    if loader is not None:
+    if loader is not None and not isinstance(loader.dataset, IterableDataset):
         batch.setdefault("epoch_end", "drop" if loader.drop_last else "short")
     by_epochs = "steps" not in run_table and steps is None
     if "steps" not in run_table:
@@ -235,7 +238,9 @@ def _run_file(
 
 
 def _samples(run_file: RunFile, data: Any) -> int:
-    """Samples of an epoch. Raises `ConfigError` for a stream, which has none."""
+    """Samples of an epoch. Raises `ConfigError` for what has no length."""
+    if data is not None and is_endless(data[0]):
+        raise ConfigError("epochs of an iterable, whose length is not known: pass steps")
     if data is not None:
         return len(data[0])
     found = data_named(run_file)

@@ -39,6 +39,10 @@ class Process:
         """What rank 0 finds, on every rank."""
         return self.rendezvous.announce(key, find)
 
+    def first(self, key: str, text: str) -> str:
+        """What the first rank said that came here: `text`, if it is this one. Waits for nobody."""
+        return self.rendezvous.first(key, text)
+
     def wait_for_all(self) -> None:
         """Until every rank has built what it trains. A rank that failed before says why to the others here."""
         self.rendezvous.barrier(STARTED)

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 
-from shoal.data.feed import evaluation_batches
+from shoal.data.batches import read_batch
 from shoal.engine.compute import on_device
 from shoal.errors import ConfigError, ShoalError, UserCodeError
 from shoal.files import read_file
@@ -91,11 +92,8 @@ def propose(run_file: RunFile, *, stages: int = 2) -> SplitProposal:
     run_file = msgspec.structs.replace(run_file, model=bare)
     model = model_of(run_file, UserObjects(), device=torch.device("cpu"), dtype=torch.float32)
     source = data_of(run_file, UserObjects()).train
-    raw = next(
-        evaluation_batches(
-            source, replicas=1, replica=0, micro_samples=SAMPLES, denominator=run_file.batch.denominator, limit=SAMPLES
-        )
-    )
+    first = np.arange(min(SAMPLES, len(source)))
+    raw = read_batch(source, first, first, denominator=run_file.batch.denominator).batch
     inputs = on_device(raw, torch.device("cpu"), torch.float32).inputs
     args = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, dict) else (inputs,)
     named = inputs if isinstance(inputs, dict) else {}

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from shoal.data.build import Dataset
 from shoal.data.feed import SlowReads
+from shoal.data.iterable import IterableSource
 from shoal.data.sample import Source, map_tree, parse_sample
 from shoal.errors import ConfigError, UserCodeError
 from shoal.launch.versions import installed
@@ -136,15 +137,32 @@ def shapes_of(model: nn.Module) -> list[str]:
     return [f"{name} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for name, tensor in tensors]
 
 
-def samples_of(data: Dataset, slow: SlowReads = SlowReads()) -> list[str]:
-    """Lines for `SAMPLED` samples of the training and of the held-out data, from the first to the last, by hash.
+def samples_of(data: Dataset, slow: SlowReads = SlowReads(), *, first: int = SAMPLED) -> list[str]:
+    """Lines for `SAMPLED` samples of the training and of the held-out data, from the first to the last, by hash; of an
+    iterable for the `first` ones.
 
     Raises `DataError` where `slow` gives up a read.
     """
-    if data.endless:
-        return ["a stream"]
     held_out = _lines("held-out", data.held_out, slow) if data.held_out is not None else []
-    return _lines("training", data.train, slow) + held_out
+    if data.iterable is not None:
+        return _first_lines(data.iterable, min(first, SAMPLED), slow) + held_out
+    return (["a stream"] if data.endless else _lines("training", data.train, slow)) + held_out
+
+
+def require_same_length(rank: int, first: Callable[[str, str], str], source: IterableSource) -> None:
+    """From now on the pass of `source` that ends on this rank must have had as many items as on the rank where it ended
+    first: reading raises `UserCodeError` where it has not. `first(key, text)` is `Process.first`.
+    """
+
+    def compare(number: int, items: int) -> None:
+        wanted = int(first(f"same/pass {number}", str(items)))
+        if items != wanted:
+            raise UserCodeError(
+                f"on rank {rank} {source.name} ended after {items} items, and on another rank after {wanted}: every "
+                "rank must be given the same items in the same order, and Shoal divides them"
+            )
+
+    source.agree = compare
 
 
 def contents_of(samples: Sequence[str]) -> dict[str, str]:
@@ -153,23 +171,44 @@ def contents_of(samples: Sequence[str]) -> dict[str, str]:
     return {sample: digest for sample, digest in hashes if digest not in (RANDOM, UNREADABLE)}
 
 
+def _first_lines(source: IterableSource, count: int, slow: SlowReads) -> list[str]:
+    lines = [f"training data is {source.name}"]
+
+    def read() -> None:
+        items = source.first(count)
+        lines.extend(f"training sample {i}: {_stable_hash(items, i)}" for i in range(len(items)))
+
+    _in_thread(read, slow, lambda: f"one of the first {count} items of {source.name}")
+    return lines
+
+
 def _lines(name: str, source: Source, slow: SlowReads) -> list[str]:
     last = len(source) - 1
     chosen = sorted({last * i // (SAMPLED - 1) for i in range(SAMPLED)})
-    lines, over = [f"{name} data of {len(source)} samples"], Event()
+    lines = [f"{name} data of {len(source)} samples"]
 
     def read() -> None:
+        for i in chosen:
+            reading.append(i)
+            lines.append(f"{name} sample {i}: {_stable_hash(source, i)}")
+
+    reading: list[int] = []
+    _in_thread(read, slow, lambda: f"Sample {reading[-1] if reading else 0} of the {name} data")
+    return lines
+
+
+def _in_thread(read: Callable[[], None], slow: SlowReads, where: Callable[[], str]) -> None:
+    """Calls `read`, which reads a user's source, and may hang."""
+    over = Event()
+
+    def work() -> None:
         try:
-            for i in chosen:
-                reading.append(i)
-                lines.append(f"{name} sample {i}: {_stable_hash(source, i)}")
+            read()
         finally:
             over.set()
 
-    reading: list[int] = []
-    Thread(target=read, name="shoal-samples", daemon=True).start()  # the source is a user's, and may hang
-    slow.wait(over, lambda: f"Sample {reading[-1] if reading else 0} of the {name} data")
-    return lines
+    Thread(target=work, name="shoal-samples", daemon=True).start()
+    slow.wait(over, where)
 
 
 def _stable_hash(source: Source, index: int) -> str:

@@ -17,8 +17,8 @@ from shoal.optim.adopt import OwnOptimizer, own_optimizers
 from shoal.recipes.epoch_end import check_short_step
 from shoal.recipes.objects import UserObjects, check_layout_independent, data_of, loss_of, model_of, skeleton_of
 from shoal.recipes.process import Process
-from shoal.recipes.reading import slow_reads
-from shoal.recipes.sameness import require_same, require_same_code, samples_of, shapes_of
+from shoal.recipes.reading import check_reading, slow_reads
+from shoal.recipes.sameness import require_same, require_same_code, require_same_length, samples_of, shapes_of
 from shoal.runfile.run_file import RunFile
 from shoal.topology.layout import Layout
 
@@ -64,7 +64,9 @@ def build_workload(
     )
     require_same_code(process.place.rank, process.announce, workload.trained_with)
     slow = slow_reads(run_file, rank=process.place.rank, ranks=process.place.world_size)
-    samples = samples_of(workload.data, slow)
+    if workload.data.iterable is not None:
+        require_same_length(process.place.rank, process.first, workload.data.iterable)
+    samples = samples_of(workload.data, slow, first=run_file.batch.global_samples)
     require_same(process.place.rank, process.announce, {"model": shapes_of(workload.model), "data": samples})
     return replace(workload, samples=samples)
 
@@ -87,6 +89,7 @@ def load_workload(
         check_plans(model, layout, sequence_parallel=run_file.layout.sequence_parallel)
     check_layout_independent(model, run_file, shares=shares, micro_samples=micro_samples)
     loss, data = loss_of(run_file, objects), data_of(run_file, objects, environ)
+    check_reading(run_file, data)
     check_short_step(run_file, len(data.train), layout)
     optimizers = own_optimizers(objects.optimizers, model) if objects.optimizers else []
     return Workload(model, skeleton is not None, data, loss, precision, objects, optimizers)

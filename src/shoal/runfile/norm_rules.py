@@ -25,7 +25,7 @@ def _against_synchronised(run_file: RunFile) -> Iterator[tuple[str, str]]:
             yield f"layout.{axis} = {getattr(layout, axis)}", why
     if not isinstance(sync, AllReduceConfig):
         why = 'replicas at different steps have no microbatch in common; set it to "allreduce"'
-        yield f'sync.kind = "{type(sync).__struct_config__.tag}"', why
+        yield f'sync.kind = "{sync.variant}"', why
     if in_canonical_order(run_file):
         why = 'the samples of a microbatch follow the number of replicas; set model.batch_norm = "grouped"'
         yield 'sync.order = "canonical"', why
