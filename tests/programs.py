@@ -33,6 +33,8 @@ from tests.waiting import HANG_S
 
 FORKED_MODULES = ("shoal", "shoal.launch.script")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2)
+_IGNORED = (signal.SIGPIPE, signal.SIGXFSZ)
+"""Python ignores them from its start on. `subprocess` sets them back in a child, which a real start makes good."""
 _ENVIRON = "environ"
 
 
@@ -132,6 +134,8 @@ def _become(arguments: list[str], env: Mapping[str, str]) -> NoReturn:
     try:
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_DFL)
+        for number in _IGNORED:
+            signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.set_wakeup_fd(-1)
         os.environ.clear()
