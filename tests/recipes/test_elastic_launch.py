@@ -6,6 +6,7 @@ import queue
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,11 +24,15 @@ from shoal.recipes.elastic.processes import ReplicaProcesses
 from shoal.resilience.config import ElasticConfig
 from shoal.resilience.events import Committed, Fenced, Formed
 from shoal.resilience.preemption import Preemption
+from tests.waiting import HANG_S
 
 WAITS = "import sys; sys.stdin.read()"
 """Ends at a signal, or with the test."""
 STOPS = "import signal, sys; signal.signal(signal.SIGINT, lambda *_: sys.exit(75)); print(flush=True); sys.stdin.read()"
 """Ends with 75 at SIGINT."""
+
+DEAF = "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); print(flush=True); sys.stdin.read()"
+"""Does not answer SIGINT."""
 
 
 @dataclass
@@ -43,7 +48,7 @@ class Processes:
         program = self.programs[slot]
         pipe = subprocess.PIPE
         process = subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe, start_new_session=True)
-        if program == STOPS:
+        if program in (STOPS, DEAF):
             assert process.stdout is not None
             process.stdout.readline()
         self.started.append(slot)
@@ -157,3 +162,39 @@ def test_a_host_whose_replicas_only_stood_by_has_done_its_part(tmp_path: Path) -
     fleet = fleet_of(tmp_path, Processes({0: WAITS}, several_hosts=True))
     fleet.events.put(Formed(1, ("elsewhere",), (), 100, 800))
     assert to_the_end(fleet) == 0
+
+
+def test_a_replica_that_is_stopped_before_it_joins_is_ended_and_replaced(tmp_path: Path) -> None:
+    """The coordinator does not know it, and fences nobody: the launcher ends it after twice `silence_s`, though other
+    replicas keep it busy. One that goes on in time stays."""
+    fleet = fleet_of(tmp_path, Processes({0: WAITS, 1: WAITS}), silence_s=1.0)
+    fleet.warn = (warned := list[str]()).append
+    name, stopped, paused = names(fleet)[1], end_of(fleet, 1), end_of(fleet, 0)
+    stopped.send_signal(signal.SIGSTOP)
+    begin_s = time.monotonic()
+    while len(cast(Processes, fleet.starter).started) == 2:
+        pauses = time.monotonic() - begin_s < 1.0
+        paused.send_signal(signal.SIGSTOP if pauses else signal.SIGCONT)
+        fleet.events.put(Committed(1, 1, 0, 8))
+        fleet.react()
+        assert time.monotonic() - begin_s < HANG_S
+    assert warned[0] == f"{name} (pid {stopped.pid}) has been stopped for 2 s: it is ended"
+    assert warned[1] == f"{name} (pid {stopped.pid}) ended: killed by SIGKILL; another takes its place"
+    assert end_of(fleet, 0) is paused
+    fleet.events.put(signal.SIGTERM)
+    to_the_end(fleet)
+
+
+def test_a_replica_that_is_stopped_does_not_hold_up_the_end_of_a_run_nor_change_its_code(tmp_path: Path) -> None:
+    """The user asks the run to stop. Those that can have saved; one that is stopped is ended, by the launcher or by the
+    coordinator's fence, and the code is 75."""
+    for fenced in (False, True):
+        fleet = fleet_of(tmp_path, Processes({0: STOPS, 1: DEAF}), silence_s=1.0)
+        name, stopped = names(fleet)[1], end_of(fleet, 1)
+        if not fenced:
+            stopped.send_signal(signal.SIGSTOP)
+        fleet.events.put(signal.SIGTERM)
+        if fenced:
+            fleet.events.put(Fenced(name, "its rank 0 was silent for 1.0 s"))
+        assert to_the_end(fleet) == 75, fenced
+        assert cast(Processes, fleet.starter).started == [0, 1]

@@ -104,6 +104,20 @@ def job(
         typer.Option("--workdir", metavar="DIR", help="Kubernetes: where pods start, with your modules and data."),
     ] = None,
     address: Annotated[str, typer.Option("--address", help="Ray: address of the cluster.")] = "auto",
+    dashboard: Annotated[
+        str | None,
+        typer.Option(
+            "--dashboard",
+            metavar="http://HOST:8265",
+            help="Ray: submit by its job API, with this folder; the driver runs in the cluster.",
+        ),
+    ] = None,
+    py_module: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--py-module", metavar="DIR", help="Ray, with --dashboard: a package that goes along; repeatable."
+        ),
+    ] = None,
     strategy: Annotated[
         Literal["STRICT_SPREAD", "PACK"], typer.Option("--strategy", help="Ray: how hosts are placed.")
     ] = "STRICT_SPREAD",
@@ -122,6 +136,7 @@ def job(
     from shoal.submit.kubernetes import Kubernetes
     from shoal.submit.pods import KubernetesOptions, node_selector_of
     from shoal.submit.ray import Ray
+    from shoal.submit.ray_jobs import RayJobs
     from shoal.submit.scheduler import write_files, write_record
     from shoal.submit.slurm import Slurm
     from shoal.submit.slurm_script import SlurmOptions
@@ -166,6 +181,12 @@ def job(
         "kubernetes": Kubernetes(pods, kind),
         "ray": Ray(address, strategy=strategy, wait_s=wait),
     }
+    if dashboard is not None or py_module:
+        if to != "ray" or dashboard is None:
+            raise UsageError(
+                "--dashboard and --py-module are of Ray's job API: give --to ray --dashboard http://HOST:8265"
+            )
+        schedulers["ray"] = RayJobs(dashboard, strategy=strategy, wait_s=wait, py_modules=py_module or ())
     scheduler = schedulers[to]
     files = scheduler.files(made)
     if dry_run:
@@ -255,9 +276,12 @@ def _follow(submission: Submission, scheduler: Scheduler, directory: Path) -> No
 def _submitted(directory: Path) -> tuple[Submission, Scheduler]:
     from shoal.submit.kubernetes import Kubernetes
     from shoal.submit.ray import Ray
+    from shoal.submit.ray_jobs import RayJobs
     from shoal.submit.scheduler import read_record
     from shoal.submit.slurm import Slurm
 
     submission = read_record(directory)
+    if "dashboard" in submission.where:
+        return submission, RayJobs(submission.where["dashboard"])
     schedulers: dict[To, type[Scheduler]] = {"slurm": Slurm, "kubernetes": Kubernetes, "ray": Ray}
     return submission, schedulers[submission.to]()

@@ -231,7 +231,7 @@ def _note_asked(number: int, frame: FrameType | None) -> None:
 def main(path: Path) -> int:
     """Run the job that `path` describes; the exit code."""
     content = read_file(path, limit_bytes=_MOST_BYTES, error=UsageError, repair="give ray-job.json of a submitted run")
-    status = path.with_name(STATUS)
+    status = path.absolute().with_name(STATUS)  # Ray changes the folder of a process that it gives a working directory
     try:
         return drive(msgspec.json.decode(content, type=RayJob), status)
     except _Asked:

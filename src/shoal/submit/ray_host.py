@@ -26,10 +26,12 @@ class RayHost:
             return str(get_node_ip_address()), listener.getsockname()[1]
 
     def run(self, command: Sequence[str], variables: dict[str, str], folder: str) -> int:
-        """Run the launcher to its end; its exit code, 128 + n for signal n."""
+        """Run the launcher to its end; its exit code, 128 + n for signal n. Without a `folder` it starts in the actor's
+        own, which is the job's working directory.
+        """
         # The kernel ends the launcher with this thread, and the launcher's guards end its ranks.
         self._process = subprocess.Popen(
-            command, cwd=folder, env={**os.environ, **variables}, preexec_fn=ask_kernel, start_new_session=True
+            command, cwd=folder or None, env={**os.environ, **variables}, preexec_fn=ask_kernel, start_new_session=True
         )
         code = self._process.wait()
         return 128 - code if code < 0 else code

@@ -21,7 +21,7 @@ Strategy = Literal["STRICT_SPREAD", "PACK"]
 
 class RayJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the driver is told. `bundle` counts CPUs, GPUs and bytes of memory of a host; `wait_s` bounds the wait for
-    room in the cluster.
+    room in the cluster. Hosts start in `folder`; empty: in the working directory that the job brought along.
     """
 
     name: str

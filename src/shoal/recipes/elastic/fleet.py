@@ -2,6 +2,7 @@
 
 a replica dies            its end is told to the coordinator, and another takes its slot
 a replica is fenced       its processes are ended, if they are stopped or hang, and another takes its slot
+a replica is stopped      the same, after twice `silence_s`: the coordinator fences none that has not joined yet
 a replica leaves          with exit 75, when its state was handed over: nobody takes its slot
 a replica fails for good  with exit 2, 4 or 6, or as no generation came, which another would repeat: the run ends
 the host is to go         by its file or its cloud's word: SIGTERM to every rank here, and nobody is replaced
@@ -43,6 +44,8 @@ FOR_GOOD = (UsageError.exit_code, Diverged.exit_code, VerificationFailed.exit_co
 """Exit codes of failures that a replacement would repeat."""
 FAILURE_S = 2.0
 """How long the others get to end by themselves after a failure for good."""
+LOOK_S = 0.5
+"""How often the launcher looks which processes are stopped."""
 LAST_S = 300.0
 """How long they get after the first that is done, or has stopped as it was asked: to write the report, or the save."""
 Event = RankProcess | signal.Signals | Decision | Verdict | Slow | Silence | Preemption | Exception
@@ -76,6 +79,8 @@ class Fleet:
     verdict_since_s: float = field(default_factory=time.time)
     _debounce: Debounce = field(default_factory=Debounce)
     _tellings: list[threading.Thread] = field(default_factory=list)
+    _stopped_since_s: dict[int, float] = field(default_factory=dict)
+    _look_s: float = 0.0
 
     def start(self, slot: int) -> None:
         """Another replica in `slot`."""
@@ -90,10 +95,8 @@ class Fleet:
 
     def react(self) -> None:
         """Waits for the next event, and does what follows."""
-        wait_s = None if self.deadline_s is None else max(0.0, self.deadline_s - time.monotonic())
-        try:
-            event = self.events.get(timeout=wait_s)
-        except queue.Empty:
+        event = self._next_event()
+        if event is None:
             self.deadline_s = None
             self._send_all(signal.SIGKILL)
             return
@@ -117,7 +120,7 @@ class Fleet:
             case Fenced(name, reason, False) if name in self.running and not self.over:
                 self._warn(f"{name} is fenced: {reason}")
                 self._say_verdict()
-                self.running[name].send(signal.SIGKILL)
+                self.running[name].send(signal.SIGKILL, as_end=self._ending)
             case Verdict(_, (), sentence):
                 self.fault = VerificationFailed(sentence)
                 self._send_all(signal.SIGKILL)  # nobody may save
@@ -178,6 +181,35 @@ class Fleet:
         except EnvironmentFault:
             return False
         return any(name not in view.fenced and name not in self.names for name in view.members)
+
+    def _next_event(self) -> Event | None:
+        """Waits for it, and looks meanwhile for replicas that are stopped; None at the deadline."""
+        while True:
+            now_s = time.monotonic()
+            if now_s >= self._look_s:
+                self._end_stopped(now_s)
+                self._look_s = now_s + LOOK_S
+            until_s = self._look_s if self.deadline_s is None else min(self._look_s, self.deadline_s)
+            try:
+                return self.events.get(timeout=max(0.0, until_s - now_s))
+            except queue.Empty:
+                if self.deadline_s is not None and time.monotonic() >= self.deadline_s:
+                    return None
+
+    def _end_stopped(self, now_s: float) -> None:
+        """Ends replicas of which a rank has been stopped for long. The coordinator fences those first that have joined,
+        whose heartbeats it misses; one that was stopped while it started is known to nobody else.
+        """
+        for replica in self.running.values():
+            stopped = [process.pid for process in replica.ranks if process.is_stopped()]
+            for pid in {process.pid for process in replica.ranks} - set(stopped):
+                self._stopped_since_s.pop(pid, None)
+            for pid in stopped:
+                since_s = self._stopped_since_s.setdefault(pid, now_s)
+                if now_s - since_s >= 2 * self.config.silence_s:
+                    del self._stopped_since_s[pid]
+                    self._warn(f"{replica.name} (pid {pid}) has been stopped for {now_s - since_s:.0f} s: it is ended")
+                    replica.send(signal.SIGKILL, as_end=self._ending or self.over)
 
     def _warn(self, sentence: str) -> None:
         say(sentence)
