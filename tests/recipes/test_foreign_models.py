@@ -37,6 +37,28 @@ def test_zero_3_gathers_nested_blocks_one_by_one() -> None:
     assert blocks_in(nn.Sequential(lists), None, 0) == list(lists[0].children())
 
 
+@pytest.mark.parametrize(
+    ("name", "found", "words"),
+    [
+        ("nested", True, "ZeRO-3 gathers 2 blocks (transformer.h.0 to transformer.h.1) one after the other; the other"),
+        ("spectral", False, "ZeRO-3 found no blocks in Spectral, so all of its parameters are gathered at once"),
+    ],
+)
+def test_a_start_says_what_zero_3_gathers_at_a_time(ranks, tmp_path: Path, name: str, found: bool, words: str) -> None:
+    """With the names of the blocks, or that there are none; nothing under other stages."""
+    for said in ranks(2, gathering, {"model": foreign(name), **SHARD}, str(tmp_path)):
+        assert said[0] is found
+        assert said[1].startswith(words)
+    assert ranks(2, gathering, {"model": foreign(name), **SHARD, "memory": {"zero": 2}}, str(tmp_path)) == [None, None]
+
+
+def gathering(place, tables: dict[str, Any], folder: str) -> tuple[bool, str] | None:
+    from shoal.recipes.run_gradients import gathering_of
+
+    run = _opened(place, tables, folder)
+    return gathering_of(run.run_file, run.generation.parts, run.mesh)
+
+
 SAME: dict[str, tuple[int, dict[str, Any]]] = {
     "nested zero 3": (2, {"model": foreign("nested"), **SHARD}),
     "nested recomputed": (2, {"model": foreign("nested"), **SHARD, **FULL}),
@@ -108,8 +130,32 @@ def news_of_two_steps(place, tables: dict[str, Any], folder: str) -> list[str]:
 def test_a_blocks_weight_read_outside_of_it_is_refused_under_zero_3(ranks, tmp_path: Path) -> None:
     """The block is called, too, so that its gradient alone does not show it: the first forward does."""
     said = _refusal(ranks, tmp_path, {"model": foreign("nested", direct=True), **SHARD})
-    assert "transformer.h.0.out.weight was read outside of the block that holds it" in said
+    assert "transformer.h.0.out.weight was read outside of the block that holds it (transformer.h.0, a Block)" in said
     assert "memory.zero = 2" in said
+
+
+def test_a_read_outside_that_comes_later_is_refused_after_the_step_that_it_spoils(ranks, tmp_path: Path) -> None:
+    """The second step reads it: its loss is NaN, nothing is updated, and the third one's forward names it."""
+    for said in ranks(2, read_later, {"model": foreign("nested", direct=True), **SHARD}, str(tmp_path)):
+        assert said[:2] == [True, False]
+        assert "transformer.h.0.out.weight was read outside of the block that holds it (transformer.h.0, a" in said[2]
+
+
+def read_later(place, tables: dict[str, Any], folder: str) -> list[Any]:
+    """Of each step whether it counted, at last why not."""
+    from shoal.data.cursor import Cursor
+    from shoal.errors import UserCodeError
+
+    run, said = _opened(place, tables, folder), []
+    model: Any = run.model
+    with run.feed(Cursor()) as feed:
+        for number in (1, 2, 3):
+            model.direct = number > 1
+            try:
+                said.append(run.step(number, feed.next().microbatches, lr=0.1).committed)
+            except UserCodeError as refusal:
+                said.append(str(refusal))
+    return said
 
 
 def test_a_batch_norm_that_ranks_would_cut_is_refused_with_the_ways_out(ranks, tmp_path: Path) -> None:
@@ -158,10 +204,10 @@ def _opened(place, tables: dict[str, Any], folder: str) -> Any:
 
 def test_the_sentence_about_a_read_outside_names_no_harmless_question() -> None:
     """Shapes and types of a released parameter may be asked for anywhere."""
-    from shoal.gradients.units import ReleasedReads
+    from shoal.gradients.units import Home, ReleasedReads
 
     parameter = nn.Parameter(torch.zeros(2))
-    with ReleasedReads({id(parameter): ("p", _Released())}):  # pyright: ignore[reportArgumentType]
+    with ReleasedReads({id(parameter): (Home("p", "b, a Block"), _Released())}):  # pyright: ignore[reportArgumentType]
         assert parameter.shape == (2,)
         assert parameter.numel() == 2
         assert parameter.dtype is torch.float32

@@ -7,10 +7,12 @@ those of ZeRO-2: one reduce-scatter of a unit's buffer as soon as its backward h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from shoal.comm.collective import Collective
 from shoal.comm.exchanges.exchange import AllReduce, NewExchange
@@ -18,7 +20,7 @@ from shoal.comm.exchanges.pieces import PieceCodecs
 from shoal.gradients.gradients import Groups
 from shoal.gradients.partition import Part
 from shoal.gradients.sharded import ShardedBase, flat
-from shoal.gradients.units import ReleasedReads, ShardedParameters, Unit, chained, watch_first_forward
+from shoal.gradients.units import Home, ReleasedReads, ShardedParameters, Unit, chained, watch_forwards
 from shoal.state.ownership import Trained
 
 
@@ -56,13 +58,17 @@ class FullyShardedGradients(ShardedBase):
         self._watches = [handle for module in rest_modules for handle in self._rest.watch(module)]
         for unit, block in zip(passing, blocks, strict=True):
             self._watches += unit.watch(block)
-        homes: dict[int, tuple[str, Unit]] = {}
+        names = {id(module): name for name, module in model.named_modules()}
+        homes: dict[int, tuple[Home, Unit]] = {}
         for part in parts:
             if part.unit >= 0:
                 unit, members = passing[part.unit], [trained[index] for index in part.indices]
-                self._watches += [unit.guard(t.holding.name, t.parameter) for t in members]
-                homes |= {id(t.parameter): (t.holding.name, unit) for t in members}
-        self._watches += watch_first_forward(model, ReleasedReads(homes))
+                block = f"{names.get(id(blocks[part.unit]), '')}, a {type(blocks[part.unit]).__name__}"
+                own = [(t.parameter, Home(t.holding.name, block)) for t in members]
+                self._watches += [unit.guard(home, parameter) for parameter, home in own]
+                homes |= {id(parameter): (home, unit) for parameter, home in own}
+        self._suspects = _Suspects()
+        self._watches += watch_forwards(model, ReleasedReads(homes), self._suspects.take)
 
     @contextmanager
     def backward(self, *, last: bool) -> Iterator[None]:
@@ -79,6 +85,11 @@ class FullyShardedGradients(ShardedBase):
         finally:
             self._stay(False)
         self._release()
+
+    def reduce(self) -> Tensor:
+        norm = super().reduce()
+        self._suspects.norm = norm
+        return norm
 
     def gather(self) -> None:
         """What was gathered before the optimizer's step is old."""
@@ -109,6 +120,18 @@ class FullyShardedGradients(ShardedBase):
     def _release(self) -> None:
         for unit in self._units:
             unit.release()
+
+
+class _Suspects:
+    """Says which forwards are to be looked at: the first, and one after a gradient whose `norm` was not finite."""
+
+    def __init__(self) -> None:
+        self.norm: Tensor | None = torch.tensor(math.nan)
+
+    def take(self) -> bool:
+        """Of the forward that comes; asked again, of the one after it."""
+        norm, self.norm = self.norm, None
+        return norm is not None and not bool(norm.isfinite())
 
 
 def _of_unit(parts: Sequence[Part], stores: Sequence[ShardedParameters], unit: int) -> list[ShardedParameters]:

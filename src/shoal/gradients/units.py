@@ -38,6 +38,7 @@ Note: a parameter that is read while it is released
 ---------------------------------------------------
 In the first forward `ReleasedReads` looks at every operator's arguments and refuses such a read by name. Later, where
 looking would cost time, a released parameter is NaN in its own shape, and not memory that is gone: the loss shows it.
+So the first forward after a gradient that is not finite is looked at again.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -174,7 +175,7 @@ class Unit:
             handles.append(module.register_forward_hook(self._after_forward))
         return handles
 
-    def guard(self, name: str, parameter: Parameter) -> RemovableHandle:
+    def guard(self, home: Home, parameter: Parameter) -> RemovableHandle:
         """Refuses a gradient of `parameter` where no module has been called that would have gathered it.
 
         Raises `UserCodeError` in the backward.
@@ -184,7 +185,7 @@ class Unit:
 
         def arrived(gradient: Tensor) -> None:
             if (alive := unit()) is not None and not alive.called:
-                raise _read_outside(name)
+                raise _read_outside(home)
 
         return parameter.register_hook(arrived)
 
@@ -238,6 +239,13 @@ class Unit:
             self._pass_on()
 
 
+class Home(NamedTuple):
+    """Where a parameter of a block lies: its name, and the block as people know it."""
+
+    name: str
+    block: str
+
+
 _HARMLESS = frozenset({"size", "dim", "numel", "nelement", "stride", "is_floating_point", "is_complex", "__set__"})
 """What may be asked of a parameter whose numbers are not there."""
 
@@ -247,30 +255,30 @@ _READING_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 class ReleasedReads(TorchFunctionMode):
     """While entered, refuses to compute with a parameter that is released.
 
-    `homes` has, for the id of each parameter of a block, its name and its unit.
+    `homes` has, for the id of each parameter of a block, its home and its unit.
     """
 
-    def __init__(self, homes: Mapping[int, tuple[str, Unit]]) -> None:
+    def __init__(self, homes: Mapping[int, tuple[Home, Unit]]) -> None:
         super().__init__()
         self._homes = homes
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Raises `UserCodeError` for a read outside of the block that holds the parameter."""
         for tensor in _tensors((args, kwargs or {})):
-            name, unit = self._homes.get(id(tensor), ("", None))
-            if unit is not None and not unit.here and _reads(func):
-                raise _read_outside(name)
+            home, unit = self._homes.get(id(tensor), (None, None))
+            if home is not None and unit is not None and not unit.here and _reads(func):
+                raise _read_outside(home)
         return func(*args, **(kwargs or {}))
 
 
-def watch_first_forward(model: nn.Module, mode: TorchFunctionMode) -> list[RemovableHandle]:
-    """Enters `mode` in the first forward of `model` that trains, and never again."""
-    waiting, inside = True, False
+def watch_forwards(model: nn.Module, mode: TorchFunctionMode, due: Callable[[], bool]) -> list[RemovableHandle]:
+    """Enters `mode` in those forwards of `model` that train and of which `due`, asked before each, says so."""
+    inside = False
 
     def before(module: nn.Module, args: Any) -> None:
-        nonlocal waiting, inside
-        if waiting and torch.is_grad_enabled():
-            waiting, inside = False, True
+        nonlocal inside
+        if not inside and torch.is_grad_enabled() and due():
+            inside = True
             mode.__enter__()
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
@@ -289,10 +297,10 @@ def _reads(func: Any) -> bool:
     return name not in _HARMLESS
 
 
-def _read_outside(name: str) -> UserCodeError:
+def _read_outside(home: Home) -> UserCodeError:
     return UserCodeError(
-        f"the parameter {name} was read outside of the block that holds it, so ZeRO-3 had not gathered it: call the "
-        "block as a module, or set memory.zero = 2"
+        f"the parameter {home.name} was read outside of the block that holds it ({home.block}), so ZeRO-3 had not "
+        "gathered it: call the block as a module, or set memory.zero = 2"
     )
 
 

@@ -30,6 +30,7 @@ from shoal.optim.schedule import peak_rate
 from shoal.recipes.metering import layer_norms, scaling
 from shoal.recipes.replica_speeds import replica_speeds
 from shoal.recipes.run import Run
+from shoal.recipes.run_gradients import gathering_of
 from shoal.recipes.run_hooks import run_hooks
 from shoal.recipes.saving import CopySender, build_saver, fetch_newer, save_interval, share_between_hosts
 from shoal.recipes.unkeyed_draws import UnkeyedDraws
@@ -203,6 +204,10 @@ def introduce(sinks: Sinks, run: Run, resumed_step: int | None) -> None:
     table = run.generation.parts.table
     if table is not None and not table.flushes:
         sinks.note(f"PipeDream: {table.microbatches} updates a step, from weights up to {table.stages - 1} updates old")
+    gathering = gathering_of(run.run_file, run.generation.parts, run.mesh)
+    if gathering is not None:
+        blocks_found, said = gathering
+        (sinks.note if blocks_found else sinks.warn)(said)
     if not run.workload.optimizers:
         _, scaling = peak_rate(run.run_file.optimizer, global_samples=run.run_file.batch.global_samples)
         unproved = missing_proof(run.run_file, run.generation.parts.split.shapes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from shoal import units
 from shoal.comm.exchanges.exchange import NewExchange
 from shoal.comm.mesh import Mesh
 from shoal.errors import ConfigError
@@ -15,7 +16,7 @@ from shoal.memory.config import MemoryConfig
 from shoal.optim.adopt import OwnOptimizer
 from shoal.optim.config import Granularity
 from shoal.recipes.coding import piece_codecs
-from shoal.recipes.splitting import Divided, blocks_in
+from shoal.recipes.splitting import Divided, blocks_in, trained_in
 from shoal.recipes.table_gradients import dense_and_tables, with_tables
 from shoal.runfile.run_file import RunFile
 from shoal.state.ownership import Trained
@@ -36,6 +37,29 @@ _NORM_AXES: Mapping[bool, tuple[Axis, ...]] = {
 def zero_of(memory: MemoryConfig, mesh: Mesh) -> int | None:
     """The stage of ZeRO; None if no rank shares its copy of the model with ranks that see other samples."""
     return None if mesh.layout.shard == 1 else memory.zero or ZERO_OF_SHARD
+
+
+def gathering_of(run_file: RunFile, parts: Divided, mesh: Mesh) -> tuple[bool, str] | None:
+    """(whether blocks were found, a sentence of what ZeRO-3 gathers at a time); None where it gathers nothing."""
+    if zero_of(run_file, mesh) != 3:
+        return None
+    model = parts.split.model
+    trained = {id(each.parameter): each.parameter.numel() for each in trained_in(parts)}
+    blocks = blocks_in(model, parts.stages, mesh.layout.index("pipeline", mesh.rank))
+    names = {id(module): name for name, module in model.named_modules()}
+    own = [sum(trained.get(id(p), 0) for p in block.parameters()) for block in blocks]
+    found = [names[id(block)] for block, numbers in zip(blocks, own, strict=True) if numbers]
+    if not found:
+        return False, (
+            f"ZeRO-3 found no blocks in {type(model).__name__}, so all of its parameters are gathered at once and stay "
+            "until the backward is over: hold its layers in an nn.ModuleList and call them as modules"
+        )
+    named = found[0] if len(found) == 1 else f"{found[0]} to {found[-1]}"
+    rest = 1 - sum(own) / max(1, sum(trained.values()))
+    return True, (
+        f"ZeRO-3 gathers {units.plural(len(found), 'block')} ({named}) one after the other; the other "
+        f"{max(0.0, rest):.0%} of the parameters stay from their first use until the backward is over"
+    )
 
 
 def build_run_gradients(
