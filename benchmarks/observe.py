@@ -1,23 +1,37 @@
-"""`python -m benchmarks.observe`: what the observation that is always on costs a step.
+"""`python -m benchmarks.observe`: what each way of observing a run costs a step.
 
-One run takes its steps in pairs, in an order that changes: as `shoal train` does, with measurements, events, log and
-terminal; and bare, which is the same feed and step and nothing else. A third side is bare again (A/A): how far noise
-alone moves the ratio. The time inside the observing code is also measured by itself, step by step, which no neighbour
-on the machine can hide.
+Steps are taken in turn, in an order that changes, by sides that differ in who hears of a step:
+
+    bare          the same feed and step, and nobody; taken twice (A/A), which says how far noise alone moves a ratio
+    always        as `shoal train` in a pipe: measurements, the log, events, a line now and then
+    live line     the same, drawn in place on a terminal
+    prometheus    `always`, and the endpoint, which is asked in every step
+    tensorboard   `always`, and the writer of its files, in a thread of its own
+    page          `always`, and what the live page does: it reads events and draws up a snapshot, here in rank 0
+
+What works beside the steps works in those of its own side alone: a live line is opened and closed around a step, the
+endpoint is asked once in it, and the page looks once. A run does all that less often than in every step, and serves its
+page from the launcher. The time inside `record` is also measured by itself, which no neighbour on the machine can hide.
 """
 
 from __future__ import annotations
 
 import io
+import os
+import pty
+import re
 import statistics
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
-from dataclasses import replace
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -26,27 +40,37 @@ from torch._C._distributed_c10d import PrefixStore
 from benchmarks.command import run
 from shoal.bench.groups import join_group, join_store
 from shoal.bench.options import FEWEST_PAIRS, AsJson, Processes
-from shoal.bench.pairs import again_cells, columns, milliseconds, ratios
+from shoal.bench.pairs import Turns, again_cells, columns, ratios
 from shoal.bench.ranks import is_rank, on_ranks, run_as_rank
 from shoal.bench.report import Result, check, print_report
 from shoal.bench.training_job import Training, start_training, training_job
 from shoal.bench.turns import interleaved
 from shoal.engine.loop import Job, take_step
+from shoal.errors import EnvironmentFault
 from shoal.launch.environment import Place
+from shoal.observe.displays import LiveDisplay
+from shoal.observe.ending import Ending
 from shoal.observe.sink import RunStart, Sinks
 from shoal.observe.sinks import open_sinks
+from shoal.page.live_run import LiveRun
+from shoal.page.server import Follower
 from shoal.runfile.load import load_run
 from shoal.runfile.run_file import RunFile
 
-OBSERVED, BARE, AGAIN = "observed", "bare", "bare_again"
+BARE, AGAIN, ALWAYS = "bare", "bare again", "always"
+LIVE, PROMETHEUS, TENSORBOARD, PAGE = "live line", "prometheus", "tensorboard", "page"
+NEEDS = {PROMETHEUS: "prometheus_client", TENSORBOARD: "tensorboardX"}
+"""The package of an optional extra that a side imports."""
 SHARE = 0.01
 """The promised share of a step."""
+RECIPE = Path(__file__).parent.parent / "recipes" / "stdlib-gpt.toml"
+ASKED_S = 10.0
 
 
 class TimedSinks(Sinks):
     """The sinks of a run, with the seconds of each `record`."""
 
-    def __init__(self, *sinks: Sinks) -> None:
+    def __init__(self, *sinks: Sinks | LiveDisplay) -> None:
         super().__init__(*sinks)
         self.spent_s: list[float] = []
 
@@ -56,69 +80,173 @@ class TimedSinks(Sinks):
         self.spent_s.append(time.perf_counter() - begin_s)
 
 
+@dataclass(frozen=True)
+class Side:
+    """A way of taking a step: its sinks, and what takes the step."""
+
+    sinks: TimedSinks
+    take: Callable[[], Any]
+
+
 def observe(
-    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.")],
-    pairs: Annotated[int, typer.Option(help="Pairs of steps.", min=10)] = FEWEST_PAIRS,
+    run_file: Annotated[
+        Path | None, typer.Argument(metavar="[RUN.toml]", help="The run file; default: recipes/stdlib-gpt.toml.")
+    ] = None,
+    pairs: Annotated[int, typer.Option(help="Turns of all sides.", min=10)] = FEWEST_PAIRS,
     processes: Processes = 2,
     as_json: AsJson = False,
 ) -> None:
-    """What measurements, events, log and terminal cost a step.
+    """What measurements, events, log, live line, Prometheus, TensorBoard and page cost a step.
 
-    Example: python -m benchmarks.observe recipes/stdlib-gpt.toml
+    Example: python -m benchmarks.observe --pairs 30
     """
+    file = run_file or RECIPE
     if is_rank():
-        run_as_rank(lambda place: measure(load_run(run_file), place, pairs=pairs))
+        run_as_rank(lambda place: measure(load_run(file), place, pairs=pairs))
         return
-    command = ["benchmarks.observe", str(run_file.resolve()), "--pairs", str(pairs)]
-    print_report("observe", on_ranks(command, processes=processes), as_json=as_json)
+    load_run(file)  # refused before ranks start
+    command = ["benchmarks.observe", str(file.resolve()), "--pairs", str(pairs)]
+    result = on_ranks(command, processes=processes)
+    for name in _missing():
+        print(f"{name} is not measured: the package {NEEDS[name]} is not installed", file=sys.stderr)
+    print_report("observe", result, as_json=as_json)
 
 
 def measure(run_file: RunFile, place: Place, *, pairs: int) -> Result | None:
-    """The row and its checks; None on all ranks but rank 0."""
+    """A row for each side and the checks; None on all ranks but rank 0."""
     endless = msgspec.structs.replace(run_file.run, steps=10**6)
     run_file = msgspec.structs.replace(run_file, run=endless)
     store = join_store(place)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-bench-")))
         training = start_training(run_file, place, stack, store=PrefixStore("run", store))
-        sinks = _sinks(run_file, folder, place)
-        stack.enter_context(sinks)
-        job = replace(training_job(training, folder / "job", stack), sinks=sinks)
-        sides = {
-            OBSERVED: lambda: take_step(job),
-            BARE: lambda: _bare(training, job),
-            AGAIN: lambda: _bare(training, job),
-        }
+        job = training_job(training, folder / "job", stack)
+        observed = {name: _side(name, job, run_file, folder, place, stack) for name in _names()}
+        takes = {BARE: lambda: _bare(training, job), AGAIN: lambda: _bare(training, job)}
+        takes |= {name: side.take for name, side in observed.items()}
         clock = join_group("clock", place, store)
-        turns = interleaved(sides, clock, pairs=pairs, always=(OBSERVED, BARE, AGAIN))
-    if place.rank != 0:
-        return None
-    cost = [1 / ratio - 1 for ratio in ratios(turns, OBSERVED, peer=BARE)]
-    step_s = statistics.median(columns(turns)[BARE])
-    inside = statistics.median(sinks.spent_s) / step_s
-    row = {
-        "recipe": run_file.run.name,
-        "ranks": place.world_size,
-        "pairs": len(turns),
-        **milliseconds(columns(turns)),
-        "sinks_us": round(1e6 * statistics.median(sinks.spent_s), 1),
-        **again_cells(ratios(turns, AGAIN, peer=BARE)),
-    }
-    name = f"{run_file.run.name}, {place.world_size} ranks"
-    checks = [
-        check(f"observation, share of a step (median of pairs), {name}", statistics.median(cost), SHARE, at_most=True),
-        check(f"time in the sinks, share of a step, {name}", inside, SHARE, at_most=True),
+        turns = interleaved(takes, clock, pairs=pairs, always=tuple(takes))
+        spent_s = {name: statistics.median(side.sinks.spent_s) for name, side in observed.items()}
+    return result_of(turns, spent_s, name=run_file.run.name, ranks=place.world_size) if place.rank == 0 else None
+
+
+def result_of(turns: Turns, spent_s: Mapping[str, float], *, name: str, ranks: int) -> Result:
+    """Rows and checks from the turns, and from the median seconds of a `record` by side."""
+    times_s = {side: statistics.median(seconds) for side, seconds in columns(turns).items()}
+    cost = {side: statistics.median(1 / ratio - 1 for ratio in ratios(turns, side, peer=BARE)) for side in spent_s}
+    in_record = {side: seconds / times_s[BARE] for side, seconds in spent_s.items()}
+    rows = [
+        {
+            "recipe": name,
+            "ranks": ranks,
+            "pairs": len(turns),
+            "bare_ms": round(1e3 * times_s[BARE], 2),
+            **again_cells(ratios(turns, AGAIN, peer=BARE)),
+        },
+        *(
+            {
+                "observed_by": side,
+                "step_ms": round(1e3 * times_s[side], 2),
+                "share_of_a_step": round(cost[side], 4),
+                "in_record_us": round(1e6 * spent_s[side], 1),
+                "record_share": round(in_record[side], 5),
+            }
+            for side in spent_s
+        ),
     ]
-    return {"rows": [row], "checks": checks}
+    figures = (("share of a step (median of pairs)", cost), ("time in record, share of a step", in_record))
+    checks = [
+        check(f"{what}, {side}, {name}, {ranks} ranks", share[side], SHARE, at_most=True)
+        for side in spent_s
+        for what, share in figures
+    ]
+    return {"rows": rows, "checks": checks}
 
 
-def _sinks(run_file: RunFile, folder: Path, place: Place) -> TimedSinks:
-    """Those of `shoal train`; the terminal of rank 0 is one that nobody reads."""
-    observe = msgspec.structs.replace(run_file.observe, report=False)
-    stream = io.StringIO() if place.rank == 0 else sys.stdout
-    sinks = TimedSinks(open_sinks(observe, folder, rank=place.rank, stream=stream, reports_failure=False))
-    sinks.start(RunStart(name=run_file.run.name, total_steps=run_file.run.steps))
-    return sinks
+def _missing() -> list[str]:
+    return [name for name, package in NEEDS.items() if find_spec(package) is None]
+
+
+def _names() -> list[str]:
+    return [name for name in (ALWAYS, LIVE, PROMETHEUS, TENSORBOARD, PAGE) if name not in _missing()]
+
+
+def _side(name: str, job: Job, run_file: RunFile, folder: Path, place: Place, stack: ExitStack) -> Side:
+    """The side of this rank. Only rank 0 has more than the log and events, as in a run."""
+    directory = folder / name.replace(" ", "-")
+    config = msgspec.structs.replace(
+        run_file.observe,
+        report=False, live=False, mlflow=None, wandb="off", webhook=None,
+        tensorboard=name == TENSORBOARD, prometheus_port=0 if name == PROMETHEUS else None,
+    )  # fmt: skip
+    stream = io.StringIO()
+    sinks = TimedSinks(open_sinks(config, directory, rank=place.rank, stream=stream, reports_failure=False))
+    start = RunStart(name=run_file.run.name, total_steps=run_file.run.steps)
+    live = LiveDisplay(stack.enter_context(_terminal())) if name == LIVE and place.rank == 0 else None
+    if live is not None:
+        sinks.add(live)
+    stack.enter_context(sinks)
+    sinks.start(start)
+    own = replace(job, sinks=sinks)
+    if place.rank != 0:
+        return Side(sinks, lambda: take_step(own))
+    if live is not None:
+        live.finish(Ending("finished"))
+        return Side(sinks, lambda: _with_live_line(live, start, own))
+    if name == PROMETHEUS:
+        address = _address_in(stream.getvalue())
+        return Side(sinks, lambda: _with_reader(lambda: _ask(address), own))
+    if name == PAGE:
+        follower = Follower([LiveRun(directory, begun=False)])
+        return Side(sinks, lambda: _with_reader(follower.poll, own))
+    return Side(sinks, lambda: take_step(own))
+
+
+def _address_in(said: str) -> str:
+    """The endpoint's, in what its sink has noted. Raises `EnvironmentFault` where it could not listen."""
+    found = re.search(r"http://\S+", said)
+    if found is None:
+        raise EnvironmentFault(f"there is no endpoint for Prometheus to ask: {said.strip()}")
+    return found.group()
+
+
+def _ask(address: str) -> None:
+    with urllib.request.urlopen(address, timeout=ASKED_S) as answer:
+        answer.read()
+
+
+def _with_live_line(live: LiveDisplay, start: RunStart, job: Job) -> None:
+    live.start(start)
+    take_step(job)
+    live.finish(Ending("finished"))
+
+
+def _with_reader(read: Callable[[], Any], job: Job) -> None:
+    """A step, and what somebody reads meanwhile, in a thread, as endpoint and page have."""
+    reader = threading.Thread(target=read)
+    reader.start()
+    take_step(job)
+    reader.join()
+
+
+@contextmanager
+def _terminal() -> Iterator[Any]:
+    """A terminal that somebody reads."""
+    outer, inner = pty.openpty()
+
+    def read() -> None:
+        try:
+            while os.read(outer, 1 << 16):
+                pass
+        except OSError:  # the other end was closed
+            pass
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    with os.fdopen(inner, "w") as stream:
+        yield stream
+    reader.join()
+    os.close(outer)
 
 
 def _bare(training: Training, job: Job) -> None:
