@@ -16,7 +16,7 @@ from tests.recipes.layouts import corpus, run_file_of, verified
 from tests.recipes.undeclared_models import build
 
 HERE = "tests.recipes.undeclared_models"
-MODULES = ["ResidualMLP", "Causal", "Gated", "PatchClassifier", "Convolutions"]
+MODULES = ["ResidualMLP", "Causal", "Gated", "PatchClassifier", "Convolutions", "PackedCausal"]
 IMAGES = ["PatchClassifier", "Convolutions"]
 
 
@@ -64,6 +64,19 @@ def test_the_proposal_names_pairs_counts_and_parts(tmp_path: Path) -> None:
     assert list(found.roles.counts) == [f"blocks.{i}.attention.heads" for i in range(3)]
     assert found.parts == ("embed", "places", "blocks.0", "blocks.1", "blocks.2", "norm", "head")
     assert set(found.roles.whole) == {"head"}
+
+
+def test_packed_layers_are_found_with_their_counts(tmp_path: Path) -> None:
+    """Queries, keys and values in one matrix, and a gate beside what it gates; the width of a block is a count."""
+    found = proposed("PackedCausal", tmp_path)
+    first = {name: role for name, role in found.roles.roles.items() if name.startswith("blocks.0.")}
+    assert first == {
+        "blocks.0.attention.qkv.weight": "packed",
+        "blocks.0.attention.out.weight": "row",
+        "blocks.0.mlp.both.weight": "packed",
+        "blocks.0.mlp.down.weight": "row",
+    }
+    assert list(found.roles.counts)[:2] == ["blocks.0.attention.width", "blocks.0.attention.heads"]
 
 
 def test_what_cannot_be_split_is_said_by_name(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Five modules as users write them, which declare neither roles nor a chain, and one that cannot be split."""
+"""Six modules as users write them, which declare neither roles nor a chain, and one that cannot be split."""
 
 from __future__ import annotations
 
@@ -150,6 +150,60 @@ class Packed(nn.Module):
         return self.head(x + self.out(y))
 
 
+class PackedAttention(nn.Module):
+    """Queries, keys and values in one matrix, cut into blocks by an attribute, and heads split off by another."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.width, self.heads, self.head_width = WIDTH, heads, WIDTH // heads
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = self.qkv(x).split(self.width, dim=2)
+        q, k, v = (part.view(b, t, self.heads, self.head_width).transpose(1, 2) for part in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(b, t, -1))
+
+
+class PackedFeedForward(nn.Module):
+    """A gate and what it gates in one matrix without a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.down = nn.Linear(WIDTH, 48, bias=False), nn.Linear(24, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.both(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class PackedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.norm, self.mlp = PackedAttention(8), nn.LayerNorm(WIDTH), PackedFeedForward()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x)
+        return x + self.mlp(self.norm(x))
+
+
+class PackedCausal(nn.Module):
+    """A causal transformer of packed layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(PackedBlock() for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
 class Images:
     """Random 8 x 8 images of ten classes."""
 
@@ -162,7 +216,7 @@ class Images:
 
 def build(name: str) -> nn.Module:
     torch.manual_seed(3)
-    models = [ResidualMLP, Causal, Gated, PatchClassifier, Convolutions, Packed]
+    models = [ResidualMLP, Causal, Gated, PatchClassifier, Convolutions, Packed, PackedCausal]
     return next(model for model in models if model.__name__ == name)()
 
 

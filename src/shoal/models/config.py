@@ -213,7 +213,7 @@ class PythonModel(Table, frozen=True, kw_only=True, tag_field="kind", tag="pytho
     ] = "refused"
 
     roles: Annotated[
-        dict[str, Literal["column", "row", "embedding", "head", "replicated"]],
+        dict[str, Literal["column", "row", "packed", "embedding", "head", "replicated"]],
         says(
             "Names of weights, or patterns of them, to what tensor parallelism does with them, for a module that "
             "declares no roles; `shoal split` proposes them."

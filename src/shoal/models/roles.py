@@ -8,6 +8,8 @@ roles follow the first values, the weight decay, and later how tensor parallelis
     embedding, head     split over the vocabulary (or the classes)
     column              output features split: a weight's rows, and the bias that belongs to them
     row                 input features split: a weight's columns; the products are then summed
+    packed              several column layers in one, as queries, keys and values: whole everywhere, and each rank
+                        computes its own features of every block, so its gradient is a sum over them
     bias                added once, after the sum of a `row` layer; whole everywhere
     norm, replicated    whole everywhere
     router              whole everywhere; each rank routes tokens of its own, so its gradient is a sum over them
@@ -72,7 +74,9 @@ ZEROS = Constant(0.0)
 ONES = Constant(1.0)
 
 
-Kind = Literal["embedding", "head", "column", "row", "norm", "bias", "replicated", "router", "expert", "table"]
+Kind = Literal[
+    "embedding", "head", "column", "row", "packed", "norm", "bias", "replicated", "router", "expert", "table"
+]
 
 
 @dataclass(frozen=True)

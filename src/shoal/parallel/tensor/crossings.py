@@ -34,12 +34,12 @@ class Crossings:
         return partial(operators.leave_sequence if self.sequence_parallel else operators.leave, group=self.group)
 
     def entrances(self, region: Region) -> dict[str, Crossing]:
-        """For each column layer of `region`, what it does to its input."""
+        """For each layer of `region` that takes the stream, what it does to its input."""
         if self.gathers_at(region):
-            return dict.fromkeys(region.columns, _inside)
+            return dict.fromkeys(region.first, _inside)
         if isinstance(region.module, CONTAINERS):
-            return dict.fromkeys(region.columns, self.enter)
-        return dict.fromkeys(region.columns, Entrance(self.enter, len(region.columns)))
+            return dict.fromkeys(region.first, self.enter)
+        return dict.fromkeys(region.first, Entrance(self.enter, len(region.first)))
 
     def gathers_at(self, region: Region) -> bool:
         """Does the whole module get the gathered sequence, so that its code sees one length throughout?"""

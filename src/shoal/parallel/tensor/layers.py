@@ -42,7 +42,8 @@ class SplitLayer:
 
     def split_parameters(self) -> Iterator[tuple[str, Cuts]]:
         """The full name of each parameter that is split, and how."""
-        yield f"{self.name}.weight", self.weight
+        if self.weight:
+            yield f"{self.name}.weight", self.weight
         if self.own_bias is not None and self.bias:
             yield f"{self.name}.bias", self.bias
 
@@ -124,6 +125,33 @@ class ColumnLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(self.entrance(x), self.weight, self.bias)
+
+
+class PackedLinear(nn.Module):
+    """The features `[..., in]` to this rank's part of each block of outputs, the parts side by side.
+
+    `cut` is of the outputs of one block of `block` features. Weight and bias are those of all blocks: a part of every
+    block is no one stretch of them, as a rank's part of a parameter is.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter | None, *, block: int, cut: Cut, entrance: Crossing
+    ) -> None:
+        super().__init__()
+        self.weight = weight
+        self.register_parameter("bias", bias)
+        self.entrance, self._block, self._cut = entrance, block, cut
+        self.out_features, self.in_features = len(weight) // block * cut.length, weight.shape[1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self._own(self.bias)
+        return F.linear(self.entrance(x), self._own(self.weight), bias)
+
+    def _own(self, parameter: Tensor) -> Tensor:
+        blocks = parameter.unflatten(0, (-1, self._block))
+        return blocks.narrow(1, self._cut.offset, self._cut.length).flatten(0, 1)
 
 
 class RowLinear(nn.Module):

@@ -4,6 +4,8 @@
     row          columns of the weight                     the second: its outputs are summed, then the bias is added
     embedding    rows, unevenly where they do not divide   the ranks' vectors are summed
     head         rows, the same way                        logits stay split: `shoal.parallel.tensor.vocabulary`
+    packed       whole; each rank computes its features of    queries, keys and values in one matrix
+                 every block
     the others   whole on every rank
 
 Parameters stay plain tensors under the names of the unsplit model. Experts are left to expert parallelism; a router
@@ -29,6 +31,7 @@ from shoal.parallel.tensor.cut import Cut, even_cut, grouped_cut, uneven_cut
 from shoal.parallel.tensor.layers import (
     ColumnLinear,
     Cuts,
+    PackedLinear,
     RowLinear,
     SplitLayer,
     VocabularyEmbedding,
@@ -41,7 +44,9 @@ from shoal.parallel.tensor.summa import Grid
 from shoal.parallel.tensor.vocabulary import VocabularySplit
 from shoal.topology.box import Box, Dims
 
-SPLIT_ROLES = ("column", "row", "embedding", "head")
+SPLIT_ROLES = ("column", "row", "packed", "embedding", "head")
+
+OF_LAYER = ("weight", "bias")
 
 
 @dataclass(frozen=True)
@@ -114,6 +119,7 @@ def split_tensor(
     layers += _vocabulary_layers(model, kinds, crossings)
     _check(model, kinds, layers, sequence_parallel=sequence_parallel)
     terms = {region.full_name(name) for region in regions for name in region.per_head}
+    terms |= {f"{region.full_name(name)}.{own}" for region in regions for name in region.packed for own in OF_LAYER}
     terms |= {name for name, kind in kinds.items() if sequence_parallel or kind == "router"}
     parts = _parts(model, kinds, layers, group.size, partial=terms)
     vocabulary = _vocabulary_split(layers, kinds)
@@ -123,7 +129,7 @@ def split_tensor(
     inside = [region.module for region in regions if crossings.install(region)]
     if sequence_parallel:
         slice_positions(model, group, inside=inside)
-    columns = {region.full_name(name): _inside(region, crossings) for region in regions for name in region.columns}
+    columns = {region.full_name(name): _inside(region, crossings) for region in regions for name in region.first}
     rows = frozenset(region.full_name(name) for region in regions for name in region.rows)
     return TensorPlan(parts, vocabulary, columns, rows)
 
@@ -169,6 +175,12 @@ def _layers_of(region: Region, crossings: Crossings) -> list[SplitLayer]:
         cuts = {0: _column_cut(region, name, crossings.group)}
         made = partial(ColumnLinear, entrance=entrances[name])
         layers.append(SplitLayer(region.full_name(name), layer, cuts, cuts, made))
+    for name, layer in region.packed.items():
+        block = region.inner_features
+        assert block is not None
+        cut = _even(region, name, block, crossings.group)
+        made = partial(PackedLinear, block=block, cut=cut, entrance=entrances[name])
+        layers.append(SplitLayer(region.full_name(name), layer, {}, {}, made))
     for name, layer in region.rows.items():
         cuts = {1: _even(region, name, layer.in_features, crossings.group)}
         layers.append(SplitLayer(region.full_name(name), layer, cuts, {}, partial(RowLinear, leave=crossings.leave)))

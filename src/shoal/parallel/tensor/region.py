@@ -1,4 +1,4 @@
-"""Regions: modules that have layers of role `column`, and, behind them, of role `row`.
+"""Regions: modules that have layers of role `column` or `packed`, and, behind them, of role `row`.
 
 The roles say what is split, but not always in which units, nor where in a module the whole stream ends:
 
@@ -34,6 +34,7 @@ class Region:
     module: nn.Module
     columns: dict[str, nn.Linear]
     rows: dict[str, nn.Linear]
+    packed: dict[str, nn.Linear]
 
     @property
     def head_size(self) -> int | None:
@@ -43,7 +44,7 @@ class Region:
     @property
     def takes_blocks(self) -> bool:
         """May its layers lie in blocks on a grid?"""
-        return self.head_size is None or getattr(self.module, "takes_blocks", False)
+        return not self.packed and (self.head_size is None or getattr(self.module, "takes_blocks", False))
 
     @property
     def inner_features(self) -> int | None:
@@ -55,7 +56,7 @@ class Region:
     def per_head(self) -> list[str]:
         """Names, in the module, of the parameters that act on single heads."""
         own = [(name, p) for name, p in self.module.named_parameters() if name not in self._layer_parameters()]
-        stream = {layer.in_features for layer in self.columns.values()}
+        stream = {layer.in_features for layer in self.first.values()}
         return [
             name for name, p in own if self.head_size not in (None, *stream) and tuple(p.shape) == (self.head_size,)
         ]
@@ -73,7 +74,12 @@ class Region:
     @property
     def layers(self) -> dict[str, nn.Linear]:
         """All of them."""
-        return {**self.columns, **self.rows}
+        return {**self.first, **self.rows}
+
+    @property
+    def first(self) -> dict[str, nn.Linear]:
+        """Those that take the stream."""
+        return {**self.columns, **self.packed}
 
     def _layer_parameters(self) -> set[str]:
         return {f"{child}.{name}" for child, layer in self.layers.items() for name, _ in layer.named_parameters()}
@@ -87,10 +93,9 @@ def regions_of(model: nn.Module, kinds: Mapping[str, str]) -> list[Region]:
     """
     found = []
     for name, module in model.named_modules():
-        region = Region(
-            name, module, _layers(name, module, kinds, "column"), _layers(name, module, kinds, "row")
-        )  # fmt: skip
-        if region.columns or region.rows:
+        columns, rows, packed = (_layers(name, module, kinds, kind) for kind in ("column", "row", "packed"))
+        region = Region(name, module, columns, rows, packed)
+        if region.layers:
             _check_widths(region)
             found.append(region)
     return found
@@ -114,6 +119,13 @@ def linear(layer: nn.Module, name: str, kind: str) -> nn.Linear:
 
 def _check_widths(region: Region) -> None:
     inner, unit = region.inner_features, region.head_size
+    for child, layer in region.packed.items():
+        if inner is None or layer.out_features % inner:
+            raise UserCodeError(
+                f"the packed layer '{region.full_name(child)}' has {layer.out_features} features, and the row layer "
+                f"beside it takes {inner}: a packed layer has several blocks of as many features as the one row layer "
+                "of its module takes; give it the role 'replicated'"
+            )
     for child, layer in region.columns.items():
         if inner is None or layer.out_features == inner or (unit is not None and layer.out_features < inner):
             continue

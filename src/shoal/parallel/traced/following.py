@@ -23,6 +23,7 @@ _ELEMENTWISE = {
     torch.square, torch.exp, "relu", "tanh", "sigmoid", "square", "contiguous", "float", "to", "gelu",
 }  # fmt: skip
 _PAIRED = {operator.mul, operator.add, operator.sub, torch.mul, torch.add, operator.truediv}
+_IN_BLOCKS = {"split", torch.split, "chunk", torch.chunk}
 _PRODUCTS = {operator.matmul, torch.matmul, torch.bmm}
 
 
@@ -56,6 +57,7 @@ class Following:
         self.split: dict[fx.Node, int] = {}
         self.columns: list[fx.Node] = []
         self.rows: list[fx.Node] = []
+        self.packed: list[fx.Node] = []
         self.counts: list[Count] = []
 
     def follow(self, start: fx.Node) -> None:
@@ -103,7 +105,7 @@ class Following:
 
     def _source(self, node: fx.Node, meeting: fx.Node) -> fx.Node:
         while not is_linear(self._model, node):
-            inputs = [n for n in node.all_input_nodes if n in self._shapes]
+            inputs = [n for n in node.all_input_nodes if n in self._shapes or n in self.split]
             if len(inputs) != 1:
                 raise Unfollowed(f"its features meet others that no linear layer gives, in {_described(meeting)}")
             (node,) = inputs
@@ -121,6 +123,8 @@ class Following:
 
     def _through(self, node: fx.Node) -> int:
         """The dim of the features behind `node`."""
+        if node.target is operator.getitem and node.all_input_nodes[0] not in self._shapes:
+            return self.split[node.all_input_nodes[0]]  # a block of a packed layer
         source = self._features(node)[0]
         dim, target = self.split[source], node.target
         if node.op == "output":
@@ -151,7 +155,24 @@ class Following:
             return [_place(a, self._shapes[source]) for a in order].index(dim)
         if target in ("view", "reshape", "unflatten", "flatten", torch.flatten, torch.reshape):
             return self._reshaped(node, source, dim)
+        if target in _IN_BLOCKS:
+            return self._unpacked(node, source, dim)
         raise Unfollowed(f"its features go through {_described(node)}")
+
+    def _unpacked(self, node: fx.Node, source: fx.Node, dim: int) -> int:
+        """The features of a layer that packs several, cut into blocks of equal size."""
+        args, shape = _args(node), self._shapes[source]
+        number, along = args[1], node.kwargs.get("dim", args[2] if len(args) > 2 else 0)
+        if source not in self.columns or not isinstance(along, int) or _place(along, shape) != dim:
+            raise Unfollowed(f"{_described(node)} cuts its features")
+        if isinstance(number, fx.Node):
+            raise Unfollowed(f"{_described(node)} reads its width off a tensor; write chunk() or an attribute there")
+        if not isinstance(number, int) or shape[dim] % number:
+            raise Unfollowed(f"{_described(node)} cuts its features into blocks that are not equal")
+        if node.target in ("split", torch.split):
+            self._count(node, number)
+        self.packed.append(source)
+        return dim
 
     def _same(self, node: fx.Node, dim: int) -> int:
         if any(self.split[n] != dim for n in self._features(node)):

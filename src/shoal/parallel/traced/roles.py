@@ -6,8 +6,9 @@ A linear layer's output features are followed through the trace (Megatron-LM's p
     column                                                                                      row
 
 If every path of a layer's features ends in the input features of linear layers, the first is a column layer and the
-last row layers, with one sum behind each. A number of heads that a forward has as a constant must be an integer
-attribute of its module: each rank is given its share of it. Everything else stays whole, and is said by name.
+last row layers, with one sum behind each. A layer whose features are cut into equal blocks first (queries, keys and
+values, or a gate beside what it gates) is a packed one. A number of heads that a forward has as a constant must be an
+integer attribute of its module: each rank is given its share of it. Everything else stays whole, and is said by name.
 """
 
 from __future__ import annotations
@@ -115,11 +116,12 @@ def _try(model: nn.Module, start: fx.Node, shapes: Mapping[fx.Node, tuple[int, .
         proposal.whole.setdefault(name, str(reason))
         return
     columns, rows = {str(n.target) for n in following.columns}, {str(n.target) for n in following.rows}
+    packed = {str(n.target) for n in following.packed}
     taken = {layer for layer in columns | rows if f"{layer}.weight" in proposal.roles}
     if columns & rows or taken or _used_again(model, columns | rows, start.graph):
         proposal.whole.setdefault(name, "shares its features with a layer that is split otherwise")
         return
-    for layers, role in ((columns, "column"), (rows, "row")):
+    for layers, role in ((columns - packed, "column"), (packed, "packed"), (rows, "row")):
         proposal.roles |= {f"{layer}.weight": role for layer in sorted(layers)}
         for layer in layers:
             proposal.whole.pop(layer, None)
