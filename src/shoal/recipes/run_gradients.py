@@ -41,7 +41,7 @@ def zero_of(memory: MemoryConfig, mesh: Mesh) -> int | None:
 
 def gathering_of(run_file: RunFile, parts: Divided, mesh: Mesh) -> tuple[bool, str] | None:
     """(whether blocks were found, a sentence of what ZeRO-3 gathers at a time); None where it gathers nothing."""
-    if zero_of(run_file, mesh) != 3:
+    if zero_of(run_file.memory, mesh) != 3:
         return None
     model = parts.split.model
     trained = {id(each.parameter): each.parameter.numel() for each in trained_in(parts)}
