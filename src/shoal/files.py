@@ -13,8 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
+from typing import TypeVar
+
+import msgspec
 
 from shoal.errors import ShoalError
+
+Decoded = TypeVar("Decoded")
 
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
@@ -46,6 +51,17 @@ def read_file(path: Path, *, limit_bytes: int, error: type[ShoalError], repair: 
     if not left:
         raise error(f"{printable(path)} is larger than {limit_bytes} bytes: {repair}")
     return b"".join(pieces)
+
+
+def read_json(path: Path, kind: type[Decoded], *, limit_bytes: int, error: type[ShoalError], repair: str) -> Decoded:
+    """The JSON of the regular file `path`, as a `kind`. Raises `error` as `read_file` does, and for any other content:
+    no JSON, values nested deeper than Python's stack, texts that are no Unicode, numbers beyond what Python converts.
+    """
+    content = read_file(path, limit_bytes=limit_bytes, error=error, repair=repair)
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except (ValueError, RecursionError) as failure:  # msgspec's and Unicode's own errors are ValueErrors
+        raise error(f"{printable(path)} is no JSON that can be read here ({failure}): {repair}") from failure
 
 
 def printable(text: object) -> str:

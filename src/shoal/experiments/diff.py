@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shoal.checkpoint.objects import Places
-from shoal.errors import UsageError
+from shoal.config.load import read as read_tables
+from shoal.errors import ConfigError, UsageError
 from shoal.observe.events import read_events, series
 from shoal.observe.facts import read_facts
 from shoal.observe.settings import differing_keys
@@ -169,8 +169,8 @@ def _events(directory: Path) -> list:
 
 def _settings(directory: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads((directory / "run.toml").read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as fault:
+        return read_tables(directory / "run.toml")
+    except ConfigError as fault:
         raise UsageError(
             f"{directory}/run.toml is not TOML ({fault}); it should be as 'shoal train' wrote it"
         ) from fault

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from shoal.errors import UsageError
+from shoal.config.load import read as read_tables
+from shoal.errors import ConfigError, UsageError
 from shoal.runfile.load import load_run, run_file_of
 from shoal.runfile.run_file import RunFile
 
@@ -25,9 +25,10 @@ def require_trained_with(run_file: Path, overrides: Sequence[str], folder: Path)
     if not path.is_file():
         return
     try:
-        recorded = run_file_of(tomllib.loads(path.read_text(encoding="utf-8")), file=str(path))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as fault:
+        tables = read_tables(path)
+    except ConfigError as fault:
         raise UsageError(f"{path} is damaged ({fault}): remove {folder}, and the trial is trained again") from fault
+    recorded = run_file_of(tables, file=str(path))
     before, now = _deciding(recorded), _deciding(load_run(run_file, overrides))
     if changed := [key for key in now if before[key] != now[key]]:
         raise UsageError(

@@ -5,14 +5,14 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
-from shoal.errors import UsageError
+from shoal.config.load import read as read_tables
+from shoal.errors import ConfigError, UsageError
 from shoal.experiments.config import Grid, Random, SweepFile
 from shoal.experiments.search import Trial, trials
 from shoal.launch.devices import gpus
@@ -47,8 +47,8 @@ def independent_trials(sweep: SweepFile) -> list[Trial]:
 def is_sweep(path: Path) -> bool:
     """Whether `path` looks like a sweep file, whose `run` is the name of a run file, and not like a run file."""
     try:
-        return isinstance(tomllib.loads(path.read_text(encoding="utf-8")).get("run"), str)
-    except (OSError, ValueError):
+        return isinstance(read_tables(path).get("run"), str)
+    except ConfigError:
         return False
 
 

@@ -18,6 +18,7 @@ import tomllib
 import zipfile
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ import msgspec
 import tomli_w
 
 from shoal.errors import UsageError
+from shoal.files import open_file
 from shoal.observe.attempts import last_attempt
 from shoal.observe.events import Event, read_events
 from shoal.observe.facts import read_facts
@@ -38,6 +40,15 @@ CHECKPOINT_BYTES = 64 << 20
 TAIL_BYTES = 64 << 10
 MOST_BYTES = 4 * CHECKPOINT_BYTES
 """What a capsule may hold when it is unpacked; a larger one is no capsule of ours."""
+
+_END_OF_LIST, _LARGE_LIST = b"PK\x05\x06", b"PK\x06\x07"
+"""What the end of a zip archive's list of files begins with, and what is before it where the list needs 64 bits."""
+_TRAILER_BYTES = 22 + (1 << 16) + 20
+"""The end of the list, the longest comment behind it, and the locator before it (PKWARE's APPNOTE 6.3.10, 4.3)."""
+_MOST_LISTED_BYTES = 4 << 20
+_NO_CAPSULE = (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error)
+"""What `zipfile` and the decoders raise for other files: a method that Python does not have and a password are
+RuntimeErrors, a nesting that is too deep is one, too; texts that are no Unicode and no JSON are ValueErrors."""
 
 
 class Failed(msgspec.Struct, frozen=True):
@@ -129,12 +140,12 @@ def read_capsule(path: Path) -> Capsule:
     """What a capsule says. Raises `UsageError` for a file that is none, and for one of another format."""
     repair = "give the capsule.zip of a run that failed"
     try:
-        with zipfile.ZipFile(path) as archive:
+        with _opened(path) as archive:
             if archive.getinfo(INDEX).file_size > MOST_BYTES:
                 raise UsageError(f"{path}: {INDEX} is too large to be one; {repair}")
             content = archive.read(INDEX)
         found = msgspec.json.decode(content, type=dict)
-    except (OSError, KeyError, zipfile.BadZipFile, msgspec.DecodeError) as error:
+    except (*_NO_CAPSULE, KeyError) as error:
         raise UsageError(f"{path} is no crash capsule ({error}): {repair}") from error
     if found.get("format") != FORMAT:
         raise UsageError(
@@ -151,12 +162,31 @@ def unpack(path: Path, folder: Path) -> None:
     """The files of a capsule, below `folder`. Raises `UsageError` for names that lead elsewhere, and for too much."""
     try:
         _unpack(path, folder)
-    except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except _NO_CAPSULE as error:
         raise UsageError(f"{path} cannot be unpacked ({error}): copy it anew, or see that the disk has room") from error
 
 
+@contextmanager
+def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
+    """The archive `path`, after a look at how long its list of files is, which `zipfile` reads whole.
+
+    Raises `UsageError` for what is no regular file, and where the list is longer than a capsule's.
+    """
+    repair = "give the capsule.zip of a run that failed"
+    with open_file(path, error=UsageError, repair=repair) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _TRAILER_BYTES))
+        trailer = file.read()
+        at = trailer.rfind(_END_OF_LIST)
+        listed_bytes = int.from_bytes(trailer[at + 12 : at + 16], "little") if at >= 0 else 0
+        if listed_bytes > _MOST_LISTED_BYTES or _LARGE_LIST in trailer[: max(0, at)]:
+            raise UsageError(f"{path} lists more files than a crash capsule has: {repair}")
+        with zipfile.ZipFile(file) as archive:
+            yield archive
+
+
 def _unpack(path: Path, folder: Path) -> None:
-    with zipfile.ZipFile(path) as archive:
+    with _opened(path) as archive:
         if sum(entry.file_size for entry in archive.infolist()) > MOST_BYTES:
             raise UsageError(f"{path} unpacks to more than {MOST_BYTES} bytes: it is no capsule of Shoal's")
         for name in archive.namelist():

@@ -21,6 +21,10 @@ from typing import Any
 import msgspec
 
 from shoal.errors import UsageError
+from shoal.files import read_json
+
+MOST_BYTES = 16 << 20
+"""A run's facts take a few KiB."""
 
 
 def facts_path(run_directory: Path) -> Path:
@@ -33,10 +37,8 @@ def read_facts(run_directory: Path) -> dict[str, Any]:
     path = facts_path(run_directory)
     if not path.is_file():
         return {}
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
-        raise UsageError(f"{path} is no JSON object ({fault}); move it away, and the run writes a new one") from fault
+    repair = "move it away, and the run writes a new one"
+    return read_json(path, dict[str, Any], limit_bytes=MOST_BYTES, error=UsageError, repair=repair)
 
 
 def write_facts(run_directory: Path, facts: Mapping[str, Any]) -> None:

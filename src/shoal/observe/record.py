@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from shoal import units
+from shoal.config.load import FILE_LIMIT_BYTES, parse
 from shoal.errors import UsageError
+from shoal.files import read_file
 from shoal.launch.lock import is_locked
 from shoal.observe.ending import Ending, ending_in
 from shoal.observe.events import Event, scan_events
@@ -113,9 +114,10 @@ def _run_file(path: Path, notices: list[str]) -> tuple[str, dict[str, Any]]:
     if not path.is_file():
         notices.append("There is no run.toml in this directory, so the planned number of steps is not known.")
         return "", {}
-    text = path.read_text(encoding="utf-8", errors="replace")
+    repair = "it should be as 'shoal train' wrote it"
+    text = read_file(path, limit_bytes=FILE_LIMIT_BYTES, error=UsageError, repair=repair).decode(errors="replace")
     try:
-        return text, tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as fault:
+        return text, parse(text)
+    except ValueError as fault:
         notices.append(f"run.toml is not TOML ({fault}), so the planned number of steps is not known.")
         return text, {}

@@ -8,13 +8,13 @@ Rates, not times: so both also hold where the run has a larger batch than the on
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import UsageError
+from shoal.config.load import read as read_tables
+from shoal.errors import ConfigError, UsageError
 from shoal.observe.events import read_events, series
 from shoal.observe.facts import number_of, read_facts
 from shoal.observe.series import median
@@ -66,7 +66,7 @@ def one_rank_rate(directory: Path, model: Mapping[str, Any]) -> float:
 
 def _model(directory: Path) -> dict[str, Any]:
     try:
-        found = tomllib.loads((directory / "run.toml").read_text(encoding="utf-8")).get("model")
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError):
+        found = read_tables(directory / "run.toml").get("model")
+    except ConfigError:
         return {}
     return found if isinstance(found, dict) else {}

@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import re
 import time
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from shoal.errors import UsageError
+from shoal.config.load import read as read_tables
+from shoal.errors import ConfigError, UsageError
 from shoal.launch.lock import is_locked
 from shoal.observe.ending import Ending, ending_in
 from shoal.observe.events import Event, events_path
@@ -231,8 +231,8 @@ class LiveRun:
         if not self._is_new(path):
             return False
         try:
-            self.settings = tomllib.loads(path.read_text(encoding="utf-8", errors="replace"))
-        except (OSError, tomllib.TOMLDecodeError, RecursionError):
+            self.settings = read_tables(path)
+        except ConfigError:
             return False
         return True
 

@@ -8,7 +8,6 @@ against the recorded one.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,8 +17,9 @@ import msgspec
 import numpy as np
 from torch._C._distributed_c10d import HashStore
 
+from shoal.config.load import read as read_tables
 from shoal.engine.loop import take_step
-from shoal.errors import Diverged, UsageError
+from shoal.errors import ConfigError, Diverged, UsageError
 from shoal.launch.environment import Place
 from shoal.launch.failure import failure_of
 from shoal.observe.capsule import Capsule, read_capsule, shoal_version, unpack
@@ -87,8 +87,8 @@ def replay_capsule(path: Path, folder: Path, *, run_directory: Path | None = Non
             )
     path = folder / "run.toml"
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as fault:
+        tables = read_tables(path)
+    except ConfigError as fault:
         raise UsageError(f"run.toml of the capsule is damaged ({fault}): give a whole capsule") from fault
     name = f"{path} of the capsule"
     run_file = _on_one_rank(tables, capsule, folder, name=name)

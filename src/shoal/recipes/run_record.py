@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from contextlib import suppress
 from pathlib import Path
 
-from shoal.config.load import dumps
+from shoal.config.load import dumps, parse
+from shoal.config.load import read as read_tables
 from shoal.data.corpora import cache_folder
+from shoal.errors import ConfigError
 from shoal.observe.facts import replace_file
 from shoal.observe.settings import differing_keys
 from shoal.observe.sink import Sinks
@@ -21,9 +22,8 @@ def write_run_file(run: Run, directory: Path, sinks: Sinks) -> None:
     """
     path, written = directory / "run.toml", dumps(run.run_file).encode()
     if path.is_file() and path.read_bytes() != written:
-        with suppress(tomllib.TOMLDecodeError, UnicodeDecodeError):
-            before = tomllib.loads(path.read_text(encoding="utf-8"))
-            changed = differing_keys([before, tomllib.loads(written.decode())], left_out=frozenset())
+        with suppress(ConfigError):
+            changed = differing_keys([read_tables(path), parse(written.decode())], left_out=frozenset())
             for key, (old, new) in changed.items():
                 sinks.note(f"since the start before, {key} has changed from {old!r} to {new!r}")
         path.rename(directory / f"run-{run.mesh.generation - 1}.toml")

@@ -90,8 +90,8 @@ def _keys_of(file: Path, *, key: str) -> dict[str, Any]:
     repair = f"correct {key}; nothing is downloaded"
     text = read_file(file, limit_bytes=MOST_CONFIG_BYTES, error=ConfigError, repair=repair)
     try:
-        keys = json.loads(text)
-    except ValueError as error:
+        keys = json.loads(text.decode())  # bytes alone: surrogates would pass
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is no JSON ({error}): {repair}") from None
     if not isinstance(keys, dict):
         raise ConfigError(f"{file} holds a {type(keys).__name__}, not the keys of a config: {repair}")
