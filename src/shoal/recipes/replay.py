@@ -1,9 +1,10 @@
 """Repeating a run to the bit: `shoal train --replay RUN_DIR`.
 
-A run whose replicas wait for each other repeats itself by its run file. One that is served asynchronously also follows
-the order in which gradients came, which each rank records in its run directory (`sync.event_order`). The replay writes
-a directory of its own, and ends with a comparison of the two runs' newest checkpoints. An elastic run is refused: which
-replicas take a step follows from when each of them came, answered and died.
+A run whose replicas wait for each other repeats itself by its run file. One that is served asynchronously, or whose
+shares of gossip are, also follows the order in which gradients or shares came, which each rank records in its run
+directory (`sync.event_order`). The replay writes a directory of its own, and ends with a comparison of the two runs'
+newest checkpoints. An elastic run is refused: which replicas take a step follows from when each of them came, answered
+and died.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from shoal.checkpoint.inspect import compare
 from shoal.errors import ConfigError, VerificationFailed
 from shoal.runfile.run_file import RunFile
-from shoal.sync.config import HogwildConfig, ServerConfig
+from shoal.sync.config import GossipConfig, HogwildConfig, ServerConfig
 from shoal.sync.event_order import EventFiles, Rounds, event_file
 
 
@@ -43,7 +44,8 @@ def rounds_of(run_file: RunFile, rank: int, directory: Path, replay: Path | None
     None where the order changes nothing.
     """
     sync = run_file.sync
-    if not isinstance(sync, ServerConfig) or sync.admission == "sync":
+    served = isinstance(sync, ServerConfig) and sync.admission != "sync"
+    if not served and not (isinstance(sync, GossipConfig) and sync.asynchronous):
         return None
     return Rounds(EventFiles(event_file(directory, rank), None if replay is None else event_file(replay, rank)))
 
