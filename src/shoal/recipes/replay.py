@@ -1,9 +1,10 @@
 """Repeating a run to the bit: `shoal train --replay RUN_DIR`.
 
-A run whose replicas wait for each other repeats itself by its run file. One that is served asynchronously also follows
-the order in which gradients came, which each rank records in its run directory (`sync.event_order`). The replay writes
-a directory of its own, and ends with a comparison of the two runs' newest checkpoints. An elastic run is refused: which
-replicas take a step follows from when each of them came, answered and died.
+A run whose replicas wait for each other repeats itself by its run file. One that is served asynchronously, or whose
+shares of gossip are, also follows the order in which gradients or shares came, which each rank records in its run
+directory (`sync.event_order`). The replay writes a directory of its own, and ends with a comparison of the two runs'
+newest checkpoints. An elastic run is refused: which replicas take a step follows from when each of them came, answered
+and died.
 """
 
 from __future__ import annotations

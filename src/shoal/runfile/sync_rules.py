@@ -28,6 +28,8 @@ def _of_kind(run_file: RunFile) -> Iterator[tuple[str, str]]:
     sync, replicas = run_file.sync, _replicas(run_file)
     if isinstance(sync, GossipConfig) and replicas is not None:
         yield from _against_graph(sync, replicas)
+    if isinstance(sync, GossipConfig) and sync.asynchronous:
+        yield from _against_late_shares(run_file)
     if isinstance(sync, ServerConfig):
         yield from _against_backup(run_file, sync)
     if isinstance(sync, HogwildConfig):
@@ -83,6 +85,16 @@ def _against_graph(sync: GossipConfig, replicas: int) -> Iterator[tuple[str, str
         sync.matrices(replicas)
     except ValueError as error:
         yield f'graph = "{sync.graph}"', str(error)
+
+
+def _against_late_shares(run_file: RunFile) -> Iterator[tuple[str, str]]:
+    """(key and value, why not and what to do): ranks of one replica would add shares at other moments."""
+    for axis in ("pipeline", "shard", "context", "tensor", "expert"):
+        if getattr(run_file.layout, axis) > 1:
+            why = "with asynchronous = true a replica is one rank; use layout.replicate, or leave asynchronous out"
+            yield f"layout.{axis} = {getattr(run_file.layout, axis)}", why
+    if run_file.run.device == "cuda":
+        yield 'run.device = "cuda"', "with asynchronous = true it runs on processors so far; leave one of them out"
 
 
 def _against_canonical(run_file: RunFile, sync: AllReduceConfig) -> Iterator[tuple[str, str]]:

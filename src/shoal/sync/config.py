@@ -299,8 +299,20 @@ class GossipConfig(Strategy, frozen=True, tag_field="kind", tag="gossip"):
     ] = msgspec.field(default_factory=list)
     delay: Annotated[
         int,
-        says("Steps after which shares are added; they are on the wire behind computation. For sgp.", ge=0, le=64),
+        says(
+            "Steps after which shares are added; they are on the wire behind computation. With `asynchronous`: at the "
+            "latest. For sgp.",
+            ge=0,
+            le=64,
+        ),
     ] = 0
+    asynchronous: Annotated[
+        bool,
+        says(
+            "A replica adds the shares that have come, and waits for none that is less than `delay` steps late "
+            "(asynchronous push-sum, arXiv:1811.10792). For sgp."
+        ),
+    ] = False
     meet_every: Annotated[
         int,
         says(
@@ -314,11 +326,25 @@ class GossipConfig(Strategy, frozen=True, tag_field="kind", tag="gossip"):
             if given != (self.graph == key):
                 found = f'{key} with graph = "{self.graph}"' if given else f'graph = "{key}" without {key}'
                 raise ValueError(f"{found}: each asks for the other; give both or neither")
+        if self.asynchronous and self.algorithm == "d_psgd":
+            raise ValueError(
+                'asynchronous = true with algorithm = "d_psgd": what is on its way would be missing from the average; '
+                'use algorithm = "sgp", whose weights count it'
+            )
         if self.delay and self.algorithm == "d_psgd":
             raise ValueError(
                 f'delay = {self.delay} with algorithm = "d_psgd": what is on its way would be missing from the '
                 'average; use algorithm = "sgp", whose weights count it'
             )
+        if self.asynchronous and not self.delay:
+            raise ValueError(
+                "asynchronous = true without delay: it says how many steps late a share may be before it is waited "
+                "for; set delay, such as delay = 4"
+            )
+
+    @property
+    def events_are(self) -> EventsAre:
+        return "recorded" if self.asynchronous else "ordered"
 
     def matrices(self, replicas: int) -> tuple[Matrix, ...]:
         """One mixing matrix a step, in turn. Raises `ValueError` for a graph that cannot serve so many replicas."""

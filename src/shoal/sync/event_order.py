@@ -7,6 +7,9 @@ number of a worker,
     c0   worker 0 contributes      r0   worker 0 reads
     t0   worker 0 looks rows of a table up                  l0   worker 0 leaves
 
+Under asynchronous gossip the events of a replica are its own: a0, a share of replica 0 is added, and g, the step is
+over.
+
 Each rank has a file of its own, with a line of JSON for each round: {"first": 1, "last": 50, "events": ["c0", ...]}. A
 run that went on from a checkpoint records rounds again; the last line of a step counts.
 
@@ -89,6 +92,11 @@ class Rounds:
         self._step = 0
         self._order = AsTheyCome()
 
+    @property
+    def repeats(self) -> bool:
+        """Whether recorded rounds are repeated."""
+        return self._replayed is not None
+
     def begin(self) -> EventOrder:
         """The order of the round that begins after the step that `end` named last."""
         if self._replayed is None:
@@ -130,7 +138,7 @@ def read_rounds(path: Path) -> dict[int, list[str]]:
     except FileNotFoundError:
         raise ConfigError(
             f"{path} is not there: the run recorded no order of events on this rank; replay one whose sync.kind is "
-            '"server", on as many processes'
+            '"server" or asynchronous gossip, on as many processes'
         ) from None
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(

@@ -10,8 +10,8 @@ tells how much each replica holds:
     x_i <- sum over j of W[i][j] (x_j - u_j),    w_i <- sum over j of W[i][j] w_j,    z_i = x_i / w_i
 
 Gradients are taken at z. With `delay` the shares of a step are added that many steps later, and are on the wire behind
-the computation between (its algorithm 2); weights then tell what is still on its way. D-PSGD is the case in which all w
-stay 1.
+the computation between (its algorithm 2); weights then tell what is still on its way. `asynchronous` shares are added
+whenever they come (`late_shares`). D-PSGD is the case in which all w stay 1.
 
 Replicas never become equal. Every `meet_every` steps, and after the last, they meet: their average
 
@@ -24,7 +24,7 @@ holds too. The run ends with the average.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,13 +37,12 @@ from shoal.maths.mixing import Matrix
 from shoal.state.section import Section
 from shoal.sync.config import GossipConfig
 from shoal.sync.flat_copy import FlatCopy
+from shoal.sync.gossip_message import message_bytes, pack, unpack
+from shoal.sync.late_shares import LateShares, Schedule
 from shoal.sync.meeting import Meeting, device_of, sum_over
 from shoal.sync.own import OwnSection
 from shoal.sync.push_sum import PushSum, Share
 from shoal.sync.strategy import Agreed, OwnOptimizer, OwnSteps, Replica, Taken
-
-HEAD = 2
-"""float64 numbers before the tensors of a message: the share's number, and its weight."""
 
 
 class GossipSync(OwnSteps):
@@ -56,18 +55,40 @@ class GossipSync(OwnSteps):
             self._matrices = config.matrices(mesh.layout.replicate)
         except ValueError as error:
             raise ConfigError(f'sync.kind = "gossip": {error}') from None
+        if config.asynchronous and mesh.device.type != "cpu":
+            raise ConfigError(
+                f"sync.asynchronous = true on {mesh.device.type}: threads receive the shares, on processors so far; "
+                'set run.device = "cpu", or leave it out'
+            )
+        self._lane = mesh.axis("replicate", lane="gossip") if config.asynchronous else None
+        self._ledger = mesh.ledger
 
     def agreement(self, replica: Replica) -> GossipAgreement:
-        return GossipAgreement(self._config, self._matrices, replica, self._replicas)
+        late = None
+        if self._lane is not None:
+            schedule = Schedule(self._matrices, self._config.meet_every, replica.steps)
+            late = LateShares(
+                self._lane, schedule, delay=self._config.delay, ledger=self._ledger, rounds=replica.rounds
+            )
+        return GossipAgreement(self._config, self._matrices, replica, self._replicas, late=late)
 
 
 class GossipAgreement(OwnOptimizer):
-    """`Agreement` by mixing over `replicas`, the ranks at this rank's place in each, with `matrices` in turn."""
+    """`Agreement` by mixing over `replicas`, the ranks at this rank's place in each, with `matrices` in turn.
+
+    `late`: what exchanges shares without waiting; None: a step waits for those of `delay` steps before.
+    """
 
     def __init__(
-        self, config: GossipConfig, matrices: Sequence[Matrix], replica: Replica, replicas: Collective
+        self,
+        config: GossipConfig,
+        matrices: Sequence[Matrix],
+        replica: Replica,
+        replicas: Collective,
+        *,
+        late: LateShares | None = None,
     ) -> None:
-        self.equal = True
+        self.equal, self._late = True, late
         self._config, self._matrices, self._replica, self._replicas = config, matrices, replica, replicas
         self._x = FlatCopy(replica.owned)
         self._node = PushSum(replicas.rank, self._x.buffers)
@@ -94,10 +115,13 @@ class GossipAgreement(OwnOptimizer):
     def after_update(self, step: int, taken: Taken) -> Agreed | None:
         self._meeting.note(taken)
         self._take_update()
-        self._send(self._matrices[(step - 1) % len(self._matrices)])
         meets = step % self._config.meet_every == 0 or step == self._replica.steps
-        while len(self._rounds) > (0 if meets else self._config.delay):
-            self._rounds.popleft().add_to(self._node)
+        if self._late is not None:
+            self._late.exchange(self._node, step)
+        else:
+            self._send(self._matrices[(step - 1) % len(self._matrices)])
+            while len(self._rounds) > (0 if meets else self._config.delay):
+                self._rounds.popleft().add_to(self._node)
         if not meets:
             self._x.write(self._estimate())
             self._replica.gather()
@@ -106,6 +130,10 @@ class GossipAgreement(OwnOptimizer):
         self._show_average()
         self.equal = True
         return self._meeting.hold(self._device)
+
+    def take_figures(self) -> Mapping[str, float]:
+        """Of asynchronous shares, see `LateShares.figures`."""
+        return {} if self._late is None else self._late.figures()
 
     def _estimate(self) -> Sequence[Tensor]:
         """z; D-PSGD's weights are 1 but for rounding, and it does not divide by them."""
@@ -153,7 +181,7 @@ class _Round:
         self._handles: list[Handle] = []
         me = self.replicas.rank
         messages = {to: pack(share, self.device) for to, share in self.shares.items()}
-        size = HEAD * 8 + sum(x.nbytes for x in self.like)
+        size = message_bytes(self.like)
         for peer in sorted({*messages, *self.sources}):
             for sends in (me < peer, me > peer):
                 if sends and peer in messages:
@@ -170,20 +198,3 @@ class _Round:
             handle.wait()
         for source in sorted(self._arriving):
             node.receive(unpack(self._arriving[source], source, self.like))
-
-
-def pack(share: Share, device: torch.device) -> Tensor:
-    """One message, uint8: number and weight, then the tensors, the largest element size first."""
-    head = torch.tensor([float(share.number), share.weight], dtype=torch.float64, device=device)
-    parts = sorted(share.x, key=lambda x: -x.element_size())
-    return torch.cat([part.view(torch.uint8) for part in (head, *parts)])
-
-
-def unpack(message: Tensor, source: int, like: Sequence[Tensor]) -> Share:
-    """The share that `pack` made `message` of, with tensors as those in `like`: views of it."""
-    number, weight = message[: HEAD * 8].view(torch.float64).tolist()
-    x, at = list(like), HEAD * 8
-    for index in sorted(range(len(like)), key=lambda index: -like[index].element_size()):
-        x[index] = message[at : at + like[index].nbytes].view(like[index].dtype)
-        at += like[index].nbytes
-    return Share(source, int(number), x, weight)

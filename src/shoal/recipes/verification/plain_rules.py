@@ -321,6 +321,12 @@ def refuse_timed(config: SyncConfig) -> None:
             'and nobody records, so there is nothing to compare with: verify sync.kind = "server", or the layout with '
             'sync.kind = "allreduce"'
         )
+    if isinstance(config, GossipConfig) and config.asynchronous:
+        raise ConfigError(
+            "sync.asynchronous = true: time decides in which step a share is added, so there is nothing to compare "
+            "with: `shoal train --replay RUN_DIR` repeats such a run to the bit; verify it with sync.asynchronous = "
+            "false"
+        )
     if isinstance(config, ServerConfig) and config.admission != "sync" and config.bound != 0:
         raise ConfigError(
             f'sync.admission = "{config.admission}": time decides which gradients make an update, and in which order, '
