@@ -66,6 +66,40 @@ def test_the_proposal_names_pairs_counts_and_parts(tmp_path: Path) -> None:
     assert set(found.roles.whole) == {"head"}
 
 
+GPT2 = {
+    "kind": "python",
+    "build": f"{HERE}:gpt2",
+    "roles": {
+        "*.c_attn.weight": "packed",
+        "*.attn.c_proj.weight": "row",
+        "*.c_fc.weight": "column",
+        "*.mlp.c_proj.weight": "row",
+    },
+    "counts": ["transformer.h.0.attn.split_size", "transformer.h.1.attn.split_size"],
+}
+
+
+@pytest.mark.parametrize("layout", [{"tensor": 2}, {"tensor": 2, "shard": 2}], ids=str)
+def test_gpt2_splits_by_roles_of_the_run_file(ranks, tmp_path: Path, layout: dict[str, int]) -> None:
+    """Its forward cannot be traced; packed and transposed weights are those of one process all the same."""
+    pytest.importorskip("transformers")
+    corpus(tmp_path)
+    choice = {"model": GPT2, "optimizer": {"kind": "sgd", "lr": 0.1}, "layout": layout}
+    verdict, *_ = ranks(2 * layout.get("shard", 1), verified, choice, str(tmp_path), True, 1)
+    assert verdict["holds"], verdict["sentence"]
+
+
+def test_layers_of_gpt2_are_found(ranks, tmp_path: Path) -> None:
+    """In a module that can be traced, and its split holds."""
+    pytest.importorskip("transformers")
+    keys = proposed("ConvMLP", tmp_path).keys()
+    assert keys["roles"] == {"up.weight": "column", "down.weight": "row"}
+    own = tables("ConvMLP")
+    choice = own | {"model": own["model"] | keys | {"parts": "declared"}, "layout": {"tensor": 2}}
+    verdict, *_ = ranks(2, verified, choice, str(tmp_path), True, 1)
+    assert verdict["holds"], verdict["sentence"]
+
+
 def test_packed_layers_are_found_with_their_counts(tmp_path: Path) -> None:
     """Queries, keys and values in one matrix, and a gate beside what it gates; the width of a block is a count."""
     found = proposed("PackedCausal", tmp_path)

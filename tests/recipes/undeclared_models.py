@@ -216,8 +216,35 @@ class Images:
 
 def build(name: str) -> nn.Module:
     torch.manual_seed(3)
-    models = [ResidualMLP, Causal, Gated, PatchClassifier, Convolutions, Packed, PackedCausal]
+    models = [ResidualMLP, Causal, Gated, PatchClassifier, Convolutions, Packed, PackedCausal, ConvMLP]
     return next(model for model in models if model.__name__ == name)()
+
+
+def gpt2() -> nn.Module:
+    """GPT-2 of `transformers` with random weights: packed projections, weights `[in, out]`, a tied head."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(3)
+    config = GPT2Config(
+        vocab_size=256, n_positions=32, n_embd=WIDTH, n_layer=2, n_head=4, attn_pdrop=0, resid_pdrop=0, embd_pdrop=0,
+        use_cache=False, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+class ConvMLP(nn.Module):
+    """A feed-forward of GPT-2's layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers.pytorch_utils import Conv1D
+
+        self.embed, self.up, self.down = nn.Embedding(VOCABULARY, WIDTH), Conv1D(40, WIDTH), Conv1D(WIDTH, 40)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        return self.head(x + self.down(F.gelu(self.up(x))))
 
 
 def images() -> Images:

@@ -17,13 +17,13 @@ from functools import partial
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.comm.collective import Collective
 from shoal.errors import LayoutError
 from shoal.parallel.tensor.layers import SplitLayer
 from shoal.parallel.tensor.operators import gathered, linear_map
-from shoal.parallel.tensor.region import Region
+from shoal.parallel.tensor.region import Linear, Region
 from shoal.parallel.tensor.summa import Grid, SummaLinear, bias_cuts, block_cuts, unturned
 from shoal.topology.refusal import nearest_multiples
 
@@ -137,7 +137,7 @@ def _to_heads(region: Region, name: str, grid: Grid) -> Callable[[Tensor], Tenso
 
 def _in_blocks(
     name: str,
-    layer: nn.Linear,
+    layer: Linear,
     grid: Grid,
     *,
     before: Callable[[Tensor], Tensor] = unturned,
@@ -145,4 +145,4 @@ def _in_blocks(
 ) -> SplitLayer:
     cuts = block_cuts(layer.out_features, layer.in_features, grid, what=name)
     made = partial(SummaLinear, grid=grid, before=before, after=after)
-    return SplitLayer(name, layer, cuts, bias_cuts(layer.out_features, grid), made)
+    return SplitLayer(name, layer.module, cuts, bias_cuts(layer.out_features, grid), made)

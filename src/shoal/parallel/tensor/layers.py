@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +35,7 @@ class SplitLayer:
     """The layer's name, the cuts of its weight and bias, and what takes its place, made of the cut parameters."""
 
     name: str
-    layer: nn.Linear | nn.Embedding
+    layer: nn.Module
     weight: Cuts
     bias: Cuts
     replacement: Replacement
@@ -48,6 +48,11 @@ class SplitLayer:
             yield f"{self.name}.bias", self.bias
 
     @property
+    def own_weight(self) -> nn.Parameter:
+        """The whole layer's weight."""
+        return cast(nn.Parameter, self.layer.weight)
+
+    @property
     def own_bias(self) -> nn.Parameter | None:
         """The whole layer's bias, where it has one."""
         return getattr(self.layer, "bias", None)
@@ -57,7 +62,7 @@ def replace(model: nn.Module, layers: Iterable[SplitLayer]) -> None:
     """Puts the parts in place of the whole layers; a parameter of several layers becomes one part for all of them."""
     parts: dict[Tensor, nn.Parameter] = {}
     for split in layers:
-        weight, bias = split.layer.weight, split.own_bias
+        weight, bias = split.own_weight, split.own_bias
         if weight not in parts:
             parts[weight] = _part(weight, split.weight)
         if bias is not None and split.bias:
@@ -70,7 +75,7 @@ def check_ties(layers: Iterable[SplitLayer]) -> None:
     """Raises `UserCodeError` where a parameter belongs to layers that would cut it differently."""
     seen: dict[Tensor, SplitLayer] = {}
     for split in layers:
-        other = seen.setdefault(split.layer.weight, split)
+        other = seen.setdefault(split.own_weight, split)
         if other.weight != split.weight:
             raise UserCodeError(
                 f"'{other.name}' and '{split.name}' share their weight, but have roles that split it differently; give "
@@ -111,63 +116,83 @@ class Entrance:
         return inside
 
 
-class ColumnLinear(nn.Module):
-    """The features `[..., in]` to this rank's part of the outputs: rows of the weight, and the bias of those rows."""
+def is_conv1d(layer: nn.Module) -> bool:
+    """Whether it is the linear layer of GPT-2 in `transformers`, whose weight is `[in, out]`."""
+    kind = type(layer)
+    return (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
+
+
+class _PartOfLinear(nn.Module):
+    """A rank's part of a linear layer. `transposed`: its weight is `[in, out]`, else `[out, in]`."""
 
     bias: nn.Parameter | None
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, *, entrance: Crossing) -> None:
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, *, transposed: bool) -> None:
         super().__init__()
         self.weight = weight
         self.register_parameter("bias", bias)
+        self._transposed = transposed
+        self.out_features, self.in_features = weight.shape[::-1] if transposed else weight.shape
+
+    def rows(self) -> Tensor:
+        """The weight, `[out, in]`."""
+        return self.weight.T if self._transposed else self.weight
+
+
+class ColumnLinear(_PartOfLinear):
+    """The features `[..., in]` to this rank's part of the outputs: rows of the weight, and the bias of those rows."""
+
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter | None, *, entrance: Crossing, transposed: bool = False
+    ) -> None:
+        super().__init__(weight, bias, transposed=transposed)
         self.entrance = entrance
-        self.out_features, self.in_features = weight.shape
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.entrance(x), self.weight, self.bias)
+        return F.linear(self.entrance(x), self.rows(), self.bias)
 
 
-class PackedLinear(nn.Module):
+class PackedLinear(_PartOfLinear):
     """The features `[..., in]` to this rank's part of each block of outputs, the parts side by side.
 
     `cut` is of the outputs of one block of `block` features. Weight and bias are those of all blocks: a part of every
     block is no one stretch of them, as a rank's part of a parameter is.
     """
 
-    bias: nn.Parameter | None
-
     def __init__(
-        self, weight: nn.Parameter, bias: nn.Parameter | None, *, block: int, cut: Cut, entrance: Crossing
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        *,
+        block: int,
+        cut: Cut,
+        entrance: Crossing,
+        transposed: bool = False,
     ) -> None:
-        super().__init__()
-        self.weight = weight
-        self.register_parameter("bias", bias)
+        super().__init__(weight, bias, transposed=transposed)
         self.entrance, self._block, self._cut = entrance, block, cut
-        self.out_features, self.in_features = len(weight) // block * cut.length, weight.shape[1]
+        self.out_features = self.out_features // block * cut.length
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self._own(self.bias)
-        return F.linear(self.entrance(x), self._own(self.weight), bias)
+        return F.linear(self.entrance(x), self._own(self.rows()), bias)
 
-    def _own(self, parameter: Tensor) -> Tensor:
-        blocks = parameter.unflatten(0, (-1, self._block))
+    def _own(self, outputs: Tensor) -> Tensor:
+        blocks = outputs.unflatten(0, (-1, self._block))
         return blocks.narrow(1, self._cut.offset, self._cut.length).flatten(0, 1)
 
 
-class RowLinear(nn.Module):
+class RowLinear(_PartOfLinear):
     """This rank's part of the features to all outputs: columns of the weight; the bias is added once, to the sum."""
 
-    bias: nn.Parameter | None
-
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, *, leave: Crossing) -> None:
-        super().__init__()
-        self.weight = weight
-        self.register_parameter("bias", bias)
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter | None, *, leave: Crossing, transposed: bool = False
+    ) -> None:
+        super().__init__(weight, bias, transposed=transposed)
         self.leave = leave
-        self.out_features, self.in_features = weight.shape
 
     def forward(self, x: Tensor) -> Tensor:
-        total = self.leave(F.linear(x, self.weight))
+        total = self.leave(F.linear(x, self.rows()))
         return total if self.bias is None else total + self.bias.to(total.dtype)
 
 

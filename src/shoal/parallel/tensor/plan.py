@@ -173,17 +173,21 @@ def _layers_of(region: Region, crossings: Crossings) -> list[SplitLayer]:
     entrances, layers = crossings.entrances(region), []
     for name, layer in region.columns.items():
         cuts = {0: _column_cut(region, name, crossings.group)}
-        made = partial(ColumnLinear, entrance=entrances[name])
-        layers.append(SplitLayer(region.full_name(name), layer, cuts, cuts, made))
+        made = partial(ColumnLinear, entrance=entrances[name], transposed=layer.transposed)
+        split = {layer.dim_of(outputs=True): cuts[0]}
+        layers.append(SplitLayer(region.full_name(name), layer.module, split, cuts, made))
     for name, layer in region.packed.items():
         block = region.inner_features
         assert block is not None
         cut = _even(region, name, block, crossings.group)
-        made = partial(PackedLinear, block=block, cut=cut, entrance=entrances[name])
-        layers.append(SplitLayer(region.full_name(name), layer, {}, {}, made))
+        made = partial(
+            PackedLinear, block=block, cut=cut, entrance=entrances[name], transposed=layer.transposed
+        )  # fmt: skip
+        layers.append(SplitLayer(region.full_name(name), layer.module, {}, {}, made))
     for name, layer in region.rows.items():
-        cuts = {1: _even(region, name, layer.in_features, crossings.group)}
-        layers.append(SplitLayer(region.full_name(name), layer, cuts, {}, partial(RowLinear, leave=crossings.leave)))
+        cuts = {layer.dim_of(outputs=False): _even(region, name, layer.in_features, crossings.group)}
+        made = partial(RowLinear, leave=crossings.leave, transposed=layer.transposed)
+        layers.append(SplitLayer(region.full_name(name), layer.module, cuts, {}, made))
     return layers
 
 
@@ -276,5 +280,5 @@ def _vocabulary_split(layers: list[SplitLayer], kinds: Mapping[str, str]) -> Voc
     for layer in layers:
         if kinds[f"{layer.name}.weight"] == "head":
             cut = layer.weight[0]
-            return VocabularySplit(cut.offset, cut.length, layer.layer.weight.shape[0])
+            return VocabularySplit(cut.offset, cut.length, layer.own_weight.shape[0])
     return None

@@ -17,13 +17,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.errors import UserCodeError
+from shoal.parallel.tensor.layers import is_conv1d
 
 # Modules without a forward of their own that takes the stream, and chains, whose layers never share an input.
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer. `transposed`: its weight is `[in, out]`, as that of `transformers`' Conv1D, else `[out, in]`."""
+
+    module: nn.Module
+    in_features: int
+    out_features: int
+    transposed: bool = False
+
+    def dim_of(self, *, outputs: bool) -> int:
+        """The dim of the weight along which its outputs lie, or, if not `outputs`, its inputs."""
+        return int(outputs == self.transposed)
 
 
 @dataclass(frozen=True)
@@ -32,9 +48,9 @@ class Region:
 
     name: str
     module: nn.Module
-    columns: dict[str, nn.Linear]
-    rows: dict[str, nn.Linear]
-    packed: dict[str, nn.Linear]
+    columns: dict[str, Linear]
+    rows: dict[str, Linear]
+    packed: dict[str, Linear]
 
     @property
     def head_size(self) -> int | None:
@@ -44,7 +60,8 @@ class Region:
     @property
     def takes_blocks(self) -> bool:
         """May its layers lie in blocks on a grid?"""
-        return not self.packed and (self.head_size is None or getattr(self.module, "takes_blocks", False))
+        plain = not self.packed and not any(layer.transposed for layer in self.layers.values())
+        return plain and (self.head_size is None or getattr(self.module, "takes_blocks", False))
 
     @property
     def inner_features(self) -> int | None:
@@ -72,17 +89,19 @@ class Region:
         return f"{self.name}.{child}" if self.name else child
 
     @property
-    def layers(self) -> dict[str, nn.Linear]:
+    def layers(self) -> dict[str, Linear]:
         """All of them."""
         return {**self.first, **self.rows}
 
     @property
-    def first(self) -> dict[str, nn.Linear]:
+    def first(self) -> dict[str, Linear]:
         """Those that take the stream."""
         return {**self.columns, **self.packed}
 
     def _layer_parameters(self) -> set[str]:
-        return {f"{child}.{name}" for child, layer in self.layers.items() for name, _ in layer.named_parameters()}
+        return {
+            f"{child}.{name}" for child, layer in self.layers.items() for name, _ in layer.module.named_parameters()
+        }
 
 
 def regions_of(model: nn.Module, kinds: Mapping[str, str]) -> list[Region]:
@@ -101,14 +120,23 @@ def regions_of(model: nn.Module, kinds: Mapping[str, str]) -> list[Region]:
     return found
 
 
-def _layers(path: str, module: nn.Module, kinds: Mapping[str, str], kind: str) -> dict[str, nn.Linear]:
+def _layers(path: str, module: nn.Module, kinds: Mapping[str, str], kind: str) -> dict[str, Linear]:
     children = {name: f"{path}.{name}".lstrip(".") for name, _ in module.named_children()}
     wanted = [name for name, full in children.items() if kinds.get(f"{full}.weight") == kind]
-    return {name: linear(module.get_submodule(name), children[name], kind) for name in wanted}
+    return {name: _linear(module.get_submodule(name), children[name], kind) for name in wanted}
+
+
+def _linear(layer: nn.Module, name: str, kind: str) -> Linear:
+    """`layer`, where it is one that can be split. Raises `UserCodeError`."""
+    if is_conv1d(layer):
+        inputs, outputs = cast(Tensor, layer.weight).shape
+        return Linear(layer, inputs, outputs, transposed=True)
+    found = linear(layer, name, kind)
+    return Linear(found, found.in_features, found.out_features)
 
 
 def linear(layer: nn.Module, name: str, kind: str) -> nn.Linear:
-    """`layer`, where it is one that can be split. Raises `UserCodeError`."""
+    """`layer`, where it is PyTorch's linear layer. Raises `UserCodeError`."""
     if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
         raise UserCodeError(
             f"'{name}.weight' has the role '{kind}', but '{name}' is a {type(layer).__name__}; tensor parallelism "

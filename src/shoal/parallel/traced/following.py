@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from shoal.parallel.tensor.layers import is_conv1d
+
 _ELEMENTWISE_MODULES = (
     nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Dropout, nn.Identity, nn.ReLU6, nn.LeakyReLU, nn.ELU,
     nn.Softplus, nn.Hardswish, nn.Mish,
@@ -46,7 +48,11 @@ class Unfollowed(Exception):
 
 
 def is_linear(model: nn.Module, node: fx.Node) -> bool:
-    return node.op == "call_module" and type(model.get_submodule(str(node.target))) is nn.Linear
+    """Does the node call a linear layer of PyTorch or of GPT-2?"""
+    if node.op != "call_module":
+        return False
+    module = model.get_submodule(str(node.target))
+    return type(module) is nn.Linear or is_conv1d(module)
 
 
 class Following:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from shoal.parallel.tensor.layers import is_conv1d
 from shoal.parallel.traced.following import Count, Following, Unfollowed, is_linear
 from shoal.parallel.traced.tracer import ForwardTracer, reason_of
 
@@ -75,7 +76,7 @@ class _Layers(ForwardTracer):
         self._leaves, self.inside = leaves, ""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return module_qualified_name in self._leaves or super().is_leaf_module(m, module_qualified_name)
+        return module_qualified_name in self._leaves or is_conv1d(m) or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before, self.inside = self.inside, self.path_of_module(m)
