@@ -364,5 +364,5 @@ def test_a_script_on_standard_input_is_one_sentence(own: Project) -> None:
     """The ranks run the script again, and there is no file to run: exit 2, and no frames of Shoal's."""
     done = own.python("-", text=SCRIPT)
     assert done.returncode == 2
-    assert done.stderr.startswith("shoal: ranks are started by running the script again")
+    assert done.stderr.startswith("shoal: ranks and reader processes are started by running the script again")
     assert len(done.stderr.splitlines()) == 1

@@ -28,9 +28,21 @@ def test_there_is_an_example_of_every_new_kind():
 
 def test_the_function_runs():
     """The augmentation of one's own changes the inputs alone."""
-    (code,) = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
+    (code,) = [code for code in re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL) if "def brighter" in code]
     names: dict = {}
     exec(code, names)
     changed = names["brighter"]({"inputs": np.full(3, 0.5), "targets": 1}, np.random.default_rng(0))
     assert changed["targets"] == 1
     assert 0.4 <= changed["inputs"][0] <= 0.6
+
+
+def test_the_items_of_the_example_begin_anywhere():
+    """Its function is data with a start of its own."""
+    (code,) = [code for code in re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL) if "def items" in code]
+    names: dict = {}
+    exec(code, names)
+    items = names["items"]()
+    next(items)
+    (x, label), (again, same) = next(items), next(names["items"](start=1))
+    assert label == same
+    assert x.tolist() == again.tolist()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shoal.engine.batch_statistics import BufferGuard, StepBuffers
+from shoal.engine.batch_statistics import BufferGuard, StatisticsSync, StepBuffers
 from shoal.errors import UserCodeError
 from tests.comm.groups import replicas
 from tests.engine.same_math import Case, Pictures, alone, trajectory
@@ -102,3 +105,31 @@ def test_microbatches_see_the_buffers_that_the_step_began_with() -> None:
         assert weights["seen"] == Case().steps
     with pytest.raises(UserCodeError, match="microbatches that see other samples"):
         alone(Case(model=of_samples, data=Pictures), 4)
+
+
+def events(place, model: Callable[[], nn.Module]) -> list[str]:
+    """What happens in two ranks' steps, in order: sums and comparisons of buffers, and updates."""
+    told: list[str] = []
+    compare, total = BufferGuard.compare, StatisticsSync.sum
+
+    def compared(self: BufferGuard, **options: bool) -> None:
+        told.append("compared")
+        compare(self, **options)
+
+    def summed(self: StatisticsSync) -> None:
+        told.append("summed")
+        total(self)
+
+    hook = register_optimizer_step_pre_hook(lambda *_: told.append("updated"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BufferGuard, "compare", compared)
+        patch.setattr(StatisticsSync, "sum", summed)
+        trajectory(place, Case(model=model, data=Pictures), None)
+    hook.remove()
+    return told
+
+
+def test_ranks_agree_on_buffers_before_the_update(ranks) -> None:
+    """A rank that is lost while they do leaves the others with the whole state of the step before."""
+    for told in ranks(2, events, of_steps):
+        assert told == ["summed", "compared", "updated"] * Case().steps

@@ -41,7 +41,7 @@ class StepBuffers:
         self._start: dict[str, Tensor] = {}
         self._after_first: dict[str, Tensor] = {}
         self._versions: dict[str, int] = {}
-        self._forwards, self._steps = 0, 0
+        self._forwards, self._steps, self._looked = 0, 0, False
         self.moving: set[str] = set()
         self.of_samples: str | None = None
 
@@ -63,7 +63,7 @@ class StepBuffers:
         for name in self.moving & set(self._start):
             self._start[name].copy_(self.now(name).detach())
         self._versions = {name: self.now(name)._version for name in self._start}
-        self._after_first, self._forwards, self.of_samples = {}, 0, None
+        self._after_first, self._forwards, self._looked, self.of_samples = {}, 0, False, None
         self._steps += 1
 
     @torch.no_grad()
@@ -75,7 +75,7 @@ class StepBuffers:
     @torch.no_grad()
     def rewind(self) -> None:
         """Before each forward: back to the state with which the step began."""
-        self._forwards += 1
+        self._forwards, self._looked = self._forwards + 1, False
         if self._forwards == 1:
             return
         for name in self._comparable():
@@ -87,16 +87,25 @@ class StepBuffers:
                 self._versions[name] = tensor._version
 
     @torch.no_grad()
-    def finish(self, *, committed: bool) -> None:
-        """The step is over. A step that is not `committed` leaves no trace."""
+    def look(self) -> None:
+        """After the last forward: notes what has moved."""
+        if self._looked:
+            return
         self._start = {name: self._start[name] for name in self._comparable()}
         for name, start in self._start.items():
             tensor = self.now(name)
             if not _same(tensor, start):
                 self.moving.add(name)
                 self._compare_forwards(name, tensor)
-                if not committed:
-                    tensor.copy_(start)
+        self._looked = True
+
+    @torch.no_grad()
+    def finish(self, *, committed: bool) -> None:
+        """The step is over. A step that is not `committed` leaves no trace."""
+        self.look()
+        if not committed:
+            for name in self.moving & set(self._start):
+                self.now(name).copy_(self._start[name])
         if self._steps == self.WATCHED_STEPS:
             still = {name for name, _ in self._model.named_parameters()} - self.moving
             self._start = {name: start for name, start in self._start.items() if name not in still}
@@ -135,27 +144,39 @@ class BufferGuard:
     """Refuses state of `buffers` that is not the same on all ranks of `group`, which hold the same layers.
 
     The first step is compared, and every step once something has moved anywhere: `moving` is to be made known to all
-    ranks before `finish`.
+    ranks before `compare`.
     """
 
     def __init__(self, buffers: StepBuffers, group: Collective) -> None:
         self._buffers, self._group = buffers, group
-        self._first = True
+        self._first, self._compared = True, False
 
     @property
     def moving(self) -> bool:
         """Has anything changed on this rank so far?"""
         return bool(self._buffers.moving)
 
+    def compare(self, *, moving_anywhere: bool) -> None:
+        """After a step's last forward. Raises `UserCodeError`, on every rank alike, for what follows a rank's own
+        samples.
+        """
+        self._buffers.look()
+        self._compare(moving_anywhere=moving_anywhere)
+        self._compared = True
+
     def finish(self, *, committed: bool, moving_anywhere: bool) -> None:
-        """After a step. Raises `UserCodeError`, on every rank alike, for what follows a rank's own samples."""
+        """After a step, which compares where `compare` has not. Raises as that does."""
+        self._buffers.finish(committed=committed)
+        if not self._compared:
+            self._compare(moving_anywhere=moving_anywhere)
+        self._first = self._compared = False
+
+    def _compare(self, *, moving_anywhere: bool) -> None:
         buffers = self._buffers
-        buffers.finish(committed=committed)
         if self._group.size > 1 and (self._first or moving_anywhere):
             self._require_alike()
         elif buffers.of_samples is not None and self._group.size == 1:
             raise _follows_samples(buffers.of_samples, "microbatches")
-        self._first = False
 
     def _require_alike(self) -> None:
         buffers, names = self._buffers, self._buffers.watched
@@ -200,18 +221,27 @@ class StatisticsSync:
     def __init__(self, model: nn.Module, group: Collective) -> None:
         self._modules = [module for module in model.modules() if isinstance(module, StepStatistics)]
         self._group = group
+        self._totals: tuple[Tensor, ...] | None = None
 
-    def finish(self, *, committed: bool) -> None:
-        """After a step: its sums go into the running statistics, or are dropped where the step was skipped."""
+    def sum(self) -> None:
+        """After a step's last forward: adds up what the ranks have gathered. The statistics stay as they are."""
+        self._totals = ()
         if not self._modules:
-            return
-        if not committed:
-            for module in self._modules:
-                module.discard_sums()
             return
         sums = [module.step_sums() for module in self._modules]
         flat = torch.cat(sums)
         if self._group.size > 1:
             self._group.all_reduce(flat).wait()
-        for module, part in zip(self._modules, flat.split([s.numel() for s in sums]), strict=True):
-            module.commit_sums(part)
+        self._totals = flat.split([own.numel() for own in sums])
+
+    def finish(self, *, committed: bool) -> None:
+        """After a step: its sums go into the running statistics, or are dropped where the step was skipped."""
+        if committed:
+            if self._totals is None:
+                self.sum()
+            for module, total in zip(self._modules, self._totals or (), strict=True):
+                module.commit_sums(total)
+        else:
+            for module in self._modules:
+                module.discard_sums()
+        self._totals = None

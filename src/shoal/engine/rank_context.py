@@ -67,6 +67,13 @@ class RankContext:
         counted, moving = batches if self.counts else (), self._guard.moving
         return PendingTally(counted, self.lockstep, stop=stop, device=self.device, buffers_move=moving)
 
+    def agree_on_buffers(self, tally: Tally) -> None:
+        """All ranks sum or compare what the forwards changed beside the parameters. Done before an update, a rank that
+        is lost meanwhile leaves the others with the state of the step before; else `finish` does it, after the update.
+        """
+        self._statistics.sum()
+        self._guard.compare(moving_anywhere=tally.buffers_move)
+
     def finish(self, tally: Tally, *, committed: bool) -> None:
         """Keeps what the forward changed beside the parameters, or takes it back."""
         self._statistics.finish(committed=committed)

@@ -132,6 +132,7 @@ class AtOnce:
         """After the last backward: the vote and the update."""
         agreed = self.agree(context, work)
         if agreed.committed:
+            context.agree_on_buffers(work.tally.wait())
             set_rate(self._optimizer, work.lr)
             self._optimizer.step()
         return self.conclude(context, agreed)
