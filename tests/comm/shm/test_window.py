@@ -200,10 +200,11 @@ def test_survivors_of_a_kill_are_told(ranks: Any) -> None:
 
 def in_children(place: Any) -> tuple[int, float]:
     """A child that was forked lets go of its parent's memory and group, and may not allocate. Its wait status."""
-    gc.collect()  # what earlier tests left has threads, which a child cannot join
     group = shared(place)
     memory = group.allocate(LARGE, dtype=torch.float32, device=CPU).fill_(1)
     group.allreduce([memory]).wait()
+    gc.collect()
+    gc.freeze()  # what earlier tests left has threads, which a child cannot join: it must not collect it
     if (child := os.fork()) == 0:
         refused = False
         try:
@@ -214,6 +215,7 @@ def in_children(place: Any) -> tuple[int, float]:
         gc.collect()
         group.close()
         os._exit(0 if refused else 1)
+    gc.unfreeze()
     _, status = os.waitpid(child, 0)
     group.allreduce([memory]).wait()
     return status, float(memory[-1])
