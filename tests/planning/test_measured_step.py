@@ -74,3 +74,15 @@ def test_a_step_of_another_kind_of_model_is_refused(tmp_path: Path) -> None:
         calibrated(dense, mixed, MeasuredStep(run_file=mixture, step_s=1.0))
     with pytest.raises(UsageError, match="measured a dense model, and the plan is for a mixture"):
         calibrated(mixed, dense, MeasuredStep(run_file=run, step_s=1.0))
+
+
+@pytest.mark.parametrize("times_as_fast", [0.2, 1.1, 4.0])
+def test_cores_may_be_several_times_as_fast_as_assumed(times_as_fast: float, tmp_path: Path) -> None:
+    """No data sheet says what a core does: a step calibrates any that there are, and every plan with it."""
+    run = _run("run.processes=2")
+    predictor = predictor_of(run, _cluster(tmp_path, "cpu-2"))
+    plan = written_plan(run, predictor.cluster)
+    step = MeasuredStep(run_file=run, step_s=predictor.bill(plan).total / times_as_fast)
+    after, evidence = calibrated(predictor, predictor, step)
+    assert after.bill(plan).total == pytest.approx(step.step_s, rel=1e-2)
+    assert evidence == "calibrated"

@@ -2,8 +2,9 @@
 
 The rates of a data sheet are those of the best shapes at full power; a device in a long run reaches 0.6 to 0.95 of
 them. One number carries that: a factor on the rate of matrix products; where the host's launches set the pace, the
-seconds of a launch; on a machine whose operators were measured, a factor on all of their seconds. It is the one with
-which the measured run's own plan is predicted to take what it took.
+seconds of a launch; on a machine whose operators were measured, a factor on all of their seconds; on CPU cores whose
+rates are assumed, one on their speed, of computing and of memory alike. It is the one with which the measured run's own
+plan is predicted to take what it took.
 
 A run that has trained on this machine has left its steps behind: `step_of_earlier_run` finds them, and a plan of the
 same model needs no measurement of its own.
@@ -24,11 +25,12 @@ from shoal.planner.explain.residuals import Evidence
 from shoal.planner.predict.bill import Constants
 from shoal.planner.predict.measured import Measured
 from shoal.planner.predict.predictor import Predictor
-from shoal.planner.predict.workload import calibrate_compute, calibrate_dispatch, calibrate_factor
+from shoal.planner.predict.workload import calibrate_compute, calibrate_dispatch, calibrate_factor, calibrate_speed
 from shoal.planning.plan_file import written_plan
 from shoal.runfile.load import load_run
 from shoal.runfile.run_file import RunFile, run_directory
 from shoal.topology.cluster import Cluster
+from shoal.topology.devices import DEVICES
 
 ONE_HOST = ("on one host", "one rank alone")
 """How the reason for a run's backend says that all ranks were on one host (`shoal.comm.backends`)."""
@@ -106,6 +108,10 @@ def calibrated(predictor: Predictor, of: Predictor, step: MeasuredStep) -> tuple
     def predicted_s(constants: Constants) -> float:
         return of.on(of.cluster, constants=constants).bill(plan).total
 
+    if there.device == DEVICES["cpu-core"]:  # assumed rates, of no data sheet: a core may be several times as fast
+        speed = calibrate_speed(lambda x: of.on(of.cluster.at_speed(x)).bill(plan).total, step.step_s)
+        _check(of.on(of.cluster.at_speed(speed)).bill(plan).total, step.step_s, of.cluster)
+        return predictor.on(here.at_speed(speed)), evidence
     constants = calibrate_compute(predicted_s, step.step_s, of.constants)
     if not _met(predicted_s(constants), step.step_s):
         constants = calibrate_dispatch(predicted_s, step.step_s, of.constants)

@@ -190,6 +190,16 @@ class Cluster(Table, frozen=True):
         """Accelerators in all."""
         return self.nodes * self.machine.devices
 
+    def at_speed(self, factor: float) -> Cluster:
+        """The same with devices that compute, and move memory, `factor` times as fast."""
+        device = self.device
+        faster = msgspec.structs.replace(
+            device,
+            memory_gb_s=device.memory_gb_s * factor,
+            peak_tflops={dtype: rate * factor for dtype, rate in device.peak_tflops.items()},
+        )
+        return msgspec.structs.replace(self, machine=msgspec.structs.replace(self.machine, device=faster))
+
     def with_nodes(self, nodes: int) -> Cluster:
         """The same cluster with another number of nodes."""
         return msgspec.structs.replace(self, nodes=nodes)

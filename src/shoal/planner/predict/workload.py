@@ -79,6 +79,7 @@ def balanced_layers(model: Transformer, stages: int) -> tuple[int, ...]:
 COMPUTE_RANGE = (0.2, 1.25)
 DISPATCH_RANGE = (0.0, 1e-3)
 FACTOR_RANGE = (0.25, 4.0)
+SPEED_RANGE = (0.1, 10.0)
 STEPS = 60
 
 
@@ -97,6 +98,11 @@ def calibrate_dispatch(predicted_s: Callable[[Constants], float], measured_s: fl
 def calibrate_factor(predicted_s: Callable[[float], float], measured_s: float) -> float:
     """The factor on all measured operators that gives `measured_s`: what a whole step does to caches and memory."""
     return _bisect(predicted_s, measured_s, FACTOR_RANGE)
+
+
+def calibrate_speed(predicted_s: Callable[[float], float], measured_s: float) -> float:
+    """The speed of a device, as a multiple of its assumed one, that gives `measured_s`."""
+    return _bisect(lambda x: -predicted_s(x), -measured_s, SPEED_RANGE)
 
 
 def _bisect(rising: Callable[[float], float], wanted: float, bounds: tuple[float, float]) -> float:
