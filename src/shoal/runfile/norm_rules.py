@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shoal.runfile.run_file import RunFile, in_canonical_order, synchronises_norms
-from shoal.sync.config import AllReduceConfig
 
 
 def norm_refusal(run_file: RunFile) -> str | None:
@@ -23,7 +22,7 @@ def _against_synchronised(run_file: RunFile) -> Iterator[tuple[str, str]]:
         if getattr(layout, axis) > 1:
             why = "its ranks have to hold whole samples and all layers; use layout.replicate and layout.shard"
             yield f"layout.{axis} = {getattr(layout, axis)}", why
-    if not isinstance(sync, AllReduceConfig):
+    if sync.replicas_are != "lockstep":
         why = 'replicas at different steps have no microbatch in common; set it to "allreduce"'
         yield f'sync.kind = "{sync.variant}"', why
     if in_canonical_order(run_file):

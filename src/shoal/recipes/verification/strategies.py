@@ -64,7 +64,7 @@ from shoal.recipes.verification.reference import (
 from shoal.recipes.verification.replicas_step import ReplicasStep, TakenStep
 from shoal.recipes.verification.verdict import Verdict
 from shoal.runfile.run_file import RunFile, declared_group
-from shoal.sync.config import AllReduceConfig, StreamingConfig
+from shoal.sync.config import StreamingConfig
 
 CODEC_LEFT_OUT = (
     'codec.kind = "{}" was left out: this compares the strategy with what replicas send as it is; verify the codec '
@@ -77,7 +77,7 @@ MET_ONCE = (
 
 def replicas_differ(run_file: RunFile) -> bool:
     """Whether one process that takes all samples makes other steps, so that it plays the strategy instead."""
-    return not isinstance(run_file.sync, AllReduceConfig)
+    return run_file.sync.replicas_are != "lockstep"
 
 
 def provable(run_file: RunFile) -> tuple[RunFile, list[str]]:
