@@ -1,17 +1,18 @@
 """`python -m benchmarks.observe`: what each way of observing a run costs a step.
 
-Steps are taken in turn, in an order that changes, by sides that differ in who hears of a step:
+Sides take blocks of steps in turn, in an order that changes. They differ in who hears of a step:
 
     bare          the same feed and step, and nobody; taken twice (A/A), which says how far noise alone moves a ratio
     always        as `shoal train` in a pipe: measurements, the log, events, a line now and then
-    live line     the same, drawn in place on a terminal
-    prometheus    `always`, and the endpoint, which is asked in every step
+    live line     the same, drawn in place on a terminal, four times a second
+    prometheus    `always`, and the endpoint, which is asked each second (Prometheus: each minute)
     tensorboard   `always`, and the writer of its files, in a thread of its own
-    page          `always`, and what the live page does: it reads events and draws up a snapshot, here in rank 0
+    page          `always`, and the live page, which looks each two seconds as in a run; here in rank 0, in a run in the
+                  launcher
 
-What works beside the steps works in those of its own side alone: a live line is opened and closed around a step, the
-endpoint is asked once in it, and the page looks once. A run does all that less often than in every step, and serves its
-page from the launcher. The time inside `record` is also measured by itself, which no neighbour on the machine can hide.
+What works beside the steps works in the blocks of its own side alone, and as often as in a run: what it does now and
+then would be seen in no single step. The time inside `record` is also measured by itself, which no neighbour on the
+machine can hide.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,12 +41,12 @@ from torch._C._distributed_c10d import PrefixStore
 
 from benchmarks.command import run
 from shoal.bench.groups import join_group, join_store
-from shoal.bench.options import FEWEST_PAIRS, AsJson, Processes
+from shoal.bench.options import AsJson, Processes
 from shoal.bench.pairs import Turns, again_cells, columns, ratios
 from shoal.bench.ranks import is_rank, on_ranks, run_as_rank
 from shoal.bench.report import Result, check, print_report
 from shoal.bench.training_job import Training, start_training, training_job
-from shoal.bench.turns import interleaved
+from shoal.bench.turns import interleaved, repeat
 from shoal.engine.loop import Job, take_step
 from shoal.errors import EnvironmentFault
 from shoal.launch.environment import Place
@@ -52,6 +54,7 @@ from shoal.observe.displays import LiveDisplay
 from shoal.observe.ending import Ending
 from shoal.observe.sink import RunStart, Sinks
 from shoal.observe.sinks import open_sinks
+from shoal.page.beside import BESIDE_POLL_S
 from shoal.page.live_run import LiveRun
 from shoal.page.server import Follower
 from shoal.runfile.load import load_run
@@ -64,7 +67,8 @@ NEEDS = {PROMETHEUS: "prometheus_client", TENSORBOARD: "tensorboardX"}
 SHARE = 0.01
 """The promised share of a step."""
 RECIPE = Path(__file__).parent.parent / "recipes" / "stdlib-gpt.toml"
-ASKED_S = 10.0
+ASKED_S, SCRAPED_S = 10.0, 1.0
+"""The longest that an answer may take, and from one question to the next."""
 
 
 class TimedSinks(Sinks):
@@ -82,17 +86,19 @@ class TimedSinks(Sinks):
 
 @dataclass(frozen=True)
 class Side:
-    """A way of taking a step: its sinks, and what takes the step."""
+    """A way of taking steps: its sinks, what takes one step, and what works beside a block of them."""
 
     sinks: TimedSinks
     take: Callable[[], Any]
+    beside: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 def observe(
     run_file: Annotated[
         Path | None, typer.Argument(metavar="[RUN.toml]", help="The run file; default: recipes/stdlib-gpt.toml.")
     ] = None,
-    pairs: Annotated[int, typer.Option(help="Turns of all sides.", min=10)] = FEWEST_PAIRS,
+    pairs: Annotated[int, typer.Option(help="Turns of all sides.", min=10)] = 40,
+    block: Annotated[int, typer.Option(help="Steps in a row of one side.", min=1)] = 24,
     processes: Processes = 2,
     as_json: AsJson = False,
 ) -> None:
@@ -102,17 +108,17 @@ def observe(
     """
     file = run_file or RECIPE
     if is_rank():
-        run_as_rank(lambda place: measure(load_run(file), place, pairs=pairs))
+        run_as_rank(lambda place: measure(load_run(file), place, pairs=pairs, block=block))
         return
     load_run(file)  # refused before ranks start
-    command = ["benchmarks.observe", str(file.resolve()), "--pairs", str(pairs)]
+    command = ["benchmarks.observe", str(file.resolve()), "--pairs", str(pairs), "--block", str(block)]
     result = on_ranks(command, processes=processes)
     for name in _missing():
         print(f"{name} is not measured: the package {NEEDS[name]} is not installed", file=sys.stderr)
     print_report("observe", result, as_json=as_json)
 
 
-def measure(run_file: RunFile, place: Place, *, pairs: int) -> Result | None:
+def measure(run_file: RunFile, place: Place, *, pairs: int, block: int) -> Result | None:
     """A row for each side and the checks; None on all ranks but rank 0."""
     endless = msgspec.structs.replace(run_file.run, steps=10**6)
     run_file = msgspec.structs.replace(run_file, run=endless)
@@ -122,10 +128,12 @@ def measure(run_file: RunFile, place: Place, *, pairs: int) -> Result | None:
         training = start_training(run_file, place, stack, store=PrefixStore("run", store))
         job = training_job(training, folder / "job", stack)
         observed = {name: _side(name, job, run_file, folder, place, stack) for name in _names()}
-        takes = {BARE: lambda: _bare(training, job), AGAIN: lambda: _bare(training, job)}
-        takes |= {name: side.take for name, side in observed.items()}
+        bare = Side(TimedSinks(), lambda: _bare(training, job))
+        sides = {BARE: bare, AGAIN: bare, **observed}
+        takes = {name: partial(_take_block, side, block) for name, side in sides.items()}
         clock = join_group("clock", place, store)
         turns = interleaved(takes, clock, pairs=pairs, always=tuple(takes))
+        turns = [{name: seconds / block for name, seconds in turn.items()} for turn in turns]
         spent_s = {name: statistics.median(side.sinks.spent_s) for name, side in observed.items()}
     return result_of(turns, spent_s, name=run_file.run.name, ranks=place.world_size) if place.rank == 0 else None
 
@@ -192,14 +200,19 @@ def _side(name: str, job: Job, run_file: RunFile, folder: Path, place: Place, st
         return Side(sinks, lambda: take_step(own))
     if live is not None:
         live.finish(Ending("finished"))
-        return Side(sinks, lambda: _with_live_line(live, start, own))
+        return Side(sinks, lambda: take_step(own), lambda: _drawing(live, start))
     if name == PROMETHEUS:
         address = _address_in(stream.getvalue())
-        return Side(sinks, lambda: _with_reader(lambda: _ask(address), own))
+        return Side(sinks, lambda: take_step(own), lambda: _reading(lambda: _ask(address), every_s=SCRAPED_S))
     if name == PAGE:
         follower = Follower([LiveRun(directory, begun=False)])
-        return Side(sinks, lambda: _with_reader(follower.poll, own))
+        return Side(sinks, lambda: take_step(own), lambda: _reading(follower.poll, every_s=BESIDE_POLL_S))
     return Side(sinks, lambda: take_step(own))
+
+
+def _take_block(side: Side, steps: int) -> None:
+    with side.beside():
+        repeat(side.take, steps)
 
 
 def _address_in(said: str) -> str:
@@ -215,18 +228,30 @@ def _ask(address: str) -> None:
         answer.read()
 
 
-def _with_live_line(live: LiveDisplay, start: RunStart, job: Job) -> None:
+@contextmanager
+def _drawing(live: LiveDisplay, start: RunStart) -> Iterator[None]:
     live.start(start)
-    take_step(job)
+    yield
     live.finish(Ending("finished"))
 
 
-def _with_reader(read: Callable[[], Any], job: Job) -> None:
-    """A step, and what somebody reads meanwhile, in a thread, as endpoint and page have."""
-    reader = threading.Thread(target=read)
+@contextmanager
+def _reading(read: Callable[[], Any], *, every_s: float) -> Iterator[None]:
+    """Reads at once and then every so many seconds, in a thread, as endpoint and page do."""
+    ended = threading.Event()
+
+    def work() -> None:
+        read()
+        while not ended.wait(every_s):
+            read()
+
+    reader = threading.Thread(target=work)
     reader.start()
-    take_step(job)
-    reader.join()
+    try:
+        yield
+    finally:
+        ended.set()
+        reader.join()
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.engine.proof import CANCELLED_ROUNDINGS, ROUNDINGS, SINGLE, Part, compare_gradients
+from shoal.engine.proof import CANCELLED_ROUNDINGS, ROUNDINGS, SINGLE, HeldBox, compare_gradients
 from shoal.topology.box import whole
 
 WANTED = {"weight": torch.ones(64), "bias": torch.full((4,), 1e-9)}
@@ -14,8 +14,8 @@ NOISE = 1e-9
 
 def _findings(bias: float, weight: float = 1.0, *, rounding: float = NOISE) -> dict[str, bool]:
     parts = [
-        Part("weight", 0, whole((64,)), torch.full((64,), weight)),
-        Part("bias", 0, whole((4,)), torch.full((4,), bias)),
+        HeldBox("weight", 0, whole((64,)), torch.full((64,), weight)),
+        HeldBox("bias", 0, whole((4,)), torch.full((4,), bias)),
     ]
     found = compare_gradients(1, parts, WANTED, tolerances=SINGLE, rounding=lambda: {"bias": rounding, "weight": 1.0})
     return {finding.name: finding.holds for finding in found}
@@ -37,7 +37,7 @@ def test_a_gradient_that_cancels_in_part_is_excused_by_its_own_rounding_up_to_a_
     """Measured rounding excuses some of it, none where one process shows none, and nothing beyond the bound."""
 
     def holds(error: float, rounding: float) -> bool:
-        parts = [Part("weight", 0, whole((64,)), torch.full((64,), 1 + error, dtype=torch.float64))]
+        parts = [HeldBox("weight", 0, whole((64,)), torch.full((64,), 1 + error, dtype=torch.float64))]
         wanted = {"weight": torch.ones(64, dtype=torch.float64)}
         (found,) = compare_gradients(1, parts, wanted, tolerances=SINGLE, rounding=lambda: {"weight": rounding * 8})
         return found.holds
@@ -51,5 +51,5 @@ def test_a_gradient_that_cancels_in_part_is_excused_by_its_own_rounding_up_to_a_
 
 def test_the_rounding_is_not_asked_for_where_all_holds() -> None:
     """It costs the reference another forward and backward."""
-    parts = [Part("weight", 0, whole((64,)), torch.ones(64))]
+    parts = [HeldBox("weight", 0, whole((64,)), torch.ones(64))]
     assert compare_gradients(1, parts, WANTED, tolerances=SINGLE, rounding=lambda: pytest.fail("asked"))[0].holds

@@ -13,7 +13,7 @@ from shoal.checkpoint.verify import newest_verified
 from shoal.errors import UsageError
 from shoal.experiments.rehearsal.rehearse import rehearse, row_of, state_of
 from shoal.experiments.rehearsal.scenarios import AT, FAMILIES, Scenario, scenarios
-from shoal.experiments.rehearsal.trial import Line, Trial, damage
+from shoal.experiments.rehearsal.trial import FaultTrial, Line, damage
 from shoal.observe.events import EventWriter
 from shoal.resilience.faults import Fault, Strike
 from tests.checkpoint.states import save, saver_for
@@ -41,9 +41,9 @@ def test_every_scenario_strikes_at_a_label_that_ranks_pass(ranks: int, elastic: 
     assert len(points) == 2 * len(ACTIONS)
 
 
-def trial(folder: Path, *, codes: list[int | None], lines: list[Line], steps: list[tuple[int, float]]) -> Trial:
+def trial(folder: Path, *, codes: list[int | None], lines: list[Line], steps: list[tuple[int, float]]) -> FaultTrial:
     """A run that was struck at second 10 of step 5, with these events (a negative step: a start after it)."""
-    found = Trial(folder, Scenario("a fault", "rank", ()), codes, lines, [12.0, 30.0])
+    found = FaultTrial(folder, Scenario("a fault", "rank", ()), codes, lines, [12.0, 30.0])
     found.struck = [Strike(10.0, AT, 1, 77, "step/before")]
     with EventWriter(folder, rank=0) as writer:
         for step, time_s in steps:
@@ -53,7 +53,7 @@ def trial(folder: Path, *, codes: list[int | None], lines: list[Line], steps: li
 
 def test_what_a_row_says_is_what_happened(tmp_path: Path) -> None:
     """The first sentence after the strike is the notice, the next finished step the recovery; two steps are redone."""
-    calm = Trial(tmp_path / "calm", Scenario("calm", "rank", ()), [0])
+    calm = FaultTrial(tmp_path / "calm", Scenario("calm", "rank", ()), [0])
     for directory in ("calm", "struck"):
         save(saver_for(tmp_path / directory), 8)
     lines = [Line(9.0, "an earlier line", True), Line(10.5, "shown", False), Line(11.0, "rank 1 failed", True)]
@@ -66,7 +66,7 @@ def test_what_a_row_says_is_what_happened(tmp_path: Path) -> None:
 
 def test_a_run_that_ends_in_another_state_has_not_kept_its_promise(tmp_path: Path) -> None:
     """One changed weight, or no checkpoint of the last step."""
-    calm = Trial(tmp_path / "calm", Scenario("calm", "rank", ()), [0])
+    calm = FaultTrial(tmp_path / "calm", Scenario("calm", "rank", ()), [0])
     save(saver_for(tmp_path / "calm"), 8, {"model/weight": torch.ones(100)})
     save(saver_for(tmp_path / "other"), 8, {"model/weight": torch.ones(100).index_fill_(0, torch.tensor(3), 1.5)})
     save(saver_for(tmp_path / "near"), 8, {"model/weight": torch.ones(100) * (1 + 1e-6)})
@@ -83,7 +83,7 @@ def test_a_run_that_ends_in_another_state_has_not_kept_its_promise(tmp_path: Pat
 
 def test_a_fault_that_nobody_told_of_is_not_kept(tmp_path: Path) -> None:
     """A run that ends with the right state, and said nothing."""
-    calm = Trial(tmp_path / "calm", Scenario("calm", "rank", ()), [0])
+    calm = FaultTrial(tmp_path / "calm", Scenario("calm", "rank", ()), [0])
     for directory in ("calm", "struck"):
         save(saver_for(tmp_path / directory), 8)
     found = row_of(trial(tmp_path / "struck", codes=[0], lines=[], steps=[(8, 12.0)]), calm)
@@ -92,7 +92,7 @@ def test_a_fault_that_nobody_told_of_is_not_kept(tmp_path: Path) -> None:
 
 def test_a_fault_or_a_damage_that_did_not_happen_proves_nothing(tmp_path: Path) -> None:
     """One of two faults at the same label struck; a checkpoint was to be damaged, and there was none."""
-    calm = Trial(tmp_path / "calm", Scenario("calm", "rank", ()), [0])
+    calm = FaultTrial(tmp_path / "calm", Scenario("calm", "rank", ()), [0])
     for directory in ("calm", "struck"):
         save(saver_for(tmp_path / directory), 8)
     line = [Line(11.0, "rank 1 failed", True)]

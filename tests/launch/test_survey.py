@@ -12,7 +12,7 @@ from shoal.errors import UsageError
 from shoal.launch.doctor import GIB, Finding
 from shoal.launch.survey.across import findings
 from shoal.launch.survey.channel import remote_command
-from shoal.launch.survey.messages import Host, HostFacts, Leftover, Link, Route
+from shoal.launch.survey.messages import Host, HostFacts, Leftover, Route, SurveyedLink
 from shoal.launch.survey.network import matrix
 from shoal.launch.survey.visit import MOST_ROUNDS, Survey, hosts_from, rounds
 
@@ -32,7 +32,7 @@ WELL = HostFacts(
     leftovers=[],
     findings=[Finding("memory", "ok", "enough")],
 )
-LINK = Link(round_trip_s=1e-4, bytes_per_s=1.25e9, ahead_s=0.0)
+LINK = SurveyedLink(round_trip_s=1e-4, bytes_per_s=1.25e9, ahead_s=0.0)
 
 
 def told(change: dict[str, Any], name: str = "n3") -> Survey:
@@ -41,12 +41,12 @@ def told(change: dict[str, Any], name: str = "n3") -> Survey:
     return Survey(tuple(Host(name, name) for name in NAMES), 29500, facts, {}, links({}))
 
 
-def links(change: dict[tuple[str, str], Link]) -> dict[tuple[str, str], Link]:
+def links(change: dict[tuple[str, str], SurveyedLink]) -> dict[tuple[str, str], SurveyedLink]:
     """All links between the hosts, some of them other than `LINK`."""
     return {(a, b): change.get((a, b), LINK) for a in NAMES for b in NAMES if a != b}
 
 
-def of_links(change: dict[tuple[str, str], Link]) -> Survey:
+def of_links(change: dict[tuple[str, str], SurveyedLink]) -> Survey:
     """Hosts that are well, and links of which some are not."""
     return Survey(tuple(Host(name, name) for name in NAMES), 29500, dict.fromkeys(NAMES, WELL), {}, links(change))
 
@@ -79,7 +79,7 @@ ILL = [
     (told({"folder_free_bytes": GIB}), "n3: disk", "run.directory"),
     (told({"leftovers": [Leftover(41, "shoal train x.toml", 7200.0)]}), "n3: leftovers", "on n3: kill 41"),
     (told({"findings": [Finding("memory", "warning", "1 GiB", "end others")]}), "n3: memory", "end others"),
-    (of_links({("n1", "n3"): Link("no answer")}), "n3: ports", "allow TCP"),
+    (of_links({("n1", "n3"): SurveyedLink("no answer")}), "n3: ports", "allow TCP"),
     (of_links({("n1", "n3"): msgspec.structs.replace(LINK, bytes_per_s=1e8)}), "bandwidth", "look at n1 and n3"),
     (of_links({(a, "n2"): msgspec.structs.replace(LINK, round_trip_s=0.02) for a in ("n1", "n3")}), "latency", "n2"),
     (of_links({pair: msgspec.structs.replace(LINK, ahead_s=s) for pair, s in
@@ -99,12 +99,12 @@ def test_what_one_host_has_otherwise_is_the_only_finding(survey: Survey, name: s
 
 def test_a_firewall_is_told_from_a_dead_host() -> None:
     """Who reaches others and is not reached itself is behind a firewall; who reaches none either is not."""
-    both = {("n1", "n3"): Link("no answer"), ("n2", "n3"): Link("no answer")}
+    both = {("n1", "n3"): SurveyedLink("no answer"), ("n2", "n3"): SurveyedLink("no answer")}
     (one_way,) = (f for f in findings(of_links(both)) if f.status == "problem")
     assert one_way.found == (
         "no host reaches it at port 29500: no answer; n3 reaches n1, n2, so a firewall is likely"
     )  # fmt: skip
-    dead = both | {("n3", "n1"): Link("no answer"), ("n3", "n2"): Link("no answer")}
+    dead = both | {("n3", "n1"): SurveyedLink("no answer"), ("n3", "n2"): SurveyedLink("no answer")}
     found = [f.found for f in findings(of_links(dead)) if f.name == "n3: ports"]
     assert found == ["no host reaches it at port 29500: no answer"]
 
@@ -129,7 +129,7 @@ def test_no_host_is_in_two_measurements_of_one_way(count: int) -> None:
 
 
 def test_the_matrix_has_a_row_for_each_sender() -> None:
-    lines = matrix(of_links({("n1", "n3"): Link("no answer")}))
+    lines = matrix(of_links({("n1", "n3"): SurveyedLink("no answer")}))
     assert lines[1].split() == ["n1", "n2", "n3"]
     assert lines[2].split() == ["n1", "-", "10", "closed"]
     assert lines[9].split() == ["n3", "0.1", "0.1", "-"]

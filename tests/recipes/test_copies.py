@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
-from shoal.engine.copies import Part, difference
+from shoal.engine.copies import TensorBox, difference
 from shoal.errors import CorruptCheckpoint
 from shoal.observe.sink import Sink, Sinks
 from shoal.state.target import parts_of
@@ -183,7 +183,7 @@ def unreadable_on_rank_1(place: TestPlace, tables: dict[str, Any], folder: str) 
 
 def test_the_minority_is_named() -> None:
     """Of three copies; of two, both."""
-    part, scalar = Part("w", Box((0, 2), (3, 1))), Part("s", Box((), ()))
+    part, scalar = TensorBox("w", Box((0, 2), (3, 1))), TensorBox("s", Box((), ()))
     assert "rank 2 has another copy of w [0:3, 2:3] than rank 0, 1:" in difference([{part: 5}, {part: 5}, {part: 6}])
     assert "rank 0 and rank 1 have different copies of s:" in difference([{scalar: 5}, {scalar: 6}])
     odd = [{part: 5}, {part: 7}, {part: 8}, {part: 5}]

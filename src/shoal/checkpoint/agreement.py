@@ -3,7 +3,7 @@
 Before a save each rank publishes the hash of its inventory and reads those of the others; an inventory itself lies on
 the board under its hash, and is read once. So no rank has to guess whether another one's tensors have changed, and
 ranks that hold the same publish the same (`InventoryAgreement`). After its writes each rank publishes a `Share`; rank 0
-answers with one `Verdict` for all.
+answers with one `SaveOutcome` for all.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Share(msgspec.Struct, frozen=True):
     error: str | None = None
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class SaveOutcome(msgspec.Struct, frozen=True):
     """What became of a save, for all ranks: bytes are of all ranks together."""
 
     committed: bool
@@ -86,13 +86,13 @@ class Verdict(msgspec.Struct, frozen=True):
     bytes_reused: int = 0
 
 
-def encode_message(message: Share | Verdict) -> bytes:
+def encode_message(message: Share | SaveOutcome) -> bytes:
     """The message as the exchange carries it."""
     return msgspec.json.encode(message)
 
 
 def decode_message(value: bytes, kind: type[Message]) -> Message:
-    """The `Share` or `Verdict` of another rank."""
+    """The `Share` or `SaveOutcome` of another rank."""
     return msgspec.json.decode(value, type=kind)
 
 

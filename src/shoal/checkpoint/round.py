@@ -2,11 +2,11 @@
 
     rank 0       says that the round has begun
     every rank   objects -> disk, read back -> Share   (and signs of life meanwhile: signs.py)
-    rank 0       all Shares -> manifest -> commit -> retention -> Verdict
-    the others   wait for the Verdict
+    rank 0       all Shares -> manifest -> commit -> retention -> SaveOutcome
+    the others   wait for the SaveOutcome
 
-A fault never leaves this file as an exception: it becomes a sentence in a Share or in the Verdict, so that training
-goes on and no rank waits for one that has failed. Rank 0 deletes before it publishes the Verdict, so that no other rank
+A fault never leaves this file as an exception: it becomes a sentence in a Share or in the SaveOutcome, so that training
+goes on and no rank waits for one that has failed. Rank 0 deletes before it publishes the SaveOutcome, so that no other rank
 can be at the next save by then and count on an object that is about to go. Rank 0 also deletes at its start, what an
 interrupted save left, and when a round has failed; so the others write nothing before it says that a round has begun.
 """
@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 import torch
 
-from shoal.checkpoint.agreement import MessageExchange, Share, Verdict, decode_message, encode_message
+from shoal.checkpoint.agreement import MessageExchange, SaveOutcome, Share, decode_message, encode_message
 from shoal.checkpoint.commit import Pointer, commit, point_latest, retain, sweep
 from shoal.checkpoint.grid import Parcel
 from shoal.checkpoint.manifest import BoxEntry, Manifest, TensorEntry
@@ -87,7 +87,7 @@ class Round:
         """What rank 0 has said, once the round is over."""
         return self._own.keys if self.seat.rank == 0 else []
 
-    def run(self, staging: Staging) -> Verdict:
+    def run(self, staging: Staging) -> SaveOutcome:
         """Bring the content of `staging` to the disk and to a verdict; raises nothing."""
         if self.seat.rank == 0:
             return self._lead(staging)
@@ -97,7 +97,7 @@ class Round:
             sentence = self._sentence(error)
             # Should rank 0 come later, it need not wait.
             self._tell_behind(encode_message(Share(self.plan.fingerprint, [], sentence)))
-            return Verdict(False, sentence)
+            return SaveOutcome(False, sentence)
         return self._follow(staging)
 
     def _on_point(self, label: str) -> None:
@@ -118,19 +118,19 @@ class Round:
         except Exception as error:
             return Share(self.plan.fingerprint, [], self._sentence(error))
 
-    def _follow(self, staging: Staging) -> Verdict:
+    def _follow(self, staging: Staging) -> SaveOutcome:
         seat = self.seat
         try:
             self._own.say(encode_message(self._write(staging)))
             (verdict,), _ = hear(seat.exchange, [self._verdict_key], timeout_s=seat.timeout_s, on_sign=self._count)
-            return decode_message(verdict, Verdict)
+            return decode_message(verdict, SaveOutcome)
         except Exception as error:
-            return Verdict(False, self._sentence(error))
+            return SaveOutcome(False, self._sentence(error))
 
     def _count(self) -> None:
         self._own.progress += 1
 
-    def _lead(self, staging: Staging) -> Verdict:
+    def _lead(self, staging: Staging) -> SaveOutcome:
         seat = self.seat
         try:
             if seat.world_size > 1:
@@ -139,14 +139,14 @@ class Round:
             self._own.require_whole()
             verdict = self._decide([own, *self._others()])
         except Exception as error:
-            verdict = Verdict(False, self._sentence(error))
+            verdict = SaveOutcome(False, self._sentence(error))
             with suppress(OSError):
                 sweep(seat.places, disk=Disk(seat.on_point))
             self._tell_behind(encode_message(verdict))
             return verdict
         return self._announce(verdict)
 
-    def _announce(self, verdict: Verdict) -> Verdict:
+    def _announce(self, verdict: SaveOutcome) -> SaveOutcome:
         try:
             self._own.say(encode_message(verdict))
         except NotTold as error:
@@ -174,7 +174,7 @@ class Round:
         seat.exchange.forget([self._begun_key, *links, *self._stale])
         return [decode_message(message, Share) for message in messages]
 
-    def _decide(self, shares: Sequence[Share]) -> Verdict:
+    def _decide(self, shares: Sequence[Share]) -> SaveOutcome:
         failed = {rank: share.error for rank, share in enumerate(shares) if share.error}
         if failed:
             rank, error = next(iter(failed.items()))
@@ -189,7 +189,7 @@ class Round:
         pointer = commit(self._manifest(stored), self.seat.places, disk=self._disk)
         written = sum(item.nbytes for item in stored if item.written)
         total = sum(item.nbytes for item in stored)
-        return Verdict(True, self._tidy(pointer), written, total - written)
+        return SaveOutcome(True, self._tidy(pointer), written, total - written)
 
     def _in_order(self, shares: Sequence[Share]) -> list[Stored]:
         by_parcel: dict[int, Stored] = {}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shoal.planning.history import Confidence
     from shoal.planning.measured_step import MeasuredStep
     from shoal.planning.operators import OperatorSplits
-    from shoal.planning.trial import Trial
+    from shoal.planning.trial import PlanTrial
     from shoal.runfile.run_file import RunFile
 
 
@@ -159,7 +159,7 @@ def _measured_step(step_s: float | None, of: Path | None, planned_for: RunFile) 
     )
 
 
-def _trials(path: Path, result: Planned, overrides: Sequence[str], number: int) -> list[Trial]:
+def _trials(path: Path, result: Planned, overrides: Sequence[str], number: int) -> list[PlanTrial]:
     from shoal.observe.progress_bar import open_progress_bar
     from shoal.planning.trial import check_here, tried
 
@@ -169,7 +169,7 @@ def _trials(path: Path, result: Planned, overrides: Sequence[str], number: int) 
         return tried(path, result.found.best[:number], overrides=overrides, environ=os.environ, bar=bar)
 
 
-def _trials_text(trials: Sequence[Trial]) -> str:
+def _trials_text(trials: Sequence[PlanTrial]) -> str:
     from shoal import units
     from shoal.planner.explain.text import table
 

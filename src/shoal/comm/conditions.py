@@ -52,14 +52,14 @@ class HostRates:
         return min((self.bytes_s[here][other] for other in others), default=None)
 
 
-class Link:
+class PacedLink:
     """When the link of one rank is free again, by `time.perf_counter`; a copy in another process is another link."""
 
     def __init__(self) -> None:
         self._lock, self._free_s = threading.Lock(), 0.0
 
-    def __reduce__(self) -> tuple[type[Link], tuple[()]]:
-        return Link, ()
+    def __reduce__(self) -> tuple[type[PacedLink], tuple[()]]:
+        return PacedLink, ()
 
     def busy(self, wire_s: float) -> float:
         """Takes it for so long, as soon as it is free. Returns when it will be through."""
@@ -80,7 +80,7 @@ class Conditions:
     bytes_per_second: float | None = None
     between_bytes_per_second: float | None = None
     rates: HostRates | None = None
-    link: Link = field(default_factory=Link, compare=False, repr=False)
+    link: PacedLink = field(default_factory=PacedLink, compare=False, repr=False)
 
     def among(self, ranks: Sequence[int], rank: int) -> Conditions:
         """The conditions of `rank` of the world in the group of `ranks`, on the same link."""

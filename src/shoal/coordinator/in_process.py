@@ -15,14 +15,14 @@ from shoal.coordinator.service import Service
 from shoal.launch.environment import LOOPBACK
 from shoal.launch.handshake import make_token
 from shoal.resilience.events import Decision
-from shoal.resilience.fingerprints import Verdict
+from shoal.resilience.fingerprints import Divergence
 from shoal.resilience.membership import Rules
 from shoal.resilience.stragglers import Slow
 
 
 @contextlib.contextmanager
 def coordinator_in(
-    folder: Path, rules: Rules, *, told: Callable[[Decision | Verdict | Slow | Exception], None]
+    folder: Path, rules: Rules, *, told: Callable[[Decision | Divergence | Slow | Exception], None]
 ) -> Iterator[Address]:
     """Serves until the end of the block, with its journal and its token in `folder`.
 

@@ -21,8 +21,8 @@ from shoal.coordinator.journal import Journal
 from shoal.errors import EnvironmentFault
 from shoal.launch import frames, handshake
 from shoal.resilience.events import Answer, Decision, Event
-from shoal.resilience.fingerprints import Verdict
-from shoal.resilience.membership import Membership, Outcome, Rules
+from shoal.resilience.fingerprints import Divergence
+from shoal.resilience.membership import Membership, Response, Rules
 from shoal.resilience.stragglers import Slow
 
 LOG = logging.getLogger("shoal.coordinator")
@@ -55,7 +55,7 @@ class Service:
         token: bytes,
         limits: Limits = Limits(),
         clock: Callable[[], float] = time.monotonic,
-        told: Callable[[Decision | Verdict | Slow], None] = lambda _: None,
+        told: Callable[[Decision | Divergence | Slow], None] = lambda _: None,
     ) -> None:
         self._told = told
         self._journal, self._token, self._limits, self._clock = journal, token, limits, clock
@@ -126,7 +126,7 @@ class Service:
             async with asyncio.timeout(limits.frame_s):
                 await writer.drain()
 
-    def _settled(self, outcome: Outcome) -> Answer:
+    def _settled(self, outcome: Response) -> Answer:
         """The answer, when what was decided is durable. A journal that fails ends the service: nobody is told more."""
         if outcome.decisions:
             try:

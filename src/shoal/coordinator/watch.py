@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from shoal.coordinator.client import Address, Connection
 from shoal.errors import EnvironmentFault
 from shoal.resilience.events import Committed, Decision, Fenced, Formed, Look, View
-from shoal.resilience.fingerprints import Verdict
+from shoal.resilience.fingerprints import Divergence
 from shoal.resilience.stragglers import Slow
 
 POLL_S = 0.3
@@ -27,7 +27,7 @@ class Silence:
     silent_s: float
 
 
-News = Decision | Verdict | Slow | Silence | EnvironmentFault
+News = Decision | Divergence | Slow | Silence | EnvironmentFault
 
 
 def view_of(address: Address) -> View:
@@ -129,4 +129,4 @@ class _Watcher:
         self._slow = set(view.slow)
         if view.disagreement and view.disagreement != self._disagreement:
             self._disagreement = view.disagreement
-            self._told(Verdict(view.committed, (), view.disagreement))
+            self._told(Divergence(view.committed, (), view.disagreement))

@@ -36,7 +36,7 @@ NOT_COMPARED = "extra/"
 """What a script saves of its own may differ between ranks: a save keeps that of one rank."""
 
 
-class Part(NamedTuple):
+class TensorBox(NamedTuple):
     """A box of a tensor of the unsplit model."""
 
     name: str
@@ -70,10 +70,10 @@ class Copies:
         inventories = self._held.inventories(self._inventory, generation=0, call=self._compared)
         holders = _holders(inventories, self._group.rank)
         own = {
-            Part(name, target.box): fingerprint({name: target.tensor})
+            TensorBox(name, target.box): fingerprint({name: target.tensor})
             for name, targets in parts.items()
             for target in targets
-            if len(holders.get(Part(name, target.box), ())) > 1
+            if len(holders.get(TensorBox(name, target.box), ())) > 1
         }
         total = sum(_weight(self._group.rank, holders[part]) * value for part, value in own.items())
         if self._sum(total) != 0:
@@ -96,7 +96,7 @@ class Copies:
         self._group.all_gather(everyone, torch.tensor([signed], dtype=torch.int64, device=self._device)).wait()
         return sum(everyone.tolist()) % 2**64
 
-    def _name_the_difference(self, own: Mapping[Part, int], when: str) -> None:
+    def _name_the_difference(self, own: Mapping[TensorBox, int], when: str) -> None:
         self._calls += 1
         keys = [f"fingerprints/{self._calls}/{rank}" for rank in range(self._group.size)]
         self._board.publish(keys[self._group.rank], msgspec.msgpack.encode(list(own.items())))
@@ -104,12 +104,12 @@ class Copies:
         raise VerificationFailed(f"{when}, {difference([dict(values) for values in found])}")
 
 
-_FINGERPRINTS = msgspec.msgpack.Decoder(list[tuple[Part, int]])
+_FINGERPRINTS = msgspec.msgpack.Decoder(list[tuple[TensorBox, int]])
 
 
-def difference(fingerprints: Sequence[Mapping[Part, int]]) -> str:
+def difference(fingerprints: Sequence[Mapping[TensorBox, int]]) -> str:
     """A sentence about the first part whose copies differ, by the ranks' fingerprints of all that they hold."""
-    by_part: dict[Part, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    by_part: dict[TensorBox, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, own in enumerate(fingerprints):
         for part, value in own.items():
             by_part[part][value].append(rank)
@@ -129,14 +129,14 @@ def difference(fingerprints: Sequence[Mapping[Part, int]]) -> str:
     )
 
 
-def _holders(inventories: Mapping[Ranks, Inventory], rank: int) -> dict[Part, Ranks]:
+def _holders(inventories: Mapping[Ranks, Inventory], rank: int) -> dict[TensorBox, Ranks]:
     """The ranks that hold each part that `rank` holds, ascending."""
     own = next(inventory for ranks, inventory in inventories.items() if rank in ranks)
-    holders: dict[Part, list[int]] = {Part(item.name, box): [] for item in own for box in item.boxes}
+    holders: dict[TensorBox, list[int]] = {TensorBox(item.name, box): [] for item in own for box in item.boxes}
     for ranks, inventory in inventories.items():
         for item in inventory:
             for box in item.boxes:
-                if (part := Part(item.name, box)) in holders:
+                if (part := TensorBox(item.name, box)) in holders:
                     holders[part].extend(ranks)
     return {part: tuple(sorted(ranks)) for part, ranks in holders.items()}
 

@@ -52,7 +52,7 @@ CANCELLED_ROUNDINGS = 16.0
 """The same for a gradient that is no noise: a small convolutional net with batch norms showed 6 of them at most."""
 
 
-class Part(NamedTuple):
+class HeldBox(NamedTuple):
     """A box of a tensor of the unsplit model, as rank `rank` has it."""
 
     name: str
@@ -86,7 +86,7 @@ def compare_number(step: int, quantity: Quantity, found: float, wanted: float, *
 
 def compare_gradients(
     step: int,
-    parts: Iterable[Part],
+    parts: Iterable[HeldBox],
     wanted: dict[str, Tensor],
     *,
     tolerances: Tolerances,
@@ -129,7 +129,7 @@ def _is_beyond(
 
 
 def compare_weights(
-    step: int, parts: Iterable[Part], wanted: dict[str, Tensor], *, tolerance: float, quantity: Quantity = "weight"
+    step: int, parts: Iterable[HeldBox], wanted: dict[str, Tensor], *, tolerance: float, quantity: Quantity = "weight"
 ) -> list[Finding]:
     """Every rank's boxes of every parameter, or buffer, after the step beside the reference's."""
     scales = {name: float(weight.double().norm()) for name, weight in wanted.items()}
@@ -145,7 +145,7 @@ def compare_rates(rates: Iterable[Sequence[float]], wanted: Mapping[int, float])
     ]
 
 
-def assembled(parts: Iterable[Part], like: dict[str, Tensor]) -> dict[str, Tensor]:
+def assembled(parts: Iterable[HeldBox], like: dict[str, Tensor]) -> dict[str, Tensor]:
     """Whole tensors out of the ranks' boxes. Raises `ValueError` for one of which a number is missing."""
     whole = {name: torch.full_like(tensor, math.nan) for name, tensor in like.items()}
     covered = {name: torch.zeros(tensor.shape, dtype=torch.bool) for name, tensor in like.items()}
@@ -161,7 +161,7 @@ def assembled(parts: Iterable[Part], like: dict[str, Tensor]) -> dict[str, Tenso
 
 
 def _compared(
-    step: int, quantity: Quantity, part: Part, wanted: dict[str, Tensor], scale: float, tolerance: float
+    step: int, quantity: Quantity, part: HeldBox, wanted: dict[str, Tensor], scale: float, tolerance: float
 ) -> Finding:
     """The difference of one box, on the scale of its whole tensor: a box may hold zeros only."""
     gap = float((part.values.double() - wanted[part.name][part.box.slices].cpu().double()).norm())

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from shoal.comm.collective import Collective
 from shoal.data.sample import Batch
 from shoal.engine.compute import Compute
+from shoal.engine.precision import LossScaler, Precision
 from shoal.engine.rank_context import GlobalSum, RankContext
 from shoal.engine.step_result import StepResult, StepTimes
 from shoal.engine.tally import Tally
@@ -38,6 +40,14 @@ class TrainStep:
     def scale(self) -> float:
         """What losses are multiplied by before the backward."""
         return self.context.scaler.scale
+
+    def under(self, precision: Precision, scaler: LossScaler) -> TrainStep:
+        """The same step at another precision of the forward, with another scale of the loss."""
+        context = self.context
+        compute = replace(context.forward_backward.compute, precision=precision)
+        forward_backward = replace(context.forward_backward, compute=compute)  # type: ignore[type-var]
+        context = replace(context, forward_backward=forward_backward, scaler=scaler)
+        return TrainStep(context, self.policy, self.agreement)
 
     def __call__(
         self,

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.experiments.sweep import Outcome, Sweep
+from shoal.experiments.sweep import Sweep, TrialOutcome
 from shoal.observe.events import read_events, series
 
 _T_975 = (
@@ -32,9 +32,9 @@ class Row(msgspec.Struct, frozen=True):
     seconds: float
 
 
-def rows(outcomes: Sequence[Outcome], *, minimize: bool) -> list[Row]:
+def rows(outcomes: Sequence[TrialOutcome], *, minimize: bool) -> list[Row]:
     """The finished configurations first, the best at the top; then those stopped early, those that failed last."""
-    grouped: dict[int, list[Outcome]] = {}
+    grouped: dict[int, list[TrialOutcome]] = {}
     for outcome in outcomes:
         grouped.setdefault(outcome.trial.configuration, []).append(outcome)
     order = {"finished": 0, "stopped early": 1, "failed": 2, "not finished": 2}
@@ -68,7 +68,7 @@ def lines(found: Sequence[Row], *, objective: str) -> list[str]:
     return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in (head, *body)]
 
 
-def draw(sweep: Sweep, outcomes: Sequence[Outcome], picture: Path) -> None:
+def draw(sweep: Sweep, outcomes: Sequence[TrialOutcome], picture: Path) -> None:
     """The objective over the steps of every trial, and over each parameter that is a number."""
     # Half a second of imports that nobody else should wait for.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -100,7 +100,7 @@ def draw(sweep: Sweep, outcomes: Sequence[Outcome], picture: Path) -> None:
     figure.savefig(picture)
 
 
-def _row(group: Sequence[Outcome]) -> Row:
+def _row(group: Sequence[TrialOutcome]) -> Row:
     states = {outcome.state for outcome in group}
     state = next(name for name in ("failed", "not finished", "stopped early", "finished") if name in states)
     values = [outcome.value for outcome in group if outcome.value is not None and outcome.state == state]

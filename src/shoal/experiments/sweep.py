@@ -54,7 +54,7 @@ class Decision(msgspec.Struct):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrialOutcome:
     """How a trial went: "finished", "stopped early", "failed" or "not finished", its steps and its objective."""
 
     trial: Trial
@@ -84,7 +84,7 @@ class Sweep:
     _proposed: list[dict[str, Any]] = field(default_factory=list)
     _running: list[_Running] = field(default_factory=list)
 
-    def run(self, environ: Mapping[str, str] = os.environ) -> list[Outcome]:
+    def run(self, environ: Mapping[str, str] = os.environ) -> list[TrialOutcome]:
         """Trains what is not finished; every trial's outcome.
 
         Raises `UsageError` where the objective is not measured, and where a trial that is over had other keys.
@@ -123,7 +123,7 @@ class Sweep:
                 self._end_all()
         return [self.outcome(trial) for trial in all_trials]
 
-    def outcome(self, trial: Trial) -> Outcome:
+    def outcome(self, trial: Trial) -> TrialOutcome:
         """Read from the trial's run directory and from what was decided of it."""
         folder = self.directory / trial.name
         events = read_events(folder)
@@ -138,7 +138,7 @@ class Sweep:
             state = "finished" if ending.state == "finished" else "failed"
         value = values[-1] if values and math.isfinite(values[-1]) else None
         seconds = sum(value for value in series(events, "time/step")[1] if math.isfinite(value))
-        return Outcome(trial, state, _last_step(events), value, seconds)
+        return TrialOutcome(trial, state, _last_step(events), value, seconds)
 
     def _has_more(self) -> bool:
         """Whether configurations are left to propose."""
@@ -147,7 +147,7 @@ class Sweep:
     def _propose(self, all_trials: Sequence[Trial], steps: dict[str, int]) -> list[Trial]:
         """The trials of the next configuration, which is checked and written down before any of them starts; their
         steps go to `steps`."""
-        outcomes: dict[int, list[Outcome]] = {}
+        outcomes: dict[int, list[TrialOutcome]] = {}
         for trial in all_trials:
             outcomes.setdefault(trial.configuration, []).append(self.outcome(trial))
         running = {one.trial.configuration for one in self._running}
@@ -299,7 +299,7 @@ class Sweep:
         stop([one.process for one in self._running])
 
 
-def _known(parameters: Mapping[str, Any], outcomes: Sequence[Outcome], *, runs: bool) -> Known:
+def _known(parameters: Mapping[str, Any], outcomes: Sequence[TrialOutcome], *, runs: bool) -> Known:
     """A configuration by the mean of its seeds that have finished."""
     values = [one.value for one in outcomes if one.state == "finished" and one.value is not None]
     if runs or (len(values) < len(outcomes) and any(one.state == "not finished" for one in outcomes)):

@@ -25,7 +25,7 @@ ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
-class Run:
+class ElementRun:
     """The elements `start` .. `stop` of a tensor, which lie in a piece from `at` on."""
 
     start: int
@@ -60,11 +60,11 @@ class FlatLayout:
         """Where the piece of `rank` lies in the buffer."""
         return slice(self.piece * rank, self.piece * (rank + 1))
 
-    def run(self, number: int, rank: int) -> Run | None:
+    def run(self, number: int, rank: int) -> ElementRun | None:
         """What of tensor `number` lies in the piece of `rank`; None if nothing does."""
         whole, mine = self.slice(number), self.mine(rank)
         start, stop = max(whole.start, mine.start), min(whole.stop, mine.stop)
-        return Run(start - whole.start, stop - whole.start, start - mine.start) if start < stop else None
+        return ElementRun(start - whole.start, stop - whole.start, start - mine.start) if start < stop else None
 
     @property
     def gaps(self) -> list[slice]:

@@ -18,7 +18,7 @@ from shoal.comm.collective import Collective
 from shoal.comm.exchanges.exchange import AllReduce, NewExchange
 from shoal.comm.exchanges.pieces import PieceCodecs
 from shoal.gradients.gradients import Groups
-from shoal.gradients.partition import Part
+from shoal.gradients.partition import BucketParameters
 from shoal.gradients.sharded import ShardedBase, flat
 from shoal.gradients.units import Home, ReleasedReads, ShardedParameters, Unit, chained, watch_forwards
 from shoal.state.ownership import Trained
@@ -32,7 +32,7 @@ class FullyShardedGradients(ShardedBase):
     def __init__(
         self,
         trained: Sequence[Trained],
-        parts: Sequence[Part],
+        parts: Sequence[BucketParameters],
         *,
         model: nn.Module,
         blocks: Sequence[nn.Module],
@@ -134,7 +134,9 @@ class _Suspects:
         return norm is not None and not bool(norm.isfinite())
 
 
-def _of_unit(parts: Sequence[Part], stores: Sequence[ShardedParameters], unit: int) -> list[ShardedParameters]:
+def _of_unit(
+    parts: Sequence[BucketParameters], stores: Sequence[ShardedParameters], unit: int
+) -> list[ShardedParameters]:
     return [store for part, store in zip(parts, stores, strict=True) if part.unit == unit]
 
 

@@ -39,7 +39,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Part:
+class BucketParameters:
     """The parameters of one bucket, by index, in the order in which they lie in it.
 
     `sums` are the ranks that sum it, `shard` those of them that divide it; `unit` counts blocks, -1 for the rest.
@@ -71,7 +71,7 @@ def fill_buckets(members: Sequence[Member], *, first_bytes: int, bytes_limit: in
 
 def parts_by_size(
     trained: Sequence[Trained], ranks: GradientRanks, *, bytes_limit: int, first_bytes: int, divided: bool
-) -> list[Part]:
+) -> list[BucketParameters]:
     """Buckets of at most `bytes_limit`, in the order in which they are sent.
 
     `divided`: ZeRO divides them over `shard`, so that parameters divided over other ranks cannot share a bucket.
@@ -80,13 +80,13 @@ def parts_by_size(
     return _parts(trained, units, ranks, first_bytes=first_bytes, bytes_limit=bytes_limit, divided=divided)
 
 
-def parts_by_unit(trained: Sequence[Trained], units: Sequence[int], ranks: GradientRanks) -> list[Part]:
+def parts_by_unit(trained: Sequence[Trained], units: Sequence[int], ranks: GradientRanks) -> list[BucketParameters]:
     """A bucket for each unit and kind, in the order in which they are sent; `units` has each parameter's unit."""
     no_limit = 1 + sum(t.parameter.nbytes for t in trained)
     return _parts(trained, units, ranks, first_bytes=no_limit, bytes_limit=no_limit, divided=True)
 
 
-def segments_of(trained: Sequence[Trained], part: Part, layout: FlatLayout, *, rank: int) -> list[Segment]:
+def segments_of(trained: Sequence[Trained], part: BucketParameters, layout: FlatLayout, *, rank: int) -> list[Segment]:
     """What lies where in the piece of `rank`: whole parameters in their own shape, others flat."""
     found = []
     for number, index in enumerate(part.indices):
@@ -115,7 +115,7 @@ def _parts(
     first_bytes: int,
     bytes_limit: int,
     divided: bool,
-) -> list[Part]:
+) -> list[BucketParameters]:
     members = []
     for index, t in enumerate(trained):
         shard = t.holding.shard if divided else ()
@@ -125,5 +125,5 @@ def _parts(
     for bucket in fill_buckets(members, first_bytes=first_bytes, bytes_limit=bytes_limit):
         indices = tuple(member.index for member in bucket)
         holding = trained[indices[0]].holding
-        found.append(Part(indices, ranks(holding), holding.shard, units[indices[0]]))
+        found.append(BucketParameters(indices, ranks(holding), holding.shard, units[indices[0]]))
     return found

@@ -28,7 +28,7 @@ from shoal.errors import ConfigError
 from shoal.gradients.bucket import Bucket
 from shoal.gradients.config import GradientsConfig
 from shoal.gradients.first_use import FirstUse
-from shoal.gradients.partition import Part, parts_by_size
+from shoal.gradients.partition import BucketParameters, parts_by_size
 from shoal.gradients.reducer import OwnGradient, Reducer
 from shoal.gradients.rehearsal import Rehearsal
 from shoal.gradients.replicated import replicated_bucket
@@ -191,7 +191,7 @@ class PriorityGradients:
             self._norms.clear()
 
 
-def _homes(parts: Sequence[Part]) -> dict[int, int]:
+def _homes(parts: Sequence[BucketParameters]) -> dict[int, int]:
     return {index: number for number, part in enumerate(parts) for index in part.indices}
 
 

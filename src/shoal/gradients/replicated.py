@@ -20,7 +20,7 @@ from shoal.gradients.bucket_search import BucketSearch, candidates
 from shoal.gradients.config import GradientsConfig
 from shoal.gradients.flat import flat_layout, share_of
 from shoal.gradients.gradients import Groups, global_norm
-from shoal.gradients.partition import GradientRanks, Part, parts_by_size, segments_of
+from shoal.gradients.partition import BucketParameters, GradientRanks, parts_by_size, segments_of
 from shoal.gradients.reducer import OwnGradient, Reducer
 from shoal.state.ownership import Owned, Trained, owned_whole
 
@@ -133,7 +133,12 @@ class ReplicatedGradients:
 
 
 def replicated_bucket(
-    trained: Sequence[Trained], part: Part, group: Collective, exchange: MakeExchange, *, share_norm: bool = False
+    trained: Sequence[Trained],
+    part: BucketParameters,
+    group: Collective,
+    exchange: MakeExchange,
+    *,
+    share_norm: bool = False,
 ) -> Bucket:
     """A kept bucket of these parameters. `share_norm`: the ranks of `group` share the work of its norm."""
     parameters = {index: trained[index].parameter for index in part.indices}

@@ -21,7 +21,7 @@ from shoal.comm.exchanges.pieces import PieceCodecs
 from shoal.gradients.bucket import Bucket, Flight
 from shoal.gradients.flat import FlatLayout, flat_layout
 from shoal.gradients.gradients import Groups, global_norm
-from shoal.gradients.partition import Part, segments_of
+from shoal.gradients.partition import BucketParameters, segments_of
 from shoal.gradients.reducer import OwnGradient, Reducer
 from shoal.state.ownership import Owned, Trained, owned_run, owned_whole, same_piece
 
@@ -44,7 +44,7 @@ class ShardedBase:
     def __init__(
         self,
         trained: Sequence[Trained],
-        parts: Sequence[Part],
+        parts: Sequence[BucketParameters],
         stores: Sequence[HasPiece],
         *,
         stage: int,
@@ -119,7 +119,7 @@ class ShardedGradients(ShardedBase):
     def __init__(
         self,
         trained: Sequence[Trained],
-        parts: Sequence[Part],
+        parts: Sequence[BucketParameters],
         *,
         stage: int,
         groups: Groups,
@@ -169,7 +169,7 @@ def flattened(parameters: Sequence[Parameter], layout: FlatLayout, allocate: All
 
 
 def flat(
-    trained: Sequence[Trained], part: Part, groups: Groups, *, whole: bool = False
+    trained: Sequence[Trained], part: BucketParameters, groups: Groups, *, whole: bool = False
 ) -> tuple[list[Parameter], FlatLayout]:
     """The parameters of a bucket, and how they lie."""
     parameters = [trained[index].parameter for index in part.indices]
@@ -178,7 +178,7 @@ def flat(
 
 def _bucket(
     trained: Sequence[Trained],
-    part: Part,
+    part: BucketParameters,
     groups: Groups,
     exchange: NewExchange,
     *,
@@ -208,13 +208,13 @@ def _bucket(
     )
 
 
-def beyond_shard(trained: Sequence[Trained], part: Part) -> tuple[int, ...]:
+def beyond_shard(trained: Sequence[Trained], part: BucketParameters) -> tuple[int, ...]:
     """The ranks that sum the same piece of a bucket: those of its `sums` at this rank's place in their `shard`."""
     return same_piece(trained[part.indices[0]].holding, part.sums)
 
 
 def _owned(
-    trained: Sequence[Trained], part: Part, store: HasPiece, layout: FlatLayout, rank: int
+    trained: Sequence[Trained], part: BucketParameters, store: HasPiece, layout: FlatLayout, rank: int
 ) -> list[tuple[int, Owned]]:
     """What the optimizer of this rank runs on, by the index of the parameter."""
     found = []

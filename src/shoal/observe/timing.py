@@ -26,7 +26,7 @@ EVEN_SPREAD = 0.05
 
 
 @dataclass(frozen=True)
-class Part:
+class StepPart:
     """One part of the step: its share of all the time, and its seconds in one step."""
 
     key: str
@@ -56,13 +56,13 @@ class RankTime:
         return self.data_s + self.forward_backward_s + self.optimizer_s
 
 
-def parts_of_step(events: Sequence[Event]) -> list[Part]:
+def parts_of_step(events: Sequence[Event]) -> list[StepPart]:
     """The parts that were measured, "other" last; [] where no step has a time. Shares are of the sum over all steps."""
     step_s = dict(zip(*series(events, "time/step"), strict=True))
     total_s = sum(value for value in step_s.values() if value > 0)
     if total_s <= 0:
         return []
-    found: list[Part] = []
+    found: list[StepPart] = []
     rest = dict(step_s)
     for key, label in PARTS:
         steps, values = series(events, f"time/{key}")
@@ -132,7 +132,7 @@ def slowest(ranks: Iterable[RankTime]) -> tuple[RankTime, float] | None:
     return (found[-1], excess) if excess >= EVEN_SPREAD else None
 
 
-def _part(key: str, label: str, values: Sequence[float], total_s: float) -> Part:
+def _part(key: str, label: str, values: Sequence[float], total_s: float) -> StepPart:
     numbers = curves.finite(values)
     total = sum(numbers)
-    return Part(key, label, total / total_s, curves.median(numbers) or 0.0, curves.mean(numbers) or 0.0)
+    return StepPart(key, label, total / total_s, curves.median(numbers) or 0.0, curves.mean(numbers) or 0.0)

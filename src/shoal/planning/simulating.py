@@ -16,7 +16,7 @@ from shoal.planner.predict.saving import save_of
 from shoal.planner.simulate.fold import Fold
 from shoal.planner.simulate.goodput import WEEK_S, Faults, Goodput, goodput
 from shoal.planner.simulate.memory import rank_bytes
-from shoal.planner.simulate.outcome import Outcome, does_not_fit, outcome
+from shoal.planner.simulate.outcome import StepFigures, does_not_fit, outcome
 from shoal.planner.simulate.work import Stragglers, work_of
 from shoal.planning.answer import predictor_of, transformer_of
 from shoal.planning.plan_file import written_plan
@@ -62,7 +62,7 @@ class Simulated:
     predictor: Predictor
     plan: Plan
     prediction: Prediction
-    outcome: Outcome
+    outcome: StepFigures
     memory_bytes: tuple[float, ...]
     codec: CodecPrice
     weeks: Weeks | None

@@ -33,7 +33,7 @@ MOST_TEXT = 4000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class PlanTrial:
     """A plan, and the median second of its steps; None where it did not run, for the reason in `failure`."""
 
     prediction: Prediction
@@ -64,7 +64,7 @@ def tried(
     environ: Mapping[str, str],
     bar: ProgressBar,
     turns: int = TURNS,
-) -> list[Trial]:
+) -> list[PlanTrial]:
     """The trials, fastest first and those that failed last. `bar` is told what is being tried.
 
     Raises `EnvironmentFault` where none of the plans ran.
@@ -96,10 +96,10 @@ def _there_and_back(plans: int, turns: int) -> Iterator[tuple[int, int]]:
         yield from ((turn, plan) for plan in (range(plans) if turn % 2 == 0 else reversed(range(plans))))
 
 
-def _trial(prediction: Prediction, seconds: Sequence[float], failure: str | None) -> Trial:
+def _trial(prediction: Prediction, seconds: Sequence[float], failure: str | None) -> PlanTrial:
     if failure is not None:
-        return Trial(prediction=prediction, failure=failure)
-    return Trial(prediction=prediction, measured_s=statistics.median(seconds))
+        return PlanTrial(prediction=prediction, failure=failure)
+    return PlanTrial(prediction=prediction, measured_s=statistics.median(seconds))
 
 
 class _Failed(Exception):

@@ -109,11 +109,11 @@ def run(
                     lab, command, run_directory=logs, environ=environ, keep_fds=keep_fds, patience=patience
                 )
             elif run_file.elastic is not None:
-                from shoal.recipes.elastic.launch import Job, run_elastic
+                from shoal.recipes.elastic.launch import ElasticJob, run_elastic
 
                 ranks, samples = processes // run_file.elastic.max, run_file.batch.global_samples
                 warn = stack.enter_context(alerts(run_file.observe.webhook, directory.name))
-                job = Job(command, ranks, run_file.run.steps, logs, samples, warn)
+                job = ElasticJob(command, ranks, run_file.run.steps, logs, samples, warn)
                 code, goes_on_elsewhere = run_elastic(job, run_file.elastic, environ=environ, keep_fds=keep_fds)
             else:
                 code = run_ranks(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Divergence:
     """After `step` replicas differ. `culprits` differ from a majority; none are named where there is no majority."""
 
     step: int
@@ -24,7 +24,7 @@ class Verdict:
     sentence: str
 
 
-def compare(step: int, fingerprints: Mapping[str, int]) -> Verdict | None:
+def compare(step: int, fingerprints: Mapping[str, int]) -> Divergence | None:
     """Who differs after `step`; None where all are equal, or nobody took a fingerprint (0)."""
     taken = {name: value for name, value in fingerprints.items() if value}
     counts = Counter(taken.values()).most_common(1)
@@ -33,14 +33,14 @@ def compare(step: int, fingerprints: Mapping[str, int]) -> Verdict | None:
     value, votes = counts[0]
     if 2 * votes <= len(taken):
         names = ", ".join(sorted(taken))
-        return Verdict(
+        return Divergence(
             step,
             (),
             f"after step {step} the parameters of {names} differ, and no majority says whose are right: "
             "resume from the newest checkpoint, and run 3 replicas or more",
         )
     culprits = tuple(sorted(name for name, found in taken.items() if found != value))
-    return Verdict(
+    return Divergence(
         step,
         culprits,
         f"after step {step} the parameters of {', '.join(culprits)} differ from those of the {votes} others: "

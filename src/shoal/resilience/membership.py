@@ -27,7 +27,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from shoal.resilience import events as ev
-from shoal.resilience.fingerprints import Verdict, compare
+from shoal.resilience.fingerprints import Divergence, compare
 from shoal.resilience.ledger import SampleLedger
 from shoal.resilience.stalls import Stalls
 from shoal.resilience.stragglers import Slow, Stragglers
@@ -76,14 +76,14 @@ class Replica:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Response:
     """`answer` may leave when `decisions` are in the journal. `verdict` is that of the fingerprints of a step; `slow`:
     members that have become so.
     """
 
     answer: ev.Answer
     decisions: tuple[ev.Decision, ...] = ()
-    verdict: Verdict | None = None
+    verdict: Divergence | None = None
     slow: tuple[Slow, ...] = ()
 
 
@@ -107,12 +107,12 @@ class Membership:
         self._slow: dict[str, Slow] = {}
         self._newly_slow: tuple[Slow, ...] = ()
         self._fruitless = 0
-        self._verdict: Verdict | None = None
+        self._verdict: Divergence | None = None
         self._disagreement = ""
         for decision in history:
             self._apply(decision)
 
-    def handle(self, event: ev.Event, now_s: float) -> Outcome:
+    def handle(self, event: ev.Event, now_s: float) -> Response:
         """Takes one event. Unknown, late, repeated and contradicting events are answered, and change nothing."""
         self._now_s = now_s
         refusal = self._take(event)
@@ -120,7 +120,7 @@ class Membership:
             self._reconsider()
         return self._outcome(refusal or (self.view(event.replicas) if isinstance(event, ev.Look) else self.pulse()))
 
-    def tick(self, now_s: float) -> Outcome:
+    def tick(self, now_s: float) -> Response:
         """Lets time pass: to be called a few times per `silence_s`."""
         self._now_s = now_s
         proposed = self.number > self.generation
@@ -190,8 +190,8 @@ class Membership:
             kept.append(ev.Proposed(self.number))
         return tuple(kept)
 
-    def _outcome(self, answer: ev.Answer) -> Outcome:
-        outcome = Outcome(answer, tuple(self._made), self._verdict, self._newly_slow)
+    def _outcome(self, answer: ev.Answer) -> Response:
+        outcome = Response(answer, tuple(self._made), self._verdict, self._newly_slow)
         self._made, self._verdict, self._newly_slow = [], None, ()
         return outcome
 

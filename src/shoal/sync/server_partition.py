@@ -24,7 +24,7 @@ ALIGNMENT = 16
 """Elements: parts begin on a cache line."""
 
 
-class Run(NamedTuple):
+class ParameterRun(NamedTuple):
     """The elements `start` .. `stop` of tensor number `tensor`, row by row."""
 
     tensor: int
@@ -37,7 +37,7 @@ class Run(NamedTuple):
         return self.stop - self.start
 
 
-def partition(lengths: Sequence[int], servers: int, *, whole: bool = False) -> tuple[tuple[Run, ...], ...]:
+def partition(lengths: Sequence[int], servers: int, *, whole: bool = False) -> tuple[tuple[ParameterRun, ...], ...]:
     """The runs of every server, in the order of tensors; none for servers beyond the elements. `lengths` in elements.
 
     `whole`: no tensor is divided.
@@ -45,32 +45,32 @@ def partition(lengths: Sequence[int], servers: int, *, whole: bool = False) -> t
     return _whole(lengths, servers) if whole else _even(lengths, servers)
 
 
-def _even(lengths: Sequence[int], servers: int) -> tuple[tuple[Run, ...], ...]:
+def _even(lengths: Sequence[int], servers: int) -> tuple[tuple[ParameterRun, ...], ...]:
     total = sum(lengths)
     lines = -(-total // ALIGNMENT)
     cuts = [min(total, lines * server // servers * ALIGNMENT) for server in range(servers + 1)]
-    parts: list[list[Run]] = [[] for _ in range(servers)]
+    parts: list[list[ParameterRun]] = [[] for _ in range(servers)]
     begin = 0
     for tensor, length in enumerate(lengths):
         for server in range(servers):
             start, stop = max(begin, cuts[server]), min(begin + length, cuts[server + 1])
             if start < stop:
-                parts[server].append(Run(tensor, start - begin, stop - begin))
+                parts[server].append(ParameterRun(tensor, start - begin, stop - begin))
         begin += length
     return tuple(map(tuple, parts))
 
 
-def _whole(lengths: Sequence[int], servers: int) -> tuple[tuple[Run, ...], ...]:
-    parts: list[list[Run]] = [[] for _ in range(servers)]
+def _whole(lengths: Sequence[int], servers: int) -> tuple[tuple[ParameterRun, ...], ...]:
+    parts: list[list[ParameterRun]] = [[] for _ in range(servers)]
     loads = [0] * servers
     for tensor in sorted(range(len(lengths)), key=lambda tensor: (-lengths[tensor], tensor)):
         server = min(range(servers), key=lambda server: (loads[server], server))
-        parts[server].append(Run(tensor, 0, lengths[tensor]))
+        parts[server].append(ParameterRun(tensor, 0, lengths[tensor]))
         loads[server] += lengths[tensor]
     return tuple(tuple(sorted(part)) for part in parts)
 
 
-def owned_pieces(owned: Sequence[Owned], runs: Sequence[Run], values: Tensor, gradient: Tensor) -> list[Owned]:
+def owned_pieces(owned: Sequence[Owned], runs: Sequence[ParameterRun], values: Tensor, gradient: Tensor) -> list[Owned]:
     """What a server updates, as parts of the unsplit parameters `owned`: views of `values` [numel], the elements of
     `runs`, whose gradients are views of `gradient` [numel].
     """

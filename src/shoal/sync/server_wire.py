@@ -29,7 +29,7 @@ from shoal.comm.ledger import Ledger
 from shoal.sync.admission import Contribution
 from shoal.sync.changed_chunks import changed_chunks, chunks_in, elements_of
 from shoal.sync.server_part import Sent, ServedPart, Standing
-from shoal.sync.server_partition import Run
+from shoal.sync.server_partition import ParameterRun
 from shoal.sync.server_tables import TablePlaces
 
 _GRADIENT, _NOTHING, _LEAVE, _LOOK_UP, _CODED, _CHUNKS = 0.0, 1.0, 2.0, 3.0, 4.0, 5.0
@@ -54,7 +54,7 @@ class Lanes:
 class FlatParts:
     """Tensors of a model in one row, [numel], server by server: `spans[s]` is the part of server s."""
 
-    def __init__(self, parts: Sequence[Sequence[Run]]) -> None:
+    def __init__(self, parts: Sequence[Sequence[ParameterRun]]) -> None:
         ends = list(accumulate((sum(run.numel for run in part) for part in parts), initial=0))
         self.numel = ends[-1]
         self.spans = [slice(start, stop) for start, stop in pairwise(ends)]

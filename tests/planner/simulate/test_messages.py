@@ -8,10 +8,10 @@ import pytest
 
 from shoal.cost import alpha_beta
 from shoal.planner.simulate import messages
-from shoal.planner.simulate.messages import Link, Step, seconds
+from shoal.planner.simulate.messages import SimulatedLink, Step, seconds
 from shoal.planner.simulate.play import Tasks, play
 
-LINK = Link(latency_s=5e-6, bytes_s=25e9)
+LINK = SimulatedLink(latency_s=5e-6, bytes_s=25e9)
 SIZE = 1e7
 ROUNDING = 1e-9
 """Relative: the same float64 sums in another order."""
@@ -38,7 +38,7 @@ def test_an_algorithm_takes_what_its_closed_form_says(
 
 def test_the_hierarchical_all_reduce_uses_each_level_once() -> None:
     """Fast links inside nodes, slow ones between: the sum of the levels' closed forms."""
-    local, nodes, outer = 4, 3, Link(latency_s=2e-5, bytes_s=5e9)
+    local, nodes, outer = 4, 3, SimulatedLink(latency_s=2e-5, bytes_s=5e9)
     pairs = [(a, b) for a in range(12) for b in range(12) if a // local != b // local]
     got = seconds(messages.hierarchical_all_reduce(local, nodes, SIZE), 12, LINK, links=dict.fromkeys(pairs, outer))
     inner = (LINK.latency_s, LINK.bytes_s)
@@ -48,8 +48,8 @@ def test_the_hierarchical_all_reduce_uses_each_level_once() -> None:
 
 def test_one_slow_link_slows_the_whole_ring() -> None:
     """A link of half the rate: every chunk passes it, so that the ring moves at its pace."""
-    slow = Link(latency_s=0.0, bytes_s=1e9)
-    fast = Link(latency_s=0.0, bytes_s=2e9)
+    slow = SimulatedLink(latency_s=0.0, bytes_s=1e9)
+    fast = SimulatedLink(latency_s=0.0, bytes_s=2e9)
     got = seconds(messages.ring_all_reduce(8, SIZE), 8, fast, links={(2, 3): slow})
     assert got == pytest.approx(alpha_beta.ring_all_reduce(8, SIZE, latency_s=0, bytes_s=1e9), rel=ROUNDING)
 

@@ -35,7 +35,7 @@ class Kind(IntEnum):
     SCATTER, ALL_TO_ALL, BARRIER, SEND, RECV = range(6, 11)
 
 
-class Outcome(IntEnum):
+class CallState(IntEnum):
     """What became of a call. FOREIGN: it is another process's."""
 
     PENDING, DONE, BROKEN, FOREIGN = range(4)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from shoal.comm.c10d_forms import SmallWorks
 from shoal.comm.seam_work import FutureThreads
-from shoal.comm.shm.core import BYTES, Core, Fault, Kind, Outcome, Settings, Signature, load_call
+from shoal.comm.shm.core import BYTES, CallState, Core, Fault, Kind, Settings, Signature, load_call
 from shoal.comm.shm.host import HostMates
 from shoal.comm.shm.segment import create_segment, window_name
 from shoal.comm.shm.work import PATIENCE_S, CoreWork, Kept, UnderWay
@@ -203,7 +203,7 @@ class Transport:
         except BaseException:
             self._leave(handle, kept)
             raise
-        if outcome != Outcome.DONE:
+        if outcome != CallState.DONE:
             return self._work(handle, kept)
         self._core.shoal_drop(handle)
         for each in kept.finish:

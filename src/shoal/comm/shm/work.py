@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.seam_work import FutureThreads, complete
-from shoal.comm.shm.core import Core, Fault, Kind, Outcome, Signature
+from shoal.comm.shm.core import CallState, Core, Fault, Kind, Signature
 from shoal.comm.typed_future import readable
 from shoal.comm.untraced import untraced
 
@@ -68,7 +68,7 @@ class CoreWork(dist.Work):
         try:
             while not self._over:
                 outcome = self._core.shoal_wait(self._handle, min(limit_s, PATIENCE_S), True)
-                if outcome != Outcome.PENDING:
+                if outcome != CallState.PENDING:
                     self._end(outcome)
                 elif monotonic() >= until_s:
                     raise RuntimeError(f"Timed out after {limit_s:g} s waiting for a call through shared memory")
@@ -82,12 +82,12 @@ class CoreWork(dist.Work):
     def arrive(self) -> None:
         """Blocks until the core is done with it; what is then to do is left. The process computes meanwhile."""
         self._limit()
-        while not self._over and self._core.shoal_wait(self._handle, PATIENCE_S, False) == Outcome.PENDING:
+        while not self._over and self._core.shoal_wait(self._handle, PATIENCE_S, False) == CallState.PENDING:
             continue
 
     def is_completed(self) -> bool:
         """Also goes on with the call, if nobody else does."""
-        if not self._over and (outcome := self._core.shoal_test(self._handle)) != Outcome.PENDING:
+        if not self._over and (outcome := self._core.shoal_test(self._handle)) != CallState.PENDING:
             self._end(outcome)
         return self._over
 
@@ -120,7 +120,7 @@ class CoreWork(dist.Work):
         with self._once:
             if self._over:
                 return
-            self._error = self._finished() if outcome == Outcome.DONE else self._failure(outcome)
+            self._error = self._finished() if outcome == CallState.DONE else self._failure(outcome)
             self._kept, self._over = _NOTHING, True  # the tensors are the caller's again
             self._under_way.pop(id(self), None)
 
@@ -140,7 +140,7 @@ class CoreWork(dist.Work):
         return Fault(fault.value), culprit.value, ours, theirs, peer.value
 
     def _failure(self, outcome: int) -> RuntimeError:
-        if outcome == Outcome.FOREIGN:
+        if outcome == CallState.FOREIGN:
             return RuntimeError("a call can be waited for by the process that made it only")
         report = self._report()
         return RuntimeError(self._sentence(*report[:4]))

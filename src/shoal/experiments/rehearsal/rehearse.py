@@ -19,7 +19,7 @@ import torch
 from shoal.checkpoint.inspect import compare, weights_of
 from shoal.errors import EnvironmentFault, ShoalError, UsageError
 from shoal.experiments.rehearsal.scenarios import FAMILIES, Scenario, scenarios
-from shoal.experiments.rehearsal.trial import Setup, Trial, play
+from shoal.experiments.rehearsal.trial import FaultTrial, Setup, play
 from shoal.experiments.rehearsal.two_hosts import why_not_two_hosts
 from shoal.launch.environment import place_from
 from shoal.launch.rank_process import LAUNCHER_PID
@@ -182,9 +182,9 @@ class _Undisturbed:
 
     def __init__(self, setup: Setup, note: Callable[[str], None]) -> None:
         self._setup, self._note = setup, note
-        self._found: dict[int, Trial] = {}
+        self._found: dict[int, FaultTrial] = {}
 
-    def like(self, scenario: Scenario) -> Trial:
+    def like(self, scenario: Scenario) -> FaultTrial:
         """The one with as many steps as `scenario` has. Raises `EnvironmentFault` where it does not end well."""
         if scenario.steps not in self._found:
             self._note(f"the undisturbed run of {scenario.steps} steps")
@@ -200,7 +200,7 @@ class _Undisturbed:
         return self._found[scenario.steps]
 
 
-def row_of(trial: Trial, reference: Trial) -> Row:
+def row_of(trial: FaultTrial, reference: FaultTrial) -> Row:
     """What became of a trial, beside the undisturbed run."""
     scenario, since_s, noticed, recovered_s = trial.scenario, trial.first_strike_s, trial.noticed, trial.recovered_s()
     state, difference = state_of(trial, reference)
@@ -220,7 +220,7 @@ def row_of(trial: Trial, reference: Trial) -> Row:
     )
 
 
-def _kept(trial: Trial, state: str) -> bool | None:
+def _kept(trial: FaultTrial, state: str) -> bool | None:
     promise = trial.scenario.promise
     struck = len(trial.struck) >= len(trial.scenario.faults) and not trial.missed
     if not struck or (trial.scenario.damages and not trial.damaged):
@@ -234,7 +234,7 @@ def _kept(trial: Trial, state: str) -> bool | None:
 _WITHIN = f"within {TOLERANCE:g}"
 
 
-def state_of(trial: Trial, reference: Trial) -> tuple[str, float | None]:
+def state_of(trial: FaultTrial, reference: FaultTrial) -> tuple[str, float | None]:
     """How the newest checkpoint of a trial compares with the undisturbed run's, and the relative 2-norm."""
     try:
         found = compare(reference.directory, trial.directory)

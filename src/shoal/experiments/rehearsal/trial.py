@@ -65,7 +65,7 @@ class Line:
 
 
 @dataclass
-class Trial:
+class FaultTrial:
     """How a scenario went. `codes` are the exit codes of its starts; None: it was killed for being too slow. `missed`:
     the network had nothing that its fault could strike.
     """
@@ -134,9 +134,9 @@ def _tells(line: Line) -> bool:
     return bool(line.text.strip()) and (line.is_error or line.text.startswith("warning:"))
 
 
-def play(setup: Setup, scenario: Scenario) -> Trial:
+def play(setup: Setup, scenario: Scenario) -> FaultTrial:
     """Plays `scenario` to its end."""
-    trial = Trial(setup.folder / scenario.slug, scenario)
+    trial = FaultTrial(setup.folder / scenario.slug, scenario)
     record = setup.folder / f"{scenario.slug}.faults"
     write_faults(list(scenario.faults), record)
     environ = {**setup.environ, REHEARSAL: str(record)} if scenario.faults else dict(setup.environ)
@@ -216,7 +216,12 @@ class Disturbance:
 
 
 def _start(
-    commands: Sequence[Started], trial: Trial, disturbed: Disturbance | None, *, any_may_finish: bool, limit_s: float
+    commands: Sequence[Started],
+    trial: FaultTrial,
+    disturbed: Disturbance | None,
+    *,
+    any_may_finish: bool,
+    limit_s: float,
 ) -> int | None:
     """One start on all hosts, to its end: its exit code, that of the first host that did not finish; None where it did
     not end in `limit_s`. `any_may_finish`: where one host has finished, the run has, and others have `LEFT_S`.
@@ -244,7 +249,7 @@ def _start(
 
 
 @contextmanager
-def _process(command: Sequence[str], environ: Mapping[str, str], trial: Trial) -> Iterator[subprocess.Popen[str]]:
+def _process(command: Sequence[str], environ: Mapping[str, str], trial: FaultTrial) -> Iterator[subprocess.Popen[str]]:
     """The process of `command` in a group of its own, which ends with this block; its lines go to `trial`."""
     process = subprocess.Popen(
         command,

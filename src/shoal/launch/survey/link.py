@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from shoal.launch.sockets import BACKLOG, obstacle
-from shoal.launch.survey.messages import Link
+from shoal.launch.survey.messages import SurveyedLink
 
 PINGS = 40
 FIRST_BURST_BYTES, MOST_BURST_BYTES = 64 << 10, 1 << 30
@@ -50,13 +50,13 @@ def listening(port: int, token: str) -> Iterator[tuple[int, str | None]]:
         yield listener.getsockname()[1], fault
 
 
-def measure(address: str, port: int, token: str, *, rate: bool = True) -> Link:
+def measure(address: str, port: int, token: str, *, rate: bool = True) -> SurveyedLink:
     """The link to a peer that is `listening`; an `obstacle` where it cannot be reached or does not answer.
 
     Without `rate` nothing is sent but pings, and `bytes_per_s` is 0.
     """
     if (found := obstacle(address, port)) is not None:
-        return Link(obstacle=found)
+        return SurveyedLink(obstacle=found)
     try:
         with socket.create_connection((address, port), PATIENCE_S) as peer:
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -64,8 +64,8 @@ def measure(address: str, port: int, token: str, *, rate: bool = True) -> Link:
             trips = [_ping(peer) for _ in range(PINGS)]
             bytes_per_s = _rate(peer) if rate else 0.0
     except OSError as error:
-        return Link(obstacle=f"it took the connection, then: {(error.strerror or str(error)).lower()}")
-    return Link(
+        return SurveyedLink(obstacle=f"it took the connection, then: {(error.strerror or str(error)).lower()}")
+    return SurveyedLink(
         round_trip_s=statistics.median(trip for trip, _ in trips), bytes_per_s=bytes_per_s, ahead_s=min(trips)[1]
     )
 

@@ -86,7 +86,7 @@ class HostFacts(msgspec.Struct, frozen=True):
     findings: list[Finding]
 
 
-class Link(msgspec.Struct, frozen=True):
+class SurveyedLink(msgspec.Struct, frozen=True):
     """The link from one host to another, over one TCP connection. `obstacle`: why there was none, and no figures.
 
     `round_trip_s` is the median of pings, `ahead_s` how far the peer's clock is ahead, known to half of the shortest

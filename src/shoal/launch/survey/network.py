@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from shoal.launch.doctor import Finding
 from shoal.launch.survey.grouping import MOST_NAMED, groups, listed
-from shoal.launch.survey.messages import HostFacts, Link
+from shoal.launch.survey.messages import HostFacts, SurveyedLink
 from shoal.launch.survey.visit import Survey
 from shoal.units import plural
 
@@ -143,7 +143,7 @@ def port_findings(survey: Survey) -> Iterator[Finding]:
         yield Finding("ports", "ok", f"{plural(len(survey.links), 'connection')}, both ways, all open")
 
 
-def link_findings(links: Mapping[tuple[str, str], Link]) -> Iterator[Finding]:
+def link_findings(links: Mapping[tuple[str, str], SurveyedLink]) -> Iterator[Finding]:
     """Is a link much slower than the others?"""
     open_links = {pair: link for pair, link in links.items() if link.obstacle is None}
     if not open_links:
@@ -231,19 +231,21 @@ def matrix(survey: Survey) -> list[str]:
     return found
 
 
-def _gigabits(link: Link | None) -> str:
+def _gigabits(link: SurveyedLink | None) -> str:
     return "." if link is None else "closed" if link.obstacle else f"{link.bytes_per_s * 8e-9:.3g}"
 
 
-def _milliseconds(link: Link | None) -> str:
+def _milliseconds(link: SurveyedLink | None) -> str:
     return "." if link is None else "closed" if link.obstacle else f"{link.round_trip_s * 1e3:.3g}"
 
 
-def _ends(links: Mapping[tuple[str, str], Link]) -> list[str]:
+def _ends(links: Mapping[tuple[str, str], SurveyedLink]) -> list[str]:
     return list(dict.fromkeys(name for pair in links for name in pair))
 
 
-def _best(links: Mapping[tuple[str, str], Link], key: Callable[[Link], float], host: str) -> Link:
+def _best(
+    links: Mapping[tuple[str, str], SurveyedLink], key: Callable[[SurveyedLink], float], host: str
+) -> SurveyedLink:
     return min((link for pair, link in links.items() if host in pair), key=key)
 
 

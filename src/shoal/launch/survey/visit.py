@@ -23,7 +23,7 @@ import msgspec
 
 from shoal.errors import EnvironmentFault, UsageError
 from shoal.launch.survey.channel import Channel, ShellChannel, remote_command
-from shoal.launch.survey.messages import Begin, Host, HostFacts, Link, Measure
+from shoal.launch.survey.messages import Begin, Host, HostFacts, Measure, SurveyedLink
 
 MASTER_PORT = 29500
 BEGIN_S, MEASURE_S = 40.0, 30.0
@@ -39,7 +39,7 @@ class Survey:
     port: int
     facts: Mapping[str, HostFacts]
     silent: Mapping[str, str]
-    links: Mapping[tuple[str, str], Link]
+    links: Mapping[tuple[str, str], SurveyedLink]
 
 
 def hosts_from(text: str) -> tuple[Host, ...]:
@@ -73,7 +73,7 @@ def surveyed(
     channels: dict[str, Channel] = {}
     facts: dict[str, HostFacts] = {}
     silent: dict[str, str] = {}
-    links: dict[tuple[str, str], Link] = {}
+    links: dict[tuple[str, str], SurveyedLink] = {}
 
     closing, closed = threading.Lock(), False
 
@@ -95,10 +95,10 @@ def surveyed(
         source, target = pair
         try:
             question = Measure(by_name[target], facts[target].port, rate)
-            found = channels[source].ask(question, Link, within_s=MEASURE_S)
+            found = channels[source].ask(question, SurveyedLink, within_s=MEASURE_S)
             links[pair] = msgspec.structs.replace(links[pair], bytes_per_s=found.bytes_per_s) if rate else found
         except EnvironmentFault as fault:
-            links[pair] = Link(obstacle=f"the probe of {source} said nothing more: {fault}")
+            links[pair] = SurveyedLink(obstacle=f"the probe of {source} said nothing more: {fault}")
 
     by_name = {host.name: host for host in hosts}
     threads = ThreadPoolExecutor(max_workers=len(hosts))

@@ -15,7 +15,7 @@ from shoal.planner.simulate.play import Tasks, play
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class SimulatedLink:
     """From one rank to another: seconds of latency, bytes per second."""
 
     latency_s: float
@@ -79,7 +79,11 @@ def _shifted(step: Step, groups: Sequence[Sequence[int]]) -> Step:
 
 
 def seconds(
-    steps: Sequence[Step], ranks: int, link: Link, *, links: Mapping[tuple[int, int], Link] | None = None
+    steps: Sequence[Step],
+    ranks: int,
+    link: SimulatedLink,
+    *,
+    links: Mapping[tuple[int, int], SimulatedLink] | None = None,
 ) -> float:
     """When the last message of an algorithm arrives; `links` replaces `link` for some pairs (from, to)."""
     tasks, special = Tasks(streams=0, ports=2 * ranks), links or {}

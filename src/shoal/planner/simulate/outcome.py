@@ -43,7 +43,7 @@ class RankShare:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class StepFigures:
     """Figures of one step, seconds."""
 
     step_s: float
@@ -67,14 +67,14 @@ class Outcome:
 
 def outcome(
     table: ScheduleTable, work: Work, *, fold: Fold | None = None, stragglers: Stragglers | None = None
-) -> Outcome:
+) -> StepFigures:
     """Plays the step; on a perfect network it is a longest path."""
     fold, stragglers = fold or Fold(), stragglers or Stragglers()
     real = simulate_step(table, work, fold=fold, stragglers=stragglers)
     perfect_s = perfect_step_s(table, work, paces_of(table, fold, stragglers))
     step_s, phase_s = real.played.makespan_s, _phase_s(real)
     shares = _shares(real, step_s, phase_s)
-    return Outcome(
+    return StepFigures(
         step_s=step_s,
         phase_s=phase_s,
         period_s=period_s(real),
@@ -152,7 +152,7 @@ MOST_RANKS = 32
 """Lines of the table of ranks; longer pipelines show their idlest ranks."""
 
 
-def step(one: Outcome, *, predicted_s: float) -> str:
+def step(one: StepFigures, *, predicted_s: float) -> str:
     """The step and its parts beside the prediction of the closed forms."""
     rows = [
         ("step", units.seconds(one.step_s), f"{units.seconds(predicted_s)} by closed forms"),
@@ -176,7 +176,7 @@ def step(one: Outcome, *, predicted_s: float) -> str:
     return table(("simulated", "time", ""), rows)
 
 
-def ranks(one: Outcome, memory_bytes: Sequence[float], *, limit_bytes: float) -> str:
+def ranks(one: StepFigures, memory_bytes: Sequence[float], *, limit_bytes: float) -> str:
     """Every simulated pipeline rank of the first replica: computing, waiting, its port, its memory."""
     shown = [share for share in one.ranks if share.replica == 0]
     if len(shown) > MOST_RANKS:

@@ -35,7 +35,7 @@ from shoal.recipes.elastic.processes import ReplicaProcesses, Starter
 from shoal.recipes.elastic.scaling import Speeds
 from shoal.resilience.config import ElasticConfig
 from shoal.resilience.events import Committed, Decision, Ended, Fenced, Formed
-from shoal.resilience.fingerprints import Verdict
+from shoal.resilience.fingerprints import Divergence
 from shoal.resilience.hang_file import read_verdict
 from shoal.resilience.preemption import Preemption
 from shoal.resilience.stragglers import Slow
@@ -48,7 +48,7 @@ LOOK_S = 0.5
 """How often the launcher looks which processes are stopped."""
 LAST_S = 300.0
 """How long they get after the first that is done, or has stopped as it was asked: to write the report, or the save."""
-Event = RankProcess | signal.Signals | Decision | Verdict | Slow | Silence | Preemption | Exception
+Event = RankProcess | signal.Signals | Decision | Divergence | Slow | Silence | Preemption | Exception
 
 
 @dataclass
@@ -121,7 +121,7 @@ class Fleet:
                 self._warn(f"{name} is fenced: {reason}")
                 self._say_verdict()
                 self.running[name].send(signal.SIGKILL, as_end=self._ending)
-            case Verdict(_, (), sentence):
+            case Divergence(_, (), sentence):
                 self.fault = VerificationFailed(sentence)
                 self._send_all(signal.SIGKILL)  # nobody may save
             case Slow(name) if name in self.running:

@@ -34,7 +34,7 @@ from shoal.temporary_folder import temporary_folder
 
 
 @dataclass(frozen=True)
-class Job:
+class ElasticJob:
     """What is launched: `command` as each of the `ranks` of each replica, to step `steps` of the run, each of
     `global_samples`. `warn` hears what is said of losses and the coordinator, beside the terminal.
     """
@@ -48,7 +48,7 @@ class Job:
 
 
 def run_elastic(
-    job: Job, config: ElasticConfig, *, environ: Mapping[str, str], keep_fds: Sequence[int] = ()
+    job: ElasticJob, config: ElasticConfig, *, environ: Mapping[str, str], keep_fds: Sequence[int] = ()
 ) -> tuple[ExitCode, bool]:
     """Runs `job` as replicas; the exit code that the launcher should exit with, and whether replicas on other hosts go
     on with the run. `environ` may name a coordinator.

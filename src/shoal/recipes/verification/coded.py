@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shoal.codec.config import DGCConfig
 from shoal.comm.exchanges.coded import Coded
-from shoal.engine.proof import Part
+from shoal.engine.proof import HeldBox
 from shoal.errors import ConfigError
 from shoal.recipes.run import Run
 from shoal.recipes.verification.reference import collected
@@ -43,7 +43,7 @@ def require_feedback(run_file: RunFile) -> None:
         )
 
 
-def kept_back(run: Run) -> list[Part]:
+def kept_back(run: Run) -> list[HeldBox]:
     """What each rank has kept back of its gradients in the step under way, less what it had kept before: the parts of
     all ranks at rank 0. All ranks call it, between the exchange of gradients and the update.
     """
@@ -61,7 +61,7 @@ def kept_back(run: Run) -> list[Part]:
     return collected(run, own)
 
 
-def completed(gradients: Sequence[Part], kept: Sequence[Part], like: Mapping[str, Tensor]) -> list[Part]:
+def completed(gradients: Sequence[HeldBox], kept: Sequence[HeldBox], like: Mapping[str, Tensor]) -> list[HeldBox]:
     """The gradients with what all ranks together have kept back of them; `like` has the whole tensors' shapes."""
     if not kept:
         return list(gradients)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shoal.data.sample import Batch
-from shoal.engine.proof import Part, assembled
+from shoal.engine.proof import HeldBox, assembled
 from shoal.engine.reference import Reference, ReferenceGradient, norm_of
 from shoal.models.config import ForeignModel
 from shoal.models.mixture_routes import RecordRoutes, Routes, set_routes
@@ -46,7 +46,7 @@ class Copies:
         return {name: part.view(weights[name].shape) for name, part in zip(weights, parts, strict=True)}
 
     def gradients(
-        self, step: int, batches: Sequence[Sequence[Batch]], at: Sequence[Sequence[Part]]
+        self, step: int, batches: Sequence[Sequence[Batch]], at: Sequence[Sequence[HeldBox]]
     ) -> tuple[list[ReferenceGradient], Routes]:
         """Of each replica's batches, at the weights `at` that it has; the copies stay there until `update`. And which
         experts all tokens went to.

@@ -17,7 +17,15 @@ from torch import Tensor
 from shoal.data.cursor import Cursor
 from shoal.data.feed import Feed
 from shoal.data.sample import Batch
-from shoal.engine.proof import Finding, Part, Tolerances, assembled, compare_gradients, compare_number, compare_weights
+from shoal.engine.proof import (
+    Finding,
+    HeldBox,
+    Tolerances,
+    assembled,
+    compare_gradients,
+    compare_number,
+    compare_weights,
+)
 from shoal.engine.reference import Reference, StaleReference
 from shoal.engine.step_result import StepResult
 from shoal.optim.schedule import peak_rate
@@ -67,8 +75,8 @@ class _LayoutStep:
     """A step of the layout; `gradients[microbatch]` are the parts of all ranks, at rank 0 only."""
 
     result: StepResult
-    gradients: dict[int, list[Part]]
-    weights: list[Part]
+    gradients: dict[int, list[HeldBox]]
+    weights: list[HeldBox]
 
 
 def _take_step(run: Run, number: int, batches: list[Batch], lr: float) -> _LayoutStep:

@@ -48,7 +48,7 @@ class Stepped(NamedTuple):
     last: bool
 
 
-class Outcome(NamedTuple):
+class RuleOutcome(NamedTuple):
     """What each replica goes on from, and what its parameters are until then. `together`: all have met."""
 
     own: Vectors
@@ -62,7 +62,7 @@ class Rule(Protocol):
     equation: str
     updates_together: bool
 
-    def agree(self, stepped: Stepped) -> Outcome:
+    def agree(self, stepped: Stepped) -> RuleOutcome:
         """What follows a step of all replicas. Steps come in order, from 1."""
         ...
 
@@ -109,13 +109,13 @@ class Local:
         self._first: tuple[float, float] | None = None
         self._round: list[Stepped] = []
 
-    def agree(self, stepped: Stepped) -> Outcome:
+    def agree(self, stepped: Stepped) -> RuleOutcome:
         self._round.append(stepped)
         warming_up = stepped.step <= self._config.warmup_steps
         adapts = bool(self._config.adapt_every)
         over = stepped.step - self._agreed >= self._period if adapts else stepped.step % self._period == 0
         if not (over or warming_up or stepped.last):
-            return Outcome(stepped.x, stepped.x, together=False)
+            return RuleOutcome(stepped.x, stepped.x, together=False)
         weights = [sum(own) for own in zip(*(one.weights for one in self._round), strict=True)]
         g = sum((w * (self._x - x) for w, x in zip(weights, stepped.x, strict=True)), 0 * self._x) / sum(weights)
         rates = [one.lr for one in self._round]
@@ -125,7 +125,7 @@ class Local:
             self._adapt(stepped)
         self._agreed, self._round = stepped.step, []
         everyone = [self._x] * len(stepped.x)
-        return Outcome(everyone, everyone, together=True)
+        return RuleOutcome(everyone, everyone, together=True)
 
     def _adapt(self, stepped: Stepped) -> None:
         """AdaComm, arXiv:1810.08313, equations 17 and 18."""
@@ -156,7 +156,7 @@ class Streaming:
         self._outer = [OuterMomentum(config, setting.start[where]) for where in setting.fragments]
         self._g: dict[int, Tensor] = {}
 
-    def agree(self, stepped: Stepped) -> Outcome:
+    def agree(self, stepped: Stepped) -> RuleOutcome:
         config, x = self._config, [own.clone() for own in stepped.x]
         place = (stepped.step - 1) % config.period + 1
         for p, where in enumerate(self._fragments):
@@ -168,10 +168,10 @@ class Streaming:
                 for own in x:
                     own[where] = config.mixing * own[where] + (1 - config.mixing) * self._x[where]
         if stepped.last:
-            return Outcome(x, [sum(x, 0 * self._x) / len(x)] * len(x), together=True)
+            return RuleOutcome(x, [sum(x, 0 * self._x) / len(x)] * len(x), together=True)
         if place == config.period:
-            return Outcome(x, [self._x.clone()] * len(x), together=True)
-        return Outcome(x, x, together=False)
+            return RuleOutcome(x, [self._x.clone()] * len(x), together=True)
+        return RuleOutcome(x, x, together=False)
 
 
 class Elastic:
@@ -185,13 +185,13 @@ class Elastic:
             f"every {config.period} steps x_i <- x_i - {self._alpha:g} (x_i - c), c <- c + {self._alpha:g} sum(x_i - c)"
         )
 
-    def agree(self, stepped: Stepped) -> Outcome:
+    def agree(self, stepped: Stepped) -> RuleOutcome:
         if stepped.step % self._config.period and not stepped.last:
-            return Outcome(stepped.x, stepped.x, together=False)
+            return RuleOutcome(stepped.x, stepped.x, together=False)
         pulls = [self._alpha * (x - self._c) for x in stepped.x]
         self._c = self._c + sum(pulls, 0 * self._c)
         own = [x - pull for x, pull in zip(stepped.x, pulls, strict=True)]
-        return Outcome(own, [self._c] * len(own), together=True)
+        return RuleOutcome(own, [self._c] * len(own), together=True)
 
 
 class Gossip:
@@ -209,7 +209,7 @@ class Gossip:
         self._w = [1.0] * setting.replicas
         self._sent: list[tuple[Tensor, Vectors, list[float]]] = []
 
-    def agree(self, stepped: Stepped) -> Outcome:
+    def agree(self, stepped: Stepped) -> RuleOutcome:
         config, everyone = self._config, range(len(stepped.x))
         matrix = self._matrices[(stepped.step - 1) % len(self._matrices)]
         x = [self._x[i] + (stepped.x[i] - self._z[i]) for i in everyone]  # the update, of z, is made to x
@@ -227,7 +227,7 @@ class Gossip:
         push_sum = config.algorithm == "sgp"
         self._z = [x / w for x, w in zip(self._x, self._w, strict=True)] if push_sum else list(self._x)
         average = sum(self._x, 0 * self._x[0]) / (sum(self._w) if push_sum else len(self._x))
-        return Outcome(self._z, [average] * len(self._z) if together else self._z, together)
+        return RuleOutcome(self._z, [average] * len(self._z) if together else self._z, together)
 
 
 class Served:
@@ -239,8 +239,8 @@ class Served:
     def __init__(self, config: ServerConfig, setting: Setting) -> None:
         self._period = config.steps_between
 
-    def agree(self, stepped: Stepped) -> Outcome:
-        return Outcome(stepped.x, stepped.x, together=stepped.last or stepped.step % self._period == 0)
+    def agree(self, stepped: Stepped) -> RuleOutcome:
+        return RuleOutcome(stepped.x, stepped.x, together=stepped.last or stepped.step % self._period == 0)
 
 
 def mixing_of(config: GossipConfig, replicas: int) -> list[Tensor]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from shoal.comm.gather import gather_named
 from shoal.data.sample import Batch, map_tree
 from shoal.engine.compute import Compute
-from shoal.engine.proof import Finding, Part, compare_rates, compare_weights
+from shoal.engine.proof import Finding, HeldBox, compare_rates, compare_weights
 from shoal.engine.randomness import Randomness
 from shoal.engine.reference import Arrange, Reference, joined
 from shoal.gradients.gradients import Gradients
@@ -102,14 +102,14 @@ def owned_gradients(gradients: Gradients) -> Iterator[tuple[str, Box, Tensor]]:
             yield owned.name, region.box, part.view(region.box.shape)
 
 
-def collected(run: Run, parts: list[tuple[str, Box, Tensor]]) -> list[Part]:
+def collected(run: Run, parts: list[tuple[str, Box, Tensor]]) -> list[HeldBox]:
     """The parts of all ranks at rank 0, nothing at the others."""
     items = [(json.dumps([name, box.offset, box.shape]), values) for name, box, values in parts]
     found = []
     for rank, named in enumerate(gather_named(items, run.mesh.world, device=run.device)):
         for key, values in named:
             name, offset, shape = json.loads(key)
-            found.append(Part(name, rank, Box(tuple(offset), tuple(shape)), values))
+            found.append(HeldBox(name, rank, Box(tuple(offset), tuple(shape)), values))
     return found
 
 
@@ -141,7 +141,7 @@ def buffers_of(run: Run) -> list[tuple[str, Box, Tensor]]:
     return [(name, whole(tuple(tensor.shape)), tensor) for name, tensor in found]
 
 
-def compare_buffers(reference: Reference, number: int, parts: Sequence[Part], tolerance: float) -> list[Finding]:
+def compare_buffers(reference: Reference, number: int, parts: Sequence[HeldBox], tolerance: float) -> list[Finding]:
     """Every rank's buffers beside the reference's."""
     named = dict(reference.compute.model.named_buffers()) | dict(reference.compute.model.named_parameters())
     wanted = {name: torch.view_as_real(t) if t.is_complex() else t.detach() for name, t in named.items()}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.comm.gather import gather_named
 from shoal.data.sample import Batch
-from shoal.engine.proof import Part
+from shoal.engine.proof import HeldBox
 from shoal.engine.updates import Work
 from shoal.models.mixture_routes import ReplayRoutes, RouteDifference, set_routes
 from shoal.recipes.run import Run
@@ -28,10 +28,10 @@ class TakenStep:
     """
 
     numbers: list[tuple[float, float]]
-    gradients: list[Part]
-    made: list[Part]
-    weights: list[Part]
-    buffers: list[Part]
+    gradients: list[HeldBox]
+    made: list[HeldBox]
+    weights: list[HeldBox]
+    buffers: list[HeldBox]
     routes: list[RouteDifference]
     replayed: int
 

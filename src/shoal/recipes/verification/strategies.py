@@ -26,7 +26,7 @@ from shoal.data.feed import Feed
 from shoal.data.sample import Batch
 from shoal.engine.proof import (
     Finding,
-    Part,
+    HeldBox,
     Quantity,
     Tolerances,
     assembled,
@@ -198,7 +198,7 @@ class _Proof:
         if self.copies is not None and self.rule is not None:
             self.findings += self._compare(number, self.copies, self.rule, batches, wanted, found)
 
-    def _went_on(self, number: int, before: Sequence[Part]) -> Iterator[Finding]:
+    def _went_on(self, number: int, before: Sequence[HeldBox]) -> Iterator[Finding]:
         """What every replica goes on with is what the agreement of the step before left to it."""
         assert self.copies is not None, "this is rank 0"
         for k, vector in enumerate(self.copies.vectors):
@@ -257,7 +257,7 @@ class _Proof:
         yield from compare_gradients(number, own, wanted.gradients, tolerances=tolerances, rounding=rounding)
 
     def _compare_weights(
-        self, number: int, copies: Copies, x: Vectors, parts: Sequence[Part], quantity: Quantity
+        self, number: int, copies: Copies, x: Vectors, parts: Sequence[HeldBox], quantity: Quantity
     ) -> Iterator[Finding]:
         """The weights of each replica beside its vector."""
         for k, vector in enumerate(x):
@@ -267,7 +267,7 @@ class _Proof:
     def _replica(self, rank: int) -> int:
         return self.run.mesh.layout.index("replicate", rank)
 
-    def _parts_of(self, k: int, parts: Sequence[Part]) -> list[Part]:
+    def _parts_of(self, k: int, parts: Sequence[HeldBox]) -> list[HeldBox]:
         return [part for part in parts if self._replica(part.rank) == k]
 
 

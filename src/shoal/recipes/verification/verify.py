@@ -27,7 +27,7 @@ from shoal.engine.proof import (
     HALF,
     SINGLE,
     Finding,
-    Part,
+    HeldBox,
     Tolerances,
     assembled,
     compare_gradients,
@@ -182,12 +182,10 @@ class _Proof:
 
     def switch(self, config: PrecisionConfig) -> None:
         """From now on both compute under the autocast of `config`; the weights stay float32."""
-        precision, context = precision_of(config), self.run.step.context
-        compute = replace(context.forward_backward.compute, precision=precision)
-        forward_backward = replace(context.forward_backward, compute=compute)  # type: ignore[type-var]
+        precision = precision_of(config)
         scale = HALF_SCALE if isinstance(config, Float16) else 1.0
         scaler = LossScaler(scale, dynamic=False, growth_steps=1)
-        self.run.step.context = replace(context, forward_backward=forward_backward, scaler=scaler)
+        self.run = replace(self.run, step=self.run.step.under(precision, scaler))
         if self.reference is not None:
             compute = replace(self.reference.compute, precision=precision)
             self.reference = replace(self.reference, compute=compute, scale=scale)
@@ -219,10 +217,10 @@ class _LayoutStep:
 
     result: StepResult
     norm: float
-    gradients: list[Part]
-    kept: list[Part]
-    weights: list[Part]
-    buffers: list[Part]
+    gradients: list[HeldBox]
+    kept: list[HeldBox]
+    weights: list[HeldBox]
+    buffers: list[HeldBox]
     routes: list[RouteDifference]
     replayed: int
 
@@ -242,7 +240,7 @@ def _take_step(run: Run, number: int, batches: list[Batch], tap: ReplayRoutes) -
     """A step under the layout on the reference's routes, with what every rank holds of gradients and new weights."""
     set_routes(run.model, tap)
     gradients = run.generation.gradients
-    seen: list[tuple[float, list[Part], list[Part]]] = []
+    seen: list[tuple[float, list[HeldBox], list[HeldBox]]] = []
 
     def record(norm: float) -> None:
         scale = run.step.scale
