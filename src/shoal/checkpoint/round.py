@@ -6,9 +6,10 @@
     the others   wait for the SaveOutcome
 
 A fault never leaves this file as an exception: it becomes a sentence in a Share or in the SaveOutcome, so that training
-goes on and no rank waits for one that has failed. Rank 0 deletes before it publishes the SaveOutcome, so that no other rank
-can be at the next save by then and count on an object that is about to go. Rank 0 also deletes at its start, what an
-interrupted save left, and when a round has failed; so the others write nothing before it says that a round has begun.
+goes on and no rank waits for one that has failed. Rank 0 deletes before it publishes the SaveOutcome, so that no other
+rank can be at the next save by then and count on an object that is about to go. Rank 0 also deletes at its start, what
+an interrupted save left, and when a round has failed; so the others write nothing before it says that a round has
+begun.
 """
 
 from __future__ import annotations
