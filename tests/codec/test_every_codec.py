@@ -177,12 +177,19 @@ def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
         codec_of("int8").encode(torch.zeros(3, dtype=dtype))
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_sampled_threshold_hides_no_nan(dtype: torch.dtype) -> None:
-    """In a vector that is long enough for one, with and without the kernels in C."""
+def test_a_sampled_threshold_hides_nothing_that_is_not_finite(dtype: torch.dtype, bad: float) -> None:
+    """In vectors that are long enough for one, with and without the kernels in C; also where the threshold lets through
+    twice as many numbers as are sent, of which every second one is left out."""
     from shoal.codec.config import TopKConfig
     from shoal.codec.top_k import TopK
 
-    codec, x = TopK(TopKConfig(fraction=0.01, selection="sampled")), torch.randn(1 << 20, dtype=dtype)
-    x[7] = math.nan
-    assert not codec.decode(codec.encode(x), x.numel(), dtype=dtype).isfinite().all()
+    numel = 1 << 20
+    codec, more = TopK(TopKConfig(fraction=0.01, selection="sampled")), torch.arange(numel) % 50 == 1
+    sampled = torch.arange(numel) % 16 == 0
+    for x in (torch.randn(numel, dtype=dtype), torch.where(more & ~sampled, 9.0, torch.randn(numel, dtype=dtype))):
+        for place in (7, 51, 101, numel - 1):
+            broken = x.clone()
+            broken[place] = bad
+            assert not codec.decode(codec.encode(broken), numel, dtype=dtype).isfinite().all()

@@ -38,6 +38,8 @@ ROOM = 4
 class TopK(Codec):
     """`TopKConfig`, on the wire."""
 
+    shows_nonfinite = True  # NaN and infinity are larger than all finite numbers, so that some of them is sent
+
     def __init__(self, config: TopKConfig) -> None:
         self._fraction, self._sampled = config.fraction, config.selection == "sampled"
 
@@ -82,7 +84,8 @@ def largest(x: Tensor, count: int) -> Tensor:
 def above_sampled(x: Tensor, count: int) -> Tensor:
     """The places, int64 ascending and `count` at most, of magnitudes in `x` `[numel]` above an estimated threshold.
 
-    Where an estimate does not pay, or lets through more than four times `count`, those of the largest.
+    Where an estimate does not pay, lets through more than four times `count`, or more than `count` of which some are
+    not finite, those of the largest.
     """
     threshold = _estimate(x, count)
     if threshold is None or not math.isfinite(threshold):  # nothing is above NaN, and it has to be seen
@@ -91,6 +94,8 @@ def above_sampled(x: Tensor, count: int) -> Tensor:
     if found > ROOM * count:
         return largest(x, count)
     if found > count:
+        if not bool(torch.isfinite(x[candidates]).all()):  # the choice below might leave all of these out
+            return largest(x, count)
         return candidates[torch.arange(count, device=x.device) * found // count]
     return candidates
 
@@ -106,9 +111,12 @@ def _estimate(x: Tensor, count: float) -> float | None:
 
 
 def _select(x: Tensor, least: float, *, room: int) -> tuple[Tensor, int]:
-    """The places of magnitude `least` or more, int64 ascending, and how many; in part if more than `room`."""
+    """The places of magnitude `least` or more, int64 ascending, and how many; in part if more than `room`.
+
+    NaN is larger than any other number.
+    """
     kernels = kernels_for(x)
     if kernels is not None:
         return kernels.select(x, least, room=room)
-    places = torch.nonzero(x.abs() >= least).view(-1)
+    places = torch.nonzero(~(x.abs() < least)).view(-1)
     return places, places.numel()

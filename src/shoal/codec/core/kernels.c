@@ -254,20 +254,28 @@ EXPORT void shoal_codec_widen(const float *scales, const void *in, uint64_t n, u
 EXPORT float shoal_codec_largest(const float *x, uint64_t n) { return as_float(largest_bits(x, n)); }
 
 /* The places, ascending, of up to `room` numbers of magnitude `least` or more; returns how many there are in all.
-   `places` has room for GROUP more: a group that has any is written without a branch for each number. */
+   `places` has room for GROUP more. A group is compared into bytes of 0 and 1, eight to a word, whose lowest set bits
+   are taken off one by one. Two are always taken, which no branch has to foresee: most words have no more. */
 #define GROUP 16
+#define END ((uint64_t)1 << 63)
 CLONES static uint64_t select_groups(const float *x, uint64_t n, uint32_t from, int64_t *places, uint64_t room) {
     uint64_t found = 0;
     for (uint64_t start = 0; start < n; start += GROUP) {
-        uint32_t any = 0;
-        for (int i = 0; i < GROUP; i++) any |= (as_bits(x[start + i]) & 0x7fffffff) >= from;
-        if (!any) continue;
-        int64_t *out = places + (found < room ? found : room);
-        for (int i = 0; i < GROUP; i++) {
-            *out = (int64_t)start + i;
-            out += (as_bits(x[start + i]) & 0x7fffffff) >= from;
+        uint8_t selected[GROUP];
+        uint64_t words[GROUP / 8];
+        for (int i = 0; i < GROUP; i++) selected[i] = (as_bits(x[start + i]) & 0x7fffffff) >= from;
+        memcpy(words, selected, sizeof words);
+        if (!(words[0] | words[1])) continue;
+        int64_t *out = places + (found < room ? found : room), *first = out;
+        for (int word = 0; word < GROUP / 8; word++) {
+            uint64_t rest = words[word], count = rest * 0x0101010101010101u >> 56;
+            int64_t place = (int64_t)start + 8 * word;
+            out[0] = place + __builtin_ctzll(rest | END) / 8, rest &= rest - 1;
+            out[1] = place + __builtin_ctzll(rest | END) / 8, rest &= rest - 1;
+            for (int i = 2; rest; rest &= rest - 1) out[i++] = place + __builtin_ctzll(rest) / 8;
+            out += count;
         }
-        found += (uint64_t)(out - places) - (found < room ? found : room);
+        found += (uint64_t)(out - first);
     }
     return found;
 }
