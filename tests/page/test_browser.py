@@ -19,6 +19,9 @@ from tests.waiting import HANG_S
 
 playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
 
+TOO_NEW = {"body": "const run = new = ;", "content_type": "text/javascript"}
+"""A script with words that a browser does not know."""
+
 
 def figures(page: Any, run: int = 0) -> dict[str, str]:
     """The figures of a run's card by name."""
@@ -219,3 +222,22 @@ def test_a_phone_shows_all_of_it(tmp_path: Path, opened: Any, scheme: str) -> No
         assert page.evaluate("document.documentElement.scrollWidth") == 380
         dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(12, 21, 25)"
         assert dark == (scheme == "dark")
+
+
+def test_a_browser_that_cannot_draw_the_page_is_told_so(tmp_path: Path, browser: Any) -> None:
+    """One that is too old for the script reads that it is, one without scripts that they are needed; both are told of
+    the report, which needs none. One that draws the page reads neither."""
+    write_run(tmp_path, steps=10)
+    old, without = "#old", "noscript .notice"
+    with watching(tmp_path) as (address, _):
+        for is_old, has_scripts, told in ((False, True, []), (True, True, [old]), (False, False, [without])):
+            context = browser.new_context(java_script_enabled=has_scripts)
+            page = context.new_page()
+            if is_old:
+                page.route("**/page.js", lambda route: route.fulfill(**TOO_NEW))
+            page.goto(address)
+            if not told:
+                page.wait_for_selector(".run")
+            assert [notice for notice in (old, without) if page.locator(notice).is_visible()] == told
+            assert all("shoal report" in page.locator(notice).inner_text() for notice in told)
+            context.close()
