@@ -43,7 +43,9 @@ def test_a_run_directory_holds_what_the_contract_lists(trained: Project) -> None
     names = {name for event in trained.events() for name in event.values}
     assert {"loss/train", "loss/eval", "accuracy/eval", "lr", "grad/norm", "samples/consumed", "time/step", "time/data",
             "time/forward_backward", "time/sync_exposed", "time/optimizer", "time/checkpoint_stall", "wire/bytes_sent",
-            "memory/peak_bytes", "throughput/samples_per_second"} <= names  # fmt: skip
+            "memory/peak_bytes", "throughput/samples_per_second", "checkpoint/interval_s"} <= names  # fmt: skip
+    apart = [event.get("checkpoint/interval_steps") for event in trained.events() if event.get("time/step") is not None]
+    assert apart == [None, *[1] * 8]
 
 
 def test_training_from_the_resolved_file_is_the_same_run(trained: Project) -> None:

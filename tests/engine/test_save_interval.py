@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from shoal.engine.save_interval import ByFailures, EverySteps
+from shoal.engine.save_interval import ByFailures, EverySteps, LastSave
 from shoal.resilience.goodput import steps_between_saves
 
 
@@ -103,3 +103,18 @@ def test_a_generation_without_a_save_does_not_put_it_off() -> None:
     saves.saved(10, stall_s=0.0)
     assert saves.steps == steps_between_saves(1.0, 0.0, 3600.0 + 3.0)
     assert not saves.due(11)
+
+
+def test_the_distance_of_saves_is_told_once() -> None:
+    """From where this start began to its first save, then from save to save; nothing where there was none."""
+    clock = Clock()
+    last = LastSave(clock=clock)
+    last.begin(20)
+    assert last.take_figures() == {}
+    clock.now_s += 3.0
+    last.saved(24)
+    assert last.take_figures() == {"checkpoint/interval_steps": 4, "checkpoint/interval_s": 3.0}
+    assert last.take_figures() == {}
+    clock.now_s += 8.0
+    last.saved(34)
+    assert last.take_figures() == {"checkpoint/interval_steps": 10, "checkpoint/interval_s": 8.0}

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-import shutil
 import socket
-import subprocess
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
@@ -25,7 +22,7 @@ from shoal.observe.prometheus import PrometheusSink
 from shoal.observe.sink import RunStart
 from tests.observe.test_gpu_usage import library
 from tests.page.runs import START_S, loss, values, write_run
-from tests.ports import free_port
+from tests.services.prometheus import prometheus, why_not
 from tests.waiting import HANG_S, wait_until
 
 pytest.importorskip("prometheus_client", reason="pip install 'shoal[prometheus]'")
@@ -91,69 +88,53 @@ def test_a_port_that_is_taken_is_a_warning_and_training_goes_on(tmp_path: Path) 
             assert "another observe.prometheus_port helps the next start" in warnings[0]
 
 
+def with_all_figures(directory: Path) -> None:
+    """A run of two hosts, with a checkpoint and what is measured on request."""
+    write_run(directory, steps=20, ranks=2)
+    with EventWriter(directory, rank=0) as writer:
+        writer.write(21, {"wire/between_bytes": 1.0, "wire/inside_bytes": 1.0}, time_s=START_S + 9)
+        saved = {"checkpoint/interval_steps": 20.0, "checkpoint/interval_s": 2.0}
+        on_request = {"grad/norm/blocks.0": 1.0, "scaling/speed_up": 3.0, "scaling/efficiency": 0.75}
+        writer.write(22, saved | on_request, time_s=START_S + 9)
+    (directory / "checkpoints/step-00000020").mkdir(parents=True)
+    (directory / "checkpoints/step-00000020/manifest.json").write_text("{}")
+
+
+def queries() -> list[str]:
+    """All of the dashboard's, of any run."""
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    return [target["expr"].replace("$run", ".*") for panel in panels for target in panel["targets"]]
+
+
 def test_the_dashboard_asks_for_metrics_that_exist(tmp_path: Path) -> None:
     """Every name in every query of the dashboard is one that the endpoint of a run exposes, with the labels it uses."""
-    write_run(tmp_path, steps=20, ranks=2)
-    with EventWriter(tmp_path, rank=0) as writer:  # of two hosts, and with a checkpoint
-        writer.write(21, {"wire/between_bytes": 1.0, "wire/inside_bytes": 1.0}, time_s=START_S + 9)
-        on_request = {"grad/norm/blocks.0": 1.0, "scaling/speed_up": 3.0, "scaling/efficiency": 0.75}
-        writer.write(22, on_request, time_s=START_S + 9)
-    (tmp_path / "checkpoints/step-00000020").mkdir(parents=True)
-    (tmp_path / "checkpoints/step-00000020/manifest.json").write_text("{}")
+    with_all_figures(tmp_path)
     with endpoint(tmp_path) as (address, _):
         found = scraped(address)
     assert found["shoal_grad_norm_layer", (("layer", "blocks.0"), ("rank", "0"))] == 1
+    assert found["shoal_checkpoint_interval_steps", (("rank", "0"),)] == 20
+    assert found["shoal_checkpoint_interval_seconds", (("rank", "0"),)] == 2
     exposed = {name for name, _ in found} | {metric.name for metric, _ in GpuUsage(library(tmp_path, init=0)).figures()}
-    panels = json.loads(DASHBOARD.read_text())["panels"]
-    queries = [target["expr"] for panel in panels for target in panel["targets"]]
-    asked = {name for query in queries for name in re.findall(r"shoal_[a-z_]+", query)}
+    asked = {name for query in queries() for name in re.findall(r"shoal_[a-z_]+", query)}
     assert len(asked) > 20
     assert asked <= exposed
-    assert len({panel["id"] for panel in panels}) == len(panels)
 
 
-@pytest.mark.stress
-@pytest.mark.skipif(
-    shutil.which("prometheus") is None, reason="there is no prometheus here: apt-get install prometheus"
-)
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_a_real_prometheus_scrapes_it_and_answers_the_dashboard(tmp_path: Path) -> None:
-    """Debian's Prometheus takes every sample in; each query of the dashboard is one that it can answer."""
-    write_run(tmp_path / "run", steps=20, ranks=2)
-    port = free_port()
-    with endpoint(tmp_path / "run") as (address, _):
-        target = urllib.parse.urlsplit(address).netloc
-        config = tmp_path / "prometheus.yml"
-        config.write_text(
-            f"global: {{scrape_interval: 1s}}\nscrape_configs:\n"
-            f"- job_name: shoal\n  static_configs:\n  - targets: ['{target}']\n"
-        )
-        command = ["prometheus", f"--config.file={config}", f"--web.listen-address=127.0.0.1:{port}",
-                   f"--storage.tsdb.path={tmp_path / 'tsdb'}", "--log.level=error"]  # fmt: skip
-        with subprocess.Popen(command) as server:
-            try:
-                assert waited(port, 'shoal_step{rank="1"}') == "20"
-                for panel in json.loads(DASHBOARD.read_text())["panels"]:
-                    for query in panel["targets"]:
-                        assert ask(port, query["expr"].replace("$run", ".*"))["status"] == "success"
-            finally:
-                server.terminate()
-
-
-def ask(port: int, query: str) -> dict[str, Any]:
-    """Prometheus's answer to a query."""
-    address = f"http://127.0.0.1:{port}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
-    with urllib.request.urlopen(address, timeout=HANG_S) as answer:
-        return json.load(answer)
-
-
-def waited(port: int, query: str) -> str:
-    """The first value that the query has, when the server is up and has scraped."""
-    found: list[str] = []
-
-    def look() -> bool:
-        with contextlib.suppress(OSError):
-            found.extend(result["value"][1] for result in ask(port, query)["data"]["result"])
-        return bool(found)
-
-    wait_until(look)
-    return found[0]
+    """Debian's Prometheus takes every sample in, and has an answer to each query of the dashboard; of a GPU, if there
+    is one here. What is counted has a rate: the next steps are in it."""
+    with_all_figures(tmp_path / "run")
+    with (
+        endpoint(tmp_path / "run") as (address, _),
+        prometheus(tmp_path / "server", urllib.parse.urlsplit(address).netloc) as server,
+    ):
+        server.wait_for_scrapes(2)
+        assert [one["value"][1] for one in server.ask('shoal_step{rank="1"}')] == ["20"]
+        unanswered = [query for query in queries() if not server.ask(query)]
+        assert [query for query in unanswered if "_gpu_" not in query] == []
+        assert server.ask("shoal_no_such_metric") == []
+        with EventWriter(tmp_path / "run", rank=1) as writer:
+            writer.write(21, values(21, 1, 99, None), time_s=START_S)
+        wait_until(lambda: server.ask('rate(shoal_wire_sent_bytes_total{rank="1"}[1m]) > 0'))

@@ -70,6 +70,8 @@ def values(step: int, rank: int, slow_from: int, nan_at: int | None, lr: float =
         "memory/peak_bytes": (100 + rank) * 2.0**20,
         "throughput/tokens_per_second": 20_480.0 + step,
         "wire/bytes_sent": 3.65e6,
+        "wire/inside_bytes": 2.65e6,
+        "wire/between_bytes": 1e6,
         "wire/all_reduce/bytes_sent": 3.65e6,
         "wire/all_reduce/exposed_s": 0.02,
         "wire/all_reduce/hidden_s": 0.01,

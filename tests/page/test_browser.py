@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,39 +17,10 @@ from tests.page.runs import START_S, STEP_S, loss, values, write_run
 from tests.page.watching import watching
 from tests.waiting import HANG_S
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium here: apt-get install chromium")
 
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    playwright.expect.set_options(timeout=1e3 * HANG_S)
-    with playwright.sync_playwright() as driver:
-        running = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield running
-        running.close()
-
-
-@pytest.fixture
-def opened(browser: Any) -> Iterator[Any]:
-    """`opened(address, **options)` is a page that has drawn its first snapshot; its scripts raise nothing."""
-    contexts, errors = [], []
-
-    def goto(address: str, **options: Any) -> Any:
-        context = browser.new_context(**options)
-        context.set_default_timeout(1e3 * HANG_S)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.goto(address)
-        page.wait_for_selector(".run")
-        return page
-
-    yield goto
-    for context in contexts:
-        context.close()
-    assert not errors
+TOO_NEW = {"body": "const run = new = ;", "content_type": "text/javascript"}
+"""A script with words that a browser does not know."""
 
 
 def figures(page: Any, run: int = 0) -> dict[str, str]:
@@ -86,6 +55,8 @@ def test_figures_and_curves_are_those_of_the_events(tmp_path: Path, opened: Any)
         assert readout(page, "Loss", "Home") == f"step 1 · training {loss(1):.4g}"
         assert readout(page, "Loss", *["ArrowRight"] * 30) == "step 31 · training not finite"
         assert readout(page, "Learning rate", "End") == "step 60 · 0.001"
+        page.locator("figure .plot").first.blur()
+        assert "not finite" in page.locator("figure.large output").inner_text()
         text = page.locator("#notices").inner_text()
         assert "killed" in text
         assert (
@@ -170,6 +141,7 @@ def test_replicas_that_were_lost_are_told_and_not_counted(tmp_path: Path, opened
         assert page.locator("#notices .notice span").all_inner_texts() == [f"{one}." for one in changes[:0:-1]]
         assert page.locator("#notices .notice b").all_inner_texts() == ["warning", "note", "warning"]
         assert figures(page)["ranks"] == "3"
+        assert "started" not in page.locator(".run").inner_text()
 
 
 def test_the_verdict_on_a_hang_is_told_and_no_time_is_left(tmp_path: Path, opened: Any) -> None:
@@ -201,11 +173,11 @@ def test_goodput_communication_and_experts(tmp_path: Path, opened: Any) -> None:
         parts = {row.get_attribute("data-part"): row.inner_text().split("\n") for row in page.locator(".fall").all()}
         assert parts["restarting"] == ["restarting", "61 %", "10 s"]
         assert parts["redone"] == ["steps redone", "3.0 %", "500 ms"]
-        assert page.locator("#communication tbody tr").inner_text().split("\t") == [
-            "all-reduce",
-            "3.65 MB",
-            "20 ms",
-            "10 ms",
+        shown = [row.split("\t") for row in page.locator("#communication tbody tr").all_inner_texts()]
+        assert shown == [
+            ["all-reduce", "3.65 MB", "20 ms", "10 ms"],
+            ["inside a host", "2.65 MB", "26.5 MB/s"],
+            ["between hosts", "1 MB", "10 MB/s"],
         ]
         canvas = page.locator("#experts canvas")
         for key in ("End", "ArrowDown", "ArrowDown"):
@@ -250,3 +222,22 @@ def test_a_phone_shows_all_of_it(tmp_path: Path, opened: Any, scheme: str) -> No
         assert page.evaluate("document.documentElement.scrollWidth") == 380
         dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(12, 21, 25)"
         assert dark == (scheme == "dark")
+
+
+def test_a_browser_that_cannot_draw_the_page_is_told_so(tmp_path: Path, browser: Any) -> None:
+    """One that is too old for the script reads that it is, one without scripts that they are needed; both are told of
+    the report, which needs none. One that draws the page reads neither."""
+    write_run(tmp_path, steps=10)
+    old, without = "#old", "noscript .notice"
+    with watching(tmp_path) as (address, _):
+        for is_old, has_scripts, told in ((False, True, []), (True, True, [old]), (False, False, [without])):
+            context = browser.new_context(java_script_enabled=has_scripts)
+            page = context.new_page()
+            if is_old:
+                page.route("**/page.js", lambda route: route.fulfill(**TOO_NEW))
+            page.goto(address)
+            if not told:
+                page.wait_for_selector(".run")
+            assert [notice for notice in (old, without) if page.locator(notice).is_visible()] == told
+            assert all("shoal report" in page.locator(notice).inner_text() for notice in told)
+            context.close()

@@ -31,8 +31,17 @@ def cluster(folder: Path, machine: str = "dgx-h100", nodes: int = 4) -> Path:
 def test_hosts_and_gpus_follow_from_the_cluster(tmp_path: Path) -> None:
     """Sixteen ranks fill two hosts of eight GPUs, whose own memory the plan is about; two ranks are a part of one."""
     run_file = load_run(RECIPES / "stdlib-gpt.toml", ("run.device=cuda",))
-    assert job_request(run_file, cluster(tmp_path), world_size=16) == JobRequest(2, 8, 8, None)
-    assert job_request(run_file, cluster(tmp_path), world_size=2) == JobRequest(1, 2, 2, None)
+    assert job_request(run_file, cluster(tmp_path), world_size=16) == JobRequest(2, 8, 8, 2, None)
+    assert job_request(run_file, cluster(tmp_path), world_size=2) == JobRequest(1, 2, 2, 2, None)
+
+
+def test_readers_beside_a_gpu_ask_for_cores(tmp_path: Path) -> None:
+    """One core for each, and one for the thread that trains; a rank on a core has that core, however many readers."""
+    keys = ("run.device=cuda", "data.readers=6")
+    run_file = load_run(RECIPES / "stdlib-gpt.toml", keys)
+    assert job_request(run_file, cluster(tmp_path), world_size=8).cpus_per_rank == 7
+    run_file = load_run(RECIPES / "stdlib-gpt.toml", keys[1:])
+    assert job_request(run_file, cluster(tmp_path, "cpu-2", 1), world_size=2).cpus_per_rank == 1
 
 
 def test_ranks_on_cores_ask_for_the_memory_of_their_host(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ pid = int(sys.argv[1])
 try:
     while os.getppid() == pid:
         os.kill(pid, signal.SIGSTOP)
-        time.sleep(0.006)
+        time.sleep(0.018)
         os.kill(pid, signal.SIGCONT)
         time.sleep(0.002)
 finally:
@@ -68,7 +68,7 @@ def model(sorts: int = 0) -> nn.Module:
 
 @contextlib.contextmanager
 def kept_from_its_core() -> Iterator[None]:
-    """This process is stopped three quarters of the time, as a container's limit does it."""
+    """This process is stopped nine tenths of the time, as a container's limit does it."""
     child = subprocess.Popen([sys.executable, "-S", "-c", _STOP_AND_GO, str(os.getpid())])
     try:
         yield

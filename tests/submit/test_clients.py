@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from shoal.errors import EnvironmentFault, UsageError
+from shoal.submit.client import said
 from shoal.submit.follow import follow
 from shoal.submit.job import SubmittedJob
 from shoal.submit.kubernetes import Kind, Kubernetes
@@ -336,3 +338,19 @@ def test_the_record_of_a_submission_comes_back(made: SubmittedJob) -> None:
 def test_the_cause_among_the_codes_of_hosts(codes: list[int], expected: int) -> None:
     """A host's own failure comes before a save, and a save before the loss of another host."""
     assert exit_code(codes) == expected
+
+
+def test_a_complaint_is_told_without_the_log_around_it() -> None:
+    """As kubectl and sbatch really write where no cluster answers: one sentence of theirs is left; a client that only
+    logs is told in its log's words."""
+
+    def told(text: str) -> str:
+        return said(subprocess.CompletedProcess(["x"], 1, "", text))
+
+    log = 'E1124 00:19:54.578676   18892 memcache.go:265] "Unhandled Error" err="connect: connection refused"\n'
+    complaint = "The connection to the server localhost:8080 was refused - did you specify the right host or port?"
+    assert told(f"{log}{log}{complaint}\n") == complaint
+    assert told(log).startswith("E1124 ")
+    error, fatal = "sbatch: error: fetch_config: DNS SRV lookup failed", "sbatch: fatal: Could not establish a source"
+    assert told(f"{error}\n{error}\n{fatal}\n") == fatal
+    assert told(f"{error}\n\nsbatch: error: no\n") == f"{error} sbatch: error: no"

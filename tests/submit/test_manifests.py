@@ -24,7 +24,7 @@ from shoal.submit.job import Resources, SubmittedJob, job_of
 from shoal.submit.jobset import QUEUE_LABEL, jobset
 from shoal.submit.pods import RUN_FILE, RUN_FOLDER, RUNS, KubernetesOptions, node_selector_of
 from shoal.submit.trainjob import trainjob
-from tests.cli.project import project
+from tests.cli.project import Project, project
 from tests.ports import free_port
 from tests.submit.jobs import RECIPES, job
 from tests.submit.jobs import RUNS as RUN_FILES
@@ -64,6 +64,32 @@ def test_manifests_of_twelve_run_files_are_valid(name: str, writer: Callable[...
     objects = writer(job(name), OPTIONS)
     assert objects[0]["kind"] == "ConfigMap"
     assert [fault for found in objects[1:] for fault in faults(found)] == []
+
+
+def test_what_pods_request_follows_from_the_plan(tmp_path: Path) -> None:
+    """`--cluster`: GPUs, and a core for each of the threads that train and read, in a manifest that is valid; what is
+    asked for on the command line stands. A layout that no device holds is refused, with keys that would fit."""
+    reader = pytest.importorskip("yaml", reason="PyYAML reads the manifests back")
+    (tmp_path / "dgx.toml").write_text('[cluster]\nmachine = "dgx-h100"\nnodes = 4\ndevices_per_node = 8\n')
+    run_file = str(RECIPES / "stdlib-gpt.toml")
+    where = ("--to", "kubernetes", "--image", "i", "--volume", "v", "--workdir", "/runs/code", "--dry-run", "--json")
+    base = ("submit", run_file, *where, "--cluster", "dgx.toml", "run.device=cuda", "data.readers=3")
+
+    def requests(*more: str) -> dict[str, str]:
+        done = Project(tmp_path).here(*base, "run.processes=16", *more)
+        assert done.returncode == 0, done.stderr
+        _, found = reader.safe_load_all(json.loads(done.stdout)["files"]["job.yaml"])
+        assert faults(found) == []
+        pods = found["spec"]["replicatedJobs"][0]["template"]["spec"]
+        assert pods["completions"] == 2
+        return pods["template"]["spec"]["containers"][0]["resources"]["requests"]
+
+    assert requests() == {"cpu": "32", "nvidia.com/gpu": "8"}
+    assert requests("--cpus", "2", "--memory", "64") == {"cpu": "16", "memory": "64Gi", "nvidia.com/gpu": "8"}
+    large = ("model.width=8192", "model.layers=40", "model.heads=64", "batch.sequence=4096", "batch.global_samples=64")
+    refused = Project(tmp_path).here(*base, "run.processes=32", *large)
+    assert refused.returncode == 3
+    assert "would fit; shoal plan RUN.toml --cluster dgx.toml shows more" in refused.stderr
 
 
 @pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -92,6 +93,28 @@ def test_a_killed_actor_is_named_and_every_sample_is_used_in_order(address: str,
         last[line["step"], line["rank"]] = line["ids"]
     used = [sample for _, ids in sorted(last.items()) for sample in ids]
     assert used == Order(30, seed=0).ids(np.arange(STEPS * 5)).tolist()
+
+
+def test_a_launcher_that_crashes_at_the_start_holds_no_other_host_up(address: str, own: Project) -> None:
+    """`kill -9` of one of two launchers before its rank has met the other's, which would wait for it for ten minutes:
+    the driver says which host failed and which was told to end, and the next start trains."""
+    submit(own, address)
+
+    def launcher() -> int | None:
+        for pid in processes("-m\0shoal\0launch").keys() & processes(str(own.folder)).keys():
+            with contextlib.suppress(OSError):
+                if b"PET_NODE_RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes():
+                    return pid
+        return None
+
+    wait_until(lambda: launcher() is not None, "the launcher", lambda: log(own))
+    victim = launcher()
+    assert victim is not None
+    os.kill(victim, signal.SIGKILL)
+    assert until(own, "done") == "own: is done, started again 1 time"
+    said = "host 1 of 2 ended with exit code 137; host 0 went on, and was told to end; starts again from its newest"
+    assert said in log(own)
+    assert "SIGTERM: " in log(own)  # the launcher of host 0
 
 
 def test_a_cluster_that_is_too_small_starts_no_rank(address: str, own: Project) -> None:

@@ -60,7 +60,7 @@ def job(
         int | None, typer.Option("--ranks-per-node", min=1, help="Ranks on each host; default: as many as GPUs.")
     ] = None,
     gpus: Annotated[int, typer.Option("--gpus", min=0, help="GPUs of each host.")] = 0,
-    cpus: Annotated[int, typer.Option("--cpus", min=1, help="Cores of each rank.")] = 1,
+    cpus: Annotated[int | None, typer.Option("--cpus", min=1, help="Cores of each rank; default one.")] = None,
     memory: Annotated[int | None, typer.Option("--memory", min=1, metavar="GIB", help="Memory of each host.")] = None,
     time: Annotated[
         str | None, typer.Option("--time", metavar="MINUTES|D-HH:MM:SS", help="Limit of one start.")
@@ -74,7 +74,7 @@ def job(
         typer.Option(
             "--cluster",
             metavar="C.toml",
-            help="Take hosts, GPUs and memory from the plan on it; refuse what cannot fit.",
+            help="Take hosts, GPUs, cores and memory from the plan on it; refuse what cannot fit.",
         ),
     ] = None,
     env: Annotated[
@@ -132,7 +132,17 @@ def job(
     from shoal.experiments.config import load_sweep
     from shoal.experiments.trial_command import independent_trials, is_sweep
     from shoal.runfile.load import load_run
-    from shoal.submit.job import Array, Resources, array_job, divide, job_of, seconds_of, split_variables, world_size_of
+    from shoal.submit.job import (
+        DEFAULT_CPUS,
+        Array,
+        Resources,
+        array_job,
+        divide,
+        job_of,
+        seconds_of,
+        split_variables,
+        world_size_of,
+    )
     from shoal.submit.kubernetes import Kubernetes
     from shoal.submit.pods import KubernetesOptions, node_selector_of
     from shoal.submit.ray import Ray
@@ -155,9 +165,10 @@ def job(
         planned = job_request(loaded, cluster, world_size=world_size)
         nodes, wanted = nodes or planned.nodes, wanted or planned.ranks_per_node
         gpus, memory = gpus or planned.gpus_per_node, memory or planned.memory_gib
+        cpus = cpus or planned.cpus_per_rank
     hosts, each = divide(world_size, nodes=nodes, ranks_per_node=wanted)
     limit_s = None if time is None else seconds_of(time)
-    resources = Resources(hosts, each, gpus, cpus, memory, limit_s, save_before)
+    resources = Resources(hosts, each, gpus, cpus or DEFAULT_CPUS, memory, limit_s, save_before)
     variables, secrets = split_variables(env or (), os.environ)
     made = job_of(
         loaded,

@@ -21,7 +21,7 @@ from shoal.engine.layer_norms import LayerNorms
 from shoal.engine.measure import measurements
 from shoal.engine.recovery import NonfiniteGuard
 from shoal.engine.replica_speeds import Noted, ReplicaSpeeds
-from shoal.engine.save_interval import EverySteps, SaveInterval
+from shoal.engine.save_interval import EverySteps, LastSave, SaveInterval
 from shoal.engine.state import Progress, TrainState
 from shoal.engine.step import TrainStep
 from shoal.engine.step_result import StepResult
@@ -58,9 +58,9 @@ class Job:
     """The parts of one run on one rank. Everything is an argument: the loop fetches nothing.
 
     `rate` gives the learning rate of a step (None: the optimizer has its own); `origin` is what a checkpoint records
-    about its writer (layout, generation). `saves` says after which steps a checkpoint is due,
-    beside the last. `figures`: more measurements of the step just taken. `compare`: raises where copies of the state
-    differ. `speeds`: those of the replicas; None: there is one alone. `leaves` is asked
+    about its writer (layout, generation). `saves` says after which steps a checkpoint is due, beside the last, and
+    `last_save` measures how far apart they are. `figures`: more measurements of the step just taken. `compare`: raises
+    where copies of the state differ. `speeds`: those of the replicas; None: there is one alone. `leaves` is asked
     after every step, on all ranks alike: the generation ends here. `carried_over`: the state is that of a generation
     before, not of a checkpoint. `layer_norms` measures the gradient layer by layer, `scaling` the speed-up against one
     rank, where they are asked for.
@@ -82,6 +82,7 @@ class Job:
     speeds: ReplicaSpeeds | None = None
     hooks: Hooks = field(default_factory=Hooks)
     saves: SaveInterval = field(default_factory=lambda: EverySteps(0))
+    last_save: LastSave = field(default_factory=LastSave)
     leaves: Callable[[StepResult], bool] | None = None
     carried_over: bool = False
     layer_norms: LayerNorms | None = None
@@ -137,6 +138,7 @@ def steps(job: Job) -> Iterator[PendingStep]:
     """
     stall_s, cadence, first = 0.0, job.cadence, job.progress.step
     evaluating = saving = comparing = False
+    job.last_save.begin(first)
     while job.progress.step < cadence.steps:
         taken = yield from _one_step(job, stall_s)
         result, step, stall_s = _result(taken), job.progress.step, 0.0
@@ -237,6 +239,7 @@ def _record(job: Job, result: StepResult, fed: FedStep, *, lr: float, step_s: fl
         values |= job.layer_norms.take_figures()
     if job.scaling is not None:
         values |= job.scaling.figures(values[RATE])
+    values |= job.last_save.take_figures()
     values = job.hooks.stepped(progress.step, values)
     job.sinks.record(progress.step, values, time_s=time.time())
 
@@ -244,6 +247,7 @@ def _record(job: Job, result: StepResult, fed: FedStep, *, lr: float, step_s: fl
 def _save(job: Job) -> float:
     """Seconds that training stood still for it."""
     job.step.settle()
+    job.last_save.saved(job.progress.step)
     return job.saver.save(job.progress.step, job.state.tensors(), job.state.to_json(), **job.origin)
 
 

@@ -37,6 +37,35 @@ class SaveInterval(Protocol):
         ...
 
 
+@dataclass
+class LastSave:
+    """The newest save of this start, and how far it was from the one before it, or from the start: measurements of the
+    step that follows it.
+    """
+
+    step: int | None = None
+    clock: Callable[[], float] = time.monotonic
+    _time_s: float = 0.0
+    _figures: dict[str, float] = field(default_factory=dict)
+
+    def begin(self, step: int) -> None:
+        """Training starts, or goes on, after `step`."""
+        self.step, self._time_s = step, self.clock()
+
+    def saved(self, step: int) -> None:
+        """A save after `step` has begun."""
+        now_s = self.clock()
+        if self.step is not None:
+            steps, seconds = step - self.step, now_s - self._time_s
+            self._figures = {"checkpoint/interval_steps": steps, "checkpoint/interval_s": seconds}
+        self.step, self._time_s = step, now_s
+
+    def take_figures(self) -> dict[str, float]:
+        """Of a save since the last call; {} without one."""
+        figures, self._figures = self._figures, {}
+        return figures
+
+
 @dataclass(frozen=True)
 class EverySteps:
     """At every multiple of `steps`; 0: never."""

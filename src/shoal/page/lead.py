@@ -27,6 +27,14 @@ class CollectiveMean(msgspec.Struct, frozen=True):
     hidden_s: float
 
 
+class LinkMean(msgspec.Struct, frozen=True):
+    """What the lead rank sends over one level of links in a mean step, and a second: "inside" a host or "between"."""
+
+    level: str
+    sent_bytes: float
+    bytes_s: float
+
+
 class ExpertMap(msgspec.Struct, frozen=True):
     """One mixture: `loads[expert][column]` in multiples of the mean load of the mixture in that column."""
 
@@ -125,6 +133,17 @@ class Lead:
             for kind, parts in kinds.items()
         ]
         return sorted(found, key=lambda one: (-one.exposed_s, -one.sent_bytes))
+
+    def links(self) -> list[LinkMean]:
+        """By level; nothing before a step has told."""
+        trained_s = self.series["time/step"].total() if "time/step" in self.series else 0.0
+        found = []
+        for level in ("inside", "between"):
+            history = self.series.get(f"wire/{level}_bytes")
+            if history is not None and history.count() and trained_s > 0:
+                sent = history.total()
+                found.append(LinkMean(level, sent / history.count(), sent / trained_s))
+        return found
 
     def _take(self, event: Event) -> None:
         self.experts.add(event)

@@ -23,7 +23,7 @@ from shoal.observe.events import Event, events_path
 from shoal.observe.facts import facts_path, number_of, read_facts, text_of
 from shoal.observe.tail import Tail
 from shoal.page.goodput import Waterfall
-from shoal.page.lead import CollectiveMean, ExpertMap, Lead
+from shoal.page.lead import CollectiveMean, ExpertMap, Lead, LinkMean
 from shoal.page.notices import (
     LogWarnings,
     Notice,
@@ -80,6 +80,7 @@ class RunSnapshot(msgspec.Struct, frozen=True):
     restarts: list[int]
     waterfall: Waterfall | None
     collectives: list[CollectiveMean]
+    links: list[LinkMean]
     heat: HeatMap | None
     slow: list[SlowRank]
     experts: list[ExpertMap]
@@ -141,7 +142,7 @@ class LiveRun:
             step=lead.last_step,
             total_steps=total,
             ranks=sum(rank < world for rank in times.ranks),
-            attempts=lead.attempts,
+            attempts=max(1, lead.attempts - self._changes()) if lead.attempts else 0,
             updated_s=lead.last_time_s,
             left_s=self._left_s(total) if running and hang is None else None,
             loss_unit=text_of(self._facts.get("loss_unit")),
@@ -154,6 +155,7 @@ class LiveRun:
             restarts=lead.restarts,
             waterfall=lead.waterfall(),
             collectives=lead.collectives(),
+            links=lead.links(),
             heat=times.heat_map(),
             slow=slow,
             experts=lead.experts.maps(),
@@ -255,6 +257,11 @@ class LiveRun:
         """The ranks that the newest start, or change of the membership, has left."""
         found = number_of(self._facts.get("world"))
         return 1 + max(self.times.ranks, default=0) if found is None else int(found)
+
+    def _changes(self) -> int:
+        """Of the membership of an elastic run, which goes on through them without another start."""
+        listed = self._facts.get("membership")
+        return max(0, len(listed) - 1) if isinstance(listed, list) else 0
 
     def _total_steps(self) -> int | None:
         total = self._run_table().get("steps")

@@ -1,4 +1,4 @@
-"""What a job asks its scheduler for, by the run file's own plan on a cluster file: hosts, devices, memory.
+"""What a job asks its scheduler for, by the run file's own plan on a cluster file: hosts, devices, cores, memory.
 
 A plan that the cluster cannot hold is refused before anything is submitted, with the nearest keys that would fit.
 """
@@ -32,12 +32,14 @@ LAUNCHER_BYTES = GIB
 @dataclass(frozen=True)
 class JobRequest:
     """`nodes` hosts with `ranks_per_node` ranks each, on as many GPUs (`gpus_per_node`; 0 on cores). `memory_gib` of a
-    host holds its ranks; None on GPUs, where the prediction is of the GPUs' own memory.
+    host holds its ranks; None on GPUs, where the prediction is of the GPUs' own memory. `cpus_per_rank`: on cores the
+    one that the plan gives each rank; beside a GPU one for the thread that trains, and one for each of its readers.
     """
 
     nodes: int
     ranks_per_node: int
     gpus_per_node: int
+    cpus_per_rank: int
     memory_gib: int | None
 
 
@@ -64,7 +66,8 @@ def job_request(run_file: RunFile, cluster: Path, *, world_size: int) -> JobRequ
         raise EnvironmentFault(_does_not_fit(run_file, predictor, found, cluster))
     each, on_cores = world_size // part.nodes, part.machine.scale_up.kind == "memory"
     memory_gib = math.ceil((each * found.memory_bytes + LAUNCHER_BYTES) / GIB) if on_cores else None
-    return JobRequest(part.nodes, each, 0 if on_cores else each, memory_gib)
+    cpus = 1 if on_cores else 1 + run_file.data.readers
+    return JobRequest(part.nodes, each, 0 if on_cores else each, cpus, memory_gib)
 
 
 def _does_not_fit(run_file: RunFile, predictor: Predictor, found: Prediction, cluster: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -9,6 +10,9 @@ from collections.abc import Sequence
 from shoal.errors import EnvironmentFault
 
 CALL_S = 60.0
+_LOGGED = re.compile(r"[IWEF]\d{4} [\d:.]+ +\d+ \S+\]")
+"""A line of klog, which kubectl writes about each of its attempts."""
+_FATAL = ": fatal: "
 
 
 def call(command: Sequence[str], *, text: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -33,5 +37,10 @@ def call(command: Sequence[str], *, text: str | None = None) -> subprocess.Compl
 
 
 def said(done: subprocess.CompletedProcess[str]) -> str:
-    """What the client complained of, in one line of at most 400 characters."""
-    return " ".join((done.stderr or done.stdout).split())[:400] or f"exit code {done.returncode}, without a word"
+    """What the client complained of, in one line of at most 400 characters: what kubectl logs beside its complaint is
+    left out, and what Slurm's clients report before what ended them.
+    """
+    lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+    told = [line for line in lines if not _LOGGED.match(line)] or lines
+    ended = [line for line in told if _FATAL in line] or told
+    return " ".join(" ".join(ended).split())[:400] or f"exit code {done.returncode}, without a word"

@@ -3,19 +3,21 @@
     python -m shoal.submit.ray_driver RUN_DIR/submit/ray-job.json
 
 An actor runs `shoal launch`, as a task of srun would; the ranks know nothing of Ray. When an actor or its host is
-lost, that is said by name, the other actors end, and all start again from the newest checkpoint. How the job
-stands lies in `ray-status.json` beside its description. The driver leaves with the job's exit
-code, and with 75 after SIGTERM.
+lost, that is said by name, the other actors end, and all start again from the newest checkpoint. So they do when a
+host has failed and others go on, which may be waiting for it at the start. How the job stands lies in
+`ray-status.json` beside its description. The driver leaves with the job's exit code, and with 75 after SIGTERM.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -36,6 +38,9 @@ STATUS = "ray-status.json"
 _MOST_BYTES = 1 << 20
 _LOOK_S = 0.5
 _KNOCK_S = 10.0
+_MOST_NAMED = 8
+_REPORT_S = 10.0
+"""How long hosts go on after another has failed: those that trained with it report their own errors in that time."""
 
 
 class DriverStatus(msgspec.Struct, frozen=True):
@@ -161,7 +166,8 @@ def _until_over(ray: Any, job: RayJob, hosts: list[Any]) -> tuple[int, str]:
         for index, host in enumerate(hosts)
     }
     codes: list[int] = []
-    while running:
+    failed, deadline_s = "", math.inf
+    while running and time.monotonic() < deadline_s:
         # Ray swallows what a handler raises inside its calls: the handler makes a note, and this loop looks at it.
         ready, _ = ray.wait(list(running), num_returns=1, timeout=_LOOK_S)
         if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
@@ -175,7 +181,15 @@ def _until_over(ray: Any, job: RayJob, hosts: list[Any]) -> tuple[int, str]:
         except lost as error:
             _stop(ray, job, [host for other, host in enumerate(hosts) if other != index])
             return CollectiveError.exit_code, _named_loss(job, index, error)
+        if codes[-1] != 0:
+            failed = failed or f"host {index} of {job.hosts} ended with exit code {codes[-1]}"
+            patience_s = job.save_s if codes[-1] == Stopped.exit_code else _REPORT_S
+            deadline_s = min(deadline_s, time.monotonic() + patience_s)
     code = exit_code(codes)
+    if running:  # they may wait at the start for the host that failed, and cannot know
+        told = sorted(running.values())
+        _stop(ray, job, [hosts[index] for index in told])
+        return code, f"{failed}; {_named(told)} went on, and {'was' if len(told) == 1 else 'were'} told to end"
     return code, "is done" if code == 0 else f"its hosts ended with exit codes {', '.join(map(str, codes))}"
 
 
@@ -200,6 +214,11 @@ def _variables(job: RayJob, index: int, address: str, port: int) -> dict[str, st
 def _named_loss(job: RayJob, index: int, error: Exception) -> str:
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return f"host {index} of {job.hosts} was lost ({reason})"
+
+
+def _named(hosts: Sequence[int]) -> str:
+    listed = ", ".join(map(str, hosts[:_MOST_NAMED])) + (", ..." if len(hosts) > _MOST_NAMED else "")
+    return f"host{'' if len(hosts) == 1 else 's'} {listed}"
 
 
 def _wanted(job: RayJob) -> str:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from ctypes import CDLL
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 from shoal.errors import EnvironmentFault, MissingExtra
 
 STARTED = "Sampling process"
-ENDING_S = 60.0
+STARTING_S, ENDING_S = 30.0, 60.0
 _PR_SET_PTRACER = 0x59616D61
 
 
@@ -32,13 +33,14 @@ def flame_program() -> str:
 def flame_graph(path: Path) -> Iterator[None]:
     """Writes the flame graph (SVG) of what this process does within. Raises `EnvironmentFault` where it may not."""
     command = [flame_program(), "record", "--pid", str(os.getpid()), "--output", str(path), "--rate", "200"]
-    sampler = subprocess.Popen([*command, "--threads"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    # It has said that it has started on either stream, by version.
+    sampler = subprocess.Popen([*command, "--threads"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         _let_look(sampler.pid)
         said = _until_started(sampler)
         yield
         sampler.send_signal(signal.SIGINT)
-        said += sampler.communicate(timeout=ENDING_S)[1]
+        said += sampler.communicate(timeout=ENDING_S)[0]
         if not path.is_file():
             raise EnvironmentFault(_why_not(said))
     finally:
@@ -48,12 +50,17 @@ def flame_graph(path: Path) -> Iterator[None]:
 
 
 def _until_started(sampler: subprocess.Popen[str]) -> str:
-    said, stream = "", sampler.stderr
+    said, stream = "", sampler.stdout
     assert stream is not None
-    for line in stream:
-        said += line
-        if STARTED in line:
-            return said
+    patience = threading.Timer(STARTING_S, sampler.kill)
+    patience.start()
+    try:
+        for line in stream:
+            said += line
+            if STARTED in line:
+                return said
+    finally:
+        patience.cancel()
     raise EnvironmentFault(_why_not(said))
 
 

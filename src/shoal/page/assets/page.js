@@ -53,6 +53,13 @@ function duration(value) {
   return rounded >= 60 ? `${Math.floor(rounded / 60)} min ${rounded % 60} s` : seconds(value);
 }
 
+// As the reader's clock shows it: the time of today, else with the day.
+function moment(text) {
+  const at = new Date(text);
+  const time = at.toLocaleTimeString("en-GB");
+  return at.toDateString() === new Date().toDateString() ? time : `${at.toLocaleDateString("en-GB", { day: "numeric", month: "short" })}, ${time}`;
+}
+
 // --- elements ---
 
 function element(tag, attributes = {}, ...children) {
@@ -174,6 +181,8 @@ class Chart {
     for (const curve of this.curves) {
       const place = `r${curve.run % COLOURS}`;
       const known = curve.points.filter((point) => point[1] !== null);
+      const lost = curve.points.filter((point) => point[1] === null);
+      svg.append(drawn("path", { class: "lost", d: lost.map((point) => `M${left(point[0])},400v-40`).join("") }));
       if (curve.dots || known.length === 1) {
         const d = known.map((point) => `M${left(point[0])},${top(point[1])}h0`).join("");
         svg.append(drawn("path", { class: `dots ${place}`, d }));
@@ -206,6 +215,12 @@ class Chart {
     this.move(this.at);
   }
 
+  // What the vertical lines mean, where there are any.
+  legend() {
+    const lost = this.curves.some((curve) => curve.points.some((point) => point[1] === null));
+    return [...(this.marks.length ? [["mark", "restart"]] : []), ...(lost ? [["lost", "not finite"]] : [])];
+  }
+
   point(event) {
     const box = this.plot.getBoundingClientRect();
     const step = this.x.low + ((event.clientX - box.left) / box.width) * (this.x.high - this.x.low);
@@ -229,6 +244,9 @@ class Chart {
       this.cursor?.setAttribute("d", "");
       const legend = this.options.large && this.curves.length > 1 ? this.curves : [];
       this.readout.replaceChildren(...legend.map((curve) => key(curve.run, curve.label)));
+      for (const [kind, text] of this.options.large ? this.legend() : []) {
+        this.readout.append(element("span", {}, element("i", { class: `tick ${kind}`, "aria-hidden": "true" }), text));
+      }
       if (this.level) this.readout.append(element("span", {}, `dashed: ${this.level.label} ${digits(this.level.value)}`));
       return;
     }
@@ -398,7 +416,7 @@ function showNotices(runs) {
   const lines = runs.flatMap((run) => run.notices.map((notice) => {
     const who = runs.length > 1 ? `${run.name}: ` : "";
     return element("p", { class: `notice ${notice.level}` }, element("b", { class: notice.level }, notice.level),
-      element("span", {}, who + notice.text), notice.at ? element("time", {}, notice.at) : null);
+      element("span", {}, who + notice.text), notice.at ? element("time", { datetime: notice.at }, moment(notice.at)) : null);
   }));
   at("notices").hidden = lines.length === 0;
   at("notices").replaceChildren(element("h2", {}, "Failures and warnings"), ...lines);
@@ -499,10 +517,13 @@ class Detail {
   updateWire(run) {
     const used = run.collectives.filter((one) => one.sent_bytes > 0 || one.exposed_s > 0);
     this.wire.hidden = !used.length;
+    const levels = run.links.filter((one) => one.sent_bytes > 0).map((one) =>
+      [one.level === "inside" ? "inside a host" : "between hosts", wire(one.sent_bytes), `${wire(one.bytes_s)}/s`]);
     this.wire.replaceChildren(element("h2", {}, "Communication"),
       element("p", { class: "lead" }, "The lead rank, mean of a step. Exposed: the rank stood still for it. Hidden: it computed meanwhile."),
       table(["collective", "sent", "exposed", "hidden"], used.map((one) =>
-        [one.name.replaceAll("_", "-"), wire(one.sent_bytes), seconds(one.exposed_s), seconds(one.hidden_s)]), "Collectives"));
+        [one.name.replaceAll("_", "-"), wire(one.sent_bytes), seconds(one.exposed_s), seconds(one.hidden_s)]), "Collectives"),
+      ...(levels.length ? [table(["link", "sent", "mean rate"], levels, "Links")] : []));
   }
 
   updateExperts(run) {
@@ -573,7 +594,7 @@ async function newest() {
   busy = true;
   while (wanted) {
     wanted = false;
-    try { await refresh(); say("live", "live"); } catch { say("lost", "not connected"); }
+    try { await refresh(); say("live", "connected"); } catch { say("lost", "not connected"); }
   }
   busy = false;
 }
