@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -10,6 +11,7 @@ import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,9 +19,16 @@ from shoal.checkpoint import manifest, tensorfile
 from shoal.checkpoint.sources import require_weights
 from shoal.config.load import read as read_tables
 from shoal.errors import ShoalError
+from shoal.experiments.sweep import Decision, read_state
 from shoal.models.huggingface.config import _keys_of
 from shoal.observe.capsule import INDEX, RUN_FILE, read_capsule, unpack
+from shoal.observe.events import scan_events
 from shoal.observe.facts import read_facts
+from shoal.planning.history import remembered
+from shoal.recipes.data_record import recorded_data
+from shoal.recipes.verification.passed import _passed
+from shoal.resilience.faults import read_faults
+from shoal.resilience.hang_file import read_verdict
 
 SOON_S = 3.0
 """A second on an idle machine."""
@@ -36,6 +45,22 @@ def _tensors(path: Path) -> object:
     return [tensor.sum() for tensor in tensorfile.read(path).values()]
 
 
+def _named(path: Path, name: str) -> Path:
+    """The file under the name by which its reader looks for it; its folder."""
+    (path.parent / name).parent.mkdir(parents=True, exist_ok=True)
+    path.rename(path.parent / name)
+    return path.parent
+
+
+def _verdict_of_a_hang(path: Path) -> object:
+    return read_verdict(_named(path, "hang.json"), since_s=0.0)
+
+
+def _history(path: Path) -> object:
+    folder = _named(path, "predictions.jsonl")
+    return remembered({"SHOAL_CACHE": str(folder)})
+
+
 READERS: dict[str, Callable[[Path], object]] = {
     "run file": read_tables,
     "facts": _facts,
@@ -45,7 +70,19 @@ READERS: dict[str, Callable[[Path], object]] = {
     "weights": require_weights,
     "capsule": read_capsule,
     "files of a capsule": lambda path: unpack(path, path.parent / "unpacked"),
+    "decisions of a sweep": lambda path: read_state(path, dict[str, Decision], "stopped trials are trained on"),
+    "proposals of a sweep": lambda path: read_state(path, list[dict[str, Any]], "the search begins anew"),
+    "scenario of a rehearsal": lambda path: read_faults(_named(path, "scenario.json")),
 }
+
+TOLERANT: dict[str, Callable[[Path], object]] = {
+    "events": lambda path: scan_events(_named(path, "events/rank-00000.jsonl"))[0],
+    "history of plans": _history,
+    "verdict of a hang": _verdict_of_a_hang,
+    "layouts that passed verify": _passed,
+    "hashes of a run's data": lambda path: recorded_data(_named(path, "data.json")),
+}
+"""Readers of what can be done without: they find nothing."""
 
 DIGITS = "9" * 5_000
 
@@ -92,6 +129,31 @@ def test_what_is_no_regular_file_is_refused(tmp_path: Path, reader: str) -> None
         (tmp_path / str(number)).mkdir()
         if reader != "facts":
             _refused(READERS[reader], tmp_path / str(number), make)
+
+
+@pytest.mark.parametrize("reader", TOLERANT)
+@pytest.mark.parametrize("content", CONTENTS)
+def test_hostile_contents_are_passed_over(tmp_path: Path, reader: str, content: str) -> None:
+    """As soon, and in as little memory."""
+    path = tmp_path / "file"
+    path.write_bytes(CONTENTS[content])
+    before, begin_s = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    assert not TOLERANT[reader](path)
+    assert time.monotonic() - begin_s < SOON_S
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < MOST_BYTES
+
+
+@pytest.mark.parametrize("reader", TOLERANT)
+def test_what_is_no_regular_file_is_passed_over_or_refused(tmp_path: Path, reader: str) -> None:
+    """A FIFO without a writer, a folder, and a device without an end."""
+    for number, make in enumerate((os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        make(folder / "file")
+        begin_s = time.monotonic()
+        with contextlib.suppress(ShoalError):
+            assert not TOLERANT[reader](folder / "file")
+        assert time.monotonic() - begin_s < SOON_S
 
 
 @pytest.mark.parametrize("reader", ["capsule", "files of a capsule"])

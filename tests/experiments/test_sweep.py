@@ -114,4 +114,4 @@ def test_a_bayesian_search_proposes_goes_on_and_ends_at_its_trials(own: Project)
         assert all(row["half_interval"] is not None for row in found)
         assert done.stderr.count(" starts: ") == (4 if count == 2 else 2)
     (own.folder / "sweeps/s/proposals.json").write_text("[1")
-    assert "is damaged" in own.shoal("sweep", "sweep.toml").stderr
+    assert "is no JSON that can be read here" in own.shoal("sweep", "sweep.toml").stderr

@@ -43,6 +43,14 @@ sequence = 128
 LAYOUTS = {
     "replicate": ("layout.replicate=2",),
     "accumulate": ("layout.replicate=2", "batch.micro_samples=1"),
+    "loss chunks": ("layout.replicate=2", "memory.loss_chunks=4", "model.vocabulary=2048"),
+    "loss chunks, 1F1B": (
+        "layout.pipeline=2",
+        "pipeline.microbatches=4",
+        "memory.loss_chunks=4",
+        "model.vocabulary=2048",
+    ),
+    "loss chunks, tensor": ("layout.tensor=2", "memory.loss_chunks=4", "model.vocabulary=2048"),
     "recompute": ("layout.replicate=2", 'memory.recompute="full"'),
     "zero 2 accumulate": ("layout.shard=2", "memory.zero=2", "batch.micro_samples=2"),
     "zero 3": ("layout.shard=2", "memory.zero=3"),

@@ -125,12 +125,14 @@ def boundary_bytes(model: Transformer, tokens: float, *, element_bytes: float) -
     return element_bytes * tokens * model.hidden
 
 
-def loss_bytes(model: Transformer, tokens: float, *, tensor: int, kept: Kept) -> float:
-    """Head and loss of one microbatch: logits and their gradient (4sbV/t each in float32), and the head's input."""
+def loss_bytes(model: Transformer, tokens: float, *, tensor: int, kept: Kept, chunks: int = 1) -> float:
+    """Head and loss of one microbatch: logits and their gradient (4sbV/t each in float32) of the tokens of one of
+    `chunks`, and the head's input; where there are several, its gradient too."""
     each = 2 * (kept.element_bytes if kept.fused_loss else 4.0)
     each += 2 * kept.element_bytes if kept.eager_loss and not kept.fused_loss else 0.0
     split = 1 if kept.whole_loss else tensor
-    return tokens * (each * model.vocabulary / split + 2 * kept.element_bytes * model.hidden / tensor)
+    inputs = (2 if chunks == 1 else 3) * kept.element_bytes * model.hidden / tensor
+    return tokens * (each * model.vocabulary / split / chunks + inputs)
 
 
 def in_flight(schedule: Schedule, rank: int, *, pipeline: int, virtual_stages: int, microbatches: int) -> float:

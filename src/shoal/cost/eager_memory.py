@@ -99,8 +99,14 @@ class _Step:
         return 2 * self.stream + self.tokens * (self.model.hidden * self.kept.element_bytes + FLOAT_BYTES / self.slices)
 
     def logits(self) -> float:
-        """One float32 tensor of logits."""
-        return self.tokens * FLOAT_BYTES * self.model.vocabulary / self.tensor
+        """One float32 tensor of logits, of a chunk of the tokens."""
+        return self.tokens / self.plan.loss_chunks * FLOAT_BYTES * self.model.vocabulary / self.tensor
+
+    def chunked_gradients(self) -> float:
+        """Of the head's input, chunk after chunk, and of its weight: the sum so far and one chunk's term."""
+        model = self.model
+        weight = 2 * FLOAT_BYTES * model.vocabulary * model.hidden / self.tensor
+        return self.tokens * model.hidden * self.kept.element_bytes + weight
 
 
 def eager_footprint(
@@ -152,8 +158,10 @@ def _activations(step: _Step, rank: int) -> tuple[float, float, float]:
     if rank < pipeline - 1:
         return kept, again, 0.0
     waiting = held if plan.schedule in FORWARDS_FIRST else 1.0
-    heads = (waiting - 1) * (step.head_norm() + step.logits())
-    loss = step.head_norm() + max(3 * step.logits(), 4 * step.stream)
+    chunked = plan.loss_chunks > 1
+    heads = (waiting - 1) * (step.head_norm() + (0.0 if chunked else step.logits()))
+    at_once = 3 * step.logits() + (step.chunked_gradients() if chunked else 0.0)
+    loss = step.head_norm() + max(at_once, 4 * step.stream)
     return (kept + heads, 0.0, loss) if loss > again else (kept + heads, again, 0.0)
 
 

@@ -3,7 +3,7 @@
     weights, gradients, optimizer   parameters of the stage x StateBytes, divided by ZeRO
     activations                     kept bytes of a layer x layers x microbatches in flight
     recomputed                      one layer without recomputation, while its backward runs
-    logits                          float32 logits and their gradient, on the last stage
+    logits                          float32 logits and their gradient, on the last stage; by chunks, of one of them
     gathered                        ZeRO-3: weights of the layer in use and of the one that is fetched ahead, and a
                                     gradient; or the head's weight and gradient, where it is larger
     buckets                         reduction buckets where gradients are summed outside of their own storage
@@ -200,7 +200,8 @@ def _activations(model: Transformer, plan: Plan, rank: int, sequence: int, kept:
     kept_bytes = layer_bytes * plan.rank_layers(model.layers, rank) * held
     again = sizes["none"] - sizes[plan.recompute] if plan.recompute != "none" else 0.0
     last = rank == layout.pipeline - 1
-    logits = loss_bytes(model, tokens, tensor=layout.tensor, kept=kept) if last else 0.0
+    chunks = plan.loss_chunks
+    logits = loss_bytes(model, tokens, tensor=layout.tensor, kept=kept, chunks=chunks) if last else 0.0
     return kept_bytes, max(0.0, again), logits
 
 

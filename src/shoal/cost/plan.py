@@ -21,7 +21,8 @@ class Plan:
 
     `virtual_stages` are the stages that one pipeline rank holds; `zero` shards over the layout's `shard` axis.
     `recompute_share` is the share of the layers to which `recompute` applies. `cut` are the layers of each stage; left
-    empty, stages are as even as whole layers allow.
+    empty, stages are as even as whole layers allow. `loss_chunks`: of so many parts of the tokens logits are there,
+    one after the other, and again in the backward.
     """
 
     layout: Layout
@@ -32,6 +33,7 @@ class Plan:
     zero: Zero = 0
     recompute: Recompute = "none"
     recompute_share: float = 1.0
+    loss_chunks: int = 1
     sequence_parallel: bool = False
     cut: tuple[int, ...] = ()
 
@@ -84,4 +86,5 @@ class Plan:
             part = f" of {self.recompute_share:.0%} of the layers" if self.recompute_share < 1 else ""
             words.append(f"recompute={self.recompute}{part}")
         words += ["sequence-parallel"] if self.sequence_parallel else []
+        words += [f"loss-chunks={self.loss_chunks}"] if self.loss_chunks > 1 else []
         return " ".join(words)

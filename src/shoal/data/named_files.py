@@ -19,7 +19,11 @@ from blake3 import blake3
 from shoal.data.config import DataConfig, Mixture
 from shoal.data.record_config import RecordFiles
 from shoal.data.remote import RemoteStore, is_remote
+from shoal.errors import DataError
+from shoal.files import read_json
 
+MOST_BYTES = 64 << 20
+"""Of what is known of files: some hundred bytes each."""
 _KEYS = {
     "text": ("files", "tokenizer"),
     "tokens": ("path", "held_out"),
@@ -78,8 +82,9 @@ class _Known:
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            self._found = msgspec.json.decode(path.read_bytes(), type=dict[str, tuple[str, str]])
-        except (OSError, msgspec.DecodeError):
+            kind = dict[str, tuple[str, str]]
+            self._found = read_json(path, kind, limit_bytes=MOST_BYTES, error=DataError, repair="")
+        except DataError:
             self._found = {}
         self._new: dict[str, tuple[str, str]] = {}
 

@@ -35,6 +35,7 @@ from shoal.experiments.config import ASHA, Bayes, Range, SweepFile
 from shoal.experiments.search import Trial, goes_on, rungs, trials
 from shoal.experiments.trained_keys import require_trained_with
 from shoal.experiments.trial_command import command_of, devices_of, overrides_of
+from shoal.files import read_json
 from shoal.launch.children import stop
 from shoal.launch.lock import RunLock, is_locked
 from shoal.observe.ending import ending_in
@@ -44,6 +45,8 @@ from shoal.runfile.load import load_run
 
 LOOK_S = 0.2
 DECISIONS, PROPOSALS = "sweep.json", "proposals.json"
+MOST_BYTES = 16 << 20
+"""A trial takes some hundred bytes."""
 
 
 class Decision(msgspec.Struct):
@@ -273,9 +276,9 @@ class Sweep:
         return [math.nan if value is None else value for value in found]
 
     def _restore(self) -> None:
-        decisions = _read(self.directory / DECISIONS, dict[str, Decision], "stopped trials are trained on")
+        decisions = read_state(self.directory / DECISIONS, dict[str, Decision], "stopped trials are trained on")
         self.decisions = decisions if decisions is not None else self.decisions
-        proposed = _read(self.directory / PROPOSALS, list[dict[str, Any]], "the search begins anew")
+        proposed = read_state(self.directory / PROPOSALS, list[dict[str, Any]], "the search begins anew")
         if proposed and not all(self._may_propose(one) for one in proposed):
             raise UsageError(
                 f"{self.directory / PROPOSALS} has other parameters, or other values of them, than the sweep file: "
@@ -307,14 +310,11 @@ def _known(parameters: Mapping[str, Any], outcomes: Sequence[TrialOutcome], *, r
     return Known(parameters, statistics.fmean(values)) if values else Known(parameters, failed=True)
 
 
-def _read(path: Path, kind: Any, without: str) -> Any:
+def read_state(path: Path, kind: Any, without: str) -> Any:
     """What a file of the sweep holds, None where it is not there. Raises `UsageError` where it is damaged."""
-    if not path.is_file():
+    if not path.exists():
         return None
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except msgspec.DecodeError as fault:
-        raise UsageError(f"{path} is damaged ({fault}); remove it, and {without}") from fault
+    return read_json(path, kind, limit_bytes=MOST_BYTES, error=UsageError, repair=f"remove it, and {without}")
 
 
 def is_recorded(events: Sequence[Event], objective: str, rung: int) -> bool:

@@ -30,3 +30,12 @@ class MemoryConfig(Table, frozen=True):
         list[Annotated[int, msgspec.Meta(ge=0)]] | None,
         says("The blocks that `recompute` is applied to, from 0; default: all."),
     ] = None
+    loss_chunks: Annotated[
+        int,
+        says(
+            "Parts of a microbatch's tokens whose logits and losses are computed one after the other in training, and "
+            "again in the backward, so that logits of all tokens are never there; for large vocabularies.",
+            ge=1,
+            le=1 << 12,
+        ),
+    ] = 1

@@ -26,6 +26,8 @@ from shoal.observe.sink import RunStart, Sink
 
 MAX_STEP = 10**15
 """No run has more steps; a larger number is a damaged line, and would overflow what is computed from it."""
+MOST_LINE_BYTES = 16 << 20
+"""A step with norms of all layers takes some hundred kilobytes."""
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -168,10 +170,10 @@ def scan_events(run_directory: Path, rank: int = 0) -> tuple[list[Event], int]:
     unreadable = 0
     decode = msgspec.json.Decoder(Event).decode
     with path.open("rb") as file:
-        for line in file:
+        while line := file.readline(MOST_LINE_BYTES):
             try:
                 events.append(decode(line))
-            except (msgspec.DecodeError, UnicodeDecodeError):
+            except (ValueError, RecursionError):  # msgspec's and Unicode's own errors are ValueErrors
                 unreadable += bool(line.strip())
     return events, unreadable
 

@@ -27,7 +27,7 @@ from shoal.planner.search.search import Found, search
 from shoal.planning.history import remembered, track_record
 from shoal.planning.measured_step import MeasuredStep, calibrated
 from shoal.planning.operators import calibration_here, cores, measured_for_traces, measured_here
-from shoal.planning.plan_file import runnable, with_codec, written_plan
+from shoal.planning.plan_file import chunk_choices, runnable, with_codec, written_plan
 from shoal.planning.stack import stack_of
 from shoal.runfile.run_file import RunFile
 from shoal.topology.calibration import CodecTime
@@ -129,7 +129,7 @@ def planned(
     if measured_step is not None:
         predictor, evidence, how = _calibrated(predictor, cluster, measured_step)
         basis += how
-    allowed = Allowed()
+    allowed = Allowed(loss_chunks=chunk_choices(run_file))
     found = search(predictor, allowed, keep=keep, legal=runnable(run_file, predictor.cluster))
     best = found.best[0]
     written = _written(run_file, predictor)

@@ -25,7 +25,7 @@ from shoal.planner.predict.predictor import Predictor
 from shoal.planner.search.candidates import Allowed
 from shoal.planner.search.search import Found, search
 from shoal.planning.answer import predictor_of, predictor_on
-from shoal.planning.plan_file import runnable, with_plan
+from shoal.planning.plan_file import chunk_choices, runnable, with_plan
 from shoal.runfile.rules import refusal
 from shoal.runfile.run_file import RunFile, run_directory
 from shoal.topology.axes import DENSE
@@ -122,6 +122,7 @@ def _allowed(run_file: RunFile) -> Allowed:
     return Allowed(
         zero=(cast(Zero, given.pop("zero")),) if "zero" in given else everything.zero,
         recompute=(cast(Recompute, given.pop("recompute")),) if "recompute" in given else everything.recompute,
+        loss_chunks=chunk_choices(run_file),
         schedules=(schedule,) if schedule else everything.schedules,
         **given,
     )

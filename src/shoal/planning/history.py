@@ -5,6 +5,7 @@ What a plan's predictions are judged by: the errors of this machine's own runs, 
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from pathlib import Path
 import msgspec
 
 from shoal.data.corpora import cache_folder
+from shoal.errors import UsageError
+from shoal.files import open_file
 from shoal.planner.explain.residuals import FEWEST, PUBLISHED_MEMORY, PUBLISHED_TIME, Evidence, Residuals
 from shoal.planner.predict.predictor import Predictor
 
@@ -55,11 +58,11 @@ def remember(past: Past, environ: Mapping[str, str]) -> None:
 def remembered(environ: Mapping[str, str]) -> list[Past]:
     """The newest runs, oldest first; lines that are none are passed over."""
     path = history_path(environ)
-    if not path.is_file():
+    if not path.exists():
         return []
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - MOST_BYTES))
-        lines = file.read().splitlines()
+    with open_file(path, error=UsageError, repair="move it away, and the next run writes a new one") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - MOST_BYTES))
+        lines = file.read(MOST_BYTES).splitlines()
     return [past for line in lines if (past := _past(line)) is not None][-MOST_RUNS:]
 
 
@@ -78,7 +81,7 @@ def track_record(runs: Sequence[Past]) -> str | None:
 def _past(line: bytes) -> Past | None:
     try:
         return msgspec.json.decode(line, type=Past)
-    except msgspec.MsgspecError:
+    except (ValueError, RecursionError):  # msgspec's and Unicode's own errors are ValueErrors
         return None
 
 

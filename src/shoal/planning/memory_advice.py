@@ -10,7 +10,7 @@ import msgspec
 from shoal.errors import ShoalError
 from shoal.planner.predict.predictor import Predictor
 from shoal.planning.answer import predictor_on, tensor_bytes
-from shoal.planning.plan_file import written_plan
+from shoal.planning.plan_file import chunk_choices, written_plan
 from shoal.runfile.run_file import RunFile
 from shoal.topology.cluster_file import cluster_from
 
@@ -18,6 +18,7 @@ GIB, MIB = 1 << 30, 1 << 20
 _KEYS = {
     "batch.micro_samples": "smaller microbatches",
     "memory.recompute": "activations computed again in the backward",
+    "memory.loss_chunks": "logits of a part of the tokens at a time",
     "layout.shard": "model and optimizer split over the ranks",
 }
 
@@ -66,6 +67,9 @@ def _changes(run_file: RunFile) -> Iterator[tuple[str, RunFile]]:
         if run_file.memory.recompute == "none":
             memory = replaced(run_file.memory, recompute=kind)
             yield f'memory.recompute="{kind}"', replaced(run_file, memory=memory)
+    for chunks in chunk_choices(run_file)[1:]:
+        memory = replaced(run_file.memory, loss_chunks=chunks)
+        yield f"memory.loss_chunks={chunks}", replaced(run_file, memory=memory)
     if layout.replicate > 1:
         shard = layout.shard * layout.replicate
         split = replaced(run_file.layout, replicate=1, shard=shard)

@@ -14,8 +14,9 @@ from shoal.config.check import checked
 from shoal.config.load import apply, read
 from shoal.cost.plan import Plan, Zero
 from shoal.errors import LayoutError, ShoalError
+from shoal.models.config import GPTConfig
 from shoal.runfile.microbatches import microbatch_sizes
-from shoal.runfile.rules import check_across, refusal
+from shoal.runfile.rules import check_across, loss_chunks_refusal, refusal
 from shoal.runfile.run_file import RunFile
 from shoal.schedules.names import Schedule
 from shoal.topology.cluster import Cluster
@@ -40,6 +41,7 @@ def written_plan(run_file: RunFile, cluster: Cluster) -> Plan:
         zero=cast(Zero, zero),
         recompute=run_file.memory.recompute,
         recompute_share=_recomputed_share(run_file),
+        loss_chunks=run_file.memory.loss_chunks,
         sequence_parallel=run_file.layout.sequence_parallel,
     )
 
@@ -71,6 +73,21 @@ def _check_priced(run_file: RunFile) -> None:
         )
 
 
+LOSS_CHUNKS = 8
+"""What a search tries: logits are then less than the activations of a block."""
+
+
+def chunk_choices(run_file: RunFile) -> tuple[int, ...]:
+    """Values of `memory.loss_chunks` that a search may choose: the run file's own, or none and some."""
+    chunks = run_file.memory.loss_chunks
+    if chunks > 1:
+        return (chunks,)
+    tried = msgspec.structs.replace(run_file.memory, loss_chunks=LOSS_CHUNKS)
+    able = isinstance(run_file.model, GPTConfig)
+    able = able and loss_chunks_refusal(msgspec.structs.replace(run_file, memory=tried)) is None
+    return (1, LOSS_CHUNKS) if able else (1,)
+
+
 def with_plan(run_file: RunFile, plan: Plan) -> RunFile:
     """The same run by another plan, which need not be one that it can be run by."""
     replaced = msgspec.structs.replace
@@ -89,7 +106,7 @@ def with_plan(run_file: RunFile, plan: Plan) -> RunFile:
         batch=replaced(run_file.batch, micro_samples=plan.microbatch),
         layout=layout,
         pipeline=pipeline,
-        memory=replaced(run_file.memory, zero=zero, recompute=plan.recompute),
+        memory=replaced(run_file.memory, zero=zero, recompute=plan.recompute, loss_chunks=plan.loss_chunks),
     )
 
 
@@ -135,7 +152,9 @@ def _with_plan(tables: dict[str, Any], plan: Plan) -> dict[str, Any]:
     layout = {axis: size for axis, size in plan.layout.to_dict().items() if size > 1}
     if plan.sequence_parallel:
         layout["sequence_parallel"] = True
-    memory = {**tables.get("memory", {}), "recompute": plan.recompute}
+    memory = {**tables.get("memory", {}), "recompute": plan.recompute, "loss_chunks": plan.loss_chunks}
+    if plan.loss_chunks == 1:
+        memory.pop("loss_chunks")
     memory.pop("zero", None)
     if plan.zero and plan.layout.shard > 1:
         memory["zero"] = plan.zero

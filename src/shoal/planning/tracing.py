@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shoal.cost.footprint import Overheads
 from shoal.data.collate import collate
 from shoal.data.sample import Batch, Tree, map_tree
+from shoal.engine.chunked_loss import in_chunks
 from shoal.engine.compute import Compute
 from shoal.engine.loss import Loss, cross_entropy, weighted_sum
 from shoal.engine.precision import precision_of
@@ -73,10 +74,17 @@ class _Steps:
     loss: Loss
 
     def __call__(
-        self, model: nn.Module, samples: int, *, vocabulary: VocabularySplit | None, group: TracedGroup
+        self,
+        model: nn.Module,
+        samples: int,
+        *,
+        vocabulary: VocabularySplit | None,
+        group: TracedGroup,
+        loss_chunks: int = 1,
     ) -> Step:
         precision, randomness = precision_of(self.run_file.precision), Randomness(model, seed=0, replica=0)
         loss = self.loss if vocabulary is None else partial(self._of_parts, vocabulary, group)
+        loss = loss if loss_chunks == 1 else in_chunks(model, loss, loss_chunks)
         compute = Compute(model, loss, precision, CPU, randomness)
         microbatch = compute.prepared(_of_size(self.sample, samples))
         batch = microbatch.batch

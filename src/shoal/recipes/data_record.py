@@ -18,10 +18,13 @@ import msgspec
 from shoal.data.config import DataConfig
 from shoal.data.named_files import bytes_to_hash, hashes, patterns_of
 from shoal.data.remote import is_remote
-from shoal.errors import ShoalError
+from shoal.errors import DataError, ShoalError
+from shoal.files import read_json
 from shoal.observe.facts import replace_file
 
 FILE_NAME = "data.json"
+MOST_BYTES = 64 << 20
+"""A file of the data takes some hundred bytes."""
 AT_ONCE_BYTES = 1 << 30
 
 
@@ -55,6 +58,6 @@ def data_hashes(config: DataConfig, folder: Path, *, cache: Path) -> dict[str, A
 def recorded_data(directory: Path) -> Mapping[str, Any]:
     """What `data.json` of a run holds; empty where there is none."""
     try:
-        return msgspec.json.decode((directory / FILE_NAME).read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError):
+        return read_json(directory / FILE_NAME, dict[str, Any], limit_bytes=MOST_BYTES, error=DataError, repair="")
+    except DataError:
         return {}

@@ -297,6 +297,11 @@ def _check_layout(run_file: RunFile) -> None:
                 f"layout.{axis} = {getattr(layout, axis)}: a script's own loop can be replicated and sharded "
                 "(layout.replicate, layout.shard); for the other axes let shoal.train run the loop"
             )
+    if run_file.memory.loss_chunks > 1:
+        raise ConfigError(
+            f"memory.loss_chunks = {run_file.memory.loss_chunks}: a script's own loop computes its loss itself; leave "
+            "it out, or let shoal.train run the loop"
+        )
     observe = run_file.observe
     if run_file.gradients.schedule == "priority" or observe.noise_every_steps or observe.layer_norms_every_steps:
         raise ConfigError(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shoal.comm.mesh import Mesh
-from shoal.engine.compute import Compute, Cut, as_it_is, uncut
+from shoal.engine.compute import Compute, Cut, uncut
 from shoal.engine.float8 import use_float8
 from shoal.engine.forward_backward import (
     ForwardBackward,
@@ -18,12 +17,10 @@ from shoal.engine.forward_backward import (
     SequentialForwardBackward,
     as_they_are,
 )
-from shoal.engine.loss import Loss, cross_entropy
+from shoal.engine.loss import Loss
 from shoal.engine.microbatches import cut_sequences
-from shoal.engine.outputs import described, prediction_in, with_prediction
 from shoal.engine.precision import Precision
 from shoal.engine.randomness import Randomness
-from shoal.errors import UserCodeError
 from shoal.memory.recompute import check_recompute, recompute
 from shoal.models.config import ForeignModel
 from shoal.models.initialise import PartOf, initialise_parts
@@ -33,7 +30,7 @@ from shoal.parallel.context.shard import positions
 from shoal.parallel.pipeline.cut import balanced_cut, cut_at, estimated_costs
 from shoal.parallel.pipeline.stages import Stages, staged
 from shoal.parallel.split import Split, split_model
-from shoal.parallel.tensor.vocabulary import VocabularySplit, gather_logits, vocabulary_cross_entropy
+from shoal.recipes.logits import gathered_outputs, loss_of_logits
 from shoal.recipes.microbatching import Microbatching, global_batch_of
 from shoal.runfile.run_file import RunFile
 from shoal.schedules.build import build
@@ -104,32 +101,32 @@ def build_forward_backward(
     if draws is not None:
         draws.slices = _slices(parts, mesh, sequence_parallel=run_file.layout.sequence_parallel)
     randomness = Randomness(model, seed=run_file.run.seed, replica=mesh.batch_share[0], draws=draws)
-    vocabulary = parts.split.vocabulary
+    vocabulary, table = parts.split.vocabulary, parts.table
+    last = table is None or table.placement[table.last_stage] == mesh.layout.index("pipeline", mesh.rank)
     compute = Compute(
         model,
-        split_loss(loss, vocabulary, mesh),
+        loss_of_logits(loss, vocabulary, mesh, model=model if last else None, chunks=run_file.memory.loss_chunks),
         precision,
         mesh.device,
         randomness,
         cut=_cut(mesh),
-        gathered=_gathered(vocabulary, mesh),
+        gathered=gathered_outputs(vocabulary, mesh),
         global_batch=global_batch_of(run_file, mesh),
     )
     first = mesh.layout.index("tensor", mesh.rank) == 0
-    if parts.table is None or parts.stages is None:
+    if table is None or parts.stages is None:
         return SequentialForwardBackward(compute, arrange, counts=first)
-    last = parts.table.placement[parts.table.last_stage] == mesh.layout.index("pipeline", mesh.rank)
     pipeline = mesh.axis("pipeline")
     back = mesh.axis("pipeline", lane="back") if mesh.device.type == "cuda" else pipeline
     return PipelinedForwardBackward(
         compute,
-        parts.table,
+        table,
         parts.stages,
         arrange,
         group=pipeline,
         back=back,
         counts=first and last,
-        splits=run_file.memory.recompute not in ("operators", "full"),
+        splits=run_file.memory.recompute not in ("operators", "full") and run_file.memory.loss_chunks == 1,
         codec=run_file.pipeline.stage_codec,
     )
 
@@ -188,45 +185,6 @@ def _called_blocks(module: nn.Module) -> Iterator[nn.Module]:
 def _contents(container: nn.Module) -> Iterator[nn.Module]:
     for child in container.children():
         yield from _contents(child) if isinstance(child, CONTAINERS) else (child,)
-
-
-def split_loss(loss: Loss, vocabulary: VocabularySplit | None, mesh: Mesh) -> Loss:
-    """The loss over logits that are split over `tensor`: cross-entropy as they are, another after gathering them."""
-    if vocabulary is None:
-        return loss
-    group = mesh.axis("tensor")
-
-    def of_parts(outputs: Any, targets: Tensor) -> Tensor:
-        logits = _logits(outputs)
-        if loss is cross_entropy:
-            return vocabulary_cross_entropy(logits, targets, split=vocabulary, group=group)
-        return loss(with_prediction(outputs, gather_logits(logits, vocabulary, group)), targets)
-
-    return of_parts
-
-
-def _gathered(vocabulary: VocabularySplit | None, mesh: Mesh) -> Callable[[Any], Any]:
-    """Outputs `[samples, classes]`, of which accuracy is judged, over all classes; those of a sequence as they are."""
-    if vocabulary is None:
-        return as_it_is
-    group = mesh.axis("tensor")
-
-    def whole(outputs: Any) -> Any:
-        logits = _logits(outputs)
-        return with_prediction(outputs, gather_logits(logits, vocabulary, group)) if logits.ndim == 2 else outputs
-
-    return whole
-
-
-def _logits(outputs: Any) -> Tensor:
-    """The logits of a model whose head is split. Raises `UserCodeError` where the outputs do not say which they are."""
-    found = prediction_in(outputs)
-    if found is None:
-        raise UserCodeError(
-            f"the model returned {described(outputs)}, and layout.tensor splits its logits: name them 'logits', so "
-            "that ranks know what to put together"
-        )
-    return found
 
 
 def _stages(model: nn.Module, table: ScheduleTable, *, by_hand: Sequence[str] | None) -> Stages:

@@ -24,7 +24,10 @@ from typing import Literal
 import msgspec
 
 from shoal.errors import EnvironmentFault
+from shoal.files import read_json
 
+MOST_BYTES = 1 << 20
+"""A scenario has some faults."""
 REHEARSAL = "SHOAL_REHEARSAL"
 """The variable that names the folder of a scenario to the ranks of a rehearsed run; unset in any other."""
 FILE, ACTED = "scenario.json", "acted"
@@ -83,13 +86,11 @@ def write_faults(faults: list[Fault], folder: Path) -> None:
 
 def read_faults(folder: Path) -> list[Fault]:
     """The faults of the scenario in `folder`. Raises `EnvironmentFault` where there is none."""
-    try:
-        return msgspec.json.decode((folder / FILE).read_bytes(), type=list[Fault])
-    except (OSError, msgspec.DecodeError) as error:
-        raise EnvironmentFault(
-            f"{REHEARSAL} names {folder}, which holds no scenario of a rehearsal ({error}): unset the variable; "
-            "`shoal rehearse` sets it for the runs that it starts"
-        ) from error
+    repair = (
+        f"{REHEARSAL} names {folder}, which holds no scenario of a rehearsal: unset the variable; `shoal rehearse` "
+        "sets it for the runs that it starts"
+    )
+    return read_json(folder / FILE, list[Fault], limit_bytes=MOST_BYTES, error=EnvironmentFault, repair=repair)
 
 
 def strikes(folder: Path) -> list[Strike]:

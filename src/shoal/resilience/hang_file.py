@@ -6,9 +6,13 @@ from pathlib import Path
 
 import msgspec
 
+from shoal.errors import UsageError
+from shoal.files import read_json
 from shoal.resilience.hang_verdict import HangVerdict
 
 FILE = "hang.json"
+MOST_BYTES = 16 << 20
+"""Of stacks of all ranks."""
 
 
 def write_verdict(directory: Path, verdict: HangVerdict) -> None:
@@ -24,6 +28,6 @@ def read_verdict(directory: Path, *, since_s: float) -> HangVerdict | None:
     try:
         if path.stat().st_mtime < since_s:
             return None
-        return msgspec.json.decode(path.read_bytes(), type=HangVerdict)
-    except (OSError, msgspec.DecodeError):
+        return read_json(path, HangVerdict, limit_bytes=MOST_BYTES, error=UsageError, repair="")
+    except (OSError, UsageError):
         return None

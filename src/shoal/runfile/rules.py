@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from shoal.data.config import Mixture, StdlibText, TextFiles
 from shoal.data.record_config import Stream
-from shoal.engine.config import Float8, Float16
+from shoal.engine.config import CrossEntropy, Float8, Float16
 from shoal.errors import ConfigError
 from shoal.models.config import GPTConfig, MoEConfig
 from shoal.models.huggingface.config import TransformersConfig, vocabulary_of
@@ -41,6 +41,7 @@ def refusal(run_file: RunFile) -> str | None:
         layout_refusal,
         norm_refusal,
         _float8_rule,
+        loss_chunks_refusal,
         pipedream_refusal,
         noise_refusal,
         layer_norms_refusal,
@@ -131,6 +132,24 @@ def _float8_rule(run_file: RunFile) -> str | None:
         f'precision.kind = "float8" with layout.tensor = {run_file.layout.tensor}: layers that ranks split have no '
         'float8 products; set layout.tensor = 1, or precision.kind = "bfloat16"'
     )
+
+
+def loss_chunks_refusal(run_file: RunFile) -> str | None:
+    """One sentence if the loss cannot be taken of a part of the tokens at a time."""
+    chunks, loss = run_file.memory.loss_chunks, run_file.loss
+    if chunks == 1:
+        return None
+    if not isinstance(loss, CrossEntropy):
+        return (
+            f'memory.loss_chunks = {chunks} with loss.kind = "{loss.variant}": only the cross-entropy of each token is '
+            "known to need no other token; leave memory.loss_chunks out"
+        )
+    if run_file.run.compile:
+        return (
+            f"memory.loss_chunks = {chunks} with run.compile = true: a compiled forward ends with its logits; leave "
+            "one of the two out"
+        )
+    return None
 
 
 def pipedream_refusal(run_file: RunFile) -> str | None:

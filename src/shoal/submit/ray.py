@@ -12,13 +12,16 @@ from pathlib import Path
 import msgspec
 
 from shoal.config.load import dumps
-from shoal.errors import UsageError
+from shoal.errors import EnvironmentFault, UsageError
+from shoal.files import read_json
 from shoal.submit.job import SubmittedJob
 from shoal.submit.ray_driver import STATUS, DriverStatus, import_ray
 from shoal.submit.ray_job import DESCRIPTION, RUN_FILE, Strategy, ray_job
 from shoal.submit.scheduler import Status, Submission
 
 LOG = "ray.log"
+MOST_BYTES = 1 << 20
+"""A status is a sentence."""
 _DRIVER = "shoal.submit.ray_driver"
 
 
@@ -55,7 +58,7 @@ class Ray:
         alive = _is_driver(pid, submission)
         if not path.exists():
             return Status("waiting" if alive else "failed", "the driver starts" if alive else _gone(submission))
-        last = msgspec.json.decode(path.read_bytes(), type=DriverStatus)
+        last = read_json(path, DriverStatus, limit_bytes=MOST_BYTES, error=EnvironmentFault, repair="submit it again")
         if last.state in ("waiting", "running") and not alive:
             return Status("failed", _gone(submission))
         return Status(last.state, last.sentence)

@@ -149,7 +149,11 @@ class ColumnLinear(_PartOfLinear):
         self.entrance = entrance
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.entrance(x), self.rows(), self.bias)
+        return self.product(self.entrance(x))
+
+    def product(self, x: Tensor) -> Tensor:
+        """This rank's part of the outputs, of features that have crossed already."""
+        return F.linear(x, self.rows(), self.bias)
 
 
 class PackedLinear(_PartOfLinear):

@@ -32,6 +32,7 @@ CONDITIONS = (
     "expert",
     "microbatch",
     "zero",
+    "loss_chunks",
     "recompute",
     "schedule",
 )
@@ -80,7 +81,7 @@ def _like(plan: Plan, allowed: Allowed, text: str) -> Allowed:
     asked = {part.partition("=")[0].strip() for part in text.split(",")}
     values: dict[str, Any] = {name: getattr(plan.layout, name) for name in plan.layout.to_dict()}
     values |= {"microbatch": plan.microbatch, "zero": (plan.zero,), "recompute": (plan.recompute,)}
-    values |= {"schedule": (plan.schedule,)}
+    values |= {"schedule": (plan.schedule,), "loss_chunks": (plan.loss_chunks,)}
     if asked & set(plan.layout.to_dict()):  # ranks that one axis takes are missing elsewhere
         values = {name: value for name, value in values.items() if name not in ("replicate", "shard", "zero")}
     kept = {name: value for name, value in values.items() if name not in asked}
@@ -153,7 +154,7 @@ def _narrowed(name: str, value: str) -> dict[str, Any]:
         return {"schedules": (value,)}
     if not value.isdigit():
         raise UsageError(f"{name}={value}: the value is a whole number, such as {name}=2")
-    return {"zero": (int(value),)} if name == "zero" else {name: int(value)}
+    return {name: (int(value),)} if name in ("zero", "loss_chunks") else {name: int(value)}
 
 
 def _broken_rule(predictor: Predictor, allowed: Allowed) -> str:

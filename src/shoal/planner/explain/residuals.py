@@ -206,6 +206,7 @@ def prediction_record(one: Prediction) -> dict[str, Any]:
         "stages_per_rank": plan.virtual_stages,
         "zero": plan.zero,
         "recompute": plan.recompute,
+        "loss_chunks": plan.loss_chunks,
         "sequence_parallel": plan.sequence_parallel,
         "step_s": one.step_s,
         "tokens_per_s": one.tokens_per_s,

@@ -38,10 +38,11 @@ def gathers(plan: Plan, stage: Stage, machine: Machine, *, beside_s: float) -> E
     weight_bytes = FLOAT8_BYTES if machine.stack.gathers_float8 else number_bytes(weights, state.activation)
     scatter = group.all_gather if coded is None else group.all_to_all
     term_bytes = number_bytes(coded, state.wire)
-    each = scatter((stage.numbers - stage.outside_numbers) / stage.layers * term_bytes)
+    numbers = (stage.numbers - stage.outside_numbers) / stage.layers if stage.layers else 0.0  # the head alone
+    each = scatter(numbers * term_bytes)
     outside = scatter(stage.outside_numbers * term_bytes)
     if plan.zero == 3:
-        each += 2 * group.all_gather((stage.numbers - stage.outside_numbers) / stage.layers * weight_bytes)
+        each += 2 * group.all_gather(numbers * weight_bytes)
         outside += group.all_gather(stage.outside_numbers * number_bytes(weights, state.activation))
     hidden = exposed(stage.layers * each, hides, slowdown=machine.constants.overlap_slowdown)
     return Exposed(seen_s=hidden.seen_s + outside, slowed_s=hidden.slowed_s)

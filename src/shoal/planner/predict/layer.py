@@ -14,6 +14,9 @@ from shoal.planner.predict.machine import Machine
 from shoal.planner.predict.stack import Stack
 from shoal.planner.predict.waiting import ContextKind, exchange
 
+LOSS_TWICE = 1.5
+"""The passes of a loss whose forward runs twice, of those of one that runs once: forward and backward make as many."""
+
 
 @dataclass(frozen=True)
 class LayerKey:
@@ -22,6 +25,7 @@ class LayerKey:
     share: Share
     recompute: Recompute
     recompute_share: float
+    loss_chunks: int
     world: int
     at_work: int
 
@@ -204,14 +208,17 @@ def _recomputed(plan: Plan, device: LayerSeconds, machine: Machine) -> tuple[flo
 
 def _head(model: Transformer, plan: Plan, share: Share, machine: Machine, prices: Prices) -> dict[str, float]:
     """Head, loss and embedding of a microbatch. The loss sums three numbers a token over tensor ranks, or they gather
-    the logits."""
+    the logits. With chunks of the loss, its forward and a third of the products run twice, chunk by chunk."""
     products, loss, embedding = prices.head(model, share)
     group = tensor_group(plan, machine)
     stream = share.tokens * model.hidden * share.element_bytes
     wires = 2 * group.all_reduce(stream)
     if share.whole_loss:
-        wires += group.all_gather(share.tokens * model.vocabulary * share.element_bytes)
+        lost = group.all_gather(share.tokens * model.vocabulary * share.element_bytes)
     else:
-        wires += 3 * group.all_reduce(4.0 * share.tokens)
+        lost = 3 * group.all_reduce(4.0 * share.tokens)
     host = machine.constants.head_operators * machine.constants.dispatch_s
-    return {"head and loss": products + loss + embedding, "tensor": wires, "launches": host}
+    if plan.loss_chunks > 1:
+        products, loss, lost = products * 4 / 3, loss * LOSS_TWICE, 2 * lost
+        host *= plan.loss_chunks * LOSS_TWICE
+    return {"head and loss": products + loss + embedding, "tensor": wires + lost, "launches": host}

@@ -100,7 +100,7 @@ class Predictor:
         elsewhere share it."""
         ranks = at_work or plan.world_size
         share = share_of(self.workload.sequence, plan, self.stack)
-        key = LayerKey(share, plan.recompute, plan.recompute_share, plan.world_size, ranks)
+        key = LayerKey(share, plan.recompute, plan.recompute_share, plan.loss_chunks, plan.world_size, ranks)
         if key not in self._layers:
             self._layers[key] = layer_bill(
                 self.workload.model, plan, share=key.share, machine=self.machine, at_work=ranks

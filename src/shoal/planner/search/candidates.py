@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import product
 from math import gcd
 from typing import Protocol
 
@@ -34,7 +35,8 @@ MOST_MICROBATCH = 64
 class Allowed:
     """What a search may use; a size fixes an axis. The default is everything.
 
-    `microbatches` and `virtual_stages` bind pipelines alone.
+    `microbatches` and `virtual_stages` bind pipelines alone. Not every stack can take the loss of a part of the tokens
+    at a time, so that is asked for.
     """
 
     tensor: int | None = None
@@ -48,6 +50,7 @@ class Allowed:
     virtual_stages: int | None = None
     zero: tuple[Zero, ...] = (0, 1, 2, 3)
     recompute: tuple[Recompute, ...] = ("none", "selective", "operators", "full")
+    loss_chunks: tuple[int, ...] = (1,)
     schedules: tuple[Schedule, ...] = (
         "1F1B",
         "ZB-H1",
@@ -149,7 +152,7 @@ def _filled(workload: PlannedJob, layout: Layout, microbatch: int, allowed: Allo
         for zero in allowed.zero:
             if not _zero_fits(layout, zero):
                 continue
-            for recompute in allowed.recompute:
+            for recompute, chunks in product(allowed.recompute, allowed.loss_chunks):
                 yield Plan(
                     layout=layout,
                     microbatch=microbatch,
@@ -158,6 +161,7 @@ def _filled(workload: PlannedJob, layout: Layout, microbatch: int, allowed: Allo
                     virtual_stages=virtual,
                     zero=zero,
                     recompute=recompute,
+                    loss_chunks=chunks,
                     sequence_parallel=allowed.sequence_parallel and layout.tensor > 1,
                 )
 

@@ -212,6 +212,7 @@ def _split(plan: Plan) -> TracedSplit:
         tensor=plan.layout.tensor,
         sequence_parallel=plan.sequence_parallel,
         recompute=plan.recompute,
+        loss_chunks=plan.loss_chunks,
     )
 
 

@@ -77,9 +77,16 @@ class Steps(Protocol):
     """What a run does with a model, its loss and its data; called where tensors have no storage."""
 
     def __call__(
-        self, model: nn.Module, samples: int, *, vocabulary: VocabularySplit | None, group: TracedGroup
+        self,
+        model: nn.Module,
+        samples: int,
+        *,
+        vocabulary: VocabularySplit | None,
+        group: TracedGroup,
+        loss_chunks: int = 1,
     ) -> Step:
-        """A microbatch of `samples` samples; `vocabulary` says which logits this rank of `group` has, None: all."""
+        """A microbatch of `samples` samples; `vocabulary` says which logits this rank of `group` has, None: all;
+        `loss_chunks`, of how many parts of the tokens they are there one after the other."""
         ...
 
 
@@ -91,6 +98,7 @@ class TracedSplit:
     tensor: int = 1
     sequence_parallel: bool = False
     recompute: RecomputeKind = "none"
+    loss_chunks: int = 1
 
 
 @dataclass(frozen=True)
@@ -159,7 +167,9 @@ class Subject:
             model = _copied(self.model)
             plan = split_tensor(model, group, sequence_parallel=split.sequence_parallel)
             recompute(model, split.recompute)
-            step = self.steps(model, split.samples, vocabulary=plan.vocabulary, group=group)
+            step = self.steps(
+                model, split.samples, vocabulary=plan.vocabulary, group=group, loss_chunks=split.loss_chunks
+            )
         return traced(model, step.loss, units=self.units, mode=self.mode, group=group, apart=step.inputs)
 
 

@@ -8,18 +8,21 @@ without a proof says so.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
+from shoal.errors import UsageError
+from shoal.files import read_json
 from shoal.models.config import ForeignModel
 from shoal.observe.facts import replace_file
 from shoal.runfile.run_file import RunFile, run_directory
 from shoal.topology.box import Dims
 
 _FILE = "verified.json"
+MOST_BYTES = 16 << 20
+"""A proof takes 35 bytes."""
 
 Shapes = Mapping[str, Dims]
 
@@ -28,7 +31,7 @@ def remember(run_file: RunFile, shapes: Shapes) -> None:
     """The module whose unsplit parameters have these `shapes` is under this layout the same as in one process."""
     path = _path(run_file)
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, json.dumps(sorted({*_passed(path), _key(run_file, shapes)})).encode())
+    replace_file(path, msgspec.json.encode(sorted({*_passed(path), _key(run_file, shapes)})))
 
 
 def missing_proof(run_file: RunFile, shapes: Shapes) -> str | None:
@@ -49,10 +52,9 @@ def _path(run_file: RunFile) -> Path:
 
 def _passed(path: Path) -> list[str]:
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        return read_json(path, list[str], limit_bytes=MOST_BYTES, error=UsageError, repair="run `shoal verify` again")
+    except UsageError:
         return []
-    return [key for key in found if isinstance(key, str)] if isinstance(found, list) else []
 
 
 def _key(run_file: RunFile, shapes: Shapes) -> str:

@@ -1,0 +1,175 @@
+"""The loss by chunks of the tokens: the same numbers, in less memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoal.config.check import checked
+from shoal.engine.chunked_loss import in_chunks
+from shoal.engine.loss import cross_entropy
+from shoal.errors import ConfigError, UserCodeError
+from shoal.memory.tracker import LivingStorages
+from shoal.models.build import build
+from shoal.models.config import GPTConfig
+from shoal.models.initialise import initialise
+from shoal.runfile.rules import check_across
+from shoal.runfile.run_file import RunFile
+from tests.models.huggingface import architectures
+from tests.recipes.layouts import GPT, MOE, corpus, verified
+
+EXACT = 1e-12
+"""Float64 sums of the same terms; the weight's gradient is summed chunk by chunk."""
+CHUNKS = {"memory": {"loss_chunks": 3}}
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "replicate": {"layout": {"replicate": 2}, "batch": {"micro_samples": 3}},
+    "ZeRO-3, recomputed": {"layout": {"shard": 2}, "memory": {"loss_chunks": 3, "zero": 3, "recompute": "full"}},
+    "tensor": {"layout": {"tensor": 2}},
+    "tensor, sequence, tied": {"layout": {"tensor": 2, "sequence_parallel": True}, "model": GPT | {"tied": True}},
+    "tensor grid": {"layout": {"tensor": 2, "tensor_grid": [2, 1]}},
+    "1F1B, tied": {"layout": {"pipeline": 2}, "model": GPT | {"tied": True}},
+    "zero bubble": {"layout": {"pipeline": 2}, "pipeline": {"schedule": "ZBVZeroBubble"}},
+    "PipeDream": {"layout": {"pipeline": 2}, "pipeline": {"schedule": "PipeDream"}},
+    "context": {"layout": {"context": 2}},
+    "experts": {"layout": {"shard": 2, "expert": 2}, "model": MOE},
+    "bfloat16": {"layout": {"replicate": 2}, "precision": {"kind": "bfloat16"}},
+    "Llama in stages": {"layout": {"pipeline": 2}, "model": architectures.LLAMA},
+    "Llama over tensor": {"layout": {"tensor": 2}, "model": architectures.LLAMA},
+    "GPT-2": {"layout": {"shard": 2}, "model": architectures.GPT2},
+}
+QUICK = ("tensor, sequence, tied", "ZeRO-3, recomputed", "zero bubble")
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=() if name in QUICK else pytest.mark.stress) for name in LAYOUTS]
+)
+def test_verify_finds_the_same_model_with_chunks(ranks, tmp_path: Path, layout: str) -> None:
+    """Beside one process with all logits at once: loss, norm, every gradient, and the weights after two steps."""
+    tables = CHUNKS | LAYOUTS[layout]
+    if tables.get("model", {}).get("kind") == "transformers":
+        pytest.importorskip("transformers")
+    corpus(tmp_path)
+    verdict, *_ = ranks(2, verified, tables, str(tmp_path), "precision" not in tables, 2)
+    assert verdict["holds"], verdict["sentence"]
+
+
+def _gpt(*, tied: bool = False, vocabulary: int = 50) -> nn.Module:
+    model = build(GPTConfig(vocabulary=vocabulary, layers=1, width=16, heads=2, tied=tied))
+    initialise(model, seed=0, device="cpu", dtype=torch.float64)
+    return model
+
+
+def _batch(vocabulary: int = 50, samples: int = 4, tokens: int = 32) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(0)
+    drawn = torch.randint(0, vocabulary, (2, samples, tokens), generator=random)
+    drawn[1, 0, :5] = -100
+    return drawn[0], drawn[1]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("chunks", [2, 7, 1000])
+def test_losses_and_gradients_are_those_of_all_logits(tied: bool, chunks: int) -> None:
+    """Targets that are left out included, and more chunks than tokens."""
+    inputs, targets = _batch()
+    plain, chunked = _gpt(tied=tied), _gpt(tied=tied)
+    loss = in_chunks(chunked, cross_entropy, chunks)
+    wanted, found = cross_entropy(plain(inputs), targets), loss(chunked(inputs), targets)
+    assert torch.allclose(found, wanted, rtol=EXACT, atol=EXACT)
+    weights = torch.linspace(0, 1, targets.numel(), dtype=torch.float64).view(targets.shape)
+    (wanted * weights).sum().backward()
+    (found * weights).sum().backward()
+    for own, other in zip(chunked.parameters(), plain.parameters(), strict=True):
+        assert own.grad is not None
+        assert other.grad is not None
+        assert torch.allclose(own.grad, other.grad, rtol=EXACT, atol=EXACT)
+
+
+def test_all_logits_are_never_there() -> None:
+    """Of a vocabulary that outweighs all else, the most that lives at once is what chunks of logits need."""
+    vocabulary, chunks = 4096, 8
+    inputs, targets = _batch(vocabulary, samples=16)
+    whole_bytes = inputs.numel() * vocabulary * 8
+    peaks = {}
+    for name, divide in (("plain", 1), ("chunked", chunks)):
+        model = _gpt(vocabulary=vocabulary)
+        loss = cross_entropy if divide == 1 else in_chunks(model, cross_entropy, divide)
+        with _Peak() as living:
+            loss(model(inputs), targets).sum().backward()
+        peaks[name] = living.peak_bytes
+    weight_bytes = vocabulary * 16 * 8
+    assert peaks["plain"] > 2 * whole_bytes
+    assert peaks["chunked"] < 4 * whole_bytes / chunks + 4 * weight_bytes < whole_bytes
+
+
+class _Peak(LivingStorages):
+    """The most that lived at once."""
+
+    peak_bytes = 0
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        super()._see(storage)
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
+
+
+def test_without_gradients_the_model_gives_its_logits() -> None:
+    """So that an evaluation judges them."""
+    inputs, targets = _batch()
+    model = _gpt()
+    before = model(inputs)
+    loss = in_chunks(model, cross_entropy, 4)
+    with torch.no_grad():
+        outputs = model(inputs)
+        assert torch.equal(outputs, before)
+        assert torch.equal(loss(outputs, targets), cross_entropy(before, targets))
+
+
+class _Scaled(nn.Module):
+    """Divides its logits by a temperature, which chunks of the head's product would leave out."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.head = inner.head
+
+    def parameter_roles(self) -> dict[str, Any]:
+        roles = self.inner.parameter_roles()  # pyright: ignore[reportCallIssue]
+        return {"head.weight": roles["head.weight"]} | {f"inner.{name}": role for name, role in roles.items()}
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.inner(inputs) / 2
+
+
+def test_a_model_that_changes_its_logits_is_refused() -> None:
+    inputs, targets = _batch()
+    model = _Scaled(_gpt())
+    loss = in_chunks(model, cross_entropy, 4)
+    with pytest.raises(UserCodeError, match=r"not what its head 'inner\.head' gave"):
+        loss(model(inputs), targets)
+
+
+def test_a_model_without_a_head_is_refused() -> None:
+    with pytest.raises(UserCodeError, match="Sequential names no head"):
+        in_chunks(nn.Sequential(nn.Linear(3, 3)), cross_entropy, 2)
+
+
+@pytest.mark.parametrize(
+    ("tables", "said"),
+    [({"loss": {"kind": "squared_error"}}, "loss.kind"), ({"run": {"compile": True}}, "run.compile = true")],
+)
+def test_what_chunks_cannot_do_is_refused_before_a_start(tables: dict[str, Any], said: str) -> None:
+    whole = {
+        "run": {"name": "a", "steps": 1, **tables.get("run", {})},
+        "model": GPT | {"vocabulary": 256},
+        "data": {"kind": "stdlib"},
+        "batch": {"global_samples": 8, "sequence": 16},
+        "memory": {"loss_chunks": 2},
+        **{name: table for name, table in tables.items() if name != "run"},
+    }
+    with pytest.raises(ConfigError, match=f"memory.loss_chunks = 2 with {said}"):
+        check_across(checked(whole, RunFile, file="a.toml"), file="a.toml")
