@@ -54,7 +54,12 @@ class RunConfig(Table, frozen=True):
     ] = None
     start_timeout_s: Annotated[
         float,
-        says("Longest wait for the other ranks before the first step, while they load data and build.", gt=0, le=86400),
+        says(
+            "Longest wait for the other ranks before the first step, while they load data and build; and for the "
+            "imports of each rank, or in an elastic run until it is ready to join.",
+            gt=0,
+            le=86400,
+        ),
     ] = 600.0
     compile: Annotated[bool, says("Compile the model with `torch.compile`.")] = False
     warm_start: Annotated[str | None, says("A run directory or checkpoint whose weights alone start this run.")] = None

@@ -36,7 +36,8 @@ from shoal.temporary_folder import temporary_folder
 @dataclass(frozen=True)
 class Job:
     """What is launched: `command` as each of the `ranks` of each replica, to step `steps` of the run, each of
-    `global_samples`. `warn` hears what is said of losses and the coordinator, beside the terminal.
+    `global_samples`. `warn` hears what is said of losses and the coordinator, beside the terminal. `start_s`: how
+    long a rank may take until it is ready to join; None: as long as it likes.
     """
 
     command: Sequence[str]
@@ -45,6 +46,7 @@ class Job:
     run_directory: Path
     global_samples: int = 1
     warn: Callable[[str], object] = str
+    start_s: float | None = None
 
 
 def run_elastic(
@@ -99,6 +101,7 @@ def run_elastic(
             terminal_fd=terminal_fd,
         )
         fleet = Fleet(config, job.steps, address, folder, events, starter, job.run_directory, job.warn)
+        fleet.start_s = job.start_s
         stack.enter_context(no_survivors(fleet.processes))
         if elsewhere is not None:
             names = lambda: tuple(fleet.running)  # noqa: E731
