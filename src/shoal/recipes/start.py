@@ -115,7 +115,8 @@ def run(
 
                 ranks, samples = processes // run_file.elastic.max, run_file.batch.global_samples
                 warn = stack.enter_context(alerts(run_file.observe.webhook, directory.name))
-                job = Job(command, ranks, run_file.run.steps, logs, samples, warn, start_s)
+                preemption = run_file.run.preemption_file, run_file.run.preemption_url
+                job = Job(command, ranks, run_file.run.steps, logs, samples, warn, start_s, preemption)
                 code, goes_on_elsewhere = run_elastic(job, run_file.elastic, environ=environ, keep_fds=keep_fds)
             else:
                 code = run_ranks(

@@ -38,6 +38,7 @@ class Job:
     """What is launched: `command` as each of the `ranks` of each replica, to step `steps` of the run, each of
     `global_samples`. `warn` hears what is said of losses and the coordinator, beside the terminal. `start_s`: how
     long a rank may take until it is ready to join; None: as long as it likes.
+    `preemption`: the file and the URL that say that this host is about to be taken away.
     """
 
     command: Sequence[str]
@@ -47,6 +48,7 @@ class Job:
     global_samples: int = 1
     warn: Callable[[str], object] = str
     start_s: float | None = None
+    preemption: tuple[str | None, str | None] = None, None
 
 
 def run_elastic(
@@ -112,8 +114,7 @@ def run_elastic(
         stack.enter_context(scaling(config, address, fleet.speeds, say=say))
         for slot in range(slots):
             fleet.start(slot)
-        watched = config.preemption_file, config.preemption_url
-        stack.enter_context(watching_for_preemption(*watched, told=events.put, warn=say))
+        stack.enter_context(watching_for_preemption(*job.preemption, told=events.put, warn=say))
         while fleet.running:
             fleet.react()
         code = fleet.conclude()
