@@ -242,6 +242,22 @@ def test_a_replica_with_a_flipped_bit_is_named_and_healed(own: Project) -> None:
 
 
 @pytest.mark.stress
+def test_no_fingerprint_differs_in_10_000_steps(own: Project) -> None:
+    """Compared after every step, replicas that nothing strikes are never taken to differ; none is fenced or slow for
+    good, and no step is taken again."""
+    steps = 10_000
+    done = own.shoal(
+        "train", "run.toml", f"run.steps={steps}", "elastic.fingerprint_every_steps=1", "elastic.max=2",
+        "checkpoint.every_steps=0", timeout_s=900,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "fenced" not in done.stderr + done.stdout
+    assert "differ" not in done.stderr + done.stdout
+    lines = [json.loads(line) for line in (own.folder / "used.jsonl").read_text().splitlines()]
+    assert sum(len(line["ids"]) for line in lines) == steps * BATCH
+
+
+@pytest.mark.stress
 def test_of_two_replicas_that_differ_none_goes_on(own: Project) -> None:
     """Nobody can say which of the two is right: exit 6 with a sentence, and nothing of it is saved."""
     running = start(own, "elastic.max=2")

@@ -26,6 +26,7 @@ from shoal.launch.supervision import say
 from shoal.recipes.elastic.assignment import TOKEN, coordinator_from, coordinator_variables, replicas_here
 from shoal.recipes.elastic.fleet import Event, Fleet
 from shoal.recipes.elastic.processes import Starter
+from shoal.recipes.elastic.rehearsed_journal import journal_of
 from shoal.recipes.elastic.scaling import Speeds, scaling
 from shoal.resilience.config import ElasticConfig
 from shoal.resilience.membership import Rules
@@ -80,7 +81,7 @@ def run_elastic(
                 accept_s=config.accept_s,
                 hang_s=config.hang_s,
             )
-            address = stack.enter_context(coordinator_in(folder, rules, told=events.put))
+            address = stack.enter_context(coordinator_in(folder, rules, told=events.put, journal=journal_of(environ)))
             token = folder / "token"
         terminal_fd = os.dup(1)
         stack.callback(os.close, terminal_fd)
