@@ -10,6 +10,7 @@
      │    ├── MissingExtra
      │    ├── InUse                    a run directory or a port that somebody else holds
      │    └── CollectiveError          a rank that is dead, stopped or late
+     │         └── GenerationOver      a replica of an elastic run was lost: another generation follows
      ├── Diverged                  4
      ├── OutOfMemory               5
      ├── VerificationFailed        6
@@ -75,6 +76,10 @@ class InUse(EnvironmentFault):
 
 class CollectiveError(EnvironmentFault):
     """A collective could not complete: a rank is dead, stopped or late."""
+
+
+class GenerationOver(CollectiveError):
+    """A generation of an elastic run takes no further step: a replica was lost, and another generation follows."""
 
 
 class Diverged(ShoalError):

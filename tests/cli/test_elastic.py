@@ -14,6 +14,7 @@ import pytest
 
 from shoal.data.order import Order
 from shoal.observe.summary import RESTARTING
+from shoal.resilience.faults import Fault, write_faults
 from tests.cli.elastic_runs import rank_zero, set_pace, to_the_end, wait_for_join
 from tests.cli.project import OWN, RUN, Project, ranks_of
 from tests.programs import Program, environ_of
@@ -149,6 +150,24 @@ def test_killed_replicas_are_replaced_and_the_losses_stay_the_same(own: Project)
 
 
 @pytest.mark.stress
+def test_a_replica_that_dies_before_a_due_save_takes_nobody_along(own: Project) -> None:
+    """kill -9 after a step and before what ranks say to each other on the store, to compare their copies before its
+    save: the others wait for that neither until the timeout of a collective nor until `accept_s`, and none is fenced.
+    """
+    plain = undisturbed(own)
+    set_pace(own, 0.2)
+    write_faults([Fault(action="kill", label="step/after", rank=2, step=5)], own.folder / "scenario")
+    never = (f"wire.timeout_s={NEVER_S}", "elastic.accept_s=8")
+    running = own.start("train", "run.toml", "checkpoint.every_steps=5", *never, SHOAL_REHEARSAL="scenario")
+    own.wait_for_text(r"of 3 replicas; rank \d lost after step 5")
+    assert to_the_end(own, running) == 0, own.said()
+    assert "is fenced" not in own.said()
+    assert "did not accept" not in own.said()
+    assert own.losses() == pytest.approx(plain, rel=LOSS_TOLERANCE)
+    assert used_ids(own) == expected_ids(STEPS)
+
+
+@pytest.mark.stress
 def test_a_stopped_replica_is_fenced_and_replaced(own: Project) -> None:
     """SIGSTOP: noticed by its silence, its process is ended, another takes its slot."""
     plain = undisturbed(own)
@@ -220,6 +239,22 @@ def test_a_replica_with_a_flipped_bit_is_named_and_healed(own: Project) -> None:
     wait_for_join(own, r"3 of 3 replicas; .*rank 2 joined after step")
     assert to_the_end(own, running) == 0, own.said()
     assert used_ids(own) == expected_ids(STEPS)
+
+
+@pytest.mark.stress
+def test_no_fingerprint_differs_in_10_000_steps(own: Project) -> None:
+    """Compared after every step, replicas that nothing strikes are never taken to differ; none is fenced or slow for
+    good, and no step is taken again."""
+    steps = 10_000
+    done = own.shoal(
+        "train", "run.toml", f"run.steps={steps}", "elastic.fingerprint_every_steps=1", "elastic.max=2",
+        "checkpoint.every_steps=0", timeout_s=900,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "fenced" not in done.stderr + done.stdout
+    assert "differ" not in done.stderr + done.stdout
+    lines = [json.loads(line) for line in (own.folder / "used.jsonl").read_text().splitlines()]
+    assert sum(len(line["ids"]) for line in lines) == steps * BATCH
 
 
 @pytest.mark.stress

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -10,18 +11,22 @@ import torch
 
 from shoal.checkpoint.objects import ACTIONS
 from shoal.checkpoint.verify import newest_verified
-from shoal.errors import UsageError
+from shoal.errors import EnvironmentFault, UsageError
+from shoal.experiments.rehearsal import trial as trial_module
 from shoal.experiments.rehearsal.rehearse import rehearse, row_of, state_of
 from shoal.experiments.rehearsal.scenarios import AT, FAMILIES, Scenario, scenarios
+from shoal.experiments.rehearsal.small_disk import end_fill, fill, small_disk, why_no_small_disk
 from shoal.experiments.rehearsal.trial import FaultTrial, Line, damage
 from shoal.observe.events import EventWriter
-from shoal.resilience.faults import Fault, Strike
+from shoal.recipes.elastic.rehearsed_journal import journal_of
+from shoal.resilience.events import Scaled
+from shoal.resilience.faults import JOURNAL, REHEARSAL, Fault, Strike, write_faults
 from tests.checkpoint.states import save, saver_for
 from tests.cli.project import Project, project
 
 PASSED = {
     "recovery/before", "recovery/in", "recovery/after", "step/before", "step/data", "step/state", "step/after",
-    "collective/before", "collective/in", "gradients/reduced", "optimizer/before", "optimizer/after",
+    "collective/before", "collective/in", "gradients/reduced", "optimizer/before", "optimizer/after", JOURNAL,
     *(f"save/{action}.{moment}" for action in ACTIONS for moment in ("before", "after")),
 }  # fmt: skip
 
@@ -30,7 +35,8 @@ PASSED = {
 def test_every_scenario_strikes_at_a_label_that_ranks_pass(ranks: int, elastic: bool) -> None:
     """All families are there, names differ, ranks exist, and a kill at every point of a save can be asked for."""
     found = scenarios(ranks, elastic=elastic, every_point=True)
-    assert {scenario.family for scenario in found} == set(FAMILIES) - ({"slow", "network"} if ranks == 1 else set())
+    missing = ({"slow", "network"} if ranks == 1 else set()) | (set() if elastic else {"coordinator"})
+    assert {scenario.family for scenario in found} == set(FAMILIES) - missing
     assert len({scenario.slug for scenario in found}) == len(found)
     for scenario in found:
         for fault in scenario.faults:
@@ -38,7 +44,7 @@ def test_every_scenario_strikes_at_a_label_that_ranks_pass(ranks: int, elastic: 
             assert fault.rank < ranks
             assert fault.step <= scenario.steps
     points = [scenario for scenario in found if scenario.family == "save"]
-    assert len(points) == 2 * len(ACTIONS)
+    assert len(points) == 1 + 2 * len(ACTIONS)
 
 
 def trial(folder: Path, *, codes: list[int | None], lines: list[Line], steps: list[tuple[int, float]]) -> FaultTrial:
@@ -137,6 +143,48 @@ def test_damage_is_noticed(tmp_path: Path, what: str) -> None:
     assert problems
 
 
+def test_damage_to_each_file_is_noticed_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one stays; where one goes unnoticed, nothing is proved."""
+    saver = saver_for(tmp_path)
+    for step in (100, 200):
+        save(saver, step, {"model/weight": torch.full((100,), float(step))})
+    assert damage(tmp_path, "each") == "each of 2 files"
+    manifest, problems = newest_verified(tmp_path)
+    assert manifest is not None
+    assert (manifest.step, len(problems)) == (100, 1)
+    monkeypatch.setattr(trial_module, "newest_verified", lambda directory: (manifest, []))
+    assert damage(tmp_path, "each") == ""
+
+
+@pytest.mark.skipif(why_no_small_disk() is not None, reason="needs root and mount")
+def test_a_small_disk_is_full_for_a_while_and_leaves_its_files(tmp_path: Path) -> None:
+    """Not a byte can be written while it is full; afterwards its files lie in a plain folder."""
+    folder = tmp_path / "disk"
+    with small_disk(folder, 4 << 20):
+        (folder / "first").write_text("kept")
+        fill(folder)
+        with pytest.raises(OSError, match="No space left"):
+            (folder / "second").write_bytes(bytes(1 << 16))
+        end_fill(folder)
+        (folder / "third").write_bytes(bytes(1 << 16))
+    assert not folder.is_mount()
+    assert sorted(path.name for path in folder.iterdir() if path.name != "second") == ["first", "third"]
+
+
+def test_the_journal_of_a_rehearsal_fails_once(tmp_path: Path) -> None:
+    """At the passing that the fault names; the coordinator that comes after it writes on."""
+    write_faults([Fault(action="fail_disk", label=JOURNAL, passing=2)], tmp_path / "scenario")
+    opened = journal_of({REHEARSAL: str(tmp_path / "scenario")})
+    with closing(opened(tmp_path / "journal")) as journal:
+        journal.append([Scaled(2)])
+        with pytest.raises(EnvironmentFault, match="No space left on device"):
+            journal.append([Scaled(3)])
+    with closing(opened(tmp_path / "journal")) as journal:
+        for replicas in (4, 5):
+            journal.append([Scaled(replicas)])
+        assert journal.read() == [Scaled(2), Scaled(4), Scaled(5)]
+
+
 def rehearsed(own: Project, *arguments: str) -> list[dict]:
     done = own.shoal("rehearse", "run.toml", "--json", *arguments, timeout_s=280.0)
     found = json.loads(done.stdout)
@@ -161,10 +209,17 @@ def test_nothing_is_sent_to_what_the_real_run_writes_to(tmp_path: Path) -> None:
     assert "checkpoint.remote and observe.webhook: a rehearsal would send" in done.stderr
 
 
+ELASTIC = "[elastic]\nmax = 2\nsilence_s = 5\n"
+
+
 @pytest.mark.stress
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_promise_is_kept_on_two_ranks(tmp_path: Path, family: str) -> None:
-    """The whole suite, a family at a time."""
-    rows = rehearsed(project(tmp_path), "--faults", family)
+    """The whole suite, a family at a time; a coordinator there is in an elastic run alone."""
+    own = project(tmp_path)
+    if family == "coordinator":
+        text = (tmp_path / "run.toml").read_text().replace("global_samples = 5", "global_samples = 6")
+        (tmp_path / "run.toml").write_text(text + ELASTIC)
+    rows = rehearsed(own, "--faults", family)
     assert rows
     assert [row["name"] for row in rows if row["kept"] is False] == []

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.waiting import HANG_S, wait_until
+from tests.waiting import HANG_S, NEVER_S, wait_until
 
 SOURCE = Path(__file__).parents[2] / "src"
 LAUNCHER = """
@@ -20,9 +20,10 @@ import os, sys
 from pathlib import Path
 from shoal.launch.spawn import run_ranks
 from shoal.launch.supervision import Patience
-script, processes, directory, failure_s = sys.argv[1:]
+script, processes, directory, failure_s, start_s = sys.argv[1:]
 sys.exit(run_ranks([sys.executable, script], processes=int(processes), run_directory=Path(directory),
-                   environ=os.environ, patience=Patience(failure_s=float(failure_s), saving_s=300.0, terminate_s=0.3)))
+                   environ=os.environ, patience=Patience(failure_s=float(failure_s), saving_s=300.0, terminate_s=0.3,
+                                                         start_s=float(start_s))))
 """
 RANK = """
 import os, signal, sys, time
@@ -95,11 +96,12 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     """Start a launcher over ranks that run `body`; once one has failed, the others have `failure_s` to end."""
     started: list[Launched] = []
 
-    def start(body: str, processes: int = 2, *, failure_s: float = 0.5) -> Launched:
+    def start(body: str, processes: int = 2, *, failure_s: float = 0.5, start_s: float = NEVER_S) -> Launched:
         script = tmp_path / "rank.py"
         indented = "".join(f"    {line}\n" for line in body.strip().splitlines())
         script.write_text(RANK.format(directory=str(tmp_path)) + indented)
-        command = [sys.executable, "-c", LAUNCHER, str(script), str(processes), str(tmp_path), str(failure_s)]
+        limits = [str(failure_s), str(start_s)]
+        command = [sys.executable, "-c", LAUNCHER, str(script), str(processes), str(tmp_path), *limits]
         environ = {**os.environ, "PYTHONPATH": str(SOURCE)}
         said = tmp_path / f"said-{len(started)}"
         with said.open("wb") as stderr:

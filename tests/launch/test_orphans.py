@@ -6,10 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
+import pytest
+
 from shoal.launch.rank_process import LAUNCHER_PID, LAUNCHER_PIPE
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, wait_until
 
 SOURCE = Path(__file__).parents[2] / "src"
 RANK = """
@@ -39,6 +42,42 @@ def test_the_end_of_the_pipe_is_the_end_of_the_rank():
     assert rank.wait(timeout=HANG_S) == -signal.SIGKILL
     os.close(read_end)
     rank.stdout.close()
+
+
+LAUNCHER = """
+import os, sys, time
+from pathlib import Path
+from shoal.launch.rank_process import start
+started = start(["/bin/sh", "-c", "kill -STOP $$; sleep 3600"], 1, environ=os.environ, run_directory=Path(sys.argv[1]),
+                pass_fds=())
+while not started.is_stopped():
+    time.sleep(0.01)
+print(started.pid, flush=True)
+time.sleep(3600)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
+def test_a_rank_that_is_stopped_before_it_runs_python_ends_with_its_launcher(tmp_path: Path) -> None:
+    """As one that is stopped in its imports: it has armed nothing itself, and none of its threads looks."""
+    command = [sys.executable, "-c", LAUNCHER, str(tmp_path)]
+    environ = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE) as launcher:
+        assert launcher.stdout is not None
+        pid = int(launcher.stdout.readline())
+        launcher.kill()
+    try:
+        wait_until(lambda: not _runs(pid))
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
 
 
 def test_a_launcher_that_died_first_is_noticed():

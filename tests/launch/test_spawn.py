@@ -5,16 +5,22 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from shoal.errors import EnvironmentFault
 from shoal.launch.allocator import GLIBC_BYTES
+from shoal.launch.arrival import has_arrived
+from shoal.launch.failure import FAILURE_FOLDER
+from shoal.launch.rank_process import start
 from shoal.launch.signals import SAME_REQUEST_S
-from shoal.launch.spawn import listening, run_ranks
-from tests.waiting import HANG_S
+from shoal.launch.spawn import conclude, listening, run_ranks
+from shoal.launch.supervision import Patience, StartOver, Supervision, Watch
+from tests.waiting import HANG_S, NEVER_S, wait_until
 
 WAIT = "ready(); wait_for_ever()"
 
@@ -93,6 +99,48 @@ def test_a_stopped_rank_is_named_and_killed(launch):
     assert code == 3
     assert said.startswith(f"rank 0 (pid {pids[0]}) is stopped (SIGSTOP)")
     assert launched.survivors(pids) == []
+
+
+def test_ranks_that_hang_while_they_start_are_ended_and_named(launch):
+    """Nobody waits for them, as all hang: exit 3 with a sentence."""
+    launched = launch("wait_for_ever()", start_s=0.2)
+    code, said = launched.end()
+    assert code == 3
+    assert "had not started after 0.2 s (run.start_timeout_s): " in said
+
+
+HANGS = """
+import sys, time
+from pathlib import Path
+here = Path(sys.argv[1])
+(here / "ready").touch()
+time.sleep(3600)  # as an import that waits for a file system
+"""
+ARRIVES = """
+import os, sys, time
+from pathlib import Path
+from shoal.launch.arrival import say_arrived
+say_arrived(os.environ)
+time.sleep(3600)
+"""
+
+
+def test_the_rank_that_hangs_while_it_starts_is_named_with_its_line(tmp_path: Path) -> None:
+    """The other one has started: it is ended, and not to blame."""
+    (tmp_path / "arrives.py").write_text(ARRIVES)
+    (tmp_path / "hangs.py").write_text(HANGS)
+    watch = Watch(Supervision({0, 1}, Patience(failure_s=0.1, terminate_s=0.1, start_s=NEVER_S)), tmp_path)
+    for rank, name in enumerate(("arrives.py", "hangs.py")):
+        environ = {**os.environ, "RANK": str(rank), "PYTHONFAULTHANDLER": "1", FAILURE_FOLDER: str(tmp_path)}
+        command = [sys.executable, str(tmp_path / name), str(tmp_path)]
+        watch.ranks.append(start(command, rank, environ=environ, run_directory=tmp_path, pass_fds=()))
+    wait_until(lambda: has_arrived(tmp_path, watch.ranks[0]) and (tmp_path / "ready").exists())
+    watch.events.put(StartOver())
+    watch.until_all_left()
+    code = conclude(watch, tmp_path, 2)
+    assert (code, code.rank) == (3, 1)
+    assert f"rank 1 had not started after {NEVER_S:g} s (run.start_timeout_s): it was at " in code.sentence
+    assert f"{tmp_path}/hangs.py:6; look what it waits for there" in code.sentence
 
 
 def test_no_rank_outlives_a_killed_launcher(launch):

@@ -16,7 +16,8 @@ import msgspec
 
 from shoal.coordinator.client import Address, NoGeneration
 from shoal.errors import EnvironmentFault
-from shoal.launch.failure import failure_of, write_failure
+from shoal.launch.arrival import say_arrived
+from shoal.launch.failure import FAILURE_FOLDER, failure_of, write_failure
 from shoal.launch.rank_process import RankProcess
 from shoal.launch.root_cause import ExitCode
 from shoal.recipes.elastic.fleet import Fleet
@@ -181,6 +182,25 @@ def test_a_replica_that_is_stopped_before_it_joins_is_ended_and_replaced(tmp_pat
     assert warned[0] == f"{name} (pid {stopped.pid}) has been stopped for 2 s: it is ended"
     assert warned[1] == f"{name} (pid {stopped.pid}) ended: killed by SIGKILL; another takes its place"
     assert end_of(fleet, 0) is paused
+    fleet.events.put(signal.SIGTERM)
+    to_the_end(fleet)
+
+
+def test_a_replica_that_is_not_ready_to_join_in_time_is_named_and_replaced(tmp_path: Path) -> None:
+    """It hangs in its imports, where the coordinator does not know it: nobody else would end it. One that is ready
+    stays."""
+    fleet = fleet_of(tmp_path, Processes({0: WAITS, 1: WAITS}))
+    fleet.warn = (warned := list[str]()).append
+    ready = names(fleet)[0]
+    say_arrived({FAILURE_FOLDER: str(tmp_path), "RANK": "0"}, replica=ready)
+    late, process = names(fleet)[1], end_of(fleet, 1)
+    fleet.start_s = 0.0
+    while len(cast(Processes, fleet.starter).started) == 2:
+        fleet.react()
+    fleet.start_s = None
+    assert warned[0].startswith(f"{late} (pid {process.pid}) ended: EnvironmentFault: rank 1 had not started after 0 s")
+    assert warned[0].endswith("; another takes its place")
+    assert names(fleet)[0] == ready
     fleet.events.put(signal.SIGTERM)
     to_the_end(fleet)
 

@@ -5,20 +5,29 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Event, Thread
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore
 
+from shoal.comm import c10d_forms
+from shoal.comm.board import Board
+from shoal.comm.c10d_forms import open_gloo
 from shoal.comm.collective import Alone, Collective, Handle
+from shoal.comm.config import WireConfig
+from shoal.comm.connect import connect
+from shoal.comm.ledger import Ledger
 from shoal.comm.local import local_group
 from shoal.coordinator.client import Address, Begin, NoGeneration
-from shoal.errors import CollectiveError
+from shoal.errors import CollectiveError, GenerationOver
 from shoal.launch import sockets
 from shoal.launch.environment import STORE_FD, Place
 from shoal.recipes.elastic import state_copy
@@ -28,11 +37,12 @@ from shoal.recipes.elastic.rendezvous import ReplicaRendezvous, place_of
 from shoal.recipes.elastic.replica_ranks import ReplicaRanks
 from shoal.recipes.elastic.sinks import membership_sentence
 from shoal.recipes.elastic.state_copy import HeldState, share_state
+from shoal.recipes.process import Process
 from shoal.resilience.events import View
 from shoal.resilience.participant import FencedOut
 from shoal.state.target import targets_of, views
 from shoal.topology.box import Box
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, NEVER_S
 
 CPU = torch.device("cpu")
 
@@ -198,20 +208,77 @@ def test_a_connection_that_ipv6_carries_is_found_by_its_address_in_ipv4() -> Non
         assert connection.recv(1) == b""
 
 
-def test_a_save_ends_when_a_member_is_lost() -> None:
-    """It waits for the parts of all members, for minutes, and those of the lost one do not come."""
+@contextmanager
+def rendezvous_of_a() -> Iterator[tuple[ReplicaRendezvous, View]]:
+    """That of replica a, which hosts the store of a generation of a and b."""
     with sockets.listen_at("127.0.0.1", 0, one_host=True) as listener:
         port, fd = listener.getsockname()[1], listener.fileno()
         environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), STORE_FD: str(os.dup(fd))}
         assigned = Assignment("a", Address("127.0.0.1", 1, b""), 1)
-        rendezvous = ReplicaRendezvous(assigned, Place(0, 1, 0, 1, 0, "shoal"), CPU, timeout_s=10, environ=environ)
-        view = View(1, 1, ("a", "b"), (), 0, 0, 0, (rendezvous.address, "127.0.0.1:1"))
-        saves = rendezvous.exchange(rendezvous.of(view), timeout_s=10)
-        with ThreadPoolExecutor(1) as pool:
-            collected = pool.submit(saves.collect, ["part of b"], 600.0)
-            rendezvous.stop_waiting_for(frozenset({"b"}))
-            with pytest.raises(CollectiveError, match="was lost or joined while the checkpoint was written"):
-                collected.result(HANG_S)
+        place = Place(0, 1, 0, 1, 0, "shoal")
+        rendezvous = ReplicaRendezvous(assigned, place, CPU, timeout_s=NEVER_S, environ=environ)
+        yield rendezvous, View(1, 1, ("a", "b"), (), 0, 0, 0, (rendezvous.address, "127.0.0.1:1"))
+
+
+def until_b_is_lost(rendezvous: ReplicaRendezvous, wait: Callable[[], Any]) -> None:
+    """Calls `wait`, loses b meanwhile, and raises what `wait` raises."""
+    waiting: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            waiting.set_result(wait())
+        except Exception as error:
+            waiting.set_exception(error)
+
+    Thread(target=run, daemon=True).start()  # one that hangs does not hang the test
+    with pytest.raises(TimeoutError):
+        waiting.result(0.1)
+    rendezvous.stop_waiting_for(frozenset({"b"}))
+    waiting.result(HANG_S)
+
+
+def test_a_save_ends_when_a_member_is_lost() -> None:
+    """It waits for the parts of all members, for minutes, and those of the lost one do not come."""
+    with rendezvous_of_a() as (rendezvous, view):
+        saves = rendezvous.exchange(rendezvous.of(view), timeout_s=NEVER_S)
+        with pytest.raises(CollectiveError, match="was lost"):
+            until_b_is_lost(rendezvous, lambda: saves.collect(["part of b"], NEVER_S))
+
+
+WAITS: dict[str, Callable[[Process], object]] = {
+    "a message": lambda process: Board(process.store, timeout_s=NEVER_S).collect(["from b"]),
+    "a barrier": lambda process: process.wait_for_all(),
+    "a group": lambda process: connect(
+        PrefixStore("group", process.store), 0, 2, device=CPU, label="world", ledger=Ledger(),
+        wire=WireConfig(timeout_s=NEVER_S),
+    ),
+    "Gloo": lambda process: open_gloo(PrefixStore("gloo", process.store), 0, 2, timeout_s=NEVER_S),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", [*WAITS, "a peer of Gloo"])
+def test_every_wait_for_a_lost_member_ends(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """Also of the rank that hosts the store, which no end of a connection wakes. Gloo waits without the store for a
+    peer that has ended since it told its address."""
+    with rendezvous_of_a() as (rendezvous, view):
+        process = rendezvous.of(view)
+        if what not in WAITS:
+            monkeypatch.setattr(c10d_forms, "GlooGroup", lambda *_, **__: Event().wait(2 * HANG_S))
+        wait = WAITS.get(what, WAITS["Gloo"])
+        with pytest.raises(GenerationOver, match="b was lost: waiting for another generation"):
+            until_b_is_lost(rendezvous, lambda: wait(process))
+
+
+def test_a_member_that_is_lost_before_the_others_meet_is_not_waited_for() -> None:
+    """The generation meets at its store, where nobody listens any more; the next one meets elsewhere."""
+    with rendezvous_of_a() as (rendezvous, view):
+        elsewhere = msgspec.structs.replace(view, members=("b", "a"), addresses=("127.0.0.1:1", rendezvous.address))
+        with pytest.raises(GenerationOver, match="b was lost"):
+            rendezvous.of(elsewhere, lost=lambda: frozenset({"b"}))
+        again = rendezvous.of(view)
+        rendezvous.leave()
+        with pytest.raises(CollectiveError, match="store is gone"):
+            Board(again.store, timeout_s=NEVER_S).collect(["from b"])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")

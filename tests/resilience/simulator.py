@@ -127,7 +127,11 @@ class World:
         for _ in range(QUIET_TICKS):
             self.run(1)
             found = self.coordinator
-            if found is not None and found.known and found.ledger.step >= max(before, found.formed_step) + 3:
+            # Reports of steps before may still come in. Those of a member that is lost never do: then another
+            # generation is on its way, and goes on from what the others hold.
+            if found is None or not found.known or found.number > found.generation:
+                continue
+            if found.ledger.step >= max(before, found.formed_step) + 3:
                 break
         else:
             self.require(False, f"no step in {QUIET_TICKS} ticks without faults: {self.describe()}")

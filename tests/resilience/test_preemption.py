@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.resilience.config import ElasticConfig
 from shoal.resilience.preemption import Preemption, notice_in, watching_for_preemption
+from shoal.runfile.run_file import RunConfig
 from tests.waiting import HANG_S
 
 
@@ -105,4 +105,4 @@ def test_a_service_that_is_not_there_is_warned_of_once(tmp_path: Path) -> None:
 def test_what_is_no_url_is_refused() -> None:
     """Before anything starts."""
     with pytest.raises(ValueError, match="is no URL of HTTP"):
-        ElasticConfig(preemption_url="metadata.google.internal")
+        RunConfig(name="own", steps=1, preemption_url="metadata.google.internal")

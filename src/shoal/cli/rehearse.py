@@ -19,7 +19,8 @@ def rehearse(
         str,
         typer.Option(
             metavar="FAMILY,...",
-            help="rank, optimizer, save, recovery, preemption, disk, corruption, numbers, slow, network; or all.",
+            help="rank, optimizer, save, recovery, coordinator, preemption, disk, corruption, numbers, slow, network; "
+            "or all.",
         ),
     ] = "all",
     only: Annotated[str, typer.Option(metavar="TEXT", help="The faults whose names contain it.")] = "",

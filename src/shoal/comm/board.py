@@ -15,6 +15,7 @@ thread stays behind, blocked, until the process ends.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from queue import Empty, SimpleQueue
@@ -30,6 +31,7 @@ PART_BYTES = 4 << 20
 """The store drops a client that sends more than 8 MiB at once (torch 2.13, libuv backend)."""
 GRACE_S = 1.0
 """What a call may take beyond the time that the server was asked to wait."""
+LOOK_S = 0.5
 LEAST_S = 0.001
 """The store takes shorter times for none at all, and waits for ever."""
 NAMED = 8
@@ -120,12 +122,14 @@ class Board:
         return bounded(call, timeout_s=limit_s + GRACE_S)
 
 
-def bounded(call: Callable[[], T], *, timeout_s: float) -> T:
+def bounded(call: Callable[[], T], *, timeout_s: float, look: Callable[[], object] | None = None) -> T:
     """`call()`, which talks to the store. Raises what it raises, and `CollectiveError` where it takes too long.
 
-    The call goes on behind the caller's back then (see the Note above).
+    `look` is called every `LOOK_S` meanwhile: what it raises ends the wait, too. The call goes on behind the caller's
+    back then (see the Note above).
     """
     answers: SimpleQueue[tuple[T, None] | tuple[None, Exception]] = SimpleQueue()
+    end_s = time.monotonic() + timeout_s
 
     def run() -> None:
         with AT_WORK:
@@ -135,13 +139,18 @@ def bounded(call: Callable[[], T], *, timeout_s: float) -> T:
                 answers.put((None, error))
 
     threading.Thread(target=run, name="shoal-board", daemon=True).start()
-    try:
-        value, error = answers.get(timeout=timeout_s)
-    except Empty:
-        raise CollectiveError(
-            f"the run's store did not answer within {timeout_s:g} s: rank 0, or the launcher that hosts it, is dead or "
-            "stopped, or the network to it is cut"
-        ) from None
+    while True:
+        left_s = max(0.0, end_s - time.monotonic())
+        try:
+            value, error = answers.get(timeout=left_s if look is None else min(left_s, LOOK_S))
+            break
+        except Empty:
+            if look is None or left_s <= LOOK_S:
+                raise CollectiveError(
+                    f"the run's store did not answer within {timeout_s:g} s: rank 0, or the launcher that hosts it, is "
+                    "dead or stopped, or the network to it is cut"
+                ) from None
+        look()
     if isinstance(error, DistError) and not isinstance(error, DistStoreError):  # that is a wait whose time is over
         raise CollectiveError(
             f"the run's store is gone ({str(error).splitlines()[0]}): rank 0, or the launcher that hosts it, has "

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from shoal.comm.board import GRACE_S, bounded
+from shoal.comm.board import GRACE_S, Board, bounded
 from shoal.errors import CollectiveError
 
 _WORKS_KEPT, _SMALL_BYTES = 64, 64
@@ -209,11 +209,17 @@ def open_gloo(store: Store, rank: int, size: int, *, timeout_s: float, lazy: boo
     """A Gloo group over connections that its ranks find through `store`. Blocks until all have called it.
 
     `timeout_s` bounds this and every call of the group. `lazy`: two ranks connect when they first speak.
-    Raises `CollectiveError` where a rank does not come.
+    Raises `CollectiveError` where a rank does not come, or the store goes: Gloo itself would go on waiting for a rank
+    that has ended since it told its address.
     """
     limit = timedelta(seconds=timeout_s)
+    board = Board(store, timeout_s=timeout_s)
     try:
-        return bounded(lambda: GlooGroup(store, rank, size, limit, lazy=lazy), timeout_s=timeout_s + GRACE_S)
+        return bounded(
+            lambda: GlooGroup(store, rank, size, limit, lazy=lazy),
+            timeout_s=timeout_s + GRACE_S,
+            look=lambda: board.published("given up"),
+        )
     except RuntimeError as error:
         raise CollectiveError(
             f"rank {rank} of a group of {size} could not connect to the others over Gloo within {timeout_s:g} s "

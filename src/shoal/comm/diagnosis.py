@@ -15,7 +15,7 @@ from typing import Any
 
 from shoal.comm.board import Board
 from shoal.comm.checking.call_log import CallLog
-from shoal.errors import CollectiveError
+from shoal.errors import CollectiveError, GenerationOver
 
 PATIENCE_S = 2.0
 _GONE = re.compile(r"rank (\d+) of the group is gone")
@@ -45,6 +45,8 @@ class Diagnosis:
         gone = _GONE.search(error)
         try:
             logs = self._logs("failed", without=None if gone is None else int(gone[1]))
+        except GenerationOver as over:
+            return f"{head}: {over}"
         except CollectiveError:
             return f"{head}, and the store does not answer: its host, {self.members[0]}, is dead or stopped"
         if (number := _first_difference(logs)) is not None:

@@ -22,14 +22,18 @@ from shoal.resilience.stragglers import Slow
 
 @contextlib.contextmanager
 def coordinator_in(
-    folder: Path, rules: Rules, *, told: Callable[[Decision | Divergence | Slow | Exception], None]
+    folder: Path,
+    rules: Rules,
+    *,
+    told: Callable[[Decision | Divergence | Slow | Exception], None],
+    journal: Callable[[Path], Journal] = Journal,
 ) -> Iterator[Address]:
-    """Serves until the end of the block, with its journal and its token in `folder`.
+    """Serves until the end of the block, with its token in `folder`, and what `journal` opens there.
 
     `told` hears, in the coordinator's thread, of decisions, of verdicts on fingerprints, of slow members, and of the
     fault that ended the service, such as a full disk. Raises `EnvironmentFault` where it cannot start.
     """
-    token, records = make_token(folder / "token"), Journal(folder / "journal")
+    token, records = make_token(folder / "token"), journal(folder / "journal")
     with contextlib.closing(records), contextlib.closing(listen(LOOPBACK, 0)) as listener:
         service = Service(rules, records, token=token, told=told)
         loop = asyncio.new_event_loop()

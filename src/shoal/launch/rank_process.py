@@ -3,10 +3,11 @@
 Each rank leads a session of its own, so that Ctrl-C reaches the launcher alone and the rank's own children can be
 ended with it. Rank 0 keeps the terminal; the others write to `logs/rank-0000N.log`.
 
-No rank outlives its launcher, however the launcher dies. Two independent guards are armed in the rank. The kernel's, on
-Linux: `prctl(PR_SET_PDEATHSIG, SIGKILL)`, which ends even a rank that is stopped. The pipe's, everywhere: the launcher
-alone holds the write end, so the read end reports end-of-file when the launcher is gone, and a thread that waits for
-that ends the rank.
+No rank outlives its launcher, however the launcher dies. There are two independent guards. The kernel's, on Linux:
+`prctl(PR_SET_PDEATHSIG, SIGKILL)`, which ends even a rank that is stopped. It is armed between fork and exec, and so
+holds before Python has started; and once more in the rank, as a command before it (`HostEntry`) may have lost it. The
+pipe's, everywhere, is armed in the rank: the launcher alone holds the write end, so the read end reports end-of-file
+when the launcher is gone, and a thread that waits for that ends the rank.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -141,6 +142,7 @@ def start(
                 stderr=output,
                 pass_fds=pass_fds,
                 start_new_session=True,
+                preexec_fn=_armed(),
             )
     except OSError as error:
         raise EnvironmentFault(
@@ -153,6 +155,27 @@ def start(
 def _opened(log: Path) -> BinaryIO:
     log.parent.mkdir(parents=True, exist_ok=True)
     return log.open("ab")
+
+
+def _armed() -> Callable[[], None] | None:
+    """What a child does between fork and exec: the kernel ends it with the thread that started it. None where the
+    kernel has no such guard.
+
+    Other threads of this process may hold locks that the child finds locked for ever. So everything is looked up here,
+    and the child makes system calls alone.
+    """
+    if sys.platform != "linux":
+        return None
+    prctl, launcher = ctypes.CDLL(None).prctl, os.getpid()
+    arguments = (ctypes.c_int(_PR_SET_PDEATHSIG), *(ctypes.c_ulong(n) for n in (signal.SIGKILL, 0, 0, 0)))
+    getppid, leave = os.getppid, os._exit
+
+    def arm() -> None:
+        prctl(*arguments)  # where the kernel refuses, the rank says so when it arms the guard again
+        if getppid() != launcher:  # it died before the guard was armed
+            leave(1)
+
+    return arm
 
 
 def die_with_parent(environ: Mapping[str, str]) -> None:

@@ -208,12 +208,20 @@ def _agent_hosts(environ: Mapping[str, str]) -> bool:
 
 
 def connect_store(
-    place: Place, address: str, port: int, *, token: bytes, timeout_s: float, listen_fd: int | None = None
+    place: Place,
+    address: str,
+    port: int,
+    *,
+    token: bytes,
+    timeout_s: float,
+    listen_fd: int | None = None,
+    look: Callable[[], None] = lambda: None,
 ) -> AuthenticatedStore:
     """A connection to the store at that address; `listen_fd`: host it, on that listening socket.
 
-    Raises `TokenRefused` where it knows another token, and `CollectiveError` where it does not answer within
-    `timeout_s`, or is no store.
+    `look` is called from time to time: it raises where there is nothing to wait for any more. Raises `TokenRefused`
+    where the store knows another token, and `CollectiveError` where it does not answer within `timeout_s`, or is no
+    store.
     """
     server = None if listen_fd is None else StoreServer(socket.socket(fileno=listen_fd), token=token)
     state = ["not tried yet"]
@@ -225,6 +233,7 @@ def connect_store(
                     connection = stack.enter_context(sockets.connected(address, port))
                     state[:] = ["connected, but it does not answer"]
                     while not sockets.readable(connection, _RETRY_S):
+                        look()
                         if over.is_set():
                             raise TimeoutError(state[0])  # nobody hears it any more
                     shake_hands(connection, token)
@@ -232,6 +241,7 @@ def connect_store(
                     return AuthenticatedStore(connection, timeout_s=STORE_TIMEOUT_S, server=server)
             except OSError as error:
                 state[:] = [sockets.reason_of(error)]
+            look()
             if over.wait(_RETRY_S * (0.5 + random.random())):
                 raise TimeoutError(state[0])
 

@@ -58,19 +58,24 @@ class Debounce:
 
 
 class StopRequest:
-    """Notes the first SIGTERM or SIGINT; ends the process with 128 + n at the second. Main thread only."""
+    """Notes the first SIGTERM or SIGINT; ends the process with 128 + n at the second. Main thread only, but `ask`."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic, end: Callable[[int], Any] = os._exit) -> None:
         self.signal: signal.Signals | None = None
         self._clock = clock
         self._end = end
+        self._asked = False
         self._debounce = Debounce()
         self._before: dict[signal.Signals, Any] = {}
 
     @property
     def requested(self) -> bool:
-        """Whether a stop has been asked for; `signal` says by which signal."""
-        return self.signal is not None
+        """Whether a stop has been asked for; `signal` says by which signal, if by one."""
+        return self._asked or self.signal is not None
+
+    def ask(self) -> None:
+        """Asks for a stop without a signal; the first signal that follows is the first still. From any thread."""
+        self._asked = True
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is not threading.main_thread():

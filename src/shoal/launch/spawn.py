@@ -54,6 +54,7 @@ def run_ranks(
     ranks = range(first_rank, first_rank + processes)
     watch = Watch(Supervision(set(ranks), patience or Patience()))
     with temporary_folder() as folder, listening(watch.events), no_survivors(watch.ranks):
+        watch.folder = folder
         environ = {**environ, FAILURE_FOLDER: str(folder)}
         if (world_size or processes) == processes and not environ.get(JOB_TOKEN):  # no rank is on another host
             make_token(folder / "token")

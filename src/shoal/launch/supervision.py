@@ -7,6 +7,7 @@ comes out is the signals to send now.
     a rank leaves with 75     the others are saving, too: they get `saving_s`, then the same
     the user asks to stop     SIGTERM to every rank, without a limit: they finish the step and save
     the user asks twice       SIGKILL to every rank
+    a rank is late            SIGABRT to it (`arrival`), then SIGTERM and SIGKILL to every rank
 
 `Watch` feeds it: ends of ranks, signals to the launcher and deadlines, one at a time. One thread a rank waits for that
 rank's end, so that an end is noticed at once and nothing polls. All else happens in the thread that calls
@@ -16,15 +17,19 @@ rank's end, so that an end is noticed at once and nothing polls. All else happen
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import signal
 import sys
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from shoal.errors import Stopped
 from shoal.escape import escape_controls
+from shoal.launch.arrival import DUMP_S, failure_of_late, has_arrived
+from shoal.launch.failure import write_failure
 from shoal.launch.rank_process import RankProcess
 from shoal.launch.root_cause import Exit
 from shoal.launch.signals import Debounce
@@ -36,12 +41,14 @@ Sends = list[tuple[int, signal.Signals]]
 class Patience:
     """How long ranks may go on after another has left, in seconds.
 
-    `doing` says what ranks do that are told to stop, `then` what is left of their work where they are stopped at once.
+    `start_s`: how long they may take to start (`arrival`); None: as long as they like. `doing` says what ranks do that
+    are told to stop, `then` what is left of their work where they are stopped at once.
     """
 
     failure_s: float = 2.0
     saving_s: float = 300.0
     terminate_s: float = 1.0
+    start_s: float | None = None
     doing: str = "finishing the step and saving"
     then: str = "the next start goes on from the newest checkpoint"
 
@@ -81,6 +88,11 @@ class Supervision:
         first, self.stop_signal = self.stop_signal is None, number
         return self._send(signal.SIGTERM if first else signal.SIGKILL)
 
+    def on_late(self, rank: int, *, now_s: float) -> Sends:
+        """A rank has not started in time: it gets `DUMP_S` to print where it is."""
+        self.deadline_s = min(self.deadline_s or math.inf, now_s + DUMP_S)
+        return [(rank, signal.SIGABRT)]
+
     def on_time(self, now_s: float) -> Sends:
         """Time has gone by: once the deadline is over SIGTERM is due, and `terminate_s` later SIGKILL."""
         if self.deadline_s is None or now_s < self.deadline_s:
@@ -99,38 +111,55 @@ class Supervision:
         return [(rank, number) for rank in sorted(self.running)]
 
 
+class StartOver:
+    """All ranks should have started by now."""
+
+
 @dataclass
 class Watch:
-    """The ranks, what happens to them, and how they ended."""
+    """The ranks, what happens to them, and how they ended. `folder`: the launcher's own, where ranks leave records."""
 
     supervision: Supervision
-    events: queue.SimpleQueue[RankProcess | signal.Signals] = field(default_factory=queue.SimpleQueue)
+    folder: Path = field(default_factory=Path)
+    events: queue.SimpleQueue[RankProcess | signal.Signals | StartOver] = field(default_factory=queue.SimpleQueue)
     ranks: list[RankProcess] = field(default_factory=list)
     exits: list[Exit] = field(default_factory=list)
     stopped: dict[int, int] = field(default_factory=dict)
+    late: set[int] = field(default_factory=set)
 
     def until_all_left(self) -> None:
         """React to ends, signals and deadlines until no rank runs."""
         for rank in self.ranks:
             threading.Thread(target=self._announce_end, args=(rank,), daemon=True).start()
-        while self.supervision.running:
-            self._react(self._next_event())
+        start_s = self.supervision.patience.start_s
+        timer = None if start_s is None else threading.Timer(start_s, self.events.put, (StartOver(),))
+        if timer is not None:
+            timer.daemon = True
+            timer.start()
+        try:
+            while self.supervision.running:
+                self._react(self._next_event())
+        finally:
+            if timer is not None:
+                timer.cancel()
 
     def _announce_end(self, rank: RankProcess) -> None:
         rank.wait()
         self.events.put(rank)
 
-    def _next_event(self) -> RankProcess | signal.Signals | None:
+    def _next_event(self) -> RankProcess | signal.Signals | StartOver | None:
         deadline_s = self.supervision.deadline_s
         try:
             return self.events.get(timeout=None if deadline_s is None else max(0.0, deadline_s - time.monotonic()))
         except queue.Empty:
             return None
 
-    def _react(self, event: RankProcess | signal.Signals | None) -> None:
+    def _react(self, event: RankProcess | signal.Signals | StartOver | None) -> None:
         now_s = time.monotonic()
         if isinstance(event, RankProcess):
             self._note_end(event, now_s)
+        elif isinstance(event, StartOver):
+            self._note_late(now_s)
         elif event is not None:
             first = self.supervision.stop_signal is None
             self._send(self.supervision.on_signal(event, now_s=now_s))
@@ -142,14 +171,24 @@ class Watch:
     def _note_end(self, rank: RankProcess, now_s: float) -> None:
         time_ns = time.time_ns()
         code = rank.reap()
-        self.exits.append(
-            Exit(rank.rank, rank.pid, code, time_ns, by_launcher=self.supervision.sent_by_launcher(rank.rank, code))
-        )
+        by_launcher = self.supervision.sent_by_launcher(rank.rank, code)
+        if rank.rank in self.late:
+            start_s = self.supervision.patience.start_s or 0.0
+            failure = failure_of_late(rank, start_s=start_s, stopped=rank.rank in self.stopped)
+            write_failure(failure, self.folder)
+            code, by_launcher = failure.exit_code, False
+        self.exits.append(Exit(rank.rank, rank.pid, code, time_ns, by_launcher=by_launcher))
         self.supervision.on_exit(rank.rank, code, now_s=now_s)
+
+    def _note_late(self, now_s: float) -> None:
+        for rank in self.ranks:
+            if rank.rank in self.supervision.running and not has_arrived(self.folder, rank):
+                self.late.add(rank.rank)
+                self._send(self.supervision.on_late(rank.rank, now_s=now_s))
 
     def _note_stopped(self) -> None:
         # Only once somebody has left: until then a stopped rank is the user's own business.
-        if self.exits:
+        if self.exits or self.late:
             held = (rank for rank in self.ranks if rank.rank in self.supervision.running and rank.is_stopped())
             self.stopped |= {rank.rank: rank.pid for rank in held}
 

@@ -23,7 +23,6 @@ from shoal.errors import ConfigError, ShoalError, UsageError
 from shoal.launch.devices import gpus
 from shoal.launch.environment import ALONE, Place, place_from
 from shoal.launch.lock import RunLock
-from shoal.launch.signals import StopRequest
 from shoal.launch.supervision import say
 from shoal.models.embedding_table import tables_in
 from shoal.observe.facts import write_facts
@@ -43,6 +42,7 @@ from shoal.recipes.own_objects import (
     stop_in_reader,
     unread_arguments,
 )
+from shoal.recipes.preempted import stop_request_of
 from shoal.recipes.run import open_run
 from shoal.recipes.run_record import write_run_file
 from shoal.recipes.start import Planner, as_launched, checked, in_rank, run
@@ -129,7 +129,7 @@ def _training(
     introduce(sinks, opened, resumed_step)
     for sentence in said:
         sinks.note(sentence)
-    stop = stack.enter_context(StopRequest())
+    stop = stack.enter_context(stop_request_of(opened, say=sinks.warn))
     stack.enter_context(watch_hangs(opened, directory, say=sinks.warn))
     job = build_job(opened, directory, sinks, stack, stop_requested=lambda: stop.requested, own_loop=True)
     stack.callback(job.saver.close)

@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import Store
 from shoal.comm.conditions import Conditions
 from shoal.errors import EnvironmentFault
 from shoal.launch.allocator import keep_freed_memory, thresholds
+from shoal.launch.arrival import say_arrived
 from shoal.launch.devices import memory_limit
 from shoal.launch.environment import Place
 from shoal.launch.rendezvous import STARTED, Rendezvous, interface_for, open_store
@@ -67,6 +68,8 @@ def open_process(
     Blocks until rank 0's process is there. Raises `EnvironmentFault` if GPUs were asked for and there are too few, and
     `ConfigError` on a rank that was started with other keys or versions than rank 0.
     """
+    if place.launcher == "shoal":
+        say_arrived(environ)
     device = settle(run_file, place, environ)
     if store is None:
         store = open_store(place, environ, timeout_s=run_file.run.start_timeout_s)

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -100,7 +100,9 @@ def run(
         began_s = time.time()
         with ExitStack() as stack:
             keep_fds = [stack.enter_context(RunLock(directory, shared=joins)).fd] if writes else []
-            patience = Patience() if writes else NOTHING_KEPT
+            # A script of the user's own may do anything before it calls Shoal.
+            start_s = run_file.run.start_timeout_s if list(command[1:3]) == ["-m", "shoal"] else None
+            patience = replace(Patience() if writes else NOTHING_KEPT, start_s=start_s)
             logs = directory if writes else stack.enter_context(temporary_folder())
             if writes and not joins and facts_path(directory).is_file():
                 write_facts(directory, {"state": ""})  # that of the start before
@@ -113,7 +115,8 @@ def run(
 
                 ranks, samples = processes // run_file.elastic.max, run_file.batch.global_samples
                 warn = stack.enter_context(alerts(run_file.observe.webhook, directory.name))
-                job = ElasticJob(command, ranks, run_file.run.steps, logs, samples, warn)
+                preemption = run_file.run.preemption_file, run_file.run.preemption_url
+                job = ElasticJob(command, ranks, run_file.run.steps, logs, samples, warn, start_s, preemption)
                 code, goes_on_elsewhere = run_elastic(job, run_file.elastic, environ=environ, keep_fds=keep_fds)
             else:
                 code = run_ranks(

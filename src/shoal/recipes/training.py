@@ -19,6 +19,7 @@ from shoal.recipes.forecast import Forecast
 from shoal.recipes.hang_watch import watch_hangs
 from shoal.recipes.job import build_job, introduce, restore, run_start, sinks_of
 from shoal.recipes.objects import UserObjects
+from shoal.recipes.preempted import stopping_when_preempted
 from shoal.recipes.replay import check_replay, rounds_of
 from shoal.recipes.run import Run, open_run
 from shoal.recipes.run_record import write_run_file
@@ -63,6 +64,7 @@ def train_rank(
             run.mesh.ledger.take()  # what the start sent belongs to no step
             sinks.start(run_start(run))
             stack.enter_context(watch_hangs(run, directory, say=sinks.warn))
+            stack.enter_context(stopping_when_preempted(run, stop, say=sinks.warn))
             train(job)  # if it raises, no save is waited for: another rank may be gone
             job.saver.close()
             if place.rank == 0:

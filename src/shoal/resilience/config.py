@@ -31,14 +31,6 @@ class ElasticConfig(Table, frozen=True):
     ] = 0.5
     price_limit: Annotated[PositiveFloat | None, says("price: highest price of a replica's hour.")] = None
     price_file: Annotated[str | None, says("price: file that holds the present price, a number.")] = None
-    preemption_file: Annotated[
-        str | None,
-        says("File whose appearance says that this host is about to be taken away: its replicas hand over and leave."),
-    ] = None
-    preemption_url: Annotated[
-        str | None,
-        says("URL of the cloud's metadata that says so; asked every 2 s. 404, FALSE and NONE mean nothing."),
-    ] = None
     silence_s: Annotated[float, says("Seconds without a heartbeat after which a rank is lost.", ge=1)] = 5.0
     hang_s: Annotated[
         float,
@@ -71,8 +63,6 @@ class ElasticConfig(Table, frozen=True):
                 f"wait_s = {self.wait_s:g} with accept_s = {self.accept_s:g}: replicas would give up before one that "
                 "does not answer is fenced; raise wait_s above accept_s"
             )
-        if self.preemption_url is not None and not self.preemption_url.startswith(("http://", "https://")):
-            raise ValueError(f"preemption_url = {self.preemption_url!r} is no URL of HTTP: give http://HOST/PATH")
         priced = self.price_limit is not None and self.price_file is not None
         if self.policy == "price" and not priced:
             raise ValueError('policy = "price" compares a price with a limit: set price_limit and price_file')

@@ -9,6 +9,7 @@ in a save, for the first time in or after its step, as saves go on behind the st
     gradients/reduced                                 every rank has the sum of the gradients
     optimizer/before  optimizer/after                 the update
     save/ACTION.before  save/ACTION.after             the actions of a save (`shoal.checkpoint.objects.ACTIONS`)
+    coordinator/journal                               the launcher's coordinator writes decisions down
 
 Faults of one scenario strike in their order, each once in the whole run, however often its processes start again: a
 fault leaves a file beside the scenario (`struck-0.json`, ...) before it strikes. Imports no torch.
@@ -31,6 +32,7 @@ MOST_BYTES = 1 << 20
 REHEARSAL = "SHOAL_REHEARSAL"
 """The variable that names the folder of a scenario to the ranks of a rehearsed run; unset in any other."""
 FILE, ACTED = "scenario.json", "acted"
+JOURNAL = "coordinator/journal"
 ACT_S, POLL_S = 10.0, 0.01
 
 Action = Literal[

@@ -61,7 +61,7 @@ def watching_for_preemption(
                 found = None
                 if not warned:
                     warned = True
-                    warn(f"elastic.preemption_url: {urlsplit(url or '').hostname} cannot be asked ({error})")
+                    warn(f"run.preemption_url: {urlsplit(url or '').hostname} cannot be asked ({error})")
             if found is not None:
                 told(Preemption(found))
                 return

@@ -28,6 +28,8 @@ _RENAMED = {
     "sync.schedule": "gradients.schedule",
     "sync.partition_bytes": "gradients.partition_bytes",
     "sync.credit_bytes": "gradients.credit_bytes",
+    "elastic.preemption_file": "run.preemption_file",
+    "elastic.preemption_url": "run.preemption_url",
 }
 """Keys of earlier versions and where they are now. They still work; `renamed_keys` names them."""
 

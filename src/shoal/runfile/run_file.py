@@ -54,13 +54,33 @@ class RunConfig(Table, frozen=True):
     ] = None
     start_timeout_s: Annotated[
         float,
-        says("Longest wait for the other ranks before the first step, while they load data and build.", gt=0, le=86400),
+        says(
+            "Longest wait for the other ranks before the first step, while they load data and build; and for the "
+            "imports of each rank, or in an elastic run until it is ready to join.",
+            gt=0,
+            le=86400,
+        ),
     ] = 600.0
     compile: Annotated[bool, says("Compile the model with `torch.compile`.")] = False
     warm_start: Annotated[str | None, says("A run directory or checkpoint whose weights alone start this run.")] = None
     nonfinite_limit: Annotated[
         int, says("Non-finite steps in a row, each skipped, after which the run stops with exit 4.", ge=1)
     ] = 5
+    preemption_file: Annotated[
+        str | None,
+        says(
+            "File whose appearance says that this host is about to be taken away: the run saves, and stops with 75; "
+            "of an elastic run, the replicas of this host hand over and leave."
+        ),
+    ] = None
+    preemption_url: Annotated[
+        str | None,
+        says("URL of the cloud's metadata that says so; asked every 2 s. 404, FALSE and NONE mean nothing."),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.preemption_url is not None and not self.preemption_url.startswith(("http://", "https://")):
+            raise ValueError(f"preemption_url = {self.preemption_url!r} is no URL of HTTP: give http://HOST/PATH")
 
 
 class RunFile(Table, frozen=True):

@@ -19,6 +19,7 @@ import torch
 from shoal.checkpoint.inspect import compare, weights_of
 from shoal.errors import EnvironmentFault, ShoalError, UsageError
 from shoal.experiments.rehearsal.scenarios import FAMILIES, Scenario, scenarios
+from shoal.experiments.rehearsal.small_disk import why_no_small_disk
 from shoal.experiments.rehearsal.trial import FaultTrial, Setup, play
 from shoal.experiments.rehearsal.two_hosts import why_not_two_hosts
 from shoal.launch.environment import place_from
@@ -122,6 +123,11 @@ def rehearse(
                 [one for one in wanted if not one.network],
                 [f"network faults between two hosts: {reason}"],
             )
+    if any(scenario.fills for scenario in wanted):
+        reason = why_no_small_disk()
+        if reason is not None:
+            wanted = [one for one in wanted if not one.fills]
+            skipped.append(f"a full file system: {reason}")
     if not wanted and not skipped:
         raise UsageError(
             f"no scenario of {', '.join(families)} has {only!r} in its name: leave out --only, or change it"

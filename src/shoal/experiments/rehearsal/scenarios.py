@@ -7,12 +7,13 @@ struck on rank 0, which commits them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from shoal.checkpoint.objects import ACTIONS
 from shoal.experiments.rehearsal.relay import DELAY_S, RATE_MBIT, Trouble
-from shoal.resilience.faults import Action, Fault
+from shoal.resilience.faults import JOURNAL, Action, Fault
 
 STEPS, SAVE_EVERY, AT = 8, 2, 5
 GRACE_S = 1.0
@@ -26,17 +27,21 @@ SLOW_S, STOPPED_S, GOING_S = 4.0, 0.2, 0.1
 CUT_S = 15.0
 """How long hosts are cut off: longer than the limit of a collective (10 s) and than the usual `elastic.silence_s`."""
 BAD_S = 3.0
-"""How long a link is slow or late."""
+"""How long a link is slow or late, or the coordinator away."""
+FULL_S, FULL_BYTES = 2.0, 256 << 20
+"""How long a file system of so many bytes is full: over the save after step `AT` + 1."""
 
 Promise = Literal["same", "unharmed", "noticed", "nothing"]
 """What is checked of the end: "same": somebody was told, the run is finished and its state is that of the undisturbed
 run; "unharmed": the latter two; "noticed": it is finished, and somebody was told, but the state is another (a step was
 skipped); "nothing": no mechanism sees it."""
 Family = Literal[
-    "rank", "optimizer", "save", "recovery", "preemption", "disk", "corruption", "numbers", "slow", "network"
-]
+    "rank", "optimizer", "save", "recovery", "coordinator", "preemption", "disk", "corruption", "numbers", "slow",
+    "network",
+]  # fmt: skip
 FAMILIES: tuple[Family, ...] = (
-    "rank", "optimizer", "save", "recovery", "preemption", "disk", "corruption", "numbers", "slow", "network"
+    "rank", "optimizer", "save", "recovery", "coordinator", "preemption", "disk", "corruption", "numbers", "slow",
+    "network",
 )  # fmt: skip
 USUAL_POINTS = ("object/write.before", "object/rename.after", "commit/rename.before", "commit/rename.after")
 """Of the points of a save, those that are struck unless all are asked for."""
@@ -44,19 +49,24 @@ USUAL_POINTS = ("object/write.before", "object/rename.after", "commit/rename.bef
 
 @dataclass(frozen=True)
 class Scenario:
-    """`damages`: which file of the newest checkpoint is changed after the first process has ended. `grace_s`: seconds
-    after the strike in which the run has to end, before it is killed whole. `network`: what a relay between two hosts
-    does after the strike, for `lasts_s`; `slows`: the rank that is struck is slow for so long.
+    """`damages`: which file of the newest checkpoint is changed after the first process has ended; "each": one after
+    the other, each of which has to be noticed, and the last stays. `grace_s`: seconds after the strike in which the run
+    has to end, before it is killed whole. `network`: what a relay between two hosts does after the strike, for
+    `lasts_s`; `slows`: the rank that is struck is slow for so long. `fills`: the run directory is a file system of its
+    own, which is full for so long. `restarts_coordinator`: that is a process of its own, which is killed, and comes
+    back after so long.
     """
 
     name: str
     family: Family
     faults: tuple[Fault, ...]
     promise: Promise = "same"
-    damages: Literal["", "manifest", "object", "latest"] = ""
+    damages: Literal["", "manifest", "object", "latest", "each"] = ""
     grace_s: float | None = None
     network: Trouble | None = None
     slows: bool = False
+    fills: bool = False
+    restarts_coordinator: bool = False
     lasts_s: float = 0.0
     save_every: int = SAVE_EVERY
     keep: int = 2
@@ -75,8 +85,9 @@ def scenarios(ranks: int, *, elastic: bool = False, every_point: bool = False) -
         *_rank_faults(last, alone=ranks == 1),
         Scenario("kill before the update", "optimizer", (_fault("kill", "optimizer/before", last),)),
         Scenario("kill after the update", "optimizer", (_fault("kill", "optimizer/after", last),)),
-        *_save_faults(every_point=every_point),
+        *_save_faults(last, every_point=every_point),
         *_recovery_faults(last, elastic=elastic),
+        *(_coordinator_faults(last) if elastic else []),
         Scenario(
             f"SIGTERM, {GRACE_S:g} s of grace",
             "preemption",
@@ -115,11 +126,18 @@ def _rank_faults(rank: int, *, alone: bool) -> list[Scenario]:
     ]
 
 
-def _save_faults(*, every_point: bool) -> list[Scenario]:
+def _save_faults(last: int, *, every_point: bool) -> list[Scenario]:
     points = [f"{action}.{moment}" for action in ACTIONS for moment in ("before", "after")]
     return [
+        Scenario("kill between a step and its save", "save", (_fault("kill", "step/after", last, step=4),)),
+        *_in_saves(points if every_point else USUAL_POINTS),
+    ]
+
+
+def _in_saves(points: Sequence[str]) -> list[Scenario]:
+    return [
         Scenario(f"kill in a save, {point}", "save", (_fault("kill", f"save/{point}", 0, step=4),), keep=1)
-        for point in (points if every_point else USUAL_POINTS)
+        for point in points
     ]
 
 
@@ -135,6 +153,22 @@ def _recovery_faults(last: int, *, elastic: bool) -> list[Scenario]:
     ]
 
 
+def _coordinator_faults(last: int) -> list[Scenario]:
+    """Replicas need it when one is lost, and for nothing else. Where it cannot write any more it ends: those that are
+    left then save at the next loss, and the next start has another one.
+    """
+    strike = (_fault("outside", "step/before", 0),)
+    full = Fault(action="fail_disk", label=JOURNAL, passing=AT)
+    lost = Fault(action="kill", label="step/before", rank=last)
+    return [
+        Scenario(
+            f"kill of the coordinator, which comes back after {BAD_S:g} s", "coordinator", strike, promise="unharmed",
+            restarts_coordinator=True, lasts_s=BAD_S,
+        ),
+        Scenario("disk full for the coordinator, and then a kill of a rank", "coordinator", (full, lost)),
+    ]  # fmt: skip
+
+
 def _again(moment: str) -> Fault:
     return Fault(action="kill", label=f"recovery/{moment}", rank=0)
 
@@ -147,7 +181,12 @@ def _disk_faults() -> list[Scenario]:
         for number, action in enumerate(struck, start=1)
     )
     name = f"disk full at each of {len(full)} actions of a save"
-    return [Scenario(name, "disk", full, save_every=1, keep=1, steps=len(full) + 2)]
+    held = Fault(action="outside", label="step/before", step=AT)
+    pause = Fault(action="wait", label="step/before", step=AT + 2, seconds=FULL_S + 1.0)
+    return [
+        Scenario(name, "disk", full, save_every=1, keep=1, steps=len(full) + 2),
+        Scenario(f"a full file system for {FULL_S:g} s", "disk", (held, pause), fills=True, lasts_s=FULL_S, keep=1),
+    ]
 
 
 def _corruption() -> list[Scenario]:
@@ -157,6 +196,7 @@ def _corruption() -> list[Scenario]:
         Scenario("a flipped bit in the newest manifest", "corruption", kill, damages="manifest"),
         Scenario("a flipped bit in an object of the newest checkpoint", "corruption", kill, damages="object"),
         Scenario("a flipped bit in `latest`", "corruption", kill, damages="latest"),
+        Scenario("a flipped bit in each file of the newest checkpoint", "corruption", kill, damages="each"),
     ]
 
 

@@ -23,10 +23,12 @@ from pathlib import Path
 from typing import IO
 
 from shoal.checkpoint.objects import Places
-from shoal.checkpoint.verify import checkpoints, read_manifest
+from shoal.checkpoint.verify import checkpoints, newest_verified, read_manifest
 from shoal.errors import ConfigError, Diverged, UsageError
+from shoal.experiments.rehearsal.coordinator_process import CoordinatorProcess
 from shoal.experiments.rehearsal.relay import Relay, relay
-from shoal.experiments.rehearsal.scenarios import GOING_S, STOPPED_S, Scenario
+from shoal.experiments.rehearsal.scenarios import FULL_BYTES, GOING_S, STOPPED_S, Scenario
+from shoal.experiments.rehearsal.small_disk import end_fill, fill, small_disk
 from shoal.experiments.rehearsal.two_hosts import Started, on_two_hosts
 from shoal.launch.children import THROWN_AWAY_S, stop
 from shoal.observe.attempts import attempts
@@ -148,7 +150,13 @@ def play(setup: Setup, scenario: Scenario) -> FaultTrial:
     ]
     train = ["-m", "shoal", "train", str(setup.file), *setup.keys, *keys]
     with ExitStack() as stack:
-        joined, commands = None, [Started([sys.executable, *train], environ)]
+        joined, coordinator, commands = None, None, [Started([sys.executable, *train], environ)]
+        if scenario.fills:
+            stack.enter_context(small_disk(trial.directory, FULL_BYTES))
+        if scenario.restarts_coordinator and setup.elastic is not None:
+            folder = setup.folder / f"{scenario.slug}.coordinator"
+            coordinator = stack.enter_context(CoordinatorProcess(setup.elastic, folder, environ))
+            commands = [coordinator.command(train)]
         if scenario.network is not None:
             joined = stack.enter_context(relay())
             hosts = on_two_hosts(
@@ -161,7 +169,9 @@ def play(setup: Setup, scenario: Scenario) -> FaultTrial:
             )
             commands = stack.enter_context(hosts)
         while len(trial.codes) < MOST_STARTS:
-            disturbed = None if not scenario.faults else Disturbance(scenario, record, joined)
+            disturbed = None
+            if scenario.faults:
+                disturbed = Disturbance(scenario, record, trial.directory, joined=joined, coordinator=coordinator)
             any_may_finish = setup.elastic is not None
             trial.codes.append(_start(commands, trial, disturbed, any_may_finish=any_may_finish, limit_s=setup.limit_s))
             trial.ends_s.append(time.time())
@@ -177,8 +187,17 @@ def play(setup: Setup, scenario: Scenario) -> FaultTrial:
 class Disturbance:
     """What a scenario does from outside once a fault of its `record` has struck in this start."""
 
-    def __init__(self, scenario: Scenario, record: Path, joined: Relay | None) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        record: Path,
+        directory: Path,
+        *,
+        joined: Relay | None,
+        coordinator: CoordinatorProcess | None,
+    ) -> None:
         self._scenario, self._record, self._relay = scenario, record, joined
+        self._directory, self._coordinator = directory, coordinator
         self._before = len(strikes(record))
         self._struck_s: float | None = None
         self._stopped: int | None = None
@@ -192,21 +211,29 @@ class Disturbance:
             self._struck_s = time.monotonic()
             if self._relay is not None and self._scenario.network is not None and self._before == 0:
                 self._relay.begin(self._scenario.network)
+            if self._coordinator is not None:
+                self._coordinator.kill()
+            if self._scenario.fills:
+                fill(self._directory)
             say_acted(self._record)
         since_s = time.monotonic() - self._struck_s
         if self._scenario.grace_s is not None and since_s >= self._scenario.grace_s:
             for process in processes:
                 _kill(process)
-        if self._relay is not None and since_s >= self._scenario.lasts_s:
-            self._relay.end()
+        if since_s >= self._scenario.lasts_s:
+            self.end()
         if self._scenario.slows and self._before == 0:
             stands = since_s < self._scenario.lasts_s and since_s % (STOPPED_S + GOING_S) < STOPPED_S
             self._slow(strikes(self._record)[0].pid, stands=stands)
 
     def end(self) -> None:
-        """The start is over."""
+        """The trouble is over, or the start is."""
         if self._relay is not None:
             self._relay.end()
+        if self._coordinator is not None:
+            self._coordinator.come_back()
+        if self._scenario.fills:
+            end_fill(self._directory)
 
     def _slow(self, pid: int, *, stands: bool) -> None:
         if stands != (self._stopped == pid):
@@ -294,19 +321,44 @@ def _kill(process: subprocess.Popen[str]) -> None:
 def damage(directory: Path, what: str) -> str:
     """Flips a bit in the middle of one file of the newest checkpoint of `directory`; the file's name, "" for none.
 
-    `what`: "manifest", "latest", or "object": one that no other checkpoint names.
+    `what`: "manifest", "latest", or "object": one that no other checkpoint names. "each": the manifest and all such
+    objects, one after the other; "" where one of them goes unnoticed.
     """
     folders, places = checkpoints(directory), Places(directory)
     if not folders:
         return ""
+    if what == "each":
+        return _damage_each(directory, folders)
     path = places.latest if what == "latest" else folders[0] / "manifest.json"
     if what == "object":
-        older = {digest for folder in folders[1:] for digest in read_manifest(folder).objects}
-        own = [digest for digest in read_manifest(folders[0]).objects if digest not in older]
+        own = _own_objects(directory, folders)
         if not own:
             return ""
-        path = places.object(own[0])
+        path = own[0]
+    _flip(path)
+    return path.name
+
+
+def _damage_each(directory: Path, folders: Sequence[Path]) -> str:
+    newest = read_manifest(folders[0]).step
+    files = [folders[0] / "manifest.json", *_own_objects(directory, folders)]
+    for path in files:
+        _flip(path)
+        manifest, problems = newest_verified(directory)
+        if (manifest is not None and manifest.step == newest) or not problems:
+            return ""
+        if path != files[-1]:
+            _flip(path)
+    return f"each of {len(files)} files"
+
+
+def _own_objects(directory: Path, folders: Sequence[Path]) -> list[Path]:
+    """The objects of the newest checkpoint that no other names."""
+    older = {digest for folder in folders[1:] for digest in read_manifest(folder).objects}
+    return [Places(directory).object(one) for one in read_manifest(folders[0]).objects if one not in older]
+
+
+def _flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    return path.name

@@ -93,13 +93,27 @@ def _environ(environ: Mapping[str, str], number: int) -> dict[str, str]:
 @contextmanager
 def _coordinator(host: RelayHost, elastic: ElasticConfig, folder: Path, environ: Mapping[str, str]) -> Iterator[None]:
     _make_certificate(host.address, folder)
-    command = [
-        *host.enter, sys.executable, "-m", "shoal", "coordinator", "serve", str(folder / "journal"),
+    secured = ["--certificate", str(folder / "certificate.pem"), "--key", str(folder / "key.pem")]
+    command = [*host.enter, *serving(elastic, folder, host.address, COORDINATOR_PORT), *secured]
+    process = started_coordinator(command, environ)[0]
+    try:
+        yield
+    finally:
+        end_coordinator(process)
+
+
+def serving(elastic: ElasticConfig, folder: Path, address: str, port: int) -> list[str]:
+    """The command of a coordinator for a run of `elastic`, with its journal and its token in `folder`."""
+    return [
+        sys.executable, "-m", "shoal", "coordinator", "serve", str(folder / "journal"),
         "--token", str(folder / "token"), "--min", str(elastic.min), "--max", str(elastic.max),
-        "--address", host.address, "--port", str(COORDINATOR_PORT), "--silence", str(elastic.silence_s),
-        "--accept", str(elastic.accept_s), "--hang", str(elastic.hang_s),
-        "--certificate", str(folder / "certificate.pem"), "--key", str(folder / "key.pem"), "--json",
+        "--address", address, "--port", str(port), "--silence", str(elastic.silence_s),
+        "--accept", str(elastic.accept_s), "--hang", str(elastic.hang_s), "--json",
     ]  # fmt: skip
+
+
+def started_coordinator(command: Sequence[str], environ: Mapping[str, str]) -> tuple[subprocess.Popen[str], int]:
+    """The process of a coordinator that listens, and its port. Raises `EnvironmentFault` where it does not come up."""
     process = subprocess.Popen(
         command,
         env=dict(environ),
@@ -110,16 +124,22 @@ def _coordinator(host: RelayHost, elastic: ElasticConfig, folder: Path, environ:
         start_new_session=True,
     )
     assert process.stdout is not None
+    first = process.stdout.readline()
     try:
-        first = process.stdout.readline()
-        try:
-            json.loads(first)
-        except json.JSONDecodeError as error:
-            said = (first + process.stdout.read()).strip()
-            raise EnvironmentFault(f"the coordinator of the rehearsal did not come up: {said}") from error
-        yield
-    finally:
-        stop([process], patience_s=THROWN_AWAY_S)
+        return process, int(json.loads(first)["port"])
+    except json.JSONDecodeError as error:
+        said = (first + process.stdout.read()).strip()
+        end_coordinator(process)
+        raise EnvironmentFault(f"the coordinator of the rehearsal did not come up: {said}") from error
+    except BaseException:
+        end_coordinator(process)
+        raise
+
+
+def end_coordinator(process: subprocess.Popen[str]) -> None:
+    """Ends it, if it runs."""
+    stop([process], patience_s=THROWN_AWAY_S)
+    if process.stdout is not None:
         process.stdout.close()
 
 

@@ -19,6 +19,7 @@ from datetime import timedelta
 
 from torch.distributed import DistNetworkError, DistStoreError, Store  # pyright: ignore[reportPrivateImportUsage]
 
+from shoal.errors import GenerationOver
 from shoal.launch import frames, handshake
 from shoal.launch.store.messages import MOST_FRAME_BYTES, MOST_VALUE_BYTES, REPLIES, Operation, Reply, Request
 from shoal.launch.store.server import SERVICE, StoreServer
@@ -62,6 +63,7 @@ class AuthenticatedStore(Store):
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._lost = ""
+        self._given_up: str | None = None
         self.set_timeout(timedelta(seconds=timeout_s))
         threading.Thread(target=self._read, name="shoal-store-reader", daemon=True).start()
 
@@ -71,6 +73,13 @@ class AuthenticatedStore(Store):
             self._connection.shutdown(socket.SHUT_RDWR)
         if self._server is not None:
             self._server.close()
+
+    def give_up(self, sentence: str) -> None:
+        """Ends the connection because nobody should wait for those who meet here: calls that wait in it, and those to
+        come, raise `GenerationOver(sentence)`. From any thread.
+        """
+        self._given_up = self._given_up or sentence
+        self.close()
 
     def clone(self) -> AuthenticatedStore:
         """This store: its connection serves any number of threads."""
@@ -148,7 +157,7 @@ class AuthenticatedStore(Store):
         finally:
             del self._pending[number]
         if reply is None:
-            raise DistNetworkError(f"the connection to the store was lost ({self._lost})")
+            raise self._gone(self._lost)
         if operation in ("get", "wait") and not reply.found:
             raise DistStoreError(f"nobody has set {_listed(keys)} within {timeout_s:g} s")
         return reply
@@ -156,12 +165,17 @@ class AuthenticatedStore(Store):
     def _send(self, request: Request) -> None:
         with self._lock:
             if self._lost:
-                raise DistNetworkError(f"the connection to the store was lost ({self._lost})")
+                raise self._gone(self._lost)
             try:
                 self._connection.sendall(frames.encode(request))
             except OSError as error:  # perhaps in the middle of a frame: nothing can follow
                 self._end(str(error))
-                raise DistNetworkError(f"the connection to the store was lost ({error})") from None
+                raise self._gone(str(error)) from None
+
+    def _gone(self, reason: str) -> DistNetworkError | GenerationOver:
+        if self._given_up is not None:
+            return GenerationOver(self._given_up)
+        return DistNetworkError(f"the connection to the store was lost ({reason})")
 
     def _read(self) -> None:
         reason = "it was closed"

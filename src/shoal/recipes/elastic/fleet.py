@@ -3,6 +3,7 @@
 a replica dies            its end is told to the coordinator, and another takes its slot
 a replica is fenced       its processes are ended, if they are stopped or hang, and another takes its slot
 a replica is stopped      the same, after twice `silence_s`: the coordinator fences none that has not joined yet
+a replica is late         the same: it was not ready to join in time (`launch.arrival`)
 a replica leaves          with exit 75, when its state was handed over: nobody takes its slot
 a replica fails for good  with exit 2, 4 or 6, or as no generation came, which another would repeat: the run ends
 the host is to go         by its file or its cloud's word: SIGTERM to every rank here, and nobody is replaced
@@ -26,7 +27,8 @@ from pathlib import Path
 from shoal.coordinator.client import ANSWER_S, Address, Connection, NoGeneration
 from shoal.coordinator.watch import Silence, view_of
 from shoal.errors import Diverged, EnvironmentFault, Stopped, UsageError, VerificationFailed
-from shoal.launch.failure import read_failures
+from shoal.launch.arrival import DUMP_S, failure_of_late, has_arrived
+from shoal.launch.failure import read_failures, write_failure
 from shoal.launch.rank_process import RankProcess
 from shoal.launch.root_cause import Exit, ExitCode, exit_code, failure_report, how, root_cause
 from shoal.launch.signals import Debounce
@@ -77,6 +79,7 @@ class Fleet:
     preempted: bool = False
     names: set[str] = field(default_factory=set)
     verdict_since_s: float = field(default_factory=time.time)
+    start_s: float | None = None
     _debounce: Debounce = field(default_factory=Debounce)
     _tellings: list[threading.Thread] = field(default_factory=list)
     _stopped_since_s: dict[int, float] = field(default_factory=dict)
@@ -188,6 +191,7 @@ class Fleet:
             now_s = time.monotonic()
             if now_s >= self._look_s:
                 self._end_stopped(now_s)
+                self._end_late(now_s)
                 self._look_s = now_s + LOOK_S
             until_s = self._look_s if self.deadline_s is None else min(self._look_s, self.deadline_s)
             try:
@@ -211,6 +215,22 @@ class Fleet:
                     self._warn(f"{replica.name} (pid {pid}) has been stopped for {now_s - since_s:.0f} s: it is ended")
                     replica.send(signal.SIGKILL, as_end=self._ending or self.over)
 
+    def _end_late(self, now_s: float) -> None:
+        """Ends replicas with a rank that is not ready to join in time: first it prints where it is."""
+        if self.start_s is None:
+            return
+        for replica in self.running.values():
+            over_s = now_s - replica.started_s - self.start_s
+            if over_s < 0:
+                continue
+            if not replica.late:
+                late = [each for each in replica.ranks if not has_arrived(self.folder, each, replica=replica.name)]
+                replica.late = {process.rank for process in late}
+                for process in late:
+                    process.send(signal.SIGABRT)
+            elif over_s >= DUMP_S:
+                replica.send(signal.SIGKILL, as_end=self._ending or self.over)
+
     def _warn(self, sentence: str) -> None:
         say(sentence)
         self.warn(sentence)
@@ -229,6 +249,9 @@ class Fleet:
     def _rank_ended(self, process: RankProcess) -> None:
         replica = next(replica for replica in self.running.values() if process in replica.ranks)
         replica.ended(process)
+        if process.rank in replica.late and self.start_s is not None:
+            stopped = process.pid in self._stopped_since_s
+            write_failure(failure_of_late(process, start_s=self.start_s, stopped=stopped), self.folder)
         code = replica.end.code
         if code == 0 and not self.over:  # no coordinator has said so: it is gone, and who stands by would wait for it
             self.over = True

@@ -26,6 +26,7 @@ from shoal.launch.supervision import say
 from shoal.recipes.elastic.assignment import TOKEN, coordinator_from, coordinator_variables, replicas_here
 from shoal.recipes.elastic.fleet import Event, Fleet
 from shoal.recipes.elastic.processes import Starter
+from shoal.recipes.elastic.rehearsed_journal import journal_of
 from shoal.recipes.elastic.scaling import Speeds, scaling
 from shoal.resilience.config import ElasticConfig
 from shoal.resilience.membership import Rules
@@ -36,7 +37,9 @@ from shoal.temporary_folder import temporary_folder
 @dataclass(frozen=True)
 class ElasticJob:
     """What is launched: `command` as each of the `ranks` of each replica, to step `steps` of the run, each of
-    `global_samples`. `warn` hears what is said of losses and the coordinator, beside the terminal.
+    `global_samples`. `warn` hears what is said of losses and the coordinator, beside the terminal. `start_s`: how
+    long a rank may take until it is ready to join; None: as long as it likes.
+    `preemption`: the file and the URL that say that this host is about to be taken away.
     """
 
     command: Sequence[str]
@@ -45,6 +48,8 @@ class ElasticJob:
     run_directory: Path
     global_samples: int = 1
     warn: Callable[[str], object] = str
+    start_s: float | None = None
+    preemption: tuple[str | None, str | None] = None, None
 
 
 def run_elastic(
@@ -76,7 +81,7 @@ def run_elastic(
                 accept_s=config.accept_s,
                 hang_s=config.hang_s,
             )
-            address = stack.enter_context(coordinator_in(folder, rules, told=events.put))
+            address = stack.enter_context(coordinator_in(folder, rules, told=events.put, journal=journal_of(environ)))
             token = folder / "token"
         terminal_fd = os.dup(1)
         stack.callback(os.close, terminal_fd)
@@ -99,6 +104,7 @@ def run_elastic(
             terminal_fd=terminal_fd,
         )
         fleet = Fleet(config, job.steps, address, folder, events, starter, job.run_directory, job.warn)
+        fleet.start_s = job.start_s
         stack.enter_context(no_survivors(fleet.processes))
         if elsewhere is not None:
             names = lambda: tuple(fleet.running)  # noqa: E731
@@ -109,8 +115,7 @@ def run_elastic(
         stack.enter_context(scaling(config, address, fleet.speeds, say=say))
         for slot in range(slots):
             fleet.start(slot)
-        watched = config.preemption_file, config.preemption_url
-        stack.enter_context(watching_for_preemption(*watched, told=events.put, warn=say))
+        stack.enter_context(watching_for_preemption(*job.preemption, told=events.put, warn=say))
         while fleet.running:
             fleet.react()
         code = fleet.conclude()

@@ -25,11 +25,15 @@ QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 @dataclass
 class ReplicaProcesses:
-    """The ranks of one replica. `sent` are the signals by which the run ends: who dies by one has not failed."""
+    """The ranks of one replica. `late`: those that have not started in time. `sent` are the signals by which the run
+    ends: who dies by one has not failed.
+    """
 
     name: str
     slot: int
     ranks: list[RankProcess]
+    started_s: float = field(default_factory=time.monotonic)
+    late: set[int] = field(default_factory=set)
     sent: set[int] = field(default_factory=set)
     exits: list[Exit] = field(default_factory=list)
     _ending: set[int] = field(default_factory=set)

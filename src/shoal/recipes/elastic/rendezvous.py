@@ -2,21 +2,24 @@
 first member.
 
 So no store outlives the replicas that need it, and none is lost with a replica that is not the first of the generation.
+A rank talks to a generation's store over a connection of its own, also where it hosts the store: when a member is lost,
+the rank ends that connection, and with it all that it waits for there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from shoal.comm.board import Board
-from shoal.errors import CollectiveError
+from shoal.errors import CollectiveError, GenerationOver
 from shoal.launch.environment import STORE_FD, Launcher, Place, master_from
 from shoal.launch.rendezvous import Rendezvous, connect_store
+from shoal.launch.store.client import AuthenticatedStore
 from shoal.recipes.elastic.assignment import Assignment
 from shoal.recipes.elastic.connections import hosts_lost, shut_down_connections, unreachable
 from shoal.recipes.process import Process
@@ -47,7 +50,7 @@ class ReplicaRendezvous:
         listen_fd = int(environ[STORE_FD]) if assignment.rank == 0 else None
         self._token = assignment.coordinator.token
         self._own = connect_store(place, host, port, token=self._token, timeout_s=START_S, listen_fd=listen_fd)
-        self._met = self._own
+        self._met: AuthenticatedStore | None = None
         self._rendezvous: Rendezvous | None = None
         self._over = threading.Event()
         self._view: View | None = None
@@ -69,19 +72,22 @@ class ReplicaRendezvous:
         rendezvous = Rendezvous(store, self.place_inside, timeout_s=self._timeout_s)
         return Process(self.place_inside, self._device, store, rendezvous, self._environ)
 
-    def of(self, view: View) -> Process:
-        """This rank's process as one of the generation's. Raises `CollectiveError` without its first member."""
+    def of(self, view: View, *, lost: Callable[[], frozenset[str]] = frozenset) -> Process:
+        """This rank's process as one of the generation's. `lost`: the members that are. Raises `CollectiveError`
+        without the first member.
+        """
         self._over, self._view = threading.Event(), view
         member = view.members.index(self._assignment.replica)
         place = place_of(view, member, self._assignment.rank, self._assignment.ranks, self._launcher)
-        if member == 0:
-            store = self._own
-        else:
-            host, _, port = view.addresses[0].rpartition(":")
-            if not host:
-                raise CollectiveError(f"replica {view.members[0]} is gone: the generation has nowhere to meet")
-            store = self._met = connect_store(place, host, int(port), token=self._token, timeout_s=CONNECT_S)
-        named = PrefixStore(f"membership-{view.generation}", store)
+        host, _, port = (self.address if member == 0 else view.addresses[0]).rpartition(":")
+        if not host:
+            raise CollectiveError(f"replica {view.members[0]} is gone: the generation has nowhere to meet")
+
+        def look() -> None:
+            require_none_lost(lost())
+
+        self._met = connect_store(place, host, int(port), token=self._token, timeout_s=CONNECT_S, look=look)
+        named = PrefixStore(f"membership-{view.generation}", self._met)
         self._rendezvous = Rendezvous(named, place, timeout_s=self._timeout_s)
         return Process(place, self._device, named, self._rendezvous, self._environ)
 
@@ -94,10 +100,13 @@ class ReplicaRendezvous:
             threading.Thread(target=_give_up, args=(rendezvous, sentence), daemon=True).start()
 
     def stop_waiting_for(self, lost: frozenset[str]) -> None:
-        """Ends what this rank waits for on hosts that have `lost` members alone, and the saves of this generation,
-        which wait for all its members. From any thread.
+        """Members of the generation are `lost`: ends what this rank waits for at the generation's store, where all
+        members meet, and on hosts that have lost members alone. From any thread.
         """
         self._over.set()
+        met = self._met
+        if met is not None:
+            met.give_up(said_of_lost(lost))
         if self._assignment.several_hosts and self._view is not None:
             here = self.address.rpartition(":")[0]
             shut_down_connections(hosts_lost(self._view, lost, here=here))
@@ -114,13 +123,23 @@ class ReplicaRendezvous:
         """This replica has left the generation: what its saves still wait for does not come."""
         self._over.set()
         self._rendezvous = None
-        if self._met is not self._own:
-            self._met.close()
-        self._met = self._own
+        if self._met is not None:
+            self._met.close()  # kept until there is another: C++ calls its Python half, and holds no reference to it
+
+
+def said_of_lost(lost: Collection[str]) -> str:
+    """Why a generation with `lost` members takes no step any more."""
+    return f"{', '.join(sorted(lost))} {'was' if len(lost) == 1 else 'were'} lost: waiting for another generation"
+
+
+def require_none_lost(lost: Collection[str]) -> None:
+    """Raises `GenerationOver` where members of the generation are `lost`."""
+    if lost:
+        raise GenerationOver(said_of_lost(lost))
 
 
 def _give_up(rendezvous: Rendezvous, sentence: str) -> None:
-    with contextlib.suppress(RuntimeError):  # the store is gone, and with it all waits
+    with contextlib.suppress(RuntimeError, GenerationOver):  # the store is gone, and with it all waits
         rendezvous.give_up(sentence)
 
 

@@ -24,7 +24,7 @@ import torch
 from shoal.coordinator.client import Begin, Client, NoGeneration
 from shoal.engine.loop import Job, tell_of_saves
 from shoal.engine.step_result import StepResult
-from shoal.errors import CollectiveError, Stopped
+from shoal.errors import Stopped
 from shoal.launch.environment import Place
 from shoal.launch.failure import is_secondary
 from shoal.launch.signals import StopRequest, end_with
@@ -32,7 +32,7 @@ from shoal.recipes.conclusion import conclude
 from shoal.recipes.elastic.assignment import assignment_from
 from shoal.recipes.elastic.committed_state import CommittedState
 from shoal.recipes.elastic.generation import load_generations, state_for
-from shoal.recipes.elastic.rendezvous import ReplicaRendezvous
+from shoal.recipes.elastic.rendezvous import ReplicaRendezvous, require_none_lost
 from shoal.recipes.elastic.replica_ranks import ReplicaRanks
 from shoal.recipes.elastic.reports import StepReports
 from shoal.recipes.elastic.sinks import MembershipSinks
@@ -51,7 +51,7 @@ MOST_FRUITLESS = 5
 """Generations in a row that a replica may lose without a step."""
 ENDING = "a replica was lost or joined while the generation began"
 SAVE_S = 60.0
-"""How long the end of a generation waits for a checkpoint that is being written."""
+"""How long the end of a generation waits for a checkpoint that is being written, and half of `accept_s` at most."""
 UPDATE_S = 0.3
 """How long a rank whose collective failed waits for others of its replica, which may be within an update."""
 PART_S = 10.0
@@ -105,7 +105,8 @@ class ReplicaRank:
             check=client.require_well,
             stopping=self._is_asked_to_stop,
         )
-        ranks.arrive(self._rendezvous.place_inside, timeout_s=self._run_file.run.start_timeout_s)
+        start_s = self._run_file.run.start_timeout_s
+        ranks.arrive(self._rendezvous.place_inside, self._mine.replica, timeout_s=start_s)
         wait_s, over = max(self._elastic.wait_s, self._run_file.run.start_timeout_s), False
         try:
             with self._stop:
@@ -146,13 +147,13 @@ class ReplicaRank:
         """In one generation. True when the run is over, False when the generation is."""
         committed = CommittedState(self._held if begin.state_from == "here" else None)
         self._held = run = job = None
-        done = False
+        done, within_s = False, min(SAVE_S, self._elastic.accept_s / 2)
         if ranks.rank:
             client.follow(begin.view)
         try:
             with ExitStack() as stack:
-                process = self._rendezvous.of(begin.view)
-                if client.ending:  # before there was a rendezvous that could be told
+                process = self._rendezvous.of(begin.view, lost=lambda: client.lost)
+                if client.ending:  # since before there was a rendezvous that could be told
                     self._rendezvous.end(ENDING)
                 if client.lost:
                     self._rendezvous.stop_waiting_for(client.lost)
@@ -163,9 +164,9 @@ class ReplicaRank:
                 watch = stack.enter_context(watch_hangs(run, self._directory, say=job.sinks.warn))
                 served = run.generation.agreement.served is not None  # servers wait in other threads
                 with nullcontext() if served else client.telling(watch.activity):
-                    committed.train(job, before_step=partial(_require_all, client))
+                    committed.train(job, before_step=lambda: require_none_lost(client.lost))
                 self._save_what_has_no_copy(run, job)  # with servers, the next one begins with this checkpoint
-                tell_of_saves(job, job.saver.wait(math.inf if served else SAVE_S))
+                tell_of_saves(job, job.saver.wait(math.inf if served else within_s))
                 done = job.progress.step >= job.cadence.steps
                 if done and run.mesh.rank == 0:
                     conclude(run, self._directory, job.sinks, self._forecast if first < job.progress.step else None)
@@ -295,9 +296,3 @@ class ReplicaRank:
         client.failed()
         if self._fruitless > 1 and self._mine.rank == 0:  # nobody has ended: who cannot be reached?
             client.failed(self._rendezvous.unreachable(begin.view))
-
-
-def _require_all(client: Client) -> None:
-    """Raises `CollectiveError` where the generation takes no step any more."""
-    if client.lost:
-        raise CollectiveError(f"{', '.join(sorted(client.lost))} was lost: waiting for another generation")

@@ -7,6 +7,7 @@ its ranks hold that of the same step: then the parts fit together. The launcher 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 
@@ -16,6 +17,7 @@ from torch.distributed import DistError  # pyright: ignore[reportPrivateImportUs
 
 from shoal.coordinator.client import STOPPED_WAITING, Begin, NoGeneration
 from shoal.errors import CollectiveError, Stopped
+from shoal.launch.arrival import say_arrived
 from shoal.launch.environment import Place
 from shoal.launch.rendezvous import Rendezvous
 
@@ -38,8 +40,9 @@ class ReplicaRanks:
         self._check, self._stopping = check, stopping
         self._generations = 0
 
-    def arrive(self, place: Place, *, timeout_s: float) -> None:
-        """All ranks have loaded what they train. Blocks until they have, for `timeout_s` at most."""
+    def arrive(self, place: Place, replica: str, *, timeout_s: float) -> None:
+        """All ranks of `replica` have loaded what they train. Blocks until they have, for `timeout_s` at most."""
+        say_arrived(os.environ, replica=replica)
         Rendezvous(self._store, place, timeout_s=timeout_s).barrier("all ranks of the replica")
 
     def begin(self, find: Callable[[], Begin]) -> Begin:
