@@ -86,7 +86,7 @@ def test_a_killed_server_comes_back_with_its_last_state(tmp_path: Path) -> None:
     running = start(own, "checkpoint.every_steps=5", step=7)
     lost: set[str] = set()
     for turn in range(6):
-        slot, before = turn % 3, replicas_of(running)
+        slot, before = turn // 2 % 3, replicas_of(running)  # a replacement is the last rank: the server dies next
         os.kill(before[slot][0], signal.SIGKILL)
         wait_for_times(own, r"of 3 replicas; rank \d lost after step \d+", turn + 1)
         wait_for_times(own, r"3 of 3 replicas; .*rank \d joined after step \d+", turn + 1)
