@@ -668,6 +668,41 @@ def test_a_monitored_barrier_names_who_does_not_come(ranks, size: int, hosts: in
     assert "Rank 1 failed to pass monitoredBarrier" in ranks(size, monitored, hosts)[0]
 
 
+def monitored_at_first(place: Any, missing: tuple[int, ...], all_ranks: bool) -> list[str]:
+    """Groups whose ranks have not spoken yet: those `missing` do not come to the barrier, and all are there in a sum
+    behind it."""
+
+    def program(rank: int) -> list[str]:
+        said = []
+        for number in range(4):
+            group: Any = dist.new_group()
+            if rank not in missing:
+                limit = timedelta(seconds=0.5 if rank == 0 else HANG_S)
+                said.append(said_by(lambda group=group, limit=limit: group.monitored_barrier(limit, all_ranks)))
+                place.store.set(f"{rank}/{number}", "")
+            for other in set(range(place.size)) - set(missing):
+                place.store.get(f"{other}/{number}")
+            ones = torch.ones(3)
+            dist.all_reduce(ones, group=group)
+            assert ones.tolist() == [3.0] * 3
+        return said
+
+    return on_shoal(place, program, timeout_s=NEVER_S)
+
+
+@pytest.mark.parametrize(("missing", "all_ranks", "named"), [((1,), False, "Rank 1"), ((1, 2), True, "Ranks 1, 2")])
+def test_the_first_call_of_a_group_may_be_a_monitored_barrier(
+    ranks, missing: tuple[int, ...], all_ranks: bool, named: str
+) -> None:
+    """It takes as long as it is given, not as the group: four groups, as Gloo's connects at once or waits by chance.
+    Collectives go on afterwards."""
+    for rank, (survived, said) in enumerate(ranks.outcomes(3, monitored_at_first, missing, all_ranks)):
+        assert survived, said
+        assert len(said) == (0 if rank in missing else 4)
+        sentence = f"{named} failed to pass monitoredBarrier in 500 ms" if rank == 0 else "rank 0 missed rank 1"
+        assert all(sentence in one for one in said), said
+
+
 def monitored_in_groups(place: Any) -> int:
     """How many of many groups pass a barrier over Gloo, which connects each when it first speaks; some have ended."""
 
