@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,7 @@ def run_in_order(folder: Path, line: str, number: int) -> str:
         try:
             if words[1] == "watch":  # a server, until Ctrl-C
                 while "http://" not in out.read_text() and process.poll() is None:
-                    pass
+                    time.sleep(0.05)
                 process.send_signal(signal.SIGINT)
             code = process.wait(LONGEST_S)
         finally:
