@@ -65,7 +65,7 @@ SWEEP = 'name = "s"\nrun = "run.toml"\nobjective = "loss/train"\n[parameters]\n"
 AGAIN = "interrupted before its end; the same command starts it again\n"
 GOES_ON = "the same command goes on from there\n"
 NO_RESULT = "SIGINT: stopped at once; there is no result; start it again\n"
-MEASURING = r": \w"
+MEASURING = r"(?m)^(\d+ of \d+: )?[^:\n]+: \w"
 """Rank 0 of a benchmark has told what it measures, behind the name of the part."""
 STOPPED, INTERRUPTED, DONE = 75, 130, 0
 END_S = 20.0
