@@ -10,9 +10,12 @@ here: collectives go on.
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 
 from shoal.comm.board import Board
+
+LOOK_S = 0.01
 
 
 class MonitoredBarrier:
@@ -35,22 +38,30 @@ class MonitoredBarrier:
 
     def _wait_for_all(self, number: int, limit: timedelta, *, all_ranks: bool) -> None:
         keys = {f"{number}/{rank}": rank for rank in range(1, self._size)}
-        there = self._board.collect_some(list(keys), limit.total_seconds())
-        missing = [rank for key, rank in keys.items() if key not in there]
+        missing = [keys[key] for key in self._missing(list(keys), limit)]
         self._board.publish(f"{number}/missing", " ".join(map(str, missing)))
         if missing:
-            raise RuntimeError(_sentence(missing if all_ranks else missing[:1], limit, came=len(there)))
+            raise RuntimeError(_sentence(missing if all_ranks else missing[:1], limit, came=len(keys) - len(missing)))
         self._board.forget([*keys, f"{number - 1}/missing"])  # which all have read: they are here
 
     def _wait_for_word(self, number: int, limit: timedelta) -> None:
         self._board.publish(f"{number}/{self._rank}", "")
-        word = self._board.collect_some([f"{number}/missing"], limit.total_seconds())
-        if list(word.values()) != [b""]:
-            said = f"rank 0 missed rank {word.popitem()[1].decode()}" if word else "rank 0 has not come"
+        key = f"{number}/missing"
+        word = None if self._missing([key], limit) else self._board.collect([key])[0].decode()
+        if word != "":
+            said = "rank 0 has not come" if word is None else f"rank 0 missed rank {word}"
             raise RuntimeError(
                 f"Rank {self._rank} successfully reached monitoredBarrier, but {said} within {_ms(limit)} ms. Please "
                 "check rank 0 logs for faulty rank."
             )
+
+    def _missing(self, keys: list[str], limit: timedelta) -> list[str]:
+        """Those of `keys` that are not published within `limit`. It looks itself: a store of a file would sleep for a
+        second in each wait (torch 2.13)."""
+        end_s = time.monotonic() + limit.total_seconds()
+        while (keys := [key for key in keys if not self._board.published(key)]) and time.monotonic() < end_s:
+            time.sleep(LOOK_S)
+        return keys
 
 
 def _sentence(missing: list[int], limit: timedelta, *, came: int) -> str:
