@@ -28,6 +28,8 @@ from torch.testing._internal.distributed import distributed_test as suite
 import shoal.c10d  # noqa: F401  (the backend's name)
 
 OPENED = os.environ["OPENED"]
+MEETING_S = 120
+"""How long a rank waits for the others before and behind each test: PyTorch's 10 s are too few on a busy machine."""
 
 
 class Rank(ForkServerProcess):
@@ -53,6 +55,7 @@ class OnBackend(suite.TestDistBackend, suite.DistributedTest._DistTestBase):
     def _run(cls, *args: Any, **options: Any) -> None:
         """The main of a test's rank: all groups are of the backend OPENED."""
         dist.init_process_group = functools.partial(_opened, dist.init_process_group)
+        suite.Barrier.sync = functools.partial(suite.Barrier.sync, timeout=MEETING_S)
         super()._run(*args, **options)
 
 

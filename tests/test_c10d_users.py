@@ -588,8 +588,8 @@ def failed_again(place: Any, hosts: int, dies: bool) -> list[str]:
         calls = (dist.all_reduce, dist.all_reduce, lambda ones: dist.all_reduce(ones, async_op=True).wait())
         said = [said_by(lambda call=call: call(torch.ones(3))) for call in calls]
         said.append(said_by(dist.barrier))
-        if hosts == 1:
-            said.append(said_by(lambda: dist.recv(torch.ones(3), 1)))
+        for peer in set(range(place.size)) - {rank}:
+            said += [said_by(lambda of=of, peer=peer: of(torch.ones(3), peer)) for of in (dist.send, dist.recv)]
         place.store.set(f"told {rank}", "")
         return said
 
@@ -600,7 +600,8 @@ def failed_again(place: Any, hosts: int, dies: bool) -> list[str]:
 @pytest.mark.parametrize(("size", "hosts"), [(2, 1), (3, 1), (3, 2)])
 @pytest.mark.parametrize("dies", [True, False])
 def test_calls_after_a_failure_name_the_same_culprit(ranks, size: int, hosts: int, dies: bool) -> None:
-    """The first failure is the group's: whoever calls again hears of it, and of no other rank."""
+    """The first failure is the group's: whoever calls again hears of it, and of no other rank. A small message
+    would fit in memory that is there: its sender hears of it, too."""
     outcomes = ranks.outcomes(size, failed_again, hosts, dies)
     for rank in (0, 2)[: size - 1]:
         survived, said = outcomes[rank]
@@ -609,6 +610,33 @@ def test_calls_after_a_failure_name_the_same_culprit(ranks, size: int, hosts: in
         assert "no error" not in said
         if hosts == 1:
             assert "rank 1" in said[0]
+
+
+def sent_to_a_failed_rank(place: Any) -> str:
+    """Rank 1 waits in vain for a message, and with that the group has failed there; rank 0, which has made no call
+    since, then sends one."""
+
+    def program(rank: int) -> str:
+        dist.all_reduce(torch.ones(3))
+        if rank:
+            said = said_by(lambda: dist.recv(torch.ones(3), 0))
+            place.store.set("failed", "")
+            place.store.get("sent")
+            return said
+        place.store.get("failed")
+        try:
+            return said_by(lambda: dist.send(torch.ones(3), 1))
+        finally:
+            place.store.set("sent", "")
+
+    return on_shoal(place, program, timeout_s=STOPPED_S)
+
+
+def test_a_message_to_a_rank_that_has_failed_is_an_error(ranks) -> None:
+    """It would lie in the ring for ever."""
+    told, late = ranks(2, sent_to_a_failed_rank)
+    assert "Timed out" in late
+    assert told == "another rank of the group gave up on rank 0"
 
 
 def monitored(place: Any, hosts: int) -> str:
@@ -638,6 +666,41 @@ def monitored(place: Any, hosts: int) -> str:
 def test_a_monitored_barrier_names_who_does_not_come(ranks, size: int, hosts: int) -> None:
     """Called on the group: `dist.monitored_barrier` refuses all backends but one whose name is "gloo"."""
     assert "Rank 1 failed to pass monitoredBarrier" in ranks(size, monitored, hosts)[0]
+
+
+def monitored_at_first(place: Any, missing: tuple[int, ...], all_ranks: bool) -> list[str]:
+    """Groups whose ranks have not spoken yet: those `missing` do not come to the barrier, and all are there in a sum
+    behind it."""
+
+    def program(rank: int) -> list[str]:
+        said = []
+        for number in range(4):
+            group: Any = dist.new_group()
+            if rank not in missing:
+                limit = timedelta(seconds=0.5 if rank == 0 else HANG_S)
+                said.append(said_by(lambda group=group, limit=limit: group.monitored_barrier(limit, all_ranks)))
+                place.store.set(f"{rank}/{number}", "")
+            for other in set(range(place.size)) - set(missing):
+                place.store.get(f"{other}/{number}")
+            ones = torch.ones(3)
+            dist.all_reduce(ones, group=group)
+            assert ones.tolist() == [3.0] * 3
+        return said
+
+    return on_shoal(place, program, timeout_s=NEVER_S)
+
+
+@pytest.mark.parametrize(("missing", "all_ranks", "named"), [((1,), False, "Rank 1"), ((1, 2), True, "Ranks 1, 2")])
+def test_the_first_call_of_a_group_may_be_a_monitored_barrier(
+    ranks, missing: tuple[int, ...], all_ranks: bool, named: str
+) -> None:
+    """It takes as long as it is given, not as the group: four groups, as Gloo's connects at once or waits by chance.
+    Collectives go on afterwards."""
+    for rank, (survived, said) in enumerate(ranks.outcomes(3, monitored_at_first, missing, all_ranks)):
+        assert survived, said
+        assert len(said) == (0 if rank in missing else 4)
+        sentence = f"{named} failed to pass monitoredBarrier in 500 ms" if rank == 0 else "rank 0 missed rank 1"
+        assert all(sentence in one for one in said), said
 
 
 def monitored_in_groups(place: Any) -> int:

@@ -65,7 +65,8 @@ SWEEP = 'name = "s"\nrun = "run.toml"\nobjective = "loss/train"\n[parameters]\n"
 AGAIN = "interrupted before its end; the same command starts it again\n"
 GOES_ON = "the same command goes on from there\n"
 NO_RESULT = "SIGINT: stopped at once; there is no result; start it again\n"
-MEASURING = "measuring, several times each"
+MEASURING = r"(?m)^(\d+ of \d+: )?[^:\n]+: \w"
+"""Rank 0 of a benchmark has told what it measures, behind the name of the part."""
 STOPPED, INTERRUPTED, DONE = 75, 130, 0
 END_S = 20.0
 """A verb that needs longer than this for its end has not obeyed."""
@@ -231,6 +232,23 @@ def test_ctrl_c(case: Case, tmp_path: Path) -> None:
     assert said.endswith(case.says), said
     assert "Traceback" not in said
     require_nothing_left(own)
+
+
+OF_THE_USER = ("launch",)
+"""What is shown is the user's script's own."""
+SAYING = [case for case in CASES if case.command.split()[0] not in OF_THE_USER]
+SAYING_MORE = [pytest.param(case, marks=pytest.mark.stress) for case in LONGER]
+
+
+@pytest.mark.matrix(every=5)
+@pytest.mark.parametrize("case", [*SAYING, *SAYING_MORE], ids=lambda case: case.command.replace("/", "-")[:24])
+def test_long_work_says_what_it_does(case: Case, tmp_path: Path) -> None:
+    """No verb is silent while it works: before it ends, it has said what it is at, where no terminal is, too."""
+    own = project(tmp_path)
+    running = begin(case, own)
+    own.wait_for_text(r"\S")
+    running.send_signal(signal.SIGINT)
+    running.wait(END_S)
 
 
 DEAF_SCRIPT = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLOW_SCRIPT

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from shoal.data.as_inputs import Collated
 from shoal.data.augment import Augmentation, augmentation_of, crop, flip, generator_of
-from shoal.data.batches import SourceReader
+from shoal.data.batches import SourceReader, read_batch
 from shoal.data.config import Digits
 from shoal.data.cursor import Interval
 from shoal.data.feed import Feed, StepShare
@@ -139,3 +140,45 @@ def test_what_a_data_set_draws_itself_belongs_to_the_sample():
     assert rows([0, 1, 2, 5, 12]) == whole
     later = {row[0]: row[1:] for row in whole[6:]}
     assert all(later[row[0]][k] != row[1 + k] for row in whole[:6] for k in range(3))
+
+
+class Words:
+    """Sample i is a text of i + 1 letters: a loop's own `collate_fn` alone knows how texts lie side by side."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> str:
+        return "abcdef"[index] * (index + 1) + str(random.randrange(10))
+
+
+def lettered(texts: list[str]) -> torch.Tensor:
+    """The texts as numbers, padded: [texts, 9]."""
+    return torch.tensor([list(text.ljust(9).encode()) for text in texts])
+
+
+def shouted(text: str, generator: np.random.Generator) -> str:
+    """A user's change of a text."""
+    return text.upper() + str(generator.integers(10))
+
+
+@pytest.mark.parametrize("seeds_process", [False, True])
+def test_what_the_loop_collates_is_augmented_first(seeds_process: bool):
+    """The change sees the sample as the data set returned it, then the loop's own `collate_fn` sees all of them. In a
+    reader process the data set's own draws are seeded for each sample, too."""
+    source = Collated(Words(), lettered)  # type: ignore[arg-type]
+    ids = np.array([4, 1, 2])
+    changed = (Augmentation([shouted], SEED, seeds_process=seeds_process), np.array([0, 0, 1]))
+    reads = [read_batch(source, ids, np.arange(3), denominator="auto", changed=changed).batch.inputs for _ in range(2)]
+    texts = [[bytes(row).decode().strip() for row in read.tolist()] for read in reads]  # type: ignore[union-attr]
+    drawn = [str(generator_of(SEED, epoch, index).integers(10)) for index, epoch in ((4, 0), (1, 0), (2, 1))]
+    assert [(text[:-2], text[-1]) for text in texts[0]] == list(zip(["EEEEE", "BB", "CCC"], drawn, strict=True))
+    if seeds_process:
+        assert texts[0] == texts[1]
+
+
+def test_a_sample_that_cannot_be_changed_is_named():
+    """Before the loop's own `collate_fn` sees it."""
+    changed = (Augmentation([flip], SEED), np.array([0]))
+    with pytest.raises(UserCodeError, match="Sample 4 at position 0"):
+        read_batch(Collated(Words(), lettered), np.array([4]), np.arange(1), denominator="auto", changed=changed)  # type: ignore[arg-type]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.launch.allocator import GLIBC_BYTES
+from shoal.launch.allocator import GLIBC_BYTES, MMAP, TRIM
 from shoal.launch.environment import master_from, place_from
 from shoal.launch.rank_process import log_path, rank_environment
 
@@ -25,12 +26,21 @@ def test_a_rank_reads_back_the_place_it_was_given(processes, cores, data):
     assert environ["HOME"] == "/h"
 
 
-def test_what_the_user_chose_stays():
-    """Thread counts and malloc's thresholds in the launcher's own environment are the ranks', too."""
-    chosen = {"OMP_NUM_THREADS": "7", "MALLOC_TRIM_THRESHOLD_": "131072"}
-    environ = rank_environment(chosen, 0, processes=2, port=1, cores=2)
-    assert environ.items() >= chosen.items()
-    assert int(environ["MALLOC_MMAP_THRESHOLD_"]) >= GLIBC_BYTES
+@pytest.mark.parametrize(
+    "how", [{TRIM: "131072"}, {MMAP: "131072"}, {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"}], ids=str
+)
+def test_what_the_user_chose_stays(how):
+    """Thread counts and how malloc allocates: ranks find what the launcher found, and no other threshold beside it,
+    which could overrule it."""
+    environ = rank_environment({"OMP_NUM_THREADS": "7", **how}, 0, processes=2, port=1, cores=2)
+    assert environ["OMP_NUM_THREADS"] == "7"
+    assert {name: environ[name] for name in (TRIM, MMAP, "GLIBC_TUNABLES") if name in environ} == how
+
+
+def test_ranks_keep_freed_memory_where_nobody_chose():
+    """Both thresholds, from glibc's own value on."""
+    environ = rank_environment({}, 0, processes=2, port=1, cores=2)
+    assert int(environ[TRIM]) >= int(environ[MMAP]) >= GLIBC_BYTES
 
 
 def test_logs_are_where_scripts_look_for_them():

@@ -34,7 +34,8 @@ def diff(
     with busy(f"comparing {first} and {second}"):
         found = diff_runs(first, second)
     if plot is not None:
-        draw(first, second, plot)
+        with busy(f"drawing {plot}"):
+            draw(first, second, plot)
     if as_json:
         print(msgspec.json.encode({**msgspec.structs.asdict(found), "same": found.same}, enc_hook=str).decode())
     else:

@@ -8,12 +8,14 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
+from shoal import units
 from shoal.cli.busy import busy
 from shoal.cli.output import output_file
 from shoal.errors import EnvironmentFault, UsageError
@@ -88,12 +90,14 @@ def _several(hosts: str, *, shell: str, python: str, folder: str | None, port: i
                 "--hosts ranks is for processes that a launcher has started: put srun --ntasks-per-node=1 or torchrun "
                 "in front, or name the hosts (--hosts n1,n2)"
             )
-        found = ranks.survey_of_ranks(place, os.environ)
+        with busy("comparing the hosts of these ranks") if place.rank == 0 else nullcontext():
+            found = ranks.survey_of_ranks(place, os.environ)
         if found is None:
             return
     else:
         named = visit.hosts_from(hosts)
-        found = visit.survey(named, shell=shell, python=python, folder=folder or str(Path.cwd()), port=port)
+        with busy(f"asking {units.plural(len(named), 'host')}"):
+            found = visit.survey(named, shell=shell, python=python, folder=folder or str(Path.cwd()), port=port)
     judged = across.findings(found)
     if as_json:
         links = [{"from": a, "to": b, **msgspec.to_builtins(link)} for (a, b), link in found.links.items()]

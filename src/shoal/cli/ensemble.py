@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from shoal.cli.busy import busy
 from shoal.cli.sweep import via_words
 from shoal.errors import EnvironmentFault
 
@@ -60,7 +61,8 @@ def ensemble(
     # Torch is imported when there is something to evaluate.
     from shoal.experiments.ensemble import evaluate_together
 
-    found = evaluate_together(trained)
+    with busy("evaluating the members together"):
+        found = evaluate_together(trained)
     if as_json:
         print(
             msgspec.json.encode(

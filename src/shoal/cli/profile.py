@@ -56,12 +56,14 @@ def profile(
     loaded = load_run(run_file, overrides or ())
 
     def rank(run_file: RunFile, place: Place) -> None:
+        from shoal.observe.progress_bar import ProgressBar, open_progress_bar
         from shoal.recipes.objects import UserObjects
         from shoal.recipes.profiling import profile_rank
 
         _check_rank(flame_rank, place.world_size)
         graph = None if flame is None else (flame_rank, flame)
-        found = profile_rank(run_file, place, UserObjects(), warmup=warmup, steps=steps, flame=graph)
+        with open_progress_bar(sys.stderr) if place.rank == 0 else ProgressBar() as bar:
+            found = profile_rank(run_file, place, UserObjects(), warmup=warmup, steps=steps, flame=graph, bar=bar)
         if found is not None:
             _tell(found, trace, flame, as_json=as_json)
 

@@ -8,6 +8,8 @@ from typing import Annotated
 import msgspec
 import typer
 
+from shoal.cli.busy import busy
+
 
 def replay(
     capsule: Annotated[Path, typer.Argument(metavar="CAPSULE", help="The capsule.zip of a run that failed.")],
@@ -26,7 +28,7 @@ def replay(
     from shoal.recipes.capsule_replay import replay_capsule
     from shoal.temporary_folder import temporary_folder
 
-    with temporary_folder() as folder:
+    with temporary_folder() as folder, busy("computing the step that failed"):
         found = replay_capsule(capsule, folder, run_directory=run_directory, any_version=any_version)
     if as_json:
         print(msgspec.json.encode(found).decode())

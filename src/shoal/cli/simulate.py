@@ -109,9 +109,11 @@ def _show_schedule(
 ) -> None:
     from shoal.planning.schedule_view import schedule_view
 
-    view = schedule_view(run_file, cluster, stragglers=stragglers)
+    with busy("playing the schedule"):
+        view = schedule_view(run_file, cluster, stragglers=stragglers)
     if picture is not None:
-        view.draw(picture)
+        with busy(f"drawing {picture}"):
+            view.draw(picture)
     print(json.dumps(view.record()) if as_json else view.text())
     if picture is not None and not as_json:
         print(f"Written: {picture}")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from shoal.cli.busy import busy
 from shoal.cli.verbs import Verbs
 
 if TYPE_CHECKING:
@@ -212,7 +213,8 @@ def job(
         print(json.dumps({"files": written}) if as_json else "\n".join(written))
         return
     try:
-        submission = scheduler.submit(made)
+        with busy(f"handing the job to {to}"):
+            submission = scheduler.submit(made)
     except KeyboardInterrupt:
         print(
             f"shoal submit: interrupted while {to} was asked, which may have taken {made.name} or not: look there "

@@ -93,7 +93,8 @@ class Worker:
     def __init__(self, close: Callable[[], object], *, name: str, goes_on: bool = False) -> None:
         self._calls: SimpleQueue[QueuedWork | None] = SimpleQueue()
         self._futures, self._small = FutureThreads(), SmallWorks()
-        arguments = (self._calls, close, goes_on)
+        self._failed: list[Exception] = []  # the first, shared with the thread
+        arguments = (self._calls, close, goes_on, self._failed)
         self._thread = threading.Thread(target=_work_off, args=arguments, name=name, daemon=True)
         self._thread.start()
         self._end = weakref.finalize(self, _end, self._calls, self._futures)
@@ -109,6 +110,11 @@ class Worker:
         self._calls.put(work)
         self._small.keep(work, outputs)
         return work
+
+    @property
+    def failure(self) -> Exception | None:
+        """What every call fails with from now on; None while all is well, and always where it `goes_on`."""
+        return self._failed[0] if self._failed else None
 
     @property
     def pending(self) -> int:
@@ -128,7 +134,9 @@ def _end(calls: SimpleQueue[QueuedWork | None], futures: FutureThreads) -> None:
     futures.close()
 
 
-def _work_off(calls: SimpleQueue[QueuedWork | None], close: Callable[[], object], goes_on: bool) -> None:
+def _work_off(
+    calls: SimpleQueue[QueuedWork | None], close: Callable[[], object], goes_on: bool, failed: list[Exception]
+) -> None:
     """The thread's main: until `None` comes."""
     broken: Exception | None = None
     with torch.no_grad():
@@ -138,7 +146,8 @@ def _work_off(calls: SimpleQueue[QueuedWork | None], close: Callable[[], object]
                 del call  # an idle thread keeps no tensor alive
                 if goes_on:
                     broken = None
-                if broken is not before:
+                if broken is not None and broken is not before:
+                    failed.append(broken)
                     close()
     with AT_WORK:
         if broken is None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from shoal.data.sample import Sample, Source, as_tree
@@ -35,10 +34,14 @@ class Collated(AsInputs):
         super().__init__(source)
         self._collate = collate
 
-    def samples_at(self, ids: np.ndarray) -> Sample:
-        """What `collate` makes of the samples with these ids; every tensor in it has their number as its first dim."""
-        inputs = as_tree(_with_tuples(self._collate([self.source[int(i)] for i in ids])), "batch")
-        return Sample(inputs, torch.zeros(len(ids), dtype=torch.int64), torch.ones(len(ids)))
+    def item_at(self, index: int) -> Any:
+        """The sample as the loop's data set returns it, which only `collate` has to understand."""
+        return self.source[index]
+
+    def collated(self, items: Sequence[Any]) -> Sample:
+        """What `collate` makes of `items`; every tensor in it has their number as its first dim."""
+        inputs = as_tree(_with_tuples(self._collate(list(items))), "batch")
+        return Sample(inputs, torch.zeros(len(items), dtype=torch.int64), torch.ones(len(items)))
 
 
 def _with_tuples(value: Any) -> Any:

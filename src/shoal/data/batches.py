@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +18,7 @@ from shoal.data.augment import Augmentation
 from shoal.data.collate import collate, collate_stacked
 from shoal.data.config import Denominator
 from shoal.data.cursor import Interval
-from shoal.data.sample import Batch, BatchSource, Sample, SkipsSamples, Source, parse_sample
+from shoal.data.sample import Batch, BatchSource, Collates, Sample, SkipsSamples, Source, parse_sample
 from shoal.errors import DataError, ShoalError, UserCodeError
 
 MOST_STAND_INS = 64
@@ -121,14 +122,15 @@ def read_batch(
                 where=where_of(ids, positions),
             )
         )
+    if isinstance(source, Collates):
+        return _read_collated(source, ids, positions, denominator=denominator, changed=changed, began=began)
     samples: list[Sample | None] = []
     skipped: list[str] = []
     for place, index in enumerate(ids.tolist()):
         where = f"Sample {index} at position {int(positions[place])}"
         began(where)
-        augmentation, epoch = (None, 0) if changed is None else (changed[0], int(changed[1][place]))
         try:
-            samples.append(_read_sample(source, index, where=where, epoch=epoch, augmentation=augmentation))
+            samples.append(_read_sample(source, index, where=where, augmented=_augmented(changed, place)))
         except DataError as error:
             if not (isinstance(source, SkipsSamples) and source.skips(index)):
                 raise
@@ -139,6 +141,42 @@ def read_batch(
         lambda rows: collate(rows, positions, denominator=denominator), filled, where=where_of(ids, positions)
     )
     return BatchRead(_without_weight(batch, samples) if skipped else batch, tuple(skipped))
+
+
+def _read_collated(
+    source: Collates,
+    ids: np.ndarray,
+    positions: np.ndarray,
+    *,
+    denominator: Denominator,
+    changed: tuple[Augmentation, np.ndarray] | None,
+    began: Callable[[str], object],
+) -> BatchRead:
+    """Items are augmented as the data set returned them, and then put side by side in the source's own way."""
+    items = []
+    for place, index in enumerate(ids.tolist()):
+        where = f"Sample {index} at position {int(positions[place])}"
+        began(where)
+        items.append(_guarded(partial(_read_item, source.item_at, _augmented(changed, place)), index, where=where))
+    where = where_of(ids, positions)
+    stacked = _guarded(source.collated, items, where=where)
+    return BatchRead(
+        _guarded(lambda rows: collate_stacked(rows, positions, denominator=denominator), stacked, where=where)
+    )
+
+
+def _augmented(changed: tuple[Augmentation, np.ndarray] | None, place: int) -> tuple[Augmentation, int] | None:
+    """By what the sample at this place of the batch is changed, and in which epoch."""
+    return None if changed is None else (changed[0], int(changed[1][place]))
+
+
+def _read_item(read: Callable[[int], Any], augmented: tuple[Augmentation, int] | None, index: int) -> Any:
+    """What `read` gives for the sample, changed."""
+    if augmented is None:
+        return read(index)
+    augmentation, epoch = augmented
+    augmentation.before(epoch=epoch, sample_id=index)
+    return augmentation(read(index), epoch=epoch, sample_id=index)
 
 
 def _filled(source: Source, ids: np.ndarray, samples: Sequence[Sample | None]) -> list[Sample]:
@@ -152,7 +190,7 @@ def _filled(source: Source, ids: np.ndarray, samples: Sequence[Sample | None]) -
 def _stand_in(source: Source, index: int) -> Sample:
     for other in range(index + 1, index + 1 + MOST_STAND_INS):
         try:
-            return _read_sample(source, other % len(source), where=f"Sample {other % len(source)}", epoch=0)
+            return _read_sample(source, other % len(source), where=f"Sample {other % len(source)}")
         except DataError:
             continue
     raise DataError(
@@ -168,15 +206,9 @@ def _without_weight(batch: Batch, samples: Sequence[Sample | None]) -> Batch:
 
 
 def _read_sample(
-    source: Source, index: int, *, where: str, epoch: int, augmentation: Augmentation | None = None
+    source: Source, index: int, *, where: str, augmented: tuple[Augmentation, int] | None = None
 ) -> Sample:
-    def read(index: int) -> Sample:
-        if augmentation is not None:
-            augmentation.before(epoch=epoch, sample_id=index)
-        sample = source[index]
-        return parse_sample(sample if augmentation is None else augmentation(sample, epoch=epoch, sample_id=index))
-
-    return _guarded(read, index, where=where)
+    return _guarded(lambda i: parse_sample(_read_item(source.__getitem__, augmented, i)), index, where=where)
 
 
 def _guarded(function: Any, argument: Any, *, where: str) -> Any:

@@ -8,7 +8,7 @@ its wider unsigned integers; the dtype of a torch tensor is left alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -38,6 +38,19 @@ class BatchSource(Source, Protocol):
 
     def samples_at(self, ids: np.ndarray) -> Any:
         """What `d[i]` returns, but with a leading dim for `ids` (int64 [samples]) on every leaf."""
+        ...
+
+
+@runtime_checkable
+class Collates(Protocol):
+    """A source whose samples are put side by side in a way of its own. They are items of any kind until then."""
+
+    def item_at(self, index: int) -> Any:
+        """The sample, as whoever augments it takes it."""
+        ...
+
+    def collated(self, items: Sequence[Any]) -> Any:
+        """The items side by side: what `d[i]` returns, but with a leading dim for the items on every leaf."""
         ...
 
 

@@ -42,11 +42,16 @@ def variables(chosen: Thresholds) -> dict[str, str]:
     return {TRIM: str(chosen.trim_bytes), MMAP: str(chosen.mmap_bytes)}
 
 
+def is_chosen(environ: Mapping[str, str]) -> bool:
+    """Whether the user has told glibc how to allocate; nothing is added to that."""
+    return bool({TRIM, MMAP} & set(environ)) or "glibc.malloc" in environ.get("GLIBC_TUNABLES", "")
+
+
 def keep_freed_memory(chosen: Thresholds, environ: Mapping[str, str]) -> bool:
     """Gives this process `chosen`, from now on. False where it keeps what it has: the allocator is not glibc's, or
     `environ` has set it already.
     """
-    if {TRIM, MMAP} & set(environ) or "glibc.malloc" in environ.get("GLIBC_TUNABLES", ""):
+    if is_chosen(environ):
         return False
     library = ctypes.CDLL(None)
     if not hasattr(library, "gnu_get_libc_version"):

@@ -51,7 +51,7 @@ def rank_environment(environ: Environ, rank: int, *, processes: int, port: int, 
         "OMP_NUM_THREADS": str(max(1, cores // processes)),
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
-        **allocator.variables(kept),
+        **({} if allocator.is_chosen(environ) else allocator.variables(kept)),
     }
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "GROUP_RANK": 0}
     return {

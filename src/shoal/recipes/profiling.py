@@ -20,6 +20,7 @@ import msgspec
 from msgspec.structs import replace
 from torch._C._distributed_c10d import Store
 
+from shoal import units
 from shoal.codec.config import BlockwiseConfig, NoCodec
 from shoal.comm.board import Board
 from shoal.comm.clock import ClockOffset, measure_offset
@@ -32,6 +33,7 @@ from shoal.observe.profile.recorder import Recorder
 from shoal.observe.profile.recording import Recording
 from shoal.observe.profile.sources import sources
 from shoal.observe.profile.split import operators, split
+from shoal.observe.progress_bar import ProgressBar, track
 from shoal.recipes.objects import UserObjects
 from shoal.recipes.run import Run, open_run
 from shoal.runfile.rules import refusal
@@ -62,6 +64,7 @@ def profile_rank(
     flame: tuple[int, Path] | None = None,
     environ: Mapping[str, str] = os.environ,
     store: Store | None = None,
+    bar: ProgressBar | None = None,
 ) -> Profile | None:
     """Takes `warmup` steps and `steps` recorded ones. The profile at rank 0, None at the others.
 
@@ -70,18 +73,23 @@ def profile_rank(
     """
     if flame is not None and flame[0] == place.rank:
         flame_program()
-    run = open_run(run_file, place, objects, environ=environ, store=store)
+    bar = bar or ProgressBar()
+    run = open_run(run_file, place, objects, environ=environ, store=store, activity=bar.update)
     with ExitStack() as stack:
         loop = _Loop(run, stack.enter_context(closing(run.feed())))
-        for _ in range(max(warmup, run_file.data.prefetch_steps + 1)):
+        unrecorded = max(warmup, run_file.data.prefetch_steps + 1)
+        for _ in track(range(unrecorded), bar, "taking steps that are not recorded", total=unrecorded):
             loop.step()
+        bar.update(f"recording {units.plural(steps, 'step')}")
         recording = _recorded(loop, steps)
         if flame is not None:
+            bar.update("drawing the flame graph")
             with flame_graph(flame[1]) if flame[0] == place.rank else ExitStack():
                 loop.together()
                 for _ in range(FLAME_STEPS):
                     loop.step()
                 loop.together()
+    bar.update("reading the recordings of all ranks")
     recordings = _gathered(run, recording)
     if recordings is None:
         return None

@@ -11,6 +11,7 @@ float32 and rounded once inside a host and once between hosts.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -201,9 +202,11 @@ class Hierarchical(dist.ProcessGroup):
         return self._worker.do(guarded, what="a call between hosts", outputs=outputs, timeout_s=timeout_s)
 
     def _way_to(self, rank: int) -> tuple[Any, int]:
-        """The group that takes messages to and from `rank`, and its number there."""
+        """The group that takes messages to and from `rank`, and its number there. Raises what broke this group."""
         if not 0 <= rank < self.size() or rank == self.rank():
             raise ValueError(f"rank {rank} is no peer of rank {self.rank()} in a group of {self.size()}")
+        if (failure := self._worker.failure) is not None:
+            raise copy.copy(failure)  # with its traceback it would hold this group
         host, place = self.division.places[rank]
         if self._mates is not None and host == self.division.places[self.rank()][0]:
             return self._mates, place

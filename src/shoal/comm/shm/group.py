@@ -12,6 +12,7 @@ c10d has two names for some operations: new ones (`all_gather_single`, torch 2.1
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from shoal.comm.c10d_forms import (
     profiler_enabled,
     ranged,
 )
+from shoal.comm.monitored_barrier import MonitoredBarrier
 from shoal.comm.shm.core import DTYPES, REDUCTIONS, Kind, load_core
 from shoal.comm.shm.host import find_mates
 from shoal.comm.shm.transport import Transport, core_settings
@@ -67,7 +69,8 @@ def share_core(inner: Any, store: Store, *, timeout_s: float, prompt: bool = Fal
     board = Board(PrefixStore("shm", store), timeout_s=timeout_s)
     settings = core_settings(size, timeout_s=timeout_s)
     mates = find_mates(board, rank, size, settings=settings)
-    return CoreGroup(inner, Transport(load_core(), mates, rank=rank, settings=settings, prompt=prompt))
+    barrier = MonitoredBarrier(board.under("monitored"), rank=rank, size=size)
+    return CoreGroup(inner, Transport(load_core(), mates, rank=rank, settings=settings, prompt=prompt), barrier)
 
 
 @untraced
@@ -76,9 +79,9 @@ class CoreGroup(dist.ProcessGroup):
     transport is `prompt`.
     """
 
-    def __init__(self, inner: Any, transport: Transport) -> None:
+    def __init__(self, inner: Any, transport: Transport, monitored: MonitoredBarrier) -> None:
         super().__init__(inner.rank(), inner.size())  # pyright: ignore[reportCallIssue]
-        self.inner, self._transport = inner, transport
+        self.inner, self._transport, self._monitored = inner, transport, monitored
         if isinstance(inner, GlooGroup):
             inner.follow_timeout(transport.set_timeout)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, inner)
@@ -271,8 +274,10 @@ class CoreGroup(dist.ProcessGroup):
             Kind.BARRIER, None, None, count=0, sync=_sync(opts), timeout_s=given_timeout_s(opts)
         )
 
-    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
-        return self.inner.monitored_barrier(timeout, wait_all_ranks)
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        if timeout is None or timeout < timedelta(0):
+            timeout = timedelta(seconds=self._transport.timeout_s)
+        self._monitored.wait(timeout, all_ranks=wait_all_ranks)
 
     def _set_sequence_number_for_group(self) -> None:
         """Numbers begin at 0 on all ranks: there is nothing to agree on."""

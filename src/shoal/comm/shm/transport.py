@@ -83,6 +83,11 @@ class Transport:
         """Ends the group when the calls that were made are done."""
         self._life.end()
 
+    @property
+    def timeout_s(self) -> float:
+        """The longest wait in a call."""
+        return self._timeout_s if self._limit_s is None else self._limit_s
+
     def set_timeout(self, timeout_s: float) -> None:
         """The longest wait in each later collective, and for each later message, in place of the settings'
         `timeout_s`."""

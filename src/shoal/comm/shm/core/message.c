@@ -201,9 +201,24 @@ bool progress_messages(group *g) {
     return went;
 }
 
+/* Why a message is refused. One to a rank that has failed would lie in the ring for nobody; what has come can still be
+   received. */
+static int refusal(const op *message, int *culprit) {
+    group *g = message->group;
+    int fault = group_fault(g, culprit);
+    if (fault != NO_FAULT || message->what.kind == RECV) return fault;
+    bool failed = atomic_load(&g->peers[message->peer]->life.value) == FAILED;
+    return failed ? peer_fault(g, message->peer, culprit) : NO_FAULT;
+}
+
 void post_message(op *message) {
     group *g = message->group;
+    int culprit, fault = refusal(message, &culprit);
     atomic_fetch_add(&g->waiting_messages, 1);
+    if (fault != NO_FAULT) {
+        over(message, fault, culprit);
+        return;
+    }
     if (message->what.kind == SEND) {
         append(&g->outgoing[message->peer], message);
         send_all(g, message->peer);
