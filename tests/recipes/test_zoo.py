@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.models.huggingface import architectures
 from tests.recipes import zoo
 from tests.recipes.layouts import corpus, verified
 
@@ -39,4 +40,27 @@ def test_a_right_model_is_never_called_wrong(ranks, tmp_path: Path, name: str, l
         pytest.importorskip("transformers")
     corpus(tmp_path)
     verdict, _ = ranks(2, verified, zoo.tables(name) | LAYOUTS[layout], str(tmp_path), False, 2)
+    assert verdict["holds"], verdict["sentence"]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name.startswith("ResNet") else pytest.mark.stress) for name in zoo.SEEING]
+)
+@pytest.mark.parametrize("layout", ["replicate", "ZeRO-3"])
+def test_right_models_of_pictures_are_never_called_wrong(ranks, tmp_path: Path, name: str, layout: str) -> None:
+    """Those with batch norms, over groups of samples, in float64: their running statistics are compared too."""
+    pytest.importorskip("torchvision" if name.startswith("torchvision") else "transformers")
+    corpus(tmp_path)
+    split = {"layout": {"replicate": 2}} if layout == "replicate" else {"layout": {"shard": 2}}
+    verdict, _ = ranks(2, verified, zoo.seeing_tables(name) | split, str(tmp_path), True, 2)
+    assert verdict["holds"], verdict["sentence"]
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["T5", "Whisper"])
+def test_encoders_with_decoders_are_never_called_wrong(ranks, tmp_path: Path, name: str, layout: str) -> None:
+    """With their default dropout, on pairs of sequences and on sounds."""
+    pytest.importorskip("transformers")
+    verdict, _ = ranks(2, verified, architectures.TABLES[name] | LAYOUTS[layout], str(tmp_path), False, 2)
     assert verdict["holds"], verdict["sentence"]

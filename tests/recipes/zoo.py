@@ -1,10 +1,11 @@
-"""Thirty modules as people write and publish them, right as they are: none declares anything to Shoal.
+"""Modules as people write and publish them, right as they are: none declares anything to Shoal.
 
 Each takes tokens `[batch, 16]` below 61 or pictures `[batch, 3, 8, 8]` of ten classes, and returns logits.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +30,7 @@ class Tokens(nn.Module):
 class Recurrence(nn.Module):
     """An LSTM or GRU with dropout between its layers; packed sequences have none, as their masks follow no sample."""
 
-    def __init__(self, kind: type[nn.RNNBase], *, both: bool = False, packed: bool = False) -> None:
+    def __init__(self, kind: Callable[..., nn.Module], *, both: bool = False, packed: bool = False) -> None:
         super().__init__()
         self.cells: Any = kind(WIDTH, WIDTH, 2, batch_first=True, dropout=0.0 if packed else 0.3, bidirectional=both)
         self.out, self.packed = nn.Linear(2 * WIDTH if both else WIDTH, WIDTH), packed
@@ -309,13 +310,39 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Architectures of transformers with the dropout of their default configs."""
 
+NAMED: dict[str, Any] = {"num_labels": CLASSES}
+NORMALISED: dict[str, dict[str, Any]] = {
+    "ResNetForImageClassification": NAMED | {
+        "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 2], "layer_type": "basic",
+    },
+    "RegNetForImageClassification": NAMED | {
+        "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "groups_width": 4,
+    },
+    "MobileNetV2ForImageClassification": NAMED | {"depth_multiplier": 0.25, "image_size": 32},
+}  # fmt: skip
+"""Of transformers, with batch norms, which take their statistics over groups of samples."""
+
+TORCHVISION: dict[str, Callable[[Any], nn.Module]] = {
+    "ResNet": lambda vision: vision.ResNet(vision.resnet.BasicBlock, [1, 1, 1, 1], num_classes=CLASSES),
+    "MobileNetV2": lambda vision: vision.MobileNetV2(num_classes=CLASSES, width_mult=0.25),
+    "ShuffleNetV2": lambda vision: vision.ShuffleNetV2([1, 1, 1], [8, 16, 24, 32, 48], num_classes=CLASSES),
+    "DenseNet": lambda vision: vision.DenseNet(4, (2, 2), 8, num_classes=CLASSES, drop_rate=0.1),
+    "VisionTransformer": lambda vision: vision.VisionTransformer(
+        32, 8, num_layers=2, num_heads=4, hidden_dim=32, mlp_dim=48, dropout=0.1, num_classes=CLASSES
+    ),
+    "SwinTransformer": lambda vision: vision.SwinTransformer(
+        [2, 2], 16, [1, 1], [2, 2], [4, 4], stochastic_depth_prob=0.1, num_classes=CLASSES
+    ),
+}
+"""Classes of torchvision, small; what they hold of batch norms takes its statistics over groups of samples."""
+
 
 def published(architecture: str) -> nn.Module:
-    """One of `PUBLISHED`, as its own class makes it."""
+    """One of `PUBLISHED` or `NORMALISED`, as its own class makes it."""
     import transformers
 
     kind = getattr(transformers, architecture)
-    return kind(kind.config_class(**PUBLISHED[architecture]))
+    return kind(kind.config_class(**(PUBLISHED | NORMALISED)[architecture]))
 
 
 OWN: dict[str, Callable[[], nn.Module]] = {
@@ -344,10 +371,38 @@ PICTURED = frozenset({"U-Net", "ConvNeXt", "DenseNet", "patches", "ViTForImageCl
 HAVE_BLOCKS = frozenset({"convolutions", "graph", "adapted", "ConvNeXt", "DenseNet", "patches", *PUBLISHED})
 """Those that hold what may be recomputed in an `nn.ModuleList`."""
 EVERY = (*OWN, *PUBLISHED)
+SEEING = (*NORMALISED, *(f"torchvision {name}" for name in TORCHVISION))
+"""Those that take pictures of 32 x 32."""
+WITHOUT_BATCH_NORM = frozenset({"torchvision VisionTransformer", "torchvision SwinTransformer"})
+
+
+class Pictures32:
+    """32 pictures `[3, 32, 32]` of ten classes."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        random = torch.Generator().manual_seed(index)
+        return torch.randn(3, 32, 32, generator=random), torch.tensor(index % CLASSES)
+
+
+def pictures32() -> Pictures32:
+    return Pictures32()
+
+
+def seeing_tables(name: str) -> dict[str, Any]:
+    """The tables `[model]` and `[data]` of one of `SEEING`."""
+    model: dict[str, Any] = tables(name)["model"]
+    if name not in WITHOUT_BATCH_NORM:
+        model |= {"batch_norm": "grouped", "group_samples": 4}
+    return {"model": model, "data": {"kind": "python", "build": "tests.recipes.zoo:pictures32"}}
 
 
 def build(name: str) -> nn.Module:
     torch.manual_seed(3)
+    if name.startswith("torchvision "):
+        return TORCHVISION[name.removeprefix("torchvision ")](importlib.import_module("torchvision.models"))
     return OWN[name]() if name in OWN else published(name)
 
 
