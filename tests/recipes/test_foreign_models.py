@@ -56,7 +56,7 @@ def gathering(place, tables: dict[str, Any], folder: str) -> tuple[bool, str] | 
     from shoal.recipes.run_gradients import gathering_of
 
     run = _opened(place, tables, folder)
-    return gathering_of(run.run_file, run.generation.parts, run.mesh)
+    return gathering_of(run.run_file.memory, run.generation.parts, run.mesh)
 
 
 SAME: dict[str, tuple[int, dict[str, Any]]] = {

@@ -18,7 +18,12 @@ _FRACTION = "The part of each bucket's numbers that is sent."
 
 
 class _Codec(Table, frozen=True):
-    """What every codec says of itself."""
+    """What every codec says of itself.
+
+    of_all_ranks: ranks choose or compute together what they send, so that one which pushes alone cannot use it.
+    """
+
+    of_all_ranks: ClassVar[bool] = False
 
     @property
     def codes_matrices(self) -> bool:
@@ -104,6 +109,7 @@ class DGCConfig(_Codec, frozen=True, tag_field="kind", tag="dgc"):
     """
 
     implemented_by: ClassVar[str] = "shoal.codec.dgc:DGC"
+    of_all_ranks: ClassVar[bool] = True
     feedback: ClassVar[bool] = True
 
     fraction: Annotated[float, says(_FRACTION, gt=0, le=1)] = 0.001
@@ -135,6 +141,7 @@ class ScaleComConfig(_Codec, frozen=True, tag_field="kind", tag="scale_com"):
     """
 
     implemented_by: ClassVar[str] = "shoal.codec.scale_com:ScaleCom"
+    of_all_ranks: ClassVar[bool] = True
 
     fraction: Annotated[float, says(_FRACTION, gt=0, le=1)] = 0.01
     feedback: Annotated[bool, says(_FEEDBACK)] = True
@@ -194,6 +201,7 @@ class PowerSGDConfig(_Codec, frozen=True, tag_field="kind", tag="power_sgd"):
     """Every matrix as a product of two thin ones (PowerSGD), which are summed on the way."""
 
     implemented_by: ClassVar[str] = "shoal.codec.power_sgd:PowerSGD"
+    of_all_ranks: ClassVar[bool] = True
 
     rank: Annotated[int, says("Columns of a thin matrix.", ge=1, le=256)] = 4
     feedback: Annotated[bool, says(_FEEDBACK)] = True
@@ -207,6 +215,7 @@ class ACPSGDConfig(_Codec, frozen=True, tag_field="kind", tag="acp_sgd"):
     """PowerSGD's thin matrices in turn, one in each step (ACP-SGD): one sum, half the bytes."""
 
     implemented_by: ClassVar[str] = "shoal.codec.acp_sgd:ACPSGD"
+    of_all_ranks: ClassVar[bool] = True
 
     rank: Annotated[int, says("Columns of a thin matrix.", ge=1, le=256)] = 4
     feedback: Annotated[bool, says(_FEEDBACK)] = True
@@ -220,6 +229,7 @@ class AutoConfig(_Codec, frozen=True, tag_field="kind", tag="auto"):
     """A codec or none, whichever costs least on the measured links; it follows links that change."""
 
     feedback: ClassVar[bool] = True
+    of_all_ranks: ClassVar[bool] = True
 
     candidates: Annotated[
         tuple[Literal["bfloat16", "float8", "int8", "int4", "sign", "top_k", "power_sgd", "acp_sgd"], ...],

@@ -58,7 +58,7 @@ def measured_here(run_file: RunFile, calibration: Calibration | None) -> Measure
     """
     if calibration is None or unpredicted(run_file, calibration) is not None:
         return None
-    return _measured(run_file, calibration)
+    return _measured(run_file.wire, calibration)
 
 
 def measured_for_traces(run_file: RunFile, calibration: Calibration | None) -> Measured | None:
@@ -70,11 +70,11 @@ def measured_for_traces(run_file: RunFile, calibration: Calibration | None) -> M
     if calibration is None or not isinstance(run_file.precision, Float32) or run_file.run.compile:
         return None
     measured = _is_measured(calibration, _backend(run_file.wire))
-    return _measured(run_file, calibration) if measured and calibration.operators else None
+    return _measured(run_file.wire, calibration) if measured and calibration.operators else None
 
 
-def _measured(run_file: RunFile, calibration: Calibration) -> Measured:
-    found = measured_of(calibration, cores=cores(), dtype="float32", backend=_backend(run_file.wire))
+def _measured(wire: WireConfig, calibration: Calibration) -> Measured:
+    found = measured_of(calibration, cores=cores(), dtype="float32", backend=_backend(wire))
     return found.calibrated(calibration.step_factor or 1.0)
 
 

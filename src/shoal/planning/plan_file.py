@@ -14,7 +14,8 @@ from shoal.config.check import checked
 from shoal.config.load import apply, read
 from shoal.cost.plan import Plan, Zero
 from shoal.errors import LayoutError, ShoalError
-from shoal.models.config import GPTConfig
+from shoal.memory.config import MemoryConfig
+from shoal.models.config import GPTConfig, ModelConfig
 from shoal.runfile.microbatches import microbatch_sizes
 from shoal.runfile.rules import check_across, loss_chunks_refusal, refusal
 from shoal.runfile.run_file import RunFile
@@ -40,16 +41,16 @@ def written_plan(run_file: RunFile, cluster: Cluster) -> Plan:
         virtual_stages=run_file.pipeline.stages_each if pipelined else 1,
         zero=cast(Zero, zero),
         recompute=run_file.memory.recompute,
-        recompute_share=_recomputed_share(run_file),
+        recompute_share=_recomputed_share(run_file.memory, run_file.model),
         loss_chunks=run_file.memory.loss_chunks,
         sequence_parallel=run_file.layout.sequence_parallel,
     )
 
 
-def _recomputed_share(run_file: RunFile) -> float:
+def _recomputed_share(memory: MemoryConfig, model: ModelConfig) -> float:
     """Of the blocks, those to which `memory.recompute` applies; of a user's model all."""
-    chosen, blocks = run_file.memory.recompute_layers, getattr(run_file.model, "layers", None)
-    if run_file.memory.recompute == "none" or chosen is None or not blocks:
+    chosen, blocks = memory.recompute_layers, getattr(model, "layers", None)
+    if memory.recompute == "none" or chosen is None or not blocks:
         return 1.0
     return len({layer for layer in chosen if layer < blocks}) / blocks
 

@@ -42,7 +42,7 @@ def subject_of(run_file: RunFile, environ: Mapping[str, str] = os.environ) -> tu
     data = data_of(run_file, UserObjects(), environ).train
     few = [data[index] for index in range(min(LOOKED_AT, len(data)))]
     sample = collate(few, np.arange(len(few)), denominator=run_file.batch.denominator)
-    steps = _Steps(run_file, sample, loss_of(run_file, UserObjects()))
+    steps = _Steps(run_file, sample, loss_of(run_file.loss, UserObjects()))
     subject = Subject.built(partial(_model, run_file), steps, dtype=precision_of(run_file.precision).parameters)
     return subject, sample
 

@@ -144,7 +144,7 @@ def _replayed(run_file: RunFile, capsule: Capsule, directory: Path, *, changing:
 
 def sample_ids(run: Run, capsule: Capsule) -> list[int]:
     """The samples of the step that failed, in order."""
-    short, stop = short_epoch(run.run_file, len(run.workload.data.train)), capsule.stop
+    short, stop = short_epoch(run.run_file.batch, len(run.workload.data.train)), capsule.stop
     if short is not None:
         stop = min(stop, capsule.start - capsule.start % short + short)
     order = order_of(run.run_file, run.workload.data)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from shoal.codec.codec import Codec
-from shoal.codec.config import AutoConfig, DGCConfig, ShardCodecConfig, SignConfig
+from shoal.codec.config import AutoConfig, CodecConfig, DGCConfig, ShardCodecConfig, SignConfig
 from shoal.comm.exchanges.choice import Choice
 from shoal.comm.exchanges.coded import Coded, CodedExchanges, NewChoice
 from shoal.comm.exchanges.momentum_corrected import MomentumCorrected
@@ -15,7 +15,7 @@ from shoal.comm.exchanges.momentum_sum import MomentumSum
 from shoal.comm.exchanges.pieces import PieceCodecs
 from shoal.comm.mesh import Mesh
 from shoal.config.table import Table, implementation_of
-from shoal.optim.config import OneBit
+from shoal.optim.config import OneBit, OptimizerConfig
 from shoal.runfile.run_file import RunFile
 
 
@@ -45,16 +45,16 @@ _SPECIAL: Mapping[type[Table], Callable[[Any, Mesh], _Parts]] = {DGCConfig: _vel
 """Tables of `[codec]` that need more than their codec; all others are coded sums of gradients."""
 
 
-def is_coded(run_file: RunFile) -> bool:
+def is_coded(codec: CodecConfig, optimizer: OptimizerConfig) -> bool:
     """Whether ranks sum something coded: by `[codec]`, or because the optimizer sends its momentum."""
-    return run_file.optimizer.sends_momentum or bool(run_file.codec.implemented_by) or type(run_file.codec) in _SPECIAL
+    return optimizer.sends_momentum or bool(codec.implemented_by) or type(codec) in _SPECIAL
 
 
 def coded_exchanges(run_file: RunFile, mesh: Mesh) -> CodedExchanges | None:
     """What makes exchanges between ranks of `mesh` with the codec of `[codec]`, or of an optimizer that sends its
     momentum; None where all is sent as it is.
     """
-    if not is_coded(run_file):
+    if not is_coded(run_file.codec, run_file.optimizer):
         return None
     config, optimizer = run_file.codec, run_file.optimizer
     feedback = config.feedback

@@ -7,6 +7,7 @@ used: n an epoch, or under "drop" the n - n % B of whole steps (`data.order.Whol
 from __future__ import annotations
 
 from shoal.data.batches import OrderOfSamples
+from shoal.data.config import BatchConfig
 from shoal.data.dataset import Dataset
 from shoal.data.order import Order, WholeSteps
 from shoal.errors import ConfigError
@@ -18,14 +19,14 @@ def order_of(run_file: RunFile, data: Dataset) -> OrderOfSamples:
     """Which sample of `data` stands at which position of this run."""
     config = run_file.data
     order = data.order(run_file.run.seed, shuffle=config.shuffle, window=config.shuffle_window)
-    kept = epoch_samples(run_file, order.samples)
+    kept = epoch_samples(run_file.batch, order.samples)
     return WholeSteps(order, kept) if isinstance(order, Order) and kept != order.samples else order
 
 
-def epoch_samples(run_file: RunFile, samples: int) -> int:
+def epoch_samples(batch: BatchConfig, samples: int) -> int:
     """Positions of one epoch over `samples` samples. Raises `ConfigError` where dropping leaves none."""
-    size = run_file.batch.global_samples
-    if run_file.batch.epoch_end != "drop":
+    size = batch.global_samples
+    if batch.epoch_end != "drop":
         return samples
     if samples < size:
         raise ConfigError(
@@ -35,15 +36,15 @@ def epoch_samples(run_file: RunFile, samples: int) -> int:
     return samples - samples % size
 
 
-def epoch_steps(run_file: RunFile, samples: int, epochs: int) -> int:
+def epoch_steps(batch: BatchConfig, samples: int, epochs: int) -> int:
     """Steps in so many `epochs` over `samples` samples."""
-    positions, size = epoch_samples(run_file, samples), run_file.batch.global_samples
-    return epochs * -(-positions // size) if run_file.batch.epoch_end == "short" else -(-epochs * positions // size)
+    positions, size = epoch_samples(batch, samples), batch.global_samples
+    return epochs * -(-positions // size) if batch.epoch_end == "short" else -(-epochs * positions // size)
 
 
-def short_epoch(run_file: RunFile, samples: int) -> int | None:
+def short_epoch(batch: BatchConfig, samples: int) -> int | None:
     """The epoch that no step goes beyond; None: steps go on into the next one."""
-    return samples if run_file.batch.epoch_end == "short" else None
+    return samples if batch.epoch_end == "short" else None
 
 
 def check_short_step(run_file: RunFile, samples: int, layout: Layout) -> None:
@@ -51,7 +52,7 @@ def check_short_step(run_file: RunFile, samples: int, layout: Layout) -> None:
     last = samples % run_file.batch.global_samples
     if run_file.batch.epoch_end != "short" or not last:
         return
-    group, shares = statistics_group(run_file), layout.replicate * layout.shard - run_file.sync.serving_only
+    group, shares = statistics_group(run_file.model), layout.replicate * layout.shard - run_file.sync.serving_only
     refusal = None
     if last % group:
         refusal = f"they are no whole groups of {group} (model.group_samples)"

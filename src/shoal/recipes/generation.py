@@ -67,7 +67,7 @@ def build_generation(
         draw_parts(parts.split, seed=run_file.run.seed, device=process.device, dtype=workload.dtype)
     if run_file.run.compile:
         model.compile()
-    if synchronises_norms(run_file):
+    if synchronises_norms(run_file.model):
         connect_norms(model, mesh.axis("replicate", "shard", lane="statistics"))
     forward_backward = build_forward_backward(
         run_file, parts, mesh, loss=workload.loss, precision=workload.precision, microbatching=plan

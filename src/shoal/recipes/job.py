@@ -26,6 +26,7 @@ from shoal.engine.state import OPTIMIZER
 from shoal.launch.environment import Place
 from shoal.observe.sink import RunStart, Sinks
 from shoal.observe.sinks import open_sinks
+from shoal.optim.config import Schedule
 from shoal.optim.schedule import peak_rate
 from shoal.recipes.metering import layer_norms, scaling
 from shoal.recipes.replica_speeds import replica_speeds
@@ -204,14 +205,14 @@ def introduce(sinks: Sinks, run: Run, resumed_step: int | None) -> None:
     table = run.generation.parts.table
     if table is not None and not table.flushes:
         sinks.note(f"PipeDream: {table.microbatches} updates a step, from weights up to {table.stages - 1} updates old")
-    gathering = gathering_of(run.run_file, run.generation.parts, run.mesh)
+    gathering = gathering_of(run.run_file.memory, run.generation.parts, run.mesh)
     if gathering is not None:
         blocks_found, said = gathering
         (sinks.note if blocks_found else sinks.warn)(said)
     if not run.workload.optimizers:
         _, scaling = peak_rate(run.run_file.optimizer, global_samples=run.run_file.batch.global_samples)
         unproved = missing_proof(run.run_file, run.generation.parts.split.shapes)
-        for said in (scaling, below_peak(run.run_file), unproved):
+        for said in (scaling, below_peak(run.run_file.schedule, run.run_file.run.steps), unproved):
             if said is not None:
                 sinks.note(said)
     repeated = None if data.endless else used_twice_in_a_step(run.run_file.batch, len(data.train))
@@ -234,9 +235,9 @@ def used_twice_in_a_step(config: BatchConfig, samples: int) -> str | None:
     )
 
 
-def below_peak(run_file: RunFile) -> str | None:
+def below_peak(schedule: Schedule, steps: int) -> str | None:
     """A sentence where the run ends before its learning rate has reached its peak, None elsewhere."""
-    warmup, steps = run_file.schedule.warmup_steps, run_file.run.steps
+    warmup = schedule.warmup_steps
     if warmup < steps:
         return None
     return f"the learning rate only rises: schedule.warmup_steps = {warmup} and run.steps = {steps}"

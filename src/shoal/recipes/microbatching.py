@@ -33,7 +33,7 @@ class Microbatching:
 
 def microbatching(run_file: RunFile, layout: Layout) -> Microbatching:
     """What the run file and the layout make of it."""
-    if layout.replica_size == 1 and not synchronises_norms(run_file):
+    if layout.replica_size == 1 and not synchronises_norms(run_file.model):
         return Microbatching(default_micro_samples(run_file), None, 1)
     sizes = microbatch_sizes(run_file, shares=layout.replicate * layout.shard)
     return Microbatching(sizes.samples, Uniform(sizes.rounds * sizes.in_flight, sizes.samples), sizes.in_flight)

@@ -20,7 +20,7 @@ from shoal.data.corpora import cache_folder
 from shoal.data.iterable import as_source, made_by, takes_start
 from shoal.data.sample import describe
 from shoal.engine.compute import enter_training, frozen_modules
-from shoal.engine.config import PythonLoss, SquaredError
+from shoal.engine.config import LossConfig, PythonLoss, SquaredError
 from shoal.engine.extra_state import HasStateDict
 from shoal.engine.loss import Loss, cross_entropy, squared_error
 from shoal.errors import UserCodeError
@@ -54,7 +54,7 @@ def model_of(run_file: RunFile, given: UserObjects, *, device: torch.device, dty
     Shoal's own are built without storage and drawn parameter by parameter; a user's is built by the user, from
     generators seeded with the run's seed. Raises `UserCodeError` where the user's function gives no module.
     """
-    model = skeleton_of(run_file, given)
+    model = skeleton_of(run_file.model, given)
     if model is not None:
         initialise(model, seed=run_file.run.seed, device=device, dtype=dtype)
         return model
@@ -91,12 +91,12 @@ def _refuse_complex(model: nn.Module) -> None:
             )
 
 
-def skeleton_of(run_file: RunFile, given: UserObjects) -> nn.Module | None:
+def skeleton_of(config: ModelConfig, given: UserObjects) -> nn.Module | None:
     """One of Shoal's own models without storage; None where the model is the user's."""
-    if given.model is not None or isinstance(run_file.model, ForeignModel):
+    if given.model is not None or isinstance(config, ForeignModel):
         return None
     with torch.device("meta"):
-        return build_model(run_file.model)
+        return build_model(config)
 
 
 def _placed(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
@@ -111,12 +111,12 @@ def _placed(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Mo
     return model
 
 
-def check_layout_independent(model: nn.Module, run_file: RunFile, *, shares: int, micro_samples: int | None) -> None:
+def check_layout_independent(model: nn.Module, *, shares: int, global_samples: int, micro_samples: int | None) -> None:
     """Refuses batch statistics over whatever samples a rank happens to hold at a time, one of `shares` or less.
 
     Raises `UserCodeError`.
     """
-    whole = shares == 1 and (micro_samples is None or micro_samples >= run_file.batch.global_samples)
+    whole = shares == 1 and (micro_samples is None or micro_samples >= global_samples)
     if whole:
         return
     enter_training(model, frozen_modules(model))
@@ -158,9 +158,9 @@ def _named_data(config: PythonData) -> Any:
     return made_by(function, call, takes_start=counts)
 
 
-def loss_of(run_file: RunFile, given: UserObjects) -> Loss:
+def loss_of(config: LossConfig, given: UserObjects) -> Loss:
     """The loss: one value per sample or per position of the targets."""
-    config, loss = run_file.loss, given.loss
+    loss = given.loss
     if loss is None and isinstance(config, PythonLoss):
         loss = call_named(config.build, config.arguments, key="loss.build")
     if loss is None:

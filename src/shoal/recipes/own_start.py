@@ -232,7 +232,7 @@ def _run_file(
     tables = {**whole, "run": run_table, "batch": batch, "model": {**whole.get("model", {}), **given}}
     run_file = run_file_of({**tables, "data": data_table}, file=file)
     if by_epochs:
-        run_table["steps"] = epoch_steps(run_file, _samples(run_file, data), epochs or 0)
+        run_table["steps"] = epoch_steps(run_file.batch, _samples(run_file, data), epochs or 0)
         run_file = run_file_of({**tables, "data": data_table}, file=file)
     return run_file
 

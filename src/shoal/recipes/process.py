@@ -20,7 +20,7 @@ from shoal.launch.rendezvous import STARTED, Rendezvous, interface_for, open_sto
 from shoal.recipes.injection import Injector, injector_from
 from shoal.recipes.lab import conditions_from
 from shoal.recipes.sameness import require_same_start
-from shoal.runfile.run_file import RunFile, in_canonical_order
+from shoal.runfile.run_file import RunFile
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def settle(run_file: RunFile, place: Place, environ: Mapping[str, str]) -> torch
         memory = memory_limit()
         kept = thresholds(memory.total_bytes if memory else None, ranks=place.local_world_size)
         keep_freed_memory(kept, environ)
-    if in_canonical_order(run_file):
+    if run_file.sync.in_canonical_order:
         torch.set_num_threads(1)  # a matrix product adds in another order on another number of threads
     return device
 

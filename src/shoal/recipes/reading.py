@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from shoal.comm.config import WireConfig
 from shoal.config.load import dumps, parse
 from shoal.data.augment import Augmentation, augmentation_of
 from shoal.data.batches import BatchReader, SourceReader
@@ -45,9 +46,9 @@ def check_reading(run_file: RunFile, data: Dataset) -> None:
         )
 
 
-def slow_reads(run_file: RunFile, *, rank: int, ranks: int) -> SlowReads:
+def slow_reads(wire: WireConfig, *, rank: int, ranks: int) -> SlowReads:
     """A rank alone says which read it waits for, for ever; one that others wait for gives up before they do."""
-    give_up_s = BEFORE_TIMEOUT * run_file.wire.timeout_s if ranks > 1 else math.inf
+    give_up_s = BEFORE_TIMEOUT * wire.timeout_s if ranks > 1 else math.inf
     return SlowReads(lambda text: say(f"rank {rank}: {text}"), give_up_s=give_up_s)
 
 

@@ -106,14 +106,14 @@ class Run:
                 replica,
                 replicas,
                 micro_samples=micro_samples or self.generation.microbatching.samples,
-                group=statistics_group(run_file),
-                epoch=short_epoch(run_file, len(data)),
+                group=statistics_group(run_file.model),
+                epoch=short_epoch(run_file.batch, len(data)),
             ),
             denominator=run_file.batch.denominator,
             start=self.state.progress.cursor if cursor is None else cursor,
             prefetch_steps=run_file.data.prefetch_steps,
             readers=run_file.data.readers,
-            slow=slow_reads(run_file, rank=self.mesh.rank, ranks=self.mesh.layout.world_size),
+            slow=slow_reads(run_file.wire, rank=self.mesh.rank, ranks=self.mesh.layout.world_size),
             open_reader=reader_opener(run_file, self.workload.data),
         )
 
@@ -127,7 +127,7 @@ class Run:
     @property
     def epoch_samples(self) -> int:
         """Samples that are trained on in one epoch."""
-        return epoch_samples(self.run_file, len(self.workload.data.train))
+        return epoch_samples(self.run_file.batch, len(self.workload.data.train))
 
     def rate(self, number: int) -> float:
         """The learning rate of step `number`."""

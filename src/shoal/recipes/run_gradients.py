@@ -39,9 +39,9 @@ def zero_of(memory: MemoryConfig, mesh: Mesh) -> int | None:
     return None if mesh.layout.shard == 1 else memory.zero or ZERO_OF_SHARD
 
 
-def gathering_of(run_file: RunFile, parts: Divided, mesh: Mesh) -> tuple[bool, str] | None:
+def gathering_of(memory: MemoryConfig, parts: Divided, mesh: Mesh) -> tuple[bool, str] | None:
     """(whether blocks were found, a sentence of what ZeRO-3 gathers at a time); None where it gathers nothing."""
-    if zero_of(run_file.memory, mesh) != 3:
+    if zero_of(memory, mesh) != 3:
         return None
     model = parts.split.model
     trained = {id(each.parameter): each.parameter.numel() for each in trained_in(parts)}

@@ -19,6 +19,7 @@ from shoal.engine.state import (
 )
 from shoal.errors import ConfigError
 from shoal.gradients.residuals import ResidualSection
+from shoal.memory.config import MemoryConfig
 from shoal.optim.build import build_optimizer
 from shoal.optim.config import Slot
 from shoal.optim.schedule import peak_rate
@@ -44,14 +45,14 @@ def build_state(run_file: RunFile, generation: Generation, workload: Workload, s
     identity = {
         "run.seed": run_file.run.seed,
         "data.shuffle": run_file.data.shuffle,
-        "the number of training samples": epoch_samples(run_file, len(workload.data.train)),
+        "the number of training samples": epoch_samples(run_file.batch, len(workload.data.train)),
         "optimizer.kind": " and ".join(o.kind for o in own) or run_file.optimizer.variant,
     }
     model, owned, names = ModelSection(split.model), None, ()
     layout = generation.mesh.layout
     if layout.replica_size > 1:
         owned, names = gradients.owned, {*split.shapes, *split.buffers}
-        model = ModelSection(split.model, _held(run_file, generation), owned, names)
+        model = ModelSection(split.model, _held(run_file.memory, generation), owned, names)
     elif served is not None:
         owned, names = served, {*split.shapes}
         if any(role.kind == "table" for role in split.roles.values()):
@@ -107,10 +108,10 @@ def _held_beside_tables(generation: Generation, served: Sequence[Owned]) -> list
     return [*(weight for weight in held if weight.name not in away), *held_pieces(tables)]
 
 
-def _held(run_file: RunFile, generation: Generation) -> list[HeldWeight]:
+def _held(memory: MemoryConfig, generation: Generation) -> list[HeldWeight]:
     """The weights that are saved from this rank: what it computes with, or under ZeRO-3 what it updates."""
     split = generation.parts.split
     held = [HeldWeight(holding.name, p, holding.global_shape, holding.box) for holding, p in split.held]
-    if zero_of(run_file.memory, generation.mesh) != 3:
+    if zero_of(memory, generation.mesh) != 3:
         return held
     return [*held_pieces(generation.gradients.owned), *(weight for weight in held if weight.name in split.frozen)]

@@ -61,7 +61,7 @@ def processes_of(run_file: RunFile, environ: Mapping[str, str] = os.environ) -> 
     if run_file.layout.default_processes is not None:
         return run_file.layout.default_processes
     there = gpus(environ) if run_file.run.device != "cpu" else 0
-    return there or min(DEFAULT_PROCESSES, max(1, run_file.batch.global_samples // statistics_group(run_file)))
+    return there or min(DEFAULT_PROCESSES, max(1, run_file.batch.global_samples // statistics_group(run_file.model)))
 
 
 def run(

@@ -63,7 +63,7 @@ def build_workload(
         run_file, objects, device=process.device, environ=process.environ, layout=layout, micro_samples=micro_samples
     )
     require_same_code(process.place.rank, process.announce, workload.trained_with)
-    slow = slow_reads(run_file, rank=process.place.rank, ranks=process.place.world_size)
+    slow = slow_reads(run_file.wire, rank=process.place.rank, ranks=process.place.world_size)
     if workload.data.iterable is not None:
         require_same_length(process.place.rank, process.first, workload.data.iterable)
     samples = samples_of(workload.data, slow, first=run_file.batch.global_samples)
@@ -82,13 +82,15 @@ def load_workload(
 ) -> Workload:
     """Builds it on this rank alone. Raises `UserCodeError`, as `build_workload` does for the model."""
     precision = precision_of(run_file.precision)
-    skeleton = skeleton_of(run_file, objects)
+    skeleton = skeleton_of(run_file.model, objects)
     model = skeleton or model_of(run_file, objects, device=device, dtype=precision.parameters)
     shares = layout.replicate * layout.shard
     if isinstance(run_file.model, TransformersConfig) and objects.model is None:
         check_plans(model, layout, sequence_parallel=run_file.layout.sequence_parallel)
-    check_layout_independent(model, run_file, shares=shares, micro_samples=micro_samples)
-    loss, data = loss_of(run_file, objects), data_of(run_file, objects, environ)
+    check_layout_independent(
+        model, shares=shares, global_samples=run_file.batch.global_samples, micro_samples=micro_samples
+    )
+    loss, data = loss_of(run_file.loss, objects), data_of(run_file, objects, environ)
     check_reading(run_file, data)
     check_short_step(run_file, len(data.train), layout)
     optimizers = own_optimizers(objects.optimizers, model) if objects.optimizers else []
@@ -97,6 +99,6 @@ def load_workload(
 
 def with_new_model(workload: Workload, run_file: RunFile, device: torch.device) -> Workload:
     """The same workload with a model that no generation has changed yet, before its first step."""
-    skeleton = skeleton_of(run_file, workload.objects)
+    skeleton = skeleton_of(run_file.model, workload.objects)
     model = skeleton or model_of(run_file, workload.objects, device=device, dtype=workload.dtype)
     return replace(workload, model=model, drawn_later=skeleton is not None)

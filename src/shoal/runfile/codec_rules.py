@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shoal.codec.config import ACPSGDConfig, AutoConfig, DGCConfig, NoCodec, PowerSGDConfig, ScaleComConfig
+from shoal.codec.config import AutoConfig, DGCConfig, NoCodec
 from shoal.engine.config import Float16
 from shoal.optim.config import SGD
 from shoal.runfile.run_file import RunFile
-from shoal.sync.config import AllReduceConfig, LocalConfig, ServerConfig, StreamingConfig
-
-_OF_ALL_RANKS = (AutoConfig, DGCConfig, ScaleComConfig, PowerSGDConfig, ACPSGDConfig)
 
 
 def codec_refusal(run_file: RunFile) -> str | None:
@@ -38,13 +35,13 @@ def _against_codec(run_file: RunFile) -> Iterator[tuple[str, str]]:
         if getattr(layout, axis) > 1:
             why = f"copies of a parameter along {axis} would decode to different bits; leave one of them out"
             yield f"layout.{axis} = {getattr(layout, axis)}", why
-    if not isinstance(run_file.sync, AllReduceConfig | LocalConfig | StreamingConfig | ServerConfig):
+    if not run_file.sync.takes_codec:
         kind = run_file.sync.variant
         why = "it codes gradients, or outer gradients, that replicas sum or push; leave one of the two out"
         yield f'sync.kind = "{kind}"', why
-    if isinstance(run_file.sync, ServerConfig) and isinstance(run_file.codec, _OF_ALL_RANKS):
+    elif run_file.sync.replicas_are == "workers" and run_file.codec.of_all_ranks:
         why = "its ranks choose or compute together what they send, and workers push alone; use blockwise or top_k"
-        yield 'sync.kind = "server"', why
+        yield f'sync.kind = "{run_file.sync.variant}"', why
     if isinstance(run_file.codec, DGCConfig):
         yield from _against_velocities(run_file)
     if layout.shard > 1 and layout.context == 1 and processes == layout.shard * layout.pipeline:
@@ -76,10 +73,10 @@ def _against_momenta(run_file: RunFile) -> Iterator[tuple[str, str]]:
     if run_file.optimizer.clip_norm is not None:
         why = "it would clip momenta; leave optimizer.clip_norm out"
         yield f"optimizer.clip_norm = {run_file.optimizer.clip_norm:g}", why
-    if not isinstance(run_file.sync, AllReduceConfig):
+    if run_file.sync.replicas_are != "lockstep":
         why = 'its momentum is summed in every step; use sync.kind = "allreduce", or another optimizer'
         yield f'sync.kind = "{run_file.sync.variant}"', why
-    if isinstance(run_file.sync, AllReduceConfig) and run_file.sync.order == "canonical":
+    if run_file.sync.in_canonical_order:
         yield 'sync.order = "canonical"', "what ranks send depends on how many there are; leave one of the two out"
 
 
@@ -124,7 +121,7 @@ def pipeline_codec_refusal(run_file: RunFile) -> str | None:
 
 def _against_auto(run_file: RunFile) -> Iterator[tuple[str, str]]:
     """(key and value, why not and what to do): ranks measure together before a step, all at the same place."""
-    if not isinstance(run_file.sync, AllReduceConfig):
+    if run_file.sync.replicas_are != "lockstep":
         why = "it chooses for sums of every step; name a codec"
         yield f'sync.kind = "{run_file.sync.variant}"', why
     if run_file.run.device == "cuda":
@@ -143,6 +140,6 @@ def _against_velocities(run_file: RunFile) -> Iterator[tuple[str, str]]:
     if optimizer.clip_norm is not None:
         why = "it would clip sums of velocities; set codec.clip_norm instead"
         yield f"optimizer.clip_norm = {optimizer.clip_norm:g}", why
-    if not isinstance(sync, AllReduceConfig):
+    if sync.replicas_are != "lockstep":
         why = 'outer gradients have a momentum of their own; use sync.kind = "allreduce", or another codec'
         yield f'sync.kind = "{sync.variant}"', why

@@ -19,7 +19,7 @@ def elastic_refusal(run_file: RunFile) -> str | None:
 def _refusals(run_file: RunFile, elastic: ElasticConfig) -> Iterator[str]:
     run, layout, most, sync = run_file.run, run_file.layout, elastic.max, run_file.sync
     ranks, working = layout.replica_size, max(1, most - sync.serving_only)
-    fewest = working * layout.shard * statistics_group(run_file)
+    fewest = working * layout.shard * statistics_group(run_file.model)
     if run.processes not in (None, most * ranks):
         each = "" if ranks == 1 else f" replicas of {ranks} ranks"
         yield f"run.processes = {run.processes} with elastic.max = {most}{each}: the launcher starts max; leave it out"

@@ -24,7 +24,7 @@ def microbatch_sizes(run_file: RunFile, *, shares: int) -> MicrobatchSizes:
 
     Asynchronous pipelines drain only between steps, so that there is one round of all the microbatches that come out.
     """
-    layout, pipeline, group = run_file.layout, run_file.pipeline, statistics_group(run_file)
+    layout, pipeline, group = run_file.layout, run_file.pipeline, statistics_group(run_file.model)
     in_flight = (pipeline.microbatches or 2 * layout.pipeline) if layout.pipeline > 1 else 1
     most = most_samples(run_file, shares=shares)
     samples = default_micro_samples(run_file) or group * -(-most // (group * in_flight))
@@ -35,5 +35,5 @@ def microbatch_sizes(run_file: RunFile, *, shares: int) -> MicrobatchSizes:
 
 def most_samples(run_file: RunFile, *, shares: int) -> int:
     """Samples of a step in the largest share, in whole groups of statistics."""
-    group = statistics_group(run_file)
+    group = statistics_group(run_file.model)
     return group * -(-(run_file.batch.global_samples // group) // shares)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shoal.runfile.run_file import RunFile, in_canonical_order, synchronises_norms
+from shoal.runfile.run_file import RunFile, synchronises_norms
 
 
 def norm_refusal(run_file: RunFile) -> str | None:
     """One sentence if ranks cannot take statistics together in every forward."""
-    if not synchronises_norms(run_file):
+    if not synchronises_norms(run_file.model):
         return None
     found = next(_against_synchronised(run_file), None)
     return None if found is None else f'model.batch_norm = "synchronised" with {found[0]}: {found[1]}'
@@ -25,7 +25,7 @@ def _against_synchronised(run_file: RunFile) -> Iterator[tuple[str, str]]:
     if sync.replicas_are != "lockstep":
         why = 'replicas at different steps have no microbatch in common; set it to "allreduce"'
         yield f'sync.kind = "{sync.variant}"', why
-    if in_canonical_order(run_file):
+    if run_file.sync.in_canonical_order:
         why = 'the samples of a microbatch follow the number of replicas; set model.batch_norm = "grouped"'
         yield 'sync.order = "canonical"', why
     if run_file.batch.division != "even":

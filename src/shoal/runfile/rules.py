@@ -19,7 +19,7 @@ from shoal.runfile.elastic_rules import elastic_refusal
 from shoal.runfile.layout_rules import layout_refusal
 from shoal.runfile.microbatches import microbatch_sizes, most_samples
 from shoal.runfile.norm_rules import norm_refusal
-from shoal.runfile.run_file import RunFile, in_canonical_order, statistics_group
+from shoal.runfile.run_file import RunFile, statistics_group
 from shoal.runfile.sync_rules import division_refusal, sync_refusal
 
 
@@ -64,18 +64,18 @@ def _batch_rule(run_file: RunFile) -> str | None:
     layout, samples = run_file.layout, run_file.batch.global_samples
     processes = run_file.run.processes or layout.default_processes or 1
     shares = max(1, processes // (layout.pipeline * layout.context * layout.tensor) - run_file.sync.serving_only)
-    fewest = shares * statistics_group(run_file)
+    fewest = shares * statistics_group(run_file.model)
     if samples < fewest:
         what = f"{shares} replicas" if layout.shard == 1 else f"{shares} shares (replicate x shard)"
         return (
             f"batch.global_samples = {samples} for {what}: each needs at least "
-            f"{statistics_group(run_file)} of a step; raise it to {fewest} or more, or use fewer processes"
+            f"{statistics_group(run_file.model)} of a step; raise it to {fewest} or more, or use fewer processes"
         )
     return None
 
 
 def _groups_rule(run_file: RunFile) -> str | None:
-    group = statistics_group(run_file)
+    group = statistics_group(run_file.model)
     for name, value in (
         ("global_samples", run_file.batch.global_samples),
         ("micro_samples", run_file.batch.micro_samples),
@@ -95,7 +95,7 @@ def _epoch_end_rule(run_file: RunFile) -> str | None:
         return None
     if isinstance(run_file.data, Mixture | Stream):
         return f"{written}: a mixture or a stream has no epoch; leave it out"
-    if end == "short" and (run_file.pipeline.asynchronous or in_canonical_order(run_file)):
+    if end == "short" and (run_file.pipeline.asynchronous or run_file.sync.in_canonical_order):
         return (
             f'{written} with pipeline.schedule = "PipeDream" or sync.order = "canonical": every step has the same '
             'microbatches there; set it to "drop" or "straddle"'
@@ -195,7 +195,7 @@ def _other_number(run_file: RunFile) -> str | None:
     sizes, most = microbatch_sizes(run_file, shares=shares), most_samples(run_file, shares=shares)
     if wanted is None or sizes.in_flight == wanted:
         return None
-    smaller = sizes.samples - statistics_group(run_file)
+    smaller = sizes.samples - statistics_group(run_file.model)
     nearest = [sizes.in_flight] if smaller == 0 else [sizes.in_flight, -(-most // smaller)]
     return (
         f"{most} samples in microbatches of {sizes.samples} make {sizes.in_flight} updates a step; "

@@ -116,22 +116,21 @@ def run_directory(run_file: RunFile) -> Path:
     return Path(run_file.run.directory or f"runs/{run_file.run.name}")
 
 
-def statistics_group(run_file: RunFile) -> int:
+def statistics_group(model: ModelConfig) -> int:
     """Consecutive samples that belong together: by batch statistics, or by a user's loss; 1 where each is alone."""
-    return declared_group(run_file) or 1
+    return declared_group(model) or 1
 
 
-def declared_group(run_file: RunFile) -> int | None:
-    """The same as the run file states it; None where it states nothing."""
-    model = run_file.model
+def declared_group(model: ModelConfig) -> int | None:
+    """The same as the table states it; None where it states nothing."""
     if isinstance(model, PythonModel) or getattr(model, "norm", None) == "batch":
         return getattr(model, "group_samples", None)
     return None
 
 
-def synchronises_norms(run_file: RunFile) -> bool:
+def synchronises_norms(model: ModelConfig) -> bool:
     """Whether batch norms take their statistics over a microbatch of all ranks."""
-    return isinstance(run_file.model, PythonModel) and run_file.model.batch_norm == "synchronised"
+    return isinstance(model, PythonModel) and model.batch_norm == "synchronised"
 
 
 def default_micro_samples(run_file: RunFile) -> int | None:
@@ -140,15 +139,10 @@ def default_micro_samples(run_file: RunFile) -> int | None:
     None: nothing asks for a size.
     """
     model, sync = run_file.model, run_file.sync
-    if isinstance(sync, AllReduceConfig) and in_canonical_order(run_file):
+    if isinstance(sync, AllReduceConfig) and sync.in_canonical_order:
         return run_file.batch.global_samples // sync.logical_shards
     one_group = model.group_samples if isinstance(model, PythonModel) and model.batch_norm == "refused" else None
     return run_file.batch.micro_samples or one_group
-
-
-def in_canonical_order(run_file: RunFile) -> bool:
-    """Whether the number of replicas may change no bit."""
-    return isinstance(run_file.sync, AllReduceConfig) and run_file.sync.order == "canonical"
 
 
 def with_processes(run_file: RunFile, processes: int) -> RunFile:

@@ -9,15 +9,15 @@ from shoal.codec.config import NoCodec
 from shoal.engine.config import Float16
 from shoal.models.config import MoEConfig
 from shoal.optim.config import SGD
-from shoal.runfile.run_file import RunFile, in_canonical_order, statistics_group
-from shoal.sync.config import AllReduceConfig, GossipConfig, HogwildConfig, LocalConfig, ServerConfig
+from shoal.runfile.run_file import RunFile, statistics_group
+from shoal.sync.config import AllReduceConfig, GossipConfig, HogwildConfig, ServerConfig
 
 
 def sync_refusal(run_file: RunFile) -> str | None:
     """One sentence if the strategy cannot work with this layout or these keys."""
     sync = run_file.sync
     if isinstance(sync, AllReduceConfig):
-        found = next(_against_canonical(run_file, sync), None) if in_canonical_order(run_file) else None
+        found = next(_against_canonical(run_file, sync), None) if run_file.sync.in_canonical_order else None
         return None if found is None else f'sync.order = "canonical" with {found[0]}: {found[1]}'
     found = next(chain(_of_kind(run_file), _against_replicas(run_file)), None)
     return None if found is None else f'sync.kind = "{run_file.sync.variant}" with {found[0]}: {found[1]}'
@@ -53,10 +53,10 @@ def division_refusal(run_file: RunFile) -> str | None:
 def _against_division(run_file: RunFile) -> Iterator[tuple[str, str]]:
     """(key and value, why not and what to do)"""
     layout = run_file.layout
-    if not isinstance(run_file.sync, AllReduceConfig | LocalConfig | ServerConfig):
+    if not run_file.sync.weighs_samples:
         why = "it counts all replicas the same, whatever they computed; use allreduce, local or server"
         yield f'sync.kind = "{run_file.sync.variant}"', why
-    if in_canonical_order(run_file):
+    if run_file.sync.in_canonical_order:
         yield 'sync.order = "canonical"', "its logical shards are equal parts; leave one of the two out"
     for axis in ("pipeline", "shard", "context", "tensor", "expert"):
         if getattr(layout, axis) > 1:
@@ -103,7 +103,7 @@ def _against_canonical(run_file: RunFile, sync: AllReduceConfig) -> Iterator[tup
     for axis in ("pipeline", "shard", "context", "tensor", "expert"):
         if getattr(layout, axis) > 1:
             yield f"layout.{axis} = {getattr(layout, axis)}", "it is for replicas of one rank; use layout.replicate"
-    group = statistics_group(run_file)
+    group = statistics_group(run_file.model)
     if batch.global_samples % (shards * group):
         down = max(1, batch.global_samples // (shards * group)) * shards * group
         why = f"logical shards must be equally large; nearest global_samples: {down} or {down + shards * group}"

@@ -30,10 +30,20 @@ class Strategy(Table, frozen=True):
     their updates to others. lockstep: all ranks take every step together.
 
     takes_sparse: it sends the rows of an embedding table that a step touched, and not the dense gradient.
+
+    takes_codec: what replicas send each other may be coded. weighs_samples: replicas count by the samples that they
+    computed, so that work may be divided by speed.
     """
 
     replicas_are: ClassVar[ReplicasAre] = "own_steps"
     takes_sparse: ClassVar[bool] = False
+    takes_codec: ClassVar[bool] = False
+    weighs_samples: ClassVar[bool] = False
+
+    @property
+    def in_canonical_order(self) -> bool:
+        """Whether the number of replicas may change no bit."""
+        return False
 
     @property
     def serving_only(self) -> int:
@@ -56,6 +66,8 @@ class AllReduceConfig(Strategy, frozen=True, tag_field="kind", tag="allreduce"):
     implemented_by: ClassVar[str] = "shoal.sync.allreduce:AllReduceSync"
     replicas_are: ClassVar[ReplicasAre] = "lockstep"
     takes_sparse: ClassVar[bool] = True
+    takes_codec: ClassVar[bool] = True
+    weighs_samples: ClassVar[bool] = True
 
     order: Annotated[
         Literal["any", "canonical"],
@@ -67,6 +79,10 @@ class AllReduceConfig(Strategy, frozen=True, tag_field="kind", tag="allreduce"):
     logical_shards: Annotated[
         int, says('Parts of the batch for `order = "canonical"`; no more replicas than these.', ge=1, le=4096)
     ] = 8
+
+    @property
+    def in_canonical_order(self) -> bool:
+        return self.order == "canonical"
 
 
 class OuterKeys(Strategy, frozen=True):
@@ -86,6 +102,8 @@ class LocalConfig(OuterKeys, frozen=True, tag_field="kind", tag="local"):
     """
 
     implemented_by: ClassVar[str] = "shoal.sync.local:LocalSync"
+    takes_codec: ClassVar[bool] = True
+    weighs_samples: ClassVar[bool] = True
 
     per_lr: Annotated[
         bool,
@@ -124,6 +142,8 @@ class ServerConfig(Strategy, frozen=True, tag_field="kind", tag="server"):
     implemented_by: ClassVar[str] = "shoal.sync.server:ServerSync"
     replicas_are: ClassVar[ReplicasAre] = "workers"
     takes_sparse: ClassVar[bool] = True
+    takes_codec: ClassVar[bool] = True
+    weighs_samples: ClassVar[bool] = True
 
     admission: Annotated[
         Literal["sync", "async", "bounded", "backup"],
@@ -197,6 +217,11 @@ class ServerConfig(Strategy, frozen=True, tag_field="kind", tag="server"):
         return self.period or (1 if self.admission == "sync" else 50)
 
     @property
+    def in_canonical_order(self) -> bool:
+        """Whether the number of replicas may change no bit."""
+        return False
+
+    @property
     def serving_only(self) -> int:
         return self.servers
 
@@ -234,6 +259,7 @@ class StreamingConfig(OuterKeys, frozen=True, tag_field="kind", tag="streaming")
     """Streaming DiLoCo (arXiv:2501.18512): fragments of the model are agreed on in turn, behind further steps."""
 
     implemented_by: ClassVar[str] = "shoal.sync.streaming:StreamingSync"
+    takes_codec: ClassVar[bool] = True
 
     fragments: Annotated[
         int, says("Parts of the model, whole tensors, that are agreed on one after the other in a period.", ge=1)

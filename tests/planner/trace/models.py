@@ -68,7 +68,10 @@ def subject(
 ) -> Subject:
     """The model of `build`, with a loss of its outputs on `inputs(samples)`."""
 
-    def steps(model: nn.Module, samples: int, *, vocabulary: VocabularySplit | None, group: TracedGroup) -> Step:
+    def steps(
+        model: nn.Module, samples: int, *, vocabulary: VocabularySplit | None, group: TracedGroup, loss_chunks: int = 1
+    ) -> Step:
+        assert loss_chunks == 1, "none of these models ends in logits of tokens"
         x = inputs(samples)
         return Step(lambda: loss(model(x)), (x,))
 

@@ -44,7 +44,7 @@ def samples_here(run: Run) -> int:
     """How many samples of a step this rank's replica computes; a server computes none."""
     run_file, (number, replicas) = run.run_file, run.mesh.batch_share
     working = replicas - run_file.sync.serving_only
-    whole, group = Interval(0, run_file.batch.global_samples), statistics_group(run_file)
+    whole, group = Interval(0, run_file.batch.global_samples), statistics_group(run_file.model)
     return len(share(whole, replicas=working, replica=number, group=group)) if number < working else 0
 
 

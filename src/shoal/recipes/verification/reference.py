@@ -43,7 +43,7 @@ def reference_of(run: Run) -> Reference:
     trained = [(name, p, roles[name].decay) for name, p in model.named_parameters() if p.requires_grad]
     draws = draws_of(run_file, model)
     randomness = Randomness(model, seed=run_file.run.seed, replica=0, draws=draws)
-    compute = Compute(model, loss_of(run_file, objects), precision, device, randomness)
+    compute = Compute(model, loss_of(run_file.loss, objects), precision, device, randomness)
     sparse = [name for name, role in roles.items() if role.kind == "table"]
     optimizer = build_optimizer(run_file.optimizer, trained, lr=1.0, sparse=sparse)
     return Reference(compute, optimizer, run_file.optimizer.clip_norm, _arrangement(run))
@@ -51,9 +51,9 @@ def reference_of(run: Run) -> Reference:
 
 def _arrangement(run: Run) -> Arrange | None:
     """Which samples the reference takes in one forward, where it matters; None: all of a step."""
-    if declared_group(run.run_file) is not None:
+    if declared_group(run.run_file.model) is not None:
         return lambda groups: groups
-    if synchronises_norms(run.run_file):
+    if synchronises_norms(run.run_file.model):
         samples, shares = run.generation.microbatching.samples, run.mesh.batch_share[1]
         assert samples is not None, "all ranks have microbatches of one size"
         return partial(_rounds, samples=samples, shares=shares)
@@ -120,7 +120,7 @@ def neighbour_findings(
 
     Not asked of a model whose batch norms are synchronised: theirs do.
     """
-    if synchronises_norms(run.run_file):
+    if synchronises_norms(run.run_file.model):
         return []
     set_routes(reference.compute.model, None)
     shares = run.mesh.batch_share[1]

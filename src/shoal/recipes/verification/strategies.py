@@ -75,11 +75,6 @@ MET_ONCE = (
 )
 
 
-def replicas_differ(run_file: RunFile) -> bool:
-    """Whether one process that takes all samples makes other steps, so that it plays the strategy instead."""
-    return run_file.sync.replicas_are != "lockstep"
-
-
 def provable(run_file: RunFile) -> tuple[RunFile, list[str]]:
     """The run file whose strategy is proved, and a sentence about what was left out. Raises `ConfigError` where time
     decides what replicas agree on.
@@ -156,7 +151,7 @@ class _Proof:
         with ExitStack() as stack:
             feed = stack.enter_context(closing(run.feed(Cursor())))
             shares = 0 if self.copies is None else self.replicas * run.mesh.layout.shard
-            micro = declared_group(run.run_file) or run.run_file.batch.global_samples
+            micro = declared_group(run.run_file.model) or run.run_file.batch.global_samples
             wholes = [
                 stack.enter_context(closing(run.feed(Cursor(), share=(i, shares), micro_samples=micro)))
                 for i in range(shares)

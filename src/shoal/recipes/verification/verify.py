@@ -60,7 +60,7 @@ from shoal.recipes.verification.reference import (
     reference_of,
     share_routes,
 )
-from shoal.recipes.verification.strategies import ending_after, provable, replicas_differ, steps_of, verify_strategy
+from shoal.recipes.verification.strategies import ending_after, provable, steps_of, verify_strategy
 from shoal.recipes.verification.verdict import Verdict
 from shoal.runfile.run_file import RunFile, declared_group
 
@@ -108,9 +108,9 @@ def verify_rank(
     bar.update(f"building the model and its layout over {units.plural(place.world_size, 'rank')}")
     own_precision, tolerances = run_file.precision, EXACT if exact else SINGLE
     run_file = msgspec.structs.replace(run_file, precision=Float64() if exact else Float32())
-    differ = replicas_differ(run_file)
+    differ = run_file.sync.replicas_are != "lockstep"
     run_file, notes = provable(run_file) if differ else (run_file, [])
-    coded.require_feedback(run_file)
+    coded.require_feedback(run_file.codec)
     if run_file.optimizer.sends_momentum:
         kind = run_file.optimizer.variant
         raise ConfigError(
@@ -282,4 +282,4 @@ def _compare(
 def _whole_feed(run: Run) -> Feed:
     """The global batches, each in one piece, or in the groups that the run file states."""
     batch = run.run_file.batch
-    return run.feed(Cursor(), share=(0, 1), micro_samples=declared_group(run.run_file) or batch.global_samples)
+    return run.feed(Cursor(), share=(0, 1), micro_samples=declared_group(run.run_file.model) or batch.global_samples)
