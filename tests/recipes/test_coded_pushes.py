@@ -38,7 +38,9 @@ def folder(tmp_path_factory) -> Path:
 def test_what_servers_get_and_what_is_kept_is_the_gradient(codec) -> None:
     """Over many pushes, span by span, the own one sent as it is; no span takes another's residual."""
     spans, numel = [slice(0, 40), slice(40, 100), slice(100, 128)], 128
-    pushes = CodedPushes(codec, 2, [0, 1, 2], [Segment("w", 0, (numel,))], feedback=True, seed=0, spent=Spent())
+    segments = [Segment("w", 0, (numel,))]
+    more = {"dtype": torch.float64, "feedback": True, "seed": 0, "spent": Spent()}
+    pushes = CodedPushes(codec, 2, [0, 1, 2], segments, **more)
     draw = torch.Generator().manual_seed(0)
     gradients = [torch.randn(numel, generator=draw, dtype=torch.float64) for _ in range(20)]
     got = torch.zeros(numel, dtype=torch.float64)
@@ -47,7 +49,7 @@ def test_what_servers_get_and_what_is_kept_is_the_gradient(codec) -> None:
         for server, span in enumerate(spans[:2]):
             packed, values = pushes.encoded(span, to=server), torch.empty(span.stop - span.start, dtype=torch.float64)
             assert len(packed) == pushes.nbytes(len(values))
-            there = CodedPushes(codec, server, [0, 1, 2], [], feedback=True, seed=0, spent=Spent())
+            there = CodedPushes(codec, server, [0, 1, 2], [], **more)
             there.decoded(packed, values, source=2, number=pushes.rounds)
             got[span] += values
         got[spans[2]] += pushes.exact(spans[2])
@@ -68,10 +70,12 @@ def test_a_worker_sends_fewer_bytes_and_goes_nearly_the_same_way(ranks, folder: 
     assert not any(name.startswith("codec/residual/2/") for name in residuals), "a server pushes nothing"
 
 
+@pytest.mark.parametrize("precision", ["float64", "float32", "bfloat16"])
 @pytest.mark.parametrize("sync", [SERVED, DEDICATED], ids=["every rank serves", "a server"])
-def test_a_run_with_coded_pushes_goes_on_bitwise(ranks, folder: Path, sync: Tables) -> None:
+def test_a_run_with_coded_pushes_goes_on_bitwise(ranks, folder: Path, sync: Tables, precision: str) -> None:
     """With what was not sent yet, and the random numbers of the codec."""
-    size, name = (3, "dedicated") if sync is DEDICATED else (2, "served")
+    size, name = (3, f"dedicated-{precision}") if sync is DEDICATED else (2, f"served-{precision}")
+    sync = sync | {"precision": {"kind": precision}}
     whole, *_ = ranks(size, train, ADAM | STOCHASTIC | sync, str(folder))
     ranks(size, train, ADAM | STOCHASTIC | sync, str(folder), 0, 8, name)
     resumed, *_ = ranks(size, train, ADAM | STOCHASTIC | sync, str(folder), 8, STEPS, name)

@@ -126,7 +126,7 @@ class ServerAgreement:
         self._part = ServedPart(values, gradient, merge=merge, tables=tables)
         if replica.pushes is not None:
             segments = self._flat.segments([owned.name for owned in dense])
-            coding = replica.pushes(replicas.rank, roles.workers, segments)
+            coding = replica.pushes(replicas.rank, roles.workers, segments, dtype)
             self._lanes = lanes = replace(lanes, coding=coding)
         places = [places_of(module, roles.servers) for module in replica.tables.values()]
         self._worker = Worker(self._flat, lanes, self._part, dtype=dtype, tables=places)

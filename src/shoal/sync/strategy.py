@@ -30,8 +30,8 @@ from shoal.sync.event_order import Rounds
 from shoal.topology.axes import INSIDE_REPLICA, Axis
 from shoal.topology.holding import Holding, Ranks
 
-NewPushes = Callable[[int, Sequence[int], Sequence[Segment]], CodedPushes]
-"""From this rank, those that push, and what lies where in a gradient, to what codes its pushes."""
+NewPushes = Callable[[int, Sequence[int], Sequence[Segment], torch.dtype], CodedPushes]
+"""From this rank, those that push, what lies where in a gradient, and its dtype, to what codes its pushes."""
 
 
 @dataclass(frozen=True)

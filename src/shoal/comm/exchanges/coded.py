@@ -251,7 +251,7 @@ class CodedExchanges:
             inner = self._coded(across, buffer, segments)
         return BetweenHosts(order, buffer, leader=leader, inner=inner)
 
-    def pushes(self, rank: int, pushers: Sequence[int], segments: Sequence[Segment]) -> CodedPushes:
+    def pushes(self, rank: int, pushers: Sequence[int], segments: Sequence[Segment], dtype: torch.dtype) -> CodedPushes:
         """What codes the pushes of `rank`, one of `pushers`, to servers: gradients in which `segments` lie."""
         assert isinstance(self._codec, Codec), "a choice is measured on sums, and refused for pushes"
         found = CodedPushes(
@@ -259,6 +259,7 @@ class CodedExchanges:
             rank,
             pushers,
             segments,
+            dtype=dtype,
             feedback=self._feedback,
             seed=self._seed,
             spent=self._spent,

@@ -41,13 +41,13 @@ class CodedPushes:
 
     def __init__(
         self, codec: Codec, rank: int, pushers: Sequence[int], segments: Sequence[Segment], *,
-        feedback: bool, seed: int, spent: Spent,
+        dtype: torch.dtype, feedback: bool, seed: int, spent: Spent,
     ) -> None:  # fmt: skip
         self.group = Pusher(pushers.index(rank) if rank in pushers else -1, len(pushers))
         self.segments, self.feedback, self.rounds = tuple(segments), feedback, 0
         self.residual: Tensor | None = None
         self._rank, self._codec, self._seed, self._spent = rank, codec, seed, spent
-        self._term = torch.zeros(0)
+        self._term = torch.zeros(0, dtype=torch.promote_types(dtype, torch.float32))
         self._packed: dict[int, Tensor] = {}
         self._arrivals: list[Tensor] = []
 
@@ -67,14 +67,14 @@ class CodedPushes:
 
     def arrival(self) -> Tensor:
         """A tensor `[numel]` of zeros; what is written into it is added to the residual before the next push."""
-        self._arrivals.append(torch.zeros(max(segment.slice.stop for segment in self.segments), dtype=torch.float64))
+        self._arrivals.append(torch.zeros(max(segment.slice.stop for segment in self.segments), dtype=self._term.dtype))
         return self._arrivals[-1]
 
     def begin(self, gradient: Tensor) -> None:
         """The next push is of `gradient` `[numel]`, and of what was not sent before."""
         self.rounds += 1
         if not len(self._term):
-            self._term = torch.empty_like(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
+            self._term = torch.empty_like(gradient, dtype=self._term.dtype)
             self.residual = torch.zeros_like(self._term) if self.feedback else None
         self._term.copy_(gradient)
         if self.residual is not None:
