@@ -1,9 +1,9 @@
 """`python -m benchmarks.random_faults`: kill -9 and SIGSTOP at random times, elastic beside torchrun with restarts.
 
 Each seed draws a schedule: times, signals, and which of the ranks. It strikes two sides, one after the other, which
-train the job of `random_faults_job` on two ranks:
+train the job of `random_faults_job`:
 
-    elastic      `shoal train` with `[elastic]`, min = 1, max = 2
+    elastic      `shoal train` with `[elastic]`, max = `--replicas`, min = 1 (2 with a strategy that needs others)
     restarted    DDP under `torchrun --max-restarts`, with a save every so many steps (`random_faults_script`)
 
 Where no rank is there at a fault's time, it waits for one. What counts is read from the job's own record, alike on both
@@ -16,6 +16,9 @@ time counts. The samples of the steps that count are compared with the order of 
     hangs           faults after which no step began within `BOUND_S`, and ends that took longer than `END_S`
     orphans         processes that are left `GRACE_S` after their launcher
     ended_unstruck  ranks that ended though nothing struck them: torchrun ends all, an elastic run none
+
+`--alone` takes the elastic side only, and no steps in peace: many short schedules in little time. `--sync` names
+another strategy; its replicas may be `APART` steps apart, so the last steps are not counted.
 
 The exit code is 1 where the elastic side lost or repeated a sample, hung, left a process or failed.
 """
@@ -44,7 +47,7 @@ import torch
 import typer
 
 from benchmarks.command import run
-from benchmarks.random_faults_job import BATCH, RANKS, RECORD, SAMPLES, Used, read_record
+from benchmarks.random_faults_job import BATCH, RECORD, SAMPLES, Used, read_record
 from shoal.bench.options import AsJson
 from shoal.bench.report import Result, check, print_report
 from shoal.data.order import Order
@@ -61,6 +64,10 @@ NOTICE_S = 1.0
 """Ranks that run may still begin a step after another was struck."""
 CALM_S = 3.0
 """Nothing is struck in the last seconds."""
+EVERY_STEPS = 4
+"""From one agreement to the next, of a strategy whose replicas take steps of their own."""
+APART = 2 * EVERY_STEPS
+"""The most that its replicas may be apart, in steps."""
 MARK = "RANDOM_FAULTS_SIDE"
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 COUNTED = ("steps", "effective", "taken_again", "samples_twice", "samples_never", "longest_gap_s", "hangs", "orphans")
@@ -84,12 +91,25 @@ lr = 0.001
 report = false
 sample_bytes = 0
 [elastic]
-min = 1
-max = {RANKS}
 silence_s = {SILENCE_S}
 accept_s = {ACCEPT_S}
 wait_s = 120
 """
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained: on so many ranks, with the strategy `sync`, for so many seconds."""
+
+    seconds: int
+    save_every: int
+    replicas: int = 2
+    sync: str = "allreduce"
+
+    @property
+    def apart(self) -> int:
+        """The most steps that replicas may be apart."""
+        return 0 if self.sync == "allreduce" else APART
 
 
 class Fault(NamedTuple):
@@ -125,28 +145,37 @@ def random_faults(
     every: Annotated[float, typer.Option(help="Mean seconds between two faults.", min=1)] = 12,
     save_every: Annotated[int, typer.Option(help="Steps between two checkpoints.", min=1)] = 100,
     first_seed: Annotated[int, typer.Option(help="Seed of the first schedule.", min=0)] = 0,
+    replicas: Annotated[int, typer.Option(help="Ranks of each side.", min=2, max=4)] = 2,
+    sync: Annotated[
+        str, typer.Option(help="sync.kind of the elastic side: allreduce, local, gossip, ...")
+    ] = "allreduce",
+    alone: Annotated[bool, typer.Option("--alone", help="The elastic side only, and not in peace.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Random faults, the same on an elastic run and on one that torchrun restarts: steps, samples, hangs, orphans.
 
     Example: python -m benchmarks.random_faults --seeds 3 --seconds 40
     """
-    result = measure(range(first_seed, first_seed + seeds), seconds, every=every, save_every=save_every)
+    setting = Setting(seconds, save_every, replicas, sync)
+    result = measure(range(first_seed, first_seed + seeds), setting, every=every, alone=alone)
     print_report("random_faults", result, as_json=as_json)
     if not all(one["holds"] for one in result["checks"]):
         raise typer.Exit(1)
 
 
-def measure(seeds: Sequence[int], seconds: int, *, every: float, save_every: int) -> Result:
+def measure(seeds: Sequence[int], setting: Setting, *, every: float, alone: bool = False) -> Result:
     """A row for each seed and side, one for the medians of each side, and the checks of the elastic one."""
-    calm = {side: row_of(_train(side, (), seconds, save_every), "none", None) for side in (ELASTIC, RESTARTED)}
+    sides = (ELASTIC,) if alone else (ELASTIC, RESTARTED)
+    calm = {} if alone else {side: row_of(_train(side, (), setting), "none", None) for side in sides}
     rows = list(calm.values())
     for seed in seeds:
-        faults = schedule(seed, seconds, every)
-        for side in (ELASTIC, RESTARTED):
+        faults = schedule(seed, setting.seconds, every)
+        for side in sides:
             print(f"seed {seed}, {side}, {len(faults)} faults", file=sys.stderr, flush=True)
-            trial = _train(side, faults, seconds, save_every)
-            rows.append(row_of(trial, str(seed), calm[side]["steps"] / seconds))
+            trial = _train(side, faults, setting)
+            apart = setting.apart if side == ELASTIC else 0
+            peace = calm[side]["steps"] / setting.seconds if side in calm else None
+            rows.append(row_of(trial, str(seed), peace, apart=apart))
             if side == ELASTIC and (_violates(rows[-1]) or trial.ended_unstruck):
                 print(f"seed {seed}: {rows[-1]}\n{_told(trial)}", file=sys.stderr, flush=True)
     return {"rows": [*rows, *medians(rows)], "checks": checks_of(rows)}
@@ -179,10 +208,12 @@ def _violates(row: Mapping[str, Any]) -> bool:
     return not all(one["holds"] for one in checks_of([row]))
 
 
-def row_of(trial: Trial, seed: str, calm_steps_per_s: float | None) -> dict[str, Any]:
-    """The figures of a trial; `effective` is None for the side that is left in peace."""
+def row_of(trial: Trial, seed: str, calm_steps_per_s: float | None, *, apart: int = 0) -> dict[str, Any]:
+    """The figures of a trial, whose replicas may be so many steps `apart`; `effective` is None where no side was left
+    in peace.
+    """
     counted = [used for used in trial.record if used.time_s <= trial.end_s]
-    last = counted[-1].step - 1
+    last = max(counted[-1].step - 1 - apart, 0)
     twice, never = misused(counted, last, expected_ids(trial.side, last))
     before = max((used.step for used in counted if used.time_s <= trial.begin_s), default=FIRST_STEP)
     steps = last - before
@@ -259,21 +290,23 @@ def medians(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for side in (ELASTIC, RESTARTED):
         own = [row for row in rows if row["side"] == side and row["effective"] is not None]
+        if not own:
+            continue
         figures = {name: round(statistics.median(row[name] for row in own), 3) for name in COUNTED}
         found.append({"side": side, "seeds": len(own), **figures})
     return found
 
 
-def _train(side: str, faults: Sequence[Fault], seconds: float, save_every: int) -> Trial:
+def _train(side: str, faults: Sequence[Fault], setting: Setting) -> Trial:
     """Trains for so long from the first steps on, under the faults, and stops. Raises `EnvironmentFault`."""
     trial = Trial(side)
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as name:
         folder, mark = Path(name), secrets.token_hex(8)
         environ = {**os.environ, "OMP_NUM_THREADS": "1", RECORD: str(folder / "used.jsonl"), MARK: mark}
         with (folder / "out.txt").open("wb") as out:
-            launcher = subprocess.Popen(_command(side, folder, save_every), env=environ, stdout=out, stderr=out)
+            launcher = subprocess.Popen(_command(side, folder, setting), env=environ, stdout=out, stderr=out)
         try:
-            _play(trial, launcher, folder / "used.jsonl", faults, seconds)
+            _play(trial, launcher, folder / "used.jsonl", faults, setting.seconds)
         except BaseException:
             launcher.kill()
             print((folder / "out.txt").read_text(errors="replace")[-2000:], file=sys.stderr)
@@ -285,21 +318,25 @@ def _train(side: str, faults: Sequence[Fault], seconds: float, save_every: int) 
     return trial
 
 
-def _command(side: str, folder: Path, save_every: int) -> list[str]:
+def _command(side: str, folder: Path, setting: Setting) -> list[str]:
     if side == ELASTIC:
         (folder / "run.toml").write_text(RUN)
-        keys = (f"run.directory={folder / 'run'}", f"checkpoint.every_steps={save_every}")
+        keys = [f"run.directory={folder / 'run'}", f"checkpoint.every_steps={setting.save_every}"]
+        keys += [f"elastic.max={setting.replicas}", f"sync.kind={setting.sync}"]
+        keys += ["elastic.min=1" if setting.sync == "allreduce" else "elastic.min=2"]  # others are refused with one
+        keys += [f"sync.period={EVERY_STEPS}"] if setting.sync in ("local", "streaming", "easgd") else []
+        keys += ["sync.fragments=2"] if setting.sync == "streaming" else []
         return [sys.executable, "-m", "shoal", "train", str(folder / "run.toml"), *keys]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={setting.replicas}"]
     torchrun += ["--max-restarts=1000", "--shutdown-timeout=1", "-m", "benchmarks.random_faults_script"]
-    return [*torchrun, str(folder), str(save_every), str(SILENCE_S)]
+    return [*torchrun, str(folder), str(setting.save_every), str(SILENCE_S)]
 
 
 def _play(trial: Trial, launcher: subprocess.Popen, path: Path, faults: Sequence[Fault], seconds: float) -> None:
     """The side from its start to its end. Raises `EnvironmentFault` where it does not begin to train."""
     watch = _Watch(trial, launcher, path)
     if not watch.until(lambda: watch.step >= FIRST_STEP, within_s=START_S):
-        raise EnvironmentFault(f"the side {trial.side} did not begin to train within {START_S:g} s")
+        raise EnvironmentFault(f"the side {trial.side} ended, or did not begin to train within {START_S:g} s")
     trial.begin_s, trial.end_s = time.time(), time.time() + seconds
     for fault in faults:
         watch.until(lambda: False, within_s=trial.begin_s + fault.at_s - time.time())

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 RECORD = "RANDOM_FAULTS_RECORD"
-SAMPLES, BATCH, RANKS, STEP_S = 1 << 18, 8, 2, 0.02
+SAMPLES, BATCH, STEP_S = 1 << 18, 12, 0.02
 
 
 class Used(NamedTuple):

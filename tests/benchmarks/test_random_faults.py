@@ -56,12 +56,21 @@ def test_a_sample_that_is_lost_or_repeated_is_a_violation() -> None:
     """In place of one sample another one, and a step that is left out."""
     ids = expected_ids(ELASTIC, STEPS)
     for wrong, misuse in (
-        ([*ids[:40], ids[3], *ids[41:]], (1, 1)),
-        ([*ids[:40], *ids[48:], *expected_ids(ELASTIC, STEPS + 1)[-BATCH:]], (BATCH, BATCH)),
+        ([*ids[: 5 * BATCH], ids[3], *ids[5 * BATCH + 1 :]], (1, 1)),
+        ([*ids[: 5 * BATCH], *ids[6 * BATCH :], *expected_ids(ELASTIC, STEPS + 1)[-BATCH:]], (BATCH, BATCH)),
     ):
         found = row(record(wrong))
         assert (found["samples_twice"], found["samples_never"]) == misuse
         assert not holds(found)
+
+
+def test_steps_in_which_replicas_may_be_apart_are_not_counted() -> None:
+    """Where one replica has taken four steps more than the other, their samples are no loss."""
+    lines = record(expected_ids(ELASTIC, STEPS))
+    ahead = [used for used in lines if used.step <= STEPS - 4 or used.ids[0] == lines[2 * used.step - 2].ids[0]]
+    trial = Trial(ELASTIC, record=ahead, begin_s=3.0, end_s=float(STEPS), exit_code=75)
+    assert not holds(row_of(trial, "0", 1.0))
+    assert holds(row_of(trial, "0", 1.0, apart=4))
 
 
 def test_hangs_orphans_and_bad_ends_are_violations() -> None:

@@ -6,6 +6,7 @@ import math
 import struct
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +100,34 @@ def test_tensorboard_has_every_scalar(tmp_path: Path) -> None:
     assert [time_s for name, _, _, time_s in found if name == "lr"] == [1e9 + 1, 1e9 + 2, 1e9 + 3]
 
 
+def test_a_step_of_tensorboard_is_one_event(tmp_path: Path) -> None:
+    """All values of a step go into one event: an event for each took seven times as long."""
+    pytest.importorskip("tensorboardX", reason="pip install 'shoal[tensorboard]'")
+    train(tensorboard_sink(tmp_path, warn=pytest.fail))
+    assert [event.step for event in events(tmp_path / FOLDER) if event.summary.value] == [1, 2, 3]
+
+
+def test_tensorboard_drops_the_steps_that_a_resumed_run_computes_again(tmp_path: Path) -> None:
+    """The second start's file says that what the first wrote from its first step on does not count."""
+    pytest.importorskip("tensorboardX", reason="pip install 'shoal[tensorboard]'")
+    from tensorboardX.proto.event_pb2 import SessionLog
+
+    train(tensorboard_sink(tmp_path, warn=pytest.fail), replace(RUN, first_step=3))
+    begun = [event.step for event in events(tmp_path / FOLDER) if event.session_log.status == SessionLog.START]
+    assert begun == [3]
+
+
 def scalars(folder: Path) -> list[tuple[str, int, float, float]]:
-    """(name, step, value, time) of every scalar in TensorBoard's files: length, checksum, event, checksum."""
+    """(name, step, value, time) of every scalar in TensorBoard's files."""
+    return [
+        (value.tag, event.step, value.simple_value, event.wall_time)
+        for event in events(folder)
+        for value in event.summary.value
+    ]
+
+
+def events(folder: Path) -> list[Any]:
+    """Every event of TensorBoard's files, each of which is a length, a checksum, the event, a checksum."""
     from tensorboardX.proto.event_pb2 import Event
 
     found = []
@@ -108,8 +135,7 @@ def scalars(folder: Path) -> list[tuple[str, int, float, float]]:
         content, at = path.read_bytes(), 0
         while at < len(content):
             (length,) = struct.unpack_from("<Q", content, at)
-            event: Any = Event.FromString(content[at + 12 : at + 12 + length])
-            found += [(value.tag, event.step, value.simple_value, event.wall_time) for value in event.summary.value]
+            found.append(Event.FromString(content[at + 12 : at + 12 + length]))
             at += length + 16
     return found
 

@@ -97,6 +97,18 @@ def test_a_restart_voids_what_it_computes_again() -> None:
     assert [point[:2] for point in lead.series["loss/train"].points()] == [(1, 10.0), (2, 7.0)]
 
 
+def test_a_figure_that_a_restart_takes_back_is_not_shown() -> None:
+    """The held-out loss of a step that is computed again gives way to that of the last step which stands."""
+    lead = Lead()
+    for step in (1, 2, 3):
+        lead.add(Event(step, float(step), 0, {"loss/train": 10.0 * step}))
+        lead.add(Event(step, float(step), 0, {"loss/eval": 20.0 * step}))
+    lead.add(Event(1, 4.0, 1, {}))
+    assert lead.last == {"loss/train": 10.0, "loss/eval": 20.0}
+    lead.add(Event(2, 5.0, 1, {"loss/train": 7.0}))
+    assert lead.last == {"loss/train": 7.0, "loss/eval": 20.0}
+
+
 def test_the_slow_rank_its_part_and_its_first_step_are_named() -> None:
     """Rank 2 of five takes 40 ms longer in forward and backward from step 300 of 400 on, whatever the columns' width;
     a step that was computed again counts once."""

@@ -105,7 +105,8 @@ def _several(hosts: str, *, shell: str, python: str, folder: str | None, port: i
         print(json.dumps({"findings": [dataclasses.asdict(one) for one in judged], "hosts": facts, "links": links}))
     else:
         _print(judged)
-        print("\n".join(network.matrix(found)))
+        for line in network.matrix(found):
+            print(line)
     raise typer.Exit(_exit_code(judged))
 
 

@@ -51,6 +51,7 @@ def train(
 
     Example: shoal train recipes/digits.toml run.processes=2 run.steps=200
     """
+    from shoal.observe.facts import recorded_run_file
     from shoal.planning.arrange import PLANNER
     from shoal.recipes.start import run
     from shoal.runfile.load import load_run
@@ -65,7 +66,7 @@ def train(
     else:
         if run_file is not None:
             raise typer.BadParameter("a replay is the recorded run, and takes no keys", param_hint="--replay")
-        file, command = replay / "run.toml", [*command, "--replay", str(replay)]
+        file, command = recorded_run_file(replay), [*command, "--replay", str(replay)]
         recorded = load_run(file, [f"run.directory={json.dumps(f'{replay}-replay')}"])
         from shoal.recipes.replay import replayed  # imports torch
 

@@ -14,7 +14,7 @@ from shoal.checkpoint.objects import Places
 from shoal.config.load import read as read_tables
 from shoal.errors import ConfigError, UsageError
 from shoal.observe.events import read_events, series
-from shoal.observe.facts import read_facts
+from shoal.observe.facts import read_facts, recorded_run_file
 from shoal.observe.settings import differing_keys
 from shoal.recipes.data_record import recorded_data
 
@@ -161,9 +161,7 @@ def _commit(record: Mapping[str, Any]) -> str:
 
 
 def _events(directory: Path) -> list:
-    if not (directory / "run.toml").is_file():
-        found = "holds no run" if directory.is_dir() else "is not there"
-        raise UsageError(f"{directory} {found}: give a directory that 'shoal train' wrote, such as runs/NAME")
+    recorded_run_file(directory)
     return read_events(directory)
 
 

@@ -19,7 +19,7 @@ from shoal.experiments.diff import RunDiff, data_differences, diff_runs, environ
 from shoal.launch.children import wait_for
 from shoal.launch.lock import FILE_NAME as LOCK_NAME
 from shoal.observe.ending import ending_in
-from shoal.observe.facts import read_facts
+from shoal.observe.facts import read_facts, recorded_run_file
 from shoal.recipes.data_record import data_hashes, recorded_data
 from shoal.recipes.provenance import file_hashes, git_state, packages
 from shoal.recipes.user_code import GIVEN
@@ -91,7 +91,7 @@ def present(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _record(run_directory: Path) -> Mapping[str, Any]:
-    tables = read(run_directory / "run.toml")
+    tables = read(recorded_run_file(run_directory))
     given = [name for name, table in tables.items() if isinstance(table, dict) and table.get("build") == GIVEN]
     if given:
         raise UsageError(

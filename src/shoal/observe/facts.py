@@ -32,6 +32,15 @@ def facts_path(run_directory: Path) -> Path:
     return run_directory / "facts.json"
 
 
+def recorded_run_file(run_directory: Path) -> Path:
+    """The run file that a run has left in its directory. Raises `UsageError` where there is none."""
+    path = run_directory / "run.toml"
+    if not path.is_file():
+        found = "holds no run" if run_directory.is_dir() else "is a file" if run_directory.exists() else "is not there"
+        raise UsageError(f"{run_directory} {found}: give a directory that 'shoal train' wrote, such as runs/NAME")
+    return path
+
+
 def read_facts(run_directory: Path) -> dict[str, Any]:
     """The facts so far, {} where there are none. Raises `UsageError` for a file that holds no JSON object."""
     path = facts_path(run_directory)

@@ -49,12 +49,13 @@ class History:
     limit: int = LIMIT
     width: int = 1
     last: float | None = None
-    """The newest value, NaN where it was not finite."""
+    """The newest value, NaN where it was not finite. Where `void_after` took it back, the mean of the newest bucket."""
+    _last_step: int = 0
     _buckets: dict[int, Bucket] = field(default_factory=dict)
 
     def add(self, step: int, value: float) -> None:
         """The value of `step`."""
-        self.last = value if math.isfinite(value) else math.nan
+        self.last, self._last_step = value if math.isfinite(value) else math.nan, step
         self._buckets.setdefault(max(0, step - 1) // self.width, Bucket(step)).add(step, value)
         while len(self._buckets) > self.limit:
             self._widen()
@@ -63,6 +64,10 @@ class History:
         """Forgets the steps behind `step`. A bucket that lies on both sides of it keeps all its values."""
         for index in [index for index in self._buckets if index * self.width >= step]:
             del self._buckets[index]
+        if self._last_step > step:
+            newest = self._buckets[max(self._buckets)] if self._buckets else None
+            self.last = None if newest is None else newest.total / newest.count if newest.count else math.nan
+            self._last_step = step
 
     def points(self) -> list[tuple[int, float | None, float | None, float | None]]:
         """(last step, mean, lowest, highest) of each bucket, ascending; None where no value was finite."""

@@ -93,7 +93,6 @@ class Lead:
         self.series: dict[str, History] = {}
         self.goodput = Goodput()
         self.experts = ExpertLoads()
-        self.last: dict[str, float | None] = {}
         self.last_step = 0
         self.last_time_s = 0.0
         self.attempts = 0
@@ -116,6 +115,11 @@ class Lead:
         self._at_step = set(event.values) | (self._at_step if event.step == self.last_step else set())
         self.last_step, self.last_time_s, self._generation = event.step, event.time_s, event.generation
         self._take(event)
+
+    @property
+    def last(self) -> dict[str, float]:
+        """The newest value of each measurement that has one."""
+        return {name: history.last for name, history in self.series.items() if history.last is not None}
 
     def waterfall(self) -> Waterfall | None:
         """Where the time went; None before the first line."""
@@ -155,7 +159,6 @@ class Lead:
             if value is None or (name not in self.series and len(self.series) >= MAX_NAMES):
                 continue
             self.series.setdefault(name, History()).add(event.step, value)
-            self.last[name] = value
             bad |= name in ("loss/train", "grad/norm") and value != value
         if bad:
             self.nonfinite_steps.append(event.step)

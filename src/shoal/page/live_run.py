@@ -72,7 +72,7 @@ class RunSnapshot(msgspec.Struct, frozen=True):
     left_s: float | None
     loss_unit: str
     baseline: tuple[str, float] | None
-    last: dict[str, float | None]
+    last: dict[str, float]
     peak_bytes: float
     peak_rank: int | None
     curves: dict[str, list[tuple[int, float | None, float | None, float | None]]]

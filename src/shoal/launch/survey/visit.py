@@ -118,7 +118,8 @@ def surveyed(
             _all(enders, lambda channel: channel.close(), opened)
         threads.shutdown(cancel_futures=True)
     ordered = {host.name: facts[host.name] for host in hosts if host.name in facts}
-    return Survey(tuple(hosts), port, ordered, silent, links)
+    ordered_silent = {host.name: silent[host.name] for host in hosts if host.name in silent}
+    return Survey(tuple(hosts), port, ordered, ordered_silent, links)
 
 
 def rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:
