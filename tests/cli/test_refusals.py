@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shoal.recipes import start
 from tests.cli.project import Project, project
 from tests.waiting import HANG_S
 
@@ -47,6 +48,31 @@ def test_a_wrong_key_is_refused_before_anything_starts(own: Project, overrides: 
     """Exit 2, the key, what was found; no run directory appears."""
     refused(own.here("train", "run.toml", *overrides), USAGE, *words)
     assert not (own.folder / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["sync.kind=hogwild", "optimizer.kind=sgd"], ["an order that time decides"]),
+        (["sync.kind=server", "sync.admission=async"], ["sync.admission", "shoal train --replay RUN_DIR"]),
+        (["sync.kind=server", "sync.admission=bounded", "sync.bound=1"], ["sync.admission", "time decides"]),
+        (["sync.kind=server", "sync.admission=backup", "sync.backup=1"], ["sync.admission", "time decides"]),
+        (["sync.kind=gossip", "sync.algorithm=sgp", "sync.asynchronous=true", "sync.delay=2"], ["sync.asynchronous"]),
+        (["codec.kind=sign", "codec.feedback=false"], ["without error feedback"]),
+        (["codec.kind=dgc", "optimizer.kind=sgd"], ["sends velocities"]),
+        (["optimizer.kind=one_bit_adam"], ["sends coded momenta"]),
+    ],
+)
+def test_what_cannot_be_verified_is_refused_before_anything_starts(
+    own: Project, monkeypatch: pytest.MonkeyPatch, overrides: list[str], words: list[str]
+) -> None:
+    """Exit 2, and no rank is started."""
+
+    def starts(*_: object, **__: object) -> int:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr(start, "run_ranks", starts)
+    refused(own.here("verify", "run.toml", "batch.global_samples=6", "run.processes=2", *overrides), USAGE, *words)
 
 
 def test_a_refusal_is_the_same_in_a_process_of_its_own(own: Project) -> None:

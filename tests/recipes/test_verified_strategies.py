@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from shoal.errors import ConfigError
-from shoal.recipes.verification.strategies import provable, steps_of
+from shoal.recipes.verification.refusals import require_provable
+from shoal.recipes.verification.strategies import steps_of
 from tests.recipes.foreign_models import PICTURES, foreign
 from tests.recipes.layouts import GPT, MOE, corpus, run_file_of, verified
 from tests.recipes.planted_in_agreements import verified_with
@@ -135,7 +136,7 @@ def test_a_mistake_of_one_replica_is_not_the_agreements(ranks, folder: Path) -> 
 def test_what_time_decides_is_refused(tmp_path: Path, sync: Tables, words: str) -> None:
     """In a sentence that says what to do instead."""
     with pytest.raises(ConfigError, match=words):
-        provable(run_file_of(tmp_path, sync=sync))
+        require_provable(run_file_of(tmp_path, sync=sync))
 
 
 def test_streaming_on_cut_fragments_is_refused(ranks, folder: Path) -> None:

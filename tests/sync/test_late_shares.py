@@ -24,7 +24,7 @@ from shoal.errors import ConfigError
 from shoal.launch.environment import Place
 from shoal.maths.mixing import equal_shares
 from shoal.recipes.run import open_run
-from shoal.recipes.verification.plain_rules import refuse_timed
+from shoal.recipes.verification.refusals import require_provable
 from shoal.runfile.rules import check_across
 from shoal.sync.config import GossipConfig
 from shoal.sync.event_order import EventFiles, Rounds
@@ -265,4 +265,4 @@ def test_what_cannot_be_late_is_refused(tmp_path: Path, tables: Tables, words: s
 def test_verify_names_the_replay(tmp_path: Path) -> None:
     """Time decides in which step a share is added."""
     with pytest.raises(ConfigError, match="shoal train --replay RUN_DIR"):
-        refuse_timed(run_file_of(tmp_path, sync=LATE).sync)
+        require_provable(run_file_of(tmp_path, sync=LATE))

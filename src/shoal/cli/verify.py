@@ -36,10 +36,12 @@ def verify(
     """
     from shoal.planning.arrange import PLANNER
     from shoal.recipes.start import run
+    from shoal.recipes.verification.refusals import require_provable
     from shoal.runfile.load import load_run
     from shoal.runfile.run_file import run_directory
 
     loaded = load_run(run_file, overrides or ())
+    require_provable(loaded)
 
     def rank(run_file: RunFile, place: Place) -> None:
         from shoal.errors import VerificationFailed

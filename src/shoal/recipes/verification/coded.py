@@ -15,30 +15,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shoal.codec.config import CodecConfig, DGCConfig
 from shoal.comm.exchanges.coded import Coded
 from shoal.engine.proof import HeldBox
-from shoal.errors import ConfigError
 from shoal.recipes.run import Run
 from shoal.recipes.verification.reference import collected
 from shoal.topology.box import Box
 
 NOTE = 'codec.kind = "{}" is lossy: gradients were compared after adding what its error feedback had kept back'
-
-
-def require_feedback(config: CodecConfig) -> None:
-    """Raises `ConfigError` for a codec that loses numbers without keeping them, or keeps something else."""
-    kind = config.variant
-    if isinstance(config, DGCConfig):
-        raise ConfigError(
-            f'codec.kind = "{kind}" sends velocities: verify compares gradients; add codec.kind="none", or codec.kind='
-            '"top_k", which sends gradients'
-        )
-    if kind != "none" and not config.feedback:
-        raise ConfigError(
-            f'codec.kind = "{kind}" without error feedback: nothing says what was not sent; add codec.kind="none", or '
-            "use a codec with codec.feedback = true"
-        )
 
 
 def kept_back(run: Run) -> list[HeldBox]:

@@ -3,7 +3,7 @@
 `shoal verify` compares a strategy of `[sync]` with these. Replica i is one vector `x[i]` of all trained numbers.
 Nothing here is packed, sent, split or overlapped, and nothing is shared with `shoal.sync`, not even mixing matrices.
 
-What follows from time has no rule here: `played` refuses it in a sentence.
+What follows from time has no rule here: `refusals` says so in a sentence.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from shoal.errors import ConfigError
 from shoal.sync.config import (
     EASGDConfig,
     GossipConfig,
-    HogwildConfig,
     LocalConfig,
     OuterKeys,
     ServerConfig,
@@ -303,33 +301,10 @@ _PLAYED: Mapping[type, _Played] = {
 
 
 def rule_of(config: SyncConfig, setting: Setting) -> Rule:
-    """The rule that one process plays. Raises `ConfigError` where time decides."""
-    refuse_timed(config)
+    """The rule that one process plays."""
     return _PLAYED[type(config)].rule(config, setting)
 
 
 def telling_steps(config: SyncConfig, replicas: int) -> int:
     """Steps after which every part of the rule was played twice, and one more."""
     return _PLAYED[type(config)].steps(config, replicas) + 1
-
-
-def refuse_timed(config: SyncConfig) -> None:
-    """Raises `ConfigError` where what replicas agree on follows from when each of them comes."""
-    if isinstance(config, HogwildConfig):
-        raise ConfigError(
-            'sync.kind = "hogwild": processes write the same parameters without locks, in an order that time decides '
-            'and nobody records, so there is nothing to compare with: verify sync.kind = "server", or the layout with '
-            'sync.kind = "allreduce"'
-        )
-    if isinstance(config, GossipConfig) and config.asynchronous:
-        raise ConfigError(
-            "sync.asynchronous = true: time decides in which step a share is added, so there is nothing to compare "
-            "with: `shoal train --replay RUN_DIR` repeats such a run to the bit; verify it with sync.asynchronous = "
-            "false"
-        )
-    if isinstance(config, ServerConfig) and config.admission != "sync" and config.bound != 0:
-        raise ConfigError(
-            f'sync.admission = "{config.admission}": time decides which gradients make an update, and in which order, '
-            "so there is nothing to compare with: `shoal train --replay RUN_DIR` repeats such a run to the bit; verify "
-            'sync.admission = "sync"'
-        )

@@ -36,7 +36,6 @@ from shoal.engine.proof import (
 )
 from shoal.engine.reference import Reference, ReferenceGradient
 from shoal.engine.step_result import StepResult
-from shoal.errors import ConfigError
 from shoal.launch.environment import Place
 from shoal.models.config import ForeignModel
 from shoal.models.mixture_routes import RecordRoutes, ReplayRoutes, RouteDifference, Routes, set_routes
@@ -60,6 +59,7 @@ from shoal.recipes.verification.reference import (
     reference_of,
     share_routes,
 )
+from shoal.recipes.verification.refusals import replicas_differ, require_provable
 from shoal.recipes.verification.strategies import ending_after, provable, steps_of, verify_strategy
 from shoal.recipes.verification.verdict import Verdict
 from shoal.runfile.run_file import RunFile, declared_group
@@ -104,19 +104,13 @@ def verify_rank(
 
     `steps` None: `STEPS`, or as many as show all of a strategy under which replicas differ.
     """
+    require_provable(run_file)
     bar = bar or ProgressBar()
     bar.update(f"building the model and its layout over {units.plural(place.world_size, 'rank')}")
     own_precision, tolerances = run_file.precision, EXACT if exact else SINGLE
     run_file = msgspec.structs.replace(run_file, precision=Float64() if exact else Float32())
-    differ = run_file.sync.replicas_are != "lockstep"
+    differ = replicas_differ(run_file.sync)
     run_file, notes = provable(run_file) if differ else (run_file, [])
-    coded.require_feedback(run_file.codec)
-    if run_file.optimizer.sends_momentum:
-        kind = run_file.optimizer.variant
-        raise ConfigError(
-            f'optimizer.kind = "{kind}" sends coded momenta: verify compares gradients that are sent as they are; add '
-            'optimizer.kind="adamw"'
-        )
     if run_file.shard_codec != ShardCodecConfig():
         notes.append(LOSSY_PIECES)
         run_file = msgspec.structs.replace(run_file, shard_codec=ShardCodecConfig())
