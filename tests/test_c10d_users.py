@@ -28,6 +28,12 @@ from tests.waiting import HANG_S, NEVER_S, wait_until
 MEGABYTE = 1 << 20
 
 
+def work_of(call: dist.Work | None) -> dist.Work:
+    """The work of an asynchronous call, whose annotation says that it may be missing: outside the group it is."""
+    assert call is not None
+    return call
+
+
 def on_shoal(place: Any, program: Callable[..., Any], timeout_s: float = HANG_S) -> Any:
     """What `program(rank)` returns between making and destroying the default group."""
     dist.init_process_group(
@@ -115,8 +121,8 @@ def crossed(rank: int) -> list[float]:
     """The future of a message that comes last, asked for first."""
     late, total, go = torch.zeros(1), torch.ones(1), torch.zeros(1)
     if rank == 0:
-        receiving = dist.irecv(late, 1).get_future()
-        summing = dist.all_reduce(total, async_op=True).get_future()
+        receiving = work_of(dist.irecv(late, 1)).get_future()
+        summing = work_of(dist.all_reduce(total, async_op=True)).get_future()
         summing.wait()
         dist.send(go, 1)
         receiving.wait()
@@ -199,13 +205,13 @@ def unasked_first(rank: int) -> float:
     first, second = torch.full((700_000,), 1, dtype=torch.uint8), torch.full((400_000,), 2, dtype=torch.uint8)
     if rank == 1:
         got, early = torch.zeros_like(second), torch.zeros_like(first)
-        receiving = dist.irecv(got, 0, tag=2)
+        receiving = work_of(dist.irecv(got, 0, tag=2))
         dist.barrier()
         dist.recv(early, 0, tag=1)
         receiving.wait()
         return float(got.sum() + early.sum())
     time.sleep(0.3)
-    sending = dist.isend(first, 1, tag=1)
+    sending = work_of(dist.isend(first, 1, tag=1))
     dist.send(second, 1, tag=2)
     dist.barrier()
     sending.wait()
@@ -219,7 +225,7 @@ def test_a_message_behind_one_that_nobody_asks_for_comes_through(ranks) -> None:
 def unwritable(rank: int) -> list[float]:
     """A result that cannot be put where it belongs: its wait says so, and later calls work."""
     tensor = torch.ones(1).expand(4)
-    work = dist.all_reduce(tensor, async_op=True)
+    work = work_of(dist.all_reduce(tensor, async_op=True))
     with pytest.raises(RuntimeError, match="single memory location"):
         work.wait()
     with pytest.raises(RuntimeError, match="single memory location"):
@@ -240,13 +246,13 @@ def kept_alive(rank: int) -> int:
     alive = []
     for number in range(60):
         output = torch.empty(64)
-        work = dist.all_gather_into_tensor(output, torch.ones(32), async_op=True)
+        work = work_of(dist.all_gather_into_tensor(output, torch.ones(32), async_op=True))
         if number % 2:
             work.wait()
         alive.append(weakref.ref(output))
         del output, work
     dist.barrier()
-    dist.barrier(async_op=True).wait()
+    work_of(dist.barrier(async_op=True)).wait()
     gc.collect()
     left = sum(ref() is not None for ref in alive)
     if receiving is None:
@@ -294,7 +300,7 @@ def unanswered() -> None:
 
 def untaken() -> None:
     """A message that is waited for, behind one that is not."""
-    first = dist.isend(torch.zeros(MEGABYTE), 1)
+    first = work_of(dist.isend(torch.zeros(MEGABYTE), 1))
     dist.send(torch.zeros(1), 1)
     first.wait()
 
@@ -333,7 +339,7 @@ def interrupted_forgetting(rank: int) -> tuple[bool, float]:
     """A signal's exception while a call looks after the works of earlier ones."""
     group: Any = dist.group.WORLD
     transport, got = group._transport, torch.zeros(1)
-    work = dist.irecv(got, 1 - rank, tag=3)
+    work = work_of(dist.irecv(got, 1 - rank, tag=3))
     key = id(work)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(work), "is_completed", interrupting)
@@ -585,7 +591,7 @@ def failed_again(place: Any, hosts: int, dies: bool) -> list[str]:
             for other in (0, 2)[: place.size - 1]:
                 place.store.get(f"told {other}")
             return []
-        calls = (dist.all_reduce, dist.all_reduce, lambda ones: dist.all_reduce(ones, async_op=True).wait())
+        calls = (dist.all_reduce, dist.all_reduce, lambda ones: work_of(dist.all_reduce(ones, async_op=True)).wait())
         said = [said_by(lambda call=call: call(torch.ones(3))) for call in calls]
         said.append(said_by(dist.barrier))
         for peer in set(range(place.size)) - {rank}:

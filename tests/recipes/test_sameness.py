@@ -54,7 +54,17 @@ def test_where_a_host_keeps_things_may_differ(run_file: Callable[..., RunFile], 
     require_same_start(1, board, run_file(**{key: "/there/b"}))
 
 
-@pytest.mark.parametrize(("key", "value"), [("data.dtype", "uint8"), ("run.seed", 7), ("batch.global_samples", 8)])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("data.dtype", "uint8"),
+        ("run.seed", 7),
+        ("batch.global_samples", 8),
+        ("precision.kind", "bfloat16"),
+        ("optimizer.lr", 0.02),
+        ("optimizer.weight_decay", 0.5),
+    ],
+)
 def test_another_key_is_named_with_both_values(run_file: Callable[..., RunFile], key: str, value: object) -> None:
     board = Board()
     require_same_start(0, board, run_file())
