@@ -15,6 +15,7 @@ import pytest
 from tests.cli.elastic_runs import (
     ELASTIC,
     gpt_project,
+    memberships,
     pid_of_rank,
     replicas_of,
     start,
