@@ -59,7 +59,7 @@ def test_losses_are_paired_by_seed() -> None:
     assert rows["int8", True]["interval"] == pytest.approx(0.0)
     assert rows["int8", False]["loss_above"] == pytest.approx(0.125)
     assert [(one["name"], one["holds"]) for one in result["checks"]] == [("gpt, int8: loss above uncompressed", True)]
-    assert {*TASKS} == {"digits", "gpt"}
+    assert {*TASKS} == {"digits", "gpt", "gpt_plain_sgd"}
 
 
 @pytest.mark.parametrize("name", ["int8", "power_sgd", "scale_com"])

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import typer
 
+import shoal.bench.sync as bench_sync
 from shoal.bench.paced import PacedForwardBackward
+from shoal.bench.report import Result
 from shoal.bench.sync import ALL, PROMISED, result_of, row_of, run_file_of, sync
 from shoal.bench.sync_picture import write_sync_picture
+from shoal.launch.lab.lab_file import Lab
 from shoal.runfile.rules import check_across
 
+DEFAULTS = {"link_mbit": 2.0, "slow": 4.0, "sample_ms": 1.0, "loss": 0.3, "steps": 100, "picture": None}
 CURVE = [[1.0, 640.0, 2.0], [2.0, 1280.0, 1.0], [3.0, 1920.0, 0.5]]
 
 
@@ -46,6 +51,36 @@ def test_the_picture_has_a_panel_for_each_machine(tmp_path: Path) -> None:
     drawn = (tmp_path / "sync.svg").read_text()
     assert drawn.startswith("<?xml")
     assert drawn.count('id="axes_') == 2
+
+
+@pytest.mark.parametrize(("reason", "network"), [(None, "kernel"), ("a lab needs root", "throttle")])
+def test_a_slow_link_is_one_between_two_hosts(
+    monkeypatch: pytest.MonkeyPatch, reason: str | None, network: str
+) -> None:
+    """An odd number of workers is divided too; without privileges ranks wait in the place of a shaped link."""
+    monkeypatch.setattr(bench_sync, "why_not", lambda: reason)
+    lab = bench_sync.two_hosts(5, 2.0)
+    assert (lab.host_of, lab.rate_mbit(0, 1), lab.network) == ((0, 0, 0, 1, 1), 2.0, network)
+
+
+def test_each_machine_has_its_own_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """This machine for even and slow workers, a lab for the slow link, without what shares memory; one report."""
+    asked: list[tuple[list[str], int | None]] = []
+
+    def on_ranks(command: list[str], *, processes: int, lab: Lab | None, part: str) -> Result:
+        asked.append((command[3:7], None if lab is None else lab.ranks))
+        machine = command[command.index("--machines") + 1]
+        return {"rows": [{"machine": machine, "strategy": "local", "seconds": 1.0, "curve": CURVE}], "checks": []}
+
+    monkeypatch.setattr(bench_sync, "on_ranks", on_ranks)
+    sync(strategies="allreduce,hogwild", machines="even,slow-link", processes=4, as_json=True, **DEFAULTS)
+    assert asked == [
+        (["--strategies", "allreduce,hogwild", "--machines", "even"], None),
+        (["--strategies", "allreduce", "--machines", "slow-link"], 4),
+    ]
+    assert [row["machine"] for row in json.loads(capsys.readouterr().out)["rows"]] == ["even", "slow-link"]
+    with pytest.raises(typer.BadParameter, match="share the memory of one host"):
+        sync(strategies="hogwild", machines="slow-link", processes=4, **DEFAULTS)
 
 
 def test_unknown_strategies_are_refused() -> None:

@@ -116,13 +116,18 @@ def replicas_of(launcher: Program | subprocess.Popen[str]) -> dict[int, list[int
 
 
 def rank_zero(pids: Iterable[int]) -> int:
-    """The process that writes the events of rank 0; slots come in any order, so slot 0 may have other ranks."""
+    """The process of rank 0."""
+    return pid_of_rank(pids, 0)
+
+
+def pid_of_rank(pids: Iterable[int], rank: int) -> int:
+    """The process that writes the events of `rank`; slots come in any order, so slot 0 may have other ranks."""
     for pid in pids:
         for fd in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
-                if Path(os.readlink(fd)).name == "rank-00000.jsonl":
+                if Path(os.readlink(fd)).name == f"rank-{rank:05}.jsonl":
                     return pid
-    raise AssertionError("no replica writes the events of rank 0")
+    raise AssertionError(f"no replica writes the events of rank {rank}")
 
 
 def undisturbed(own: Project, *overrides: str) -> dict[int, float]:

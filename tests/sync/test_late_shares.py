@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import heapq
+import os
 import random
 import re
+import signal
 import threading
 import time
 from contextlib import closing
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.ledger import Ledger
+from shoal.engine.resume import resume
 from shoal.errors import ConfigError
 from shoal.launch.environment import Place
 from shoal.maths.mixing import equal_shares
@@ -29,8 +32,10 @@ from shoal.runfile.rules import check_across
 from shoal.sync.config import GossipConfig
 from shoal.sync.event_order import EventFiles, Rounds
 from shoal.sync.late_shares import LateShares, Schedule
+from shoal.sync.own import SYNC
 from shoal.sync.push_sum import PushSum, Share
 from tests.ranks import TestPlace
+from tests.recipes.journey import save, whole_state
 from tests.recipes.layouts import GPT, corpus, run_file_of
 
 Tables = dict[str, Any]
@@ -225,6 +230,85 @@ def test_a_recorded_order_gives_the_same_bits(ranks, folder: Path) -> None:
         assert all(torch.equal(other.weights[name], w) for name, w in one.weights.items())
     for rank in range(3):
         assert (folder / "order" / str(rank)).read_text() == (folder / "again" / str(rank)).read_text()
+
+
+@dataclass
+class Leg:
+    """A part of a run on one rank: its state when it began and when it ended, the weights with which this replica
+    began, and the losses of its steps.
+    """
+
+    came: dict[str, Tensor]
+    began: dict[str, Tensor]
+    left: dict[str, Tensor]
+    losses: list[float]
+
+
+def travel(place: TestPlace, folder: str, last: int, lr: float, save_at: int = 0, kill_at: int = 0) -> Leg:
+    """Goes on from the newest checkpoint to step `last`, saves after `save_at`; the last replica is killed by SIGKILL
+    within the round, after `kill_at`.
+    """
+    tables = {
+        "model": SMALL, "sync": LATE | {"meet_every": 20}, "precision": {"kind": "float64"},
+        "batch": {"global_samples": 12, "sequence": 8}, "optimizer": {"kind": "adamw", "lr": 2e-2, "weight_decay": 0.0},
+        "run": {"steps": 100, "processes": place.size, "directory": str(Path(folder) / "killed")},
+        "wire": {"timeout_s": 10.0},
+    }  # fmt: skip
+    run_file = run_file_of(Path(folder), **tables)
+    run = open_run(run_file, Place(place.rank, place.size, place.rank, place.size, 0, "shoal"), store=place.store)
+    directory, progress = Path(folder) / "killed", run.state.progress
+    resume(run.state, directory, announce=run.process.announce, warn=print)
+    leg = Leg(whole_state(run), {}, {}, [])
+    run.generation.agreement.before_step()
+    leg.began = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    with closing(run.feed()) as feed:
+        while progress.step < last:
+            fed = feed.next()
+            progress.advance(fed.interval)
+            leg.losses.append(run.step(progress.step, fed.microbatches, lr=lr).loss)
+            if progress.step == save_at:
+                save(run, directory, place)
+            if progress.step == kill_at and place.rank == place.size - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+    leg.left = whole_state(run)
+    return leg
+
+
+def sums(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], float]:
+    """Of x and of the weights over three replicas."""
+    own = f"{SYNC}replica-{{}}/"
+    names = [name.removeprefix(own.format(0)) for name in state if name.startswith(own.format(0) + "x/")]
+    x = {name: sum((state[own.format(k) + name] for k in range(3)), torch.zeros(())) for name in names}
+    return x, sum(float(state[own.format(k) + "weight"]) for k in range(3))
+
+
+def test_a_killed_run_goes_on_with_all_that_it_had(ranks, tmp_path: Path) -> None:
+    """A replica is killed while shares are on their way. The run goes on from the meeting before: every replica with
+    its own x and weight; over twenty steps of rate 0 the sums of both are kept, late shares or not; and it
+    learns on, to one model.
+    """
+    (tmp_path / "tokens.bin").write_bytes((np.arange(20_000) % 61).astype(np.uint8).tobytes())
+    outcomes = ranks.outcomes(3, travel, str(tmp_path), 60, 2e-2, 20, 33)
+    assert not any(worked for worked, _ in outcomes)
+    legs = ranks(3, travel, str(tmp_path), 40, 0.0)
+    still = legs[0]
+    for rank, leg in enumerate(legs):
+        own, weight = f"{SYNC}replica-{rank}/", float(still.came[f"{SYNC}replica-{rank}/weight"])
+        for name, began in leg.began.items():
+            assert torch.allclose(began * weight, still.came[f"{own}x/{name}"], rtol=CONSERVED, atol=CONSERVED), name
+    x, weight = sums(still.came)
+    assert len(x) > 5
+    assert abs(weight - 3.0) < CONSERVED
+    assert len({float(still.came[f"{SYNC}replica-{k}/weight"]) for k in range(3)}) > 1, "nothing was uneven"
+    x_after, weight_after = sums(still.left)
+    assert abs(weight_after - 3.0) < CONSERVED
+    for name, before in x.items():
+        assert float((x_after[name] - before).abs().max()) < CONSERVED * float(before.abs().max()), name
+        own = still.came[f"{SYNC}replica-0/{name}"]
+        assert not torch.equal(own, still.left[f"{SYNC}replica-0/{name}"]), "replicas were to mix"
+    on = ranks(3, travel, str(tmp_path), 60, 2e-2)
+    assert all(torch.equal(on[0].came[name], still.came[name]) for name in still.came)
+    assert on[0].losses[-1] < 0.7 * on[0].losses[0]
 
 
 @pytest.mark.parametrize("delay", [1, 3])

@@ -43,7 +43,7 @@ def codec(
     layers: Annotated[int, typer.Option(help="Layers of a GPT in the bucket, 3.1 million numbers each.", min=1)] = 2,
     calls: Annotated[int, typer.Option(help="Calls of which the median counts.", min=1)] = 9,
     accuracy: Annotated[
-        str, typer.Option(help="Train instead: digits or gpt. Losses with each codec, with and without feedback.")
+        str, typer.Option(help="Train instead: digits, gpt or gpt_plain_sgd. Losses with and without feedback.")
     ] = "",
     seeds: Annotated[str, typer.Option(help="Seeds of the trainings.")] = "0,1,2",
     steps: Annotated[int, typer.Option(help="Steps of a training; 0: those of the recipe.", min=0)] = 0,

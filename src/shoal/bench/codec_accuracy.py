@@ -29,7 +29,7 @@ from shoal.optim.config import OneBitAdam
 from shoal.runfile.load import run_file_of
 from shoal.runfile.run_file import RunFile
 
-TASKS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+WITH_MOMENTUM: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "digits": {
         "run": {"name": "digits", "steps": 200},
         "model": {"kind": "convnet", "channels": 1, "classes": 10, "width": 16},
@@ -51,6 +51,11 @@ TASKS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 """The recipes of these names, smaller, so that a table of all codecs takes minutes. The optimizer and its rate were
 chosen after AdamW had done worse with one-bit codes.
 """
+TASKS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    **WITH_MOMENTUM,
+    "gpt_plain_sgd": {**WITH_MOMENTUM["gpt"], "optimizer": {"kind": "sgd", "lr": 0.5, "clip_norm": 1.0}},
+}
+"""Error feedback of gradients is proved for SGD without momentum (arXiv:1901.09847), which `gpt_plain_sgd` is."""
 LOSS_BOUND, SHARD_BOUND = 0.02, 0.01
 """How far above its peer's a coded run's loss may be; of ZeRO-3 with coded weights and gradients."""
 ADAM = {"lr": 2e-3, "beta2": 0.95, "weight_decay": 0.1}

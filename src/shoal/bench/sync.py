@@ -1,10 +1,14 @@
-"""`shoal bench sync`: how long each way to agree takes to a fixed loss, on even workers and with one that is slow.
+"""`shoal bench sync`: how long each way to agree takes to a fixed loss, on even workers, with a slow one, and over a
+slow link.
 
 All strategies train the same multilayer perceptron on the digits with the same optimizer, SGD, from the same first
 weights and in the same order of samples. Workers are paced (`bench.paced`): a sample takes the same time on each, and
 `--slow` times as long on one, so that cores which ranks share change nothing. All replicas agree every `PERIOD` steps;
 there the clock stands still, the loss on held-out samples is taken, and a run ends when it is low enough. The time and
 the samples at the loss are interpolated between two evaluations.
+
+Behind a slow link even workers are on two hosts of a lab (`launch.lab`): network namespaces with a shaped link, or,
+where this user may make none, ranks that wait as long as their messages would take.
 """
 
 from __future__ import annotations
@@ -20,8 +24,10 @@ import typer
 
 from shoal.bench.options import AsJson, names
 from shoal.bench.ranks import is_rank, on_ranks, rank_folder, run_as_rank
-from shoal.bench.report import Result, Row, check, print_report
+from shoal.bench.report import Result, Row, check, merged, print_report
 from shoal.data.config import BatchConfig, Digits
+from shoal.launch.lab.iproute import why_not
+from shoal.launch.lab.lab_file import Lab, lab_from
 from shoal.models.config import MLPConfig
 from shoal.optim.config import SGD, Schedule
 from shoal.runfile.run_file import RunConfig, RunFile
@@ -59,12 +65,19 @@ STRATEGIES: Mapping[str, SyncConfig] = {
 DIVIDED = ("allreduce", "local", "server-bounded", "server-async")
 """Those that are measured with work divided by speed too, as `allreduce+by_speed`."""
 ALL = (*STRATEGIES, *(f"{name}+by_speed" for name in DIVIDED))
+HERE, SLOW_LINK = ("even", "one-slow"), "slow-link"
+"""The machines that are this one as it is, and the one that is a lab."""
+ONE_HOST = ("hogwild",)
+"""Strategies whose replicas share memory: there is no link between them."""
 PROMISED = ("allreduce+by_speed", "local+by_speed", "server-bounded+by_speed", "server-backup")
 
 
 def sync(
     strategies: Annotated[str, typer.Option(help=f"Several with commas, of {', '.join(ALL)}; default: all.")] = "",
-    machines: Annotated[str, typer.Option(help="even, one-slow, or both with a comma.")] = "even,one-slow",
+    machines: Annotated[
+        str, typer.Option(help="Of even, one-slow and slow-link; several, with commas; default: all.")
+    ] = "",
+    link_mbit: Annotated[float, typer.Option(help="Rate of the slow link between two hosts, Mbit/s.", min=0.1)] = 2.0,
     slow: Annotated[float, typer.Option(help="Times as long for a sample on the slow worker.", min=1)] = 4.0,
     sample_ms: Annotated[float, typer.Option(help="Milliseconds for a sample on the others.", min=0.01)] = 1.0,
     loss: Annotated[float, typer.Option(help="Held-out loss at which a run ends.", min=1e-6)] = 0.3,
@@ -73,11 +86,11 @@ def sync(
     picture: Annotated[Path | None, typer.Option(help="Draw loss over time to this PNG, SVG or PDF.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time and samples to a fixed loss, for every way to agree, on even workers and with a slow one.
+    """Time and samples to a fixed loss, for every way to agree: on even workers, with a slow one, over a slow link.
 
     Example: shoal bench sync --strategies allreduce,server-backup --machines one-slow
     """
-    chosen, on = names(strategies, "--strategies", ALL), names(machines, "--machines", ("even", "one-slow"))
+    chosen, on = names(strategies, "--strategies", ALL), names(machines, "--machines", (*HERE, SLOW_LINK))
     if is_rank():
         options = {"sample_s": sample_ms / 1e3, "slow": slow, "loss": loss, "steps": steps}
         run_as_rank(lambda place: measure(place, chosen, on, **options))
@@ -85,9 +98,22 @@ def sync(
     from shoal.bench.comm_picture import picture_path
 
     path = picture_path(picture)
-    command = ["shoal", "bench", "sync", "--strategies", ",".join(chosen), "--machines", ",".join(on)]
-    command += ["--slow", str(slow), "--sample-ms", str(sample_ms), "--loss", str(loss), "--steps", str(steps)]
-    result = on_ranks(command, processes=processes, part=f"strategies on {processes} workers")
+    options = ["--slow", str(slow), "--sample-ms", str(sample_ms), "--loss", str(loss), "--steps", str(steps)]
+    apart = [name for name in chosen if name not in ONE_HOST]
+    if not apart and SLOW_LINK in on:
+        raise typer.BadParameter(f"{strategies} on {SLOW_LINK}: its processes share the memory of one host")
+    groups: list[tuple[list[str], list[str], Lab | None, str]] = [
+        ([one for one in on if one in HERE], chosen, None, "")
+    ]
+    if SLOW_LINK in on:
+        groups.append(([SLOW_LINK], apart, two_hosts(processes, link_mbit), f" behind {link_mbit:g} Mbit/s"))
+    results = []
+    for where, names_there, lab, said in groups:
+        command = ["shoal", "bench", "sync", "--strategies", ",".join(names_there), "--machines", ",".join(where)]
+        part = f"strategies on {processes} workers{said}"
+        if where:
+            results.append(on_ranks([*command, *options], processes=processes, lab=lab, part=part))
+    result = merged(results)
     if path is not None:
         from shoal.bench.sync_picture import write_sync_picture
 
@@ -117,6 +143,14 @@ def measure(
                 curve = trained(run_file, place, meeting, sample_s=sample_s * factor, loss=loss)
                 rows.append({"machine": machine, "strategy": name, **row_of(curve, loss), "curve": curve})
     return result_of(rows) if place.rank == 0 else None
+
+
+def two_hosts(processes: int, rate_mbit: float) -> Lab:
+    """Workers on two hosts with a link of that rate: of the kernel where this user may shape one, else waited for."""
+    ranks = [processes - processes // 2, processes // 2]
+    network = "kernel" if why_not() is None else "throttle"
+    table = {"hosts": 2, "ranks_per_host": ranks, "rate_mbit": rate_mbit, "network": network, "buffer_ms": 1000}
+    return lab_from({"lab": table, "link": []}, file="shoal bench sync")
 
 
 def run_file_of(name: str, folder: Path, *, processes: int, steps: int) -> RunFile:

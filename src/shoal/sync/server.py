@@ -31,7 +31,7 @@ from torch.nn import Parameter
 
 from shoal.comm.collective import Collective, GroupCollective
 from shoal.comm.mesh import Mesh
-from shoal.errors import ConfigError, UserCodeError
+from shoal.errors import ConfigError, GenerationOver, UserCodeError
 from shoal.state.ownership import Owned
 from shoal.state.section import Section
 from shoal.sync.admission import Asynchronous, Bounded, FirstComers, Rule
@@ -42,7 +42,7 @@ from shoal.sync.server_partition import owned_pieces, partition
 from shoal.sync.server_roles import Roles, roles_of
 from shoal.sync.server_tables import RowsFromServers, ServedTable, places_of, serve_table
 from shoal.sync.server_wire import FlatParts, Lanes, Push, Serving, Worker
-from shoal.sync.strategy import Agreed, OwnSteps, Replica, Taken
+from shoal.sync.strategy import Agreed, Carried, OwnSteps, Replica, Taken
 
 
 class ServerSync(OwnSteps):
@@ -102,6 +102,7 @@ class ServerAgreement:
         servers: Collective | None = None,
     ) -> None:
         self.equal = True
+        self.carried: Carried = _carried(config)
         self._config, self._replica, self._replicas, self._lanes = config, replica, replicas, lanes
         self._roles, self._party, self._servers = roles, party, servers
         self._works = bool(roles.party_of(replicas.rank))
@@ -177,6 +178,10 @@ class ServerAgreement:
         self._worker.leave(in_round=False)
         serving.wait()
         self._part.check()
+
+    def stand_still(self) -> int:
+        self._part.fail(GenerationOver("a rank was lost"))
+        return self._part.reached
 
     def push_pull(self, lr: float | None) -> None:
         """Contributes the gradients of the parameters, or nothing if `lr` is None, and reads the newest parameters."""
@@ -286,6 +291,15 @@ class ServedOptimizer(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Pushes gradients and pulls parameters."""
         self._agreement.push_pull(self.param_groups[0]["lr"])
+
+
+def _carried(config: ServerConfig) -> Carried:
+    """Where workers serve too, each loss takes a part along. Where all updates are of one step, the parts of different
+    servers may be one update apart when a worker is lost; elsewhere they may be so at any time.
+    """
+    if not config.servers:
+        return "nothing"
+    return "agreed" if config.admission == "sync" or config.bound == 0 else "newest"
 
 
 def _gradient_of(parameter: Parameter) -> torch.Tensor:

@@ -84,13 +84,14 @@ class ServedPart:
         self._released: set[int] = set()
         self._failed: BaseException | None = None
         self._weights: dict[int, float] = {}
+        self._reached = 0
 
     def begin(self, rule: Rule, values: Tensor, *, order: EventOrder | None = None) -> None:
         """A round begins, from these values, [numel]; all workers have read them. `order`: who may do what when."""
         with self._changed:
             self._order = order or AsTheyCome()
             self.values.copy_(values)
-            self._rule, self._accounts = rule, Accounts()
+            self._rule, self._accounts, self._reached = rule, Accounts(), 0
             self._sent, self._released, self._weights = {}, set(), {}  # a resumed run begins a round like any other
             for worker in rule.present:
                 self._read.setdefault(worker, torch.empty_like(values)).copy_(values)
@@ -104,6 +105,7 @@ class ServedPart:
         """A contribution is here; `await_release` says when its worker may go on."""
         with self._turn(f"{CONTRIBUTE}{contribution.worker}"):
             self._sent[contribution] = sent
+            self._reached = max(self._reached, contribution.number + 1)
             if sent.gradient is not None:  # else its next one counts as much as its last
                 self._weights[contribution.worker] = sent.weight
             effects = self._present_rule.arrive(contribution)
@@ -143,6 +145,12 @@ class ServedPart:
         with self._changed:
             self._failed = self._failed or error
             self._changed.notify_all()
+
+    @property
+    def reached(self) -> int:
+        """The steps of this round that the worker furthest ahead has contributed to."""
+        with self._changed:
+            return self._reached
 
     @property
     def version(self) -> int:

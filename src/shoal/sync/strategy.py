@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -67,6 +67,12 @@ class Taken(NamedTuple):
     weight: float = 1.0
 
 
+Carried = Literal["nothing", "agreed", "newest"]
+"""What is left of the state that servers hold when a rank that only works is lost: nothing, that of the last agreement,
+or the newest.
+"""
+
+
 class Agreed(NamedTuple):
     """What all replicas know after an agreement: was any told to stop, and the tokens used since the last one."""
 
@@ -90,6 +96,15 @@ class Agreement(Protocol):
     @property
     def served(self) -> Sequence[Owned] | None:
         """The pieces that this rank's optimizer updates for all replicas; None: it updates its replica's own."""
+        ...
+
+    @property
+    def carried(self) -> Carried:
+        """What survivors of a loss go on with, where this rank's optimizer updates pieces for all replicas."""
+        ...
+
+    def stand_still(self) -> int:
+        """Updates nothing any more: a rank was lost. The steps since the last agreement that `served` is ahead."""
         ...
 
     def stepped_by(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -124,7 +139,11 @@ class OwnOptimizer:
     """What an `Agreement` answers where each replica's optimizer updates all that the replica has."""
 
     served: Sequence[Owned] | None = None
+    carried: Carried = "nothing"
     skips_step: bool = False
+
+    def stand_still(self) -> int:
+        return 0
 
     def stepped_by(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         return optimizer

@@ -3,17 +3,22 @@
 Where all replicas take every step together, that is the newest step whose optimizer is done, in the memory of the run
 itself: a step that fails before its update has changed nothing but buffers, which are taken back; one that fails within
 it has left no state. Where replicas take steps of their own, only what they have agreed on counts: the state at the
-last agreement, of which the rank keeps a copy. Parameter servers keep none, as each has a part that nobody else has:
-they go on from the newest checkpoint.
+last agreement, of which the rank keeps a copy.
+
+A parameter server has a part that nobody else has. Where servers do nothing else, the loss of a worker leaves all of
+these parts (`served_state`): those of the last agreement, of which a server keeps a copy, where all updates are of one
+step, and else as they are. Where workers serve, all go on from the newest checkpoint, and so they do without a server.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from shoal.engine.loop import Job, steps
 from shoal.models.step_batch_norm import StepStatistics
+from shoal.recipes.elastic.served_state import beside_served, served_parts, with_parts
 from shoal.recipes.elastic.state_copy import HeldState, held_state, load_state
 from shoal.recipes.run import Run
 
@@ -48,13 +53,20 @@ class CommittedState:
     def commit(self) -> None:
         """The steps up to now count."""
         assert self._run is not None
-        self._step = self._run.state.progress.step
-        if not self._run.generation.sync.keeps_replicas_equal and self._run.generation.agreement.served is None:
-            self.held = held_state(self._run.state).copied()
+        run, agreement = self._run, self._run.generation.agreement
+        self._step = run.state.progress.step
+        if agreement.carried == "agreed":
+            self.held = with_parts(beside_served(run), served_parts(run)).copied()
+        elif agreement.carried == "newest":
+            self.held = beside_served(run).copied()
+        elif not run.generation.sync.keeps_replicas_equal and agreement.served is None:
+            self.held = held_state(run.state).copied()
 
     def carried_over(self) -> HeldState | None:
         """The newest state that counts; None where there is none, or a step has begun to change it."""
         run = self._run
+        if run is not None and self.held is not None and run.generation.agreement.carried == "newest":
+            return self._served(run, self.held)
         if run is None or not run.generation.sync.keeps_replicas_equal:
             return self.held
         if run.state.progress.step != self._step or (self._in_step and self._changing):
@@ -62,6 +74,13 @@ class CommittedState:
         if self._in_step:
             _take_back_buffers(run)
         return held_state(run.state)
+
+    def _served(self, run: Run, beside: HeldState) -> HeldState:
+        """The parts as they are, between two updates; `beside`: what all ranks have alike."""
+        agreement = run.generation.agreement
+        agreed = agreement.equal and run.state.progress.step == self._step
+        ahead = agreement.stand_still()
+        return replace(with_parts(beside, served_parts(run)), ahead=0 if agreed else ahead)
 
     def _change(self, *_: Any) -> None:
         self._changing = True

@@ -13,9 +13,13 @@ import msgspec
 import torch
 
 from shoal.checkpoint.verify import newest_verified
+from shoal.data.feed import StepShare
 from shoal.errors import CollectiveError, ShoalError
 from shoal.launch.rendezvous import STARTED
+from shoal.recipes.elastic.committed_state import CommittedState
+from shoal.recipes.elastic.served_state import gather_served
 from shoal.recipes.elastic.state_copy import HeldState, load_state, share_state
+from shoal.recipes.epoch_end import short_epoch
 from shoal.recipes.generation import next_generation
 from shoal.recipes.objects import UserObjects
 from shoal.recipes.process import Process
@@ -148,3 +152,31 @@ def state_for(run: Run, view: View, held: HeldState | None, load: Callable[[], N
     if root is None:
         raise CollectiveError("the replica that holds the newest state has left: waiting for another generation")
     return share_state(held, run.mesh.axis("replicate"), root=root, device=run.device)
+
+
+def take_state(run: Run, view: View, committed: CommittedState, load: Callable[[], None]) -> int:
+    """Brings `run` to the state with which the generation goes on. How many steps servers are ahead of its progress.
+
+    Raises `CollectiveError` where a server is lost, and drops what is left: the next generation begins with the newest
+    checkpoint; and as `state_for` does.
+    """
+    if run.generation.agreement.carried == "nothing" or not view.holders:
+        committed.take_over(run, state_for(run, view, committed.held, load))
+        return 0
+    ahead = gather_served(run.state, committed.held, run.mesh.axis("replicate"), run.device)
+    if ahead is None:
+        committed.held = None
+        raise CollectiveError("a server was lost, and with it a part of the state: waiting for another generation")
+    committed.take_over(run, None)
+    return ahead
+
+
+def skip_steps(run: Run, steps: int) -> list[int]:
+    """Servers have the updates of so many more `steps`: their samples are used. The position after each."""
+    epoch = short_epoch(run.run_file, len(run.workload.data.train))
+    share, positions = StepShare(run.run_file.batch.global_samples, epoch=epoch), list[int]()
+    for _ in range(steps):
+        cursor = run.state.progress.cursor
+        run.state.progress.advance(cursor.lease(share.samples_at(cursor.next_position))[1])
+        positions.append(run.state.progress.cursor.next_position)
+    return positions

@@ -31,7 +31,7 @@ from shoal.launch.signals import StopRequest, end_with
 from shoal.recipes.conclusion import conclude
 from shoal.recipes.elastic.assignment import assignment_from
 from shoal.recipes.elastic.committed_state import CommittedState
-from shoal.recipes.elastic.generation import load_generations, state_for
+from shoal.recipes.elastic.generation import load_generations, skip_steps, take_state
 from shoal.recipes.elastic.rendezvous import ReplicaRendezvous, require_none_lost
 from shoal.recipes.elastic.replica_ranks import ReplicaRanks
 from shoal.recipes.elastic.reports import StepReports
@@ -137,7 +137,7 @@ class ReplicaRank:
         try:
             return ranks.begin(find)
         except (NoGeneration, Stopped) as error:
-            if self._held is None:
+            if self._held is None or self._held.ahead is not None:  # of servers, no rank has the whole
                 raise
             alone, newest = self._rendezvous.alone("save"), client.is_member
             said = self._generations.save(self._held, alone, self._directory, newest=newest)
@@ -210,8 +210,18 @@ class ReplicaRank:
         def load() -> None:
             found[:] = [restore(run, self._directory, sinks, exchange)]
 
-        committed.take_over(run, state_for(run, view, committed.held, load))
-        client.ready(step=run.state.progress.step, position=run.state.progress.cursor.next_position)
+        skipped = take_state(run, view, committed, load)
+        progress = run.state.progress
+        client.ready(step=progress.step, position=progress.cursor.next_position)
+        if skipped:
+            agreed = progress.step
+            for position in skip_steps(run, skipped):
+                client.applied(stop=position)
+            committed.commit()
+            sinks.note(
+                f"the servers keep what workers have sent them since step {agreed}: going on after step "
+                f"{progress.step}, which one of them had reached"
+            )
         if view.generation == 1:
             introduce(sinks, run, found[0])
         elif not view.holders:

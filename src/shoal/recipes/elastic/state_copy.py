@@ -24,7 +24,7 @@ from shoal.comm.collective import Collective
 from shoal.engine.state import TrainState
 from shoal.errors import CollectiveError
 from shoal.state.target import Target, parts_of
-from shoal.topology.box import intersection
+from shoal.topology.box import Box, intersection
 
 CHUNK_BYTES = 16 << 20
 _OF_REPLICA = re.compile(r"\breplica-\d+/")
@@ -32,10 +32,15 @@ _OF_REPLICA = re.compile(r"\breplica-\d+/")
 
 @dataclass(frozen=True)
 class HeldState:
-    """What one rank holds between two steps: `facts` are JSON, `tensors` the parts of each tensor that are here."""
+    """What one rank holds between two steps: `facts` are JSON, `tensors` the parts of each tensor that are here.
+
+    `ahead`: only the part of this rank, which serves others or works for servers; parts that are served are so many
+    steps ahead of `facts`. None: all that a replica has.
+    """
 
     facts: str
     tensors: Mapping[str, Sequence[Target]]
+    ahead: int | None = None
 
     @property
     def step(self) -> int:
@@ -60,7 +65,9 @@ class HeldState:
         }
 
 
-class _Entry(msgspec.Struct, frozen=True):
+class Entry(msgspec.Struct, frozen=True):
+    """A part of a tensor that is about to be sent, and the hashes of its chunks."""
+
     name: str
     dtype: str
     global_shape: list[int]
@@ -68,10 +75,22 @@ class _Entry(msgspec.Struct, frozen=True):
     shape: list[int]
     hashes: list[str]
 
+    @property
+    def box(self) -> Box:
+        """Which part it is."""
+        return Box(tuple(self.offset), tuple(self.shape))
 
-class _Index(msgspec.Struct, frozen=True):
+    @property
+    def of_dtype(self) -> torch.dtype:
+        """That of its numbers."""
+        return getattr(torch, self.dtype)
+
+
+class Index(msgspec.Struct, frozen=True):
+    """What one rank sends: the facts of its state, and its parts in order."""
+
     facts: str
-    entries: list[_Entry]
+    entries: list[Entry]
 
 
 def held_state(state: TrainState) -> HeldState:
@@ -121,49 +140,69 @@ def share_state(held: HeldState | None, group: Collective, *, root: int, device:
 
     Raises `CollectiveError` for a chunk that is not what its holder had.
     """
-    mine = group.rank == root
-    index = _index_of(held) if mine and held is not None else None
-    index = _broadcast_index(index, group, root=root, device=device)
-    sources = iter([part for parts in held.tensors.values() for part in parts] if mine and held is not None else ())
+    index = share_index(held, group, root=root, device=device)
+    sources = sources_of(held if group.rank == root else None)
     received: dict[str, list[Target]] = {}
     for entry in index.entries:
         source = next(sources, None)
         if held is not None:
             _pass_on(entry, source, group, root=root, device=device)
             continue
-        tensor = _receive_tensor(entry, group, root=root, device=device)
-        received.setdefault(entry.name, []).append(Target(tensor, tuple(entry.global_shape), tuple(entry.offset)))
+        received.setdefault(entry.name, []).append(share_part(entry, source, group, root=root, device=device))
     return held if held is not None else HeldState(index.facts, received)
 
 
-def _index_of(held: HeldState) -> _Index:
+def share_index(held: HeldState | None, group: Collective, *, root: int, device: torch.device) -> Index:
+    """What `root` is about to send of what it holds, on all ranks of `group`."""
+    index = _index_of(held) if group.rank == root and held is not None else None
+    return _broadcast_index(index, group, root=root, device=device)
+
+
+def sources_of(held: HeldState | None) -> Iterator[Target]:
+    """The parts in `held`, in the order of its index; none of a rank that sends nothing."""
+    return iter([part for parts in held.tensors.values() for part in parts] if held is not None else ())
+
+
+def share_part(entry: Entry, source: Target | None, group: Collective, *, root: int, device: torch.device) -> Target:
+    """The part `entry` of rank `root`, which has it as `source`; a checked copy on the others.
+
+    Raises `CollectiveError` for a chunk that is not what its holder had.
+    """
+    if source is not None:
+        _pass_on(entry, source, group, root=root, device=device)
+        return source
+    tensor = _receive_tensor(entry, group, root=root, device=device)
+    return Target(tensor, tuple(entry.global_shape), tuple(entry.offset))
+
+
+def _index_of(held: HeldState) -> Index:
     entries = []
     for name, parts in held.tensors.items():
         for part in parts:
             tensor, hashes = part.tensor, [_hash(chunk) for chunk in _chunks(_bytes_of(part.tensor))]
             dtype = str(tensor.dtype).removeprefix("torch.")
             whole, offset = list(part.global_shape), list(part.offset)
-            entries.append(_Entry(name, dtype, whole, offset, list(tensor.shape), hashes))
-    return _Index(held.facts, entries)
+            entries.append(Entry(name, dtype, whole, offset, list(tensor.shape), hashes))
+    return Index(held.facts, entries)
 
 
-def _broadcast_index(index: _Index | None, group: Collective, *, root: int, device: torch.device) -> _Index:
+def _broadcast_index(index: Index | None, group: Collective, *, root: int, device: torch.device) -> Index:
     body = b"" if index is None else msgspec.json.encode(index)
     size = torch.tensor([len(body)], dtype=torch.int64, device=device)
     group.broadcast(size, root=root).wait()
     data = torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else torch.empty(int(size), dtype=torch.uint8)
     data = data.to(device)
     group.broadcast(data, root=root).wait()
-    return msgspec.json.decode(data.cpu().numpy().tobytes(), type=_Index)
+    return msgspec.json.decode(data.cpu().numpy().tobytes(), type=Index)
 
 
-def _pass_on(entry: _Entry, source: Target | None, group: Collective, *, root: int, device: torch.device) -> None:
+def _pass_on(entry: Entry, source: Target | None, group: Collective, *, root: int, device: torch.device) -> None:
     """A holder's part in the broadcast of a tensor. One that is not `root` drops what it gets, chunk by chunk."""
     if source is not None:
         for chunk in _chunks(_bytes_of(source.tensor)):
             group.broadcast(chunk, root=root).wait()
         return
-    dtype: torch.dtype = getattr(torch, entry.dtype)
+    dtype = entry.of_dtype
     left = math.prod(entry.shape) * dtype.itemsize
     dropped = torch.empty(min(left, CHUNK_BYTES), dtype=torch.uint8, device=device)
     while left:
@@ -172,9 +211,9 @@ def _pass_on(entry: _Entry, source: Target | None, group: Collective, *, root: i
         left -= size
 
 
-def _receive_tensor(entry: _Entry, group: Collective, *, root: int, device: torch.device) -> Tensor:
+def _receive_tensor(entry: Entry, group: Collective, *, root: int, device: torch.device) -> Tensor:
     """A checked copy of the tensor that `root` holds."""
-    tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device=device)
+    tensor = torch.empty(entry.shape, dtype=entry.of_dtype, device=device)
     for number, chunk in enumerate(_chunks(_bytes_of(tensor))):
         group.broadcast(chunk, root=root).wait()
         if _hash(chunk) != entry.hashes[number]:
