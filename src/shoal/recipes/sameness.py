@@ -79,14 +79,14 @@ def code_of(used: Iterable[object]) -> Code:
     return Code(file_hashes(shoals_files(), Path.cwd()), hashes, sorted(names & modules.keys()))
 
 
-def require_same_code(rank: int, announce: Announce, used: Iterable[object]) -> None:
+def require_same_code(rank: int, announce: Announce, used: Iterable[object], *, own: Code | None = None) -> None:
     """Compares the files of Shoal, and every module of the user's, wherever it lies. `used` is what the rank trains
     with: parts of the model, data, loss. Their modules must be imported by all ranks; another module that this rank has
-    not imported is compared where it would be found.
+    not imported is compared where it would be found. `own` is this rank's code, where it is known already.
 
     Raises `UserCodeError` on the rank whose code is not rank 0's.
     """
-    own = code_of(used)
+    own = code_of(used) if own is None else own
     theirs = msgspec.json.decode(announce("same/code", lambda: msgspec.json.encode(own).decode()), type=Code)
     repair = "copy the same files to every host, and start all ranks again"
     for name in (name for name in own.files if name in theirs.files and own.files[name] != theirs.files[name]):
