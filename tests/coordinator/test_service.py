@@ -100,7 +100,7 @@ def test_who_waits_for_a_generation_hears_of_it_before_the_next_heartbeat(tmp_pa
     """The first of two that lose a third accepts, and is told when the second has done so, though its next heartbeat is
     far away."""
     seldom = 2 * HANG_S
-    with running(tmp_path, "--min", "2", "--max", "3", "--silence", str(2 * seldom)) as service:
+    with running(tmp_path, "--min", "2", "--max", "3", "--silence", str(2 * seldom)) as service:  # noqa: SIM117
         with Client(service.address, "a", heartbeat_s=seldom) as a, Client(service.address, "b") as b:
             with Client(service.address, "c") as c:
                 wait_until(lambda: all(client._part.admitted for client in (a, b, c)))

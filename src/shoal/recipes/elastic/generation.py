@@ -20,7 +20,7 @@ from shoal.recipes.generation import next_generation
 from shoal.recipes.objects import UserObjects
 from shoal.recipes.process import Process
 from shoal.recipes.run import Run, run_in_generation
-from shoal.recipes.sameness import code_of, require_same, require_same_code, require_same_start, samples_of, shapes_of
+from shoal.recipes.sameness import KnownCode, require_same, require_same_code, require_same_start, samples_of, shapes_of
 from shoal.recipes.saving import CopySender, build_saver
 from shoal.recipes.workload import Workload, load_workload, with_new_model
 from shoal.resilience.events import View
@@ -39,8 +39,7 @@ class Generations:
         self._run_file, self._workload = run_file, replace(workload, samples=samples)
         self._sameness = {"model": shapes_of(workload.model), "data": samples}
         self._used = False
-        self._code = code_of(workload.trained_with)
-        """As it was when this process was started: that is the code which it runs, whatever the files hold later."""
+        self._code = KnownCode(workload.trained_with)
         self.copies = CopySender()
 
     def rehearse(self, process: Process) -> None:
@@ -90,7 +89,7 @@ class Generations:
         rank = process.place.rank
         if brings_newcomers(view):
             require_same_start(rank, process.announce, self._run_file)
-            require_same_code(rank, process.announce, self._workload.trained_with, own=self._code)
+            require_same_code(rank, process.announce, self._workload.trained_with, own=self._code.now())
             require_same(rank, process.announce, self._sameness)
         number = int(process.announce("generation", lambda: str(next_generation(self._run_file))))
         workload = self._workload
