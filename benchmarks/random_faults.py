@@ -325,7 +325,7 @@ def _command(side: str, folder: Path, setting: Setting) -> list[str]:
         keys += [f"elastic.max={setting.replicas}", f"sync.kind={setting.sync}"]
         keys += ["elastic.min=1" if setting.sync == "allreduce" else "elastic.min=2"]  # others are refused with one
         keys += [f"sync.period={EVERY_STEPS}"] if setting.sync in ("local", "streaming", "easgd") else []
-        keys += ["sync.fragments=2"] if setting.sync == "streaming" else []
+        keys += ["sync.fragments=2", "sync.delay=1"] if setting.sync == "streaming" else []
         return [sys.executable, "-m", "shoal", "train", str(folder / "run.toml"), *keys]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={setting.replicas}"]
     torchrun += ["--max-restarts=1000", "--shutdown-timeout=1", "-m", "benchmarks.random_faults_script"]

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -93,6 +94,28 @@ def test_survivors_are_woken_and_form_the_next_generation(tmp_path: Path) -> Non
             for client in (a, b):
                 client.applied(stop=24)
             assert {*committed(service.address, 3).members} == {"a", "b"}
+
+
+def test_who_waits_for_a_generation_hears_of_it_before_the_next_heartbeat(tmp_path: Path) -> None:
+    """The first of two that lose a third accepts, and is told when the second has done so, though its next heartbeat is
+    far away."""
+    seldom = 2 * HANG_S
+    with running(tmp_path, "--min", "2", "--max", "3", "--silence", str(2 * seldom)) as service:  # noqa: SIM117
+        with Client(service.address, "a", heartbeat_s=seldom) as a, Client(service.address, "b") as b:
+            with Client(service.address, "c") as c:
+                wait_until(lambda: all(client._part.admitted for client in (a, b, c)))
+                a.failed()  # wakes it: it has joined before the others
+                first_generation(a, b, c)
+            connection = Connection(service.address)
+            connection.ask(Ended("c"))
+            connection.close()
+            with ThreadPoolExecutor(1) as pool:
+                a.failed()
+                waiting = pool.submit(a.generation, HANG_S)
+                wait_until(lambda: a._part.promised == 2)
+                time.sleep(0.1)  # a has said that it accepts, and that was not enough
+                b.failed()
+                assert b.generation(HANG_S).view.members == waiting.result(HANG_S).view.members
 
 
 def test_a_spare_joins_without_a_restart(tmp_path: Path) -> None:

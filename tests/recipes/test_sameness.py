@@ -13,7 +13,15 @@ import pytest
 
 from shoal.data.dataset import Dataset
 from shoal.errors import ConfigError, UserCodeError
-from shoal.recipes.sameness import contents_of, require_same, require_same_code, require_same_start, samples_of
+from shoal.recipes.sameness import (
+    KnownCode,
+    code_of,
+    contents_of,
+    require_same,
+    require_same_code,
+    require_same_start,
+    samples_of,
+)
 from shoal.runfile.load import load_run
 from shoal.runfile.run_file import RunFile
 
@@ -132,6 +140,22 @@ def test_code_that_one_rank_alone_trains_with_is_refused(modules: Callable[..., 
             UserCodeError, match="rank 1 trains with code of the module own_layers, and rank 0 does not"
         ):
             require_same_code(1, board, [used])
+
+
+def test_code_is_hashed_again_when_a_file_changes(modules: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one of the same size, and a module that is imported later; else what was found first is what is said."""
+    modules("here", "own_layers", "WIDTH = 1")
+    known, hashed = KnownCode([]), list[object]()
+    first = known.now()
+    monkeypatch.setattr("shoal.recipes.sameness.code_of", lambda used: (hashed.append(used), code_of(used))[1])
+    assert known.now() is first
+    assert not hashed
+    modules("here", "own_layers", "WIDTH = 2")
+    second = known.now()
+    assert second.modules["own_layers"] != first.modules["own_layers"]
+    modules("here", "own_losses", "SCALE = 1")
+    assert "own_losses" in known.now().modules
+    assert len(hashed) == 2
 
 
 def test_another_file_of_shoals_is_named() -> None:

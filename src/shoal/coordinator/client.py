@@ -24,6 +24,8 @@ from shoal.resilience.participant import FencedOut, Participant, StateFrom
 from shoal.resilience.stalls import Activity
 
 HEARTBEAT_S = 0.5
+FIRST_LOOK_S = 0.02
+"""How soon a rank that waits for a generation asks again; each further time after twice as long, up to a heartbeat."""
 RETRY_S = 0.2
 ANSWER_S = 10.0
 MOST_ANSWER_BYTES = 8 << 20
@@ -268,6 +270,7 @@ class Client:
                     self._connection.close()
 
     def _talk(self, connection: Connection) -> None:
+        look_s = FIRST_LOOK_S
         while not self._closed:
             for event in self._to_say():
                 self._hear(connection.ask(event))
@@ -279,8 +282,10 @@ class Client:
                 if self._part.view is not None:
                     self._tell_lost(self._part.view.generation, frozenset(self._part.view.members))
                 return
-            self._wake.wait(self._heartbeat_s)
+            waits = self._part.promised > self._part.generation and not self._part.stands_by
+            self._wake.wait(min(look_s, self._heartbeat_s) if waits else self._heartbeat_s)
             self._wake.clear()
+            look_s = 2 * look_s if waits else FIRST_LOOK_S
 
     def _find_lost(self, connection: Connection) -> None:
         """Whether the generation ends because members are lost: then nobody may wait for them."""

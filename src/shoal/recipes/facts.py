@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import socket
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
@@ -13,8 +14,10 @@ from shoal.recipes.provenance import provenance
 from shoal.recipes.run import Run
 
 
-def run_facts(run: Run) -> dict[str, Any]:
-    """Data, model, layout and machine, as JSON-able values under the names that the report reads."""
+def run_facts(run: Run, *, made_of: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Data, model, layout and machine, as JSON-able values under the names that the report reads. `made_of`: the
+    provenance, where it is known already.
+    """
     layout, data = run.mesh.layout, dict(run.workload.data.facts)
     return {
         "name": run.run_file.run.name,
@@ -31,7 +34,7 @@ def run_facts(run: Run) -> dict[str, Any]:
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
-        "provenance": provenance(run.process.environ),
+        "provenance": provenance(run.process.environ) if made_of is None else dict(made_of),
         **_text_facts(run, data),
     }
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -25,7 +27,7 @@ from shoal.data.sample import Source, map_tree, parse_sample
 from shoal.errors import ConfigError, UserCodeError
 from shoal.launch.versions import installed
 from shoal.observe.settings import flat
-from shoal.recipes.provenance import file_hashes, hash_of_file, shoals_files, users_modules
+from shoal.recipes.provenance import PACKAGE, file_hashes, hash_of_file, shoals_files, users_modules
 from shoal.runfile.run_file import RunFile
 
 DATA_PLACES = ("path", "files", "inputs", "targets", "held_out", "held_out_inputs", "held_out_targets")
@@ -79,14 +81,40 @@ def code_of(used: Iterable[object]) -> Code:
     return Code(file_hashes(shoals_files(), Path.cwd()), hashes, sorted(names & modules.keys()))
 
 
-def require_same_code(rank: int, announce: Announce, used: Iterable[object]) -> None:
+class KnownCode:
+    """`code_of(used)` again and again: files are hashed anew only where one has changed, which `stat` says."""
+
+    def __init__(self, used: Iterable[object]) -> None:
+        self._used, self._seen = list(used), file_times(PACKAGE, users_modules())
+        self._code = code_of(self._used)
+
+    def now(self) -> Code:
+        """The code as the files hold it now."""
+        seen = file_times(PACKAGE, users_modules())
+        if seen != self._seen:
+            self._seen, self._code = seen, code_of(self._used)
+        return self._code
+
+
+def file_times(package: Path, modules: Mapping[str, Path]) -> dict[str, tuple[int, int, int]]:
+    """When each file of `package` and of `modules` was changed (ns), its size and inode."""
+    paths = [f"{folder}/{name}" for folder, _, names in os.walk(package) for name in names if name.endswith(".py")]
+    found = {}
+    for path in [*paths, *map(str, modules.values())]:
+        with suppress(OSError):
+            status = os.stat(path)
+            found[path] = status.st_mtime_ns, status.st_size, status.st_ino
+    return found
+
+
+def require_same_code(rank: int, announce: Announce, used: Iterable[object], *, own: Code | None = None) -> None:
     """Compares the files of Shoal, and every module of the user's, wherever it lies. `used` is what the rank trains
     with: parts of the model, data, loss. Their modules must be imported by all ranks; another module that this rank has
-    not imported is compared where it would be found.
+    not imported is compared where it would be found. `own` is this rank's code, where it is known already.
 
     Raises `UserCodeError` on the rank whose code is not rank 0's.
     """
-    own = code_of(used)
+    own = code_of(used) if own is None else own
     theirs = msgspec.json.decode(announce("same/code", lambda: msgspec.json.encode(own).decode()), type=Code)
     repair = "copy the same files to every host, and start all ranks again"
     for name in (name for name in own.files if name in theirs.files and own.files[name] != theirs.files[name]):

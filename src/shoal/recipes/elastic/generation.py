@@ -24,7 +24,7 @@ from shoal.recipes.generation import next_generation
 from shoal.recipes.objects import UserObjects
 from shoal.recipes.process import Process
 from shoal.recipes.run import Run, run_in_generation
-from shoal.recipes.sameness import require_same, require_same_code, require_same_start, samples_of, shapes_of
+from shoal.recipes.sameness import KnownCode, require_same, require_same_code, require_same_start, samples_of, shapes_of
 from shoal.recipes.saving import CopySender, build_saver
 from shoal.recipes.workload import Workload, load_workload, with_new_model
 from shoal.resilience.events import View
@@ -43,6 +43,7 @@ class Generations:
         self._run_file, self._workload = run_file, replace(workload, samples=samples)
         self._sameness = {"model": shapes_of(workload.model), "data": samples}
         self._used = False
+        self._code = KnownCode(workload.trained_with)
         self.copies = CopySender()
 
     def rehearse(self, process: Process) -> None:
@@ -50,7 +51,7 @@ class Generations:
         everything in memory that is loaded when it is first used.
         """
         run_in_generation(_for_one(self._run_file), process, self._workload, number=0).end()
-        self._used = True
+        self._workload = with_new_model(self._workload, self._run_file, process.device)
 
     def save(self, held: HeldState, process: Process, directory: Path, *, newest: bool) -> str:
         """Saves `held`, unless a checkpoint as new is there; what became of it, in a clause. The ranks of the replica
@@ -92,7 +93,7 @@ class Generations:
         rank = process.place.rank
         if brings_newcomers(view):
             require_same_start(rank, process.announce, self._run_file)
-            require_same_code(rank, process.announce, self._workload.trained_with)
+            require_same_code(rank, process.announce, self._workload.trained_with, own=self._code.now())
             require_same(rank, process.announce, self._sameness)
         number = int(process.announce("generation", lambda: str(next_generation(self._run_file))))
         workload = self._workload

@@ -19,6 +19,7 @@ from shoal.observe.sink import Sinks
 from shoal.observe.summary import DETECTING, RESTARTING
 from shoal.recipes.facts import run_facts
 from shoal.recipes.job import run_start, sinks_of
+from shoal.recipes.provenance import provenance
 from shoal.recipes.run import Run
 from shoal.recipes.run_record import write_run_file
 from shoal.resilience.events import View
@@ -41,6 +42,8 @@ class MembershipSinks:
         self._started = False
         self._stepped_s: float | None = None
         self._lost_s: float | None = None
+        self._made_of = provenance(os.environ)
+        """Found here, in 0.1 s, because every rank may be rank 0 one day, and others then wait for it."""
 
     def stepped(self) -> None:
         """A step that counts was taken."""
@@ -112,7 +115,9 @@ class MembershipSinks:
             write_run_file(run, self._directory, sinks)
         listed = read_facts(self._directory).get("membership", [])
         change = {"generation": run.mesh.generation, **change}
-        write_facts(self._directory, run_facts(run) | {"membership": [*listed, change][-MOST_LISTED:]})
+        write_facts(
+            self._directory, run_facts(run, made_of=self._made_of) | {"membership": [*listed, change][-MOST_LISTED:]}
+        )
 
 
 def membership_sentence(before: tuple[str, ...], now: tuple[str, ...], *, most: int, step: int, ranks: int = 1) -> str:
