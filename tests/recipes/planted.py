@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import PropertyMock, patch
@@ -285,12 +285,16 @@ def decay_left_out(rank: int) -> Iterator[None]:
         yield
 
 
-def verified_with(place: TestPlace, fault: str, tables: dict[str, Any], folder: str) -> dict[str, Any] | None:
-    """The verdict on a run with a fault, at rank 0."""
+def plant_of(fault: str) -> Callable[[int], AbstractContextManager[None]]:
+    """What plants the mistake of this name, given the rank."""
     from tests.recipes import planted_on_one_rank
 
-    plant: Callable[[int], Any] = globals().get(fault) or getattr(planted_on_one_rank, fault)
-    with plant(place.rank):
+    return globals().get(fault) or getattr(planted_on_one_rank, fault)
+
+
+def verified_with(place: TestPlace, fault: str, tables: dict[str, Any], folder: str) -> dict[str, Any] | None:
+    """The verdict on a run with a fault, at rank 0."""
+    with plant_of(fault)(place.rank):
         return verified(place, tables, folder, False, 2)
 
 

@@ -96,14 +96,10 @@ def inputs_rounded(rank: int) -> Iterator[None]:
 @contextmanager
 def loss_scale_left_in(rank: int) -> Iterator[None]:
     """The update takes the gradient of the scaled loss."""
-    from shoal.engine.updates import AtOnce
+    from shoal.engine import updates
 
-    original = AtOnce._apply
-
-    def scaled(self: Any, norm: float, lr: Any, *, factor: float, transforms: Any) -> None:
-        original(self, norm, lr, factor=1.0, transforms=transforms)
-
-    with patch.object(AtOnce, "_apply", scaled):
+    original = updates.AgreedGradient
+    with patch.object(updates, "AgreedGradient", lambda gradients, norm, *, factor: original(gradients, norm)):
         yield
 
 
@@ -330,13 +326,14 @@ def order_of_the_epoch_before(rank: int) -> Iterator[None]:
 @contextmanager
 def targets_shifted(rank: int) -> Iterator[None]:
     """Rank 1 predicts the token that it has, and not the next."""
+    from shoal.data.sample import map_tree
     from shoal.engine import compute
 
     original = compute.on_device
 
     def shifted(batch: Any, *others: Any) -> Any:
         found = original(batch, *others)
-        return replace(found, targets=found.targets.roll(1, -1)) if rank else found
+        return replace(found, targets=map_tree(lambda leaf: leaf.roll(1, -1), found.targets)) if rank else found
 
     with patch.object(compute, "on_device", shifted):
         yield

@@ -10,7 +10,7 @@ import pytest
 from tests.models.huggingface import architectures
 from tests.recipes.foreign_models import PICTURES, TIMES, foreign
 from tests.recipes.layouts import GPT, MOE, corpus
-from tests.recipes.planted import verified_with
+from tests.recipes.planted import plant_of, verified_with
 
 TIED = GPT | {"tied": True}
 OWN = {"kind": "python", "build": "tests.recipes.user_models:biased"}
@@ -44,7 +44,7 @@ PLANTED: dict[str, tuple[dict[str, Any], str, str]] = {
         "",
     ),
     "decay_left_out": ({**REPLICATE, "optimizer": {"kind": "adamw", "lr": 0.1, "weight_decay": 0.5}}, "weight", ""),
-    "buffers_not_rewound": ({**REPLICATE, **MICRO, "model": foreign("spectral")}, "gradient", ""),
+    "buffers_not_rewound": ({**REPLICATE, **MICRO, "model": foreign("spectral")}, "buffer", "layer.parametrizations"),
     "router_gradient_dropped": ({"layout": {"shard": 2}, "model": NO_LOSSES}, "gradient", "router.weight"),
 }
 """The tables of the run, the quantity that must be found off, and what its name must hold."""
@@ -125,6 +125,13 @@ def _require_caught(ranks, folder: Path, fault: str, tables: dict[str, Any], qua
     assert not verdict["holds"]
     assert verdict["first"]["quantity"] == quantity, verdict["sentence"]
     assert name in verdict["first"]["name"], verdict["sentence"]
+
+
+@pytest.mark.parametrize("fault", [*PLANTED, *ON_ONE_RANK])
+def test_a_mistake_still_has_its_place(fault: str) -> None:
+    """What it changes is there under the name that it asks for: `make test` sees where a rename has spoilt one."""
+    with plant_of(fault)(1):
+        pass
 
 
 def test_there_are_more_than_forty_of_them() -> None:
