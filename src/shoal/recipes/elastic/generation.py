@@ -174,7 +174,7 @@ def take_state(run: Run, view: View, committed: CommittedState, load: Callable[[
 
 def skip_steps(run: Run, steps: int) -> list[int]:
     """Servers have the updates of so many more `steps`: their samples are used. The position after each."""
-    epoch = short_epoch(run.run_file, len(run.workload.data.train))
+    epoch = short_epoch(run.run_file.batch, len(run.workload.data.train))
     share, positions = StepShare(run.run_file.batch.global_samples, epoch=epoch), list[int]()
     for _ in range(steps):
         cursor = run.state.progress.cursor
