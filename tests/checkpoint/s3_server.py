@@ -1,8 +1,10 @@
-"""An S3 server on loopback (moto), behind a relay that fails requests and answers slowly."""
+"""An S3 server on loopback (moto), behind a relay that fails requests, answers slowly and kills who asks."""
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import threading
 import time
 import urllib.error
@@ -17,11 +19,32 @@ from moto.server import ThreadedMotoServer
 
 
 @dataclass
+class Strike:
+    """SIGKILL for the process `pid`, which asks alone, at its request number `at`: before the store has it, or behind
+    what the store did, before ("after") or in the middle of ("half") the answer.
+    """
+
+    pid: int
+    at: int
+    moment: str
+    seen: int = 0
+
+    def falls(self, moment: str) -> bool:
+        """Whether the request that is being passed on is the one; then the process is gone."""
+        self.seen += moment == "before"
+        if (self.seen, moment) != (self.at, self.moment):
+            return False
+        os.kill(self.pid, signal.SIGKILL)
+        return True
+
+
+@dataclass
 class Trouble:
     """`failing`: the share of requests that get a 503; `slow_s`: what every other one takes longer."""
 
     failing: float = 0.0
     slow_s: float = 0.0
+    strike: Strike | None = None
     failed: int = 0
     draws: random.Random = field(default_factory=lambda: random.Random(3))
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -29,12 +52,18 @@ class Trouble:
     def become(self, *, failing: float = 0.0, slow_s: float = 0.0) -> None:
         """From now on; counts anew."""
         self.failing, self.slow_s, self.failed, self.draws = failing, slow_s, 0, random.Random(3)
+        self.strike = None
 
     def fails(self) -> bool:
         with self.lock:
             failing = self.draws.random() < self.failing
             self.failed += failing
             return failing
+
+    def kills(self, moment: str) -> bool:
+        """Whether the client of this request is dead now."""
+        with self.lock:
+            return self.strike is not None and self.strike.falls(moment)
 
 
 @dataclass(frozen=True)
@@ -93,6 +122,9 @@ def _relay_to(target: str, trouble: Trouble) -> type[BaseHTTPRequestHandler]:
             if trouble.fails():
                 return self.answer(503, {}, b"<Error><Code>SlowDown</Code><Message>reduce your rate</Message></Error>")
             time.sleep(trouble.slow_s)
+            if trouble.kills("before"):
+                self.close_connection = True
+                return None
             dropped = ("host", "connection", "transfer-encoding", "expect")
             headers = {name: value for name, value in self.headers.items() if name.lower() not in dropped}
             headers.setdefault("Content-Type", "application/octet-stream")  # urllib's own, a form, loses the body
@@ -118,6 +150,9 @@ def _relay_to(target: str, trouble: Trouble) -> type[BaseHTTPRequestHandler]:
             return b"".join(parts)
 
         def answer(self, code: int, headers: dict[str, str], content: bytes) -> None:
+            if trouble.kills("after"):
+                self.close_connection = True
+                return
             self.send_response(code)
             for name, value in headers.items():
                 if name.lower() not in ("connection", "transfer-encoding", "content-length", "server", "date"):
@@ -125,7 +160,10 @@ def _relay_to(target: str, trouble: Trouble) -> type[BaseHTTPRequestHandler]:
             length = headers.get("Content-Length", "0") if self.command == "HEAD" else str(len(content))
             self.send_header("Content-Length", length)
             self.end_headers()
-            if self.command != "HEAD":
+            if trouble.kills("half"):
+                self.wfile.write(content[: len(content) // 2])
+                self.close_connection = True
+            elif self.command != "HEAD":
                 self.wfile.write(content)
 
         do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = pass_on
