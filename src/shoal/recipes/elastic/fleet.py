@@ -343,8 +343,13 @@ class Fleet:
             say(f"{where} answers again")
 
     def _send_all(self, number: signal.Signals) -> None:
+        """To all, as the run ends. A replacement that is not ready holds nothing that could be saved, and where the
+        signal meets an interpreter that starts, its end looks like a failure: it gets SIGKILL.
+        """
         for replica in self.running.values():
-            replica.send(number, as_end=True)
+            ready = all(has_arrived(self.folder, process, replica=replica.name) for process in replica.ranks)
+            starts = bool(self.members) and replica.name not in self.members and not ready
+            replica.send(signal.SIGKILL if starts else number, as_end=True)
 
     def _tell(self, event: Ended) -> None:
         """Best effort: a coordinator that is gone notices the silence. Waits for no coordinator on another host."""
