@@ -307,6 +307,7 @@ def test_what_cannot_be_elastic_is_refused(own: Project) -> None:
         ("layout.auto=true", "layout.auto with [elastic]"),
         ('sync.kind="hogwild"', "its processes share one memory"),
         ('sync.kind="gossip"', "there is no other to agree with"),
+        ('optimizer.kind="one_bit_adam"', "a lost replica would take its error feedback along"),
         ("batch.global_samples=2", "batch.global_samples = 2"),
     ):
         refused = own.shoal("train", "run.toml", override)

@@ -46,6 +46,31 @@ def lost_after(own: Project) -> int:
     return int(found[1])
 
 
+CODED = {
+    "top-k": '[codec]\nkind = "top_k"\nfraction = 0.1\n',
+    "int8 between periods": SYNC["local"] + '[codec]\nkind = "blockwise"\nbits = 8\n',
+}
+CODED_TOLERANCE = 0.15
+"""Relative, above the end of the run without a codec: what was sent late, or lost, is a small part of all."""
+
+
+@pytest.mark.parametrize("kind", ["top-k", pytest.param("int8 between periods", marks=pytest.mark.stress)])
+def test_replicas_that_send_coded_gradients_come_and_go(tmp_path: Path, kind: str) -> None:
+    """kill -9 of one of three, another joins, one is asked to leave: each goes on with what it has not sent."""
+    own = gpt_project(tmp_path, CODED[kind], THREE)
+    plain = undisturbed(own)
+    running = start(own, step=7)
+    os.kill(replicas_of(running)[1][0], signal.SIGKILL)
+    own.wait_for_text(r"of 3 replicas; rank \d lost after step \d+")
+    wait_for_join(own, r"3 of 3 replicas; .*rank \d joined after step \d+")
+    os.kill(replicas_of(running)[0][0], signal.SIGTERM)
+    own.wait_for_text(r"2 of 3 replicas; rank \d lost after step \d+")
+    assert to_the_end(own, running) == 0, own.said()
+    assert "diverge" not in own.said()
+    last = max(plain)
+    assert own.losses()[last] < (1 + CODED_TOLERANCE) * plain[last]
+
+
 @pytest.mark.stress
 @pytest.mark.parametrize("kind", SYNC)
 def test_a_killed_worker_is_replaced_under_every_strategy(tmp_path: Path, kind: str) -> None:

@@ -14,7 +14,7 @@ from shoal.errors import UsageError
 from shoal.gradients.bucket import Bucket
 from shoal.gradients.partition import parts_by_size
 from shoal.gradients.replicated import replicated_bucket
-from shoal.gradients.residuals import PREFIX, ResidualSection
+from shoal.gradients.residuals import PREFIX, VELOCITY, ResidualSection, as_own, is_own
 from shoal.state.ownership import owned_whole
 from shoal.state.target import targets_of
 from tests.codec.every import codec_of
@@ -30,26 +30,29 @@ class Rank:
     """The buckets of one rank, and the section of their residuals."""
 
     def __init__(self, group: Collective, codec: Codec, *, feedback: bool = True, kind: str = "top_k") -> None:
-        self.group, new = group, CodedExchanges(codec, feedback=feedback, seed=0)
+        self.group, self.exchanges = group, CodedExchanges(codec, feedback=feedback, seed=0)
         parameters = [(name, Parameter(torch.zeros(shape))) for name, shape in SHAPES.items()]
         trained = replicated(parameters, rank=group.rank, size=group.size)
         parts = parts_by_size(trained, lambda h: h.sums, bytes_limit=200, first_bytes=200, divided=False)
-        self.buckets: list[Bucket] = [replicated_bucket(trained, part, group, new) for part in parts]
-        self.section = ResidualSection(kind, new.made, [owned_whole(t) for t in trained], feedback=feedback)
+        self.buckets: list[Bucket] = [replicated_bucket(trained, part, group, self.exchanges) for part in parts]
+        self.section = ResidualSection(kind, self.exchanges.made, [owned_whole(t) for t in trained], feedback=feedback)
 
-    def step(self, seed: int) -> None:
-        """Sums random gradients."""
+    def step(self, seed: int) -> float:
+        """Sums random gradients. The sum of what this rank gives."""
+        given = 0.0
         generator = torch.Generator().manual_seed(100 * seed + self.group.rank)
         for bucket in self.buckets:
             bucket.start()
             for index in bucket.indices:
                 bucket.slice(index).copy_(torch.randn(bucket.slice(index).shape, generator=generator))
+                given += float(bucket.slice(index).sum())
             bucket.send()
         for bucket in self.buckets:
             bucket.settle()
         for bucket in self.buckets:
             bucket.wait()
             bucket.commit()
+        return given
 
     def saved(self) -> dict[str, Tensor]:
         """What is here of every tensor, whole as these ranks have it."""
@@ -112,6 +115,81 @@ def test_the_sum_over_ranks_is_kept(codec: str, before: int, after: int) -> None
         assert torch.allclose(found[name], total, rtol=0, atol=ROUNDING), name
     if before == after:
         assert all(torch.equal(saved[name], loaded[name]) for name in saved)
+
+
+@pytest.mark.parametrize("leavers", [{1}, {0}, {0, 2}, set(), {0, 1, 2, 3}])
+def test_what_leavers_have_not_sent_is_sent_by_the_first_that_stays(leavers: set[int]) -> None:
+    """The sum over all ranks lies with those that stay; where none leaves, or none stays, each keeps its own."""
+
+    def work(group: Collective) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        rank = Rank(group, codec_of("top_k"))
+        for seed in range(3):
+            rank.step(seed)
+        before = rank.saved()
+        rank.exchanges.hand_over(leaving=group.rank in leavers)
+        return before, rank.saved()
+
+    found = on_ranks(4, work)
+    before = {name: tensor for own, _ in found for name, tensor in own.items()}
+    after = {name: tensor for _, own in found for name, tensor in own.items()}
+    stays = sorted({0, 1, 2, 3} - leavers)
+    for name in SHAPES:
+        kept = {rank: after[f"{PREFIX}{rank}/{name}"] for rank in range(4)}
+        assert torch.allclose(sum(kept.values()), sums(before)[name], rtol=0, atol=ROUNDING)  # type: ignore[arg-type]
+        for rank in range(4):
+            if not stays or not leavers or rank in stays[1:]:
+                assert torch.equal(kept[rank], before[f"{PREFIX}{rank}/{name}"])
+            elif rank in leavers:
+                assert not kept[rank].any()
+
+
+def test_what_was_handed_over_is_sent() -> None:
+    """By the rank that is left: over all steps, what was summed is what was given less what is still unsent."""
+
+    def work(group: Collective) -> tuple[float, float, float]:
+        rank = Rank(group, codec_of("top_k"))
+        given = summed = 0.0
+        for seed in range(4):
+            given += rank.step(seed)
+            summed += sum(float(bucket.exchange.result.sum()) for bucket in rank.buckets)
+            rank.exchanges.hand_over(leaving=seed == 1 and group.rank == 1)
+        return summed, given, sum(float(tensor.sum()) for tensor in rank.saved().values())
+
+    (summed, *first), (_, *second) = on_ranks(2, work)
+    given, unsent = (one + other for one, other in zip(first, second, strict=True))
+    assert summed == pytest.approx(given - unsent, abs=100 * ROUNDING)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_rank_that_gets_another_place_keeps_its_own(place: int) -> None:
+    """Bit by bit, and nothing of others: neither what was theirs, nor a newcomer anything."""
+
+    def first(group: Collective) -> tuple[dict[str, Tensor], dict]:
+        rank = Rank(group, codec_of("top_k"))
+        rank.step(0)
+        return {as_own(name): tensor for name, tensor in rank.saved().items() if is_own(name)}, rank.section.facts()
+
+    saved, facts = on_ranks(4, first)[3]
+    assert saved.keys() == {f"{PREFIX}own/{name}" for name in SHAPES}
+
+    def work(group: Collective) -> dict[str, Tensor]:
+        rank = Rank(group, codec_of("top_k"))
+        rank.load(saved if group.rank == place else {}, facts)
+        return {as_own(name): tensor for name, tensor in rank.saved().items()}
+
+    for rank, found in enumerate(on_ranks(3, work)):
+        assert found.keys() == saved.keys()
+        for name, tensor in found.items():
+            assert torch.equal(tensor, saved[name]) if rank == place else not tensor.any()
+
+
+def test_only_residuals_and_velocities_are_a_ranks_own() -> None:
+    """What a codec has learned is the same on all ranks, and a name that only looks alike is another tensor's."""
+    assert as_own(f"{PREFIX}12/a.b") == f"{PREFIX}own/a.b"
+    assert as_own(f"{VELOCITY}0/a") == f"{VELOCITY}own/a"
+    for name in ("codec/state/a", "model/codec/residual/0/a", "optimizer/momentum/a"):
+        assert not is_own(name)
+        assert as_own(name) == name
 
 
 class Undecided:

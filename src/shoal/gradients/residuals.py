@@ -9,11 +9,13 @@ Where ranks sum velocities or momenta, `codec/velocity/<source>/<name>` is that 
 What a codec has learned, such as the bases of PowerSGD, is `codec/state/...`, the same on all ranks that sum.
 
 Only the sum over sources has a meaning, and it is kept when their number changes: of n ranks, rank r goes on with what
-the sources r, r + n, r + 2n, ... had.
+the sources r, r + n, r + 2n, ... had. A rank that carries its state from one generation of an elastic run to the next
+keeps its own, whatever its new place: the source is then called `own`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,8 +33,21 @@ from shoal.state.target import Held, Target, views
 PREFIX = "codec/residual/"
 VELOCITY = "codec/velocity/"
 STATE = "codec/state/"
+OWN = "own"
+"""The source of what a rank keeps for itself, in memory; in a checkpoint sources are numbers."""
+_BY_SOURCE = re.compile(f"^({PREFIX}|{VELOCITY})[^/]+/")
 Carries = Coded | CodedPushes
 """What keeps a residual from step to step."""
+
+
+def is_own(name: str) -> bool:
+    """Whether the tensor `name` of a state is something that no other rank has a copy of: a residual or a velocity."""
+    return _BY_SOURCE.match(name) is not None
+
+
+def as_own(name: str) -> str:
+    """The name under which a rank keeps the tensor `name` whatever its next place is."""
+    return _BY_SOURCE.sub(rf"\g<1>{OWN}/", name)
 
 
 class ResidualSection:
@@ -47,10 +62,10 @@ class ResidualSection:
         self._owned = {own.name: own for own in owned}
 
     def tensors(self) -> dict[str, Held]:
-        """No residual of a group of one rank, which sends all, but what it knows of the momentum."""
+        """Of a group of one rank, which sends all, only what it has not sent yet, and what it knows of the momentum."""
         found = self._state()
         for exchange, segment in self._segments():
-            carries = exchange.group.size > 1 or isinstance(exchange, CodedMomentum | CodedPushes)
+            carries = exchange.group.size > 1 or isinstance(exchange, CodedMomentum | CodedPushes) or exchange.arrived
             if carries and exchange.residual is not None:
                 found[f"{PREFIX}{exchange.group.rank}/{segment.name}"] = self._parts(exchange.residual, segment)
                 if isinstance(exchange, CodedMomentum):
@@ -70,17 +85,17 @@ class ResidualSection:
         self, prefix: str, saved: Mapping[str, torch.dtype], arrival: Mapping[Any, Callable[[], Tensor]]
     ) -> dict[str, Held]:
         """What is saved under `prefix` of this rank's sources, into what `arrival` makes for an exchange."""
-        sources: dict[str, list[int]] = {}
+        sources: dict[str, list[str]] = {}
         for key in saved:
             if key.startswith(prefix):
                 source, _, name = key.removeprefix(prefix).partition("/")
-                sources.setdefault(name, []).append(int(source))
+                sources.setdefault(name, []).append(source)
         found: dict[str, Held] = {}
-        arrivals: dict[tuple[int, int], Tensor] = {}
+        arrivals: dict[tuple[int, str], Tensor] = {}
         for exchange, segment in ((one, segment) for one in arrival for segment in one.segments):
             group = exchange.group
             for source in sources.get(segment.name, ()):
-                if source % group.size == group.rank:
+                if source == OWN or int(source) % group.size == group.rank:
                     place = (id(exchange), source)
                     if place not in arrivals:
                         arrivals[place] = arrival[exchange]()

@@ -64,7 +64,9 @@ def coded_exchanges(run_file: RunFile, mesh: Mesh) -> CodedExchanges | None:
         parts = _Parts(implementation_of(sign)(sign), new)
     else:
         parts = _SPECIAL.get(type(config), _gradients)(config, mesh)
-    return CodedExchanges(parts.codec, feedback=feedback, seed=run_file.run.seed, levels=mesh.levels, new=parts.new)
+    # Of the ranks of a host one keeps what all have not sent: which one changes with the members of an elastic run.
+    levels = {} if run_file.elastic is not None else {"levels": mesh.levels}
+    return CodedExchanges(parts.codec, feedback=feedback, seed=run_file.run.seed, new=parts.new, **levels)
 
 
 def piece_codecs(config: ShardCodecConfig) -> PieceCodecs:

@@ -47,8 +47,11 @@ def _refusals(run_file: RunFile, elastic: ElasticConfig) -> Iterator[str]:
         kind = run_file.optimizer.variant
         why = 'a lost replica would take its error feedback along; use "adamw"'
         yield f'optimizer.kind = "{kind}" with [elastic]: {why}'
-    if not isinstance(run_file.codec, NoCodec):
-        yield "[codec] with [elastic]: a lost replica would take its error feedback along; leave [codec] out"
+    if not isinstance(run_file.codec, NoCodec) and sync.replicas_are == "workers":
+        yield (
+            f'[codec] with [elastic] and sync.kind = "{sync.variant}": what a worker has not sent yet would be lost '
+            "whenever roles change; leave [codec] out"
+        )
     if run_file.batch.division == "by_speed":
         yield 'batch.division = "by_speed" with [elastic]: replicas that come and go share evenly; leave it out'
     if run_file.gradients.schedule == "priority":

@@ -69,6 +69,8 @@ class Coded:
         self._residual: Tensor | None = None
         self._next: Tensor | None = None
         self._arrivals: list[Tensor] = []
+        self.arrived = False
+        """Whether something has come to the residual that no round has taken in yet."""
         self._flying = deque() if flying is None else flying
         self._sent, self._term = False, 0.0
         self.norms = 0.0, 0.0
@@ -120,8 +122,32 @@ class Coded:
 
     def arrival(self) -> Tensor:
         """A tensor `[numel]` of zeros; what is written into it is added to the residual before that is next used."""
+        self.arrived = True
         self._arrivals.append(self._zeros())
         return self._arrivals[-1]
+
+    def hand_over(self, *, leaving: bool) -> None:
+        """Between two steps: ranks that are `leaving` give what they have not sent to the first that stays. All ranks
+        of the group call it together; nothing changes where none leaves, or none stays.
+        """
+        leavers = torch.zeros(self.group.size, device=self.result.device)
+        leavers[self.group.rank] = float(leaving)
+        self.group.all_reduce(leavers).wait()
+        stays = torch.nonzero(leavers == 0).view(-1).tolist()
+        if not stays or len(stays) == self.group.size:
+            return
+        for unsent, arrival in self._unsent():
+            given = unsent.clone() if leaving and unsent is not None else self._zeros()
+            if given.numel():
+                self.group.all_reduce(given).wait()
+            if self.group.rank == stays[0]:
+                arrival().copy_(given)
+            elif leaving and unsent is not None:
+                unsent.zero_()
+
+    def _unsent(self) -> Sequence[tuple[Tensor | None, Callable[[], Tensor]]]:
+        """(what this rank keeps until it is sent, what makes the place where more of it arrives)"""
+        return [(self.residual, self.arrival)]
 
     def start(self) -> None:
         self._sent = False
@@ -170,7 +196,7 @@ class Coded:
     def commit(self) -> None:
         if not self._sent:
             return
-        self._sent = False
+        self._sent = self.arrived = False
         self.updates += 1
         if self._codec is None:
             self._residual = self._next = None
@@ -294,6 +320,12 @@ class CodedExchanges:
             levels = None if group.size == 1 else self._levels(group)
             self._orders[id(group)] = None if levels is None else InOrder(levels)
         return self._orders[id(group)]
+
+    def hand_over(self, *, leaving: bool) -> None:
+        """As `Coded.hand_over`, of all exchanges on this rank. Raises `CollectiveError` where a rank is lost."""
+        for one in self.made:
+            if isinstance(one, Coded) and one.feedback:
+                one.hand_over(leaving=leaving)
 
     def shrinks(self) -> bool:
         """Whether any payload on this rank has fewer bytes than what it stands for; true where nothing is coded."""

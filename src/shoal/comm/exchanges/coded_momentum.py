@@ -6,7 +6,7 @@ the world changes, a rank takes over those of several others, and adds them up.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -40,3 +40,6 @@ class CodedMomentum(Coded):
         """A tensor `[numel]` of zeros; what is written into it is added to the velocity before that is next used."""
         self._velocity_arrivals.append(torch.zeros_like(self._velocity))
         return self._velocity_arrivals[-1]
+
+    def _unsent(self) -> Sequence[tuple[Tensor | None, Callable[[], Tensor]]]:
+        return [*super()._unsent(), (self.velocity, self.velocity_arrival)]

@@ -287,7 +287,13 @@ class ReplicaRank:
         if leaving[own] and not self._leaving:  # another rank of this replica was asked
             self._leave(client)
         staying = sum(vote == 0 for vote in leaving)
-        return stopping == 0 and staying >= self._elastic.min  # else all save and stop
+        if stopping or staying < self._elastic.min:  # all save and stop
+            return False
+        coded = run.generation.coded
+        if coded is not None and any(leaving):
+            coded.hand_over(leaving=bool(leaving[own]))
+            committed.commit()
+        return True
 
     def _save_what_has_no_copy(self, run: Run, job: Job) -> None:
         """Between two steps, servers save what the next generation begins with; all replicas are here."""

@@ -8,6 +8,7 @@ from shoal.coordinator.client import Client
 from shoal.data.cursor import Interval
 from shoal.data.order import share
 from shoal.engine.step_result import StepResult
+from shoal.gradients.residuals import is_own
 from shoal.maths.fingerprint import fingerprint
 from shoal.recipes.elastic.state_copy import held_state
 from shoal.recipes.run import Run
@@ -49,12 +50,14 @@ def samples_here(run: Run) -> int:
 
 
 def replica_fingerprint(run: Run) -> int:
-    """That of what all replicas have equal: the state, or where they have optimizers of their own the model.
+    """That of what all replicas have equal: the state without what a rank keeps for itself, or where replicas have
+    optimizers of their own the model.
 
     The ranks of a replica add theirs: all of them call it.
     """
     equal = run.generation.sync.keeps_replicas_equal
-    pieces = held_state(run.state).pieces("" if equal else "model/")
+    held = held_state(run.state).pieces("" if equal else "model/")
+    pieces = {name: piece for name, piece in held.items() if not is_own(name)}
     if run.generation.agreement.served is not None:  # servers hold different rows of a table
         away = tuple(
             f"model/{name}@" for name, role in run.generation.parts.split.roles.items() if role.kind == "table"

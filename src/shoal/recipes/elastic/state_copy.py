@@ -2,7 +2,8 @@
 
 Ranks at the same place in their replicas hold the same parts of the state. One of them broadcasts first an index, which
 names the parts and has a hash of every chunk, and then the chunks. A receiver checks each chunk against its hash before
-it uses any of them.
+it uses any of them. What is a rank's alone, as the gradients that error feedback has not sent yet, stays where it is: a
+newcomer begins with none.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from shoal.checkpoint.progress import plain
 from shoal.comm.collective import Collective
 from shoal.engine.state import TrainState
 from shoal.errors import CollectiveError
+from shoal.gradients.residuals import as_own, is_own
 from shoal.state.target import Target, parts_of
 from shoal.topology.box import Box, intersection
 
@@ -94,8 +96,9 @@ class Index(msgspec.Struct, frozen=True):
 
 
 def held_state(state: TrainState) -> HeldState:
-    """What `state` holds, in the memory that it has now. What is a replica's own loses the replica's number."""
-    parts = {_OF_REPLICA.sub("replica-0/", name): parts for name, parts in parts_of(state.tensors()).items() if parts}
+    """What `state` holds, in the memory that it has now. What is a replica's or a rank's own loses its number."""
+    found = {name: parts for name, parts in parts_of(state.tensors()).items() if parts}
+    parts = {as_own(_OF_REPLICA.sub("replica-0/", name)): parts for name, parts in found.items()}
     return HeldState(json.dumps(plain(state.to_json(), "state")), parts)
 
 
@@ -159,8 +162,13 @@ def share_index(held: HeldState | None, group: Collective, *, root: int, device:
 
 
 def sources_of(held: HeldState | None) -> Iterator[Target]:
-    """The parts in `held`, in the order of its index; none of a rank that sends nothing."""
-    return iter([part for parts in held.tensors.values() for part in parts] if held is not None else ())
+    """The parts in `held` that others may have, in the order of its index; none of a rank that sends nothing."""
+    return iter([part for _, part in _shared_parts(held)] if held is not None else ())
+
+
+def _shared_parts(held: HeldState) -> list[tuple[str, Target]]:
+    """Those that are not one rank's alone, each with its tensor's name."""
+    return [(name, part) for name, parts in held.tensors.items() if not is_own(name) for part in parts]
 
 
 def share_part(entry: Entry, source: Target | None, group: Collective, *, root: int, device: torch.device) -> Target:
@@ -177,12 +185,11 @@ def share_part(entry: Entry, source: Target | None, group: Collective, *, root: 
 
 def _index_of(held: HeldState) -> Index:
     entries = []
-    for name, parts in held.tensors.items():
-        for part in parts:
-            tensor, hashes = part.tensor, [_hash(chunk) for chunk in _chunks(_bytes_of(part.tensor))]
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            whole, offset = list(part.global_shape), list(part.offset)
-            entries.append(Entry(name, dtype, whole, offset, list(tensor.shape), hashes))
+    for name, part in _shared_parts(held):
+        tensor, hashes = part.tensor, [_hash(chunk) for chunk in _chunks(_bytes_of(part.tensor))]
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        whole, offset = list(part.global_shape), list(part.offset)
+        entries.append(Entry(name, dtype, whole, offset, list(tensor.shape), hashes))
     return Index(held.facts, entries)
 
 
