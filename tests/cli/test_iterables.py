@@ -100,7 +100,8 @@ def test_a_loop_goes_on_in_mid_pass(items: str, tmp_path: Path) -> None:
         ("data=of_length", None, "every rank must be given the same items in the same order, and Shoal divides them"),
         ("data=items()", None, "the data, a generator, ended before item 20, counted from 0, which the run needs"),
         ("data=torn", None, "Sample 9 at position 9: The data set's sample is None"),
-        ("data=(items, items)", 0, "the data is of type function; shoal.start takes a data set with len(d) and d[i]"),
+        ("data=3", 0, "the data is of type int; shoal.start takes a data set with len(d) and d[i]"),
+        ("data=(items, counted)", 0, "the data of counted() gives more than 100,000 items to evaluate on"),
     ],
 )
 def test_an_iterable_that_cannot_be_trained_on(data: str, rank: int | None, sentence: str, tmp_path: Path) -> None:
@@ -148,23 +149,32 @@ def rows(count):
 
 def pair():
     return Rows(), samples()
+
+
+def iterables():
+    return Rows(), rows(20)
 """
 
 
 def test_an_iterable_by_name_trains_as_the_list_of_its_items(tmp_path: Path) -> None:
-    """On two ranks the losses are those of a data set with the same samples in the same order, bit for bit."""
+    """On two ranks the losses, of evaluations too, are those of a data set with the same samples in the same order, bit
+    for bit.
+    """
     (tmp_path / "feeds.py").write_text(FEEDS)
     tables = {
         "list": {"kind": "python", "build": "feeds:samples", "shuffle": False},
         "function": {"kind": "python", "build": "feeds:rows", "arguments": {"count": 20}},
         "iterable": {"kind": "python", "build": "feeds:pair"},
+        "iterables": {"kind": "python", "build": "feeds:iterables"},
     }
-    losses = {}
+    losses, evaluated = {}, {}
     for name, table in tables.items():
         (tmp_path / "mine.py").write_text(TRAIN.replace("NAME", name).replace("DATA", repr(table)))
         assert run_script(tmp_path / "mine.py", tmp_path, world=2) == [0] * 2, (tmp_path / "rank-0.txt").read_text()
         events = (tmp_path / "runs" / name / "events" / "rank-00000.jsonl").read_text().splitlines()
         found = [json.loads(event)["values"] for event in events]
         losses[name] = [values["loss/train"] for values in found if "loss/train" in values]
+        evaluated[name] = [values["loss/eval"] for values in found if "loss/eval" in values]
     assert len(losses["list"]) == 7
-    assert losses["function"] == losses["iterable"] == losses["list"]
+    assert losses["function"] == losses["iterable"] == losses["iterables"] == losses["list"]
+    assert evaluated["iterables"] == evaluated["iterable"] != []

@@ -75,7 +75,7 @@ def test_objects_are_checked():
     for wrong in (None, 3, "text", {"inputs": [1]}):
         with pytest.raises(UserCodeError, match=r"The training data is .*len\(d\)"):
             from_objects(wrong)
-    with pytest.raises(UserCodeError, match="The held-out data is a generator"):
-        from_objects([(1, 2)], held_out=(x for x in ()))
+    with pytest.raises(UserCodeError, match="The held-out data is an int"):
+        from_objects([(1, 2)], held_out=3)
     with pytest.raises(DataError, match=r"has no samples .*list has length 0"):
         from_objects([])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from shoal.data import iterable
 from shoal.data.build import from_objects
 from shoal.data.cursor import Cursor
 from shoal.data.dataset import Dataset
@@ -169,12 +171,35 @@ def test_items_that_are_no_samples():
 
 
 def test_what_is_no_iterable():
-    """Batches of a DataLoader are no samples, and held-out data is read by number."""
+    """Batches of a DataLoader are no samples."""
     with pytest.raises(UserCodeError, match="the data is a DataLoader, whose items are batches"):
         from_objects(DataLoader([item(0)]))  # type: ignore[arg-type]
-    with pytest.raises(UserCodeError, match=r"The held-out data is a generator: .* or list\(d\) of an iterable"):
-        from_objects(Items(), held_out=generator())
+    with pytest.raises(UserCodeError, match="the data is a DataLoader, whose items are batches"):
+        from_objects(Items(), held_out=DataLoader([item(0)]))  # type: ignore[arg-type]
+    with pytest.raises(UserCodeError, match=r"The held-out data is an int: .* an iterable or a generator function"):
+        from_objects(Items(), held_out=3)
     assert as_source(ranged := [item(0)]) is ranged
+
+
+@pytest.mark.parametrize("kind", [kind for kind in EVERY_KIND if kind != "function with start"])  # that has no end
+def test_held_out_data_is_one_pass(kind: str):
+    """Of every kind of iterable, beside training data of both kinds: the items in order, to be read again and again."""
+    for train in ([item(0)], Items()):
+        held_out = from_objects(train, held_out=EVERY_KIND[kind]).held_out
+        assert held_out is not None
+        assert len(held_out) == ITEMS
+        for _ in range(2):
+            assert [held_out[i] for i in range(ITEMS)] == [item(i) for i in range(ITEMS)]
+
+
+def test_held_out_data_that_does_not_end(monkeypatch: pytest.MonkeyPatch):
+    """Is refused before it fills the memory; so is data without an item."""
+    monkeypatch.setattr(iterable, "MOST_HELD_OUT", ITEMS)
+    assert from_objects([item(0)], held_out=generator).held_out is not None
+    with pytest.raises(DataError, match=f"gives more than {ITEMS} items to evaluate on, and may have no end"):
+        from_objects([item(0)], held_out=lambda: map(item, itertools.count()))
+    with pytest.raises(DataError, match=r"The held-out data has no samples \(the list has length 0\)"):
+        from_objects([item(0)], held_out=iter(()))
 
 
 def ranged(start: int = 3) -> list[Any]:

@@ -13,7 +13,7 @@ from shoal.data.as_inputs import AsInputs
 from shoal.data.config import ArrayFiles, BatchConfig, BuiltInData, Digits, Mixture, StdlibText, TextFiles, Tokens
 from shoal.data.corpora import stdlib_folder, stdlib_sources
 from shoal.data.dataset import Dataset, Facts, Surroundings, with_sizes
-from shoal.data.iterable import IterableSource, as_source
+from shoal.data.iterable import IterableSource, as_source, held_out_items
 from shoal.data.mixture import Joined, quotas_of
 from shoal.data.record_config import Packing
 from shoal.data.sample import Source, describe
@@ -55,17 +55,18 @@ def build(config: BuiltInData, *, batch: BatchConfig, vocabulary: int | None, ca
 
 
 def from_objects(train: Any, held_out: Any = None) -> Dataset:
-    """The data sets that a user's function or script gives: anything with `len(d)` and `d[i]`, to train on also an
-    iterable or a function that makes one (`iterable.as_source`).
+    """The data sets that a user's function or script gives: anything with `len(d)` and `d[i]`, an iterable, or a
+    function that makes one (`iterable.as_source`, `iterable.held_out_items`).
 
     Raises:
         UserCodeError: one of them is something else.
-        DataError: one of them is empty.
+        DataError: one of them is empty, or held-out data has no end.
     """
     train = as_source(train)
-    _check_source(train, "the training data", also=", an iterable or a generator function")
+    _check_source(train, "the training data")
     if held_out is not None:
-        _check_source(held_out, "the held-out data", also=", or list(d) of an iterable")
+        held_out = held_out_items(held_out)
+        _check_source(held_out, "the held-out data")
     source = train.source if isinstance(train, AsInputs) else train
     if isinstance(source, IterableSource):
         sizes: Facts = {} if held_out is None else {"held_out/samples": len(held_out)}
@@ -73,12 +74,12 @@ def from_objects(train: Any, held_out: Any = None) -> Dataset:
     return with_sizes(train, held_out)
 
 
-def _check_source(source: Any, name: str, *, also: str) -> None:
+def _check_source(source: Any, name: str) -> None:
     sized = hasattr(source, "__len__") and hasattr(source, "__getitem__")
     if not sized or isinstance(source, str | bytes | dict):
         raise UserCodeError(
             f"{name[0].upper()}{name[1:]} is {describe(source)}: give an object with len(d) and d[i], such as a list "
-            f"of samples or a map-style torch Dataset{also}."
+            "of samples or a map-style torch Dataset, an iterable or a generator function."
         )
     if len(source) == 0:
         what = f"the {type(source).__name__} has length 0"

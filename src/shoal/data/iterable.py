@@ -8,6 +8,9 @@ same items each time it is begun, each is used in exactly one committed step. Ot
     an iterable, or a function    begun again where it ends; item p is the p-th of all its passes together
     an iterator                   cannot be begun again: its end is the end of the data
     a function with `start`       begun with the number of items of the run to leave out; its end is the end of the data
+
+Held-out data is the items of one pass, which are taken when the run starts and stay in memory (`held_out_items`): every
+evaluation is then over the same samples.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from threading import Lock
 from typing import Any
 
@@ -23,6 +27,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from shoal.data.order import MOST_SAMPLES
 from shoal.data.sample import describe
 from shoal.errors import DataError, UserCodeError
+
+MOST_HELD_OUT = 100_000
+"""Items: an iterable that gives more to evaluate on is taken for one without an end."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,16 @@ class IterableSource:
                 self._fault = error
             return list(self._head)
 
+    def one_pass(self, most: int) -> list[Any]:
+        """Its items from its beginning to its end. Raises `DataError` where there are more than `most`."""
+        items = list(islice(self._iteration.begin(0), most + 1))
+        if len(items) > most:
+            raise DataError(
+                f"{self.name} gives more than {most:,} items to evaluate on, and may have no end: pass a list, or "
+                "itertools.islice of it"
+            )
+        return items
+
     def _open(self, position: int) -> None:
         if self._iteration.once and self._iterator is not None:
             raise DataError(
@@ -166,6 +183,12 @@ def as_source(given: Any) -> Any:
     if hasattr(given, "__iter__"):
         return IterableSource(Iteration(lambda start: iter(given), f"the data, {describe(given)},"))
     return made_by(given, given, takes_start=takes_start(given)) if callable(given) else given
+
+
+def held_out_items(given: Any) -> Any:
+    """As `as_source`, for data to evaluate on: items of an iterable as a list. Raises `DataError` without an end."""
+    source = as_source(given)
+    return source.one_pass(MOST_HELD_OUT) if isinstance(source, IterableSource) else source
 
 
 def made_by(function: Callable[..., Any], call: Callable[..., Any], *, takes_start: bool) -> Any:

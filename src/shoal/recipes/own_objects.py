@@ -17,7 +17,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from shoal.data.as_inputs import AsInputs, Collated
-from shoal.data.iterable import IterableSource, as_source
+from shoal.data.iterable import IterableSource, as_source, held_out_items
 from shoal.errors import UsageError, UserCodeError
 from shoal.recipes.objects import UserObjects, may_be_data
 from shoal.recipes.own_script import Reached, reads_for
@@ -79,13 +79,13 @@ def data_of_script(data: Any) -> tuple[Any, DataLoader | None]:
     loader: DataLoader | None = data if isinstance(data, DataLoader) else None
     made = (loader.dataset, None) if loader is not None else as_source(data)
     train, held_out = made if _is_pair(made) else (made, None)
-    sets: Any = (as_source(train), held_out)
+    sets: Any = (as_source(train), held_out_items(held_out))
     for part in sets:
         if part is not None and not (hasattr(part, "__len__") and hasattr(part, "__getitem__")):
             raise UserCodeError(
                 f"the data is of type {type(part).__name__}; shoal.start takes a data set with len(d) and d[i], an "
-                "iterable or a function that makes one, a DataLoader of one of these, a pair (training, held out with "
-                "len(d) and d[i]), or a table [data]"
+                "iterable or a function that makes one, a DataLoader of one of these, a pair (training, held out), or "
+                "a table [data]"
             )
     if loader is not None and loader.collate_fn is not default_collate:
         collate = loader.collate_fn
