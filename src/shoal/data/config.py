@@ -105,6 +105,8 @@ class Mixture(Reading, frozen=True, kw_only=True, tag_field="kind", tag="mixture
             raise ValueError(f"weights are {self.weights}: each must be above 0")
         if any(source.augment for source in self.sources.values()):
             raise ValueError("a source of the mixture names augment: name it in [data], for all of them")
+        if self.stratify is not None or any(source.stratify for source in self.sources.values()):
+            raise ValueError("a mixture has weights in place of stratify: make each class a source, or leave it out")
 
 
 BuiltInData = SourceData | Mixture | Stream

@@ -6,12 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from shoal.data.iterable import IterableSource
 from shoal.data.mixture import MixtureOrder
 from shoal.data.order import Order
 from shoal.data.sample import Source
+from shoal.data.strata import StratifiedOrder
 
 Facts = dict[str, str | int | float]
+AnyOrder = Order | MixtureOrder | StratifiedOrder
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +25,8 @@ class Dataset:
     `parts` are the sizes of a mixture's sources, which stand one after the other in `train`, and `quotas` how many
     samples of each stand in every window; both are empty for data of one source. `endless` data is a stream: its length
     is a bound, not a number of samples, and it is taken in its own order. `iterable` is what `train` reads its samples
-    from where they are the items of an iterable; such data is endless, too.
+    from where they are the items of an iterable; such data is endless, too. `strata` are the classes of the training
+    samples, int64 [samples], where the order is stratified.
     """
 
     train: Source
@@ -31,12 +36,15 @@ class Dataset:
     quotas: Sequence[int] = ()
     endless: bool = False
     iterable: IterableSource | None = None
+    strata: np.ndarray | None = None
 
-    def order(self, seed: int, *, shuffle: bool, window: int | None = None) -> Order | MixtureOrder:
+    def order(self, seed: int, *, shuffle: bool, window: int | None = None) -> AnyOrder:
         """Which sample of `train` stands at which position. Raises DataError: see `Order`."""
         if self.parts:
             orders = [Order(size, seed + 1 + i, shuffle=shuffle, window=window) for i, size in enumerate(self.parts)]
             return MixtureOrder(orders, self.quotas, seed)
+        if self.strata is not None:
+            return StratifiedOrder(self.strata, seed)
         return Order(len(self.train), seed, shuffle=shuffle and not self.endless, window=window)
 
 

@@ -47,6 +47,11 @@ class ImageFolder:
         self._paths, self._ends = b"".join(paths), np.cumsum([len(path) for path in paths])
         self._labels = np.asarray(labels, dtype=np.int32)
 
+    @property
+    def targets(self) -> np.ndarray:
+        """The class of each image, int32 [images]."""
+        return self._labels
+
     def __len__(self) -> int:
         return len(self._ends)
 

@@ -27,6 +27,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -96,6 +97,15 @@ class Order:
         return places
 
 
+class WithinEpochs(Protocol):
+    """An order that has every sample once in an epoch."""
+
+    @property
+    def samples(self) -> int: ...
+
+    def ids(self, positions: np.ndarray) -> np.ndarray: ...
+
+
 @dataclass(frozen=True)
 class WholeSteps:
     """`order` without what is left at the end of each epoch behind the first `kept` samples: position p is place
@@ -105,7 +115,7 @@ class WholeSteps:
         ValueError: `kept` is not one of 1 .. `order.samples`.
     """
 
-    order: Order
+    order: WithinEpochs
     kept: int
 
     def __post_init__(self) -> None:

@@ -22,6 +22,13 @@ class Reading(Table, frozen=True):
             "shuffle over all samples."
         ),
     ] = None
+    stratify: Annotated[
+        str | None,
+        says(
+            "Give every stretch of the run each class in its proportion: the classes are the data set's attribute "
+            '"targets", or what package.module:function returns for data=the training data, one for each sample.'
+        ),
+    ] = None
     prefetch_steps: Annotated[int, says("Steps that are read ahead of the one that trains.", ge=1, le=1024)] = 2
     readers: Annotated[int, says("Threads or processes in each rank that read samples.", ge=1, le=256)] = 1
     reader_kind: Annotated[
@@ -37,6 +44,15 @@ class Reading(Table, frozen=True):
     crop_padding: Annotated[int, says('Pixels of zeros around an image that "crop" cuts from.', ge=1, le=4096)] = 4
 
     def __post_init__(self) -> None:
+        if self.stratify is not None:
+            if self.stratify != "targets" and ":" not in self.stratify:
+                raise ValueError(
+                    f'stratify is {self.stratify!r}: it takes "targets" or a function, as package.module:function'
+                )
+            if not self.shuffle or self.shuffle_window is not None:
+                raise ValueError(
+                    "stratify draws an order of its own over all samples: leave out shuffle and shuffle_window"
+                )
         for name in self.augment:
             if name not in ("flip", "crop") and ":" not in name:
                 raise ValueError(

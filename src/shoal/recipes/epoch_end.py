@@ -10,6 +10,7 @@ from shoal.data.batches import OrderOfSamples
 from shoal.data.config import BatchConfig
 from shoal.data.dataset import Dataset
 from shoal.data.order import Order, WholeSteps
+from shoal.data.strata import StratifiedOrder
 from shoal.errors import ConfigError
 from shoal.runfile.run_file import RunFile, statistics_group
 from shoal.topology.layout import Layout
@@ -20,7 +21,7 @@ def order_of(run_file: RunFile, data: Dataset) -> OrderOfSamples:
     config = run_file.data
     order = data.order(run_file.run.seed, shuffle=config.shuffle, window=config.shuffle_window)
     kept = epoch_samples(run_file.batch, order.samples)
-    return WholeSteps(order, kept) if isinstance(order, Order) and kept != order.samples else order
+    return WholeSteps(order, kept) if isinstance(order, Order | StratifiedOrder) and kept != order.samples else order
 
 
 def epoch_samples(batch: BatchConfig, samples: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -14,16 +14,18 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.data import build as data_build
+from shoal.data.as_inputs import AsInputs
 from shoal.data.build import Dataset
 from shoal.data.config import PythonData
 from shoal.data.corpora import cache_folder
 from shoal.data.iterable import as_source, made_by, takes_start
 from shoal.data.sample import describe
+from shoal.data.strata import strata_of
 from shoal.engine.compute import enter_training, frozen_modules
 from shoal.engine.config import LossConfig, PythonLoss, SquaredError
 from shoal.engine.extra_state import HasStateDict
 from shoal.engine.loss import Loss, cross_entropy, squared_error
-from shoal.errors import UserCodeError
+from shoal.errors import ConfigError, UserCodeError
 from shoal.maths.counter import key_of
 from shoal.models.build import build as build_model
 from shoal.models.config import ForeignModel, ModelConfig, PythonModel
@@ -132,6 +134,21 @@ def check_layout_independent(model: nn.Module, *, shares: int, global_samples: i
 
 def data_of(run_file: RunFile, given: UserObjects, environ: Mapping[str, str] = os.environ) -> Dataset:
     """The data to train and evaluate on. A user's function returns a data set, or a pair (training, held out)."""
+    data = _opened_data(run_file, given, environ)
+    return data if run_file.data.stratify is None else replace(data, strata=_strata(run_file.data.stratify, data))
+
+
+def _strata(stratify: str, data: Dataset) -> np.ndarray:
+    """The classes by which `data.stratify` orders the training samples."""
+    if data.endless or data.parts:
+        what = "a mixture has weights instead" if data.parts else "this data has no number of samples"
+        raise ConfigError(f"data.stratify = {stratify!r} needs the class of each sample, and {what}; leave it out")
+    source = data.train.source if isinstance(data.train, AsInputs) else data.train
+    named = stratify != "targets"
+    return strata_of(data.train, call_named(stratify, {"data": source}, key="data.stratify") if named else None)
+
+
+def _opened_data(run_file: RunFile, given: UserObjects, environ: Mapping[str, str]) -> Dataset:
     config = run_file.data
     if isinstance(given.data, Dataset):
         return given.data
