@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import EnvironmentFault, InUse
+from shoal.launch import lock
 from shoal.launch.lock import RunLock
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -40,16 +42,44 @@ def test_a_second_taker_is_told_who_holds_it(tmp_path):
 
 def test_the_lock_lives_as_long_as_a_rank_that_inherited_it(tmp_path):
     """The launcher lets go, a rank still holds; the rank is gone, the lock is free."""
-    lock = RunLock(tmp_path)
-    lock.acquire()
-    rank = subprocess.Popen(["sleep", "infinity"], pass_fds=[lock.fd])
-    lock.release()
+    taken = RunLock(tmp_path)
+    taken.acquire()
+    rank = subprocess.Popen(["sleep", "infinity"], pass_fds=[taken.fd])
+    taken.release()
     with pytest.raises(InUse):
         RunLock(tmp_path).acquire()
     rank.kill()
     rank.wait()
     with RunLock(tmp_path):
         pass
+
+
+LAUNCHER = """
+import subprocess, sys
+from pathlib import Path
+from shoal.launch.lock import RunLock
+lock = RunLock(Path(sys.argv[1]))
+lock.acquire()
+print(subprocess.Popen(["sleep", sys.argv[2]], pass_fds=[lock.fd], stdout=subprocess.DEVNULL).pid, flush=True)
+"""
+
+
+@pytest.mark.parametrize("outlives_s", ["0.5", "infinity"])
+def test_ranks_that_outlive_their_launcher_are_waited_for(tmp_path, monkeypatch, outlives_s: str):
+    """For a moment: the kernel ends them soon. Those that stay are said to be ranks of a launcher that is gone."""
+    environ = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    command = [sys.executable, "-c", LAUNCHER, tmp_path, outlives_s]
+    launcher = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE)
+    rank = int(launcher.communicate()[0])
+    if outlives_s == "0.5":
+        with RunLock(tmp_path):
+            return
+    monkeypatch.setattr(lock, "ENDING_S", 0.2)
+    try:
+        with pytest.raises(InUse, match=rf"in use by ranks that process {launcher.pid} started, which has ended"):
+            RunLock(tmp_path).acquire()
+    finally:
+        os.kill(rank, signal.SIGKILL)
 
 
 def test_a_child_that_is_not_handed_the_lock_does_not_hold_it(tmp_path):

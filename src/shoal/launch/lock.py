@@ -2,7 +2,8 @@
 
 The lock belongs to the open file, which ranks inherit by descriptor: it is held until the last of them is gone, even
 when the launcher was killed first, and the kernel drops it then. A file left behind is no obstacle. The file's text
-(holder's pid, host) only serves the refusal.
+(holder's pid, host) serves the refusal, and tells ranks that are just ending, because their launcher was killed, from a
+run that goes on.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import errno
 import fcntl
 import os
 import socket
+import time
 from pathlib import Path
 from types import TracebackType
 
@@ -20,6 +22,9 @@ from shoal.errors import EnvironmentFault, InUse
 
 FILE_NAME = ".lock"
 _MOST_BYTES = 4096
+ENDING_S = 10.0
+"""How long a lock is waited for whose holder is gone: the kernel ends ranks with their launcher, but not at once."""
+_POLL_S = 0.02
 
 
 class Holder(msgspec.Struct, frozen=True):
@@ -47,10 +52,15 @@ class RunLock:
         return self._fd
 
     def acquire(self) -> None:
-        """Take the lock, making the directory where needed. Raises `InUse`, or `EnvironmentFault`."""
+        """Take the lock, making the directory where needed. Raises `InUse`, or `EnvironmentFault`.
+
+        Waits for ranks that outlive their launcher for a moment.
+        """
         fd = _open(self.path)
+        deadline_s = time.monotonic() + ENDING_S
         try:
-            fcntl.flock(fd, self._how | fcntl.LOCK_NB)
+            while not self._takes(fd, wait=time.monotonic() < deadline_s):
+                time.sleep(_POLL_S)
             os.ftruncate(fd, 0)
             os.pwrite(fd, msgspec.json.encode(Holder(os.getpid(), socket.gethostname())), 0)
         except BlockingIOError as taken:
@@ -61,6 +71,16 @@ class RunLock:
             os.close(fd)
             raise EnvironmentFault(_cannot(self.path, error)) from error
         self._fd = fd
+
+    def _takes(self, fd: int, *, wait: bool) -> bool:
+        """Whether the lock was free; raises `BlockingIOError` where it is not worth to `wait` for it."""
+        try:
+            fcntl.flock(fd, self._how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if wait and _is_gone(_holder(fd)):
+                return False
+            raise
+        return True
 
     def release(self) -> None:
         """Let go of this process's hold. Ranks that still live keep theirs, as the lock is the open file's."""
@@ -118,7 +138,27 @@ def _holder(fd: int) -> Holder | None:
         return None
 
 
+def _is_gone(holder: Holder | None) -> bool:
+    """Whether the process that took the lock ran on this host and has ended."""
+    if holder is None or holder.host != socket.gethostname():
+        return False
+    try:
+        os.kill(holder.pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:  # of another user, and alive
+        return False
+    return False
+
+
 def _refusal(path: Path, held_by: Holder | None) -> str:
+    if _is_gone(held_by):
+        assert held_by is not None
+        return (
+            f"the run directory {path.parent} is in use by ranks that process {held_by.pid} started, which has ended: "
+            f"one run writes to it at a time; wait for them, stop them (fuser {path} names them), or set run.directory "
+            "to another"
+        )
     who = f"process {held_by.pid} on {held_by.host}" if held_by else "another process"
     stop = f"stop it (kill {held_by.pid})" if held_by else "stop it"
     return (
