@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from shoal.observe.events import Event, EventWriter
-from shoal.observe.expert_loads import layer_loads
+from shoal.observe.expert_loads import layer_loads, mean_imbalance
 from shoal.observe.expert_section import MAX_COLUMNS, heat_map
 from shoal.observe.report import write_report
 from tests.observe.synthetic import write_run
@@ -22,6 +22,14 @@ def test_loads_are_read_by_step_and_expert() -> None:
     (layer,) = layer_loads([event(10, 4, 2), event(11), event(20, 8, 2)])
     assert (layer.name, list(layer.steps), layer.experts, layer.totals) == ("blocks.1", [10, 20], 2, [12, 4])
     assert layer.imbalance == 1.5
+
+
+def test_a_step_is_uneven_though_its_experts_take_turns() -> None:
+    """Each expert is the fullest in its turn: even in total, and every step waits for one with 1.5 times the mean."""
+    layers = layer_loads([event(10, 3, 1), event(20, 1, 3), event(30, 3, 1), event(40, 1, 3)])
+    assert (layers[0].imbalance, layers[0].step_imbalance) == (1.0, 1.5)
+    assert mean_imbalance([*layers, *layer_loads([event(10, 2, 2)])]) == 1.25
+    assert mean_imbalance([]) == 1.0
 
 
 def test_the_later_life_counts_and_torn_records_do_not() -> None:

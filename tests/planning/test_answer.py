@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -14,6 +15,7 @@ from shoal.errors import ConfigError
 from shoal.models.config import MoEConfig
 from shoal.models.gpt import GPT
 from shoal.optim.config import SGD, AdamW, OptimizerConfig
+from shoal.planner.predict.predictor import Prediction
 from shoal.planning.answer import cluster_of, predictor_on, transformer_of
 from shoal.planning.plan_file import written_plan
 from shoal.planning.stack import stack_of
@@ -79,6 +81,31 @@ def test_layers_without_experts_take_less() -> None:
     assert half.peak.activations < mixed.peak.activations
     assert half.bill.seconds["expert"] == pytest.approx(mixed.bill.seconds["expert"] / 2)
     assert half.step_s < mixed.step_s
+
+
+def test_uneven_experts_cost_time_and_memory() -> None:
+    """Every rank waits for the fullest one, which computes, sends and keeps more; a capacity bounds what it gets."""
+    cluster = cluster_from({"cluster": {"machine": "dgx-h100", "nodes": 1}}, file="here")
+    plan = Plan(layout=EXPERTS, microbatch=1, microbatches=2)
+
+    def predicted(imbalance: float, **keys: float) -> Prediction:
+        config = MoEConfig(vocabulary=64, layers=4, width=1024, heads=4, experts=8, **keys)
+        run = msgspec.structs.replace(_run("batch.sequence=4096"), model=config)
+        return predictor_on(run, cluster, expert_imbalance=imbalance).predict(plan)
+
+    even, uneven, bounded = predicted(1.0), predicted(2.0), predicted(2.0, capacity_factor=1.0)
+    for part in ("expert", "matrix products", "memory passes"):
+        assert uneven.bill.seconds[part] > even.bill.seconds[part]
+    assert uneven.peak.activations > even.peak.activations
+    assert bounded.step_s == even.step_s
+    assert predicted(1.0, capacity_factor=1.0).step_s == even.step_s
+
+
+def test_a_rank_with_several_experts_is_less_uneven_than_an_expert() -> None:
+    """One expert a rank: as uneven as experts are. Four times as many: half of the excess. All experts: even."""
+    mixture = replace(transformer_of(_run().model), experts=16, experts_per_token=2, expert_imbalance=3.0)
+    assert [mixture.fullest_rank(ranks) for ranks in (16, 4, 1)] == [3.0, 2.0, 1.0]
+    assert replace(mixture, expert_imbalance=9.0).fullest_rank(2) == 2.0  # there is no more than all tokens
 
 
 def test_float8_is_priced_where_the_device_has_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,19 +18,22 @@ from shoal.runfile.load import load_run
 from shoal.runfile.run_file import RunFile, run_directory
 
 RECIPE = Path(__file__).parents[2] / "recipes/stdlib-gpt.toml"
+MIXTURE = RECIPE.with_name("stdlib-moe.toml")
 HOST = "here"
 FACTS = {"host": HOST, "device": "cpu", "wire": "shared memory: 2 ranks on one host"}
 
 
-def ran(*keys: str, step_s: float = 0.4, **facts: str) -> RunFile:
-    """The recipe, which has trained with these keys: steps of so long, and what its facts say."""
-    run_file = load_run(RECIPE, keys)
+def ran(*keys: str, step_s: float = 0.4, loads: Sequence[float] = (), recipe: Path = RECIPE, **facts: str) -> RunFile:
+    """The recipe, which has trained with these keys: steps of so long, the tokens of each expert, and what its facts
+    say."""
+    run_file = load_run(recipe, keys)
     folder = run_directory(run_file)
     write_facts(folder, FACTS | facts)
     (folder / "run.toml").write_text(dumps(run_file), encoding="utf-8")
     with EventWriter(folder, rank=0) as writer:
         for step in range(1, 12):
-            writer.write(step, {"time/step": step_s}, time_s=1.76e9 + step)
+            tokens = {f"moe/load/blocks.1/{expert}": load for expert, load in enumerate(loads)}
+            writer.write(step, {"time/step": step_s, **tokens}, time_s=1.76e9 + step)
     return run_file
 
 
@@ -50,6 +54,20 @@ def test_the_plan_as_it_ran_takes_what_it_took() -> None:
     assert found.written.step_s == pytest.approx(0.4, rel=0.02)
     assert "calibrated on the 400 ms a step that runs/stdlib-gpt took here" in found.basis
     assert step_of_earlier_run(load_run(RECIPE, ["layout.tensor=2"]), host=HOST) == step
+
+
+def test_experts_are_as_uneven_as_they_were() -> None:
+    """As the run recorded, or as is said; the step that was measured is met all the same."""
+    run_file = ran(loads=(5, 1, 1, 1), recipe=MIXTURE)
+    step = step_of_earlier_run(run_file, host=HOST)
+    assert step is not None
+    assert step.expert_imbalance == 2.5
+    found = planned(run_file, None, keep=1, measured_step=step)
+    assert "the fullest expert with 2.5 times the mean of its layer" in found.basis
+    assert found.written is not None
+    assert found.written.step_s == pytest.approx(0.4, rel=0.02)
+    other = planned(run_file, None, keep=1, measured_step=step, expert_imbalance=1.5)
+    assert "the fullest expert with 1.5 times the mean" in other.basis
 
 
 @pytest.mark.parametrize(

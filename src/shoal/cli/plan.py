@@ -63,6 +63,16 @@ def plan(
         Path | None,
         typer.Option("--of", metavar="RUN.toml", help="The run that was measured; default: RUN.toml as it stands."),
     ] = None,
+    expert_imbalance: Annotated[
+        float | None,
+        typer.Option(
+            "--expert-imbalance",
+            metavar="X",
+            help="Of a mixture: what the fullest expert of a step gets over the mean. Default: as in an earlier run "
+            "here, else 1.",
+            min=1,
+        ),
+    ] = None,
     scaling: Annotated[
         bool, typer.Option("--scaling", help="Also on a quarter to four times the devices: time, memory, money.")
     ] = False,
@@ -90,6 +100,10 @@ def plan(
     from shoal.topology.cluster_file import load_cluster
 
     loaded = load_run(run_file, overrides or ())
+    if expert_imbalance is not None and loaded.model.variant != "moe":
+        raise typer.BadParameter(
+            f'--expert-imbalance: model.kind = "{loaded.model.variant}" has no experts that a plan prices; leave it out'
+        )
     if of is not None and measured_step is None:
         raise typer.BadParameter("--of names the run of a measured step; add --measured-step SECONDS")
     if cluster is not None:
@@ -109,7 +123,14 @@ def plan(
     if step is None and where is None:
         step = step_of_earlier_run(loaded, host=socket.gethostname())
     with busy("searching the layouts that fit"):
-        result = planned(loaded, where, keep=max(top, measure), why_not=why_not, measured_step=step)
+        result = planned(
+            loaded,
+            where,
+            keep=max(top, measure),
+            why_not=why_not,
+            measured_step=step,
+            expert_imbalance=expert_imbalance,
+        )
     trials = _trials(run_file, result, overrides or (), measure) if measure else []
     confidence = confidence_in(result.predictor, os.environ, evidence=result.evidence)
     best = result.found.best[0]

@@ -77,15 +77,17 @@ def layer_activation_bytes(
     sequence_parallel: bool,
     recompute: Recompute,
     kept: Kept,
+    expert: int = 1,
 ) -> float:
-    """Bytes of one layer for `tokens` tokens of one rank (b x s / context), `sequence` keys each."""
+    """Bytes of one layer for `tokens` tokens of one rank (b x s / context), `sequence` keys each; where experts lie on
+    several ranks, of the fullest one."""
     width_share = tensor if sequence_parallel else 1
     if recompute == "full":
         return kept.stream_bytes * tokens * model.hidden / width_share
     if recompute == "operators":
-        second = of_mean_layer(model, lambda kind: _every_second(kind, kept))
+        second = of_mean_layer(model, lambda kind: _every_second(kind, kept, expert))
         return tokens * (kept.stream_bytes * model.hidden / width_share + second / tensor)
-    split = of_mean_layer(model, lambda kind: _split(kind, kept))
+    split = of_mean_layer(model, lambda kind: _split(kind, kept, expert))
     whole = _unsplit(model, kept) / width_share + split / tensor
     square = 0.0 if recompute == "selective" or kept.flash_attention else _square(model, sequence, kept) / tensor
     return tokens * (whole + square)
@@ -96,19 +98,19 @@ def _unsplit(model: Transformer, kept: Kept) -> float:
     return model.hidden * (2 * kept.stream_bytes + 2 * kept.element_bytes + 2 * kept.mask_bytes)
 
 
-def _split(model: Transformer, kept: Kept) -> float:
+def _split(model: Transformer, kept: Kept, expert: int) -> float:
     """Per token, what tensor ranks share: q, k, v, attention's output, the feed-forward's inner numbers. 24h."""
     attention = 2 * model.attention_width + 2 * model.kv_width
     attention += 2 * model.heads * model.latent.rotary if model.latent else 0
     inner = ((4 if kept.eager else 3) if model.gated else 2) * model.feed_forward
-    copies = model.experts_per_token if model.experts else 1
+    copies = model.experts_per_token * model.fullest_rank(expert) if model.experts else 1
     routed = 2 * model.hidden * copies if model.experts else 0
     return kept.element_bytes * (attention + inner * copies + routed)
 
 
-def _every_second(model: Transformer, kept: Kept) -> float:
+def _every_second(model: Transformer, kept: Kept, expert: int) -> float:
     """Per token, the outputs of every second product and of attention."""
-    copies = model.experts_per_token if model.experts else 1
+    copies = model.experts_per_token * model.fullest_rank(expert) if model.experts else 1
     inner = (model.feed_forward_matrices - 1) * model.feed_forward + model.hidden
     products = model.attention_width + 2 * model.kv_width + model.hidden + copies * inner
     return kept.element_bytes * (products / 2 + model.attention_width)

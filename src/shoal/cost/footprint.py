@@ -185,6 +185,7 @@ def _activations(model: Transformer, plan: Plan, rank: int, sequence: int, kept:
             sequence_parallel=plan.sequence_parallel,
             recompute=recompute,
             kept=kept,
+            expert=layout.expert,
         )
         for recompute in kinds
     }

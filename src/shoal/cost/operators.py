@@ -169,7 +169,8 @@ def _products(model: Transformer, share: Share) -> tuple[list[Matmul], list[Matm
         return dense + _feed_forward(model, tokens, max(1, model.feed_forward // t), 1), []
     if model.shared_feed_forward:
         dense += _feed_forward(model, tokens, max(1, model.shared_feed_forward // t), 1)
-    rows = max(1, share.routed_tokens * model.experts_per_token * share.expert // model.experts)
+    routed = share.routed_tokens * model.experts_per_token * share.expert
+    rows = max(1, int(model.fullest_rank(share.expert) * routed / model.experts))
     return dense, _feed_forward(model, rows, model.feed_forward, max(1, model.experts // share.expert))
 
 
@@ -214,7 +215,7 @@ def _passes(model: Transformer, share: Share, rates: Rates) -> tuple[float, floa
     stream = share.tokens * model.hidden * share.stream_bytes / (t if share.sequence_parallel else 1)
     residual = (3 + (1 / share.stream_bytes if share.dropout else 0)) * stream
     copies = model.experts_per_token if model.experts else 1
-    inner = share.tokens * copies * model.feed_forward * size / t
+    inner = model.fullest_rank(share.expert) * share.tokens * copies * model.feed_forward * size / t
     gate = GATE_PASSES[model.gated, share.eager]
     turned = 2 * model.heads * model.latent.rotary if model.latent else 0
     heads = share.tokens * (2 * model.attention_width + 2 * model.kv_width + turned) * size / t

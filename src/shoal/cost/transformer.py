@@ -19,6 +19,7 @@ Two conventions, and every figure names its own: "causal" counts half of the att
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -44,6 +45,9 @@ class Transformer:
 
     `dense_layers` of a mixture's layers have a plain feed-forward of `dense_feed_forward` features in its place.
 
+    `expert_imbalance` is what the fullest expert gets over the mean of all (1: even). The fullest rank ends last, and
+    the others wait for it.
+
     `biases` and `layer_norm` are GPT-2's: a bias on every linear layer, and norms with a bias. `positions` counts
     learned position vectors, 0 for rotary ones.
     """
@@ -66,6 +70,7 @@ class Transformer:
     dense_layers: int = 0
     dense_feed_forward: int = 0
     latent: Latent | None = None
+    expert_imbalance: float = 1.0
 
     def __hash__(self) -> int:
         """Kept after the first use: a search looks thousands of things up by their model."""
@@ -95,6 +100,16 @@ class Transformer:
         kv_fits = self.kv_heads % ranks == 0 or ranks % self.kv_heads == 0
         features = (self.feed_forward, self.dense_feed_forward)
         return self.heads % ranks == 0 and all(number % ranks == 0 for number in features) and kv_fits
+
+    def fullest_rank(self, ranks: int) -> float:
+        """What the fullest of `ranks` ranks, which divide the experts, gets over the mean; 1 where there is one rank.
+
+        The sum of n experts that are full independently of each other differs sqrt(n) times less from its mean.
+        """
+        if ranks == 1 or not self.experts:
+            return 1.0
+        excess = (self.expert_imbalance - 1) / math.sqrt(max(1, self.experts // ranks))
+        return min(1 + excess, float(ranks))
 
     @property
     def feed_forward_matrices(self) -> int:

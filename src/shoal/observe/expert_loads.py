@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,19 @@ class LayerLoads:
         """The largest of `totals` over their mean: 1 where all are loaded alike."""
         totals = self.totals
         return max(totals) * len(totals) / math.fsum(totals)
+
+    @property
+    def step_imbalance(self) -> float:
+        """What the fullest expert of a step gets over that step's mean, in the median of the steps.
+
+        A step waits for its fullest expert, whichever it is; `imbalance` is 1 where each is the fullest in its turn.
+        """
+        return statistics.median(max(row) * len(row) / math.fsum(row) for row in self.tokens)
+
+
+def mean_imbalance(layers: Sequence[LayerLoads]) -> float:
+    """The mean `step_imbalance` of the mixtures of a run: their times add up. 1 without any."""
+    return statistics.fmean(layer.step_imbalance for layer in layers) if layers else 1.0
 
 
 def layer_loads(events: Iterable[Event]) -> list[LayerLoads]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -39,17 +40,18 @@ MEASURED = Constants(dispatch_s=0.0, kernel_s=0.0, optimizer_start_s=0.0)
 """Measured operators hold what the host and the shortest kernel take."""
 
 
-def workload_of(run_file: RunFile) -> Workload:
+def workload_of(run_file: RunFile, *, expert_imbalance: float = 1.0) -> Workload:
     """The model and the step. Raises `ConfigError` for a model whose sizes the run file does not tell."""
     return Workload(
-        model=transformer_of(run_file.model),
+        model=transformer_of(run_file.model, expert_imbalance=expert_imbalance),
         global_samples=run_file.batch.global_samples,
         sequence=run_file.batch.sequence,
     )
 
 
-def transformer_of(model: ModelConfig) -> Transformer:
-    """The sizes of a GPT or mixture. Raises `ConfigError` for other models."""
+def transformer_of(model: ModelConfig, *, expert_imbalance: float = 1.0) -> Transformer:
+    """The sizes of a GPT or mixture, of which the fullest expert gets `expert_imbalance` times the mean. Raises
+    `ConfigError` for other models."""
     if not isinstance(model, GPTConfig):
         kind = model.variant
         raise ConfigError(f'model.kind = "{kind}": only "gpt" and "moe", whose sizes the run file tells, are simulated')
@@ -64,11 +66,12 @@ def transformer_of(model: ModelConfig) -> Transformer:
         gated=model.feed_forward == "swiglu",
         tied=model.tied,
     )
-    return _mixture(sizes, model) if isinstance(model, MoEConfig) else sizes
+    return _mixture(sizes, model, expert_imbalance) if isinstance(model, MoEConfig) else sizes
 
 
-def _mixture(sizes: Transformer, model: MoEConfig) -> Transformer:
+def _mixture(sizes: Transformer, model: MoEConfig, imbalance: float) -> Transformer:
     mixed = (model.layers - model.first_dense) // model.moe_every
+    most = math.inf if model.capacity_factor is None else max(1.0, model.capacity_factor)
     return replace(
         sizes,
         feed_forward=model.width_of_expert,
@@ -77,6 +80,7 @@ def _mixture(sizes: Transformer, model: MoEConfig) -> Transformer:
         shared_feed_forward=model.shared_experts * model.width_of_expert,
         dense_layers=model.layers - mixed,
         dense_feed_forward=model.hidden_width,
+        expert_imbalance=min(imbalance, most),
     )
 
 
@@ -122,10 +126,16 @@ def planned(
     keep: int,
     why_not: str | None = None,
     measured_step: MeasuredStep | None = None,
+    expert_imbalance: float | None = None,
 ) -> Planned:
-    """The search and its explanation. Raises `ConfigError`, `LayoutError` (nothing fits), `UsageError`."""
-    predictor, evidence = predictor_of(run_file, cluster), DATA_SHEET
-    basis = basis_of(predictor, stated=cluster is not None)
+    """The search and its explanation. `expert_imbalance` is what the fullest expert of a mixture gets over the mean;
+    default: as in the run of the measured step, else even.
+
+    Raises `ConfigError`, `LayoutError` (nothing fits), `UsageError`."""
+    if expert_imbalance is None:
+        expert_imbalance = 1.0 if measured_step is None else measured_step.expert_imbalance
+    predictor, evidence = predictor_of(run_file, cluster, expert_imbalance=expert_imbalance), DATA_SHEET
+    basis = basis_of(predictor, stated=cluster is not None) + _imbalance_text(predictor)
     if measured_step is not None:
         predictor, evidence, how = _calibrated(predictor, cluster, measured_step)
         basis += how
@@ -153,7 +163,8 @@ def _calibrated(predictor: Predictor, cluster: Path | None, step: MeasuredStep) 
     """And how, for people. A step that was asked for must fit; one that was found in a run directory may not."""
     took = units.seconds(step.step_s)
     try:
-        found, evidence = calibrated(predictor, predictor_of(step.run_file, step.cluster or cluster), step)
+        of = predictor_of(step.run_file, step.cluster or cluster, expert_imbalance=step.expert_imbalance)
+        found, evidence = calibrated(predictor, of, step)
     except (UsageError, LayoutError) as why:
         if step.directory is None:
             raise
@@ -163,13 +174,18 @@ def _calibrated(predictor: Predictor, cluster: Path | None, step: MeasuredStep) 
     return found, evidence, f", calibrated on the {took} a step that {step.directory} took here"
 
 
+def _imbalance_text(predictor: Predictor) -> str:
+    imbalance = predictor.workload.model.expert_imbalance if predictor.simulates else 1.0
+    return "" if imbalance == 1.0 else f", the fullest expert with {imbalance:.3g} times the mean of its layer"
+
+
 def _track_record(predictor: Predictor) -> str | None:
     """How far predictions were off here so far; runs of traced models are not predicted."""
     known = predictor.measured is not None and predictor.simulates
     return track_record(remembered(os.environ)) if known else None
 
 
-def predictor_of(run_file: RunFile, cluster: Path | None) -> Predictor:
+def predictor_of(run_file: RunFile, cluster: Path | None, *, expert_imbalance: float = 1.0) -> Predictor:
     """What prices plans of this run file on the cluster of a file. Raises `ConfigError`."""
     where = cluster_of(run_file, cluster)
     on_cores = where.machine.scale_up.kind == "memory"
@@ -179,7 +195,8 @@ def predictor_of(run_file: RunFile, cluster: Path | None) -> Predictor:
     measured = (measured_for_traces if traced else measured_here)(run_file, calibration)
     if here and measured is None:
         where = _shared(where)
-    return predictor_on(run_file, where, measured=measured, times=() if known is None else known.codecs)
+    times = () if known is None else known.codecs
+    return predictor_on(run_file, where, measured=measured, times=times, expert_imbalance=expert_imbalance)
 
 
 def _shared(cluster: Cluster) -> Cluster:
@@ -208,7 +225,12 @@ def basis_of(predictor: Predictor, *, stated: bool) -> str:
 
 
 def predictor_on(
-    run_file: RunFile, where: Cluster, *, measured: Measured | None = None, times: tuple[CodecTime, ...] = ()
+    run_file: RunFile,
+    where: Cluster,
+    *,
+    measured: Measured | None = None,
+    times: tuple[CodecTime, ...] = (),
+    expert_imbalance: float = 1.0,
 ) -> Predictor:
     """What prices plans of this run file on a cluster; `measured` where it is of this machine, `times` of codecs where
     they are of such devices. Raises `ConfigError`."""
@@ -227,7 +249,7 @@ def predictor_on(
                 run_file, where, stack=stack, overheads=_overheads(where), constants=constants, measured=measured
             )
         return Predictor(
-            workload_of(run_file),
+            workload_of(run_file, expert_imbalance=expert_imbalance),
             where,
             stack=stack,
             constants=constants,

@@ -19,6 +19,7 @@ from shoal import units
 from shoal.errors import UsageError
 from shoal.observe.attempts import last_attempt
 from shoal.observe.events import read_events
+from shoal.observe.expert_loads import layer_loads, mean_imbalance
 from shoal.observe.facts import read_facts, text_of
 from shoal.observe.prediction import median_step_s
 from shoal.planner.explain.residuals import Evidence
@@ -42,12 +43,14 @@ MET = 0.01
 @dataclass(frozen=True, kw_only=True)
 class MeasuredStep:
     """`step_s` seconds of one step of `run_file`, on the cluster of a file; None: where it is planned for. `directory`
-    is that of the run, where the step was found there."""
+    is that of the run, where the step was found there. Of a mixture, the fullest expert got `expert_imbalance` times
+    the mean."""
 
     run_file: RunFile
     step_s: float
     cluster: Path | None = None
     directory: Path | None = None
+    expert_imbalance: float = 1.0
 
 
 def step_of_earlier_run(run_file: RunFile, *, host: str) -> MeasuredStep | None:
@@ -65,10 +68,13 @@ def step_of_earlier_run(run_file: RunFile, *, host: str) -> MeasuredStep | None:
     if text_of(facts.get("host")) != host or text_of(facts.get("device")) != "cpu" or not alone:
         return None
     ran = load_run(directory / "run.toml", ())
-    step_s = median_step_s(last_attempt(read_events(directory)))
+    events = last_attempt(read_events(directory))
+    step_s = median_step_s(events)
     if step_s is None or not _alike(ran, run_file):
         return None
-    return MeasuredStep(run_file=ran, step_s=step_s, directory=directory)
+    return MeasuredStep(
+        run_file=ran, step_s=step_s, directory=directory, expert_imbalance=mean_imbalance(layer_loads(events))
+    )
 
 
 def _alike(a: RunFile, b: RunFile) -> bool:

@@ -138,7 +138,8 @@ def _wires(model: Transformer, plan: Plan, share: Share, machine: Machine, devic
         context = _seen_context(machine.stack.context, axis, plan, share, model, machine)
     routed = share.routed_tokens * model.hidden * share.element_bytes * model.experts_per_token
     mixed = 1 - model.dense_layers / model.layers
-    trip = mixed * expert_group(plan, machine).all_to_all(routed) if model.experts else 0.0
+    fullest = model.fullest_rank(share.expert) * routed
+    trip = mixed * expert_group(plan, machine).all_to_all(fullest) if model.experts else 0.0
     return _Wires(
         tensor_forward=crossed,
         tensor_backward=backward.seen_s + again.seen_s,

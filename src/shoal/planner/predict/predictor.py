@@ -139,6 +139,7 @@ class Predictor:
             sequence_parallel=plan.sequence_parallel,
             recompute=plan.recompute,
             kept=kept,
+            expert=plan.layout.expert,
         )
 
     def footprint(self, plan: Plan, rank: int) -> Footprint:
