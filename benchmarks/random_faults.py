@@ -17,8 +17,10 @@ time counts. The samples of the steps that count are compared with the order of 
     orphans         processes that are left `GRACE_S` after their launcher
     ended_unstruck  ranks that ended though nothing struck them: torchrun ends all, an elastic run none
 
-`--alone` takes the elastic side only, and no steps in peace: many short schedules in little time. `--sync` names
-another strategy; its replicas may be `APART` steps apart, so the last steps are not counted.
+`--alone` takes the elastic side only, and no steps in peace: many short schedules in little time. `--forked` starts its
+processes from one that has made their imports, which take a processor longer than all else (`tests/programs.py` says
+what differs). `--sync` names another strategy; its replicas may be `APART` steps apart, so the last steps are not
+counted.
 
 The exit code is 1 where the elastic side lost or repeated a sample, hung, left a process or failed.
 """
@@ -52,6 +54,9 @@ from shoal.bench.options import AsJson
 from shoal.bench.report import Result, check, print_report
 from shoal.data.order import Order
 from shoal.errors import EnvironmentFault, Stopped
+from tests.programs import Program, environ_of, is_forked, start
+
+Launcher = subprocess.Popen | Program
 
 ELASTIC, RESTARTED = "elastic", "restarted"
 SILENCE_S, ACCEPT_S, REPLACEMENT_S = 10.0, 20.0, 20.0
@@ -105,6 +110,7 @@ class Setting:
     save_every: int
     replicas: int = 2
     sync: str = "allreduce"
+    forked: bool = False
 
     @property
     def apart(self) -> int:
@@ -150,13 +156,16 @@ def random_faults(
         str, typer.Option(help="sync.kind of the elastic side: allreduce, local, gossip, ...")
     ] = "allreduce",
     alone: Annotated[bool, typer.Option("--alone", help="The elastic side only, and not in peace.")] = False,
+    forked: Annotated[
+        bool, typer.Option("--forked", help="Fork the elastic side's processes where torch is imported already.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Random faults, the same on an elastic run and on one that torchrun restarts: steps, samples, hangs, orphans.
 
     Example: python -m benchmarks.random_faults --seeds 3 --seconds 40
     """
-    setting = Setting(seconds, save_every, replicas, sync)
+    setting = Setting(seconds, save_every, replicas, sync, forked)
     result = measure(range(first_seed, first_seed + seeds), setting, every=every, alone=alone)
     print_report("random_faults", result, as_json=as_json)
     if not all(one["holds"] for one in result["checks"]):
@@ -303,8 +312,7 @@ def _train(side: str, faults: Sequence[Fault], setting: Setting) -> Trial:
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as name:
         folder, mark = Path(name), secrets.token_hex(8)
         environ = {**os.environ, "OMP_NUM_THREADS": "1", RECORD: str(folder / "used.jsonl"), MARK: mark}
-        with (folder / "out.txt").open("wb") as out:
-            launcher = subprocess.Popen(_command(side, folder, setting), env=environ, stdout=out, stderr=out)
+        launcher = _start(_command(side, folder, setting), folder / "out.txt", environ, forked=setting.forked)
         try:
             _play(trial, launcher, folder / "used.jsonl", faults, setting.seconds)
         except BaseException:
@@ -316,6 +324,14 @@ def _train(side: str, faults: Sequence[Fault], setting: Setting) -> Trial:
         logs = sorted(folder.glob("run/logs/*.log"))
         trial.said = "\n".join(path.read_text(errors="replace")[-6000:] for path in (folder / "out.txt", *logs))
     return trial
+
+
+def _start(command: Sequence[str], out: Path, environ: Mapping[str, str], *, forked: bool) -> Launcher:
+    """Both outputs go to one file."""
+    if forked and is_forked(command[1:]):
+        return start(command[1:], cwd=Path.cwd(), env=environ, stdout=out, stderr=out)
+    with out.open("wb") as file:
+        return subprocess.Popen(command, env=environ, stdout=file, stderr=file)
 
 
 def _command(side: str, folder: Path, setting: Setting) -> list[str]:
@@ -332,7 +348,7 @@ def _command(side: str, folder: Path, setting: Setting) -> list[str]:
     return [*torchrun, str(folder), str(setting.save_every), str(SILENCE_S)]
 
 
-def _play(trial: Trial, launcher: subprocess.Popen, path: Path, faults: Sequence[Fault], seconds: float) -> None:
+def _play(trial: Trial, launcher: Launcher, path: Path, faults: Sequence[Fault], seconds: float) -> None:
     """The side from its start to its end. Raises `EnvironmentFault` where it does not begin to train."""
     watch = _Watch(trial, launcher, path)
     if not watch.until(lambda: watch.step >= FIRST_STEP, within_s=START_S):
@@ -365,7 +381,7 @@ def _play(trial: Trial, launcher: subprocess.Popen, path: Path, faults: Sequence
 class _Watch:
     """Reads the record and the processes of a side, again and again."""
 
-    def __init__(self, trial: Trial, launcher: subprocess.Popen, path: Path) -> None:
+    def __init__(self, trial: Trial, launcher: Launcher, path: Path) -> None:
         self._trial, self._launcher, self._path, self._offset = trial, launcher, path, 0
         self.step, self.stepped_s = 0, 0.0
         self.candidates: list[int] = []
@@ -394,7 +410,7 @@ def _ranks_of(launcher: int) -> list[int]:
     """The launcher's children that are ranks."""
     with suppress(OSError):
         children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-        return [int(pid) for pid in children if b"\0LOCAL_RANK=" in _environ(int(pid))]
+        return [int(pid) for pid in children if "LOCAL_RANK" in _environ(int(pid))]
     return []
 
 
@@ -405,10 +421,10 @@ def _runs(pid: int) -> bool:
     return False
 
 
-def _environ(pid: int) -> bytes:
+def _environ(pid: int) -> dict[str, str]:
     with suppress(OSError):
-        return b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
-    return b""
+        return environ_of(pid)
+    return {}
 
 
 def _end_orphans(mark: str) -> int:
@@ -423,9 +439,8 @@ def _end_orphans(mark: str) -> int:
 
 
 def _marked(mark: str) -> list[int]:
-    wanted = f"\0{MARK}={mark}".encode()
     pids = (int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal())
-    return [pid for pid in pids if wanted in _environ(pid) and _runs_or_stopped(pid)]
+    return [pid for pid in pids if _environ(pid).get(MARK) == mark and _runs_or_stopped(pid)]
 
 
 def _runs_or_stopped(pid: int) -> bool:

@@ -154,8 +154,8 @@ class Fleet:
         kept = [end for end in self.exits if not end.by_launcher]
         failed = {end.pid for end in kept if end.failed}
         records = [record for record in read_failures(self.folder) if record.pid in failed]
-        own_failure = any(not record.secondary for record in records)
-        if any(end.code == 0 for end in self.exits) and not own_failure:
+        own = {record.pid for record in records if not record.secondary}
+        if any(end.code == 0 for end in self.exits) and not own:
             return ExitCode(0)
         if self.over and self.stop_signal is None and not kept:  # all here stood by
             return ExitCode(0)
@@ -163,6 +163,8 @@ class Fleet:
             sentence = f"{self.stop_signal.name}: stopped at once; the next start goes on from the newest checkpoint"
             say(sentence)
             return ExitCode(128 + self.stop_signal, sentence=sentence)
+        if self.stop_signal is not None and any(end.code == Stopped.exit_code for end in kept):
+            kept = [end for end in kept if not end.failed or end.pid in own]  # only the stop left the lost unreplaced
         ends = root_cause(records, kept)
         if ends:
             tails = {p.rank: p.log_tail() for p in self.processes if p.pid == ends[0].exit.pid}
