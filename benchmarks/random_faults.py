@@ -49,7 +49,7 @@ import torch
 import typer
 
 from benchmarks.command import run
-from benchmarks.random_faults_job import BATCH, RECORD, SAMPLES, Used, read_record
+from benchmarks.random_faults_job import BATCH, RECORD, SAMPLES, STEP, Used, read_record
 from shoal.bench.options import AsJson
 from shoal.bench.report import Result, check, print_report
 from shoal.data.order import Order
@@ -111,6 +111,7 @@ class Setting:
     replicas: int = 2
     sync: str = "allreduce"
     forked: bool = False
+    step_s: float = 0.02
 
     @property
     def apart(self) -> int:
@@ -159,13 +160,14 @@ def random_faults(
     forked: Annotated[
         bool, typer.Option("--forked", help="Fork the elastic side's processes where torch is imported already.")
     ] = False,
+    step_s: Annotated[float, typer.Option(help="Seconds that a step waits in the place of a device.", min=0.0)] = 0.02,
     as_json: AsJson = False,
 ) -> None:
     """Random faults, the same on an elastic run and on one that torchrun restarts: steps, samples, hangs, orphans.
 
     Example: python -m benchmarks.random_faults --seeds 3 --seconds 40
     """
-    setting = Setting(seconds, save_every, replicas, sync, forked)
+    setting = Setting(seconds, save_every, replicas, sync, forked, step_s)
     result = measure(range(first_seed, first_seed + seeds), setting, every=every, alone=alone)
     print_report("random_faults", result, as_json=as_json)
     if not all(one["holds"] for one in result["checks"]):
@@ -312,6 +314,7 @@ def _train(side: str, faults: Sequence[Fault], setting: Setting) -> Trial:
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as name:
         folder, mark = Path(name), secrets.token_hex(8)
         environ = {**os.environ, "OMP_NUM_THREADS": "1", RECORD: str(folder / "used.jsonl"), MARK: mark}
+        environ |= {STEP: str(setting.step_s)}
         launcher = _start(_command(side, folder, setting), folder / "out.txt", environ, forked=setting.forked)
         try:
             _play(trial, launcher, folder / "used.jsonl", faults, setting.seconds)
@@ -422,7 +425,7 @@ def _runs(pid: int) -> bool:
 
 
 def _environ(pid: int) -> dict[str, str]:
-    with suppress(OSError):
+    with suppress(OSError, ValueError):  # it has ended, or has only just been forked
         return environ_of(pid)
     return {}
 

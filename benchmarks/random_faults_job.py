@@ -1,6 +1,6 @@
 """The small job of `benchmarks.random_faults`, the same on both sides: a model, its data, and a record of what is used.
 
-A step waits `STEP_S` in the place of a device's work, so that a host of few cores has time to start processes. Each
+A step waits in the place of a device's work, for the seconds that the variable `STEP` says, so that a host of few cores has time to start processes. Each
 forward appends a line to the file that the variable `RECORD` names: when it was, its step, and the samples. The step is
 a buffer of the model, so it goes back with the weights where a side goes back.
 """
@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-RECORD = "RANDOM_FAULTS_RECORD"
-SAMPLES, BATCH, STEP_S = 1 << 18, 12, 0.02
+RECORD, STEP = "RANDOM_FAULTS_RECORD", "RANDOM_FAULTS_STEP_S"
+SAMPLES, BATCH = 1 << 18, 12
 
 
 class Used(NamedTuple):
@@ -53,7 +53,7 @@ class Recording(nn.Module):
             self.step += 1
             ids = (x[:, 0].double() * SAMPLES).round().long().tolist()
             _append(Path(os.environ[RECORD]), Used(time.time(), int(self.step), ids))
-            time.sleep(STEP_S)
+            time.sleep(float(os.environ[STEP]))
         return self.layers(x)
 
 

@@ -21,8 +21,10 @@ from tests.planner.trace.models import CLASSES, LENGTH, WIDTH, Blocks, Looking, 
 
 GPT = GPTConfig(vocabulary=97, layers=3, width=64, heads=4, kv_heads=2, feed_forward_width=160)
 TOKENS = 24
-SCRATCH, CONVOLUTIONS = 0.03, 0.25
-"""Shares of the peak that operators use inside of themselves: convolutions on a CPU reorder their arguments."""
+SCRATCH, CONVOLUTIONS = 0.03, 0.3
+"""Shares of the peak that operators use inside of themselves: convolutions copy their arguments into columns. Those of
+oneDNN, which are not looked at here, take 0.25 to 0.65, by the processor.
+"""
 
 
 def entropy(outputs: Tensor) -> Tensor:
@@ -121,7 +123,8 @@ def test_bytes_are_those_of_a_real_step(name: str, scratch: float) -> None:
     trace = subject(made, inputs).of(TracedSplit(8))
     apart = 8 * CLASSES * (LENGTH if name == "blocks" else 1) * 4
     assert trace.held_bytes == pytest.approx(held_really(model, x), abs=2 * apart)
-    peak = allocated(lambda: model(x).square().sum().backward()).peak_bytes
+    with torch.backends.mkldnn.flags(enabled=False):
+        peak = allocated(lambda: model(x).square().sum().backward()).peak_bytes
     assert (1 - scratch) * peak <= trace.peak_bytes <= peak
 
 
