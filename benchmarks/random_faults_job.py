@@ -1,8 +1,9 @@
 """The small job of `benchmarks.random_faults`, the same on both sides: a model, its data, and a record of what is used.
 
-A step waits in the place of a device's work, for the seconds that the variable `STEP` says, so that a host of few cores has time to start processes. Each
-forward appends a line to the file that the variable `RECORD` names: when it was, its step, and the samples. The step is
-a buffer of the model, so it goes back with the weights where a side goes back.
+A step waits in the place of a device's work, as many seconds as the variable that `STEP` names says, so that a host of
+few cores has time to start processes. Each forward appends a line to the file that the variable `RECORD` names: when it
+was, its step, and the samples. The step is a buffer of the model, so it goes back with the weights where a side goes
+back.
 """
 
 from __future__ import annotations

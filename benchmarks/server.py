@@ -1,7 +1,8 @@
 """`python -m benchmarks.server`: pushes and pulls of a parameter server, and updates of shared memory without locks.
 
 push, pull   every rank is a worker and serves an even part; the peer does the same through torch.distributed.rpc,
-             whose call takes a gradient to the server and brings parameters back. Both make plain SGD's update
+             whose call takes a gradient to the server and brings parameters back. Both make plain SGD's update, in
+             the same processes and in turn
 hogwild      logistic regression on generated sparse samples by `sync.kind = "hogwild"`, seconds to a held-out loss; the
              peer takes a lock around each update (`benchmarks.sparse_regression`)
 """
@@ -11,7 +12,9 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Annotated
 
@@ -36,9 +39,9 @@ from shoal.sync.server_wire import FlatParts, Lanes, Push, Serving, Worker
 
 LR = 1e-3
 PROMISED = 3.0
-"""Times the bytes a second of the peer."""
-TURNS = 3
-"""Of each kind of regression, one after the other."""
+"""Times the peer's bytes a second, in the median of the turns."""
+TURNS, REGRESSIONS = 9, 3
+"""Of each side of pushes and pulls, and of each kind of regression, one after the other."""
 
 
 def server(
@@ -62,44 +65,53 @@ def measure(place: Place, *, numel: int, rounds: int) -> Result | None:
     """All rows and checks at rank 0, None elsewhere."""
     store = join_store(place)
     groups = [join_group(name, place, store) for name in ("clock", "push", "pull")]
-    clock, ledger = groups[0], Ledger()
-    ours = _served(Lanes(groups[1], groups[2], ledger), clock, numel, rounds)
-    folder = result_folder()
-    theirs = _by_rpc(place, clock, folder / "rpc", numel, rounds)
+    clock, folder = groups[0], result_folder()
+    with (
+        _served(Lanes(groups[1], groups[2], Ledger()), clock, numel) as push_pull,
+        _by_rpc(place, folder / "rpc", numel) as call,
+    ):
+        seconds = [tuple(_slowest(clock, one, rounds) for one in (push_pull, call)) for _ in range(TURNS)]
     turns = [
         regression(place, store, folder, locked=locked, name=f"regression-{number}")
-        for number, locked in enumerate((True, False) * TURNS)
+        for number, locked in enumerate((True, False) * REGRESSIONS)
     ]
     locked, free = _middle(turns[::2]), _middle(turns[1::2])
     if place.rank != 0:
         return None
     remote = 2 * 4 * numel * (place.world_size - 1) / place.world_size * rounds * place.world_size  # pushes and pulls
-    rows: list[Row] = [
-        {"what": "push + pull", "by": by, "seconds": round(seconds, 3), "GB_a_second": round(remote / seconds / 1e9, 3)}
-        for by, seconds in (("shoal", ours), ("torch.distributed.rpc", theirs))
-    ]
+    sides = zip(("shoal", "torch.distributed.rpc"), zip(*seconds, strict=True), strict=True)
+    rows: list[Row] = [_rates(by, [remote / one / 1e9 for one in own]) for by, own in sides]
     rows += [
         {"what": f"sparse regression to a loss of {LOSS}", "by": by, **found}
         for by, found in (("hogwild", free), ("a lock", locked))
     ]
     checks = [
-        check("throughput beside rpc", theirs / ours, PROMISED, at_most=False),
+        check("throughput beside rpc", statistics.median(b / a for a, b in seconds), PROMISED, at_most=False),
         check("hogwild's seconds to the loss beside a lock's", free["seconds"] / locked["seconds"], 1.0, at_most=True),
     ]
     return {"rows": rows, "checks": checks}
 
 
-def _slowest(clock: Collective, work: Callable[[], None]) -> float:
-    """Seconds until all ranks have done `work`, which they begin together."""
+def _rates(by: str, rates: Sequence[float]) -> Row:
+    """GB/s of pushes and pulls: median, least and most of the turns."""
+    found = {"GB_a_second": statistics.median(rates), "least": min(rates), "most": max(rates)}
+    return {"what": "push + pull", "by": by, **{name: round(rate, 3) for name, rate in found.items()}}
+
+
+def _slowest(clock: Collective, work: Callable[[], None], rounds: int) -> float:
+    """Seconds until all ranks have done `work` so often, which they begin together, after one that does not count."""
+    work()
     clock.barrier().wait()
     begin_s = time.perf_counter()
-    work()
+    for _ in range(rounds):
+        work()
     return max(seconds for (seconds,) in gathered(clock, [time.perf_counter() - begin_s]))
 
 
-def _served(lanes: Lanes, clock: Collective, numel: int, rounds: int) -> float:
-    """Seconds of `rounds` pushes and pulls of every worker; each makes an update."""
-    rank, size = clock.rank, clock.size
+@contextmanager
+def _served(lanes: Lanes, clock: Collective, numel: int) -> Iterator[Callable[[], None]]:
+    """One push and pull of this worker, which makes an update."""
+    rank, size, numbers = clock.rank, clock.size, count()
     parts = FlatParts(partition([numel], size))
     own = parts.spans[rank]
     part = ServedPart(torch.zeros(own.stop - own.start), torch.zeros(own.stop - own.start), merge=Merge(divisor=1))
@@ -108,16 +120,9 @@ def _served(lanes: Lanes, clock: Collective, numel: int, rounds: int) -> float:
     part.begin(Asynchronous(range(size)), worker.row[own])
     worker.begin()
     serving = Serving(part, lanes, range(size))
-    worker.push_pull(Push(0, gradient, LR))
-
-    def work() -> None:
-        for number in range(1, rounds + 1):
-            worker.push_pull(Push(number, gradient, LR))
-
-    seconds = _slowest(clock, work)
+    yield lambda: worker.push_pull(Push(next(numbers), gradient, LR))
     worker.leave()
     serving.wait()
-    return seconds
 
 
 class RpcServer:
@@ -136,7 +141,8 @@ def _call(server: rpc.RRef, gradient: Tensor) -> Tensor:
     return server.local_value().push_pull(gradient)
 
 
-def _by_rpc(place: Place, clock: Collective, meeting: Path, numel: int, rounds: int) -> float:
+@contextmanager
+def _by_rpc(place: Place, meeting: Path, numel: int) -> Iterator[Callable[[], None]]:
     """The same through remote calls: one object on every rank, which all other ranks call."""
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{meeting}", rpc_timeout=300.0)
     rpc.init_rpc(f"rank-{place.rank}", rank=place.rank, world_size=place.world_size, rpc_backend_options=options)
@@ -145,18 +151,15 @@ def _by_rpc(place: Place, clock: Collective, meeting: Path, numel: int, rounds: 
     servers = {rank: rpc.remote(f"rank-{rank}", RpcServer, args=(share,)) for rank in others}
     own, gradient = RpcServer(share), torch.ones(share)
 
-    def work(count: int = rounds) -> None:
-        for _ in range(count):
-            calls = [rpc.rpc_async(f"rank-{rank}", _call, args=(servers[rank], gradient)) for rank in others]
-            own.push_pull(gradient).clone()
-            for call in calls:
-                call.wait()
+    def work() -> None:
+        calls = [rpc.rpc_async(f"rank-{rank}", _call, args=(servers[rank], gradient)) for rank in others]
+        own.push_pull(gradient).clone()
+        for call in calls:
+            call.wait()
 
-    work(1)
-    seconds = _slowest(clock, work)
+    yield work
     servers.clear()
     rpc.shutdown()
-    return seconds
 
 
 def _middle(turns: Sequence[Found]) -> dict[str, float]:
