@@ -74,6 +74,7 @@ def at_once(requests: Sequence[Callable[[], T]], *, threads: int) -> list[T]:
             try:
                 ended.put((number, requests[number](), None))
             except BaseException as error:  # it has to reach the caller, who would wait for ever
+                over.set()
                 ended.put((number, None, error))
 
     for _ in range(min(threads, len(requests))):
