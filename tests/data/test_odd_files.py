@@ -1,4 +1,4 @@
-"""Files as strangers have them: what can be read is read as it is meant, and the rest is refused or named, never guessed."""
+"""Files as strangers have them: what can be read is read as it is meant, the rest is refused or named, never guessed."""
 
 from __future__ import annotations
 
@@ -82,7 +82,9 @@ def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path, head: by
 def test_lines_of_blanks_are_no_records(tmp_path: Path):
     """Spaces, tabs and returns between lines, at the end, and across the pieces in which a file is read."""
     blanks = b"\n  \n\t\r\n \x00 \n"
-    content = blanks + line(1) + blanks + line(2, b"\r\n") + b" " * 2**22 + b"\n" + line(3) + b" " * (2**22 - 50) + b"\n \n"
+    content = (
+        blanks + line(1) + blanks + line(2, b"\r\n") + b" " * 2**22 + b"\n" + line(3) + b" " * (2**22 - 50) + b"\n \n"
+    )
     assert inputs_of(jsonl(tmp_path, content)) == [[1, 1], [2, 2], [3, 3]]
 
 
@@ -110,7 +112,9 @@ def test_text_that_cannot_be_tokenised_is_named_or_left_out(tmp_path: Path):
     assert jsonl(tmp_path, content, text="t", bad_records="skip").facts["train/skipped"] == 1
 
 
-@pytest.mark.parametrize("values", [[[1.0, None], [2.0, 3.0]], [[1, None], [None, 3]], [[[1.0], [None]], [[2.0], [3.0]]]])
+@pytest.mark.parametrize(
+    "values", [[[1.0, None], [2.0, 3.0]], [[1, None], [None, 3]], [[[1.0], [None]], [[2.0], [3.0]]]]
+)
 def test_a_null_in_a_list_is_no_number(tmp_path: Path, values: list):
     """It would become NaN, and whole numbers floating-point ones; the record is damaged instead."""
     with pytest.raises(DataError, match=r"a\.parquet, record 0: The field 'x' is a list with a null in it"):

@@ -1,4 +1,4 @@
-"""Reading ahead: what the coming steps need is fetched before them, each thing once, within the bytes that there are."""
+"""Reading ahead: what the coming steps need is fetched before them, once, within the bytes that there are."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def decode_image(content: bytes, form: ImageForm) -> np.ndarray:
 
 
 def image_array(image: Any, form: ImageForm) -> np.ndarray:
-    """A Pillow image as float32 [channels, height, width] in [0, 1]. Raises DataError where it holds no such colours."""
+    """A Pillow image as float32 [channels, height, width] in [0, 1]. Raises DataError where it is not of colours."""
     if image.mode == "F":
         raise DataError("The image holds floating-point numbers, whose range is unknown: save them as .npy.")
     white = 255

@@ -1,8 +1,8 @@
 """Files behind URLs, through fsspec (`https://`, `s3://`, `gs://`, `memory://`, ...), in a bounded cache on disk.
 
-A file is fetched in parts, several at a time; what was fetched has to have the promised size. It is kept under its fingerprint, so a new
-version of it is another file, and the files that were not used for longest go when the cache is full. All processes of
-a machine share the cache: a lock lets one of them fetch.
+A file is fetched in parts, several at a time; what was fetched has to have the promised size. It is kept under its
+fingerprint, so a new version of it is another file, and the files that were not used for longest go when the cache is
+full. All processes of a machine share the cache: a lock lets one of them fetch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shoal.remote_files import Attempts, at_once, missing, open_url
 PART_BYTES = 2**23
 PARTS_AT_ONCE = 4
 AHEAD = 0.75
-"""The share of the cache that files may take which the coming steps need; the rest is for what they take the place of."""
+"""The share of the cache that is for files which the coming steps need; the rest holds those that were read."""
 VERSIONS = ("ETag", "etag", "Last-Modified", "LastModified", "mtime", "updated", "created")
 """What file systems call the thing that changes with a file's content; the first that is there counts."""
 
@@ -59,7 +59,10 @@ class RemoteStore:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._folder, self._limit_bytes = folder, limit_bytes
-        self._options = {"use_listings_cache": False, **(options or {})}  # a kept listing would hide that a file changed
+        self._options = {
+            "use_listings_cache": False,
+            **(options or {}),
+        }  # a kept listing would hide that a file changed
         self.ahead_bytes = int(AHEAD * limit_bytes)
         self._attempts = Attempts(attempts, "data.remote_attempts", sleep)
 

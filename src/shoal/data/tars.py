@@ -33,7 +33,8 @@ class TarSamples:
         samples, key, end = 0, None, 0
         size_bytes = path.stat().st_size
         with path.open("rb") as file:
-            for member, end in _members(file, str(path)):
+            for member, member_end in _members(file, str(path)):
+                end = member_end
                 if not _is_field(member):
                     continue
                 own, _ = key_and_field(member.name)
