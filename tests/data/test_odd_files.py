@@ -1,4 +1,4 @@
-"""Files as strangers have them: what can be read is read as it is meant, the rest is refused or named, never guessed."""
+"""Files as strangers have them: what can be read is read as it is meant, the rest is refused or named, not guessed."""
 
 from __future__ import annotations
 

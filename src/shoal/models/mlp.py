@@ -38,7 +38,7 @@ class MLP(nn.Module):
         """`[batch, ...]`, flattened to `[batch, inputs]`, to `[batch, outputs]`. Whole numbers become floating ones."""
         x = x.flatten(1)
         if not x.is_floating_point():
-            x = x.to(self.layers[0].weight.dtype)
+            x = x.to(next(self.layers.parameters()).dtype)
         for layer in self.layers[:-1]:
             x = ACTIVATIONS[self.activation](layer(x))
         return self.layers[-1](x)
