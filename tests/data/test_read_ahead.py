@@ -108,7 +108,7 @@ def test_a_mixture_needs_what_its_sources_need():
     first, second = Files(8, ahead_bytes=70), Files(8, ahead_bytes=50)
     joined = Joined([first, [(1.0, 0)] * 5, Files(4, ahead_bytes=0), second])
     assert joined.ahead_bytes == 50
-    assert [file.number for file in joined.needed(np.array([19, 5, 9, 13, 24]))] == [1, 0, 1]
+    assert joined.needed(np.array([19, 5, 9, 13, 24])) == [File(1, []), File(0, []), File(1, [])]
     assert Joined([[(1.0, 0)]]).ahead_bytes == 0
 
 
