@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from threading import Event, Thread
 from typing import Any, TypeVar
 
 from shoal.errors import ConfigError, EnvironmentFault, MissingExtra, ShoalError
@@ -47,6 +49,46 @@ def missing(url: str, error: ImportError, *, purpose: str) -> EnvironmentFault:
     if package is None:
         return EnvironmentFault(f"{purpose} needs a package that is not installed ({error}): install it.")
     return MissingExtra(package, extra=EXTRA, purpose=purpose)
+
+
+def at_once(requests: Sequence[Callable[[], T]], *, threads: int) -> list[T]:
+    """What the `requests` return, in their order; up to `threads` of them are made at a time.
+
+    The first that fails ends it: its exception is raised, and requests that have not begun are not made. One that is
+    under way ends by itself, in a daemon thread, so that it must not write where something else may lie by then.
+    """
+    if threads == 1 or len(requests) < 2:
+        return [request() for request in requests]
+    waiting: SimpleQueue[int] = SimpleQueue()
+    ended: SimpleQueue[tuple[int, T | None, BaseException | None]] = SimpleQueue()
+    over = Event()
+    for number in range(len(requests)):
+        waiting.put(number)
+
+    def work() -> None:
+        while not over.is_set():
+            try:
+                number = waiting.get_nowait()
+            except Empty:
+                return
+            try:
+                ended.put((number, requests[number](), None))
+            except BaseException as error:  # it has to reach the caller, who would wait for ever
+                over.set()
+                ended.put((number, None, error))
+
+    for _ in range(min(threads, len(requests))):
+        Thread(target=work, name="shoal-request", daemon=True).start()
+    results: dict[int, Any] = {}
+    try:
+        while len(results) < len(requests):
+            number, result, error = ended.get()
+            if error is not None:
+                raise error
+            results[number] = result
+    finally:
+        over.set()
+    return [results[number] for number in range(len(requests))]
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ def fed(dataset, *, samples: int, micro: int | None = None):
         ('{"y": 0}', "There is no field 'x': the record has y"),
         ('{"x": "five", "y": 0}', "holds text"),
         ('{"x": [[1], [2, 3]], "y": 0}', "no array of numbers"),
-        ('{"x": null, "y": 0}', "is missing"),
+        ('{"x": null, "y": 0}', "is null"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, bad: str, sentence: str):

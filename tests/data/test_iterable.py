@@ -176,6 +176,8 @@ def test_what_is_no_iterable():
         from_objects(DataLoader([item(0)]))  # type: ignore[arg-type]
     with pytest.raises(UserCodeError, match="the data is a DataLoader, whose items are batches"):
         from_objects(Items(), held_out=DataLoader([item(0)]))  # type: ignore[arg-type]
+    with pytest.raises(UserCodeError, match="the data is a DataLoader, whose items are batches"):
+        from_objects(lambda: DataLoader([item(0)]))  # type: ignore[arg-type]
     with pytest.raises(UserCodeError, match=r"The held-out data is an int: .* an iterable or a generator function"):
         from_objects(Items(), held_out=3)
     assert as_source(ranged := [item(0)]) is ranged

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shoal.data.prepared import locked
 from shoal.data.remote import RemoteStore
 from shoal.errors import ConfigError, DataError, EnvironmentFault
 from tests.data.sources import PARTS, SAMPLES, built, written
@@ -216,3 +217,67 @@ def test_s3_through_a_real_server(tmp_path: Path):
         assert used == dataset.order(11, shuffle=True).ids(np.arange(len(used))).tolist()
     finally:
         server.stop()
+
+
+def test_an_s3_object_that_changes_is_noticed(tmp_path: Path):
+    """Also where a listing showed it as it was, and where it has as many bytes as before."""
+    pytest.importorskip("s3fs")
+    pytest.importorskip("moto.server")
+    import fsspec
+
+    from tests.checkpoint.s3_server import s3_server
+
+    with s3_server() as server:
+        options = server.options | {"skip_instance_cache": False}
+        bucket = fsspec.filesystem("s3", **options, use_listings_cache=False)
+        bucket.pipe_file("copies/set/a", b"x" * 100)
+        store = RemoteStore(tmp_path / "cache", limit_bytes=2**20, attempts=2, options=options)
+        (file,) = store.listed(["s3://copies/set/*"], key="data.files")
+        bucket.pipe_file("copies/set/a", b"y" * 100)
+        with pytest.raises(EnvironmentFault, match="has changed since the run listed it"):
+            store.path(file)
+
+
+def test_parts_come_together_whatever_their_order(tmp_path: Path, memory, monkeypatch: pytest.MonkeyPatch):
+    """A file of several parts, the first of which is the last to come: every byte in its place."""
+    monkeypatch.setattr("shoal.data.remote.PART_BYTES", 10)
+    content = bytes(range(95))
+    memory.pipe_file("/set/a", content)
+    store = RemoteStore(tmp_path / "cache", limit_bytes=2**20)
+    (file,) = store.listed(["memory://set/a"], key="data.files")
+    others, cat_file = threading.Event(), type(memory).cat_file
+
+    def late(files, path, start=None, end=None, **more):
+        if start == 0:
+            assert others.wait(20)
+        others.set() if start == 90 else None
+        return cat_file(files, path, start=start, end=end, **more)
+
+    monkeypatch.setattr(type(memory), "cat_file", late)
+    assert store.path(file).read_bytes() == content
+
+
+def test_what_a_killed_process_left_half_fetched_goes(tmp_path: Path, memory):
+    """The next one to fetch the file deletes it: nothing else would, and the cache counts it not."""
+    memory.pipe_file("/set/a", b"x" * 100)
+    store = RemoteStore(tmp_path / "cache", limit_bytes=2**20)
+    (file,) = store.listed(["memory://set/a"], key="data.files")
+    left = tmp_path / "cache" / f".{file.fingerprint}-k1ll3d"
+    left.parent.mkdir()
+    left.write_bytes(b"x" * 50)
+    kept = store.path(file)
+    assert sorted(path.name for path in left.parent.glob("[!.]*")) == [kept.name]
+    assert not left.exists()
+
+
+def test_fetching_ahead_does_not_wait_for_another_process(tmp_path: Path, memory):
+    """A file that somebody else fetches is left to him; one that nobody does is there afterwards."""
+    memory.pipe_file("/set/a", b"x" * 100)
+    store = RemoteStore(tmp_path / "cache", limit_bytes=2**20)
+    (file,) = store.listed(["memory://set/a"], key="data.files")
+    (tmp_path / "cache").mkdir()
+    with locked(tmp_path / "cache" / f".{file.fingerprint}.lock"):
+        store.fetch_ahead(file)
+        assert not list((tmp_path / "cache").glob("[!.]*"))
+    store.fetch_ahead(file)
+    assert len(list((tmp_path / "cache").glob("[!.]*"))) == 1

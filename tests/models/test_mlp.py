@@ -52,3 +52,9 @@ def test_depth_neither_drowns_nor_bursts_the_signal(activation: str) -> None:
     model = mlp(inputs=256, hidden=(256,) * 10, outputs=256, activation=activation)
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
     assert 0.1 < model(x).std().item() < 10
+
+
+def test_whole_numbers_are_numbers() -> None:
+    """JSON and parquet have features without a point; they give what the same floating-point numbers give."""
+    model, x = mlp(inputs=2, hidden=(3,), outputs=2), torch.tensor([[1, 2], [3, 4]])
+    torch.testing.assert_close(model(x), model(x.float()))

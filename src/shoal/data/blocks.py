@@ -15,6 +15,8 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol
@@ -23,6 +25,7 @@ import numpy as np
 
 from shoal.data.shard_files import ShardFile, Store
 from shoal.errors import DataError, EnvironmentFault
+from shoal.remote_files import at_once
 
 BLOCK_BYTES = 2**16
 """Neighbouring records of fewer bytes than this share a block, where the format leaves the choice."""
@@ -73,7 +76,10 @@ class BlockFiles:
         self, files: Sequence[ShardFile], file_format: Format, *, store: Store, cache: Path, cache_bytes: int
     ) -> None:
         self._files, self._format, self._store = tuple(files), file_format, store
-        indexes = [_index(file, file_format, store=store, cache=cache / "indexes") for file in files]
+        indexes = at_once(
+            [partial(_index, file, file_format, store=store, cache=cache / "indexes") for file in files],
+            threads=store.connections,
+        )
         records = np.array([index[-1, 0] for index in indexes])
         self._records_before = np.concatenate([[0], np.cumsum(records)])
         self._blocks_before = np.concatenate([[0], np.cumsum([len(index) - 1 for index in indexes])])
@@ -109,6 +115,16 @@ class BlockFiles:
         file = int(np.searchsorted(self._records_before, index, side="right")) - 1
         return f"{self._files[file].name}, record {index - int(self._records_before[file])}"
 
+    @property
+    def ahead_bytes(self) -> int:
+        """See `read_ahead.Foresees`."""
+        return self._store.ahead_bytes
+
+    def needed(self, ids: np.ndarray) -> list[NeededFile]:
+        """See `read_ahead.Foresees`: the files of the records `ids`."""
+        numbers = np.searchsorted(self._records_before, ids, side="right") - 1
+        return [NeededFile(self._store, self._files[number]) for number in dict.fromkeys(numbers.tolist())]
+
     def _read(self, number: int) -> Block:
         file = self._files[int(np.searchsorted(self._blocks_before, number, side="right")) - 1]
         for _ in range(EVICTIONS):
@@ -118,6 +134,23 @@ class BlockFiles:
             f"{file.name} was dropped from the cache {EVICTIONS} times before it could be read: raise "
             "data.remote_cache_bytes, or set data.shuffle_window."
         )
+
+
+@dataclass(frozen=True)
+class NeededFile:
+    """A file that some records lie in. See `read_ahead.Needed`."""
+
+    store: Store
+    file: ShardFile
+
+    @property
+    def nbytes(self) -> int:
+        """Of the file."""
+        return self.file.size_bytes
+
+    def fetch(self) -> None:
+        """See `Store.fetch_ahead`."""
+        self.store.fetch_ahead(self.file)
 
 
 def _and_others(files: Sequence[ShardFile]) -> str:

@@ -8,7 +8,7 @@ import msgspec
 
 from shoal.config.table import Positive, Table, says
 from shoal.data.reading import Reading
-from shoal.data.record_config import END_TOKEN, PACKING, TOKENIZER, Packing, RecordData, Stream
+from shoal.data.record_config import END_TOKEN, PACKING, TOKENIZER, Packing, RecordData, Records, Stream
 
 Denominator = Literal["auto", "samples", "tokens", "weights"]
 EpochEnd = Literal["straddle", "short", "drop"]
@@ -103,9 +103,17 @@ class Mixture(Reading, frozen=True, kw_only=True, tag_field="kind", tag="mixture
             )
         if any(not 0 < weight < float("inf") for weight in self.weights.values()):
             raise ValueError(f"weights are {self.weights}: each must be above 0")
-        if any(source.augment for source in self.sources.values()):
-            raise ValueError("a source of the mixture names augment: name it in [data], for all of them")
-        if self.stratify is not None or any(source.stratify for source in self.sources.values()):
+        tokenizers = {
+            name: source.tokenizer
+            for name, source in self.sources.items()
+            if isinstance(source, TextFiles | Records) and (isinstance(source, TextFiles) or source.text is not None)
+        }
+        if len(set(tokenizers.values())) > 1:
+            raise ValueError(
+                f"the sources have the tokenizers {tokenizers}: a token id means one thing to the model, give all of "
+                "them the same"
+            )
+        if self.stratify is not None:
             raise ValueError("a mixture has weights in place of stratify: make each class a source, or leave it out")
 
 

@@ -41,6 +41,10 @@ def decoded(value: Any, field: str, form: ImageForm) -> Any:
         value = value["bytes"]
     if isinstance(value, bytes):
         return _from_bytes(value, field.rpartition(".")[2], form)
+    if isinstance(value, np.ndarray) and value.dtype.kind not in "fiub":
+        raise DataError(f"The field {field!r} is a list that is no array of numbers: give lists of numbers.")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise DataError(f"The field {field!r} is {value:.3e}, a whole number of more than 64 bits: make it smaller.")
     if isinstance(value, np.ndarray | int | float | bool):
         return value
     if isinstance(value, list):
@@ -111,12 +115,20 @@ def decode_image(content: bytes, form: ImageForm) -> np.ndarray:
 
 
 def image_array(image: Any, form: ImageForm) -> np.ndarray:
-    """A Pillow image as float32 [channels, height, width] in [0, 1]."""
-    image = image.convert("L" if form.channels == 1 else "RGB")
+    """A Pillow image as float32 [channels, height, width] in [0, 1]. Raises DataError where it is not of colours."""
+    if image.mode == "F":
+        raise DataError("The image holds floating-point numbers, whose range is unknown: save them as .npy.")
+    white = 255
+    if image.mode.startswith("I"):  # grey of 16 bits, which Pillow's conversions would cut off at 255
+        image, white = _pillow().fromarray(np.asarray(image, dtype=np.float32)), 2**16 - 1
+    else:
+        image = image.convert("L" if form.channels == 1 else "RGB")
     if form.size is not None and image.size != (form.size, form.size):
         image = image.resize((form.size, form.size), resample=_pillow().Resampling.BILINEAR)
-    pixels = np.asarray(image, dtype=np.float32) / np.float32(255)
-    return pixels[None] if form.channels == 1 else np.ascontiguousarray(pixels.transpose(2, 0, 1))
+    pixels = np.asarray(image, dtype=np.float32) / np.float32(white)
+    if pixels.ndim == 2:
+        return np.repeat(pixels[None], form.channels, axis=0)
+    return np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 
 def _pillow() -> Any:
@@ -128,4 +140,4 @@ def _pillow() -> Any:
 
 
 def _kind(value: Any) -> str:
-    return "missing" if value is None else f"of type {type(value).__name__}"
+    return "null" if value is None else f"of type {type(value).__name__}"

@@ -26,6 +26,7 @@ from shoal.data.batches import BatchRead, BatchReader, OrderOfSamples, SourceRea
 from shoal.data.config import Denominator
 from shoal.data.cursor import Cursor, Interval
 from shoal.data.order import microbatches, share
+from shoal.data.read_ahead import Foresees, ReadAhead
 from shoal.data.sample import Batch, Source, padding_like
 from shoal.errors import ConfigError, DataError
 
@@ -177,6 +178,9 @@ class Feed:
         self._slots: deque[_Slot] = deque()
         self._work: SimpleQueue[_Slot | None] = SimpleQueue()
         self._closed = Event()
+        self._ahead: ReadAhead | None = None
+        if isinstance(source, Foresees) and source.ahead_bytes:
+            self._ahead = ReadAhead(source, self._ids_ahead(self._cursor))
         for _ in range(max(1, prefetch_steps)):
             self._plan_step()
         self._threads = [Thread(target=self._read, name=f"shoal-reader-{i}", daemon=True) for i in range(readers)]
@@ -202,6 +206,8 @@ class Feed:
             raise slot.error
         self._slots.popleft()
         self._plan_step()
+        if self._ahead is not None:
+            self._ahead.step_taken()
         return FedStep(slot.interval, slot.batches, wait_s=wait_s, skipped=tuple(slot.skipped))
 
     def divide(self, speeds: Sequence[float] | None) -> None:
@@ -214,6 +220,8 @@ class Feed:
     def close(self) -> None:
         """Ends the readers; one that is inside the data source ends when it comes out. May be called again."""
         self._closed.set()
+        if self._ahead is not None:
+            self._ahead.close()
         for _ in self._threads:
             self._work.put(None)
         deadline_s = time.monotonic() + CLOSING_S
@@ -237,6 +245,13 @@ class Feed:
             return slot.reader.where
         positions = (slot.part or slot.interval).positions()
         return where_of(self._order.ids(positions), positions)
+
+    def _ids_ahead(self, cursor: Cursor) -> Iterator[np.ndarray]:
+        """The ids that this replica will read in each step from `cursor` on, as steps are divided now."""
+        while True:
+            cursor, interval = cursor.lease(self._own.samples_at(cursor.next_position))
+            positions = [part.positions() for part in self._own.microbatches(interval)]
+            yield self._order.ids(np.concatenate([np.empty(0, dtype=np.int64), *positions]))
 
     def _plan_step(self) -> None:
         self._cursor, interval = self._cursor.lease(self._own.samples_at(self._cursor.next_position))

@@ -1,4 +1,6 @@
-"""Image folders: a folder for each class, in it the images; classes are numbered in the order of their names."""
+"""Image folders: a folder for each class, in it the images; classes are numbered in the order of their names. What
+begins with a dot is neither (.ipynb_checkpoints, ._1.jpg).
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class ImageFolder:
         self.folder = Path(folder).expanduser()
         if not self.folder.is_dir():
             raise DataError(f"There is no folder {self.folder}: correct data.folder.")
-        found = sorted(entry.name for entry in os.scandir(self.folder) if entry.is_dir())
+        found = sorted(
+            entry.name for entry in os.scandir(self.folder) if entry.is_dir() and not entry.name.startswith(".")
+        )
         self.classes = tuple(found) if classes is None else classes
         unknown = [name for name in found if name not in self.classes]
         if unknown:
@@ -73,5 +77,8 @@ class ImageFolder:
 
 def _images(folder: Path) -> list[Path]:
     """The images below `folder`, sorted."""
-    found = [Path(parent, name) for parent, _, files in os.walk(folder) for name in files]
+    found: list[Path] = []
+    for parent, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [Path(parent, name) for name in files if not name.startswith(".")]
     return sorted(path for path in found if path.suffix.lower().removeprefix(".") in IMAGE_SUFFIXES)

@@ -195,9 +195,12 @@ def made_by(function: Callable[..., Any], call: Callable[..., Any], *, takes_sta
     """What `call` returns, or the items of what it returns; each call is one of `function`, with arguments of its own.
 
     `takes_start`: the keyword `start` is the number of items to leave out, if iterators or iterables are returned.
+    Raises `UserCodeError` for a DataLoader.
     """
     name = f"the data of {getattr(function, '__name__', type(function).__name__)}()"
     made = call(start=0) if takes_start and _needs_start(function) else call()
+    if isinstance(made, DataLoader):
+        return as_source(made)
     if _is_map_style(made) or not hasattr(made, "__iter__") or isinstance(made, str | bytes | dict | tuple):
         return made
     if takes_start:

@@ -1,7 +1,8 @@
 """JSON lines: one object in each line, which is a record of its keys.
 
 The index marks the first line after every 64 KiB. A line is parsed when it is asked for, not when the index is made, so
-a line that is no JSON is found when it is read. Empty lines are not counted.
+a line that is no JSON is found when it is read. Lines of blanks are not counted, and a byte order mark is no part of
+the first line.
 """
 
 from __future__ import annotations
@@ -16,14 +17,19 @@ import numpy as np
 from shoal.data.blocks import BLOCK_BYTES
 from shoal.errors import DataError
 
-NEWLINE, RETURN = 10, 13
+NEWLINE = 10
+BLANKS = bytes(range(33))
+"""Blank and control characters: a line of nothing else is empty."""
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ")
+"""How files of gzip, zstd, bzip2 and xz begin."""
 CHUNK_BYTES = 2**22
 
 
 class JSONLines:
     """The format of .jsonl files. See `blocks.Format`."""
 
-    name = "jsonl"
+    name = "jsonl-2"
 
     def index(self, path: Path) -> np.ndarray:
         """See `blocks.Format.index`; a place is a byte of the file."""
@@ -45,7 +51,7 @@ class JSONLines:
             content = file.read(stop - start)
         if len(content) < stop - start:
             raise DataError("The file has become shorter: leave data alone while a run reads it.")
-        return JSONBlock([line for line in content.split(b"\n") if line not in (b"", b"\r")], stop - start)
+        return JSONBlock([line for line in content.split(b"\n") if line.strip(BLANKS)], stop - start)
 
 
 class JSONBlock:
@@ -72,28 +78,29 @@ def _shown(line: bytes) -> str:
 
 def _refuse_compressed(path: Path) -> None:
     with path.open("rb") as file:
-        head = file.read(4)
-    if head[:2] == b"\x1f\x8b" or head == b"\x28\xb5\x2f\xfd":
+        head = file.read(max(map(len, COMPRESSED)))
+    if head.startswith(COMPRESSED):
         raise DataError(f"{path} is compressed, so no line of it can be found without reading all: decompress it.")
 
 
 def _lines(path: Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Where lines that are not empty start and stop (exclusive, before the newline), in chunks of at least one line."""
-    offset, line_start, last = 0, 0, -1
     with path.open("rb") as file:
+        marked = file.read(len(BYTE_ORDER_MARK)) == BYTE_ORDER_MARK
+        offset = line_start = file.seek(len(BYTE_ORDER_MARK) if marked else 0)
+        shown = 0  # characters that are not blank, of the line that has begun
         while chunk := file.read(CHUNK_BYTES):
             content = np.frombuffer(chunk, dtype=np.uint8)
             newlines = np.flatnonzero(content == NEWLINE)
-            starts = np.concatenate([[line_start], offset + newlines + 1])[: len(newlines)]
-            stops = offset + newlines
-            before = content[newlines - 1]  # the byte before a newline; of the chunk before where newlines[0] is 0
-            if len(newlines) and newlines[0] == 0:
-                before[0] = last if last >= 0 else NEWLINE
-            real = (stops > starts) & ~((stops == starts + 1) & (before == RETURN))
+            shown_before = shown + np.cumsum(content >= len(BLANKS))
+            real = np.diff(shown_before[newlines], prepend=0) > 0
             if real.any():
-                yield starts[real], stops[real]
+                starts = np.concatenate([[line_start], offset + newlines + 1])[: len(newlines)]
+                yield starts[real], (offset + newlines)[real]
+            shown = int(shown_before[-1])
             if len(newlines):
                 line_start = offset + int(newlines[-1]) + 1
-            offset, last = offset + len(chunk), chunk[-1]
-    if line_start < offset:
+                shown -= int(shown_before[newlines[-1]])
+            offset += len(chunk)
+    if shown:
         yield np.array([line_start]), np.array([offset])

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from shoal.data.order import Order, permuted
+from shoal.data.read_ahead import Foresees, Needed
 from shoal.data.sample import SkipsSamples, Source
 from shoal.errors import DataError
 
@@ -106,6 +107,22 @@ class Joined:
         """Whether the source of sample `index` leaves it out where it is damaged."""
         source, own = self._found(index)
         return isinstance(source, SkipsSamples) and source.skips(own)
+
+    @property
+    def ahead_bytes(self) -> int:
+        """See `read_ahead.Foresees`: the least of the sources that say some."""
+        said = [source.ahead_bytes for source in self.sources if isinstance(source, Foresees)]
+        return min((number for number in said if number), default=0)
+
+    def needed(self, ids: np.ndarray) -> list[Needed]:
+        """See `read_ahead.Foresees`."""
+        numbers = np.searchsorted(self._before, ids, side="right") - 1
+        needed: list[Needed] = []
+        for number, source in enumerate(self.sources):
+            own = ids[numbers == number] - self._before[number]
+            if isinstance(source, Foresees) and source.ahead_bytes and len(own):
+                needed += source.needed(own)
+        return needed
 
     def _found(self, index: int) -> tuple[Source, int]:
         if not 0 <= index < len(self):

@@ -24,8 +24,8 @@ class TableBlock:
         self.nbytes, self._table = table.nbytes, table
 
     def record(self, row: int) -> Mapping[str, Any]:
-        """Row `row`; numbers in lists come as arrays."""
-        return {name: _value(self._table.column(name)[row]) for name in self._table.column_names}
+        """Row `row`; numbers in lists come as arrays. Raises DataError where a list has a null, which is no number."""
+        return {name: _value(self._table.column(name)[row], name) for name in self._table.column_names}
 
 
 class ParquetFormat:
@@ -93,15 +93,24 @@ def _by_counts(rows: Sequence[int]) -> np.ndarray:
     return np.stack([firsts, places], axis=1)[kept]
 
 
-def _value(scalar: Any) -> Any:
+def _value(scalar: Any, name: str) -> Any:
     values = getattr(scalar, "values", None)
-    if values is None or not scalar.is_valid:
+    if values is None or callable(values) or not scalar.is_valid:  # a struct has a method of that name
         return scalar.as_py()
+    if _has_null(values):
+        raise DataError(f"The field {name!r} is a list with a null in it: write a number there.")
     try:
         array = values.to_numpy(zero_copy_only=False)
     except (NotImplementedError, ValueError):
         return scalar.as_py()
     return np.asarray(scalar.as_py()) if array.dtype == object else array
+
+
+def _has_null(values: Any) -> bool:
+    """Whether a list, or a list within it, has a null."""
+    while values.null_count == 0 and hasattr(values, "flatten") and hasattr(values.type, "value_field"):
+        values = values.flatten()
+    return values.null_count > 0
 
 
 def _require_columns(path: Path, found: Sequence[str], wanted: Sequence[str]) -> None:

@@ -42,10 +42,13 @@ def _make(folder: Path, make: Callable[[Path], None]) -> None:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock on `path` among all processes of this machine; a process that dies lets go of it."""
+def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
+    """Holds an exclusive lock on `path` among all processes of this machine; a process that dies lets go of it.
+
+    Without `wait`, raises BlockingIOError where another holds it.
+    """
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+
 from shoal.data.decode import ImageForm, decoded
+from shoal.data.read_ahead import Foresees, Needed
 from shoal.errors import DataError
 
 
@@ -70,6 +73,15 @@ class RecordSamples:
     def skips(self, index: int) -> bool:
         """Whether sample `index` is left out where it is damaged."""
         return self._skips_bad
+
+    @property
+    def ahead_bytes(self) -> int:
+        """See `read_ahead.Foresees`."""
+        return self.records.ahead_bytes if isinstance(self.records, Foresees) else 0
+
+    def needed(self, ids: np.ndarray) -> Sequence[Needed]:
+        """See `read_ahead.Foresees`."""
+        return self.records.needed(ids) if isinstance(self.records, Foresees) else ()
 
     def __len__(self) -> int:
         return len(self.records)

@@ -1,8 +1,8 @@
 """Files behind URLs, through fsspec (`https://`, `s3://`, `gs://`, `memory://`, ...), in a bounded cache on disk.
 
-A file is fetched in parts; what was fetched has to have the promised size. It is kept under its fingerprint, so a new
-version of it is another file, and the files that were not used for longest go when the cache is full. All processes of
-a machine share the cache: a lock lets one of them fetch.
+A file is fetched in parts, several at a time; what was fetched has to have the promised size. It is kept under its
+fingerprint, so a new version of it is another file, and the files that were not used for longest go when the cache is
+full. All processes of a machine share the cache: a lock lets one of them fetch.
 """
 
 from __future__ import annotations
@@ -11,15 +11,20 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from shoal.data.prepared import locked
 from shoal.data.shard_files import ShardFile
 from shoal.errors import DataError, EnvironmentFault
-from shoal.remote_files import Attempts, missing, open_url
+from shoal.remote_files import Attempts, at_once, missing, open_url
 
 PART_BYTES = 2**23
+PARTS_AT_ONCE = 4
+AHEAD = 0.75
+"""The share of the cache that is for files which the coming steps need; the rest holds those that were read."""
 VERSIONS = ("ETag", "etag", "Last-Modified", "LastModified", "mtime", "updated", "created")
 """What file systems call the thing that changes with a file's content; the first that is there counts."""
 
@@ -42,6 +47,8 @@ class RemoteStore:
         sleep: waits so many seconds; for tests.
     """
 
+    connections = 16
+
     def __init__(
         self,
         folder: Path,
@@ -51,7 +58,12 @@ class RemoteStore:
         options: Mapping[str, Any] | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._folder, self._limit_bytes, self._options = folder, limit_bytes, dict(options or {})
+        self._folder, self._limit_bytes = folder, limit_bytes
+        self._options = {
+            "use_listings_cache": False,
+            **(options or {}),
+        }  # a kept listing would hide that a file changed
+        self.ahead_bytes = int(AHEAD * limit_bytes)
         self._attempts = Attempts(attempts, "data.remote_attempts", sleep)
 
     def listed(self, patterns: Sequence[str], *, key: str) -> list[ShardFile]:
@@ -71,7 +83,7 @@ class RemoteStore:
             if not found:
                 raise DataError(f"{key} names {pattern!r}, and nothing matches it there: correct it.")
             names |= set(found)
-        return [self._described(name) for name in sorted(names)]
+        return at_once([partial(self._described, name) for name in sorted(names)], threads=self.connections)
 
     def path(self, file: ShardFile) -> Path:
         """The file in the cache, fetched if it is not there.
@@ -79,10 +91,18 @@ class RemoteStore:
         Raises:
             EnvironmentFault: it cannot be fetched, or is no longer the file that was listed.
         """
+        return self._in_cache(file, wait=True)
+
+    def fetch_ahead(self, file: ShardFile) -> None:
+        """See `Store.fetch_ahead`."""
+        with suppress(BlockingIOError):
+            self._in_cache(file, wait=False)
+
+    def _in_cache(self, file: ShardFile, *, wait: bool) -> Path:
         kept = self._folder / f"{file.fingerprint}{Path(file.name).suffix[:16]}"
         if not _touched(kept):
             self._folder.mkdir(parents=True, exist_ok=True)
-            with locked(self._folder / f".{file.fingerprint}.lock"):
+            with locked(self._folder / f".{file.fingerprint}.lock", wait=wait):
                 if not _touched(kept):
                     self._fetch(file, kept)
         return kept
@@ -101,23 +121,32 @@ class RemoteStore:
         return ShardFile(name, size_bytes, str(next((info[key] for key in VERSIONS if info.get(key)), "")))
 
     def _fetch(self, file: ShardFile, kept: Path) -> None:
-        if self._described(file.name) != file:
-            raise EnvironmentFault(
-                f"{file.name} has changed since the run listed it: leave data alone while a run reads it."
-            )
-        file_system, path = self._open(file.name)
+        for abandoned in self._folder.glob(f".{kept.name}-*"):  # by processes that were killed: the lock is ours
+            abandoned.unlink()
         descriptor, building = tempfile.mkstemp(dir=self._folder, prefix=f".{kept.name}-")
+        os.close(descriptor)
         try:
-            with os.fdopen(descriptor, "wb") as target:
-                for start in range(0, file.size_bytes, PART_BYTES):
-                    stop = min(start + PART_BYTES, file.size_bytes)
-                    target.write(
-                        self._tried(lambda a=start, b=stop: _part(file_system, path, a, b, file.size_bytes), file.name)
-                    )
+            parts = [partial(self._fetch_part, file, building, at) for at in range(0, file.size_bytes, PART_BYTES)]
+            at_once([partial(self._require_unchanged, file), *parts], threads=PARTS_AT_ONCE)
+            self._require_unchanged(file)
             self._admit(building, kept, file.size_bytes)
         except BaseException:
             os.unlink(building)
             raise
+
+    def _require_unchanged(self, file: ShardFile) -> None:
+        if self._described(file.name) != file:
+            raise EnvironmentFault(
+                f"{file.name} has changed since the run listed it: leave data alone while a run reads it."
+            )
+
+    def _fetch_part(self, file: ShardFile, building: str, start: int) -> None:
+        file_system, path = self._open(file.name)
+        stop = min(start + PART_BYTES, file.size_bytes)
+        content = self._tried(lambda: _part(file_system, path, start, stop, file.size_bytes), file.name)
+        with open(building, "r+b") as target:  # opened by its name: after a failure, nothing is written anywhere else
+            target.seek(start)
+            target.write(content)
 
     def _admit(self, building: str, kept: Path, size_bytes: int) -> None:
         """Deletes the files that were used longest ago until there is room, and gives the new one its name.

@@ -20,6 +20,7 @@ from shoal.errors import UserCodeError
 
 Tree: TypeAlias = "Tensor | tuple[Tree, ...] | dict[str, Tree]"
 KEYS = ("inputs", "targets", "weights")
+MOST = np.iinfo(np.int64).max
 WANTED = "return (inputs, targets), (inputs, targets, weights) or a mapping with those keys"
 
 
@@ -199,6 +200,8 @@ def _from_numpy(array: np.ndarray, name: str) -> Tensor:
         raise UserCodeError(f"The data set's {name} has dtype {array.dtype}: it must hold numbers or booleans.")
     if array.dtype in (np.float64, np.longdouble):
         array = array.astype(np.float32)
+    elif array.dtype == np.uint64 and array.size and array.max() > MOST:
+        raise UserCodeError(f"The data set's {name} holds {array.max()}, more than an int64 can: make it smaller.")
     elif array.dtype in (np.uint16, np.uint32, np.uint64):
         array = array.astype(np.int64)
     native = array.astype(array.dtype.newbyteorder("="), copy=not array.flags.writeable)

@@ -32,7 +32,14 @@ class ShardFile:
 
 
 class Store(Protocol):
-    """Where files come from: `LocalStore`, or `RemoteStore` with its cache."""
+    """Where files come from: `LocalStore`, or `RemoteStore` with its cache.
+
+    `connections` files may be asked for at a time. `ahead_bytes` of files are worth fetching before a reader needs
+    them; 0: none.
+    """
+
+    connections: int
+    ahead_bytes: int
 
     def listed(self, patterns: Sequence[str], *, key: str) -> list[ShardFile]:
         """The files that the patterns name, sorted by name; `key` is the run file's, for messages."""
@@ -46,9 +53,15 @@ class Store(Protocol):
         """
         ...
 
+    def fetch_ahead(self, file: ShardFile) -> None:
+        """Brings the file nearer, unless another process is at it. Raises as `path`."""
+        ...
+
 
 class LocalStore:
     """Files of this machine."""
+
+    connections, ahead_bytes = 1, 0
 
     def listed(self, patterns: Sequence[str], *, key: str) -> list[ShardFile]:
         """The files that paths and globs (** goes down folders) name, sorted.
@@ -70,6 +83,9 @@ class LocalStore:
                 f"{path} has changed since the run opened it: leave data alone while a run reads it."
             )
         return path
+
+    def fetch_ahead(self, file: ShardFile) -> None:
+        """Nothing: it is here."""
 
 
 def local_file(path: Path) -> ShardFile:

@@ -46,9 +46,9 @@ def prepare_records(
     tokenizer = open_tokenizer(config.tokenizer, end_token=config.end_token, vocabulary=around.vocabulary)
 
     def prepared(records: RecordSource, part: str) -> tuple[Documents, TokenisedMeta]:
-        texts = _texts(records, str(config.text), skip=config.bad_records == "skip")
+        documents = _documents(records, str(config.text), tokenizer, skip=config.bad_records == "skip")
         return prepare_documents(
-            texts, tokenizer, around.cache, version=f"{version}\0{config.text}\0{config.bad_records}\0{part}"
+            documents, tokenizer, around.cache, version=f"{version}\0{config.text}\0{config.bad_records}\0{part}"
         )
 
     documents, meta = prepared(train, "train")
@@ -73,7 +73,7 @@ def prepare_files(config: TextFiles, files: Sequence[Path], root: Path, around: 
     version = "".join(local_file(path).fingerprint for path in files)
 
     def prepared(names: list[str], part: str) -> tuple[Source, Facts]:
-        texts = file_texts(paths[name] for name in names)
+        texts = map(tokenizer.encode, file_texts(paths[name] for name in names))
         own = f"{version}\0{config.held_out_fraction}\0{part}"
         documents, meta = prepare_documents(texts, tokenizer, around.cache, version=own)
         return documents.packed(config.packing, sequence=around.sequence), _facts(meta, tokenizer, part)
@@ -95,25 +95,29 @@ def _facts(meta: TokenisedMeta, tokenizer: Tokenizer, part: str) -> Facts:
     }
 
 
-def _texts(records: RecordSource, field: str, *, skip: bool) -> Iterator[str]:
+def _documents(records: RecordSource, field: str, tokenizer: Tokenizer, *, skip: bool) -> Iterator[np.ndarray]:
     for index in range(len(records)):
         try:
-            text = _text(records.record(index).get(field), field, records.where(index))
+            record = records.record(index)
+            try:
+                document = tokenizer.encode(_text(record.get(field), field))
+            except DataError as error:
+                raise DataError(f"{records.where(index)}: {error}") from error
         except DataError:
             if not skip:
                 raise
             continue
-        yield text
+        yield document
 
 
-def _text(value: Any, field: str, where: str) -> str:
+def _text(value: Any, field: str) -> str:
     if isinstance(value, bytes):
         try:
             value = value.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise DataError(f"{where}: the field {field!r} is not UTF-8 ({error}): write it anew.") from error
+            raise DataError(f"The field {field!r} is not UTF-8 ({error}): write it anew.") from error
     if not isinstance(value, str):
-        raise DataError(f"{where}: the field {field!r} is {describe(value)}, not text: mend it.")
+        raise DataError(f"The field {field!r} is {describe(value)}, not text: mend it.")
     return value
 
 
@@ -127,17 +131,18 @@ def file_texts(paths: Iterable[Path]) -> Iterator[str]:
 
 
 def prepare_documents(
-    texts: Iterable[str], tokenizer: Tokenizer, cache: Path, *, version: str
+    documents: Iterable[np.ndarray], tokenizer: Tokenizer, cache: Path, *, version: str
 ) -> tuple[Documents, TokenisedMeta]:
-    """The documents `texts` as tokens; made on the first call for a `version`, found in the cache afterwards.
+    """The `documents`, token ids by `tokenizer`; written on the first call for a `version`, found in the cache
+    afterwards.
 
     Raises:
-        DataError: there are no texts, or the cached copy is damaged.
+        DataError: there are no documents, or the cached copy is damaged.
     """
     name = hashlib.blake2b(f"1\0{version}\0{tokenizer.version}".encode(), digest_size=12).hexdigest()
     folder = cache / f"tokens-{name}"
     dtype = smallest_type(tokenizer.vocabulary)
-    made_once(folder, lambda building: _write(building, texts, tokenizer, np.dtype(dtype).newbyteorder("<")))
+    made_once(folder, lambda building: _write(building, documents, np.dtype(dtype).newbyteorder("<")))
     try:
         content = read_file(folder / META, limit_bytes=1 << 16, error=DataError, repair="delete that folder")
         meta = msgspec.json.decode(content, type=TokenisedMeta)
@@ -150,11 +155,11 @@ def prepare_documents(
     return Documents(tokens, ends), meta
 
 
-def _write(building: Path, texts: Iterable[str], tokenizer: Tokenizer, dtype: np.dtype) -> None:
+def _write(building: Path, encoded: Iterable[np.ndarray], dtype: np.dtype) -> None:
     digest, documents, tokens = hashlib.blake2b(digest_size=16), 0, 0
     with (building / TOKENS).open("wb") as token_file, (building / ENDS).open("wb") as end_file:
-        for text in texts:
-            ids = tokenizer.encode(text).astype(dtype)
+        for document in encoded:
+            ids = document.astype(dtype)
             digest.update(ids.tobytes())
             token_file.write(ids.tobytes())
             documents, tokens = documents + 1, tokens + len(ids)

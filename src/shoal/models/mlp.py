@@ -35,8 +35,10 @@ class MLP(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(here, there) for here, there in pairwise(self.sizes))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Floating `[batch, ...]`, flattened to `[batch, inputs]`, to `[batch, outputs]`."""
+        """`[batch, ...]`, flattened to `[batch, inputs]`, to `[batch, outputs]`. Whole numbers become floating ones."""
         x = x.flatten(1)
+        if not x.is_floating_point():
+            x = x.to(next(self.layers.parameters()).dtype)
         for layer in self.layers[:-1]:
             x = ACTIVATIONS[self.activation](layer(x))
         return self.layers[-1](x)

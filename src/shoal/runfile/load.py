@@ -11,9 +11,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.config.check import checked, keys_of, table_for
+import msgspec
+
+from shoal.config.check import checked, keys_of, shown, table_for
 from shoal.config.load import apply, read
 from shoal.config.reference import markdown
+from shoal.data.config import Mixture
+from shoal.data.reading import Reading
+from shoal.errors import ConfigError
 from shoal.runfile.rules import check_across
 from shoal.runfile.run_file import RunFile
 
@@ -51,8 +56,26 @@ def run_file_of(tables: Mapping[str, Any], *, file: str) -> RunFile:
         keys = ", ".join(f"{old} is now {new}" for old, new in old_keys.items())
         print(f"shoal: {file}: {keys}; the old name still works", file=sys.stderr, flush=True)
     run_file = checked(tables, RunFile, file=file)
+    if isinstance(run_file.data, Mixture):
+        run_file = msgspec.structs.replace(run_file, data=_read_as_one(run_file.data, tables["data"], file=file))
     check_across(run_file, file=file)
     return run_file
+
+
+def _read_as_one(mixture: Mixture, table: Mapping[str, Any], *, file: str) -> Mixture:
+    """`mixture`, whose sources have the keys of reading that it has. Raises `ConfigError` where `table`, as it was
+    written, gives one of them another.
+    """
+    whole = {key: getattr(mixture, key) for key in keys_of(Reading)}
+    for name, source in mixture.sources.items():
+        for key, value in whole.items():
+            if key in table["sources"][name] and getattr(source, key) != value:
+                raise ConfigError(
+                    f"{file}: data.sources.{name}.{key}: found {shown(getattr(source, key))}, and a mixture is read as "
+                    f"one, with data.{key} = {shown(value)}: set it in [data], or leave it out here"
+                )
+    sources = {name: msgspec.structs.replace(source, **whole) for name, source in mixture.sources.items()}
+    return msgspec.structs.replace(mixture, sources=sources)
 
 
 def renamed_keys(tables: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:

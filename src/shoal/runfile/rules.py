@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from shoal.data.config import Mixture, StdlibText, TextFiles
-from shoal.data.record_config import Stream
+from shoal.data.config import DataConfig, Mixture, StdlibText, TextFiles
+from shoal.data.record_config import Records, Stream
 from shoal.engine.config import CrossEntropy, Float8, Float16
 from shoal.errors import ConfigError
 from shoal.models.config import GPTConfig, MoEConfig
@@ -104,8 +104,8 @@ def _epoch_end_rule(run_file: RunFile) -> str | None:
 
 
 def _vocabulary_rule(run_file: RunFile) -> str | None:
-    model, data = run_file.model, run_file.data
-    reads_bytes = isinstance(data, StdlibText) or (isinstance(data, TextFiles) and data.tokenizer is None)
+    model = run_file.model
+    reads_bytes = any(_reads_bytes(data) for _, data in _tables_of_data(run_file.data))
     key, vocabulary = "model.vocabulary", model.vocabulary if isinstance(model, GPTConfig) else None
     if reads_bytes and isinstance(model, TransformersConfig):
         key, vocabulary = "model.config.vocab_size", vocabulary_of(model)
@@ -114,15 +114,30 @@ def _vocabulary_rule(run_file: RunFile) -> str | None:
     return None
 
 
+def _reads_bytes(data: DataConfig) -> bool:
+    if isinstance(data, TextFiles | Records):
+        return data.tokenizer is None and (isinstance(data, TextFiles) or data.text is not None)
+    return isinstance(data, StdlibText)
+
+
 def _packing_rule(run_file: RunFile) -> str | None:
     model = run_file.model
     limited = isinstance(model, MoEConfig) and model.capacity_factor is not None
-    if getattr(run_file.data, "packing", None) == "documents" and limited:
-        return (
-            'data.packing = "documents" with model.capacity_factor: an expert takes the first tokens of a sequence, '
-            "and positions that restart do not say which are first; leave capacity_factor out, or pack otherwise"
-        )
+    for key, data in _tables_of_data(run_file.data):
+        if getattr(data, "packing", None) == "documents" and limited:
+            return (
+                f'{key}.packing = "documents" with model.capacity_factor: an expert takes the first tokens of a '
+                "sequence, and positions that restart do not say which are first; leave capacity_factor out, or pack "
+                "otherwise"
+            )
     return None
+
+
+def _tables_of_data(data: DataConfig) -> Iterator[tuple[str, DataConfig]]:
+    """`[data]` and, of a mixture, the tables of its sources, each with its key."""
+    yield "data", data
+    if isinstance(data, Mixture):
+        yield from ((f"data.sources.{name}", source) for name, source in data.sources.items())
 
 
 def _float8_rule(run_file: RunFile) -> str | None:
