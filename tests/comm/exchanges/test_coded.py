@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.codec.codec import Codec, TensorPlace
+from shoal.codec.codec import Codec
 from shoal.comm.collective import Alone, Collective
 from shoal.comm.exchanges.coded import Coded, CodedExchanges
 from shoal.comm.exchanges.exchange import Segment
@@ -201,7 +201,7 @@ def test_the_way_that_sends_less(name: str, size: int) -> None:
         summed(coded(counting, codec_of(name)), term(group.rank, 0))  # type: ignore[arg-type]
         return counting.calls
 
-    codec = codec_of(name).bound([TensorPlace(*segment) for segment in SEGMENTS], key=3, rank=0, ranks=1)
+    codec = codec_of(name).bound([segment.place for segment in SEGMENTS], key=3, rank=0, ranks=1)
     calls = on_ranks(size, work)[0]
     whole, part = codec.wire_bytes(NUMEL), codec.wire_bytes(NUMEL // size)
     if codec.linear:
