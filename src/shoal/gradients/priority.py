@@ -90,6 +90,8 @@ class PriorityGradients:
         self._rehearsal = Rehearsal([list(part.indices) for part in parts], self._exchanges, lane)
         self._order: list[int] = []
         self._pending: dict[int, None] = {}
+        self._updated: list[Bucket] = []
+        """Those whose exchanges do not know yet that an update was made."""
         self._norms: list[Tensor] = []
         self._norm = torch.zeros(())
         self._filling = self._commits = False
@@ -140,12 +142,14 @@ class PriorityGradients:
     def reduce(self) -> Tensor:
         if self.rehearses:
             self._rehearse()
-        self.settle()
+        self._agree_on_rest()
         return self._norm
 
     def settle(self) -> None:
-        for number in list(self._pending):
-            self._agree(number)
+        self._agree_on_rest()
+        for bucket in self._updated:
+            bucket.commit()
+        self._updated.clear()
 
     def scale(self, factor: float | Tensor) -> None:
         for bucket in self._buckets:
@@ -195,6 +199,10 @@ class PriorityGradients:
                 if number in self._pending:
                     self._agree(number)
 
+    def _agree_on_rest(self) -> None:
+        for number in list(self._pending):
+            self._agree(number)
+
     def _agree(self, number: int) -> None:
         """Waits for the sums of one bucket, and updates its parameters."""
         bucket: Bucket = self._buckets[number]
@@ -203,7 +211,7 @@ class PriorityGradients:
         self._norms.append(bucket.norm())
         if self._update is not None and self._commits:
             self._update(number, self._norms[-1])
-            bucket.commit()
+            self._updated.append(bucket)
         if not self._pending:
             self._norm = two_norm(torch.stack(self._norms))
             self._norms.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections.abc import Callable
@@ -159,6 +160,18 @@ def test_residuals_of_short_numbers_are_kept_in_float32(dtype: torch.dtype) -> N
     assert exchange.residual is not None
     assert exchange.residual.dtype == torch.float32
     assert torch.equal(summed(exchange, term(0, 0, dtype)), term(0, 0, dtype))
+
+
+def test_parts_of_one_parameter_are_rounded_apart() -> None:
+    """Equal terms in two partitions draw other random numbers."""
+
+    def work(group: Collective) -> list[Tensor]:
+        new = CodedExchanges(codec_of("terngrad"), feedback=False, seed=0, later=group)
+        parts = [new.partition(group, torch.zeros(50), [Segment("a", 0, (50,), skipped)]) for skipped in (0, 50, 100)]
+        return [summed(part, torch.linspace(-1, 1, 50)) for part in parts]
+
+    for one, other in itertools.combinations(on_ranks(2, work)[0], 2):
+        assert not torch.equal(one, other)
 
 
 def test_what_arrives_is_sent() -> None:
