@@ -251,7 +251,9 @@ def test_a_matrix_is_one_partition_for_a_codec_of_matrices() -> None:
     """However small partitions are, it is not cut; for others a partition has at most its bytes."""
 
     def cuts(rank: Rank) -> list[tuple[int, list[tuple[str, tuple[int, ...], int]]]]:
-        return [(one.result.nbytes, [(s.name, s.shape, s.skipped) for s in one.segments]) for one in rank.exchanges.made]
+        return [
+            (one.result.nbytes, [(s.name, s.shape, s.skipped) for s in one.segments]) for one in rank.exchanges.made
+        ]
 
     whole = {segment for _, segments in on_ranks(2, "power_sgd", cuts)[0] for segment in segments}
     assert whole == {(f"{key}.weight", shape, 0) for key, shape in SHAPES.items()}

@@ -74,6 +74,8 @@ def _against_momenta(run_file: RunFile) -> Iterator[tuple[str, str]]:
     if run_file.sync.replicas_are != "lockstep":
         why = 'its momentum is summed in every step; use sync.kind = "allreduce", or another optimizer'
         yield f'sync.kind = "{run_file.sync.variant}"', why
+    if run_file.gradients.schedule == "priority":
+        yield 'gradients.schedule = "priority"', "its momenta are summed bucket by bucket; leave the schedule out"
     if run_file.sync.in_canonical_order:
         yield 'sync.order = "canonical"', "what ranks send depends on how many there are; leave one of the two out"
 
@@ -123,7 +125,10 @@ def _against_auto(run_file: RunFile) -> Iterator[tuple[str, str]]:
         why = "it chooses for sums of every step; name a codec"
         yield f'sync.kind = "{run_file.sync.variant}"', why
     if run_file.gradients.schedule == "priority":
-        yield 'gradients.schedule = "priority"', "it looks at the link between two steps, and there it is busy; name a codec"
+        yield (
+            'gradients.schedule = "priority"',
+            "it looks at the link between two steps, and there it is busy; name a codec",
+        )
     if run_file.run.device == "cuda":
         yield 'run.device = "cuda"', "it measures processors and their links so far; name a codec"
 
