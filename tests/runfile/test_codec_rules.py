@@ -122,6 +122,7 @@ def test_values_that_make_no_sense(tmp_path: Path, overrides: list[str], named: 
         ({"layout": {"tensor": 2}}, "layout.tensor = 2"),
         ({"precision": {"kind": "float16"}}, 'precision.kind = "float16"'),
         ({"observe": {"noise_every_steps": 5}}, "observe.noise_every_steps = 5"),
+        ({"gradients": {"schedule": "priority"}}, 'gradients.schedule = "priority"'),
     ],
 )
 @pytest.mark.parametrize("kind", ["one_bit_adam", "zero_one_adam", "one_bit_lamb"])

@@ -6,9 +6,11 @@ sums are there, just before it computes (Peng et al., ByteScheduler, SOSP 2019).
     backward  8 7 6 5 4 3 2 1 | forward  1 2 3 4 5 6 7 8
     wire        8 8 6 4 2 1 . | . 3 5 7 ...                 each leaves when it is the most urgent that is ready
 
-It computes the same update as `ReplicatedGradients`. With a codec each partition is a coded sum, with a residual of its
-own, and what is encoded depends on where partitions are cut, not on when they leave. What needs the whole gradient before any update is impossible:
+It computes the same update as `ReplicatedGradients`. What needs the whole gradient before any update is impossible:
 clipping by its norm, and skipping a step whose gradient is not finite.
+
+With a codec each partition is a coded sum, with a residual of its own. What is encoded depends on where partitions are
+cut, not on when they leave.
 """
 
 from __future__ import annotations

@@ -76,8 +76,8 @@ def build_run_gradients(
 ) -> Gradients:
     """How this rank's gradients are reduced, and what its optimizer runs on. The parameters' memory may be moved.
 
-    Ranks that sum a gradient do so by `exchange`, or under a schedule by priority by `partition`. `one_host`: all ranks are on one host. `optimizers` are a script's
-    own; several have gradients apart.
+    Ranks that sum a gradient do so by `exchange`; under a schedule by priority, by `partition`. `one_host`: all ranks
+    are on one host. `optimizers` are a script's own; several have gradients apart.
     """
     config, (trained, tables) = run_file.gradients, dense_and_tables(run_file, parts)
     if mesh.device.type == "cpu" and not one_host:

@@ -125,10 +125,8 @@ def _against_auto(run_file: RunFile) -> Iterator[tuple[str, str]]:
         why = "it chooses for sums of every step; name a codec"
         yield f'sync.kind = "{run_file.sync.variant}"', why
     if run_file.gradients.schedule == "priority":
-        yield (
-            'gradients.schedule = "priority"',
-            "it looks at the link between two steps, and there it is busy; name a codec",
-        )
+        why = "it looks at the link between two steps, when that is busy; name a codec"
+        yield 'gradients.schedule = "priority"', why
     if run_file.run.device == "cuda":
         yield 'run.device = "cuda"', "it measures processors and their links so far; name a codec"
 
