@@ -51,6 +51,7 @@ def travel(place: TestPlace, tables: dict[str, Any], folder: str, name: str, ste
             fed = feed.next()
             progress.advance(fed.interval)
             losses.append(run.step(progress.step, fed.microbatches, lr=LR).loss)
+    run.generation.gradients.settle()
     left = whole_state(run)
     save(run, directory, place)
     return Leg(losses, came, left) if place.rank == 0 else None

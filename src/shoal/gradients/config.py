@@ -39,7 +39,9 @@ class GradientsConfig(Table, frozen=True):
             "layout.replicate, and without clipping."
         ),
     ] = "order"
-    partition_bytes: Annotated[int, says("With schedule = priority: the largest message.", ge=1, le=1 << 31)] = 1 << 20
+    partition_bytes: Annotated[
+        int, says("With schedule = priority: the largest partition, before a codec.", ge=1, le=1 << 31)
+    ] = 1 << 20
     credit_bytes: Annotated[
         int, says("With schedule = priority: the most bytes on the wire at once.", ge=1, le=1 << 31)
     ] = 4 << 20

@@ -8,6 +8,9 @@ sums are there, just before it computes (Peng et al., ByteScheduler, SOSP 2019).
 
 It computes the same update as `ReplicatedGradients`. What needs the whole gradient before any update is impossible:
 clipping by its norm, and skipping a step whose gradient is not finite.
+
+With a codec each partition is a coded sum, with a residual of its own. What is encoded depends on where partitions are
+cut, not on when they leave.
 """
 
 from __future__ import annotations
@@ -21,8 +24,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from shoal.comm.collective import Collective
-from shoal.comm.exchanges.credited import Credited, CreditQueue
-from shoal.comm.exchanges.exchange import Segment
+from shoal.comm.exchanges.credited import Credited, CreditQueue, NewPartitionSum
+from shoal.comm.exchanges.exchange import AllReduce, Segment, segments_within
 from shoal.comm.ledger import Ledger
 from shoal.errors import ConfigError
 from shoal.gradients.bucket import Bucket
@@ -43,24 +46,37 @@ class PriorityGradients:
     """`Gradients` of replicas of one rank. `lane` is a group of all of them for this traffic alone.
 
     Without an `update`, `reduce` returns what was agreed, as all `Gradients` do. With one, parameters are updated as
-    their sums arrive, from `release` on, and before the next backward at the latest. Raises `ConfigError` for
-    parameters on GPUs.
+    their sums arrive, from `release` on, and before the next backward at the latest. `partition` makes the sum of a
+    partition; `whole`: no parameter is cut, however large. Raises `ConfigError` for parameters on GPUs.
     """
 
     tuned = None
 
     def __init__(
-        self, config: GradientsConfig, trained: Sequence[Trained], *, model: nn.Module, lane: Collective, ledger: Ledger
+        self,
+        config: GradientsConfig,
+        trained: Sequence[Trained],
+        *,
+        model: nn.Module,
+        lane: Collective,
+        ledger: Ledger,
+        partition: NewPartitionSum = AllReduce,
+        whole: bool = False,
     ) -> None:
         _require_cpu(trained)
         self.owned: Sequence[Owned] = [owned_whole(t) for t in trained]
         self._update: Update | None = None
         self._credit_bytes, partition_bytes = config.credit_bytes, config.partition_bytes
-        self._queue = CreditQueue(lane, credit_bytes=config.credit_bytes, ledger=ledger)
+        self._queue = CreditQueue(credit_bytes=config.credit_bytes, ledger=ledger)
         self._exchanges: list[Credited] = []
 
         def credited(group: Collective, buffer: Tensor, segments: Sequence[Segment]) -> Credited:
-            self._exchanges.append(Credited(self._queue, buffer, partition_bytes=partition_bytes))
+            longest = buffer.numel() if whole else partition_bytes // buffer.element_size()
+            sums = [
+                partition(group, buffer[part], segments_within(segments, part))
+                for part in _cuts(buffer.numel(), max(1, longest))
+            ]
+            self._exchanges.append(Credited(self._queue, buffer, sums))
             return self._exchanges[-1]
 
         parts = parts_by_size(
@@ -76,6 +92,8 @@ class PriorityGradients:
         self._rehearsal = Rehearsal([list(part.indices) for part in parts], self._exchanges, lane)
         self._order: list[int] = []
         self._pending: dict[int, None] = {}
+        self._updated: list[Bucket] = []
+        """Those whose exchanges do not know yet that an update was made."""
         self._norms: list[Tensor] = []
         self._norm = torch.zeros(())
         self._filling = self._commits = False
@@ -126,19 +144,24 @@ class PriorityGradients:
     def reduce(self) -> Tensor:
         if self.rehearses:
             self._rehearse()
-        self.settle()
+        self._agree_on_rest()
         return self._norm
 
     def settle(self) -> None:
-        for number in list(self._pending):
-            self._agree(number)
+        self._agree_on_rest()
+        for bucket in self._updated:
+            bucket.commit()
+        self._updated.clear()
 
     def scale(self, factor: float | Tensor) -> None:
         for bucket in self._buckets:
             bucket.scale(factor)
 
     def gather(self) -> None:
-        """Nothing to do: equal gradients have met equal states."""
+        """Equal gradients have met equal states."""
+        if self._update is None:
+            for bucket in self._buckets:
+                bucket.commit()
 
     @contextmanager
     def full_parameters(self) -> Iterator[None]:
@@ -178,6 +201,10 @@ class PriorityGradients:
                 if number in self._pending:
                     self._agree(number)
 
+    def _agree_on_rest(self) -> None:
+        for number in list(self._pending):
+            self._agree(number)
+
     def _agree(self, number: int) -> None:
         """Waits for the sums of one bucket, and updates its parameters."""
         bucket: Bucket = self._buckets[number]
@@ -186,9 +213,15 @@ class PriorityGradients:
         self._norms.append(bucket.norm())
         if self._update is not None and self._commits:
             self._update(number, self._norms[-1])
+            self._updated.append(bucket)
         if not self._pending:
             self._norm = two_norm(torch.stack(self._norms))
             self._norms.clear()
+
+
+def _cuts(numel: int, longest: int) -> list[slice]:
+    """`numel` numbers in parts of `longest` or, the last one, less."""
+    return [slice(start, min(start + longest, numel)) for start in range(0, numel, longest)]
 
 
 def _homes(parts: Sequence[BucketParameters]) -> dict[int, int]:

@@ -63,15 +63,15 @@ class ResidualSection:
 
     def tensors(self) -> dict[str, Held]:
         """Of a group of one rank, which sends all, only what it has not sent yet, and what it knows of the momentum."""
-        found = self._state()
+        found: dict[str, list[Target]] = {}
         for exchange, segment in self._segments():
             carries = exchange.group.size > 1 or isinstance(exchange, CodedMomentum | CodedPushes) or exchange.arrived
             if carries and exchange.residual is not None:
-                found[f"{PREFIX}{exchange.group.rank}/{segment.name}"] = self._parts(exchange.residual, segment)
+                place = f"{exchange.group.rank}/{segment.name}"
+                found.setdefault(PREFIX + place, []).extend(self._parts(exchange.residual, segment))
                 if isinstance(exchange, CodedMomentum):
-                    key = f"{VELOCITY}{exchange.group.rank}/{segment.name}"
-                    found[key] = self._parts(exchange.velocity, segment)
-        return found
+                    found.setdefault(VELOCITY + place, []).extend(self._parts(exchange.velocity, segment))
+        return self._state() | found
 
     def targets(self, saved: Mapping[str, torch.dtype]) -> dict[str, Held]:
         """The residuals of this rank's sources."""
@@ -83,14 +83,14 @@ class ResidualSection:
 
     def _arriving(
         self, prefix: str, saved: Mapping[str, torch.dtype], arrival: Mapping[Any, Callable[[], Tensor]]
-    ) -> dict[str, Held]:
+    ) -> dict[str, list[Target]]:
         """What is saved under `prefix` of this rank's sources, into what `arrival` makes for an exchange."""
         sources: dict[str, list[str]] = {}
         for key in saved:
             if key.startswith(prefix):
                 source, _, name = key.removeprefix(prefix).partition("/")
                 sources.setdefault(name, []).append(source)
-        found: dict[str, Held] = {}
+        found: dict[str, list[Target]] = {}
         arrivals: dict[tuple[int, str], Tensor] = {}
         for exchange, segment in ((one, segment) for one in arrival for segment in one.segments):
             group = exchange.group
@@ -99,7 +99,8 @@ class ResidualSection:
                     place = (id(exchange), source)
                     if place not in arrivals:
                         arrivals[place] = arrival[exchange]()
-                    found[f"{prefix}{source}/{segment.name}"] = self._parts(arrivals[place], segment)
+                    key = f"{prefix}{source}/{segment.name}"
+                    found.setdefault(key, []).extend(self._parts(arrivals[place], segment))
         return found
 
     def elsewhere(self, saved: Mapping[str, torch.dtype]) -> set[str]:
@@ -143,5 +144,5 @@ class ResidualSection:
     def _parts(self, residual: Tensor | None, segment: Segment) -> list[Target]:
         assert residual is not None, "segments are those of exchanges that keep residuals"
         owned = self._owned[segment.name]
-        regions = ((region.box, region.start) for region in owned.regions)
+        regions = ((region.box, region.start) for region in owned.regions_of(segment.skipped, segment.numel))
         return views(residual[segment.slice], regions, global_shape=owned.holding.global_shape)

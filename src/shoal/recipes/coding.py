@@ -66,7 +66,8 @@ def coded_exchanges(run_file: RunFile, mesh: Mesh) -> CodedExchanges | None:
         parts = _SPECIAL.get(type(config), _gradients)(config, mesh)
     # Of the ranks of a host one keeps what all have not sent: which one changes with the members of an elastic run.
     levels = {} if run_file.elastic is not None else {"levels": mesh.levels}
-    return CodedExchanges(parts.codec, feedback=feedback, seed=run_file.run.seed, new=parts.new, **levels)
+    later = mesh.axis("replicate", lane="later rounds") if run_file.gradients.schedule == "priority" else None
+    return CodedExchanges(parts.codec, feedback=feedback, seed=run_file.run.seed, new=parts.new, later=later, **levels)
 
 
 def piece_codecs(config: ShardCodecConfig) -> PieceCodecs:

@@ -85,6 +85,7 @@ def build_generation(
         mesh,
         sync,
         exchange=(coded if equal else None) or sync.exchange,
+        partition=AllReduce if coded is None else coded.partition,
         one_host=process.place.one_host,
         optimizers=workload.optimizers,
     )

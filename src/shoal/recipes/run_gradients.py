@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from shoal import units
-from shoal.comm.exchanges.exchange import NewExchange
+from shoal.comm.exchanges.credited import NewPartitionSum
+from shoal.comm.exchanges.exchange import AllReduce, NewExchange
 from shoal.comm.mesh import Mesh
 from shoal.errors import ConfigError
 from shoal.gradients.build import Summing, build_gradients
@@ -69,20 +70,29 @@ def build_run_gradients(
     sync: Sync,
     *,
     exchange: NewExchange,
+    partition: NewPartitionSum = AllReduce,
     one_host: bool,
     optimizers: Sequence[OwnOptimizer] = (),
 ) -> Gradients:
     """How this rank's gradients are reduced, and what its optimizer runs on. The parameters' memory may be moved.
 
-    Ranks that sum a gradient do so by `exchange`. `one_host`: all ranks are on one host. `optimizers` are a script's
-    own; several have gradients apart.
+    Ranks that sum a gradient do so by `exchange`; under a schedule by priority, by `partition`. `one_host`: all ranks
+    are on one host. `optimizers` are a script's own; several have gradients apart.
     """
     config, (trained, tables) = run_file.gradients, dense_and_tables(run_file, parts)
     if mesh.device.type == "cpu" and not one_host:
         config = config.between_hosts()
     if config.schedule == "priority":
         lane = mesh.axis("replicate", lane="gradients")
-        return PriorityGradients(config, trained, model=parts.split.model, lane=lane, ledger=mesh.ledger)
+        return PriorityGradients(
+            config,
+            trained,
+            model=parts.split.model,
+            lane=lane,
+            ledger=mesh.ledger,
+            partition=partition,
+            whole=run_file.codec.codes_matrices,
+        )
     blocks = blocks_in(parts.split.model, parts.stages, mesh.layout.index("pipeline", mesh.rank))
     replica, several = mesh.axis(*_NORM_AXES[run_file.pipeline.asynchronous]), len(optimizers) > 1
     if several and tables:

@@ -54,8 +54,6 @@ def _against_codec(run_file: RunFile) -> Iterator[tuple[str, str]]:
         yield f"pipeline.schedule = {run_file.pipeline.schedule!r}", why
     if run_file.gradients.bucket == "auto":
         yield 'gradients.bucket = "auto"', "residuals lie as the buckets do, and stay; leave gradients.bucket out"
-    if run_file.gradients.schedule == "priority":
-        yield 'gradients.schedule = "priority"', "its partitions are summed as they are; leave one of the two out"
     if isinstance(run_file.precision, Float16) and (run_file.codec.feedback or run_file.optimizer.sends_momentum):
         repair = "" if run_file.optimizer.sends_momentum else ", or set codec.feedback = false"
         why = f"residuals are in units of the loss scale, which changes; use bfloat16{repair}"
@@ -76,6 +74,8 @@ def _against_momenta(run_file: RunFile) -> Iterator[tuple[str, str]]:
     if run_file.sync.replicas_are != "lockstep":
         why = 'its momentum is summed in every step; use sync.kind = "allreduce", or another optimizer'
         yield f'sync.kind = "{run_file.sync.variant}"', why
+    if run_file.gradients.schedule == "priority":
+        yield 'gradients.schedule = "priority"', "its momenta are summed bucket by bucket; leave the schedule out"
     if run_file.sync.in_canonical_order:
         yield 'sync.order = "canonical"', "what ranks send depends on how many there are; leave one of the two out"
 
@@ -124,6 +124,9 @@ def _against_auto(run_file: RunFile) -> Iterator[tuple[str, str]]:
     if run_file.sync.replicas_are != "lockstep":
         why = "it chooses for sums of every step; name a codec"
         yield f'sync.kind = "{run_file.sync.variant}"', why
+    if run_file.gradients.schedule == "priority":
+        why = "it looks at the link between two steps, when that is busy; name a codec"
+        yield 'gradients.schedule = "priority"', why
     if run_file.run.device == "cuda":
         yield 'run.device = "cuda"', "it measures processors and their links so far; name a codec"
 

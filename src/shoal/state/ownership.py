@@ -8,6 +8,7 @@ slot of the optimizer can be saved and resharded.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch.nn import Parameter
@@ -41,6 +42,10 @@ class Owned:
     holding: Holding
     regions: tuple[Region, ...]
 
+    def regions_of(self, start: int, numel: int) -> list[Region]:
+        """What lies in its elements from `start` on, counted from there."""
+        return list(regions_of_run(self.regions, start, start + numel))
+
 
 def owned_whole(trained: Trained, piece: Parameter | None = None) -> Owned:
     """All that this rank holds of a parameter, as it stands in the model or in `piece`, which has its shape."""
@@ -50,11 +55,17 @@ def owned_whole(trained: Trained, piece: Parameter | None = None) -> Owned:
 
 def owned_run(holding: Holding, piece: Parameter, start: int, stop: int) -> Owned:
     """The elements `start` .. `stop` of what this rank holds of a parameter; `piece` is one-dimensional."""
-    regions, at = [], 0
-    for box in boxes_of_run(holding.box.shape, start, stop):
-        regions.append(Region(box.within(holding.box.offset), at))
-        at += box.numel
-    return Owned(holding.name, piece, holding, tuple(regions))
+    return Owned(holding.name, piece, holding, tuple(regions_of_run([Region(holding.box, 0)], start, stop)))
+
+
+def regions_of_run(regions: Iterable[Region], start: int, stop: int) -> Iterator[Region]:
+    """What lies in the elements `start` .. `stop` of a tensor with these `regions`, counted from `start`."""
+    for region in regions:
+        first, last = max(start, region.start), min(stop, region.start + region.box.numel)
+        at = first - start
+        for box in boxes_of_run(region.box.shape, first - region.start, last - region.start):
+            yield Region(box.within(region.box.offset), at)
+            at += box.numel
 
 
 def same_piece(holding: Holding, ranks: Ranks) -> Ranks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections.abc import Callable
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.codec.codec import Codec, TensorPlace
+from shoal.codec.codec import Codec
 from shoal.comm.collective import Alone, Collective
 from shoal.comm.exchanges.coded import Coded, CodedExchanges
 from shoal.comm.exchanges.exchange import Segment
@@ -161,6 +162,18 @@ def test_residuals_of_short_numbers_are_kept_in_float32(dtype: torch.dtype) -> N
     assert torch.equal(summed(exchange, term(0, 0, dtype)), term(0, 0, dtype))
 
 
+def test_parts_of_one_parameter_are_rounded_apart() -> None:
+    """Equal terms in two partitions draw other random numbers."""
+
+    def work(group: Collective) -> list[Tensor]:
+        new = CodedExchanges(codec_of("terngrad"), feedback=False, seed=0, later=group)
+        parts = [new.partition(group, torch.zeros(50), [Segment("a", 0, (50,), skipped)]) for skipped in (0, 50, 100)]
+        return [summed(part, torch.linspace(-1, 1, 50)) for part in parts]
+
+    for one, other in itertools.combinations(on_ranks(2, work)[0], 2):
+        assert not torch.equal(one, other)
+
+
 def test_what_arrives_is_sent() -> None:
     """Residuals of ranks that are gone are added to the next term; a rank alone sends all it has."""
     exchange = coded(Alone(), codec_of("top_k"))
@@ -201,7 +214,7 @@ def test_the_way_that_sends_less(name: str, size: int) -> None:
         summed(coded(counting, codec_of(name)), term(group.rank, 0))  # type: ignore[arg-type]
         return counting.calls
 
-    codec = codec_of(name).bound([TensorPlace(*segment) for segment in SEGMENTS], key=3, rank=0, ranks=1)
+    codec = codec_of(name).bound([segment.place for segment in SEGMENTS], key=3, rank=0, ranks=1)
     calls = on_ranks(size, work)[0]
     whole, part = codec.wire_bytes(NUMEL), codec.wire_bytes(NUMEL // size)
     if codec.linear:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shoal.comm.collective import Alone
 from shoal.comm.exchanges.credited import CreditQueue
+from shoal.comm.exchanges.exchange import AllReduce
 from shoal.comm.ledger import Ledger
 from shoal.errors import CollectiveError
 from shoal.gradients.rehearsal import Partition, leaving_order
@@ -59,9 +60,9 @@ class Handle:
 
 def queue_of(wire: Wire, *, count: int, credit: int) -> CreditQueue:
     """Tensors of one float32 each, whose number is their value."""
-    queue = CreditQueue(wire, credit_bytes=4 * credit, ledger=Ledger())
+    queue = CreditQueue(credit_bytes=4 * credit, ledger=Ledger())
     for number in range(count):
-        queue.add(torch.full((1,), float(number)))
+        queue.add(AllReduce(wire, torch.full((1,), float(number))))
     queue.begin()
     return queue
 

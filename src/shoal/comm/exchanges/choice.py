@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from shoal.codec.codec import Codec, TensorPlace
+from shoal.codec.codec import Codec
 from shoal.comm.collective import Collective
 from shoal.comm.exchanges.exchange import Segment
 from shoal.cost.compression import MeasuredLink, Way, choose
@@ -166,7 +166,7 @@ class Choice:
             self._group.all_reduce(seconds, "max").wait()
             sent = calls = 0.0
             for numel, segments in self._buffers:
-                bound = codec.bound([TensorPlace(*s) for s in segments], key=0, rank=self._group.rank, ranks=ranks)
+                bound = codec.bound([segment.place for segment in segments], key=0, rank=self._group.rank, ranks=ranks)
                 gathered, halves = (ranks - 1) * bound.wire_bytes(numel), 2 * (ranks - 1)
                 if codec.linear:
                     sent, calls = sent + share * bound.wire_bytes(numel), calls + 2
@@ -179,7 +179,7 @@ class Choice:
 
 def _coding_s(codec: Codec, numel: int, segments: Sequence[Segment], *, clock: Clock) -> float:
     """Seconds of what one rank does with a buffer in a step: the addition of error feedback, encoding, decoding."""
-    bound = codec.bound([TensorPlace(*segment) for segment in segments], key=0, rank=0, ranks=1)
+    bound = codec.bound([segment.place for segment in segments], key=0, rank=0, ranks=1)
     term = torch.linspace(-1.0, 1.0, numel)
     x, total = torch.empty_like(term), torch.empty_like(term)
     taken = []

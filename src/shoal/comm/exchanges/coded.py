@@ -22,12 +22,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shoal.codec.codec import Codec, TensorPlace
+from shoal.codec.codec import Codec
 from shoal.comm.collective import Collective
 from shoal.comm.exchanges.between_hosts import BetweenHosts, InOrder, Levels
 from shoal.comm.exchanges.choice import Choice
 from shoal.comm.exchanges.coded_push import CodedPushes
-from shoal.comm.exchanges.coded_sum import CodedSum, Spent, as_it_is, coded_sum
+from shoal.comm.exchanges.coded_sum import CodedSum, Coding, Spent, as_it_is, coded_sum
 from shoal.comm.exchanges.exchange import Exchange, Segment
 from shoal.maths.counter import key_of
 from shoal.maths.norm import two_norm
@@ -46,6 +46,7 @@ class Coded:
     `feedback`: keep what was not sent, in float32 at least. `key` is that of the codec's random numbers, the same on
     all ranks of the group. `spent` is added to. `rounds` counts sums, and random numbers follow from it; `updates`
     counts those that led to an update. `flying` are the group's exchanges in their first round, shared by all of them.
+    `later`: see `coded_sum`; None: `group`.
     """
 
     def __init__(
@@ -59,9 +60,10 @@ class Coded:
         key: int,
         spent: Spent | None = None,
         flying: deque[Coded] | None = None,
+        later: Collective | None = None,
     ) -> None:
         self.group, self.result, self.segments, self.rounds = group, buffer, tuple(segments), 0
-        self.updates = 0
+        self.updates, self._later = 0, group if later is None else later
         self.feedback, self._key, self._spent, self._measured = feedback, key, spent or Spent(), False
         self._bound: dict[int, tuple[Codec, CodedSum]] = {}
         self._dtype = torch.promote_types(buffer.dtype, torch.float32)
@@ -85,9 +87,9 @@ class Coded:
             self._codec, self._sum = None, as_it_is(self.group, self.result)
             return
         if id(codec) not in self._bound:
-            places = [TensorPlace(*segment) for segment in self.segments]
+            places = [segment.place for segment in self.segments]
             bound = codec.bound(places, key=self._key, rank=self.group.rank, ranks=self.group.size)
-            self._bound[id(codec)] = bound, coded_sum(bound, self.group, self.result, self._spent)
+            self._bound[id(codec)] = bound, coded_sum(bound, self.group, self.result, self._spent, later=self._later)
         self._codec, self._sum = self._bound[id(codec)]
 
     @property
@@ -104,10 +106,9 @@ class Coded:
         return {} if self._codec is None else self._codec.state
 
     @property
-    def wire_bytes(self) -> tuple[int, int]:
-        """(of one payload, of the buffer as it is)"""
-        plain = self.result.nbytes
-        return (plain if self._codec is None else self._codec.wire_bytes(self.result.numel())), plain
+    def payload_bytes(self) -> int:
+        """Bytes of one payload."""
+        return self.result.nbytes if self._codec is None else self._codec.wire_bytes(self.result.numel())
 
     def kept_back(self) -> Tensor | None:
         """Between `wait` and `commit`: what this rank keeps of this round, less what it had kept before, `[numel]`.
@@ -190,8 +191,7 @@ class Coded:
             self._next[self._gaps] = 0
         if self._measured and self._next is not None:
             self.norms = self._term, float(two_norm(self._next)) ** 2
-            self._spent.term += self.norms[0]
-            self._spent.error += self.norms[1]
+            self._spent.add(Coding(term=self._term, error=self.norms[1]))
 
     def commit(self) -> None:
         if not self._sent:
@@ -247,7 +247,8 @@ class CodedExchanges:
     one.
 
     `codec` may be what makes the `Choice` of a group instead. `levels` says how a group lies on hosts; None: on one, or
-    with one rank on each. Between hosts only the sums of hosts are coded (`between_hosts`).
+    with one rank on each. Between hosts only the sums of hosts are coded (`between_hosts`). `later` are the ranks that
+    sum partitions (`partition`), once more: the later rounds of their sums go there.
     """
 
     def __init__(
@@ -258,8 +259,9 @@ class CodedExchanges:
         seed: int,
         levels: Callable[[Collective], Levels | None] = lambda group: None,
         new: Callable[..., Coded] = Coded,
+        later: Collective | None = None,
     ) -> None:
-        self._new = new
+        self._new, self._later = new, later
         self._codec, self._feedback, self._seed, self._levels = codec, feedback, seed, levels
         self._choices: dict[int, Choice] = {}
         self._spent, self.by_microbatch = Spent(), False
@@ -276,6 +278,13 @@ class CodedExchanges:
         if across is not None and mates.rank == leader:
             inner = self._coded(across, buffer, segments)
         return BetweenHosts(order, buffer, leader=leader, inner=inner)
+
+    def partition(self, group: Collective, buffer: Tensor, segments: Sequence[Segment]) -> Coded:
+        """The sum of one partition of gradients. Partitions start on all ranks in the same order, and may go on at any
+        time. Every rank codes its own, also where several share a host.
+        """
+        assert isinstance(self._codec, Codec), "a choice is measured between steps, and refused for partitions"
+        return self._made(self._codec, group, buffer, segments, later=self._later)
 
     def pushes(self, rank: int, pushers: Sequence[int], segments: Sequence[Segment], dtype: torch.dtype) -> CodedPushes:
         """What codes the pushes of `rank`, one of `pushers`, to servers: gradients in which `segments` lie."""
@@ -300,8 +309,16 @@ class CodedExchanges:
             self._choices[id(group)] = self._codec(group)
         return Chosen(self._made(None, group, buffer, segments), self._choices[id(group)])
 
-    def _made(self, codec: Codec | None, group: Collective, buffer: Tensor, segments: Sequence[Segment]) -> Coded:
-        key = key_of(self._seed, "codec", *(segment.name for segment in segments))
+    def _made(
+        self,
+        codec: Codec | None,
+        group: Collective,
+        buffer: Tensor,
+        segments: Sequence[Segment],
+        **others: object,
+    ) -> Coded:
+        cuts = (segment.skipped for segment in segments if segment.skipped)
+        key = key_of(self._seed, "codec", *(segment.name for segment in segments), *cuts)
         exchange = self._new(
             codec,
             group,
@@ -310,7 +327,7 @@ class CodedExchanges:
             feedback=self._feedback,
             key=key,
             spent=self._spent,
-            flying=self._flying.setdefault(id(group), deque()),
+            **(others or {"flying": self._flying.setdefault(id(group), deque())}),
         )
         self.made.append(exchange)
         return exchange
@@ -329,8 +346,8 @@ class CodedExchanges:
 
     def shrinks(self) -> bool:
         """Whether any payload on this rank has fewer bytes than what it stands for; true where nothing is coded."""
-        sizes = [one.wire_bytes for one in self.made if isinstance(one, Coded) and one.result.numel()]
-        return not sizes or any(coded < plain for coded, plain in sizes)
+        coded = [one for one in self.made if isinstance(one, Coded) and one.result.numel()]
+        return not coded or any(one.payload_bytes < one.result.nbytes for one in coded)
 
     def take_lines(self) -> list[str]:
         """Which codec was chosen and why, in a line for each choice that has changed since the last call."""
@@ -340,11 +357,10 @@ class CodedExchanges:
         """Measurements since the last call: seconds, and with error feedback how much of what this rank had to send it
         has kept back, |e| / |g + e|.
         """
-        spent = self._spent
+        spent = self._spent.take()
         figures = {"codec/encode_s": spent.encode_s, "codec/decode_s": spent.decode_s}
         if spent.term > 0:
             figures["codec/error"] = math.sqrt(spent.error / spent.term)
-        spent.encode_s = spent.decode_s = spent.error = spent.term = 0.0
         return figures
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shoal.codec.codec import Codec, pack, unpack
-from shoal.comm.exchanges.coded_sum import Spent
+from shoal.comm.exchanges.coded_sum import Coding, Spent
 from shoal.comm.exchanges.exchange import Segment
 from shoal.maths.counter import key_of
 from shoal.maths.norm import two_norm
@@ -81,7 +81,7 @@ class CodedPushes:
             while self._arrivals:
                 self.residual.add_(self._arrivals.pop())
             self._term.add_(self.residual)
-            self._spent.term += float(two_norm(self._term)) ** 2
+            self._spent.add(Coding(term=float(two_norm(self._term)) ** 2))
 
     def encoded(self, span: slice, *, to: int) -> Tensor:
         """The part `span` of the push as bytes, uint8, for the server `to`; it stays as it is until the next push."""
@@ -92,7 +92,7 @@ class CodedPushes:
             if self.residual is not None:
                 sent = self._codec.decode(payload, len(term), key=key, dtype=term.dtype)
                 torch.sub(term, sent, out=self.residual[span])
-                self._spent.error += float(two_norm(self.residual[span])) ** 2
+                self._spent.add(Coding(error=float(two_norm(self.residual[span])) ** 2))
         return self._packed[to]
 
     def exact(self, span: slice) -> Tensor:

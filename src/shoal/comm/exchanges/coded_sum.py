@@ -12,11 +12,11 @@ decodes the same bytes in the same order, so all have the same bits.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,28 +26,43 @@ from shoal.comm.collective import Collective, Handle
 from shoal.maths.counter import key_of
 
 
-@dataclass
-class Spent:
+class Coding(NamedTuple):
     """Seconds of coding, and squared norms: `term` is what was to be sent, `error` what was not."""
 
     encode_s: float = 0.0
     decode_s: float = 0.0
-    error: float = 0.0
     term: float = 0.0
+    error: float = 0.0
+
+
+class Spent:
+    """Adds up what coding costs. `take` returns the sum and starts again from nothing. Several threads may use it."""
+
+    def __init__(self) -> None:
+        self._total, self._lock = Coding(), threading.Lock()
 
     @contextmanager
     def encoding(self) -> Iterator[None]:
         """Around an encoding, with what follows from it on this rank."""
         begin_s = time.perf_counter()
         yield
-        self.encode_s += time.perf_counter() - begin_s
+        self.add(Coding(encode_s=time.perf_counter() - begin_s))
 
     @contextmanager
     def decoding(self) -> Iterator[None]:
         """Around a decoding of what has come."""
         begin_s = time.perf_counter()
         yield
-        self.decode_s += time.perf_counter() - begin_s
+        self.add(Coding(decode_s=time.perf_counter() - begin_s))
+
+    def add(self, more: Coding) -> None:
+        with self._lock:
+            self._total = Coding(*(one + other for one, other in zip(self._total, more, strict=True)))
+
+    def take(self) -> Coding:
+        with self._lock:
+            taken, self._total = self._total, Coding()
+        return taken
 
 
 class CodedSum(Protocol):
@@ -69,15 +84,19 @@ class CodedSum(Protocol):
         ...
 
 
-def coded_sum(codec: Codec, group: Collective, result: Tensor, spent: Spent) -> CodedSum:
-    """The way that sends least, to the sum in `result` `[numel]`. `spent` is added to."""
+def coded_sum(codec: Codec, group: Collective, result: Tensor, spent: Spent, *, later: Collective) -> CodedSum:
+    """The way that sends least, to the sum in `result` `[numel]`. `spent` is added to.
+
+    What follows on the first round goes over `later`: `group`, or another group of the same ranks, if the second round
+    of one sum and the first of another may start in any order.
+    """
     if group.size == 1:
         return _Alone(result)
     if codec.linear:
-        return _AllReduced(codec, group, result, spent)
+        return _AllReduced(codec, group, result, spent, later)
     part = -(-result.numel() // group.size)
     if 2 * codec.wire_bytes(part) < codec.wire_bytes(result.numel()):
-        return _TwoShot(codec, group, result, spent, part=part)
+        return _TwoShot(codec, group, result, spent, later, part=part)
     return _Gathered(codec, group, result, spent)
 
 
@@ -125,8 +144,8 @@ class _Alone:
 class _AllReduced:
     """Payloads are summed on the way, in as many rounds as the codec asks for."""
 
-    def __init__(self, codec: Codec, group: Collective, result: Tensor, spent: Spent) -> None:
-        self._codec, self._group, self._result, self._spent = codec, group, result, spent
+    def __init__(self, codec: Codec, group: Collective, result: Tensor, spent: Spent, later: Collective) -> None:
+        self._codec, self._group, self._result, self._spent, self._later = codec, group, result, spent, later
         self._handles: list[Handle] = []
 
     def send(self, term: Tensor, *, residual: bool, key: int) -> None:
@@ -134,7 +153,7 @@ class _AllReduced:
         self._rounds = self._codec.summing_into(term, self._total, key=key, residual=residual)
         with self._spent.encoding():
             payload = next(self._rounds)
-        self._reduce(payload)
+        self._reduce(payload, self._group)
         self._advanced = self._over = False
 
     def advance(self) -> None:
@@ -154,11 +173,11 @@ class _AllReduced:
         with self._spent.decoding():
             payload = next(self._rounds, None)
         if payload is not None:
-            self._reduce(payload)
+            self._reduce(payload, self._later)
         return payload is not None
 
-    def _reduce(self, payload: Payload) -> None:
-        self._handles = [self._group.all_reduce(part) for part in payload if part.numel()]
+    def _reduce(self, payload: Payload, group: Collective) -> None:
+        self._handles = [group.all_reduce(part) for part in payload if part.numel()]
 
 
 class _Gathered:
@@ -193,8 +212,11 @@ class _TwoShot:
     What its encoding of the sum leaves out becomes a part of this rank's error.
     """
 
-    def __init__(self, codec: Codec, group: Collective, result: Tensor, spent: Spent, *, part: int) -> None:
+    def __init__(
+        self, codec: Codec, group: Collective, result: Tensor, spent: Spent, later: Collective, *, part: int
+    ) -> None:
         self._codec, self._group, self._result, self._spent, self._part = codec, group, result, spent, part
+        self._later = later
 
     def send(self, term: Tensor, *, residual: bool, key: int) -> None:
         size, self._error = self._group.size, term if residual else None
@@ -223,7 +245,7 @@ class _TwoShot:
                 mine = self._error[self._part * self._group.rank :][: self._part]
                 mine.add_((summed - _decoded(self._codec, payload, summed))[: mine.numel()])
             packed = pack(self._codec, payload)
-        self._handle = self._group.all_gather(self._rows.view(-1), packed)
+        self._handle = self._later.all_gather(self._rows.view(-1), packed)
 
     def wait(self) -> None:
         self.advance()

@@ -13,13 +13,14 @@ A step is `start`, `send` (once, or once a microbatch), `settle` and `wait`; the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from shoal.codec.codec import TensorPlace
 from shoal.comm.collective import Collective, Handle
 
 
@@ -57,16 +58,43 @@ class Exchange(Protocol):
 
 
 class Segment(NamedTuple):
-    """What lies in a flat buffer from `start` on: a part of the parameter `name` of the unsplit model, in `shape`."""
+    """What lies in a flat buffer from `start` on: a part of the parameter `name` of the unsplit model, in `shape`.
+
+    `skipped` elements of what this rank's optimizer updates of the parameter, row by row, lie in other buffers before
+    it.
+    """
 
     name: str
     start: int
     shape: tuple[int, ...]
+    skipped: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements in it."""
+        return prod(self.shape)
 
     @property
     def slice(self) -> slice:
         """Where it lies in the buffer."""
-        return slice(self.start, self.start + prod(self.shape))
+        return slice(self.start, self.start + self.numel)
+
+    @property
+    def place(self) -> TensorPlace:
+        """What a codec is told of it."""
+        return TensorPlace(self.name, self.start, self.shape)
+
+
+def segments_within(segments: Iterable[Segment], part: slice) -> list[Segment]:
+    """What of `segments` lies in `part` of their buffer, counted from where `part` begins. What is cut is flat."""
+    found = []
+    for segment in segments:
+        begin, end = max(segment.slice.start, part.start), min(segment.slice.stop, part.stop)
+        if begin < end:
+            shape = segment.shape if end - begin == segment.numel else (end - begin,)
+            skipped = segment.skipped + begin - segment.start
+            found.append(Segment(segment.name, begin - part.start, shape, skipped))
+    return found
 
 
 class NewExchange(Protocol):
@@ -89,6 +117,11 @@ class AllReduce:
     def __init__(self, group: Collective, buffer: Tensor, segments: Sequence[Segment] = ()) -> None:
         self.group, self.result = group, buffer
         self._handle: Handle | None = None
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of what a rank has to say."""
+        return self.result.nbytes
 
     def start(self) -> None:
         self._handle = None

@@ -36,7 +36,7 @@ def kept_back(run: Run) -> list[HeldBox]:
             continue
         for segment in exchange.segments:
             flat = change[segment.slice]
-            for region in owned[segment.name].regions:
+            for region in owned[segment.name].regions_of(segment.skipped, segment.numel):
                 part = flat[region.start : region.start + region.box.numel]
                 own.append((segment.name, region.box, part.view(region.box.shape)))
     return collected(run, own)
