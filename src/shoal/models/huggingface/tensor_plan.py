@@ -9,7 +9,8 @@ a class):
     embedding_rowwise                  embedding                  rows
     replicated_with_grad_allreduce     norm                       whole; its gradient is a sum
 
-Layers that no plan names, and experts, are whole on every rank of `tensor`. An adapter (LoRA) on a column layer is
+Stacked experts that the expert plan splits (`shoal.models.huggingface.experts`) have the role expert, whatever the
+tensor plan says. Layers that no plan names are whole on every rank of `tensor`. An adapter (LoRA) on a column layer is
 A, whole, and B, split like the layer; on a row layer A is split and B whole.
 """
 
@@ -23,6 +24,7 @@ from typing import Any
 from torch import nn
 
 from shoal.errors import UserCodeError
+from shoal.models.huggingface.experts import pattern_of, planned_experts
 from shoal.models.roles import Kind, Role
 
 _LINEAR: Mapping[str, Kind] = MappingProxyType(
@@ -32,9 +34,9 @@ _WHOLE = frozenset({"replicated_with_grad_allreduce", "replicated", "sequence_pa
 _ADAPTER = re.compile(r"\.(base_layer|lora_A\.[^.]+|lora_B\.[^.]+)$")
 
 
-def declares_tensors(architecture: Any, config: Any) -> bool:
-    """Is there a plan?"""
-    return bool(getattr(config, "base_model_tp_plan", None)) and architecture is not None
+def declares_roles(config: Any) -> bool:
+    """Is there a tensor plan, or an expert plan?"""
+    return bool(getattr(config, "base_model_tp_plan", None) or getattr(config, "base_model_ep_plan", None))
 
 
 def roles_by_plan(model: Any) -> dict[str, Role]:
@@ -44,6 +46,8 @@ def roles_by_plan(model: Any) -> dict[str, Role]:
     for path, module in model.named_modules():
         for name, kind in _kinds_in(path, module, plan):
             kinds[name] = kind
+    for path, module in planned_experts(model):
+        kinds |= {f"{path}.{name}": "expert" for name, _ in module.named_parameters()}
     by_name = dict(model.named_parameters(remove_duplicate=False))
     tied = {id(by_name[name]): kind for name, kind in kinds.items() if kind in ("embedding", "head")}
     roles = {}
@@ -63,7 +67,7 @@ def _kinds_in(path: str, module: nn.Module, plan: Mapping[str, str]) -> Iterator
     own = [name for name, _ in module.named_parameters(recurse=False)]
     found = _ADAPTER.search(path)
     layer = path[: found.start()] if found else path
-    style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", layer))
+    style = plan.get(pattern_of(layer))
     if style is None or not own:
         return
     for name in own:
