@@ -53,7 +53,7 @@ QWEN2_MOE = model(
 )  # fmt: skip
 QWEN3_MOE = model(
     "Qwen3MoeForCausalLM",
-    {**_DECODER, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    {**_DECODER, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
 )
 BERT = model(
     "BertForMaskedLM", {**_ENCODER, "vocab_size": VOCABULARY, "max_position_embeddings": 64, "hidden_dropout_prob": 0.1}

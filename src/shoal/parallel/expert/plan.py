@@ -38,11 +38,8 @@ def split_experts(model: nn.Module, groups: ExpertGroups) -> dict[str, ExpertPar
         LayoutError: `expert` does not divide the experts; the model is left as it was.
     """
     senders = {name: module for name, module in model.named_modules() if isinstance(module, SendsTokens)}
-    parameters = {
-        f"{name}.{own}".lstrip("."): module.get_parameter(own)
-        for name, module in senders.items()
-        for own in module.stacked
-    }
+    stacked = [f"{name}.{own}".lstrip(".") for name, module in senders.items() for own in module.stacked]
+    parameters = {name: model.get_parameter(name) for name in stacked}
     for name, parameter in parameters.items():
         check_experts(parameter.shape[0], groups.expert.size, name=name)
     for module in senders.values():
