@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -76,14 +77,17 @@ def passed(experts: Any, chosen: Tensor) -> list[Tensor]:
     return [out.detach(), *(x.grad for x in (tokens, gates, *experts.parameters()))]  # type: ignore[misc]
 
 
+def close(found: Tensor, wanted: Tensor) -> bool:
+    return bool((found - wanted).norm() <= ROUNDING * wanted.norm())
+
+
 @pytest.mark.parametrize("name", MIXTURES)
 def test_experts_compute_what_those_of_transformers_do(name: str) -> None:
     """Plain or with biases, interleaved or not, transposed or not; an expert without tokens has a gradient of 0."""
     chosen = torch.tensor([[0, 1], [1, 0], [3, 0], [0, 3], [1, 3]])
     wanted, own = passed(experts_of(MIXTURES[name]), chosen), experts_of(MIXTURES[name])
     own.exchange = Elsewhere()
-    for found, expected in zip(passed(own, chosen), wanted, strict=True):
-        assert (found - expected).norm() <= ROUNDING * expected.norm()
+    assert all(close(*pair) for pair in zip(passed(own, chosen), wanted, strict=True))
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -102,7 +106,7 @@ def test_a_model_without_stacked_experts_is_refused() -> None:
 
 
 def one_sided(place: TestPlace) -> tuple[list[Tensor], list[Tensor], tuple[int, ...]]:
-    """All tokens of both ranks choose the experts of rank 0: what came out, the gradients, the experts that are here."""
+    """All tokens of both ranks choose the experts of rank 0: what came out, gradients, how many experts are here."""
     layout = Layout(shard=2, expert=2)
     mesh = build_mesh(layout, place.rank, store=place.store, device=torch.device("cpu"), wire=WireConfig(timeout_s=60))
     experts = experts_of(MIXTRAL)
@@ -118,9 +122,9 @@ def test_a_rank_whose_experts_nobody_chose_takes_part(ranks) -> None:
     found = ranks(2, one_sided)
     for streams, _, held in found:
         assert held == (2, 2)
-        assert all(torch.allclose(a, b, rtol=ROUNDING) for a, b in zip(streams, wanted[:3], strict=True))
+        assert all(close(*pair) for pair in zip(streams, wanted[:3], strict=True))
     for first, second, whole in zip(found[0][1], found[1][1], wanted[3:], strict=True):
-        assert torch.allclose(first, 2 * whole[:2], rtol=ROUNDING, atol=ROUNDING)  # of the tokens of both ranks
+        assert close(first, 2 * whole[:2])  # of the tokens of both ranks
         assert not second.any()
 
 
@@ -139,15 +143,14 @@ def test_a_checkpoint_of_split_experts_is_one_of_every_layout(ranks, tmp_path: P
     """
     corpus(tmp_path)
     each, base = 3, {"model": MIXTRAL, "precision": {"kind": "float64"}}
-    legs: list[Leg] = []
-    for layout in LAYOUTS:
-        size = 2 if layout else 1
-        legs.append(ranks(size, travel, base | layout, str(tmp_path), "journey", each)[0])
+    legs: list[Leg] = [
+        ranks(2 if layout else 1, travel, base | layout, str(tmp_path), "journey", each)[0] for layout in LAYOUTS
+    ]
     (straight,) = ranks(1, travel, base, str(tmp_path), "straight", each * len(LAYOUTS))
-    for before, after in zip(legs, legs[1:], strict=False):
+    for before, after in pairwise(legs):
         assert before.left.keys() == after.came.keys()
         assert [name for name in before.left if not torch.equal(before.left[name], after.came[name])] == []
-    assert sum((leg.losses for leg in legs), []) == pytest.approx(straight.losses, rel=SAME_MATH)
+    assert [loss for leg in legs for loss in leg.losses] == pytest.approx(straight.losses, rel=SAME_MATH)
 
 
 def shoal(*arguments: str, folder: Path) -> Any:
