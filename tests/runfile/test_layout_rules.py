@@ -66,6 +66,11 @@ REFUSED: list[tuple[int, dict[str, Any], list[str]]] = [
     (4, updates(4, replicate=2), []),
     (1, {"pipeline": {"schedule": "PipeDream"}}, ["PipeDream", "layout.pipeline = 1", "2 or more"]),
     (4, PIPEDREAM | {"layout": {"pipeline": 2, "shard": 2}}, ["PipeDream", "layout.shard = 2", "layout.replicate"]),
+    (
+        4,
+        PIPEDREAM | {"layout": {"pipeline": 2, "tensor": 2, "expert": 2}, "model": MIXTRAL},
+        ["PipeDream", "layout.expert = 2", "set it to 1"],
+    ),
     (2, PIPEDREAM | {"model": MOE}, ["PipeDream", 'model.kind = "moe"']),
     (2, PIPEDREAM | {"model": GPT | {"tied": True}}, ["PipeDream", "model.tied", "set it to false"]),
     (2, PIPEDREAM | {"precision": {"kind": "float16"}}, ["PipeDream", "float16", "bfloat16"]),
