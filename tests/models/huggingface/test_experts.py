@@ -105,6 +105,17 @@ def test_a_model_without_stacked_experts_is_refused() -> None:
     check_plans(built(MIXTRAL), Layout(shard=2, expert=2))
 
 
+def test_a_tensor_plan_of_other_styles_is_refused_under_tensor_alone() -> None:
+    """OLMoE's plan splits its normed queries in a way of its own; its experts are split all the same."""
+    config = {**LLAMA["config"], "num_experts": 4, "num_experts_per_tok": 2}
+    olmoe = built(model("OlmoeForCausalLM", config))
+    check_plans(olmoe, Layout(shard=2, expert=2))
+    roles = {name.rpartition("layers.0.")[2]: role.kind for name, role in roles_of(olmoe).items()}
+    assert (roles["mlp.experts.down_proj"], roles["self_attn.o_proj.weight"]) == ("expert", "replicated")
+    with pytest.raises(UserCodeError, match=r"splits 'model\.layers\.0\.self_attn\.o_proj' by 'rowwise_split_input'"):
+        check_plans(olmoe, Layout(tensor=2))
+
+
 def one_sided(place: TestPlace) -> tuple[list[Tensor], list[Tensor], tuple[int, ...]]:
     """All tokens of both ranks choose the experts of rank 0: what came out, gradients, how many experts are here."""
     layout = Layout(shard=2, expert=2)

@@ -22,7 +22,7 @@ from shoal.errors import UserCodeError
 from shoal.models.huggingface.attention import has_causal_cores, whole_order
 from shoal.models.huggingface.chain import Probe, declares_chain, head_output, parts_of, probed
 from shoal.models.huggingface.experts import planned_experts
-from shoal.models.huggingface.tensor_plan import declares_roles, roles_by_plan
+from shoal.models.huggingface.tensor_plan import check_tensor_plan, declares_roles, roles_by_plan
 from shoal.models.layers import CausalAttention
 from shoal.models.roles import Part, Role
 from shoal.topology.layout import Layout
@@ -118,6 +118,7 @@ def check_plans(model: nn.Module, layout: Layout, *, sequence_parallel: bool = F
                 f"layout.tensor = {tensor}: {name} declares no tensor plan (base_model_tp_plan of "
                 f"{type(config).__name__}), which says how its layers are split; {others}"
             )
+        check_tensor_plan(model)
         _check_heads(config, tensor)
     if tensor > 1 and sequence_parallel and getattr(model, "peft_config", None):
         raise UserCodeError(
