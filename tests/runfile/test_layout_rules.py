@@ -12,6 +12,7 @@ from shoal.errors import ShoalError
 from shoal.recipes.microbatching import microbatching
 from shoal.recipes.splitting import table_of
 from shoal.runfile.rules import check_across
+from tests.models.huggingface.architectures import MIXTRAL
 from tests.recipes.layouts import GPT, MOE, run_file_of
 
 PIPEDREAM = {"layout": {"pipeline": 2}, "pipeline": {"schedule": "PipeDream"}}
@@ -34,6 +35,8 @@ REFUSED: list[tuple[int, dict[str, Any], list[str]]] = [
     (4, {"layout": {"shard": 4, "expert": 3}, "model": MOE}, ["expert=3", "2 or expert=4"]),
     (3, {"layout": {"shard": 3, "expert": 3}, "model": MOE}, ["layout.expert = 3", "experts = 4", "2 or 4", "3 or 6"]),
     (2, {"layout": {"shard": 2, "expert": 2}}, ["layout.expert", "moe"]),
+    (3, {"layout": {"shard": 3, "expert": 3}, "model": MIXTRAL}, ["model.config.num_local_experts = 4", "2 or 4"]),
+    (2, {"layout": {"shard": 2, "expert": 2}, "model": MIXTRAL}, []),
     (2, {"memory": {"zero": 2}}, ["memory.zero = 2", "layout.shard"]),
     (8, {"layout": {"pipeline": 8}}, ["8 stages", "5 parts"]),
     (2, {"layout": {"pipeline": 2}, "pipeline": {"schedule": "DualPipeV", "microbatches": 2}}, ["DualPipeV", "2", "4"]),
@@ -63,6 +66,11 @@ REFUSED: list[tuple[int, dict[str, Any], list[str]]] = [
     (4, updates(4, replicate=2), []),
     (1, {"pipeline": {"schedule": "PipeDream"}}, ["PipeDream", "layout.pipeline = 1", "2 or more"]),
     (4, PIPEDREAM | {"layout": {"pipeline": 2, "shard": 2}}, ["PipeDream", "layout.shard = 2", "layout.replicate"]),
+    (
+        4,
+        PIPEDREAM | {"layout": {"pipeline": 2, "tensor": 2, "expert": 2}, "model": MIXTRAL},
+        ["PipeDream", "layout.expert = 2", "set it to 1"],
+    ),
     (2, PIPEDREAM | {"model": MOE}, ["PipeDream", 'model.kind = "moe"']),
     (2, PIPEDREAM | {"model": GPT | {"tied": True}}, ["PipeDream", "model.tied", "set it to false"]),
     (2, PIPEDREAM | {"precision": {"kind": "float16"}}, ["PipeDream", "float16", "bfloat16"]),

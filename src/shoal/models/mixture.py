@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from shoal.models.layers import GELU, SwiGLU
 from shoal.models.mixture_auxiliary import TakesAuxiliary, balance_terms, injected, z_terms
-from shoal.models.mixture_exchange import LocalExchange, TokenExchange
+from shoal.models.mixture_exchange import LocalExchange, TokenExchange, through_experts
 from shoal.models.mixture_routes import TakesRoutes
 from shoal.models.router import NEVER, Gate, Router, capacity_of, top_k, within_capacity
 
@@ -140,6 +140,11 @@ class Mixture(TakesAuxiliary, TakesRoutes):
         self.shared: nn.Module | None = dense(width, shared) if shared else None
         self.exchange: TokenExchange = LocalExchange()
 
+    @property
+    def stacked(self) -> list[str]:
+        """See `SendsTokens`."""
+        return [f"experts.{name}" for name, _ in self.experts.named_parameters()]
+
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """`positions` `[batch, seq]` (int64) are the tokens' places in their samples; default 0, 1, 2, ...
 
@@ -209,18 +214,12 @@ class Mixture(TakesAuxiliary, TakesRoutes):
 
     def _through_experts(self, x: Tensor, chosen: Tensor, gates: Tensor, kept: Tensor | None) -> Tensor:
         """Each token through its experts, and the weighted sum; a choice without room adds nothing."""
-        experts, choices = self.options.experts, chosen.shape[-1]
-        goes_to = chosen.flatten() if kept is None else chosen.masked_fill(~kept, experts).flatten()
-        order = torch.argsort(goes_to, stable=True)
-        counts = torch.bincount(goes_to, minlength=experts)[:experts]
-        if kept is not None:
-            order = order[: int(counts.sum())]
-        tokens = x.to(_compute_dtype(x)).flatten(0, 1)
-        rows = tokens[:, None].expand(-1, choices, -1).flatten(0, 1)[order]
-        done = self.exchange.apply(rows, counts, self.experts)
-        back = done.new_zeros(len(goes_to), x.shape[-1]).index_copy(0, order, done)
-        weighted = back.unflatten(0, (-1, choices)) * gates.flatten(0, 1)[..., None]
-        return weighted.sum(1).to(done.dtype).unflatten(0, x.shape[:2])
+        done = through_experts(
+            x.to(_compute_dtype(x)).flatten(0, 1), chosen.flatten(0, 1), gates.flatten(0, 1),
+            number=self.options.experts, exchange=self.exchange, experts=self.experts,
+            kept=None if kept is None else kept.flatten(0, 1),
+        )  # fmt: skip
+        return done.to(_compute_dtype(x)).unflatten(0, x.shape[:2])
 
     def _with_losses(self, out: Tensor, routing: Routing) -> Tensor:
         """`out`, and in its backward the gradient of the router's own losses."""

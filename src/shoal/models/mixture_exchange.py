@@ -6,8 +6,8 @@ trivial (`LocalExchange`); a rank that holds a part of either puts another answe
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -18,6 +18,11 @@ Apply = Callable[[Tensor, Tensor], Tensor]
 
 class TokenExchange(Protocol):
     """The surroundings of one mixture. Every rank of a group makes the same calls in the same order."""
+
+    @property
+    def local(self) -> bool:
+        """Are all experts here, and no other rank with the same tokens?"""
+        ...
 
     def split(self, x: Tensor) -> Tensor:
         """Of `x` `[batch, seq, width]`, the tokens `[batch, seq', width]` that this rank alone routes."""
@@ -54,6 +59,8 @@ class TokenExchange(Protocol):
 class LocalExchange:
     """All tokens of every sample, and all experts, are here."""
 
+    local = True
+
     def split(self, x: Tensor) -> Tensor:
         return x
 
@@ -79,3 +86,40 @@ class LocalExchange:
 def counted(seq: int, x: Tensor) -> Tensor:
     """The places 0 .. seq - 1 for every sample of `x` `[batch, ...]`."""
     return torch.arange(seq, device=x.device).expand(x.shape[0], seq)
+
+
+@runtime_checkable
+class SendsTokens(Protocol):
+    """A module whose tokens reach its experts by `exchange`; `stacked` names its parameters `[experts, ...]`."""
+
+    exchange: TokenExchange
+
+    @property
+    def stacked(self) -> Sequence[str]: ...
+
+
+def through_experts(
+    tokens: Tensor,
+    chosen: Tensor,
+    gates: Tensor,
+    *,
+    number: int,
+    exchange: TokenExchange,
+    experts: Apply,
+    kept: Tensor | None = None,
+) -> Tensor:
+    """`tokens` `[m, width]` through the experts that they chose, and the sum weighted by `gates`; as `tokens`.
+
+    `chosen` and `gates` are `[m, top_k]`, of `number` experts in all. A choice that is not `kept` (bool as `chosen`;
+    None: all are) goes nowhere and adds nothing.
+    """
+    goes_to = chosen.flatten() if kept is None else chosen.masked_fill(~kept, number).flatten()
+    order = torch.argsort(goes_to, stable=True)
+    counts = torch.bincount(goes_to, minlength=number)[:number]
+    if kept is not None:
+        order = order[: int(counts.sum())]
+    choices = chosen.shape[-1]
+    rows = tokens[:, None].expand(-1, choices, -1).flatten(0, 1)[order]
+    done = exchange.apply(rows, counts, experts)
+    back = done.new_zeros(len(goes_to), tokens.shape[-1]).index_copy(0, order, done)
+    return (back.unflatten(0, (-1, choices)) * gates[..., None]).sum(1)

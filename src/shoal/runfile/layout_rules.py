@@ -12,6 +12,7 @@ from math import lcm
 
 from shoal.errors import ShoalError
 from shoal.models.config import ForeignModel, GPTConfig, MoEConfig
+from shoal.models.huggingface.config import TransformersConfig, experts_of
 from shoal.runfile.run_file import RunFile
 from shoal.schedules.build import build
 from shoal.topology.refusal import nearest_divisors, nearest_multiples
@@ -119,7 +120,12 @@ def _feed_forward(run_file: RunFile) -> str | None:
 def _experts(run_file: RunFile) -> str | None:
     model, layout = run_file.model, run_file.layout
     if not isinstance(model, MoEConfig):
-        if layout.expert == 1 or isinstance(model, ForeignModel):
+        if layout.expert == 1:
+            return None
+        if isinstance(model, TransformersConfig):
+            stated = experts_of(model)
+            return stated and divides("layout.expert", layout.expert, f"model.config.{stated[0]}", stated[1])
+        if isinstance(model, ForeignModel):
             return None
         return f'layout.expert = {layout.expert} splits experts, and the model has none: set model.kind = "moe"'
     shared = model.shared_experts * model.width_of_expert

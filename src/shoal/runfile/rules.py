@@ -185,6 +185,8 @@ def _against_pipedream(run_file: RunFile) -> Iterator[tuple[str, str]]:
         yield "layout.pipeline = 1", "it is another computation than training without a pipeline; set it to 2 or more"
     if layout.shard > 1:
         yield f"layout.shard = {layout.shard}", "each stage keeps older weights, whole; use layout.replicate"
+    if layout.expert > 1:
+        yield f"layout.expert = {layout.expert}", "its older weights are proved with whole experts only; set it to 1"
     if isinstance(model, MoEConfig):
         yield 'model.kind = "moe"', "experts are balanced once a step; choose another schedule"
     if getattr(model, "tied", False):

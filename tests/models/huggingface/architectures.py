@@ -44,6 +44,17 @@ GPT2 = model(
     },
 )  # fmt: skip
 MIXTRAL = model("MixtralForCausalLM", {**_DECODER, "num_local_experts": 4, "num_experts_per_tok": 2})
+QWEN2_MOE = model(
+    "Qwen2MoeForCausalLM",
+    {
+        **_DECODER, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 24,
+    },
+)  # fmt: skip
+QWEN3_MOE = model(
+    "Qwen3MoeForCausalLM",
+    {**_DECODER, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+)
 BERT = model(
     "BertForMaskedLM", {**_ENCODER, "vocab_size": VOCABULARY, "max_position_embeddings": 64, "hidden_dropout_prob": 0.1}
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.models.huggingface.architectures import ADAPTED, LLAMA, TABLES, TIED_LLAMA
+from tests.models.huggingface.architectures import ADAPTED, LLAMA, QWEN2_MOE, QWEN3_MOE, TABLES, TIED_LLAMA
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "replicate 2": {"layout": {"replicate": 2}, "batch": {"micro_samples": 2}},
@@ -21,12 +21,28 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
     "context 2": {"layout": {"context": 2}},
     "tensor 2, pipeline 2": {"layout": {"tensor": 2, "pipeline": 2}},
+    "expert 2, ZeRO-1": {"layout": {"shard": 2, "expert": 2}, "memory": {"zero": 1}},
+    "expert 2, ZeRO-3, recompute": {"layout": {"shard": 2, "expert": 2}, "memory": {"zero": 3, "recompute": "full"}},
+    "expert 2 of shard 4": {"layout": {"shard": 4, "expert": 2}, "memory": {"zero": 3}},
+    "expert 2, tensor 2": {"layout": {"tensor": 2, "expert": 2}},
+    "expert 2, tensor 2, sequence": {"layout": {"tensor": 2, "expert": 2, "sequence_parallel": True}},
+    "expert 2, context 2": {"layout": {"context": 2, "expert": 2}},
+    "expert 2, pipeline 2": {"layout": {"pipeline": 2, "shard": 2, "expert": 2}, "memory": {"zero": 1}},
+    "expert 4, tensor 2": {"layout": {"shard": 2, "tensor": 2, "expert": 4}, "memory": {"zero": 1}},
 }  # fmt: skip
 
 _NO_TENSOR, _NO_PIPELINE, _NO_CONTEXT = "declares no tensor plan", "declares no pipeline plan", "plain causal"
-_CAUSAL = ("Llama", "Qwen3", "Mixtral", "tied Llama", "LoRA")
+_NO_EXPERTS = "declares no expert plan"
+_MIXTURES = ("Mixtral", "Qwen2-MoE", "Qwen3-MoE")
+_CAUSAL = ("Llama", "Qwen3", "tied Llama", "LoRA", *_MIXTURES)
 
-MODELS = {**TABLES, "tied Llama": {"model": TIED_LLAMA}, "LoRA": {"model": LLAMA | ADAPTED}}
+MODELS = {
+    **TABLES,
+    "tied Llama": {"model": TIED_LLAMA},
+    "LoRA": {"model": LLAMA | ADAPTED},
+    "Qwen2-MoE": {"model": QWEN2_MOE},
+    "Qwen3-MoE": {"model": QWEN3_MOE},
+}
 
 
 def expected(model: str, layout: str) -> str:
@@ -34,12 +50,16 @@ def expected(model: str, layout: str) -> str:
     axes = LAYOUTS[layout]["layout"]
     if model == "LoRA" and axes.get("sequence_parallel"):
         return "layout.sequence_parallel = true: adapters of LlamaForCausalLM"
-    if model in _CAUSAL or (model == "GPT-2" and "context" in axes):
+    if "expert" in axes and model in ("Llama", "Qwen3", "tied Llama", "LoRA"):
+        return _NO_EXPERTS
+    if model in _CAUSAL or (model == "GPT-2" and "context" in axes and "expert" not in axes):
         return "same"
     if "tensor" in axes:
         return _NO_TENSOR
     if "pipeline" in axes:
         return _NO_PIPELINE
+    if "expert" in axes:
+        return _NO_EXPERTS
     return _NO_CONTEXT if "context" in axes else "same"
 
 

@@ -20,6 +20,7 @@ from shoal.errors import ConfigError, MissingExtra
 from shoal.models.huggingface.adapters import add_adapters
 from shoal.models.huggingface.attention import use_causal_cores
 from shoal.models.huggingface.config import TransformersConfig, config_keys
+from shoal.models.huggingface.experts import use_exchanges
 from shoal.models.huggingface.model import declared_class
 
 _WRITTEN_ANYWHERE = frozenset({"architectures", "model_type", "transformers_version", "torch_dtype", "auto_map"})
@@ -39,6 +40,7 @@ def build(table: TransformersConfig) -> nn.Module:
     model.set_attn_implementation("sdpa" if table.attention == "auto" else table.attention)
     if table.attention == "auto":
         use_causal_cores(model)
+    use_exchanges(model)
     if table.lora_rank is not None:
         add_adapters(model, table)
     return model.train()

@@ -73,6 +73,10 @@ class TransformersConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag
         return Path(self.config) if isinstance(self.config, str) else None
 
 
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""What the config classes of transformers call the number of experts."""
+
+
 def config_keys(table: TransformersConfig) -> dict[str, Any]:
     """The model's config as written: the file's keys, then those of the table. Raises `ConfigError`."""
     file = table.config_file
@@ -84,6 +88,12 @@ def vocabulary_of(table: TransformersConfig) -> int | None:
     """The number of token ids that its config states; None where it leaves it to the class. Raises `ConfigError`."""
     found = config_keys(table).get("vocab_size")
     return found if isinstance(found, int) else None
+
+
+def experts_of(table: TransformersConfig) -> tuple[str, int] | None:
+    """The key that states the number of experts, and the number; None where none does. Raises `ConfigError`."""
+    keys = config_keys(table)
+    return next(((key, keys[key]) for key in _EXPERTS if isinstance(keys.get(key), int)), None)
 
 
 def _keys_of(file: Path, *, key: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 A subclass of the architecture is made for each model, so that parameters and modules keep their names:
 
     Called      one tensor is the main input (`input_ids`, `pixel_values`, ...); several inputs are a dictionary
-    Tensors     `parameter_roles`, where a tensor plan is declared        (`shoal.models.huggingface.tensor_plan`)
+    Roles       `parameter_roles`, where a tensor or an expert plan is    (`shoal.models.huggingface.tensor_plan`)
     Stages      `context` and `parts`, where a pipeline plan is declared  (`shoal.models.huggingface.chain`)
 
 Outputs are transformers' own (`ModelOutput`): a loss takes their `logits`.
@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from shoal.errors import UserCodeError
 from shoal.models.huggingface.attention import has_causal_cores, whole_order
 from shoal.models.huggingface.chain import Probe, declares_chain, head_output, parts_of, probed
-from shoal.models.huggingface.tensor_plan import declares_tensors, roles_by_plan
+from shoal.models.huggingface.experts import planned_experts
+from shoal.models.huggingface.tensor_plan import check_tensor_plan, declares_roles, roles_by_plan
 from shoal.models.layers import CausalAttention
 from shoal.models.roles import Part, Role
 from shoal.topology.layout import Layout
@@ -31,8 +32,8 @@ from shoal.topology.refusal import nearest_divisors
 def declared_class(architecture: Any, config: Any) -> Any:
     """The subclass of `architecture` for models of `config`, with roles and chain where these declare plans."""
     bases: list[Any] = [Called]
-    if declares_tensors(architecture, config):
-        bases.append(Tensors)
+    if declares_roles(config):
+        bases.append(Roles)
     if declares_chain(architecture, config):
         bases.append(Stages)
     # transformers treats classes of other modules as custom code, whose first values it draws in another order.
@@ -60,7 +61,6 @@ class Called(nn.Module):
 
     def named_inputs(self, main: Tensor | None, positions: Tensor | None, named: Mapping[str, Any]) -> dict[str, Any]:
         """The keywords of the architecture's own forward."""
-        self._choose_products_of_experts()
         inputs = dict(named) if main is None else {self.main_input_name: main, **named}
         if "labels" in inputs:
             raise UserCodeError(
@@ -79,20 +79,13 @@ class Called(nn.Module):
             inputs["position_ids"] = torch.arange(main.shape[1], device=main.device)[None]
         return inputs
 
-    def _choose_products_of_experts(self) -> None:
-        """PyTorch's grouped products take no float64, in which a proof may run: there, experts are called in turn."""
-        if getattr(self.config, "_experts_implementation", None) != "grouped_mm":
-            return
-        if next(self.parameters()).dtype == torch.float64:
-            self.set_experts_implementation("eager")  # type: ignore[operator]
-
     @property
     def _takes_position_ids(self) -> bool:
         return has_causal_cores(self) and "position_ids" in inspect.signature(super().forward).parameters
 
 
-class Tensors(nn.Module):
-    """Roles from the tensor plan."""
+class Roles(nn.Module):
+    """Roles from the tensor plan and the expert plan."""
 
     def parameter_roles(self) -> dict[str, Role]:
         """See `shoal.models.roles`."""
@@ -120,11 +113,12 @@ def check_plans(model: nn.Module, layout: Layout, *, sequence_parallel: bool = F
     tensor, pipeline, context = layout.tensor, layout.pipeline, layout.context
     others = "use layout.replicate or layout.shard"
     if tensor > 1:
-        if not isinstance(model, Tensors):
+        if not getattr(config, "base_model_tp_plan", None):
             raise UserCodeError(
                 f"layout.tensor = {tensor}: {name} declares no tensor plan (base_model_tp_plan of "
                 f"{type(config).__name__}), which says how its layers are split; {others}"
             )
+        check_tensor_plan(model)
         _check_heads(config, tensor)
     if tensor > 1 and sequence_parallel and getattr(model, "peft_config", None):
         raise UserCodeError(
@@ -135,6 +129,11 @@ def check_plans(model: nn.Module, layout: Layout, *, sequence_parallel: bool = F
         raise UserCodeError(
             f"layout.pipeline = {pipeline}: {name} declares no pipeline plan (base_model_pp_plan of "
             f"{type(config).__name__}) of embedding, layers, norm and head; {others}"
+        )
+    if layout.expert > 1 and not any(True for _ in planned_experts(model)):
+        raise UserCodeError(
+            f"layout.expert = {layout.expert}: {name} declares no expert plan (base_model_ep_plan of "
+            f"{type(config).__name__}) of stacked experts, which are what the axis splits; set it to 1"
         )
     if context > 1 and not any(isinstance(module, CausalAttention) for module in model.modules()):
         raise UserCodeError(

@@ -131,6 +131,10 @@ class GroupExchange:
 
     groups: ExpertGroups
 
+    @property
+    def local(self) -> bool:
+        return self.groups.expert.size == 1 and not self._repeated
+
     def split(self, x: Tensor) -> Tensor:
         return split_tokens(x, self.groups.tensor) if self._repeated else x
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from shoal.errors import LayoutError
-from shoal.models.mixture import Mixture
+from shoal.models.mixture_exchange import SendsTokens
 from shoal.parallel.expert.exchange import ExpertGroups, GroupExchange
 from shoal.topology.refusal import nearest_divisors, nearest_multiples
 
@@ -37,20 +37,19 @@ def split_experts(model: nn.Module, groups: ExpertGroups) -> dict[str, ExpertPar
     Raises:
         LayoutError: `expert` does not divide the experts; the model is left as it was.
     """
-    mixtures = {name: module for name, module in model.named_modules() if isinstance(module, Mixture)}
-    for mixture in mixtures.values():
-        check_experts(mixture.options.experts, groups.expert.size, name=mixture.name)
-    parts = {}
-    for name, mixture in mixtures.items():
-        mixture.exchange = GroupExchange(groups)
-        for stacked, parameter in list(mixture.experts.named_parameters()):
-            full_name = f"{name}.experts.{stacked}" if name else f"experts.{stacked}"
-            parts[full_name] = _keep(mixture.experts, stacked, parameter, groups)
-    return parts
+    senders = {name: module for name, module in model.named_modules() if isinstance(module, SendsTokens)}
+    stacked = [f"{name}.{own}".lstrip(".") for name, module in senders.items() for own in module.stacked]
+    parameters = {name: model.get_parameter(name) for name in stacked}
+    for name, parameter in parameters.items():
+        check_experts(parameter.shape[0], groups.expert.size, name=name)
+    for module in senders.values():
+        if module.stacked:
+            module.exchange = GroupExchange(groups)
+    return {name: _keep(model, name, parameter, groups) for name, parameter in parameters.items()}
 
 
 def check_experts(experts: int, size: int, *, name: str) -> None:
-    """Raises `LayoutError` unless `size` ranks can hold equally many of the `experts` of the mixture `name`."""
+    """Raises `LayoutError` unless `size` ranks can hold equally many of the `experts` stacked in `name`."""
     if experts % size:
         sizes = " or ".join(f"expert={n}" for n in nearest_divisors(experts, size))
         others = " or ".join(map(str, nearest_multiples(size, experts)))
@@ -59,9 +58,10 @@ def check_experts(experts: int, size: int, *, name: str) -> None:
         )
 
 
-def _keep(experts: nn.Module, name: str, parameter: nn.Parameter, groups: ExpertGroups) -> ExpertPart:
+def _keep(model: nn.Module, name: str, parameter: nn.Parameter, groups: ExpertGroups) -> ExpertPart:
     length = parameter.shape[0] // groups.expert.size
     part = ExpertPart(0, groups.expert.rank * length, length)
     own = parameter.detach().narrow(0, part.offset, length).clone()
-    setattr(experts, name, nn.Parameter(own, requires_grad=parameter.requires_grad))
+    path, _, last = name.rpartition(".")
+    setattr(model.get_submodule(path), last, nn.Parameter(own, requires_grad=parameter.requires_grad))
     return part
