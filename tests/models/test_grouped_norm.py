@@ -167,7 +167,7 @@ def test_a_subclass_that_normalises_twice_is_refused() -> None:
     """By its name, since the statistics of one call can be replaced."""
     model = nn.Sequential(Activated(3, calls=2)).double()
     with_grouped_norm(model, GROUP)
-    with pytest.raises(UserCodeError, match="Activated called F.batch_norm 2 times"):
+    with pytest.raises(UserCodeError, match=r"Activated called F\.batch_norm 2 times"):
         model(images(GROUP))
 
 

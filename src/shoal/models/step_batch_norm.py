@@ -16,8 +16,8 @@ With `count` sets over all replicas, whose means and unbiased variances were add
 
     running <- (1 - momentum) running + momentum sum / count
 
-A user's subclass of `torch.nn.BatchNorm2d` may do more than normalise: timm's end with an activation. Its forward stays,
-and only its call of `F.batch_norm` is answered here.
+A user's subclass of `torch.nn.BatchNorm2d` may do more than normalise: timm's end with an activation. Its forward
+stays, and only its call of `F.batch_norm` is answered here.
 """
 
 from __future__ import annotations
@@ -166,8 +166,8 @@ class _InPlaceOfBatchNorm(TorchFunctionMode):
 
 
 def replace_norms(model: nn.Module, make: Callable[[_BatchNorm], StepBatchNorm]) -> None:
-    """Puts what `make` makes into the place of every batch norm of `model` that trains; parameters and buffers stay, and
-    so does what a subclass of PyTorch's layers or a hook adds. A layer that stands in two places is still one.
+    """Puts what `make` makes into the place of every batch norm of `model` that trains; parameters and buffers stay,
+    and so does what a subclass of PyTorch's layers or a hook adds. A layer that stands in two places is still one.
 
     Raises `UserCodeError` for one that averages over all steps (`momentum=None`).
     """

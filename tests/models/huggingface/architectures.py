@@ -67,6 +67,12 @@ WHISPER = model(
         "begin_suppress_tokens": None,
     },
 )  # fmt: skip
+RESNET = model(
+    "ResNetForImageClassification",
+    {"num_channels": 1, "num_labels": 5, "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 2],
+     "layer_type": "basic"},
+)  # fmt: skip
+"""Without attention, and with batch norms."""
 
 TABLES: dict[str, dict[str, Any]] = {
     "Llama": {"model": LLAMA},

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.models.huggingface.architectures import RESNET, data
 from tests.models.huggingface.cells import LAYOUTS, MODELS, expected, tables_of, world_of
 from tests.recipes.layouts import corpus, verified
 
@@ -42,6 +44,19 @@ def test_an_architecture_is_the_same_model_or_refused(ranks, tmp_path: Path, mod
     assert not said, said[0]
     verdict = outcomes[0][1]
     assert verdict["holds"], verdict["sentence"]
+
+
+@pytest.mark.parametrize("norm", [{"batch_norm": "grouped", "group_samples": 4}, {"batch_norm": "synchronised"}, {}])
+def test_batch_norms_are_the_same_or_refused(ranks, tmp_path: Path, norm: dict[str, Any]) -> None:
+    """By the keys that the refusal names; in float64, with the running statistics."""
+    tables = {"model": RESNET | norm, "data": data("pictures"), "layout": {"replicate": 2}}
+    (worked, found), *_ = ranks.outcomes(2, verified, tables, str(tmp_path), True, 2)
+    if not norm:
+        assert not worked
+        assert 'set model.batch_norm = "synchronised"' in found
+        return
+    assert worked, found
+    assert found["holds"], found["sentence"]
 
 
 def test_the_table_has_eighty_cells_or_more_that_are_the_same() -> None:
