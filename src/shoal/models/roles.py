@@ -110,6 +110,15 @@ class DeclaresCounts(Protocol):
         ...
 
 
+@runtime_checkable
+class ChecksSplit(Protocol):
+    """A module that declares roles, and may still refuse to be split by them."""
+
+    def check_split(self) -> None:
+        """Raises `UserCodeError` where tensor parallelism would be another model."""
+        ...
+
+
 def roles_of(model: nn.Module) -> dict[str, Role]:
     """The role of every parameter, in the model's order; a tied parameter appears once, under its first name.
 

@@ -118,7 +118,10 @@ REFUSED: dict[str, tuple[TransformersConfig, str]] = {
     "an unknown key": (llama(hiden_size=8), "did you mean 'hidden_size'"),
     "a wrong value": (llama(hidden_size="wide"), "LlamaConfig refuses model.config"),
     "another type": (llama(model_type="bert"), 'of model_type "bert", and LlamaForCausalLM takes "llama"'),
-    "no such attention": (table(RESNET, attention="sdpa"), "model.attention = 'sdpa': ResNetForImageClassification has"),
+    "no such attention": (
+        table(RESNET, attention="sdpa"),
+        "'sdpa': ResNetForImageClassification has no such attention",
+    ),
     "no file": (table(LLAMA, config="nowhere.json"), "nowhere.json is missing"),
     "no folder": (TransformersConfig(folder="nowhere"), "nowhere/config.json is missing: correct model.folder"),
 }

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.models.huggingface.architectures import RESNET, data
+from tests.models.huggingface.architectures import GEMMA, PHI3, RESNET, data
 from tests.models.huggingface.cells import LAYOUTS, MODELS, expected, tables_of, world_of
 from tests.recipes.layouts import corpus, verified
 
@@ -57,6 +57,18 @@ def test_batch_norms_are_the_same_or_refused(ranks, tmp_path: Path, norm: dict[s
         return
     assert worked, found
     assert found["holds"], found["sentence"]
+
+
+@pytest.mark.parametrize(("model", "said"), [(GEMMA, "is tied to a layer that is split"), (PHI3, "does not know")])
+def test_a_plan_that_cannot_be_followed_is_refused_under_tensor_alone(
+    ranks, tmp_path: Path, model: dict[str, Any], said: str
+) -> None:
+    """ZeRO-3 asks nothing of it."""
+    corpus(tmp_path)
+    zero, *_ = ranks(2, verified, {"model": model, "layout": {"shard": 2}}, str(tmp_path), True, 2)
+    assert zero["holds"], zero["sentence"]
+    outcomes = ranks.outcomes(2, verified, {"model": model, "layout": {"tensor": 2}}, str(tmp_path), True, 2)
+    assert all(not worked and said in found and "layout.tensor = 1" in found for worked, found in outcomes)
 
 
 def test_the_table_has_eighty_cells_or_more_that_are_the_same() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from shoal.errors import UserCodeError
 from shoal.models.huggingface.attention import has_causal_cores, whole_order
 from shoal.models.huggingface.chain import Probe, declares_chain, head_output, parts_of, probed
-from shoal.models.huggingface.tensor_plan import declares_tensors, roles_by_plan
+from shoal.models.huggingface.tensor_plan import check_plan, declares_tensors, roles_by_plan
 from shoal.models.layers import CausalAttention
 from shoal.models.roles import Part, Role
 from shoal.topology.layout import Layout
@@ -97,6 +97,10 @@ class Tensors(nn.Module):
     def parameter_roles(self) -> dict[str, Role]:
         """See `shoal.models.roles`."""
         return roles_by_plan(self)
+
+    def check_split(self) -> None:
+        """See `shoal.models.roles`."""
+        check_plan(self)
 
 
 class Stages(nn.Module):

@@ -38,28 +38,45 @@ def declares_tensors(architecture: Any, config: Any) -> bool:
 
 
 def roles_by_plan(model: Any) -> dict[str, Role]:
-    """The role of every parameter, by all of its names. Raises `UserCodeError` for a style that Shoal does not know."""
+    """The role of every parameter, by all of its names. What cannot be split (`check_plan`) is whole, as without plan."""
+    return _planned(model)[0]
+
+
+def check_plan(model: Any) -> None:
+    """Raises `UserCodeError` for a style that Shoal does not know, and for ties to a layer that the plan leaves out."""
+    for refusal in _planned(model)[1]:
+        raise UserCodeError(refusal)
+
+
+def _planned(model: Any) -> tuple[dict[str, Role], list[str]]:
+    """The roles, and why `model` cannot be split by them."""
     plan: Mapping[str, str] = model._tp_plan
+    refusals: list[str] = []
     kinds: dict[str, Kind] = {}
     for path, module in model.named_modules():
         for name, kind in _kinds_in(path, module, plan):
-            kinds[name] = kind
+            if kind is None:
+                refusals.append(
+                    f"the tensor plan of {type(model).__name__} splits {name!r} in a way that Shoal does not know: set "
+                    "layout.tensor = 1"
+                )
+            kinds[name] = kind or "replicated"
     by_name = dict(model.named_parameters(remove_duplicate=False))
     tied = {id(by_name[name]): kind for name, kind in kinds.items() if kind in ("embedding", "head")}
     roles = {}
     for name, parameter in by_name.items():
         kind = kinds.get(name, "replicated")
         if kind == "replicated" and id(parameter) in tied:
-            raise UserCodeError(
+            refusals.append(
                 f"{name!r} of {type(model).__name__} is tied to a layer that is split over the vocabulary, and has no "
                 "place in its tensor plan: set tie_word_embeddings = false in model.config, or layout.tensor = 1"
             )
         roles[name] = Role(kind, init=None, decay=parameter.ndim >= 2)
-    return roles
+    return roles, refusals
 
 
-def _kinds_in(path: str, module: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, Kind]]:
-    """The parameters that `module` itself has, and their roles."""
+def _kinds_in(path: str, module: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, Kind | None]]:
+    """The parameters that `module` itself has, and their roles; None for a style that Shoal does not know."""
     own = [name for name, _ in module.named_parameters(recurse=False)]
     found = _ADAPTER.search(path)
     layer = path[: found.start()] if found else path
@@ -67,10 +84,10 @@ def _kinds_in(path: str, module: nn.Module, plan: Mapping[str, str]) -> Iterator
     if style is None or not own:
         return
     for name in own:
-        yield f"{path}.{name}", _kind(path, module, name, style, found.group(1)[:6] if found else "")
+        yield f"{path}.{name}", _kind(module, name, style, found.group(1)[:6] if found else "")
 
 
-def _kind(path: str, module: nn.Module, name: str, style: str, adapter: str) -> Kind:
+def _kind(module: nn.Module, name: str, style: str, adapter: str) -> Kind | None:
     if style in _WHOLE:
         return "norm"
     if style == "embedding_rowwise" and type(module) is nn.Embedding:
@@ -81,9 +98,7 @@ def _kind(path: str, module: nn.Module, name: str, style: str, adapter: str) -> 
         return "replicated"
     kind = _LINEAR.get(style)
     if kind is None:
-        raise UserCodeError(
-            f"the tensor plan splits {path!r} by {style!r}, which Shoal does not know: set layout.tensor = 1"
-        )
+        return None
     if adapter == "lora_A":
         return "row" if kind == "row" else "replicated"
     if adapter == "lora_B":

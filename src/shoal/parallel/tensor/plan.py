@@ -24,7 +24,7 @@ from torch import nn
 from shoal.comm.collective import Collective
 from shoal.errors import UserCodeError
 from shoal.models.keyed_draws import Extent, Inside
-from shoal.models.roles import DeclaresCounts, DeclaresRoles, role_of, roles_of
+from shoal.models.roles import ChecksSplit, DeclaresCounts, DeclaresRoles, role_of, roles_of
 from shoal.parallel.tensor.blocks import block_layers
 from shoal.parallel.tensor.crossings import Crossings
 from shoal.parallel.tensor.cut import Cut, even_cut, grouped_cut, uneven_cut
@@ -109,6 +109,8 @@ def split_tensor(
             f"{type(model).__name__} declares no roles of its parameters, and tensor={group.size} splits by them; give "
             f"it a method parameter_roles() (see shoal.models.roles), or set tensor=1"
         )
+    if isinstance(model, ChecksSplit):
+        model.check_split()
     if grid is not None and (grid.size, grid.place) != (group.size, group.rank):
         raise ValueError(
             f"a grid of {grid.size} ranks, this one at {grid.place}: it must be those of the group, in order"
