@@ -38,7 +38,7 @@ def declares_tensors(architecture: Any, config: Any) -> bool:
 
 
 def roles_by_plan(model: Any) -> dict[str, Role]:
-    """The role of every parameter, by all of its names. What cannot be split (`check_plan`) is whole, as without plan."""
+    """The role of every parameter, by all of its names. What `check_plan` refuses is whole, as without a plan."""
     return _planned(model)[0]
 
 
