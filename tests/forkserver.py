@@ -14,6 +14,7 @@ PRELOAD = [
     "torch.distributed",
     "transformers.modeling_utils",
     "peft",
+    "s3fs",
     "shoal.cli.main",
     "shoal.cli.train",
     "shoal.launch.script",

@@ -13,13 +13,13 @@ import tomli_w
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.huggingface import export_folder, import_folder
+from shoal.checkpoint.huggingface import _tensors, export_folder, import_folder
 from shoal.checkpoint.inspect import save_weights, weights_of
 from shoal.errors import UsageError
 from shoal.models.huggingface.build import build
 from shoal.models.huggingface.config import TransformersConfig
 from tests import programs
-from tests.models.huggingface.architectures import ADAPTED, LLAMA, TABLES, TIED_LLAMA
+from tests.models.huggingface.architectures import ADAPTED, LLAMA, RESNET, TABLES, TIED_LLAMA
 from tests.recipes.layouts import corpus
 
 transformers = pytest.importorskip("transformers")
@@ -59,6 +59,17 @@ def test_a_folder_out_and_in_is_the_checkpoint_bit_by_bit(tmp_path: Path, name: 
     again = weights_of(tmp_path / "in")
     assert again.keys() == weights.keys()
     assert all(torch.equal(again[key], weights[key]) for key in weights)
+
+
+def test_a_model_whose_batch_norms_were_replaced_goes_out(tmp_path: Path) -> None:
+    """Its running statistics too; such a norm counts no batches, and transformers' own count stays 0."""
+    table = msgspec.convert(RESNET, TransformersConfig)
+    model = build(table).eval()
+    weights = {n: t + 1 for n, t in _tensors(model).items() if not n.endswith("num_batches_tracked")}
+    save_weights(weights, Path("test"), tmp_path / "run")
+    export_folder(tmp_path / "run", tmp_path / "out", table)
+    loaded = transformers.ResNetForImageClassification.from_pretrained(tmp_path / "out")
+    assert all(torch.equal(loaded.state_dict()[name], weight) for name, weight in weights.items())
 
 
 def test_what_is_there_is_kept_and_another_model_is_refused(tmp_path: Path) -> None:

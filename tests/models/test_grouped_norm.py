@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shoal.models.grouped_norm import GroupedBatchNorm
+from shoal.errors import UserCodeError
+from shoal.models.grouped_norm import GroupedBatchNorm, with_grouped_norm
 from shoal.models.step_batch_norm import StepStatistics
 
 GROUP = 4
@@ -118,3 +120,60 @@ def test_half_precision_inputs_are_normalised_in_float32() -> None:
     assert y.float().mean(dim=(0, 2, 3)).tolist() == pytest.approx([0.0] * 3, abs=0.01)
     norm.commit_sums(norm.step_sums())
     assert norm.running_mean.tolist() == pytest.approx((0.1 * x.double().mean(dim=(0, 2, 3))).tolist(), rel=1e-6)
+
+
+class Activated(nn.BatchNorm2d):
+    """A batch norm that ends with an activation, as timm's `BatchNormAct2d`; `calls` times."""
+
+    def __init__(self, channels: int, calls: int = 1) -> None:
+        super().__init__(channels)
+        self.act, self.calls = nn.PReLU(), calls
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.calls):
+            input = F.batch_norm(
+                input, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.1, self.eps
+            )
+        return self.act(input)
+
+
+def test_what_a_subclass_adds_to_a_batch_norm_stays() -> None:
+    """One group: outputs, gradients of the norm and of the activation, and evaluation are those of the subclass."""
+    theirs, ours = (nn.Sequential(Activated(3)).double() for _ in range(2))
+    with_grouped_norm(ours, GROUP)
+    assert isinstance(ours[0], GroupedBatchNorm)
+    named = {name for name, _ in theirs.named_parameters()}
+    assert {name for name, _ in ours.named_parameters()} == named == {"0.weight", "0.bias", "0.act.weight"}
+    for model in (theirs, ours):
+        model(images(GROUP)).pow(2).sum().backward()
+    for name, parameter in theirs.named_parameters():
+        torch.testing.assert_close(ours.get_parameter(name).grad, parameter.grad, rtol=REL_F64, atol=1e-10)
+    ours[0].commit_sums(ours[0].step_sums())
+    for model in (theirs, ours):
+        model.eval()
+    torch.testing.assert_close(ours(images(7)), theirs(images(7)), rtol=REL_F64, atol=REL_F64)
+    assert not ours[0].step_sums().any()
+
+
+def test_a_hook_of_a_batch_norm_stays() -> None:
+    """Its output is what the next layer gets."""
+    model = nn.Sequential(nn.BatchNorm2d(3)).double()
+    model[0].register_forward_hook(lambda module, inputs, output: output + 100)
+    with_grouped_norm(model, GROUP)
+    assert model(images(GROUP)).min() > 50
+
+
+def test_a_subclass_that_normalises_twice_is_refused() -> None:
+    """By its name, since the statistics of one call can be replaced."""
+    model = nn.Sequential(Activated(3, calls=2)).double()
+    with_grouped_norm(model, GROUP)
+    with pytest.raises(UserCodeError, match=r"Activated called F\.batch_norm 2 times"):
+        model(images(GROUP))
+
+
+def test_a_batch_norm_in_two_places_is_one() -> None:
+    """Its running statistics are of both."""
+    norm = nn.BatchNorm2d(3)
+    model = nn.Sequential(norm, norm)
+    with_grouped_norm(model, GROUP)
+    assert model[0] is model[1]

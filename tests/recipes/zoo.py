@@ -333,8 +333,54 @@ TORCHVISION: dict[str, Callable[[Any], nn.Module]] = {
     "SwinTransformer": lambda vision: vision.SwinTransformer(
         [2, 2], 16, [1, 1], [2, 2], [4, 4], stochastic_depth_prob=0.1, num_classes=CLASSES
     ),
-}
+    "SwinTransformer of version 2": lambda vision: vision.SwinTransformer(
+        [2, 2], 16, [1, 1], [2, 2], [4, 4], stochastic_depth_prob=0.1, num_classes=CLASSES,
+        block=vision.swin_transformer.SwinTransformerBlockV2, downsample_layer=vision.swin_transformer.PatchMergingV2,
+    ),
+    "resnet18": lambda vision: vision.resnet18(num_classes=CLASSES),
+    "MobileNetV3": lambda vision: vision.MobileNetV3(
+        [vision.mobilenetv3.InvertedResidualConfig(16, 3, 16, 16, True, "RE", 2, 1, 0.5),
+         vision.mobilenetv3.InvertedResidualConfig(16, 5, 48, 16, True, "HS", 1, 1, 0.5)],
+        32, num_classes=CLASSES, dropout=0.2,
+    ),
+    "EfficientNet": lambda vision: vision.EfficientNet(
+        [vision.efficientnet.MBConvConfig(1, 3, 1, 8, 8, 1), vision.efficientnet.MBConvConfig(4, 3, 2, 8, 16, 2)],
+        dropout=0.2, stochastic_depth_prob=0.2, num_classes=CLASSES, last_channel=32,
+    ),
+    "ConvNeXt": lambda vision: vision.ConvNeXt(
+        [vision.convnext.CNBlockConfig(8, 16, 1), vision.convnext.CNBlockConfig(16, None, 2)],
+        stochastic_depth_prob=0.1, num_classes=CLASSES,
+    ),
+    "MaxVit": lambda vision: vision.MaxVit((32, 32), 8, 4, [8, 16], [1, 1], 4, 0.1, num_classes=CLASSES),
+    "SqueezeNet": lambda vision: vision.SqueezeNet(num_classes=CLASSES, dropout=0.2),
+    "RegNet": lambda vision: vision.RegNet(
+        vision.regnet.BlockParams([1, 1], [8, 16], [4, 8], [1.0, 1.0], [2, 2], 0.25), num_classes=CLASSES, stem_width=8
+    ),
+}  # fmt: skip
 """Classes of torchvision, small; what they hold of batch norms takes its statistics over groups of samples."""
+
+TIMM: dict[str, dict[str, Any]] = {
+    "convnext_atto": {"dims": (8, 16, 24, 32), "depths": (1, 1, 2, 1), "drop_path_rate": 0.1},
+    "efficientnet_lite0": {"drop_path_rate": 0.2},
+    "mobilenetv3_small_050": {"drop_rate": 0.2},
+    "resnet10t": {"stem_width": 8, "drop_path_rate": 0.1},
+    "resnetv2_50": {"layers": (1, 1, 1, 1), "channels": (16, 32, 32, 64)},
+    "regnetx_002": {},
+    "ghostnet_050": {},
+    "lcnet_035": {},
+    "vit_tiny_patch16_224": {
+        "img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4, "drop_rate": 0.1,
+        "attn_drop_rate": 0.1, "drop_path_rate": 0.1, "patch_drop_rate": 0.25,
+    },
+    "swin_tiny_patch4_window7_224": {
+        "img_size": 32, "window_size": 4, "patch_size": 2, "embed_dim": 16, "depths": (1, 2), "num_heads": (2, 4),
+    },
+    "deit3_small_patch16_224": {
+        "img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4, "drop_path_rate": 0.2,
+    },
+    "xcit_nano_12_p16_224": {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4},
+}  # fmt: skip
+"""Models of timm by name, with arguments that make them small; random weights."""
 
 
 def published(architecture: str) -> nn.Module:
@@ -371,9 +417,13 @@ PICTURED = frozenset({"U-Net", "ConvNeXt", "DenseNet", "patches", "ViTForImageCl
 HAVE_BLOCKS = frozenset({"convolutions", "graph", "adapted", "ConvNeXt", "DenseNet", "patches", *PUBLISHED})
 """Those that hold what may be recomputed in an `nn.ModuleList`."""
 EVERY = (*OWN, *PUBLISHED)
-SEEING = (*NORMALISED, *(f"torchvision {name}" for name in TORCHVISION))
+SEEING = (*NORMALISED, *(f"torchvision {name}" for name in TORCHVISION), *(f"timm {name}" for name in TIMM))
 """Those that take pictures of 32 x 32."""
-WITHOUT_BATCH_NORM = frozenset({"torchvision VisionTransformer", "torchvision SwinTransformer"})
+WITHOUT_BATCH_NORM = frozenset({
+    "torchvision VisionTransformer", "torchvision SwinTransformer", "torchvision SwinTransformer of version 2",
+    "torchvision ConvNeXt", "torchvision SqueezeNet", "timm convnext_atto", "timm vit_tiny_patch16_224",
+    "timm swin_tiny_patch4_window7_224", "timm deit3_small_patch16_224",
+})  # fmt: skip
 
 
 class Pictures32:
@@ -403,6 +453,9 @@ def build(name: str) -> nn.Module:
     torch.manual_seed(3)
     if name.startswith("torchvision "):
         return TORCHVISION[name.removeprefix("torchvision ")](importlib.import_module("torchvision.models"))
+    if name.startswith("timm "):
+        name = name.removeprefix("timm ")
+        return importlib.import_module("timm").create_model(name, num_classes=CLASSES, **TIMM[name])
     return OWN[name]() if name in OWN else published(name)
 
 

@@ -73,6 +73,8 @@ def _fill(model: Any, weights: dict[str, Tensor], checkpoint: Path) -> None:
     targets = dict(model.named_parameters()) | dict(model.named_buffers())
     wanted = {name: tuple(tensor.shape) for name, tensor in _tensors(model).items()}
     found = {name: tuple(weight.shape) for name, weight in weights.items()}
+    for name in [name for name in wanted if name.endswith("num_batches_tracked") and name not in found]:
+        del wanted[name]  # model.batch_norm: such a norm counts no batches, and its momentum needs no count
     if found != wanted:
         name = sorted(n for n in {*found, *wanted} if found.get(n) != wanted.get(n))[0]
         raise UsageError(

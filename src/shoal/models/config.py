@@ -8,6 +8,7 @@ import msgspec
 
 from shoal.config.table import Positive, PositiveFloat, Table, says
 from shoal.models.huggingface.config import TransformersConfig
+from shoal.models.sample_groups import SampleGroups
 
 SWIGLU_ROUNDING = 32
 CHANNEL_MULTIPLE = 8
@@ -189,29 +190,13 @@ class MLPConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag="mlp"):
                 )
 
 
-class PythonModel(Table, frozen=True, kw_only=True, tag_field="kind", tag="python"):
+class PythonModel(SampleGroups, frozen=True, kw_only=True, tag_field="kind", tag="python"):
     """The user's own module."""
 
     build: Annotated[
         str, says('"package.module:function"; the function returns a `torch.nn.Module`.', pattern=r"^[^:\s]+:[^:\s]+$")
     ]
     arguments: Annotated[dict[str, Any], says("Keywords for the function.")] = msgspec.field(default_factory=dict)
-    group_samples: Annotated[
-        Positive | None,
-        says(
-            "Consecutive samples that depend on each other, as in a contrastive loss; no rank and no microbatch cuts "
-            "such a group, and a microbatch is one group by default."
-        ),
-    ] = None
-    batch_norm: Annotated[
-        Literal["refused", "grouped", "synchronised"],
-        says(
-            "Batch norms of the module: refused where ranks or microbatches would cut their batch; replaced by ones "
-            "over groups of `group_samples` samples; or by ones over a microbatch of all ranks together, as PyTorch's "
-            "`SyncBatchNorm`."
-        ),
-    ] = "refused"
-
     roles: Annotated[
         dict[str, Literal["column", "row", "packed", "embedding", "head", "replicated"]],
         says(
@@ -230,17 +215,6 @@ class PythonModel(Table, frozen=True, kw_only=True, tag_field="kind", tag="pytho
         Literal["declared", "traced"],
         says("Where a pipeline is cut: between the parts that the module declares, or that tracing its forward finds."),
     ] = "declared"
-
-    def __post_init__(self) -> None:
-        if self.batch_norm == "grouped" and self.group_samples is None:
-            raise ValueError(
-                'batch_norm = "grouped" without group_samples: say how many consecutive samples share statistics'
-            )
-        if self.batch_norm == "synchronised" and self.group_samples is not None:
-            raise ValueError(
-                f'batch_norm = "synchronised" with group_samples = {self.group_samples}: its statistics are those of '
-                'all samples of a microbatch, not of groups; leave group_samples out, or set batch_norm = "grouped"'
-            )
 
 
 BuiltInModel = GPTConfig | MoEConfig | ConvNetConfig | MLPConfig

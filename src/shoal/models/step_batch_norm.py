@@ -15,16 +15,21 @@ layer only adds up what it sees, and the engine commits the sum over all replica
 With `count` sets over all replicas, whose means and unbiased variances were added up,
 
     running <- (1 - momentum) running + momentum sum / count
+
+A user's subclass of `torch.nn.BatchNorm2d` may do more than normalise: timm's end with an activation. Its forward
+stays, and only its call of `F.batch_norm` is answered here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
 from shoal.errors import UserCodeError
 
@@ -57,10 +62,12 @@ class StepBatchNorm(nn.Module):
     running_mean: Tensor
     running_var: Tensor
     totals: Tensor
+    around: tuple[_BatchNorm] | None
+    """The layer whose forward calls for this normalisation, in a tuple: its modules are those of this one."""
 
     def __init__(self, channels: int, *, eps: float = 1e-5, momentum: float = 0.1, affine: bool = True) -> None:
         super().__init__()
-        self.channels, self.eps, self.momentum = channels, eps, momentum
+        self.channels, self.eps, self.momentum, self.around = channels, eps, momentum, None
         self.weight = nn.Parameter(torch.ones(channels)) if affine else None
         self.bias = nn.Parameter(torch.zeros(channels)) if affine else None
         self.register_buffer("running_mean", torch.zeros(channels))
@@ -74,7 +81,25 @@ class StepBatchNorm(nn.Module):
         self.totals.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the shape and type of `x`. In training it raises what `normalised` does."""
+        """Returns the shape and type of `x`. In training it raises what `normalised` does.
+
+        Raises `UserCodeError` where the layer `around` does not normalise once.
+        """
+        if self.around is None:
+            return self.normalisation(x)
+        (layer,) = self.around
+        layer.training = self.training
+        with _InPlaceOfBatchNorm(self) as calls:
+            y = layer(x)
+        if calls.count != 1:
+            raise UserCodeError(
+                f"a {type(layer).__name__} called F.batch_norm {calls.count} times in a forward, and model.batch_norm "
+                "puts other statistics in the place of one call: use nn.BatchNorm2d itself, GroupNorm or LayerNorm"
+            )
+        return y
+
+    def normalisation(self, x: Tensor) -> Tensor:
+        """`x` normalised, without what a layer `around` adds."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         if self.training:
             return self.normalised(wide).to(x.dtype)
@@ -122,14 +147,36 @@ class StepBatchNorm(nn.Module):
         self.totals += torch.cat((sums.new_ones(1) * count, sums))
 
 
+_PLAIN = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+
+
+class _InPlaceOfBatchNorm(TorchFunctionMode):
+    """Answers `F.batch_norm` by the normalisation of `norm`."""
+
+    def __init__(self, norm: StepBatchNorm) -> None:
+        super().__init__()
+        self.norm, self.count = norm, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in (F.batch_norm, torch.batch_norm):
+            return func(*args, **kwargs)
+        self.count += 1
+        return self.norm.normalisation(args[0] if args else kwargs["input"])
+
+
 def replace_norms(model: nn.Module, make: Callable[[_BatchNorm], StepBatchNorm]) -> None:
-    """Puts what `make` makes into the place of every batch norm of `model` that trains; parameters and buffers stay.
+    """Puts what `make` makes into the place of every batch norm of `model` that trains; parameters and buffers stay,
+    and so does what a subclass of PyTorch's layers or a hook adds. A layer that stands in two places is still one.
 
     Raises `UserCodeError` for one that averages over all steps (`momentum=None`).
     """
+    made: dict[nn.Module, StepBatchNorm] = {}
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if isinstance(module, _BatchNorm) and module.training and name:
-            model.set_submodule(name, _in_place_of(module, name, make))
+            if module not in made:
+                made[module] = _in_place_of(module, name, make)
+            model.set_submodule(name, made[module])
 
 
 def _in_place_of(norm: _BatchNorm, name: str, make: Callable[[_BatchNorm], StepBatchNorm]) -> StepBatchNorm:
@@ -142,6 +189,9 @@ def _in_place_of(norm: _BatchNorm, name: str, make: Callable[[_BatchNorm], StepB
     if norm.weight is not None:
         made.weight, made.bias = norm.weight, norm.bias
     if norm.running_mean is not None and norm.running_var is not None:
-        made.running_mean.copy_(norm.running_mean)
-        made.running_var.copy_(norm.running_var)
+        made.running_mean, made.running_var = norm.running_mean, norm.running_var
+    if type(norm).forward not in _PLAIN or norm._forward_hooks or norm._forward_pre_hooks:
+        made.around = (norm,)
+        for child, module in norm.named_children():
+            made.add_module(child, module)
     return made

@@ -32,6 +32,7 @@ from shoal.models.config import ForeignModel, ModelConfig, PythonModel
 from shoal.models.grouped_norm import with_grouped_norm
 from shoal.models.huggingface.config import TransformersConfig, vocabulary_of
 from shoal.models.initialise import initialise
+from shoal.models.sample_groups import SampleGroups
 from shoal.models.synchronised_norm import with_synchronised_norm
 from shoal.parallel.traced.declare import declare
 from shoal.recipes.user_code import call_named, find_named
@@ -73,13 +74,14 @@ def users_model(run_file: RunFile, given: UserObjects) -> nn.Module:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserCodeError("the model has no parameter that requires a gradient; there is nothing to train")
     _refuse_complex(model)
-    if isinstance(run_file.model, PythonModel):
-        said = run_file.model
+    said = run_file.model
+    if isinstance(said, SampleGroups):
         if said.batch_norm == "grouped":
             assert said.group_samples is not None
             with_grouped_norm(model, said.group_samples)
         elif said.batch_norm == "synchronised":
             with_synchronised_norm(model)
+    if isinstance(said, PythonModel):
         declare(model, roles=said.roles, counts=said.counts, traced=said.parts == "traced")
     return model
 

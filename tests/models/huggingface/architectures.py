@@ -78,6 +78,16 @@ WHISPER = model(
         "begin_suppress_tokens": None,
     },
 )  # fmt: skip
+GEMMA = model("GemmaForCausalLM", {**_DECODER, "head_dim": 8})
+"""Tied, and its plan does not name the embedding."""
+PHI3 = model("Phi3ForCausalLM", _DECODER)
+"""Its plan splits packed projections in a way of its own."""
+RESNET = model(
+    "ResNetForImageClassification",
+    {"num_channels": 1, "num_labels": 5, "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 2],
+     "layer_type": "basic"},
+)  # fmt: skip
+"""Without attention, and with batch norms."""
 
 TABLES: dict[str, dict[str, Any]] = {
     "Llama": {"model": LLAMA},

@@ -17,7 +17,7 @@ from shoal.models.huggingface.model import check_plans
 from shoal.models.layers import CausalAttention
 from shoal.runfile.rules import refusal
 from shoal.topology.layout import Layout
-from tests.models.huggingface.architectures import LLAMA, QWEN3, TABLES, TIED_LLAMA
+from tests.models.huggingface.architectures import LLAMA, QWEN3, RESNET, TABLES, TIED_LLAMA
 from tests.recipes.layouts import run_file_of
 
 transformers = pytest.importorskip("transformers")
@@ -81,6 +81,11 @@ def test_padding_reaches_attention(tmp_path: Path) -> None:
     assert not torch.equal(wanted, own(TOKENS).logits)
 
 
+def test_a_class_without_attention_is_built() -> None:
+    """Of a config with `num_labels`, which no config lists among its keys."""
+    assert built(table(RESNET))(torch.ones(2, 1, 16, 16)).logits.shape == (2, 5)
+
+
 def test_a_config_may_be_a_json_file(tmp_path: Path) -> None:
     file = tmp_path / "small.json"
     file.write_text(json.dumps(LLAMA["config"]))
@@ -113,6 +118,10 @@ REFUSED: dict[str, tuple[TransformersConfig, str]] = {
     "an unknown key": (llama(hiden_size=8), "did you mean 'hidden_size'"),
     "a wrong value": (llama(hidden_size="wide"), "LlamaConfig refuses model.config"),
     "another type": (llama(model_type="bert"), 'of model_type "bert", and LlamaForCausalLM takes "llama"'),
+    "no such attention": (
+        table(RESNET, attention="sdpa"),
+        "'sdpa': ResNetForImageClassification has no such attention",
+    ),
     "no file": (table(LLAMA, config="nowhere.json"), "nowhere.json is missing"),
     "no folder": (TransformersConfig(folder="nowhere"), "nowhere/config.json is missing: correct model.folder"),
 }

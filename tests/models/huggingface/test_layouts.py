@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.models.huggingface.architectures import GEMMA, PHI3, RESNET, data
 from tests.models.huggingface.cells import LAYOUTS, MODELS, expected, tables_of, world_of
 from tests.recipes.layouts import corpus, verified
 
@@ -43,6 +45,31 @@ def test_an_architecture_is_the_same_model_or_refused(ranks, tmp_path: Path, mod
     assert not said, said[0]
     verdict = outcomes[0][1]
     assert verdict["holds"], verdict["sentence"]
+
+
+@pytest.mark.parametrize("norm", [{"batch_norm": "grouped", "group_samples": 4}, {"batch_norm": "synchronised"}, {}])
+def test_batch_norms_are_the_same_or_refused(ranks, tmp_path: Path, norm: dict[str, Any]) -> None:
+    """By the keys that the refusal names; in float64, with the running statistics."""
+    tables = {"model": RESNET | norm, "data": data("pictures"), "layout": {"replicate": 2}}
+    (worked, found), *_ = ranks.outcomes(2, verified, tables, str(tmp_path), True, 2)
+    if not norm:
+        assert not worked
+        assert 'set model.batch_norm = "synchronised"' in found
+        return
+    assert worked, found
+    assert found["holds"], found["sentence"]
+
+
+@pytest.mark.parametrize(("model", "said"), [(GEMMA, "is tied to a layer that is split"), (PHI3, "does not know")])
+def test_a_plan_that_cannot_be_followed_is_refused_under_tensor_alone(
+    ranks, tmp_path: Path, model: dict[str, Any], said: str
+) -> None:
+    """ZeRO-3 asks nothing of it."""
+    corpus(tmp_path)
+    zero, *_ = ranks(2, verified, {"model": model, "layout": {"shard": 2}}, str(tmp_path), True, 2)
+    assert zero["holds"], zero["sentence"]
+    outcomes = ranks.outcomes(2, verified, {"model": model, "layout": {"tensor": 2}}, str(tmp_path), True, 2)
+    assert all(not worked and said in found and "layout.tensor = 1" in found for worked, found in outcomes)
 
 
 def test_the_table_has_a_hundred_cells_or_more_that_are_the_same() -> None:

@@ -23,7 +23,9 @@ from shoal.models.huggingface.config import TransformersConfig, config_keys
 from shoal.models.huggingface.experts import use_exchanges
 from shoal.models.huggingface.model import declared_class
 
-_WRITTEN_ANYWHERE = frozenset({"architectures", "model_type", "transformers_version", "torch_dtype", "auto_map"})
+_WRITTEN_ANYWHERE = frozenset(
+    {"architectures", "model_type", "transformers_version", "torch_dtype", "auto_map", "num_labels"}
+)
 """Keys of a config.json that no config class declares."""
 
 
@@ -37,13 +39,25 @@ def build(table: TransformersConfig) -> nn.Module:
     config = configuration_of(table, architecture)
     model = _made(table, declared_class(architecture, config), config)
     model.config.use_cache = False
-    model.set_attn_implementation("sdpa" if table.attention == "auto" else table.attention)
+    _choose_attention(model, table)
     if table.attention == "auto":
         use_causal_cores(model)
     use_exchanges(model)
     if table.lora_rank is not None:
         add_adapters(model, table)
     return model.train()
+
+
+def _choose_attention(model: Any, table: TransformersConfig) -> None:
+    """A class without the one that "auto" prefers keeps that of transformers' own choice."""
+    try:
+        model.set_attn_implementation("sdpa" if table.attention == "auto" else table.attention)
+    except ValueError:
+        if table.attention != "auto":
+            raise ConfigError(
+                f"model.attention = {table.attention!r}: {type(model).__name__} has no such attention in transformers; "
+                'set model.attention to "auto"'
+            ) from None
 
 
 def plain(table: TransformersConfig) -> Any:

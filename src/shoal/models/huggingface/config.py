@@ -8,15 +8,16 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from shoal.config.table import Positive, PositiveFloat, Table, says
+from shoal.config.table import Positive, PositiveFloat, says
 from shoal.errors import ConfigError
 from shoal.files import read_file
+from shoal.models.sample_groups import SampleGroups
 
 CONFIG_FILE = "config.json"
 MOST_CONFIG_BYTES = 1 << 24
 
 
-class TransformersConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag="transformers"):
+class TransformersConfig(SampleGroups, frozen=True, kw_only=True, tag_field="kind", tag="transformers"):
     """A model of Hugging Face's transformers (extra `huggingface`), from its config or a local folder."""
 
     architecture: Annotated[
@@ -53,6 +54,7 @@ class TransformersConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag
     lora_dropout: Annotated[float, says("Share of the adapters' inputs dropped, keyed per sample.", ge=0, lt=1)] = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.folder is None and self.config is None:
             raise ValueError("neither config nor folder is given: write the model's config, or name its folder")
         if self.folder is not None and isinstance(self.config, str):
