@@ -8,6 +8,7 @@ import msgspec
 
 from shoal.config.table import Positive, PositiveFloat, Table, says
 from shoal.models.huggingface.config import TransformersConfig
+from shoal.models.split_keys import SplitKeys
 
 SWIGLU_ROUNDING = 32
 CHANNEL_MULTIPLE = 8
@@ -189,7 +190,7 @@ class MLPConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag="mlp"):
                 )
 
 
-class PythonModel(Table, frozen=True, kw_only=True, tag_field="kind", tag="python"):
+class PythonModel(SplitKeys, frozen=True, kw_only=True, tag_field="kind", tag="python"):
     """The user's own module."""
 
     build: Annotated[
@@ -211,25 +212,6 @@ class PythonModel(Table, frozen=True, kw_only=True, tag_field="kind", tag="pytho
             "`SyncBatchNorm`."
         ),
     ] = "refused"
-
-    roles: Annotated[
-        dict[str, Literal["column", "row", "packed", "embedding", "head", "replicated"]],
-        says(
-            "Names of weights, or patterns of them, to what tensor parallelism does with them, for a module that "
-            "declares no roles; `shoal split` proposes them."
-        ),
-    ] = msgspec.field(default_factory=dict)
-    counts: Annotated[
-        list[str],
-        says(
-            "Integer attributes of modules, such as a number of heads, of which each rank of `layout.tensor` has its "
-            "share; `shoal split` proposes them."
-        ),
-    ] = msgspec.field(default_factory=list)
-    parts: Annotated[
-        Literal["declared", "traced"],
-        says("Where a pipeline is cut: between the parts that the module declares, or that tracing its forward finds."),
-    ] = "declared"
 
     def __post_init__(self) -> None:
         if self.batch_norm == "grouped" and self.group_samples is None:

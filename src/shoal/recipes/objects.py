@@ -32,6 +32,7 @@ from shoal.models.config import ForeignModel, ModelConfig, PythonModel
 from shoal.models.grouped_norm import with_grouped_norm
 from shoal.models.huggingface.config import TransformersConfig, vocabulary_of
 from shoal.models.initialise import initialise
+from shoal.models.split_keys import SplitKeys
 from shoal.models.synchronised_norm import with_synchronised_norm
 from shoal.parallel.traced.declare import declare
 from shoal.recipes.user_code import call_named, find_named
@@ -80,7 +81,8 @@ def users_model(run_file: RunFile, given: UserObjects) -> nn.Module:
             with_grouped_norm(model, said.group_samples)
         elif said.batch_norm == "synchronised":
             with_synchronised_norm(model)
-        declare(model, roles=said.roles, counts=said.counts, traced=said.parts == "traced")
+    if isinstance(run_file.model, SplitKeys):
+        declare(model, roles=run_file.model.roles, counts=run_file.model.counts, parts=run_file.model.parts)
     return model
 
 

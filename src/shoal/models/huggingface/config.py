@@ -8,15 +8,16 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from shoal.config.table import Positive, PositiveFloat, Table, says
+from shoal.config.table import Positive, PositiveFloat, says
 from shoal.errors import ConfigError
 from shoal.files import read_file
+from shoal.models.split_keys import SplitKeys
 
 CONFIG_FILE = "config.json"
 MOST_CONFIG_BYTES = 1 << 24
 
 
-class TransformersConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag="transformers"):
+class TransformersConfig(SplitKeys, frozen=True, kw_only=True, tag_field="kind", tag="transformers"):
     """A model of Hugging Face's transformers (extra `huggingface`), from its config or a local folder."""
 
     architecture: Annotated[

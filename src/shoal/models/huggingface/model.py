@@ -23,7 +23,7 @@ from shoal.models.huggingface.attention import has_causal_cores, whole_order
 from shoal.models.huggingface.chain import Probe, declares_chain, head_output, parts_of, probed
 from shoal.models.huggingface.tensor_plan import declares_tensors, roles_by_plan
 from shoal.models.layers import CausalAttention
-from shoal.models.roles import Part, Role
+from shoal.models.roles import DeclaresParts, DeclaresRoles, Part, Role
 from shoal.topology.layout import Layout
 from shoal.topology.refusal import nearest_divisors
 
@@ -120,10 +120,10 @@ def check_plans(model: nn.Module, layout: Layout, *, sequence_parallel: bool = F
     tensor, pipeline, context = layout.tensor, layout.pipeline, layout.context
     others = "use layout.replicate or layout.shard"
     if tensor > 1:
-        if not isinstance(model, Tensors):
+        if not isinstance(model, DeclaresRoles):
             raise UserCodeError(
                 f"layout.tensor = {tensor}: {name} declares no tensor plan (base_model_tp_plan of "
-                f"{type(config).__name__}), which says how its layers are split; {others}"
+                f"{type(config).__name__}), which says how its layers are split: let `shoal split` propose model.roles, or {others}"
             )
         _check_heads(config, tensor)
     if tensor > 1 and sequence_parallel and getattr(model, "peft_config", None):
@@ -131,10 +131,10 @@ def check_plans(model: nn.Module, layout: Layout, *, sequence_parallel: bool = F
             f"layout.sequence_parallel = true: adapters of {name} stand inside its attention, which reads the length "
             "of the sequence off its input; set it to false"
         )
-    if pipeline > 1 and not isinstance(model, Stages):
+    if pipeline > 1 and not isinstance(model, DeclaresParts):
         raise UserCodeError(
             f"layout.pipeline = {pipeline}: {name} declares no pipeline plan (base_model_pp_plan of "
-            f"{type(config).__name__}) of embedding, layers, norm and head; {others}"
+            f"{type(config).__name__}) of embedding, layers, norm and head: let `shoal split` propose model.parts, or {others}"
         )
     if context > 1 and not any(isinstance(module, CausalAttention) for module in model.modules()):
         raise UserCodeError(
