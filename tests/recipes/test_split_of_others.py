@@ -60,5 +60,3 @@ def test_a_module_of_others_splits_as_proposed(ranks, tmp_path: Path, name: str,
     choice = own | {"model": own["model"] | keys, "layout": layout, "pipeline": {"microbatches": 2}}
     verdict, *_ = ranks(layout.get("tensor", 1) * layout.get("pipeline", 1), verified, choice, str(tmp_path), True, 1)
     assert verdict["holds"], verdict["sentence"]
-
-

@@ -85,6 +85,9 @@ def trunk_of(model: nn.Module) -> set[str]:
             found |= {".".join(steps[:count]) for count in range(len(steps) + 1)}
             if isinstance(module, nn.Sequential):
                 found.add(name)
+    for name, module in model.named_modules():  # lists in such lists are not called either
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) and name.rpartition(".")[0] in found:
+            found.add(name)
     return found
 
 

@@ -47,7 +47,13 @@ class _Skipped(nn.Module):
         super().__init__()
         bare = {id(t): _without_storage(t) for t in [*module.parameters(), *module.buffers()]}
         object.__setattr__(self, "_copy", copy.deepcopy(module, bare).eval())
-        self._name, self._shapes = name, dict[Any, Any]()
+        self._name, self._shapes, self._dtype = name, dict[Any, Any](), torch.float32
+
+    def computes_in(self, dtype: torch.dtype) -> None:
+        """That of the model, which may be cast after it is built."""
+        if dtype != self._dtype:
+            self._dtype, self._shapes = dtype, {}
+            self.__dict__["_copy"].to(dtype)
 
     def __getattr__(self, name: str) -> Any:
         """What the forward reads of the module beside calling it, such as the kind of its attention."""
@@ -76,7 +82,7 @@ class Relay:
     """`context` and `parts` as `shoal.models.roles.DeclaresParts` asks for them, of these lists of modules."""
 
     def __init__(
-        self, model: nn.Module, names: Sequence[Sequence[str]], skipped: Mapping[str, nn.Module] | None = None
+        self, model: nn.Module, names: Sequence[Sequence[str]], skipped: Mapping[str, _Skipped] | None = None
     ) -> None:
         self._model, self._names = model, names
         listed = [name for part in names for name in part]
@@ -114,6 +120,9 @@ class Relay:
             hooks.append(self._skipped[self._names[index + 1][0]].register_forward_pre_hook(_stop, with_kwargs=True))
         places = [(self._model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], stand_in)
                   for name, stand_in in self._skipped.items() if name not in own]  # fmt: skip
+        dtype = next(p.dtype for p in self._model.parameters() if p.is_floating_point())
+        for _, _, stand_in in places:
+            stand_in.computes_in(dtype)
         kept = [(parent, last, parent._modules[last]) for parent, last, _ in places]
         for parent, last, stand_in in places:
             parent._modules[last] = stand_in
@@ -126,7 +135,7 @@ class Relay:
                 hook.remove()
 
 
-def skipped_of(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
+def skipped_of(model: nn.Module, names: Sequence[str]) -> dict[str, _Skipped]:
     """What stands in the places of these modules where they are skipped. Raises `UserCodeError` for an unknown name."""
     modules = dict(model.named_modules())
     for name in names:
@@ -194,7 +203,7 @@ def _called(
 def _differs(
     model: nn.Module,
     names: Sequence[Sequence[str]],
-    skipped: Mapping[str, nn.Module],
+    skipped: Mapping[str, _Skipped],
     context: Inputs,
     output: Sequence[Tensor],
 ) -> str:

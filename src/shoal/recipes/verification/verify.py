@@ -54,6 +54,7 @@ from shoal.recipes.verification.reference import (
     gather_routes,
     give_weights,
     neighbour_findings,
+    held_weights,
     owned_gradients,
     rate_findings,
     reference_of,
@@ -243,7 +244,7 @@ def _take_step(run: Run, number: int, batches: list[Batch], tap: ReplayRoutes) -
 
     result = run.step(number, batches, lr=run.rate(number), on_gradients=record)
     with gradients.full_parameters():
-        weights = collected(run, [(t.holding.name, t.holding.box, t.parameter) for t in run.trained])
+        weights = collected(run, list(held_weights(run.trained)))
     differences, replayed = gather_routes(run, tap)
     return _LayoutStep(result, *seen[0], weights, collected(run, buffers_of(run)), differences, replayed)
 
