@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from shoal.errors import ConfigError
 from shoal.recipes.proposal import SplitProposal, propose
 from tests.recipes.layouts import corpus, run_file_of, verified
 from tests.recipes.others_models import SIZES

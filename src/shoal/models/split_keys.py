@@ -29,7 +29,7 @@ class SplitKeys(Table, frozen=True, kw_only=True):
     parts: Annotated[
         Literal["declared", "traced"] | list[list[str]],
         says(
-            "Where a pipeline is cut: between the parts that the module declares, or that tracing its forward finds, or "
-            "the modules of each part in the order in which the forward calls them; `shoal split` proposes them."
+            "Where a pipeline is cut: between the parts that the module declares or that tracing its forward finds, or "
+            "lists of modules, one a part, in the order in which the forward calls them; `shoal split` proposes them."
         ),
     ] = "declared"

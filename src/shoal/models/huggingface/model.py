@@ -123,7 +123,8 @@ def check_plans(model: nn.Module, layout: Layout, *, sequence_parallel: bool = F
         if not isinstance(model, DeclaresRoles):
             raise UserCodeError(
                 f"layout.tensor = {tensor}: {name} declares no tensor plan (base_model_tp_plan of "
-                f"{type(config).__name__}), which says how its layers are split: let `shoal split` propose model.roles, or {others}"
+                f"{type(config).__name__}), which says how its layers are split: "
+                f"let `shoal split` propose model.roles, or {others}"
             )
         _check_heads(config, tensor)
     if tensor > 1 and sequence_parallel and getattr(model, "peft_config", None):
@@ -134,7 +135,8 @@ def check_plans(model: nn.Module, layout: Layout, *, sequence_parallel: bool = F
     if pipeline > 1 and not isinstance(model, DeclaresParts):
         raise UserCodeError(
             f"layout.pipeline = {pipeline}: {name} declares no pipeline plan (base_model_pp_plan of "
-            f"{type(config).__name__}) of embedding, layers, norm and head: let `shoal split` propose model.parts, or {others}"
+            f"{type(config).__name__}) of embedding, layers, norm and head: "
+            f"let `shoal split` propose model.parts, or {others}"
         )
     if context > 1 and not any(isinstance(module, CausalAttention) for module in model.modules()):
         raise UserCodeError(

@@ -53,8 +53,8 @@ class TensorPart:
 
     `dim` None: all of it (`length` is then that of dimension 0). `inner`: of those slices, (offset, length) along
     dimension 1, where layers lie in blocks. `block`: the slices are those of every so many, which lie one after the
-    other on the rank (`shoal.parallel.tensor.layers.part_of`). `twins` are the places along `tensor` that hold the same part; where
-    `partial`, each of them computes one term of its gradient, else each the whole.
+    other on the rank (`shoal.parallel.tensor.layers.part_of`). `twins` are the places along `tensor` that hold the
+    same part; where `partial`, each of them computes one term of its gradient, else each the whole.
     """
 
     dim: int | None

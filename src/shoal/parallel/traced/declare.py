@@ -18,8 +18,9 @@ def declare(
 ) -> None:
     """Gives `model` the methods `parameter_roles`, `tensor_counts`, `context` and `parts`, where they are wanted.
 
-    `roles` are patterns of names of parameters, `counts` names of integer attributes; `parts` the modules of each part of
-    the chain, or "traced": it is found by tracing; or "declared". Raises `UserCodeError` for what the model declares itself, and for patterns and names that fit nothing.
+    `roles` are patterns of names of parameters, `counts` names of integer attributes; `parts` are the modules of each
+    part of the chain, or "traced": tracing finds them; or "declared". Raises `UserCodeError` for what the model
+    declares itself, and for patterns and names that fit nothing.
     """
     if roles:
         declared = _roles(model, roles)

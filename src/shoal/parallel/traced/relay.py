@@ -1,10 +1,11 @@
-"""A module that declares no chain, as a chain by its own forward: each part runs it, and skips what other parts compute.
+"""A module that declares no chain, as a chain by its own forward: each part runs it, and skips what others compute.
 
     part 0      tokens -> embedding -> block 0 -> at block 1 it stops: what block 1 would have got is the result
     part 1      embedding and block 0 are skipped; block 1 gets what part 0 gave -> block 1 -> at block 2 it stops
 
-What a skipped module gives has the shape of its output and is NaN. So masks and positions, which follow from the inputs,
-are made by the model's own code on every stage, and a value that the cut forgets shows itself: the result is NaN.
+What a skipped module gives has the shape of its output and is NaN. So masks and positions, which follow from the
+inputs, are made by the model's own code on every stage, and a value that the cut forgets shows itself: the
+result is NaN.
 
 The parts are lists of names of modules in the order in which the forward calls them; the first of each is where it
 begins. `chain_of_calls` finds them on a batch, and keeps the cuts through which the output is the same, bit by bit.
@@ -105,8 +106,8 @@ class Relay:
                 return reached.value
         if not last:
             raise UserCodeError(
-                f"the forward of {type(self._model).__name__} ended before it called {self._names[index + 1][0]}, where "
-                "model.parts says that a part begins; find the parts anew by `shoal split`"
+                f"the forward of {type(self._model).__name__} ended before it called {self._names[index + 1][0]}, "
+                "where model.parts says that a part begins; find the parts anew by `shoal split`"
             )
         return output
 
@@ -177,8 +178,8 @@ def chain_of_calls(model: nn.Module, args: Sequence[Any], named: Mapping[str, An
             module.training = flag
     if why or len(parts) < 2:
         raise UserCodeError(
-            f"{kind} cannot be cut: before none of its modules one value goes on alone ({why or 'it has one'}); give it "
-            "context() and parts() (see shoal.models.roles), or set layout.pipeline=1"
+            f"{kind} cannot be cut: before none of its modules one value goes on alone ({why or 'it has one'}); give "
+            "it context() and parts() (see shoal.models.roles), or set layout.pipeline=1"
         )
     return parts
 
@@ -187,8 +188,8 @@ def _called(
     model: nn.Module, trunk: set[str], args: Sequence[Any], named: Mapping[str, Any]
 ) -> tuple[list[str], list[Tensor]]:
     """The modules with parameters right below the trunk in the order of their first calls, and the output."""
-    units = {name: module for name, module in model.named_modules()
-             if name not in trunk and name.rpartition(".")[0] in trunk and any(True for _ in module.parameters())}  # fmt: skip
+    below = {name: m for name, m in model.named_modules() if name not in trunk and name.rpartition(".")[0] in trunk}
+    units = {name: module for name, module in below.items() if any(True for _ in module.parameters())}
     order: list[str] = []
     hooks = [module.register_forward_pre_hook(lambda m, a, name=name: order.append(name))
              for name, module in units.items()]  # fmt: skip

@@ -35,8 +35,8 @@ from shoal.recipes.verification.reference import (
     axes_of,
     collected,
     give_weights,
-    neighbour_findings,
     held_weights,
+    neighbour_findings,
     owned_gradients,
     reference_of,
 )
