@@ -112,7 +112,7 @@ def rank_state(layout: Layout, rank: int, *, zero: int) -> TrainState:
         module, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(module), leaf, local)
         along = AlongTensor(split=name in SPLIT_DIM and layout.tensor > 1)
-        holding = held(layout, rank, name, shapes[name], box=box, tensor=along)
+        holding = held(layout, rank, name, shapes[name], boxes=(box,), tensor=along)
         if zero == 0:
             owned.append(Owned(name, local, holding, owned_run(holding, local, 0, local.numel()).regions))
         else:

@@ -46,7 +46,7 @@ def holdings(layout: Layout, rank: int) -> list[Holding]:
         held(layout, rank, f"stage{stage}.number", ()),
         held(
             layout, rank, f"stage{stage}.split", (4 * layout.tensor, 3), tensor=AlongTensor(split=True),
-            box=Box((4 * tensor, 0), (4, 3)),
+            boxes=(Box((4 * tensor, 0), (4, 3)),),
         ),
         held_expert(
             layout, rank, f"stage{stage}.experts", (2 * layout.expert, 3, 3), box=Box((2 * expert, 0, 0), (2, 3, 3))

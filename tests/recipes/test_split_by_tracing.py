@@ -81,7 +81,7 @@ GPT2 = {
 
 @pytest.mark.parametrize("layout", [{"tensor": 2}, {"tensor": 2, "shard": 2}], ids=str)
 def test_gpt2_splits_by_roles_of_the_run_file(ranks, tmp_path: Path, layout: dict[str, int]) -> None:
-    """Its forward cannot be traced; packed and transposed weights are those of one process all the same."""
+    """Packed and transposed weights are those of one process."""
     pytest.importorskip("transformers")
     corpus(tmp_path)
     choice = {"model": GPT2, "optimizer": {"kind": "sgd", "lr": 0.1}, "layout": layout}
@@ -146,6 +146,6 @@ def test_a_pattern_that_fits_nothing_is_refused() -> None:
     from shoal.parallel.traced.declare import declare
 
     with pytest.raises(UserCodeError, match=r"blocks\.7.*shoal split"):
-        declare(build("Gated"), roles={"blocks.7.*": "column"}, counts=[], traced=False)
+        declare(build("Gated"), roles={"blocks.7.*": "column"}, counts=[], parts="declared")
     with pytest.raises(UserCodeError, match="no integer attribute"):
-        declare(build("Gated"), roles={}, counts=["layers.0.heads"], traced=False)
+        declare(build("Gated"), roles={}, counts=["layers.0.heads"], parts="declared")

@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from shoal.config.table import Positive, PositiveFloat, Table, says
+from shoal.models.foreign_keys import ForeignKeys
 from shoal.models.huggingface.config import TransformersConfig
-from shoal.models.sample_groups import SampleGroups
 
 SWIGLU_ROUNDING = 32
 CHANNEL_MULTIPLE = 8
@@ -190,31 +190,13 @@ class MLPConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag="mlp"):
                 )
 
 
-class PythonModel(SampleGroups, frozen=True, kw_only=True, tag_field="kind", tag="python"):
+class PythonModel(ForeignKeys, frozen=True, kw_only=True, tag_field="kind", tag="python"):
     """The user's own module."""
 
     build: Annotated[
         str, says('"package.module:function"; the function returns a `torch.nn.Module`.', pattern=r"^[^:\s]+:[^:\s]+$")
     ]
     arguments: Annotated[dict[str, Any], says("Keywords for the function.")] = msgspec.field(default_factory=dict)
-    roles: Annotated[
-        dict[str, Literal["column", "row", "packed", "embedding", "head", "replicated"]],
-        says(
-            "Names of weights, or patterns of them, to what tensor parallelism does with them, for a module that "
-            "declares no roles; `shoal split` proposes them."
-        ),
-    ] = msgspec.field(default_factory=dict)
-    counts: Annotated[
-        list[str],
-        says(
-            "Integer attributes of modules, such as a number of heads, of which each rank of `layout.tensor` has its "
-            "share; `shoal split` proposes them."
-        ),
-    ] = msgspec.field(default_factory=list)
-    parts: Annotated[
-        Literal["declared", "traced"],
-        says("Where a pipeline is cut: between the parts that the module declares, or that tracing its forward finds."),
-    ] = "declared"
 
 
 BuiltInModel = GPTConfig | MoEConfig | ConvNetConfig | MLPConfig

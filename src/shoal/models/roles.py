@@ -8,8 +8,8 @@ roles follow the first values, the weight decay, and later how tensor parallelis
     embedding, head     split over the vocabulary (or the classes)
     column              output features split: a weight's rows, and the bias that belongs to them
     row                 input features split: a weight's columns; the products are then summed
-    packed              several column layers in one, as queries, keys and values: whole everywhere, and each rank
-                        computes its own features of every block, so its gradient is a sum over them
+    packed              several column layers in one, as queries, keys and values: each rank has its output features of
+                        every block
     bias                added once, after the sum of a `row` layer; whole everywhere
     norm, replicated    whole everywhere
     router              whole everywhere; each rank routes tokens of its own, so its gradient is a sum over them

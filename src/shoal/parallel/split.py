@@ -160,7 +160,7 @@ def _holding(
         mesh.rank,
         first,
         shape,
-        box=tensor.box(shape),
+        boxes=tensor.boxes(shape),
         tensor=AlongTensor(split=tensor.dim is not None, partial=tensor.partial, same=tensor.twins),
         tied=places,
     )

@@ -80,7 +80,7 @@ def held_table(mesh: Mesh, name: str, shape: Dims, box: Box) -> Holding:
     alone = (mesh.rank,)
     replicas = mesh.layout.group("replicate", mesh.rank)
     sharded = ("shard",) if mesh.layout.shard > 1 else ()
-    return Holding(name, shape, box, placed("dense", sharded=sharded), mesh.rank, alone, replicas, alone, alone)
+    return Holding(name, shape, (box,), placed("dense", sharded=sharded), mesh.rank, alone, replicas, alone, alone)
 
 
 @dataclass(frozen=True)

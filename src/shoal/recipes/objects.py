@@ -29,10 +29,10 @@ from shoal.errors import ConfigError, UserCodeError
 from shoal.maths.counter import key_of
 from shoal.models.build import build as build_model
 from shoal.models.config import ForeignModel, ModelConfig, PythonModel
+from shoal.models.foreign_keys import ForeignKeys
 from shoal.models.grouped_norm import with_grouped_norm
 from shoal.models.huggingface.config import TransformersConfig, vocabulary_of
 from shoal.models.initialise import initialise
-from shoal.models.sample_groups import SampleGroups
 from shoal.models.synchronised_norm import with_synchronised_norm
 from shoal.parallel.traced.declare import declare
 from shoal.recipes.user_code import call_named, find_named
@@ -75,14 +75,13 @@ def users_model(run_file: RunFile, given: UserObjects) -> nn.Module:
         raise UserCodeError("the model has no parameter that requires a gradient; there is nothing to train")
     _refuse_complex(model)
     said = run_file.model
-    if isinstance(said, SampleGroups):
+    if isinstance(said, ForeignKeys):
         if said.batch_norm == "grouped":
             assert said.group_samples is not None
             with_grouped_norm(model, said.group_samples)
         elif said.batch_norm == "synchronised":
             with_synchronised_norm(model)
-    if isinstance(said, PythonModel):
-        declare(model, roles=said.roles, counts=said.counts, traced=said.parts == "traced")
+        declare(model, roles=said.roles, counts=said.counts, parts=said.parts)
     return model
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,18 +12,23 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from torch import nn
 
 from shoal.data.batches import read_batch
 from shoal.engine.compute import on_device
-from shoal.errors import ConfigError, ShoalError, UserCodeError
+from shoal.errors import ConfigError, ShoalError
 from shoal.files import read_file
-from shoal.models.config import PythonModel
+from shoal.models.foreign_keys import ForeignKeys
+from shoal.models.roles import DeclaresParts, DeclaresRoles
 from shoal.observe.facts import replace_file
 from shoal.parallel.pipeline.cut import balanced_cut, estimated_costs
 from shoal.parallel.traced.chain import traced_chain
+from shoal.parallel.traced.relay import Relay, chain_of_calls
 from shoal.parallel.traced.roles import Proposal, propose_roles
 from shoal.recipes.objects import UserObjects, data_of, model_of
 from shoal.runfile.run_file import RunFile
+
+_FOR_OTHERS = 'shoal split is for model.kind = "python", and for models of transformers that declare no plan'
 
 SAMPLES = 2
 """Of the batch that the module is traced on."""
@@ -36,11 +41,12 @@ RUN_FILE_BYTES = 1 << 20
 class SplitProposal:
     """For `tensor` the roles, for `pipeline` the names of the parts and the first ones of each stage but the first.
 
-    `uncut` says why there are no parts, if so.
+    `said` is the key `parts` of the run file; `uncut` says why there are no parts, if so.
     """
 
     model: str
     roles: Proposal
+    said: str | list[list[str]]
     parts: tuple[str, ...]
     cut: tuple[str, ...]
     uncut: str = ""
@@ -69,7 +75,7 @@ class SplitProposal:
         if self.roles.counts:
             found["counts"] = list(self.roles.counts)
         if self.parts:
-            found["parts"] = "traced"
+            found["parts"] = self.said
         return found
 
     def to_json(self) -> dict[str, Any]:
@@ -81,30 +87,43 @@ class SplitProposal:
 def propose(run_file: RunFile, *, stages: int = 2) -> SplitProposal:
     """Traces the user's module of `run_file` on its data, in this process, and cuts it for so many `stages`.
 
-    Raises `ConfigError` for a model that is not a user's, `UserCodeError` where it cannot be built.
+    Raises `ConfigError` for a model that declares all that itself, `UserCodeError` where it cannot be built.
     """
     config = run_file.model
-    if not isinstance(config, PythonModel):
-        raise ConfigError(
-            f'model.kind = "{config.variant}" declares how it is split; shoal split is for model.kind = "python"'
-        )
+    if not isinstance(config, ForeignKeys):
+        raise ConfigError(f'model.kind = "{config.variant}" declares how it is split; {_FOR_OTHERS}')
     bare = msgspec.structs.replace(config, roles={}, counts=[], parts="declared")
     run_file = msgspec.structs.replace(run_file, model=bare)
     model = model_of(run_file, UserObjects(), device=torch.device("cpu"), dtype=torch.float32)
+    kind = type(model).__name__
+    if isinstance(model, DeclaresRoles) and isinstance(model, DeclaresParts):
+        raise ConfigError(f"{kind} declares how it is split; {_FOR_OTHERS}")
     source = data_of(run_file, UserObjects()).train
     first = np.arange(min(SAMPLES, len(source)))
     raw = read_batch(source, first, first, denominator=run_file.batch.denominator).batch
     inputs = on_device(raw, torch.device("cpu"), torch.float32).inputs
     args = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, dict) else (inputs,)
     named = inputs if isinstance(inputs, dict) else {}
-    roles = propose_roles(model, args, named)
+    roles = Proposal() if isinstance(model, DeclaresRoles) else propose_roles(model, args, named)
+    if isinstance(model, DeclaresParts):
+        return SplitProposal(kind, roles, "declared", (), (), f"{kind} declares its parts")
     try:
-        parts = traced_chain(model).parts
+        said = _parts_of(model, args, named)
+        parts = Relay(model, said).parts if isinstance(said, list) else traced_chain(model).parts
         cut = balanced_cut(estimated_costs(model, parts), min(stages, len(parts)))
-    except (UserCodeError, ShoalError) as reason:
-        return SplitProposal(type(model).__name__, roles, (), (), str(reason))
+    except ShoalError as reason:
+        return SplitProposal(kind, roles, "declared", (), (), str(reason))
     names = tuple(part.name for part in parts)
-    return SplitProposal(type(model).__name__, roles, names, tuple(names[stage[0]] for stage in cut[1:]))
+    return SplitProposal(kind, roles, said, names, tuple(names[stage[0]] for stage in cut[1:]))
+
+
+def _parts_of(model: nn.Module, args: Sequence[Any], named: Mapping[str, Any]) -> str | list[list[str]]:
+    """What `model.parts` is to say: "traced" where `torch.fx` can trace the forward, else the modules of each part."""
+    try:
+        traced_chain(model)
+    except ShoalError:
+        return chain_of_calls(model, args, named)
+    return "traced"
 
 
 def write_keys(path: Path, proposal: SplitProposal) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 import torch
+from torch.nn import Parameter
 
 from shoal.engine.extra_state import ExtraSection
 from shoal.engine.precision import LossScaler
@@ -29,8 +30,9 @@ from shoal.recipes.run_gradients import zero_of
 from shoal.recipes.sameness import contents_of
 from shoal.recipes.workload import Workload
 from shoal.runfile.run_file import RunFile
-from shoal.state.ownership import Owned
+from shoal.state.ownership import Owned, boxes_in
 from shoal.state.section import Section
+from shoal.topology.holding import Holding
 
 
 def build_state(run_file: RunFile, generation: Generation, workload: Workload, scaler: LossScaler) -> TrainState:
@@ -105,14 +107,22 @@ def _held_beside_tables(generation: Generation, served: Sequence[Owned]) -> list
     split = generation.parts.split
     tables = [owned for owned in served if split.roles[owned.name].kind == "table"]
     away = {name for name, role in split.roles.items() if role.kind == "table" and name not in split.frozen}
-    held = [HeldWeight(holding.name, p, holding.global_shape, holding.box) for holding, p in split.held]
+    held = _weights(split.held)
     return [*(weight for weight in held if weight.name not in away), *held_pieces(tables)]
 
 
 def _held(memory: MemoryConfig, generation: Generation) -> list[HeldWeight]:
     """The weights that are saved from this rank: what it computes with, or under ZeRO-3 what it updates."""
     split = generation.parts.split
-    held = [HeldWeight(holding.name, p, holding.global_shape, holding.box) for holding, p in split.held]
+    held = _weights(split.held)
     if zero_of(memory, generation.mesh) != 3:
         return held
     return [*held_pieces(generation.gradients.owned), *(weight for weight in held if weight.name in split.frozen)]
+
+
+def _weights(held: Sequence[tuple[Holding, Parameter]]) -> list[HeldWeight]:
+    return [
+        HeldWeight(holding.name, part, holding.global_shape, box)
+        for holding, parameter in held
+        for box, part in boxes_in(holding, parameter)
+    ]

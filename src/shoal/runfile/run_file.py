@@ -19,7 +19,7 @@ from shoal.engine.config import CrossEntropy, Float32, HooksConfig, LossConfig, 
 from shoal.gradients.config import GradientsConfig
 from shoal.memory.config import MemoryConfig
 from shoal.models.config import ModelConfig
-from shoal.models.sample_groups import SampleGroups
+from shoal.models.foreign_keys import ForeignKeys
 from shoal.observe.config import ObserveConfig
 from shoal.optim.config import AdamW, OptimizerConfig, Schedule
 from shoal.parallel.config import ContextConfig, PipelineConfig
@@ -124,14 +124,14 @@ def statistics_group(model: ModelConfig) -> int:
 
 def declared_group(model: ModelConfig) -> int | None:
     """The same as the table states it; None where it states nothing."""
-    if isinstance(model, SampleGroups) or getattr(model, "norm", None) == "batch":
+    if isinstance(model, ForeignKeys) or getattr(model, "norm", None) == "batch":
         return getattr(model, "group_samples", None)
     return None
 
 
 def synchronises_norms(model: ModelConfig) -> bool:
     """Whether batch norms take their statistics over a microbatch of all ranks."""
-    return isinstance(model, SampleGroups) and model.batch_norm == "synchronised"
+    return isinstance(model, ForeignKeys) and model.batch_norm == "synchronised"
 
 
 def default_micro_samples(run_file: RunFile) -> int | None:
@@ -142,7 +142,7 @@ def default_micro_samples(run_file: RunFile) -> int | None:
     model, sync = run_file.model, run_file.sync
     if isinstance(sync, AllReduceConfig) and sync.in_canonical_order:
         return run_file.batch.global_samples // sync.logical_shards
-    one_group = model.group_samples if isinstance(model, SampleGroups) and model.batch_norm == "refused" else None
+    one_group = model.group_samples if isinstance(model, ForeignKeys) and model.batch_norm == "refused" else None
     return run_file.batch.micro_samples or one_group
 
 

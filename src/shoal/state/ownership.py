@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from torch import Tensor
 from torch.nn import Parameter
 
 from shoal.topology.box import Box, boxes_of_run
@@ -19,7 +20,7 @@ from shoal.topology.holding import Holding, Ranks
 
 @dataclass(frozen=True)
 class Trained:
-    """A parameter of this rank, `holding.box.shape` large, and where it stands in the unsplit model."""
+    """A parameter of this rank, and where it stands in the unsplit model: its numbers are those of `holding.boxes`."""
 
     holding: Holding
     parameter: Parameter
@@ -47,15 +48,34 @@ class Owned:
         return list(regions_of_run(self.regions, start, start + numel))
 
 
+def regions_of(holding: Holding) -> tuple[Region, ...]:
+    """The boxes of a holding, one after the other."""
+    regions, at = [], 0
+    for box in holding.boxes:
+        regions.append(Region(box, at))
+        at += box.numel
+    return tuple(regions)
+
+
+def boxes_in(holding: Holding, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
+    """The boxes of a holding, and the numbers of each in `tensor`, which is the rank's parameter: views of it."""
+    if len(holding.boxes) == 1:
+        yield holding.box, tensor
+        return
+    flat = tensor.view(-1)
+    for region in regions_of(holding):
+        yield region.box, flat[region.start : region.start + region.box.numel].view(region.box.shape)
+
+
 def owned_whole(trained: Trained, piece: Parameter | None = None) -> Owned:
     """All that this rank holds of a parameter, as it stands in the model or in `piece`, which has its shape."""
     holding = trained.holding
-    return Owned(holding.name, trained.parameter if piece is None else piece, holding, (Region(holding.box, 0),))
+    return Owned(holding.name, trained.parameter if piece is None else piece, holding, regions_of(holding))
 
 
 def owned_run(holding: Holding, piece: Parameter, start: int, stop: int) -> Owned:
     """The elements `start` .. `stop` of what this rank holds of a parameter; `piece` is one-dimensional."""
-    return Owned(holding.name, piece, holding, tuple(regions_of_run([Region(holding.box, 0)], start, stop)))
+    return Owned(holding.name, piece, holding, tuple(regions_of_run(regions_of(holding), start, stop)))
 
 
 def regions_of_run(regions: Iterable[Region], start: int, stop: int) -> Iterator[Region]:

@@ -79,7 +79,7 @@ def serve_table(owned: Owned, module: EmbeddingTable, places: TablePlaces, rank:
     piece = Parameter(whole[start:stop].clone())
     box = Box((start, 0), (stop - start, module.width))
     owned.parameter.data = whole.new_zeros(1, 1).expand(whole.shape)
-    part = owned_whole(Trained(replace(owned.holding, box=box), owned.parameter), piece)
+    part = owned_whole(Trained(replace(owned.holding, boxes=(box,)), owned.parameter), piece)
     return ServedTable(start, piece), part
 
 

@@ -8,7 +8,10 @@
     holders  ranks of this replica that hold the same numbers; the first of them counts them in a norm
 
 Gradient reduction asks `inside` and `across`, ZeRO `shard`, the norm and the parameter count `counts`, checkpoints
-`box`, and messages `placement` for the names of the axes.
+`boxes`, and messages `placement` for the names of the axes.
+
+Of a packed parameter (queries, keys and values in one matrix) a rank holds a box of each block: the numbers of its
+tensor are those of its boxes, one box after the other, each row by row.
 """
 
 from __future__ import annotations
@@ -29,13 +32,19 @@ class Holding:
 
     name: str
     global_shape: Dims
-    box: Box
+    boxes: tuple[Box, ...]
     placement: Placement
     rank: int
     inside: Ranks
     across: Ranks
     shard: Ranks
     holders: Ranks
+
+    @property
+    def box(self) -> Box:
+        """The only box. Raises `ValueError` where there are several."""
+        (found,) = self.boxes
+        return found
 
     @property
     def counts(self) -> bool:
@@ -66,13 +75,13 @@ def held(
     name: str,
     global_shape: Dims,
     *,
-    box: Box | None = None,
+    boxes: tuple[Box, ...] | None = None,
     tensor: AlongTensor = AlongTensor(),
     tied: Iterable[int] = (),
 ) -> Holding:
     """The holding of a dense parameter.
 
-    `box` is the part of it that this rank holds (None: all). `tied` are the places along `pipeline` that hold this
+    `boxes` are the parts of it that this rank holds (None: all). `tied` are the places along `pipeline` that hold this
     parameter if several stages do: their gradients add up too.
     """
     place, stage = layout.index("tensor", rank), layout.index("pipeline", rank)
@@ -87,7 +96,7 @@ def held(
     return Holding(
         name,
         global_shape,
-        box or whole(global_shape),
+        boxes or (whole(global_shape),),
         placement,
         rank,
         inside=_at(layout, batch, stages, same if tensor.partial else (place,)),
@@ -105,7 +114,7 @@ def held_expert(layout: Layout, rank: int, name: str, global_shape: Dims, *, box
     return Holding(
         name,
         global_shape,
-        box or whole(global_shape),
+        (box or whole(global_shape),),
         placed("expert"),
         rank,
         inside=shard,

@@ -96,7 +96,7 @@ def configuration_of(table: TransformersConfig, architecture: Any) -> Any:
     keys, config_class = config_keys(table), architecture.config_class
     own = config_class()
     generation = import_transformers().GenerationConfig().to_dict()  # older folders keep its keys here
-    known = {*own.to_dict(), *own.attribute_map, *vars(own), *generation, *_WRITTEN_ANYWHERE}
+    known = {"num_labels", *own.to_dict(), *own.attribute_map, *vars(own), *generation, *_WRITTEN_ANYWHERE}
     inline = table.config if isinstance(table.config, dict) else {}
     for key in inline:
         if key not in known:

@@ -11,13 +11,13 @@ import msgspec
 from shoal.config.table import Positive, PositiveFloat, says
 from shoal.errors import ConfigError
 from shoal.files import read_file
-from shoal.models.sample_groups import SampleGroups
+from shoal.models.foreign_keys import ForeignKeys
 
 CONFIG_FILE = "config.json"
 MOST_CONFIG_BYTES = 1 << 24
 
 
-class TransformersConfig(SampleGroups, frozen=True, kw_only=True, tag_field="kind", tag="transformers"):
+class TransformersConfig(ForeignKeys, frozen=True, kw_only=True, tag_field="kind", tag="transformers"):
     """A model of Hugging Face's transformers (extra `huggingface`), from its config or a local folder."""
 
     architecture: Annotated[

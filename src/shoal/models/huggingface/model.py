@@ -24,7 +24,7 @@ from shoal.models.huggingface.chain import Probe, declares_chain, head_output, p
 from shoal.models.huggingface.experts import planned_experts
 from shoal.models.huggingface.tensor_plan import check_tensor_plan, declares_roles, roles_by_plan
 from shoal.models.layers import CausalAttention
-from shoal.models.roles import Part, Role
+from shoal.models.roles import DeclaresParts, DeclaresRoles, Part, Role
 from shoal.topology.layout import Layout
 from shoal.topology.refusal import nearest_divisors
 
@@ -113,10 +113,11 @@ def check_plans(model: nn.Module, layout: Layout, *, sequence_parallel: bool = F
     tensor, pipeline, context = layout.tensor, layout.pipeline, layout.context
     others = "use layout.replicate or layout.shard"
     if tensor > 1:
-        if not getattr(config, "base_model_tp_plan", None):
+        if not isinstance(model, DeclaresRoles):
             raise UserCodeError(
                 f"layout.tensor = {tensor}: {name} declares no tensor plan (base_model_tp_plan of "
-                f"{type(config).__name__}), which says how its layers are split; {others}"
+                f"{type(config).__name__}), which says how its layers are split: "
+                f"let `shoal split` propose model.roles, or {others}"
             )
         check_tensor_plan(model)
         _check_heads(config, tensor)
@@ -125,10 +126,11 @@ def check_plans(model: nn.Module, layout: Layout, *, sequence_parallel: bool = F
             f"layout.sequence_parallel = true: adapters of {name} stand inside its attention, which reads the length "
             "of the sequence off its input; set it to false"
         )
-    if pipeline > 1 and not isinstance(model, Stages):
+    if pipeline > 1 and not isinstance(model, DeclaresParts):
         raise UserCodeError(
             f"layout.pipeline = {pipeline}: {name} declares no pipeline plan (base_model_pp_plan of "
-            f"{type(config).__name__}) of embedding, layers, norm and head; {others}"
+            f"{type(config).__name__}) of embedding, layers, norm and head: "
+            f"let `shoal split` propose model.parts, or {others}"
         )
     if layout.expert > 1 and not any(True for _ in planned_experts(model)):
         raise UserCodeError(

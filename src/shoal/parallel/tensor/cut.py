@@ -10,11 +10,12 @@ from shoal.topology.refusal import nearest_divisors, nearest_multiples
 
 @dataclass(frozen=True)
 class Cut:
-    """`length` numbers from `offset`, held by the places `twins`."""
+    """`length` numbers from `offset`, held by the places `twins`; of every `block` numbers, where that is given."""
 
     offset: int
     length: int
     twins: tuple[int, ...]
+    block: int | None = None
 
 
 def uneven_cut(total: int, place: int, size: int) -> Cut:

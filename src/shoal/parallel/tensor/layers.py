@@ -83,11 +83,24 @@ def check_ties(layers: Iterable[SplitLayer]) -> None:
             )
 
 
-def _part(parameter: Tensor, cuts: Cuts) -> nn.Parameter:
+def part_of(parameter: Tensor, cuts: Cuts) -> Tensor:
+    """The rank's part, with storage of its own.
+
+    Of a packed parameter, the parts of all blocks one after the other: `[blocks x length, in]`, or
+    `[blocks, in, length]` where the blocks lie along dim 1.
+    """
     own = parameter.detach()
     for dim, cut in cuts.items():
-        own = own.narrow(dim, cut.offset, cut.length)
-    return nn.Parameter(own.contiguous().clone(), requires_grad=parameter.requires_grad)
+        if cut.block is None:
+            own = own.narrow(dim, cut.offset, cut.length)
+            continue
+        own = own.unflatten(dim, (-1, cut.block)).narrow(dim + 1, cut.offset, cut.length)
+        own = own.flatten(0, 1) if dim == 0 else own.movedim(dim, 0)
+    return own.contiguous().clone()
+
+
+def _part(parameter: Tensor, cuts: Cuts) -> nn.Parameter:
+    return nn.Parameter(part_of(parameter, cuts), requires_grad=parameter.requires_grad)
 
 
 Crossing = Callable[[Tensor], Tensor]
@@ -123,7 +136,7 @@ def is_conv1d(layer: nn.Module) -> bool:
 
 
 class _PartOfLinear(nn.Module):
-    """A rank's part of a linear layer. `transposed`: its weight is `[in, out]`, else `[out, in]`."""
+    """A rank's part of a linear layer. `transposed`: the whole layer's weight is `[in, out]`, else `[out, in]`."""
 
     bias: nn.Parameter | None
 
@@ -132,7 +145,7 @@ class _PartOfLinear(nn.Module):
         self.weight = weight
         self.register_parameter("bias", bias)
         self._transposed = transposed
-        self.out_features, self.in_features = weight.shape[::-1] if transposed else weight.shape
+        self.out_features, self.in_features = self.rows().shape
 
     def rows(self) -> Tensor:
         """The weight, `[out, in]`."""
@@ -156,34 +169,12 @@ class ColumnLinear(_PartOfLinear):
         return F.linear(x, self.rows(), self.bias)
 
 
-class PackedLinear(_PartOfLinear):
-    """The features `[..., in]` to this rank's part of each block of outputs, the parts side by side.
+class PackedLinear(ColumnLinear):
+    """The features `[..., in]` to this rank's part of each block of outputs, the parts side by side: see `part_of`."""
 
-    `cut` is of the outputs of one block of `block` features. Weight and bias are those of all blocks: a part of every
-    block is no one stretch of them, as a rank's part of a parameter is.
-    """
-
-    def __init__(
-        self,
-        weight: nn.Parameter,
-        bias: nn.Parameter | None,
-        *,
-        block: int,
-        cut: Cut,
-        entrance: Crossing,
-        transposed: bool = False,
-    ) -> None:
-        super().__init__(weight, bias, transposed=transposed)
-        self.entrance, self._block, self._cut = entrance, block, cut
-        self.out_features = self.out_features // block * cut.length
-
-    def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self._own(self.bias)
-        return F.linear(self.entrance(x), self._own(self.rows()), bias)
-
-    def _own(self, outputs: Tensor) -> Tensor:
-        blocks = outputs.unflatten(0, (-1, self._block))
-        return blocks.narrow(1, self._cut.offset, self._cut.length).flatten(0, 1)
+    def rows(self) -> Tensor:
+        """The weight, `[blocks x length, in]`."""
+        return self.weight.transpose(1, 2).flatten(0, 1) if self._transposed else self.weight
 
 
 class RowLinear(_PartOfLinear):

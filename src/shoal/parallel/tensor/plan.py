@@ -4,8 +4,7 @@
     row          columns of the weight                     the second: its outputs are summed, then the bias is added
     embedding    rows, unevenly where they do not divide   the ranks' vectors are summed
     head         rows, the same way                        logits stay split: `shoal.parallel.tensor.vocabulary`
-    packed       whole; each rank computes its features of    queries, keys and values in one matrix
-                 every block
+    packed       a part of the rows of every block            queries, keys and values in one matrix
     the others   whole on every rank
 
 Parameters stay plain tensors under the names of the unsplit model. Experts are left to expert parallelism; a router
@@ -16,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from dataclasses import replace as replace_fields
 from functools import partial
 
 import torch
@@ -46,16 +46,15 @@ from shoal.topology.box import Box, Dims
 
 SPLIT_ROLES = ("column", "row", "packed", "embedding", "head")
 
-OF_LAYER = ("weight", "bias")
-
 
 @dataclass(frozen=True)
 class TensorPart:
     """What this rank holds of one parameter of the unsplit model: `length` slices along `dim` from `offset`.
 
     `dim` None: all of it (`length` is then that of dimension 0). `inner`: of those slices, (offset, length) along
-    dimension 1, where layers lie in blocks. `twins` are the places along `tensor` that hold the same part; where
-    `partial`, each of them computes one term of its gradient, else each the whole.
+    dimension 1, where layers lie in blocks. `block`: the slices are those of every so many, which lie one after the
+    other on the rank (`shoal.parallel.tensor.layers.part_of`). `twins` are the places along `tensor` that hold the
+    same part; where `partial`, each of them computes one term of its gradient, else each the whole.
     """
 
     dim: int | None
@@ -64,12 +63,19 @@ class TensorPart:
     twins: tuple[int, ...]
     partial: bool
     inner: tuple[int, int] | None = None
+    block: int | None = None
 
-    def box(self, global_shape: Dims) -> Box:
-        """The same as a box of the unsplit parameter."""
+    def boxes(self, global_shape: Dims) -> tuple[Box, ...]:
+        """The same as boxes of the unsplit parameter, in the order in which they lie on the rank."""
+        if self.dim is None or self.block is None:
+            return (self._box(global_shape, self.offset),)
+        starts = range(self.offset, global_shape[self.dim], self.block)
+        return tuple(self._box(global_shape, start) for start in starts)
+
+    def _box(self, global_shape: Dims, start: int) -> Box:
         offset, shape = [0] * len(global_shape), list(global_shape)
         if self.dim is not None:
-            offset[self.dim], shape[self.dim] = self.offset, self.length
+            offset[self.dim], shape[self.dim] = start, self.length
         if self.inner is not None:
             offset[1], shape[1] = self.inner
         return Box(tuple(offset), tuple(shape))
@@ -119,7 +125,6 @@ def split_tensor(
     layers += _vocabulary_layers(model, kinds, crossings)
     _check(model, kinds, layers, sequence_parallel=sequence_parallel)
     terms = {region.full_name(name) for region in regions for name in region.per_head}
-    terms |= {f"{region.full_name(name)}.{own}" for region in regions for name in region.packed for own in OF_LAYER}
     terms |= {name for name, kind in kinds.items() if sequence_parallel or kind == "router"}
     parts = _parts(model, kinds, layers, group.size, partial=terms)
     vocabulary = _vocabulary_split(layers, kinds)
@@ -179,11 +184,10 @@ def _layers_of(region: Region, crossings: Crossings) -> list[SplitLayer]:
     for name, layer in region.packed.items():
         block = region.inner_features
         assert block is not None
-        cut = _even(region, name, block, crossings.group)
-        made = partial(
-            PackedLinear, block=block, cut=cut, entrance=entrances[name], transposed=layer.transposed
-        )  # fmt: skip
-        layers.append(SplitLayer(region.full_name(name), layer.module, {}, {}, made))
+        cut = replace_fields(_even(region, name, block, crossings.group), block=block)
+        made = partial(PackedLinear, entrance=entrances[name], transposed=layer.transposed)
+        split = {layer.dim_of(outputs=True): cut}
+        layers.append(SplitLayer(region.full_name(name), layer.module, split, {0: cut}, made))
     for name, layer in region.rows.items():
         cuts = {layer.dim_of(outputs=False): _even(region, name, layer.in_features, crossings.group)}
         made = partial(RowLinear, leave=crossings.leave, transposed=layer.transposed)
@@ -273,7 +277,7 @@ def _split_part(cuts: Cuts) -> TensorPart:
     """Twins of a split parameter each have a term of its gradient: those who share a head, or a column of a grid."""
     (dim, cut), *others = cuts.items()
     inner = (others[0][1].offset, others[0][1].length) if others else None
-    return TensorPart(dim, cut.offset, cut.length, cut.twins, partial=len(cut.twins) > 1, inner=inner)
+    return TensorPart(dim, cut.offset, cut.length, cut.twins, len(cut.twins) > 1, inner, cut.block)
 
 
 def _vocabulary_split(layers: list[SplitLayer], kinds: Mapping[str, str]) -> VocabularySplit | None:

@@ -69,13 +69,13 @@ class _Blocks(ForwardTracer):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._trunk = _trunk(model)
+        self._trunk = trunk_of(model)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return module_qualified_name not in self._trunk
 
 
-def _trunk(model: nn.Module) -> set[str]:
+def trunk_of(model: nn.Module) -> set[str]:
     """The names of the modules around the outermost lists of blocks, and of these lists."""
     found = {""}
     for name, module in model.named_modules():
@@ -85,6 +85,9 @@ def _trunk(model: nn.Module) -> set[str]:
             found |= {".".join(steps[:count]) for count in range(len(steps) + 1)}
             if isinstance(module, nn.Sequential):
                 found.add(name)
+    for name, module in model.named_modules():  # lists in such lists are not called either
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) and name.rpartition(".")[0] in found:
+            found.add(name)
     return found
 
 

@@ -10,13 +10,17 @@ from torch import nn
 from shoal.errors import UserCodeError
 from shoal.models.roles import DeclaresParts, DeclaresRoles, Kind, Role
 from shoal.parallel.traced.chain import traced_chain
+from shoal.parallel.traced.relay import Relay
 
 
-def declare(model: nn.Module, *, roles: Mapping[str, Kind], counts: Sequence[str], traced: bool) -> None:
+def declare(
+    model: nn.Module, *, roles: Mapping[str, Kind], counts: Sequence[str], parts: str | Sequence[Sequence[str]]
+) -> None:
     """Gives `model` the methods `parameter_roles`, `tensor_counts`, `context` and `parts`, where they are wanted.
 
-    `roles` are patterns of names of parameters, `counts` names of integer attributes; `traced`: the chain is found by
-    tracing. Raises `UserCodeError` for what the model declares itself, and for patterns and names that fit nothing.
+    `roles` are patterns of names of parameters, `counts` names of integer attributes; `parts` are the modules of each
+    part of the chain, or "traced": tracing finds them; or "declared". Raises `UserCodeError` for what the model
+    declares itself, and for patterns and names that fit nothing.
     """
     if roles:
         declared = _roles(model, roles)
@@ -25,8 +29,8 @@ def declare(model: nn.Module, *, roles: Mapping[str, Kind], counts: Sequence[str
         _check_count(model, name)
     if counts:
         object.__setattr__(model, "tensor_counts", lambda: tuple(counts))
-    if traced:
-        chain = traced_chain(model)
+    if parts != "declared":
+        chain = traced_chain(model) if isinstance(parts, str) else Relay(model, parts)
         _give(model, "context", DeclaresParts, chain.context, key="model.parts")
         object.__setattr__(model, "parts", lambda: chain.parts)
 

@@ -15,18 +15,21 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from shoal.parallel.tensor.layers import is_conv1d
+from shoal.parallel.traced.recording import VALUE
 
 _ELEMENTWISE_MODULES = (
     nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Dropout, nn.Identity, nn.ReLU6, nn.LeakyReLU, nn.ELU,
     nn.Softplus, nn.Hardswish, nn.Mish,
 )  # fmt: skip
-_ELEMENTWISE = {
-    F.gelu, F.relu, F.silu, F.dropout, F.leaky_relu, F.elu, F.softplus, F.mish, torch.relu, torch.tanh, torch.sigmoid,
-    torch.square, torch.exp, "relu", "tanh", "sigmoid", "square", "contiguous", "float", "to", "gelu",
-}  # fmt: skip
-_PAIRED = {operator.mul, operator.add, operator.sub, torch.mul, torch.add, operator.truediv}
-_IN_BLOCKS = {"split", torch.split, "chunk", torch.chunk}
-_PRODUCTS = {operator.matmul, torch.matmul, torch.bmm}
+_ELEMENTWISE = frozenset(
+    {"gelu", "relu", "silu", "dropout", "leaky_relu", "elu", "softplus", "mish", "tanh", "sigmoid", "square", "exp",
+     "pow", "sqrt", "neg", "abs", "erf", "clamp", "contiguous", "clone", "float", "to", "type_as"}
+)  # fmt: skip
+"""Names of functions and methods."""
+_PAIRED = frozenset({operator.mul, operator.add, operator.sub, torch.mul, torch.add, operator.truediv})
+_IN_BLOCKS = frozenset({"split", torch.split, "chunk", torch.chunk})
+_PRODUCTS = frozenset({operator.matmul, torch.matmul, torch.bmm})
+_JOINS = frozenset({torch.cat, torch.concat})
 
 
 @dataclass(frozen=True)
@@ -69,14 +72,17 @@ class Following:
     def follow(self, start: fx.Node) -> None:
         """Raises `Unfollowed`."""
         self._begin(start)
-        waiting = list(start.users)
-        while waiting:
+        waiting, meeting = list(start.users), list[fx.Node]()
+        while waiting or meeting:
+            if not waiting:  # what meets them has been reached by no path: found upwards
+                waiting = self._begin_beside(meeting[0])
             node = waiting.pop(0)
-            if node in self.split or node in self.rows:
+            if node in self.split or node in self.rows or node.target == "size":
                 continue
             if not all(other in self.split for other in self._features(node)):
-                self._begin_beside(node, waiting)
+                meeting.append(node)
                 continue
+            meeting = [other for other in meeting if other is not node]
             if self._ends(node):
                 continue
             self.split[node] = self._through(node)
@@ -96,26 +102,33 @@ class Following:
             return [n for n in inputs if n in split or self._shapes[n] == self._shapes[split[0]]]
         if node.target is F.scaled_dot_product_attention:
             return [n for n in _args(node)[:3] if isinstance(n, fx.Node)]
+        if node.target in _JOINS:
+            return list(_args(node)[0])
         return inputs if node.target in _PRODUCTS else inputs[:1]
 
-    def _begin_beside(self, node: fx.Node, waiting: list[fx.Node]) -> None:
-        """The layers whose features meet those that are followed: found upwards, and followed too."""
-        for other in self._features(node):
-            if other not in self.split:
-                source = self._source(other, node)
-                if source not in self.columns:
-                    self._begin(source)
-                    waiting += source.users
-        if node not in waiting:
-            waiting.append(node)
+    def _begin_beside(self, meeting: fx.Node) -> list[fx.Node]:
+        """Begins at the layers whose features meet those that are followed; what to go on with."""
+        missing = [other for other in self._features(meeting) if other not in self.split]
+        found = [source for source in self._sources(missing) if source not in self.split]
+        if missing and not found:
+            raise Unfollowed(f"its features meet others that no linear layer gives, in {_described(meeting)}")
+        for source in found:
+            self._begin(source)
+        return [*(user for source in found for user in source.users), meeting]
 
-    def _source(self, node: fx.Node, meeting: fx.Node) -> fx.Node:
-        while not is_linear(self._model, node):
-            inputs = [n for n in node.all_input_nodes if n in self._shapes or n in self.split]
-            if len(inputs) != 1:
-                raise Unfollowed(f"its features meet others that no linear layer gives, in {_described(meeting)}")
-            (node,) = inputs
-        return node
+    def _sources(self, nodes: list[fx.Node]) -> list[fx.Node]:
+        """The linear layers from which these values come, without another such layer between."""
+        found, seen, waiting = [], set[fx.Node](), list(nodes)
+        while waiting:
+            node = waiting.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if is_linear(self._model, node):
+                found.append(node)
+            else:
+                waiting += [n for n in node.all_input_nodes if VALUE not in n.meta]
+        return sorted(found, key=lambda n: str(n.target))
 
     def _ends(self, node: fx.Node) -> bool:
         """Is it a linear layer that takes all the features?"""
@@ -140,8 +153,16 @@ class Following:
             if isinstance(module, _ELEMENTWISE_MODULES):
                 return dim
             raise Unfollowed(f"its features go through {target} ({type(module).__name__})")
-        if target in _ELEMENTWISE or target in _PAIRED:
+        if _named(target) in _ELEMENTWISE or target in _PAIRED:
             return self._same(node, dim)
+        if target is operator.getitem:
+            return self._indexed(node, source, dim)
+        if target in _JOINS:
+            along = node.kwargs.get("dim", _args(node)[1] if len(_args(node)) > 1 else 0)
+            if _place(along, self._shapes[source]) != dim and all(self.split[n] == dim for n in self._features(node)):
+                return dim
+        if target is F.scaled_dot_product_attention:
+            self._check_mask(node, dim)
         if target in _PRODUCTS or target is F.scaled_dot_product_attention:
             ndim = len(self._shapes[source])
             if dim < ndim - 2 and all(self.split[n] == dim for n in self._features(node)):
@@ -153,13 +174,19 @@ class Following:
                 return dim
         if target in ("masked_fill", torch.masked_fill):
             return dim
+        if target == "expand" and self._shapes[node][dim] == self._shapes[source][dim]:
+            written = _args(node)[1] if isinstance(_args(node)[1], tuple) else _args(node)[1:]
+            if len(written) == len(self._shapes[source]):
+                if written[dim] != -1 and not self._is_share(written[dim]):
+                    self._count(node, written[dim])
+                return dim
         if target in ("transpose", torch.transpose):
             first, second = (_place(a, self._shapes[source]) for a in _args(node)[1:3])
             return {first: second, second: first}.get(dim, dim)
         if target in ("permute", torch.permute):
             order = _args(node)[1:] if isinstance(_args(node)[1], int) else _args(node)[1]
             return [_place(a, self._shapes[source]) for a in order].index(dim)
-        if target in ("view", "reshape", "unflatten", "flatten", torch.flatten, torch.reshape):
+        if _named(target) in ("view", "reshape", "unflatten", "flatten"):
             return self._reshaped(node, source, dim)
         if target in _IN_BLOCKS:
             return self._unpacked(node, source, dim)
@@ -171,14 +198,42 @@ class Following:
         number, along = args[1], node.kwargs.get("dim", args[2] if len(args) > 2 else 0)
         if source not in self.columns or not isinstance(along, int) or _place(along, shape) != dim:
             raise Unfollowed(f"{_described(node)} cuts its features")
-        if isinstance(number, fx.Node):
-            raise Unfollowed(f"{_described(node)} reads its width off a tensor; write chunk() or an attribute there")
-        if not isinstance(number, int) or shape[dim] % number:
+        if isinstance(number, tuple) and len(set(number)) == 1:
+            number = number[0]
+        value = number.meta.get(VALUE) if isinstance(number, fx.Node) else number
+        if not isinstance(value, int) or shape[dim] % value:
             raise Unfollowed(f"{_described(node)} cuts its features into blocks that are not equal")
         if node.target in ("split", torch.split):
             self._count(node, number)
         self.packed.append(source)
         return dim
+
+    def _indexed(self, node: fx.Node, source: fx.Node, dim: int) -> int:
+        """`x[..., :half]` and `x[:, :, None]`, which leave the features as they are."""
+        index = _args(node)[1]
+        index = index if isinstance(index, tuple) else (index,)
+        behind = len(self._shapes[source]) - sum(n is not None and n is not ... for n in index)
+        old, new = 0, 0
+        for entry in index:
+            if old > dim:
+                break
+            if entry is None:
+                new += 1
+            elif entry is ...:
+                old, new = old + behind, new + behind
+            elif isinstance(entry, slice) and (old != dim or entry == slice(None)):
+                old, new = old + 1, new + 1
+            elif isinstance(entry, int) and old != dim:
+                old += 1
+            else:
+                raise Unfollowed(f"{_described(node)} picks some of its features")
+        return dim + new - old
+
+    def _check_mask(self, node: fx.Node, dim: int) -> None:
+        mask = node.kwargs.get("attn_mask", _args(node)[3] if len(_args(node)) > 3 else None)
+        back = len(self._shapes[node]) - dim
+        if isinstance(mask, fx.Node) and len(self._shapes[mask]) >= back and self._shapes[mask][-back] != 1:
+            raise Unfollowed(f"its heads meet a mask of all heads, in {_described(node)}")
 
     def _same(self, node: fx.Node, dim: int) -> int:
         if any(self.split[n] != dim for n in self._features(node)):
@@ -192,34 +247,46 @@ class Following:
     def _reshaped(self, node: fx.Node, source: fx.Node, dim: int) -> int:
         """Features into heads, heads into features: along the dims before, nothing changes."""
         old, new = self._shapes[source], self._shapes[node]
-        if new[:dim] != old[:dim]:
-            raise Unfollowed(f"{_described(node)} moves its features")
-        apart = dim == len(old) - 1 and len(new) > len(old)
-        joined = dim == len(old) - 2 and len(new) == len(old) - 1
-        if not (apart or joined):
+        same = new == old
+        apart = len(new) > dim + 1 and new[dim] * new[dim + 1] == old[dim] and new[dim + 2 :] == old[dim + 1 :]
+        joined = len(old) > dim + 1 and len(new) > dim and new[dim] == old[dim] * old[dim + 1]
+        joined = joined and new[dim + 1 :] == old[dim + 2 :]
+        if new[:dim] != old[:dim] or not (same or apart or joined):
             raise Unfollowed(f"{_described(node)} moves its features")
         args = _args(node)[1] if isinstance(_args(node)[1], tuple | list) else _args(node)[1:]
-        if node.target in ("flatten", torch.flatten):
+        if _named(node.target) == "flatten":
             return dim
         sizes = args[1] if node.target == "unflatten" else args
-        written = sizes[0] if node.target == "unflatten" else sizes[dim] if len(sizes) > dim else -1
-        if isinstance(written, fx.Node):
-            raise Unfollowed(f"{_described(node)} reads its width off a tensor; write -1 there")
-        if written != -1:
-            self._count(node, int(written))
+        written = sizes[0] if node.target == "unflatten" else sizes[dim]
+        if written != -1 and not self._is_share(written):
+            self._count(node, written)
         return dim
 
-    def _count(self, node: fx.Node, value: int) -> None:
-        """The attribute that has this constant, which must become a rank's share."""
-        stack = node.meta.get("nn_module_stack") or {}
-        path = next(reversed(stack.values()))[0] if stack else ""
-        names = [n for n, v in vars(self._model.get_submodule(path)).items() if type(v) is int and v == value]
-        if len(names) != 1:
-            said = "no attribute" if not names else f"the attributes {' and '.join(names)}"
+    def _is_share(self, written: Any) -> bool:
+        """Is it a size of the features themselves, which on a rank is that of its share?"""
+        if not isinstance(written, fx.Node):
+            return False
+        if written.target == "size":
+            source, dim = _args(written)
+            return source in self.split and self.split[source] == dim % len(self._shapes[source])
+        if written.target is operator.mul:
+            return sum(self._is_share(n) for n in _args(written)) == 1
+        return False
+
+    def _count(self, node: fx.Node, written: Any) -> None:
+        """The attribute that this number is, which must become a rank's share."""
+        if not isinstance(written, fx.Node):
             raise Unfollowed(
-                f"{_described(node)} has the constant {value}, which {said} of {path or 'it'} has: write -1"
+                f"{_described(node)} has the constant {written}; write -1 there, or an integer attribute of its module"
             )
-        self.counts.append(Count(path, names[0], value))
+        if written.op != "get_attr":
+            raise Unfollowed(f"{_described(node)} reads its width off a tensor; write -1 or an attribute there")
+        path, _, name = str(written.target).rpartition(".")
+        self.counts.append(Count(path, name, written.meta[VALUE]))
+
+
+def _named(target: Any) -> str:
+    return target if isinstance(target, str) else getattr(target, "__name__", "")
 
 
 def _place(dim: Any, shape: tuple[int, ...]) -> int:

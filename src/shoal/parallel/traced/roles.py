@@ -17,12 +17,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
-from shoal.parallel.tensor.layers import is_conv1d
 from shoal.parallel.traced.following import Count, Following, Unfollowed, is_linear
-from shoal.parallel.traced.tracer import ForwardTracer, reason_of
+from shoal.parallel.traced.recording import record
+from shoal.parallel.traced.tracer import reason_of
 
 _OWN_CODE = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.MultiheadAttention)
 """PyTorch's layers whose forward reads the weights of its parts itself."""
@@ -38,73 +37,23 @@ class Proposal:
 
 
 def propose_roles(model: nn.Module, args: Sequence[Any], named: Mapping[str, Any]) -> Proposal:
-    """The pairs of `model`, traced on the inputs of one batch, on the model's device.
+    """The pairs of `model`, recorded on the inputs of one batch, on the model's device.
 
-    A module that cannot be traced is left whole, with the reason.
+    A model whose forward fails on them is left whole, with the reason.
     """
-    proposal, leaves = Proposal(), dict[str, str]()
-    graph = None
-    while graph is None:
-        tracer = _Layers(leaves)
-        try:
-            graph = tracer.trace(model)
-        except Exception as error:
-            if not tracer.inside:
-                proposal.whole[""] = f"cannot be traced: {reason_of(error)}"
-                return proposal
-            leaves[tracer.inside] = f"cannot be traced: {reason_of(error)}"
-    values = _Shapes(fx.GraphModule(model, graph))
+    proposal = Proposal()
     try:
-        values.run(*_in_order(graph, args, named))
+        recording = record(model, args, named)
     except Exception as error:
-        proposal.whole[""] = f"its trace does not run on a batch: {reason_of(error)}"
+        proposal.whole[""] = f"does not run on a batch: {reason_of(error)}"
         return proposal
-    proposal.whole |= leaves
+    graph, shapes = recording.graph, recording.shapes
     for node in graph.nodes:
         if node.op == "call_module" and isinstance(model.get_submodule(str(node.target)), _OWN_CODE):
             proposal.whole[str(node.target)] = "a layer of PyTorch's, whose forward reads its parts' weights itself"
         if is_linear(model, node) and f"{node.target}.weight" not in proposal.roles:
-            _try(model, node, values.shapes, proposal)
+            _try(model, node, shapes, proposal)
     return proposal
-
-
-class _Layers(ForwardTracer):
-    """Goes into all modules but PyTorch's own layers and those that cannot be traced; `inside`: where it is."""
-
-    def __init__(self, leaves: Mapping[str, str]) -> None:
-        super().__init__()
-        self._leaves, self.inside = leaves, ""
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return module_qualified_name in self._leaves or is_conv1d(m) or super().is_leaf_module(m, module_qualified_name)
-
-    def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        before, self.inside = self.inside, self.path_of_module(m)
-        found = super().call_module(m, forward, args, kwargs)
-        self.inside = before  # not after an error, which is this module's
-        return found
-
-
-class _Shapes(fx.Interpreter):
-    """Runs the trace, and notes the shape of every tensor in it."""
-
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
-        self.shapes: dict[fx.Node, tuple[int, ...]] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        with torch.no_grad():
-            found = super().run_node(n)
-        if isinstance(found, Tensor):
-            self.shapes[n] = tuple(found.shape)
-        return found
-
-
-def _in_order(graph: fx.Graph, args: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
-    given, places = list(args), [node for node in graph.nodes if node.op == "placeholder"]
-    return [
-        given.pop(0) if given else named.get(str(n.target), *n.args[:1]) for n in places if given or named or n.args
-    ]
 
 
 def _try(model: nn.Module, start: fx.Node, shapes: Mapping[fx.Node, tuple[int, ...]], proposal: Proposal) -> None:

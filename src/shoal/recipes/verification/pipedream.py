@@ -35,6 +35,7 @@ from shoal.recipes.verification.reference import (
     axes_of,
     collected,
     give_weights,
+    held_weights,
     neighbour_findings,
     owned_gradients,
     reference_of,
@@ -88,7 +89,7 @@ def _take_step(run: Run, number: int, batches: list[Batch], lr: float) -> _Layou
 
     result = run.step(number, batches, lr=lr, on_microbatch=record)
     gradients = {microbatch: collected(run, seen[microbatch]) for microbatch in sorted(seen)}
-    weights = collected(run, [(t.holding.name, t.holding.box, t.parameter) for t in run.trained])
+    weights = collected(run, list(held_weights(run.trained)))
     return _LayoutStep(result, gradients, weights)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -32,6 +32,7 @@ from shoal.recipes.objects import loss_of, model_of
 from shoal.recipes.run import Run
 from shoal.recipes.splitting import draws_of
 from shoal.runfile.run_file import RunFile, declared_group, synchronises_norms
+from shoal.state.ownership import Trained, boxes_in
 from shoal.topology.box import Box, whole
 
 
@@ -88,7 +89,15 @@ def give_weights(run: Run, reference: Reference | None) -> None:
             whole = weights[name].detach().clone() if weights else torch.empty(shape, dtype=dtype, device=device)
             world.broadcast(whole, root=0).wait()
             if name in own:
-                own[name].parameter.copy_(whole[own[name].holding.box.slices])
+                for box, part in boxes_in(own[name].holding, own[name].parameter):
+                    part.copy_(whole[box.slices])
+
+
+def held_weights(trained: Iterable[Trained]) -> Iterator[tuple[str, Box, Tensor]]:
+    """The parameters of this rank: name, box of the unsplit parameter, values."""
+    for own in trained:
+        for box, part in boxes_in(own.holding, own.parameter.detach()):
+            yield own.holding.name, box, part
 
 
 def owned_gradients(gradients: Gradients) -> Iterator[tuple[str, Box, Tensor]]:

@@ -14,7 +14,7 @@ from shoal.engine.proof import HeldBox
 from shoal.engine.updates import Work
 from shoal.models.mixture_routes import ReplayRoutes, RouteDifference, set_routes
 from shoal.recipes.run import Run
-from shoal.recipes.verification.reference import buffers_of, collected, gather_routes, owned_gradients
+from shoal.recipes.verification.reference import buffers_of, collected, gather_routes, held_weights, owned_gradients
 from shoal.topology.box import Box
 
 Located = tuple[str, Box, Tensor]
@@ -82,4 +82,4 @@ class ReplicasStep:
     def _weights(self) -> list[Located]:
         """This rank's trained parameters as they are now."""
         with self._run.generation.gradients.full_parameters():
-            return [(t.holding.name, t.holding.box, t.parameter.detach().clone()) for t in self._run.trained]
+            return [(name, box, part.clone()) for name, box, part in held_weights(self._run.trained)]

@@ -53,6 +53,7 @@ from shoal.recipes.verification.reference import (
     compare_buffers,
     gather_routes,
     give_weights,
+    held_weights,
     neighbour_findings,
     owned_gradients,
     rate_findings,
@@ -243,7 +244,7 @@ def _take_step(run: Run, number: int, batches: list[Batch], tap: ReplayRoutes) -
 
     result = run.step(number, batches, lr=run.rate(number), on_gradients=record)
     with gradients.full_parameters():
-        weights = collected(run, [(t.holding.name, t.holding.box, t.parameter) for t in run.trained])
+        weights = collected(run, list(held_weights(run.trained)))
     differences, replayed = gather_routes(run, tap)
     return _LayoutStep(result, *seen[0], weights, collected(run, buffers_of(run)), differences, replayed)
 

@@ -1,15 +1,42 @@
-"""Keys of a `[model]` table about samples that depend on each other: in batch norms, or in a loss. Imports no torch."""
+"""Keys of a `[model]` table about a module that Shoal did not write. Imports no torch.
+
+How it is split, where it does not say so itself (`shoal split` proposes these), and which samples depend on each other,
+in batch norms or in a loss.
+"""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
+import msgspec
+
 from shoal.config.table import Positive, Table, says
 
 
-class SampleGroups(Table, frozen=True, kw_only=True):
-    """What a model that Shoal did not write says about them."""
+class ForeignKeys(Table, frozen=True, kw_only=True):
+    """Roles and counts for `tensor`, parts for `pipeline`; groups of samples."""
 
+    roles: Annotated[
+        dict[str, Literal["column", "row", "packed", "embedding", "head", "replicated"]],
+        says(
+            "Names of weights, or patterns of them, to what tensor parallelism does with them, for a module that "
+            "declares no roles; `shoal split` proposes them."
+        ),
+    ] = msgspec.field(default_factory=dict)
+    counts: Annotated[
+        list[str],
+        says(
+            "Integer attributes of modules, such as a number of heads, of which each rank of `layout.tensor` has its "
+            "share; `shoal split` proposes them."
+        ),
+    ] = msgspec.field(default_factory=list)
+    parts: Annotated[
+        Literal["declared", "traced"] | list[list[str]],
+        says(
+            "Where a pipeline is cut: between the parts that the module declares or that tracing its forward finds, or "
+            "lists of modules, one a part, in the order in which the forward calls them; `shoal split` proposes them."
+        ),
+    ] = "declared"
     group_samples: Annotated[
         Positive | None,
         says(

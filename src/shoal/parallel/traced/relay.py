@@ -1,0 +1,247 @@
+"""A module that declares no chain, as a chain by its own forward: each part runs it, and skips what others compute.
+
+    part 0      tokens -> embedding -> block 0 -> at block 1 it stops: what block 1 would have got is the result
+    part 1      embedding and block 0 are skipped; block 1 gets what part 0 gave -> block 1 -> at block 2 it stops
+
+What a skipped module gives has the shape of its output and is NaN. So masks and positions, which follow from the
+inputs, are made by the model's own code on every stage, and a value that the cut forgets shows itself: the
+result is NaN.
+
+The parts are lists of names of modules in the order in which the forward calls them; the first of each is where it
+begins. `chain_of_calls` finds them on a batch, and keeps the cuts through which the output is the same, bit by bit.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from math import nan
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from shoal.errors import UserCodeError
+from shoal.models.roles import Part
+from shoal.parallel.traced.chain import trunk_of
+from shoal.parallel.traced.recording import tensors_in
+from shoal.parallel.traced.tracer import reason_of
+
+Inputs = tuple[tuple[Any, ...], Mapping[str, Any]]
+
+
+class _Reached(BaseException):
+    """The forward stands at the module where the next part begins, with this as its input."""
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.value = value
+
+
+class _Skipped(nn.Module):
+    """In the place of a module that another part computes: NaN in the shape of its output."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        super().__init__()
+        bare = {id(t): _without_storage(t) for t in [*module.parameters(), *module.buffers()]}
+        object.__setattr__(self, "_copy", copy.deepcopy(module, bare).eval())
+        self._name, self._shapes, self._dtype = name, dict[Any, Any](), torch.float32
+
+    def computes_in(self, dtype: torch.dtype) -> None:
+        """That of the model, which may be cast after it is built."""
+        if dtype != self._dtype:
+            self._dtype, self._shapes = dtype, {}
+            self.__dict__["_copy"].to(dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        """What the forward reads of the module beside calling it, such as the kind of its attention."""
+        return getattr(self.__dict__["_copy"], name)
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        given = list(tensors_in((args, named)))
+        key = tuple((tuple(t.shape), t.dtype) for t in given)
+        if key not in self._shapes:
+            bare_args, bare_named = tree_map_only(Tensor, lambda t: t.to("meta"), (args, named))
+            with torch.no_grad(), torch.device("meta"):
+                self._shapes[key] = self.__dict__["_copy"](*bare_args, **bare_named)
+        device = given[0].device if given else torch.device("cpu")
+        return tree_map_only(Tensor, partial(self._unknown, device=device), self._shapes[key])
+
+    def _unknown(self, like: Tensor, *, device: torch.device) -> Tensor:
+        if not like.is_floating_point():
+            raise UserCodeError(
+                f"{self._name} gives whole numbers, and stages that do not hold it cannot make up such: set "
+                "layout.pipeline = 1, or give the model context() and parts() (see shoal.models.roles)"
+            )
+        return torch.full(like.shape, nan, dtype=like.dtype, device=device)
+
+
+class Relay:
+    """`context` and `parts` as `shoal.models.roles.DeclaresParts` asks for them, of these lists of modules."""
+
+    def __init__(
+        self, model: nn.Module, names: Sequence[Sequence[str]], skipped: Mapping[str, _Skipped] | None = None
+    ) -> None:
+        self._model, self._names = model, names
+        listed = [name for part in names for name in part]
+        self._skipped = skipped or skipped_of(model, listed)
+        self.parts = tuple(
+            Part(part[0], tuple(part), partial(self._run, index)) for index, part in enumerate(names)
+        )  # fmt: skip
+
+    def context(self, *inputs: Any, **named: Any) -> Inputs:
+        """The inputs: each part runs the forward on them."""
+        return inputs, named
+
+    def _run(self, index: int, x: Tensor | None, context: Inputs) -> Any:
+        args, named = context
+        last = index + 1 == len(self._names)
+        with self._alone(index, x):
+            try:
+                output = self._model.forward(*args, **named)
+            except _Reached as reached:
+                return reached.value
+        if not last:
+            raise UserCodeError(
+                f"the forward of {type(self._model).__name__} ended before it called {self._names[index + 1][0]}, "
+                "where model.parts says that a part begins; find the parts anew by `shoal split`"
+            )
+        return output
+
+    @contextmanager
+    def _alone(self, index: int, x: Tensor | None) -> Iterator[None]:
+        """The modules of the other parts are skipped, the first of this one gets `x`, that of the next one stops."""
+        own, hooks = self._names[index], []
+        if index:
+            hooks.append(_give_once(self._model.get_submodule(own[0]), x))
+        if index + 1 < len(self._names):
+            hooks.append(self._skipped[self._names[index + 1][0]].register_forward_pre_hook(_stop, with_kwargs=True))
+        places = [(self._model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], stand_in)
+                  for name, stand_in in self._skipped.items() if name not in own]  # fmt: skip
+        dtype = next(p.dtype for p in self._model.parameters() if p.is_floating_point())
+        for _, _, stand_in in places:
+            stand_in.computes_in(dtype)
+        kept = [(parent, last, parent._modules[last]) for parent, last, _ in places]
+        for parent, last, stand_in in places:
+            parent._modules[last] = stand_in
+        try:
+            yield
+        finally:
+            for parent, last, module in kept:
+                parent._modules[last] = module
+            for hook in hooks:
+                hook.remove()
+
+
+def skipped_of(model: nn.Module, names: Sequence[str]) -> dict[str, _Skipped]:
+    """What stands in the places of these modules where they are skipped. Raises `UserCodeError` for an unknown name."""
+    modules = dict(model.named_modules())
+    for name in names:
+        if name not in modules:
+            raise UserCodeError(
+                f"model.parts has {name!r}, which is no module of {type(model).__name__}; find the parts anew by "
+                "`shoal split`"
+            )
+    return {name: _Skipped(name, modules[name]) for name in names}
+
+
+def chain_of_calls(model: nn.Module, args: Sequence[Any], named: Mapping[str, Any]) -> list[list[str]]:
+    """The parts of `model`, found on one batch: as many as there are places where one tensor alone goes on.
+
+    Raises `UserCodeError` where there is none, or where the forward reads parameters outside of its modules.
+    """
+    kind, trunk = type(model).__name__, trunk_of(model)
+    for name, _ in model.named_parameters():
+        if name.rpartition(".")[0] in trunk:
+            raise UserCodeError(
+                f"{kind} cannot be cut: its forward reads the parameter {name} itself, between its blocks; put it into "
+                "a module, give the model context() and parts(), or set layout.pipeline=1"
+            )
+    flags = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            units, output = _called(model, trunk, args, named)
+            skipped = skipped_of(model, units)
+            starts, reason = [0], ""
+            for start in range(1, len(units)):
+                why = _differs(model, [units[:start], units[start:]], skipped, (tuple(args), named), output)
+                reason = reason or why
+                starts += [] if why else [start]
+            parts = [units[a:b] for a, b in zip(starts, [*starts[1:], len(units)], strict=True)]
+            why = reason if len(parts) < 2 else _differs(model, parts, skipped, (tuple(args), named), output)
+    finally:
+        for module, flag in flags.items():
+            module.training = flag
+    if why or len(parts) < 2:
+        raise UserCodeError(
+            f"{kind} cannot be cut: before none of its modules one value goes on alone ({why or 'it has one'}); give "
+            "it context() and parts() (see shoal.models.roles), or set layout.pipeline=1"
+        )
+    return parts
+
+
+def _called(
+    model: nn.Module, trunk: set[str], args: Sequence[Any], named: Mapping[str, Any]
+) -> tuple[list[str], list[Tensor]]:
+    """The modules with parameters right below the trunk in the order of their first calls, and the output."""
+    below = {name: m for name, m in model.named_modules() if name not in trunk and name.rpartition(".")[0] in trunk}
+    units = {name: module for name, module in below.items() if any(True for _ in module.parameters())}
+    order: list[str] = []
+    hooks = [module.register_forward_pre_hook(lambda m, a, name=name: order.append(name))
+             for name, module in units.items()]  # fmt: skip
+    try:
+        output = list(tensors_in(model.forward(*args, **named)))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return list(dict.fromkeys([*order, *units])), output
+
+
+def _differs(
+    model: nn.Module,
+    names: Sequence[Sequence[str]],
+    skipped: Mapping[str, _Skipped],
+    context: Inputs,
+    output: Sequence[Tensor],
+) -> str:
+    """Why these parts are not the model; empty if they are."""
+    x: Any = None
+    try:
+        for part in Relay(model, names, skipped).parts:
+            x = part.run(x, context)
+    except Exception as error:
+        return reason_of(error)
+    found = list(tensors_in(x))
+    same = len(found) == len(output) and all(torch.equal(a, b) for a, b in zip(found, output, strict=True))
+    return "" if same else f"behind {names[1][0]} it needs more than that module's input"
+
+
+def _give_once(module: nn.Module, x: Tensor | None) -> Any:
+    left = [x]
+
+    def give(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if not left:
+            return None
+        value = left.pop()
+        if args:
+            return (value, *args[1:]), named
+        return args, {**named, _first_name(named): value}
+
+    return module.register_forward_pre_hook(give, with_kwargs=True, prepend=True)
+
+
+def _stop(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    raise _Reached(args[0] if args else named[_first_name(named)])
+
+
+def _first_name(named: Mapping[str, Any]) -> str:
+    return next(name for name, value in named.items() if isinstance(value, Tensor))
+
+
+def _without_storage(tensor: Tensor) -> Tensor:
+    bare = tensor.detach().to("meta")
+    return nn.Parameter(bare, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
