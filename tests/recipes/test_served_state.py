@@ -183,7 +183,7 @@ def carry_pushes(
     if place.rank not in survivors:
         return [agreed, newest, {}]
     run = opened(place, folder, sync, ranks=survivors, generation="two", codec=codec)
-    view = View(1, 2, (), ("all",), STEPS, 0)
+    view = View(1, 2, (), ("all",), STEPS, 0, 0)
     take_state(run, view, CommittedState(held), lambda: None)
     found = [agreed, newest, unsent(run)]
     run.end()

@@ -67,8 +67,8 @@ def with_parts(held: HeldState, parts: Parts) -> HeldState:
 
 
 def gather_served(state: TrainState, held: HeldState | None, group: Collective, device: torch.device) -> int | None:
-    """Makes `state` what survivors hold together: of a rank that passes None nothing. All ranks of `group` call it. What
-    is a rank's alone it keeps.
+    """Makes `state` what survivors hold together: of a rank that passes None nothing. All ranks of `group` call it. A
+    rank keeps what is its alone.
 
     How many steps that is ahead of the progress in `state`; None, with `state` as it was, where a part is missing.
     """
