@@ -48,13 +48,16 @@ def lost_after(own: Project) -> int:
 
 CODED = {
     "top-k": '[codec]\nkind = "top_k"\nfraction = 0.1\n',
+    "top-k to a server": SYNC["server"] + 'servers = 1\n[codec]\nkind = "top_k"\nfraction = 0.1\n',
     "int8 between periods": SYNC["local"] + '[codec]\nkind = "blockwise"\nbits = 8\n',
 }
 CODED_TOLERANCE = 0.15
 """Relative, above the end of the run without a codec: what was sent late, or lost, is a small part of all."""
 
 
-@pytest.mark.parametrize("kind", ["top-k", pytest.param("int8 between periods", marks=pytest.mark.stress)])
+@pytest.mark.parametrize(
+    "kind", ["top-k", "top-k to a server", pytest.param("int8 between periods", marks=pytest.mark.stress)]
+)
 def test_replicas_that_send_coded_gradients_come_and_go(tmp_path: Path, kind: str) -> None:
     """kill -9 of one of three, another joins, one is asked to leave: each goes on with what it has not sent."""
     own = gpt_project(tmp_path, CODED[kind], THREE)

@@ -126,7 +126,7 @@ def test_what_leavers_have_not_sent_is_sent_by_the_first_that_stays(leavers: set
         for seed in range(3):
             rank.step(seed)
         before = rank.saved()
-        rank.exchanges.hand_over(leaving=group.rank in leavers)
+        rank.exchanges.hand_over(group, leaving=group.rank in leavers)
         return before, rank.saved()
 
     found = on_ranks(4, work)
@@ -152,7 +152,7 @@ def test_what_was_handed_over_is_sent() -> None:
         for seed in range(4):
             given += rank.step(seed)
             summed += sum(float(bucket.exchange.result.sum()) for bucket in rank.buckets)
-            rank.exchanges.hand_over(leaving=seed == 1 and group.rank == 1)
+            rank.exchanges.hand_over(group, leaving=seed == 1 and group.rank == 1)
         return summed, given, sum(float(tensor.sum()) for tensor in rank.saved().values())
 
     (summed, *first), (_, *second) = on_ranks(2, work)

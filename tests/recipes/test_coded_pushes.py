@@ -6,14 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from shoal.codec.blockwise import Blockwise
 from shoal.codec.config import BlockwiseConfig, TopKConfig
 from shoal.codec.top_k import TopK
+from shoal.comm.collective import Collective
 from shoal.comm.exchanges.coded_push import CodedPushes
 from shoal.comm.exchanges.coded_sum import Spent
 from shoal.comm.exchanges.exchange import Segment
 from shoal.runfile.codec_rules import codec_refusal
+from tests.comm.exchanges.test_coded import on_ranks
 from tests.recipes.layouts import corpus, run_file_of
 from tests.sync.steps import ADAM, SGD, STEPS, Tables, gap, train
 
@@ -57,6 +60,29 @@ def test_what_servers_get_and_what_is_kept_is_the_gradient(codec) -> None:
     torch.testing.assert_close(got + pushes.residual, sum(gradients[1:], gradients[0]), rtol=0, atol=1e-12)
     assert not pushes.residual[spans[2]].any()
     assert pushes.residual[spans[0]].any()
+
+
+@pytest.mark.parametrize(
+    ("leavers", "pushers", "taker"), [({1}, [0, 1, 2], 0), ({0}, [0, 1, 2], 1), ({0}, [0, 2], 2), (set(), [1, 2], 1)]
+)
+def test_what_is_not_pushed_any_more_is_handed_on(leavers: set[int], pushers: list[int], taker: int) -> None:
+    """By ranks that leave or push no more, to the first that goes on; the others keep their own bits."""
+
+    def work(group: Collective) -> Tensor | None:
+        more = {"dtype": torch.float64, "feedback": True, "seed": 0, "spent": Spent()}
+        pushes = CodedPushes(TopK(TopKConfig(fraction=0.1)), group.rank, pushers, [Segment("w", 0, (8,))], **more)
+        pushes.arrival().fill_(10.0**group.rank)
+        pushes.hand_over(group, leaving=group.rank in leavers)
+        return pushes.residual
+
+    found = on_ranks(3, lambda group: [work(group)])
+    gives = {rank for rank in range(3) if rank in leavers or rank not in pushers}
+    for rank, [residual] in enumerate(found):
+        if rank in gives:
+            assert residual is None
+        else:
+            own = 10.0**rank + (sum(10.0**giver for giver in gives) if rank == taker else 0)
+            assert residual.tolist() == [own] * 8
 
 
 def test_a_worker_sends_fewer_bytes_and_goes_nearly_the_same_way(ranks, folder: Path) -> None:

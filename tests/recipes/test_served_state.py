@@ -14,10 +14,11 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 
 from shoal.launch.environment import Place
 from shoal.recipes.elastic.committed_state import CommittedState
-from shoal.recipes.elastic.generation import skip_steps
-from shoal.recipes.elastic.served_state import gather_served, served_parts
-from shoal.recipes.elastic.state_copy import HeldState
+from shoal.recipes.elastic.generation import skip_steps, take_state
+from shoal.recipes.elastic.served_state import gather_served, own_parts, served_parts
+from shoal.recipes.elastic.state_copy import HeldState, held_state
 from shoal.recipes.run import Run, open_run
+from shoal.resilience.events import View
 from tests.ranks import TestPlace
 from tests.recipes.layouts import GPT, corpus, run_file_of
 
@@ -31,12 +32,14 @@ def servers(admission: str = "sync", number: int = 2, **keys: Any) -> Tables:
     return {"kind": "server", "admission": admission, "servers": number, **keys}
 
 
-def opened(place: TestPlace, folder: str, sync: Tables, *, ranks: list[int], generation: str) -> Run:
+def opened(
+    place: TestPlace, folder: str, sync: Tables, *, ranks: list[int], generation: str, codec: Tables | None = None
+) -> Run:
     """The run of this process as rank `ranks.index` of those in `ranks`."""
     run_file = run_file_of(
         Path(folder), model=SMALL, sync=sync, batch={"global_samples": 6, "sequence": 8},
         run={"steps": 40, "processes": len(ranks)}, optimizer={"kind": "adamw", "lr": 1e-2, "clip_norm": None},
-        precision={"kind": "float64"},
+        precision={"kind": "float64"}, codec=codec or {"kind": "none"},
     )  # fmt: skip
     rank = ranks.index(place.rank)
     here = Place(rank, len(ranks), rank, len(ranks), 0, "shoal")
@@ -140,6 +143,69 @@ def test_a_lost_worker_takes_nothing_along(ranks, folder: Path, sync: Tables, cu
         place = tuple(slice(start, start + size) for start, size in zip(offset, part.shape, strict=True))
         assert all(torch.equal(one.weights[name][place], part) for one in left), name
     assert moved(found) == (cut > 0)
+
+
+def unsent(run: Run) -> dict[str, Tensor]:
+    """What this rank has not pushed, by parameter."""
+    parts = own_parts(held_state(run.state))
+    return {name.rpartition("/")[2]: own[0].tensor.detach().clone() for name, own in parts.items()}
+
+
+def carry_pushes(
+    place: TestPlace, folder: str, sync: Tables, survivors: list[int], cut: int
+) -> list[dict[str, Tensor]]:
+    """What this rank has not pushed: at the last agreement; `cut` steps later, when others are lost; and in the next
+    generation of `survivors`, in that order.
+    """
+    codec = {"kind": "top_k", "fraction": 0.1}
+    run = opened(place, folder, sync, ranks=list(range(place.size)), generation="one", codec=codec)
+    committed, progress, agreement = CommittedState(None), run.state.progress, run.generation.agreement
+    committed.take_over(run, None)
+    with closing(run.feed()) as feed:
+        for number in range(1, STEPS + 1):
+            fed = feed.next()
+            run.step(number, fed.microbatches, lr=LR)
+            progress.advance(fed.interval)
+            if agreement.equal:
+                committed.commit()
+        agreed = unsent(run)
+        for number in range(STEPS + 1, STEPS + cut + 1):
+            if place.rank < place.size - sync["servers"]:
+                run.step(number, feed.next().microbatches, lr=LR)
+            elif number == STEPS + 1:
+                agreement.before_step()
+    place.store.set(f"cut/{place.rank}", "")
+    place.store.wait([f"cut/{rank}" for rank in range(place.size)])
+    held, newest = committed.carried_over(), unsent(run)
+    place.store.set(f"held/{place.rank}", "")
+    place.store.wait([f"held/{rank}" for rank in range(place.size)])
+    run.end()
+    if place.rank not in survivors:
+        return [agreed, newest, {}]
+    run = opened(place, folder, sync, ranks=survivors, generation="two", codec=codec)
+    view = View(1, 2, (), ("all",), STEPS, 0, 0)
+    take_state(run, view, CommittedState(held), lambda: None)
+    found = [agreed, newest, unsent(run)]
+    run.end()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sync", "cut"), [(servers(period=4), 2), (servers("async", period=4), 3)], ids=["sync in a round", "async"]
+)
+def test_workers_keep_what_they_have_not_pushed(ranks, folder: Path, sync: Tables, cut: int) -> None:
+    """Workers 0, 1, 2 and servers 3, 4 become, without 2, workers 0, 3 and servers 4, 1: what 0 and 1 had not pushed at
+    the last agreement, or where servers keep what came later the newest, is 0's; what 2 had not pushed is gone.
+    """
+    found = ranks(5, carry_pushes, str(folder), sync, [0, 3, 4, 1], cut)
+    which = 0 if sync["admission"] == "sync" else 1
+    wanted = {name: found[0][which][name] + found[1][which][name] for name in found[0][which]}
+    assert all(any(value.any() for value in found[rank][which].values()) for rank in (0, 1, 2))
+    assert any(not torch.equal(value, found[0][0][name]) for name, value in found[0][1].items())
+    now = found[0][2]
+    assert now.keys() == wanted.keys()
+    assert all(torch.equal(now[name], value) for name, value in wanted.items())
+    assert [found[rank][2] for rank in (3, 4, 1)] == [{}, {}, {}]
 
 
 def moved(found: list[Found]) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shoal.codec.config import NoCodec
 from shoal.resilience.config import ElasticConfig
 from shoal.runfile.run_file import RunFile, statistics_group, with_processes
 from shoal.runfile.sync_rules import sync_refusal
@@ -47,11 +46,6 @@ def _refusals(run_file: RunFile, elastic: ElasticConfig) -> Iterator[str]:
         kind = run_file.optimizer.variant
         why = 'a lost replica would take its error feedback along; use "adamw"'
         yield f'optimizer.kind = "{kind}" with [elastic]: {why}'
-    if not isinstance(run_file.codec, NoCodec) and sync.replicas_are == "workers":
-        yield (
-            f'[codec] with [elastic] and sync.kind = "{sync.variant}": what a worker has not sent yet would be lost '
-            "whenever roles change; leave [codec] out"
-        )
     if run_file.batch.division == "by_speed":
         yield 'batch.division = "by_speed" with [elastic]: replicas that come and go share evenly; leave it out'
     if run_file.gradients.schedule == "priority":

@@ -338,10 +338,14 @@ class CodedExchanges:
             self._orders[id(group)] = None if levels is None else InOrder(levels)
         return self._orders[id(group)]
 
-    def hand_over(self, *, leaving: bool) -> None:
-        """As `Coded.hand_over`, of all exchanges on this rank. Raises `CollectiveError` where a rank is lost."""
+    def hand_over(self, replicas: Collective, *, leaving: bool) -> None:
+        """As `Coded.hand_over` and, between the ranks of `replicas`, `CodedPushes.hand_over`, of all that was made on
+        this rank. Raises `CollectiveError` where a rank is lost.
+        """
         for one in self.made:
-            if isinstance(one, Coded) and one.feedback:
+            if isinstance(one, CodedPushes) and one.feedback:
+                one.hand_over(replicas, leaving=leaving)
+            elif isinstance(one, Coded) and one.feedback:
                 one.hand_over(leaving=leaving)
 
     def shrinks(self) -> bool:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from shoal.codec.codec import Codec, pack, unpack
+from shoal.comm.collective import Collective
 from shoal.comm.exchanges.coded_sum import Coding, Spent
 from shoal.comm.exchanges.exchange import Segment
 from shoal.maths.counter import key_of
@@ -36,7 +37,7 @@ class CodedPushes:
     decodes of others'.
 
     `feedback`: keep what was not sent, in float32 at least. `rounds` counts pushes, and `updates` as many. `spent` is
-    added to. `residual` is what this rank has not sent so far, `[numel]`; None before its first push.
+    added to.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class CodedPushes:
     ) -> None:  # fmt: skip
         self.group = Pusher(pushers.index(rank) if rank in pushers else -1, len(pushers))
         self.segments, self.feedback, self.rounds = tuple(segments), feedback, 0
-        self.residual: Tensor | None = None
+        self._residual: Tensor | None = None
         self._rank, self._codec, self._seed, self._spent = rank, codec, seed, spent
         self._term = torch.zeros(0, dtype=torch.promote_types(dtype, torch.float32))
         self._packed: dict[int, Tensor] = {}
@@ -61,25 +62,50 @@ class CodedPushes:
         self.rounds = value
 
     @property
+    def residual(self) -> Tensor | None:
+        """What this rank has not sent so far, `[numel]`; None if there is nothing."""
+        while self._arrivals:
+            arrived = self._arrivals.pop()
+            self._residual = arrived if self._residual is None else self._residual.add_(arrived)
+        return self._residual
+
+    @property
     def state(self) -> Mapping[str, Tensor]:
         """A codec of one vector learns nothing."""
         return {}
 
     def arrival(self) -> Tensor:
         """A tensor `[numel]` of zeros; what is written into it is added to the residual before the next push."""
-        self._arrivals.append(torch.zeros(max(segment.slice.stop for segment in self.segments), dtype=self._term.dtype))
+        self._arrivals.append(self._zeros())
         return self._arrivals[-1]
+
+    def hand_over(self, replicas: Collective, *, leaving: bool) -> None:
+        """Between two rounds: ranks that are `leaving`, or do not push any more, give what they have not sent to the
+        first of `replicas` that goes on. All of these call it together; nothing changes where none gives or none takes.
+        """
+        gives, unsent = leaving or self.group.rank < 0, self.residual
+        told = torch.zeros(2, replicas.size)
+        told[:, replicas.rank] = torch.tensor([float(gives and unsent is not None), float(not gives)])
+        replicas.all_reduce(told).wait()
+        takers = torch.nonzero(told[1]).view(-1).tolist()
+        if not told[0].any() or not takers:
+            return
+        given = unsent.clone() if gives and unsent is not None else self._zeros()
+        replicas.all_reduce(given).wait()
+        if gives:
+            self._residual = None
+        elif replicas.rank == takers[0]:
+            self.arrival().copy_(given)
 
     def begin(self, gradient: Tensor) -> None:
         """The next push is of `gradient` `[numel]`, and of what was not sent before."""
         self.rounds += 1
         if not len(self._term):
             self._term = torch.empty_like(gradient, dtype=self._term.dtype)
-            self.residual = torch.zeros_like(self._term) if self.feedback else None
         self._term.copy_(gradient)
+        if self.feedback and self.residual is None:
+            self._residual = torch.zeros_like(self._term)
         if self.residual is not None:
-            while self._arrivals:
-                self.residual.add_(self._arrivals.pop())
             self._term.add_(self.residual)
             self._spent.add(Coding(term=float(two_norm(self._term)) ** 2))
 
@@ -113,6 +139,9 @@ class CodedPushes:
             into.copy_(
                 self._codec.decode(payload, len(into), key=key, dtype=torch.promote_types(into.dtype, torch.float32))
             )
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros(max(segment.slice.stop for segment in self.segments), dtype=self._term.dtype)
 
     def _key(self, worker: int, server: int, number: int) -> int:
         return key_of(self._seed, "push", worker, server, number)

@@ -18,7 +18,7 @@ from typing import Any
 
 from shoal.engine.loop import Job, steps
 from shoal.models.step_batch_norm import StepStatistics
-from shoal.recipes.elastic.served_state import beside_served, served_parts, with_parts
+from shoal.recipes.elastic.served_state import beside_served, own_parts, served_parts, with_parts
 from shoal.recipes.elastic.state_copy import HeldState, held_state, load_state
 from shoal.recipes.run import Run
 
@@ -76,11 +76,14 @@ class CommittedState:
         return held_state(run.state)
 
     def _served(self, run: Run, beside: HeldState) -> HeldState:
-        """The parts as they are, between two updates; `beside`: what all ranks have alike."""
+        """The parts as they are, between two updates, and what this rank has not pushed; `beside`: what all ranks have
+        alike.
+        """
         agreement = run.generation.agreement
         agreed = agreement.equal and run.state.progress.step == self._step
         ahead = agreement.stand_still()
-        return replace(with_parts(beside, served_parts(run)), ahead=0 if agreed else ahead)
+        newest = {**served_parts(run), **own_parts(held_state(run.state))}
+        return replace(with_parts(beside, newest), ahead=0 if agreed else ahead)
 
     def _change(self, *_: Any) -> None:
         self._changing = True

@@ -168,6 +168,8 @@ def take_state(run: Run, view: View, committed: CommittedState, load: Callable[[
     if ahead is None:
         committed.held = None
         raise CollectiveError("a server was lost, and with it a part of the state: waiting for another generation")
+    if run.generation.coded is not None:  # a worker that serves from now on pushes nothing
+        run.generation.coded.hand_over(run.mesh.axis("replicate"), leaving=False)
     committed.take_over(run, None)
     return ahead
 

@@ -291,7 +291,7 @@ class ReplicaRank:
             return False
         coded = run.generation.coded
         if coded is not None and any(leaving):
-            coded.hand_over(leaving=bool(leaving[own]))
+            coded.hand_over(run.mesh.axis("replicate"), leaving=bool(leaving[own]))
             committed.commit()
         return True
 

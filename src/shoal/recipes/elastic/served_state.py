@@ -21,10 +21,12 @@ import torch
 
 from shoal.comm.collective import Collective
 from shoal.engine.state import MODEL, OPTIMIZER, TrainState, held_pieces
+from shoal.gradients.residuals import is_own
 from shoal.recipes.elastic.state_copy import (
     Entry,
     HeldState,
     Index,
+    filled,
     held_state,
     share_index,
     share_part,
@@ -54,13 +56,19 @@ def served_parts(run: Run) -> Parts:
     return {**found, **slots}
 
 
+def own_parts(held: HeldState) -> Parts:
+    """What is this rank's alone: what it has not pushed yet of its gradients."""
+    return {name: parts for name, parts in held.tensors.items() if is_own(name)}
+
+
 def with_parts(held: HeldState, parts: Parts) -> HeldState:
     """Both together."""
     return replace(held, tensors={**held.tensors, **parts})
 
 
 def gather_served(state: TrainState, held: HeldState | None, group: Collective, device: torch.device) -> int | None:
-    """Makes `state` what survivors hold together: of a rank that passes None nothing. All ranks of `group` call it.
+    """Makes `state` what survivors hold together: of a rank that passes None nothing. All ranks of `group` call it. A
+    rank keeps what is its alone.
 
     How many steps that is ahead of the progress in `state`; None, with `state` as it was, where a part is missing.
     """
@@ -74,8 +82,14 @@ def gather_served(state: TrainState, held: HeldState | None, group: Collective, 
     if not _make_the_whole(entries, {name for name in state.model.tensors() if name.startswith(MODEL)}):
         return None
     state.load_json(json.loads(indices[sources[0]].facts))
-    targets = parts_of(state.targets({entry.name: entry.of_dtype for entry in entries}))
+    own = {} if held is None else own_parts(held)
+    dtypes = {name: parts[0].tensor.dtype for name, parts in own.items()}
+    targets = parts_of(state.targets({entry.name: entry.of_dtype for entry in entries} | dtypes))
     _fill(targets, held, indices, group, device)
+    with torch.no_grad():
+        for name, parts in own.items():
+            for target in targets[name]:
+                filled(target, parts)
     state.restore_extra()
     return int(told[:, 1].max())
 

@@ -116,7 +116,7 @@ def load_state(state: TrainState, held: HeldState) -> None:
         missing += [
             name
             for name, parts in targets.items()
-            if not all(_filled(part, held.tensors.get(name, ())) for part in parts)
+            if not all(filled(part, held.tensors.get(name, ())) for part in parts)
         ]
     if missing:
         raise CollectiveError(
@@ -126,7 +126,7 @@ def load_state(state: TrainState, held: HeldState) -> None:
     state.restore_extra()
 
 
-def _filled(part: Target, sources: Sequence[Target]) -> bool:
+def filled(part: Target, sources: Sequence[Target]) -> bool:
     """Whether `sources` had all of `part`, which they then fill."""
     left = part.tensor.numel()
     for source in sources if left else ():
