@@ -13,7 +13,7 @@ ROOT = Path(shoal.__file__).parents[2]
 
 
 def test_the_reference_of_the_run_file_is_current() -> None:
-    """docs/reference/run-file.md is what the tables generate; `python -m shoal.runfile.load` writes it."""
+    """docs/reference/run-file.md is what the tables generate; `python -m shoal.runfile.load FILE` writes it."""
     assert (ROOT / "docs/reference/run-file.md").read_text(encoding="utf-8") == reference()
 
 

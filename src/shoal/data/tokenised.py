@@ -115,9 +115,9 @@ def _text(value: Any, field: str) -> str:
         try:
             value = value.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise DataError(f"The field {field!r} is not UTF-8 ({error}): write it anew.") from error
+            raise DataError(f"the field {field!r} is not UTF-8 ({error}): write it anew.") from error
     if not isinstance(value, str):
-        raise DataError(f"The field {field!r} is {describe(value)}, not text: mend it.")
+        raise DataError(f"the field {field!r} is {describe(value)}, not text: mend it.")
     return value
 
 

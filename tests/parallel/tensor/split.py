@@ -99,7 +99,8 @@ def assembled(outcomes: Sequence[Outcome], model: nn.Module) -> dict[str, Tensor
         assert outcome.parts.keys() == whole.keys()
         for name, part in outcome.parts.items():
             assert place in part.twins
-            where = part.box(tuple(whole[name].shape)).slices
+            (box,) = part.boxes(tuple(whole[name].shape))
+            where = box.slices
             counted[name][where] += place == part.twins[0]
             if part.partial or place == part.twins[0]:
                 own = whole[name][where]

@@ -125,9 +125,9 @@ def test_matrices_may_lie_in_blocks_on_a_grid(
     settings = {"model": keys, "sequence_parallel": sequence_parallel, "rows": rows}
     outcomes = ranks(world, one_step, keyed_gpt, (inputs,), targets, settings)
     check_same(outcomes, keyed_gpt(**keys), (inputs,), targets)
-    up = outcomes[-1].parts["blocks.0.feed_forward.up.weight"].box((48, 32))
+    (up,) = outcomes[-1].parts["blocks.0.feed_forward.up.weight"].boxes((48, 32))
     assert up.shape == (48 * rows // world, 32 // rows)
-    key = outcomes[-1].parts["blocks.0.attention.key.weight"].box((8 * kv_heads, 32))
+    (key,) = outcomes[-1].parts["blocks.0.attention.key.weight"].boxes((8 * kv_heads, 32))
     assert key.shape == (8 * kv_heads * rows // world, 32 // rows)
 
 
