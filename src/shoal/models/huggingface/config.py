@@ -14,7 +14,7 @@ from shoal.files import read_file
 from shoal.models.foreign_keys import ForeignKeys
 
 CONFIG_FILE = "config.json"
-MOST_CONFIG_BYTES = 1 << 24
+MOST_CONFIG_BYTES = 1 << 22
 
 
 class TransformersConfig(ForeignKeys, frozen=True, kw_only=True, tag_field="kind", tag="transformers"):
