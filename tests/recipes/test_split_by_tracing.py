@@ -11,7 +11,7 @@ import pytest
 
 from shoal.errors import ConfigError, UserCodeError
 from shoal.models.config import PythonModel
-from shoal.recipes.proposal import SplitProposal, propose, write_keys
+from shoal.recipes.proposal import SplitProposal, patterns_of, propose, write_keys
 from tests.recipes.layouts import corpus, run_file_of, verified
 from tests.recipes.undeclared_models import build
 
@@ -129,7 +129,7 @@ def test_a_written_proposal_is_the_run_file_with_three_more_keys(tmp_path: Path)
     for _ in range(2):
         write_keys(path, found)
         model = msgspec.convert(tomllib.loads(path.read_text())["model"], PythonModel)
-        assert (model.roles, model.counts, model.parts) == (found.roles.roles, list(found.roles.counts), "traced")
+        assert {"roles": model.roles, "counts": model.counts, "parts": "traced"} == found.keys()
     kept = [line for line in path.read_text().splitlines() if line.split(" =")[0] not in ("roles", "counts", "parts")]
     assert kept == text.splitlines()
 
@@ -149,3 +149,20 @@ def test_a_pattern_that_fits_nothing_is_refused() -> None:
         declare(build("Gated"), roles={"blocks.7.*": "column"}, counts=[], parts="declared")
     with pytest.raises(UserCodeError, match="no integer attribute"):
         declare(build("Gated"), roles={}, counts=["layers.0.heads"], parts="declared")
+
+
+def test_layers_that_are_alike_are_said_in_one_pattern() -> None:
+    """Unless one of them has another role or none, or the pattern fits a name that is not meant."""
+    said = {f"h.{i}.{layer}.weight": "column" for i in (0, 1, 10) for layer in ("up", "gate")}
+    names = [*said, "h.0.norm.weight", "head.weight"]
+    assert patterns_of(said, names) == {"h.*.up.weight": "column", "h.*.gate.weight": "column"}
+    odd = {name: "row" if name == "h.1.up.weight" else role for name, role in said.items()}
+    ups = {name: role for name, role in odd.items() if ".up." in name}
+    assert patterns_of(odd, names) == ups | {"h.*.gate.weight": "column"}
+    assert patterns_of(said, [*names, "h.2.up.weight"]) == {
+        **dict.fromkeys(ups, "column"),
+        "h.*.gate.weight": "column",
+    }
+    assert patterns_of({"layers.0.weight": "column"}, ["layers.0.weight", "layers.1.weight"]) == {
+        "layers.0.weight": "column"
+    }

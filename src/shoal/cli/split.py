@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,7 @@ from shoal.cli.busy import busy
 
 
 def split(
-    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help='A run file with model.kind = "python".')],
+    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="A run file with a module of your own.")],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[key=value]...", help="Keys that replace the file's.")
     ] = None,
@@ -37,7 +38,10 @@ def split(
         print("\n".join(proposal.lines()))
     if not proposal.keys():
         return
-    if yes or (not as_json and typer.confirm(f"\nWrite this into [model] of {run_file}?", default=False)):
+    asked = not as_json and sys.stdin.isatty()
+    if yes or (asked and typer.confirm(f"\nWrite this into [model] of {run_file}?", default=False)):
         write_keys(run_file, proposal)
         if not as_json:
             print(f"written; prove it: shoal verify {run_file} layout.tensor=2")
+    elif not as_json and not asked:
+        print(f"\n--yes writes this into [model] of {run_file}")

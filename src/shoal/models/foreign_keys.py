@@ -26,8 +26,8 @@ class ForeignKeys(Table, frozen=True, kw_only=True):
     counts: Annotated[
         list[str],
         says(
-            "Integer attributes of modules, such as a number of heads, of which each rank of `layout.tensor` has its "
-            "share; `shoal split` proposes them."
+            "Integer attributes of modules, or patterns of them, such as a number of heads, of which each rank of "
+            "`layout.tensor` has its share; `shoal split` proposes them."
         ),
     ] = msgspec.field(default_factory=list)
     parts: Annotated[

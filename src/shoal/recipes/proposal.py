@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +43,12 @@ RUN_FILE_BYTES = 1 << 20
 class SplitProposal:
     """For `tensor` the roles, for `pipeline` the names of the parts and the first ones of each stage but the first.
 
-    `said` is the key `parts` of the run file; `uncut` says why there are no parts, if so.
+    `said` is the key `parts` of the run file; `uncut` says why there are no parts, if so. `names` are those of all
+    parameters.
     """
 
     model: str
+    names: tuple[str, ...]
     roles: Proposal
     said: str | list[list[str]]
     parts: tuple[str, ...]
@@ -55,10 +59,11 @@ class SplitProposal:
         """For people."""
         yield f"{self.model}, traced on a batch of {SAMPLES} samples"
         yield "\nlayout.tensor"
-        for name, role in self.roles.roles.items():
+        for name, role in patterns_of(self.roles.roles, self.names).items():
             yield f"  {role:<8} {name}"
-        for count in self.roles.counts.values():
-            yield f"  share    {count.full_name} = {count.value}, divided over the ranks"
+        values = {count.full_name: count.value for count in self.roles.counts.values()}
+        for name, value in patterns_of(values, values).items():
+            yield f"  share    {name} = {value}, divided over the ranks"
         for name, reason in self.roles.whole.items():
             yield f"  whole    {name or self.model}: {reason}"
         yield "\nlayout.pipeline"
@@ -71,9 +76,10 @@ class SplitProposal:
         """The keys of `[model]` that say so."""
         found: dict[str, Any] = {}
         if self.roles.roles:
-            found["roles"] = self.roles.roles
+            found["roles"] = patterns_of(self.roles.roles, self.names)
         if self.roles.counts:
-            found["counts"] = list(self.roles.counts)
+            counts = dict.fromkeys(self.roles.counts)
+            found["counts"] = list(patterns_of(counts, counts))
         if self.parts:
             found["parts"] = self.said
         return found
@@ -82,6 +88,19 @@ class SplitProposal:
         """The same as one object."""
         return {"model": self.model, "keys": self.keys(), "whole": self.roles.whole, "parts": list(self.parts),
                 "cut": list(self.cut), "uncut": self.uncut}  # fmt: skip
+
+
+def patterns_of(said: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """`said` of some of the `names`, with one pattern (`fnmatch`) for names that differ by their numbers alone, such as
+    those of a layer in each block: where it fits no others, and the same is said of all.
+    """
+    names, found = list(names), dict[str, Any]()
+    for name, value in said.items():
+        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+        fitting = [other for other in names if fnmatchcase(other, pattern)]
+        alike = len(fitting) > 1 and all(other in said and said[other] == value for other in fitting)
+        found[pattern if alike else name] = value
+    return found
 
 
 def propose(run_file: RunFile, *, stages: int = 2) -> SplitProposal:
@@ -95,7 +114,7 @@ def propose(run_file: RunFile, *, stages: int = 2) -> SplitProposal:
     bare = msgspec.structs.replace(config, roles={}, counts=[], parts="declared")
     run_file = msgspec.structs.replace(run_file, model=bare)
     model = model_of(run_file, UserObjects(), device=torch.device("cpu"), dtype=torch.float32)
-    kind = type(model).__name__
+    kind, names = type(model).__name__, tuple(name for name, _ in model.named_parameters(remove_duplicate=False))
     if isinstance(model, DeclaresRoles) and isinstance(model, DeclaresParts):
         raise ConfigError(f"{kind} declares how it is split; {_FOR_OTHERS}")
     source = data_of(run_file, UserObjects()).train
@@ -106,15 +125,15 @@ def propose(run_file: RunFile, *, stages: int = 2) -> SplitProposal:
     named = inputs if isinstance(inputs, dict) else {}
     roles = Proposal() if isinstance(model, DeclaresRoles) else propose_roles(model, args, named)
     if isinstance(model, DeclaresParts):
-        return SplitProposal(kind, roles, "declared", (), (), f"{kind} declares its parts")
+        return SplitProposal(kind, names, roles, "declared", (), (), f"{kind} declares its parts")
     try:
         said = _parts_of(model, args, named)
         parts = Relay(model, said).parts if isinstance(said, list) else traced_chain(model).parts
         cut = balanced_cut(estimated_costs(model, parts), min(stages, len(parts)))
     except ShoalError as reason:
-        return SplitProposal(kind, roles, "declared", (), (), str(reason))
-    names = tuple(part.name for part in parts)
-    return SplitProposal(kind, roles, said, names, tuple(names[stage[0]] for stage in cut[1:]))
+        return SplitProposal(kind, names, roles, "declared", (), (), str(reason))
+    parts_named = tuple(part.name for part in parts)
+    return SplitProposal(kind, names, roles, said, parts_named, tuple(parts_named[stage[0]] for stage in cut[1:]))
 
 
 def _parts_of(model: nn.Module, args: Sequence[Any], named: Mapping[str, Any]) -> str | list[list[str]]:

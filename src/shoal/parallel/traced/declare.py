@@ -18,17 +18,16 @@ def declare(
 ) -> None:
     """Gives `model` the methods `parameter_roles`, `tensor_counts`, `context` and `parts`, where they are wanted.
 
-    `roles` are patterns of names of parameters, `counts` names of integer attributes; `parts` are the modules of each
+    `roles` are patterns of names of parameters, `counts` of integer attributes; `parts` are the modules of each
     part of the chain, or "traced": tracing finds them; or "declared". Raises `UserCodeError` for what the model
     declares itself, and for patterns and names that fit nothing.
     """
     if roles:
         declared = _roles(model, roles)
         _give(model, "parameter_roles", DeclaresRoles, lambda: declared, key="model.roles")
-    for name in counts:
-        _check_count(model, name)
     if counts:
-        object.__setattr__(model, "tensor_counts", lambda: tuple(counts))
+        declared_counts = tuple(name for pattern in counts for name in _counts(model, pattern))
+        object.__setattr__(model, "tensor_counts", lambda: declared_counts)
     if parts != "declared":
         chain = traced_chain(model) if isinstance(parts, str) else Relay(model, parts)
         _give(model, "context", DeclaresParts, chain.context, key="model.parts")
@@ -58,14 +57,13 @@ def _roles(model: nn.Module, roles: Mapping[str, Kind]) -> dict[str, Role]:
     return found
 
 
-def _check_count(model: nn.Module, name: str) -> None:
-    path, _, attribute = name.rpartition(".")
-    try:
-        value = getattr(model.get_submodule(path), attribute, None)
-    except AttributeError:
-        value = None
-    if type(value) is not int:
+def _counts(model: nn.Module, pattern: str) -> list[str]:
+    """The attributes that it fits, by their full names."""
+    path, _, attribute = pattern.rpartition(".")
+    fitting = [(name, module) for name, module in model.named_modules() if fnmatchcase(name, path)]
+    if not fitting or any(type(getattr(module, attribute, None)) is not int for _, module in fitting):
         raise UserCodeError(
-            f"model.counts has {name!r}, which is no integer attribute of a module of {type(model).__name__}; propose "
-            "counts anew by `shoal split`"
+            f"model.counts has {pattern!r}, which is no integer attribute of a module of {type(model).__name__}; "
+            "propose counts anew by `shoal split`"
         )
+    return [f"{name}.{attribute}" if name else attribute for name, _ in fitting]
