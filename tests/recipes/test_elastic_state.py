@@ -245,6 +245,24 @@ def test_a_save_ends_when_a_member_is_lost() -> None:
             until_b_is_lost(rendezvous, lambda: saves.collect(["part of b"], NEVER_S))
 
 
+def test_the_host_of_the_store_ends_after_those_that_use_it() -> None:
+    """Rank 1 reads there what became of the last save. Who is in no generation, or has lost the other, waits for none."""
+    with rendezvous_of_a() as (rendezvous, view):
+        rendezvous.part(within_s=NEVER_S)
+        process = rendezvous.of(view)
+        parting = Thread(target=lambda: rendezvous.part(within_s=NEVER_S), daemon=True)
+        parting.start()
+        parting.join(0.3)
+        assert parting.is_alive()
+        Board(process.store, timeout_s=HANG_S).clone().publish("parted/1", b"")
+        parting.join(HANG_S)
+        assert not parting.is_alive()
+        rendezvous.of(msgspec.structs.replace(view, generation=2))
+        until_b_is_lost(rendezvous, lambda: rendezvous.part(within_s=NEVER_S))
+        rendezvous.leave()
+        rendezvous.part(within_s=NEVER_S)
+
+
 WAITS: dict[str, Callable[[Process], object]] = {
     "a message": lambda process: Board(process.store, timeout_s=NEVER_S).collect(["from b"]),
     "a barrier": lambda process: process.wait_for_all(),

@@ -52,6 +52,7 @@ class ReplicaRendezvous:
         self._own = connect_store(place, host, port, token=self._token, timeout_s=START_S, listen_fd=listen_fd)
         self._met: AuthenticatedStore | None = None
         self._rendezvous: Rendezvous | None = None
+        self._process: Process | None = None
         self._over = threading.Event()
         self._view: View | None = None
 
@@ -89,7 +90,8 @@ class ReplicaRendezvous:
         self._met = connect_store(place, host, int(port), token=self._token, timeout_s=CONNECT_S, look=look)
         named = PrefixStore(f"membership-{view.generation}", self._met)
         self._rendezvous = Rendezvous(named, place, timeout_s=self._timeout_s)
-        return Process(place, self._device, named, self._rendezvous, self._environ)
+        self._process = Process(place, self._device, named, self._rendezvous, self._environ)
+        return self._process
 
     def end(self, sentence: str) -> None:
         """The generation is over, or about to be: ends its waits at the start, on all ranks. From any thread, and
@@ -119,12 +121,31 @@ class ReplicaRendezvous:
         """What the saves of this generation go by."""
         return GenerationExchange(Board(process.store, timeout_s=timeout_s).clone(), self._over)
 
+    def part(self, *, within_s: float) -> None:
+        """The run ends, and with it the generation that this replica is in, if any. The first rank, which hosts the
+        store, waits until all others have read there what became of the last save; `within_s` seconds at most, and not
+        for members that are lost.
+        """
+        if self._rendezvous is None or self._process is None:
+            return
+        place = self._process.place
+        with contextlib.suppress(CollectiveError):
+            exchange = self.exchange(self._process, timeout_s=within_s)
+            if place.rank:
+                exchange.publish(_parted(place.rank), b"")
+            else:
+                exchange.collect([_parted(rank) for rank in range(1, place.world_size)], within_s)
+
     def leave(self) -> None:
         """This replica has left the generation: what its saves still wait for does not come."""
         self._over.set()
-        self._rendezvous = None
+        self._rendezvous = self._process = None
         if self._met is not None:
             self._met.close()  # kept until there is another: C++ calls its Python half, and holds no reference to it
+
+
+def _parted(rank: int) -> str:
+    return f"parted/{rank}"
 
 
 def said_of_lost(lost: Collection[str]) -> str:

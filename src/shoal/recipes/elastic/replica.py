@@ -55,7 +55,7 @@ SAVE_S = 60.0
 UPDATE_S = 0.3
 """How long a rank whose collective failed waits for others of its replica, which may be within an update."""
 PART_S = 10.0
-"""How long the first rank of a replica, which hosts its store, waits for the others at the end."""
+"""How long the first rank of a replica, or of a generation, waits at the end for the others that use its store."""
 
 
 def train_replica(run_file: RunFile, place: Place, objects: UserObjects, *, forecast: Forecast | None = None) -> None:
@@ -111,10 +111,15 @@ class ReplicaRank:
         try:
             with self._stop:
                 with self._generations.copies, client:
-                    while not over:
-                        find = partial(client.generation, wait_s, stopping=self._stops_waiting)
-                        over = self._take_part(client, ranks, self._next(client, ranks, find))
-                        wait_s = self._elastic.wait_s
+                    try:
+                        while not over:
+                            find = partial(client.generation, wait_s, stopping=self._stops_waiting)
+                            over = self._take_part(client, ranks, self._next(client, ranks, find))
+                            wait_s = self._elastic.wait_s
+                    except Stopped:
+                        self._rendezvous.part(within_s=PART_S)
+                        raise
+                    self._rendezvous.part(within_s=PART_S)
                 end_with(0)  # no signal gives another code from here on
         except FencedOut as error:
             if self._leaving:
