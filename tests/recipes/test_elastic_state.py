@@ -246,7 +246,7 @@ def test_a_save_ends_when_a_member_is_lost() -> None:
 
 
 def test_the_host_of_the_store_ends_after_those_that_use_it() -> None:
-    """Rank 1 reads there what became of the last save. Who is in no generation, or has lost the other, waits for none."""
+    """Rank 1 reads there what became of the last save. A lost rank is not waited for."""
     with rendezvous_of_a() as (rendezvous, view):
         rendezvous.part(within_s=NEVER_S)
         process = rendezvous.of(view)
