@@ -12,6 +12,7 @@ import pytest
 
 from shoal.data.batches import BatchRead, read_batch
 from shoal.data.dataset import Dataset
+from shoal.data.decode import ImageForm, decoded, image_array
 from shoal.errors import DataError, UserCodeError
 from tests.data.sources import built
 
@@ -97,7 +98,7 @@ def test_compressed_lines_are_refused(tmp_path: Path, head: str):
 
 def test_whole_numbers_that_do_not_fit_are_refused(tmp_path: Path):
     """They would become other numbers."""
-    with pytest.raises(DataError, match="more than 64 bits"):
+    with pytest.raises(DataError, match="has 67 bits, and whole numbers have 64"):
         inputs_of(jsonl(tmp_path, b'{"x": [1], "y": 123456789012345678901}\n'))
     arrow = pytest.importorskip("pyarrow")
     with pytest.raises(UserCodeError, match="holds 9223372036854775809, more than an int64 can"):
@@ -194,3 +195,20 @@ def test_grey_images_of_16_bits_keep_their_values(tmp_path: Path, channels: int)
     found = np.array(inputs_of(built(table, tmp_path / "cache")))
     assert found.shape == (1, channels, 2, 2)
     assert np.allclose(found, grey / 65535)
+
+
+def test_a_damaged_header_of_a_tar_is_named(tmp_path: Path):
+    """Where tarfile stops before the end mark, nothing is said of an end mark."""
+    content = bytearray(tar(*sample(0), *sample(1)))
+    content[2048 + 150] ^= 1  # the checksum of the third member
+    with pytest.raises(DataError, match="damaged header at byte 2048"):
+        tars(tmp_path, bytes(content))
+
+
+def test_numbers_that_have_no_place_are_refused_in_words():
+    """Whole numbers of 400 digits; an image of 32 bits, whose white is unknown."""
+    image = pytest.importorskip("PIL.Image")
+    with pytest.raises(DataError, match="has 1329 bits, and whole numbers have 64"):
+        decoded(10**400, "x", ImageForm())
+    with pytest.raises(DataError, match="beyond 16 bits"):
+        image_array(image.fromarray(np.full((2, 2), 10**6, dtype=np.int32)), ImageForm())

@@ -177,3 +177,35 @@ def test_a_batch_norm_in_two_places_is_one() -> None:
     model = nn.Sequential(norm, norm)
     with_grouped_norm(model, GROUP)
     assert model[0] is model[1]
+
+
+class Shifted(nn.BatchNorm2d):
+    """A batch norm that hands `F.batch_norm` something else than its own `changed`, or has a parameter more."""
+
+    def __init__(self, changed: str) -> None:
+        super().__init__(3)
+        self.changed = changed
+        if changed == "slope":
+            self.slope = nn.Parameter(torch.ones(3))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        given = {"weight": self.weight, "bias": self.bias, "training": self.training, "eps": self.eps}
+        other = {"weight": self.weight.abs() + 1, "bias": None, "training": False, "eps": 1.0}
+        given |= {name: value for name, value in other.items() if name == self.changed}
+        return F.batch_norm(input, self.running_mean, self.running_var, **given)
+
+
+@pytest.mark.parametrize("changed", ["weight", "bias", "training", "eps", "slope", ""])
+def test_a_subclass_whose_own_would_be_left_out_is_refused(changed: str) -> None:
+    """What the call is given beside the layer's own, and parameters that the layer alone has."""
+    model = nn.Sequential(Shifted(changed)).double()
+    if changed == "slope":
+        with pytest.raises(UserCodeError, match="has 'slope', which PyTorch's batch norms have not"):
+            with_grouped_norm(model, GROUP)
+        return
+    with_grouped_norm(model, GROUP)
+    if changed:
+        with pytest.raises(UserCodeError, match="another weight, bias, eps or training"):
+            model(images(GROUP))
+    else:
+        model(images(GROUP))

@@ -8,9 +8,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from torch import nn
 
 from shoal.errors import ConfigError, UserCodeError
 from shoal.models.config import PythonModel
+from shoal.parallel.traced.declare import declare, integer_attributes
 from shoal.recipes.proposal import SplitProposal, patterns_of, propose, write_keys
 from tests.recipes.layouts import corpus, run_file_of, verified
 from tests.recipes.undeclared_models import build
@@ -166,3 +168,25 @@ def test_layers_that_are_alike_are_said_in_one_pattern() -> None:
     assert patterns_of({"layers.0.weight": "column"}, ["layers.0.weight", "layers.1.weight"]) == {
         "layers.0.weight": "column"
     }
+
+
+class Headed(nn.Module):
+    """A block whose number of heads stands in itself, beside submodules that have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.heads = nn.Linear(4, 4), 2
+
+
+def test_a_pattern_of_counts_means_the_attributes_that_were_proposed() -> None:
+    """Of blocks that have it themselves; a block that is not meant is in no pattern."""
+    model = nn.Module()
+    model.blocks = nn.ModuleList(Headed() for _ in range(3))
+    integers = [name for name in integer_attributes(model) if name.endswith(".heads")]
+    assert integers == [f"blocks.{i}.heads" for i in range(3)]
+    meant = dict.fromkeys(integers)
+    assert list(patterns_of(meant, integer_attributes(model))) == ["blocks.*.heads"]
+    declare(model, roles={}, counts=["blocks.*.heads"], parts="declared")
+    assert model.tensor_counts() == tuple(integers)  # pyright: ignore[reportCallIssue]
+    meant.pop("blocks.1.heads")
+    assert list(patterns_of(meant, integer_attributes(model))) == list(meant)

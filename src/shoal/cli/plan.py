@@ -119,7 +119,7 @@ def plan(
         _show_elsewhere(loaded, elsewhere, as_json=as_json)
         return
     where = cluster_file(loaded.layout.cluster, cluster)
-    step = _measured_step(measured_step, of, loaded)
+    step = _measured_step(measured_step, of, loaded, expert_imbalance or 1.0)
     if step is None and where is None:
         step = step_of_earlier_run(loaded, host=socket.gethostname())
     with busy("searching the layouts that fit"):
@@ -166,8 +166,12 @@ def _show_elsewhere(run_file: RunFile, directory: Path, *, as_json: bool) -> Non
     print(json.dumps(elsewhere.as_record(run, found)) if as_json else elsewhere.as_text(run, found))
 
 
-def _measured_step(step_s: float | None, of: Path | None, planned_for: RunFile) -> MeasuredStep | None:
-    """The measured step, on the cluster that its own run file names, else on the planned one."""
+def _measured_step(
+    step_s: float | None, of: Path | None, planned_for: RunFile, imbalance: float
+) -> MeasuredStep | None:
+    """The measured step, on the cluster that its own run file names, else on the planned one; its experts as uneven as
+    they are said to be.
+    """
     from shoal.planning.answer import cluster_file
     from shoal.planning.measured_step import MeasuredStep
     from shoal.runfile.load import load_run
@@ -175,9 +179,8 @@ def _measured_step(step_s: float | None, of: Path | None, planned_for: RunFile) 
     if step_s is None:
         return None
     run_file = planned_for if of is None else load_run(of, ())
-    return MeasuredStep(
-        run_file=run_file, step_s=step_s, cluster=None if of is None else cluster_file(run_file.layout.cluster, None)
-    )
+    cluster = None if of is None else cluster_file(run_file.layout.cluster, None)
+    return MeasuredStep(run_file=run_file, step_s=step_s, cluster=cluster, expert_imbalance=imbalance)
 
 
 def _trials(path: Path, result: Planned, overrides: Sequence[str], number: int) -> list[PlanTrial]:

@@ -43,7 +43,9 @@ def _row(key: Key) -> str:
 def _type(key: Key) -> str:
     choices = choices_of(key.type)
     if choices:
-        return ", ".join(f"`{_toml(choice)}`" for choice in choices)
+        others = [o for o in typing.get_args(key.type) if isinstance(o, type) and o is not type(None)]
+        named = [str(other) if typing.get_args(other) else other.__name__ for other in others]
+        return " or ".join([", ".join(f"`{_toml(choice)}`" for choice in choices), *named])
     bounds = ", ".join(f"{_SIGNS[name]} {value}" for name, value in key.bounds.items() if name in _SIGNS)
     names = [getattr(o, "__name__", str(o)) for o in (typing.get_args(key.type) or (key.type,)) if o is not type(None)]
     if typing.get_origin(key.type) is dict and variants_of(typing.get_args(key.type)[1]):

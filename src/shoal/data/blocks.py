@@ -12,14 +12,14 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -29,8 +29,9 @@ from shoal.remote_files import at_once
 
 BLOCK_BYTES = 2**16
 """Neighbouring records of fewer bytes than this share a block, where the format leaves the choice."""
-EVICTIONS = 5
+EVICTIONS = 20
 """How often a file may be dropped from a shared cache between its fetching and its reading."""
+T = TypeVar("T")
 
 
 class Block(Protocol):
@@ -127,13 +128,19 @@ class BlockFiles:
 
     def _read(self, number: int) -> Block:
         file = self._files[int(np.searchsorted(self._blocks_before, number, side="right")) - 1]
-        for _ in range(EVICTIONS):
-            with suppress(FileNotFoundError):  # another process took its place in the cache: fetch it again
-                return self._format.read(self._store.path(file), int(self._start[number]), int(self._stop[number]))
-        raise EnvironmentFault(
-            f"{file.name} was dropped from the cache {EVICTIONS} times before it could be read: raise "
-            "data.remote_cache_bytes, or set data.shuffle_window."
-        )
+        start, stop = int(self._start[number]), int(self._stop[number])
+        return _with_file(self._store, file, lambda path: self._format.read(path, start, stop))
+
+
+def _with_file(store: Store, file: ShardFile, use: Callable[[Path], T]) -> T:
+    """What `use` makes of the file, which is fetched again where others take its place in the cache meanwhile."""
+    for _ in range(EVICTIONS):
+        with suppress(FileNotFoundError):
+            return use(store.path(file))
+    raise EnvironmentFault(
+        f"{file.name} was dropped from the cache {EVICTIONS} times before it could be read: raise "
+        "data.remote_cache_bytes, or set data.shuffle_window."
+    )
 
 
 @dataclass(frozen=True)
@@ -166,7 +173,7 @@ def _index(file: ShardFile, file_format: Format, *, store: Store, cache: Path) -
         index = None
     if index is not None and index.dtype == np.int64 and index.ndim == 2 and index.shape[0] and index.shape[1] == 2:
         return index
-    index = file_format.index(store.path(file))
+    index = _with_file(store, file, file_format.index)
     cache.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=cache, prefix=f".{kept.name}-")
     with os.fdopen(descriptor, "wb") as target:

@@ -44,7 +44,7 @@ def decoded(value: Any, field: str, form: ImageForm) -> Any:
     if isinstance(value, np.ndarray) and value.dtype.kind not in "fiub":
         raise DataError(f"The field {field!r} is a list that is no array of numbers: give lists of numbers.")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise DataError(f"The field {field!r} is {value:.3e}, a whole number of more than 64 bits: make it smaller.")
+        raise DataError(f"The field {field!r} has {value.bit_length()} bits, and whole numbers have 64: make it less.")
     if isinstance(value, np.ndarray | int | float | bool):
         return value
     if isinstance(value, list):
@@ -120,7 +120,10 @@ def image_array(image: Any, form: ImageForm) -> np.ndarray:
         raise DataError("The image holds floating-point numbers, whose range is unknown: save them as .npy.")
     white = 255
     if image.mode.startswith("I"):  # grey of 16 bits, which Pillow's conversions would cut off at 255
-        image, white = _pillow().fromarray(np.asarray(image, dtype=np.float32)), 2**16 - 1
+        grey, white = np.asarray(image, dtype=np.float32), 2**16 - 1
+        if grey.size and not 0 <= grey.min() <= grey.max() <= white:
+            raise DataError("The image holds numbers beyond 16 bits, whose range is unknown: save them as .npy.")
+        image = _pillow().fromarray(grey)
     else:
         image = image.convert("L" if form.channels == 1 else "RGB")
     if form.size is not None and image.size != (form.size, form.size):

@@ -59,10 +59,7 @@ class RemoteStore:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._folder, self._limit_bytes = folder, limit_bytes
-        self._options = {
-            "use_listings_cache": False,
-            **(options or {}),
-        }  # a kept listing would hide that a file changed
+        self._options = dict(options or {})
         self.ahead_bytes = int(AHEAD * limit_bytes)
         self._attempts = Attempts(attempts, "data.remote_attempts", sleep)
 
@@ -109,6 +106,7 @@ class RemoteStore:
 
     def _described(self, name: str) -> ShardFile:
         file_system, path = self._open(name)
+        file_system.invalidate_cache(path)  # a kept listing would hide that a file has changed
         info = self._tried(lambda: file_system.info(path), name)
         size_bytes = info.get("size")
         if not isinstance(size_bytes, int):

@@ -98,6 +98,8 @@ def _require_end(file: IO[bytes], end: int, name: str) -> None:
     rest = file.read(tarfile.BLOCKSIZE)
     if len(rest) < tarfile.BLOCKSIZE:
         raise DataError(f"{name} ends at byte {end} without a tar's end mark: it was cut short, copy the file again.")
+    if rest.strip(b"\0"):
+        raise DataError(f"{name} has a damaged header at byte {end}: copy the file again.")
     while rest:
         if rest.strip(b"\0"):
             raise DataError(

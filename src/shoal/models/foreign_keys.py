@@ -54,6 +54,8 @@ class ForeignKeys(Table, frozen=True, kw_only=True):
     ] = "refused"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.parts, str) and not (self.parts and all(self.parts)):
+            raise ValueError("parts has no parts, or one without modules: let `shoal split` propose them")
         if self.batch_norm == "grouped" and self.group_samples is None:
             raise ValueError(
                 'batch_norm = "grouped" without group_samples: say how many consecutive samples share statistics'

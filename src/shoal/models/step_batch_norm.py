@@ -22,6 +22,7 @@ stays, and only its call of `F.batch_norm` is answered here.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
@@ -89,7 +90,7 @@ class StepBatchNorm(nn.Module):
             return self.normalisation(x)
         (layer,) = self.around
         layer.training = self.training
-        with _InPlaceOfBatchNorm(self) as calls:
+        with _InPlaceOfBatchNorm(self, layer) as calls:
             y = layer(x)
         if calls.count != 1:
             raise UserCodeError(
@@ -148,21 +149,34 @@ class StepBatchNorm(nn.Module):
 
 
 _PLAIN = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+_OWN = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
+"""Parameters and buffers of PyTorch's batch norms."""
 
 
 class _InPlaceOfBatchNorm(TorchFunctionMode):
-    """Answers `F.batch_norm` by the normalisation of `norm`."""
+    """Answers the call of `F.batch_norm` in the forward of `layer` by the normalisation of `norm`."""
 
-    def __init__(self, norm: StepBatchNorm) -> None:
+    def __init__(self, norm: StepBatchNorm, layer: _BatchNorm) -> None:
         super().__init__()
-        self.norm, self.count = norm, 0
+        self.norm, self.layer, self.count = norm, layer, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func not in (F.batch_norm, torch.batch_norm):
-            return func(*args, **kwargs)
+        if func is not F.batch_norm:
+            return func(*args, **(kwargs or {}))
         self.count += 1
-        return self.norm.normalisation(args[0] if args else kwargs["input"])
+        call = _CALL.bind(*args, **(kwargs or {}))
+        call.apply_defaults()
+        given, layer = call.arguments, self.layer
+        same = given["weight"] is layer.weight and given["bias"] is layer.bias and given["eps"] == layer.eps
+        if not same or given["training"] != layer.training:
+            raise UserCodeError(
+                f"a {type(layer).__name__} calls F.batch_norm with another weight, bias, eps or training than its own, "
+                "and model.batch_norm would leave that out: use nn.BatchNorm2d itself, GroupNorm or LayerNorm"
+            )
+        return self.norm.normalisation(given["input"])
+
+
+_CALL = inspect.signature(F.batch_norm)
 
 
 def replace_norms(model: nn.Module, make: Callable[[_BatchNorm], StepBatchNorm]) -> None:
@@ -191,6 +205,12 @@ def _in_place_of(norm: _BatchNorm, name: str, make: Callable[[_BatchNorm], StepB
     if norm.running_mean is not None and norm.running_var is not None:
         made.running_mean, made.running_var = norm.running_mean, norm.running_var
     if type(norm).forward not in _PLAIN or norm._forward_hooks or norm._forward_pre_hooks:
+        others = {*norm._parameters, *norm._buffers} - _OWN
+        if others:
+            raise UserCodeError(
+                f"module {name} ({type(norm).__name__}) has {min(others)!r}, which PyTorch's batch norms have "
+                "not, and model.batch_norm would leave it out: put it into a module of its own"
+            )
         made.around = (norm,)
         for child, module in norm.named_children():
             made.add_module(child, module)

@@ -25,6 +25,7 @@ from shoal.models.roles import DeclaresParts, DeclaresRoles
 from shoal.observe.facts import replace_file
 from shoal.parallel.pipeline.cut import balanced_cut, estimated_costs
 from shoal.parallel.traced.chain import traced_chain
+from shoal.parallel.traced.declare import integer_attributes
 from shoal.parallel.traced.relay import Relay, chain_of_calls
 from shoal.parallel.traced.roles import Proposal, propose_roles
 from shoal.recipes.objects import UserObjects, data_of, model_of
@@ -44,11 +45,12 @@ class SplitProposal:
     """For `tensor` the roles, for `pipeline` the names of the parts and the first ones of each stage but the first.
 
     `said` is the key `parts` of the run file; `uncut` says why there are no parts, if so. `names` are those of all
-    parameters.
+    parameters, `integers` those of all integer attributes of modules.
     """
 
     model: str
     names: tuple[str, ...]
+    integers: tuple[str, ...]
     roles: Proposal
     said: str | list[list[str]]
     parts: tuple[str, ...]
@@ -57,12 +59,12 @@ class SplitProposal:
 
     def lines(self) -> Iterator[str]:
         """For people."""
-        yield f"{self.model}, traced on a batch of {SAMPLES} samples"
+        yield f"{self.model}, recorded on a batch of {SAMPLES} samples"
         yield "\nlayout.tensor"
         for name, role in patterns_of(self.roles.roles, self.names).items():
             yield f"  {role:<8} {name}"
         values = {count.full_name: count.value for count in self.roles.counts.values()}
-        for name, value in patterns_of(values, values).items():
+        for name, value in patterns_of(values, self.integers).items():
             yield f"  share    {name} = {value}, divided over the ranks"
         for name, reason in self.roles.whole.items():
             yield f"  whole    {name or self.model}: {reason}"
@@ -79,7 +81,7 @@ class SplitProposal:
             found["roles"] = patterns_of(self.roles.roles, self.names)
         if self.roles.counts:
             counts = dict.fromkeys(self.roles.counts)
-            found["counts"] = list(patterns_of(counts, counts))
+            found["counts"] = list(patterns_of(counts, self.integers))
         if self.parts:
             found["parts"] = self.said
         return found
@@ -115,8 +117,9 @@ def propose(run_file: RunFile, *, stages: int = 2) -> SplitProposal:
     run_file = msgspec.structs.replace(run_file, model=bare)
     model = model_of(run_file, UserObjects(), device=torch.device("cpu"), dtype=torch.float32)
     kind, names = type(model).__name__, tuple(name for name, _ in model.named_parameters(remove_duplicate=False))
+    integers = tuple(integer_attributes(model))
     if isinstance(model, DeclaresRoles) and isinstance(model, DeclaresParts):
-        raise ConfigError(f"{kind} declares how it is split; {_FOR_OTHERS}")
+        raise ConfigError(f"{kind} declares its roles and its parts itself: there is nothing to propose")
     source = data_of(run_file, UserObjects()).train
     first = np.arange(min(SAMPLES, len(source)))
     raw = read_batch(source, first, first, denominator=run_file.batch.denominator).batch
@@ -125,15 +128,15 @@ def propose(run_file: RunFile, *, stages: int = 2) -> SplitProposal:
     named = inputs if isinstance(inputs, dict) else {}
     roles = Proposal() if isinstance(model, DeclaresRoles) else propose_roles(model, args, named)
     if isinstance(model, DeclaresParts):
-        return SplitProposal(kind, names, roles, "declared", (), (), f"{kind} declares its parts")
+        return SplitProposal(kind, names, integers, roles, "declared", (), (), f"{kind} declares its parts")
     try:
         said = _parts_of(model, args, named)
         parts = Relay(model, said).parts if isinstance(said, list) else traced_chain(model).parts
         cut = balanced_cut(estimated_costs(model, parts), min(stages, len(parts)))
     except ShoalError as reason:
-        return SplitProposal(kind, names, roles, "declared", (), (), str(reason))
-    parts_named = tuple(part.name for part in parts)
-    return SplitProposal(kind, names, roles, said, parts_named, tuple(parts_named[stage[0]] for stage in cut[1:]))
+        return SplitProposal(kind, names, integers, roles, "declared", (), (), str(reason))
+    called = tuple(part.name for part in parts)
+    return SplitProposal(kind, names, integers, roles, said, called, tuple(called[stage[0]] for stage in cut[1:]))
 
 
 def _parts_of(model: nn.Module, args: Sequence[Any], named: Mapping[str, Any]) -> str | list[list[str]]:

@@ -68,6 +68,11 @@ def _read_as_one(mixture: Mixture, table: Mapping[str, Any], *, file: str) -> Mi
     """
     whole = {key: getattr(mixture, key) for key in keys_of(Reading)}
     for name, source in mixture.sources.items():
+        if source.stratify is not None:
+            raise ConfigError(
+                f"{file}: data.sources.{name}.stratify: a mixture has weights in its place; make each class a source, "
+                "or leave it out"
+            )
         for key, value in whole.items():
             if key in table["sources"][name] and getattr(source, key) != value:
                 raise ConfigError(

@@ -105,6 +105,13 @@ def test_a_model_without_stacked_experts_is_refused() -> None:
     check_plans(built(MIXTRAL), Layout(shard=2, expert=2))
 
 
+def test_an_expert_plan_is_no_tensor_plan() -> None:
+    """GPT-OSS declares the first alone: attention would be computed on every tensor rank."""
+    check_plans(built(GPT_OSS), Layout(shard=2, expert=2))
+    with pytest.raises(UserCodeError, match="GptOssForCausalLM declares no tensor plan"):
+        check_plans(built(GPT_OSS), Layout(tensor=2))
+
+
 def test_a_tensor_plan_of_other_styles_is_refused_under_tensor_alone() -> None:
     """OLMoE's plan splits its normed queries in a way of its own; its experts are split all the same."""
     config = {**LLAMA["config"], "num_experts": 4, "num_experts_per_tok": 2}

@@ -71,7 +71,7 @@ class CreditQueue:
             self._send()
 
     def fill(self, indices: Iterable[int]) -> None:
-        """These partitions hold this rank's part. Does not block."""
+        """These partitions hold this rank's part. Waits for no other rank; coded ones are encoded as they leave."""
         with self._turn:
             self._filled.update(indices)
             self._send()

@@ -60,8 +60,7 @@ class Exchange(Protocol):
 class Segment(NamedTuple):
     """What lies in a flat buffer from `start` on: a part of the parameter `name` of the unsplit model, in `shape`.
 
-    `skipped` elements of what this rank's optimizer updates of the parameter, row by row, lie in other buffers before
-    it.
+    `skipped`: how many elements of this rank's part of the parameter, in row order, lie in earlier buffers.
     """
 
     name: str

@@ -113,7 +113,8 @@ def check_plans(model: nn.Module, layout: Layout, *, sequence_parallel: bool = F
     tensor, pipeline, context = layout.tensor, layout.pipeline, layout.context
     others = "use layout.replicate or layout.shard"
     if tensor > 1:
-        if not isinstance(model, DeclaresRoles):
+        experts_alone = isinstance(model, Roles) and not getattr(config, "base_model_tp_plan", None)
+        if experts_alone or not isinstance(model, DeclaresRoles):
             raise UserCodeError(
                 f"layout.tensor = {tensor}: {name} declares no tensor plan (base_model_tp_plan of "
                 f"{type(config).__name__}), which says how its layers are split: "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -59,11 +59,18 @@ def _roles(model: nn.Module, roles: Mapping[str, Kind]) -> dict[str, Role]:
 
 def _counts(model: nn.Module, pattern: str) -> list[str]:
     """The attributes that it fits, by their full names."""
-    path, _, attribute = pattern.rpartition(".")
-    fitting = [(name, module) for name, module in model.named_modules() if fnmatchcase(name, path)]
-    if not fitting or any(type(getattr(module, attribute, None)) is not int for _, module in fitting):
+    fitting = [name for name in integer_attributes(model) if fnmatchcase(name, pattern)]
+    if not fitting:
         raise UserCodeError(
             f"model.counts has {pattern!r}, which is no integer attribute of a module of {type(model).__name__}; "
             "propose counts anew by `shoal split`"
         )
-    return [f"{name}.{attribute}" if name else attribute for name, _ in fitting]
+    return fitting
+
+
+def integer_attributes(model: nn.Module) -> Iterator[str]:
+    """The full names of all that modules have under a name of their own: `blocks.0.attention.heads`."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if type(value) is int:
+                yield f"{path}.{name}" if path else name

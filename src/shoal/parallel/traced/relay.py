@@ -177,9 +177,10 @@ def chain_of_calls(model: nn.Module, args: Sequence[Any], named: Mapping[str, An
         for module, flag in flags.items():
             module.training = flag
     if why or len(parts) < 2:
+        found = f"of no module is its input all that the rest needs ({why})" if why else "it has a single module"
         raise UserCodeError(
-            f"{kind} cannot be cut: before none of its modules one value goes on alone ({why or 'it has one'}); give "
-            "it context() and parts() (see shoal.models.roles), or set layout.pipeline=1"
+            f"{kind} cannot be cut: {found}; give it context() and parts() (see shoal.models.roles), or set "
+            "layout.pipeline=1"
         )
     return parts
 
