@@ -15,6 +15,8 @@ from shoal.models.foreign_keys import ForeignKeys
 
 CONFIG_FILE = "config.json"
 MOST_CONFIG_BYTES = 1 << 22
+MOST_LISTS = 1 << 16
+"""And objects: a million of them take the collector of garbage seconds in a large process."""
 
 
 class TransformersConfig(ForeignKeys, frozen=True, kw_only=True, tag_field="kind", tag="transformers"):
@@ -101,6 +103,8 @@ def experts_of(table: TransformersConfig) -> tuple[str, int] | None:
 def _keys_of(file: Path, *, key: str) -> dict[str, Any]:
     repair = f"correct {key}; nothing is downloaded"
     text = read_file(file, limit_bytes=MOST_CONFIG_BYTES, error=ConfigError, repair=repair)
+    if text.count(b"[") + text.count(b"{") > MOST_LISTS:
+        raise ConfigError(f"{file} has more than {MOST_LISTS} lists and objects, as no config has: {repair}")
     try:
         keys = json.loads(text.decode())  # bytes alone: surrogates would pass
     except (ValueError, RecursionError) as error:
