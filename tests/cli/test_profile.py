@@ -61,7 +61,7 @@ def busy():
 
 def test_a_flame_graph_shows_the_function_in_which_the_rank_is(tmp_path: Path) -> None:
     """By py-spy, of the rank that is named: a function of the user's that computes in Python stands in the picture by
-    its name and file, with most of the samples of the thread that trains."""
+    its name and file, with a good part of the samples of the thread that trains; the rest is waiting for its peer."""
     if not Path(sys.executable).with_name("py-spy").is_file() and shutil.which("py-spy") is None:
         pytest.skip("py-spy is not installed: pip install 'shoal[profile]'")
     own = project(tmp_path)
@@ -76,7 +76,7 @@ def test_a_flame_graph_shows_the_function_in_which_the_rank_is(tmp_path: Path) -
     shares = [float(share) for share in re.findall(r"think \(own\.py[^<]*samples, ([\d.]+)%\)", picture)]
     loop = [float(share) for share in re.findall(r"profile_rank \([^<]*samples, ([\d.]+)%\)", picture)]
     assert shares, picture[:2000]
-    assert max(shares) > 0.5 * max(loop)
+    assert max(shares) > 0.2 * max(loop)
 
 
 def test_a_flame_graph_of_a_rank_that_is_not_there_is_refused(tmp_path: Path) -> None:
