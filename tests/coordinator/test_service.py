@@ -136,17 +136,16 @@ def test_a_spare_joins_without_a_restart(tmp_path: Path) -> None:
 
 def test_a_spare_does_not_wait_for_ever_for_a_coordinator_that_is_gone(tmp_path: Path) -> None:
     """It stands by while the coordinator says that others train; killed for good, it says so no more."""
-    with running(tmp_path, "--min", "1", "--max", "1", "--start", "0") as service:  # noqa: SIM117
-        with Client(service.address, "a") as a, Client(service.address, "spare") as spare:
-            first_generation(a)
-            with ThreadPoolExecutor(1) as pool:
-                waiting = pool.submit(spare.generation, 1.0)
-                wait_until(lambda: spare._part.stands_by)
-                service.process.kill()
-                with pytest.raises(NoGeneration, match="replica spare waited 1 s for a generation"):
-                    waiting.result(HANG_S)
-            a.applied(stop=8)
-            assert not a.ending, "who trains goes on"
+    with running(tmp_path, "--min", "1", "--max", "1", "--start", "0") as service, Client(service.address, "a") as a:
+        first_generation(a)  # before there is a spare: whoever joins first is the one that trains
+        with Client(service.address, "spare") as spare, ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(spare.generation, 1.0)
+            wait_until(lambda: spare._part.stands_by)
+            service.process.kill()
+            with pytest.raises(NoGeneration, match="replica spare waited 1 s for a generation"):
+                waiting.result(HANG_S)
+        a.applied(stop=8)
+        assert not a.ending, "who trains goes on"
 
 
 def test_an_expelled_replica_is_told(tmp_path: Path) -> None:
