@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.errors import CollectiveError
 from shoal.sync.admission import Asynchronous, Contribution, FirstComers
-from shoal.sync.server_part import Merge, Sent, ServedPart
+from shoal.sync.server_part import Merge, Sent, ServedPart, Standing
 from tests.waiting import HANG_S
 
 NUMEL, LR = 8, 0.5
@@ -31,6 +31,12 @@ def contribute(part: ServedPart, worker: int, version: int, gradient: Tensor | N
     part.contribute(Contribution(worker, number, version), Sent(None if gradient is None else gradient.clone(), LR))
 
 
+def read(part: ServedPart, worker: int) -> tuple[Tensor, Standing]:
+    """What a worker of this rank reads."""
+    values = torch.empty(NUMEL)
+    return values, part.await_release(worker, values)
+
+
 def test_an_update_is_the_mean_of_what_is_finite() -> None:
     """A worker that has nothing to add takes part, and does not make the mean smaller."""
     part = part_of(Merge())
@@ -39,7 +45,7 @@ def test_an_update_is_the_mean_of_what_is_finite() -> None:
     contribute(part, 1, 0, None)
     contribute(part, 2, 0, torch.full((NUMEL,), 4.0))
     for worker in range(3):
-        values, standing = part.await_release(worker)
+        values, standing = read(part, worker)
         assert values.tolist() == [1.0 - LR * 3.0] * NUMEL
         assert (standing.version, standing.counted) == (1, 1)
 
@@ -49,7 +55,7 @@ def test_without_anything_finite_nothing_moves() -> None:
     part = part_of(Merge())
     part.begin(FirstComers(range(1)), torch.ones(NUMEL))
     contribute(part, 0, 0, None)
-    values, standing = part.await_release(0)
+    values, standing = read(part, 0)
     assert values.tolist() == [1.0] * NUMEL
     assert standing.version == 1
 
@@ -83,9 +89,9 @@ def test_what_an_old_gradient_is_worth(merge: Merge, second: float) -> None:
     part.begin(Asynchronous(range(2)), torch.zeros(NUMEL))
     for number in range(2):
         contribute(part, 0, number, torch.full((NUMEL,), 2.0), number=number)
-        part.await_release(0)
+        read(part, 0)
     contribute(part, 1, 0, torch.full((NUMEL,), 3.0))
-    values, standing = part.await_release(1)
+    values, standing = read(part, 1)
     assert values.tolist() == pytest.approx([-2 * LR * 1.0 - LR * second / 2] * NUMEL)
     assert standing.staleness == 2
 
@@ -95,11 +101,23 @@ def test_a_read_stays_as_it_is_while_others_update() -> None:
     part = part_of(Merge(divisor=1))
     part.begin(Asynchronous(range(2)), torch.zeros(NUMEL))
     contribute(part, 0, 0, torch.ones(NUMEL))
-    values, _ = part.await_release(0)
+    values, _, _ = part.await_changes(0)
     before = values.clone()
     contribute(part, 1, 0, torch.ones(NUMEL))
     assert torch.equal(values, before)
     assert not torch.equal(part.end(), before)
+
+
+def test_what_a_worker_lends_may_change_when_it_has_contributed() -> None:
+    """Whether its gradient is used at once, or waits for others."""
+    for rule in (FirstComers(range(2)), Asynchronous(range(2))):
+        part = part_of(Merge(divisor=2))
+        part.begin(rule, torch.zeros(NUMEL))
+        for worker, gradient in ((0, torch.full((NUMEL,), 2.0)), (1, torch.full((NUMEL,), 4.0))):
+            part.contribute(Contribution(worker, 0, 0), Sent(gradient, LR, lent=True))
+            gradient.fill_(100.0)
+        assert part.end().tolist() == [-LR * 3.0] * NUMEL
+        assert all((gradient != 100.0).all() for gradient in part._spare), "it became the part's"
 
 
 def test_a_thread_that_fails_frees_those_that_wait() -> None:
@@ -111,7 +129,7 @@ def test_a_thread_that_fails_frees_those_that_wait() -> None:
 
     def wait() -> None:
         try:
-            part.await_release(0)
+            read(part, 0)
         except CollectiveError as error:
             raised.append(str(error))
 

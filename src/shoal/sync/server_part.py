@@ -23,7 +23,7 @@ from shoal.sync.admission import Accounts, Contribution, Effects, Rule, Update, 
 from shoal.sync.changed_chunks import changed_chunks
 from shoal.sync.event_order import CONTRIBUTE, LEAVE, LOOK_UP, READ, AsTheyCome, EventOrder
 from shoal.sync.server_tables import ServedTable
-from shoal.sync.staleness import compensate_delay, scale_by_staleness
+from shoal.sync.staleness import compensated, scaled_by_staleness
 
 StalenessPolicy = Literal["plain", "scaled", "compensated"]
 
@@ -44,13 +44,15 @@ class Sent(NamedTuple):
     """A contribution's gradient of this part, [numel], the learning rate that it was made for, and the weight of its
     samples. `rows`: for each table, the ids [n] of rows that this server has, and their gradients [n, width].
 
-    None: the worker's gradient was not finite; it takes part in the update and adds nothing.
+    None: the worker's gradient was not finite; it takes part in the update and adds nothing. `lent`: the gradient is
+    the worker's own memory, which changes once `contribute` has returned; else it came from `ServedPart.buffer`.
     """
 
     gradient: Tensor | None
     lr: float
     weight: float = 1.0
     rows: Sequence[tuple[Tensor, Tensor]] = ()
+    lent: bool = False
 
 
 class Standing(NamedTuple):
@@ -111,24 +113,34 @@ class ServedPart:
             effects = self._present_rule.arrive(contribution)
             self._accounts.followed(effects, now_s=0.0)  # how long it waits, the worker measures itself
             self._follow(effects)
+            if sent.lent and sent.gradient is not None and contribution in self._sent:  # it waits for others
+                kept = self.buffer().copy_(sent.gradient)
+                self._sent[contribution] = sent._replace(gradient=kept, lent=False)
 
-    def await_release(self, worker: int) -> tuple[Tensor, Standing]:
-        """Blocks until `worker` may read: the parameters, [numel], which stay as they are until its next read.
+    def await_release(self, worker: int, into: Tensor) -> Standing:
+        """Blocks until `worker` may read, and copies the parameters, [numel], to where it wants them.
 
         Raises `CollectiveError` if another thread of this server had to give up.
         """
-        values, standing, _ = self.await_changes(worker)
-        return values, standing
+        with self._turn(f"{READ}{worker}", lambda: worker in self._released):
+            into.copy_(self.values)
+            if self._merge.staleness == "compensated":
+                self._read[worker].copy_(self.values)
+            return self._read_by(worker)
 
     def await_changes(self, worker: int) -> tuple[Tensor, Standing, Tensor | None]:
-        """The same, and which chunks of the parameters have changed since `worker` read before (`changed_chunks`)."""
+        """The same, but what it returns stays as it is until the next read of `worker`, and which chunks of it have
+        changed since the read before (`changed_chunks`). A worker reads in one of the two ways.
+        """
         with self._turn(f"{READ}{worker}", lambda: worker in self._released):
-            self._released.discard(worker)
             chunks = changed_chunks(self.values, self._read[worker])
-            self._read[worker].copy_(self.values)
-            account = self._accounts.of(worker)
-            standing = Standing(self._present_rule.version, account.counted, account.dropped, account.staleness)
-            return self._read[worker], standing, chunks
+            return self._read[worker].copy_(self.values), self._read_by(worker), chunks
+
+    def _read_by(self, worker: int) -> Standing:
+        """It waits for nothing any more."""
+        self._released.discard(worker)
+        account = self._accounts.of(worker)
+        return Standing(self._present_rule.version, account.counted, account.dropped, account.staleness)
 
     def look_up(self, worker: int, table: int, ids: Tensor) -> Tensor:
         """The rows `ids` [n] of a table as they are now, [n, width]."""
@@ -204,9 +216,10 @@ class ServedPart:
         if counted:
             mean = self._mean_weight(counted)
             first, *others = [self._weighed(c, staleness_of(c, update), mean) for c in counted]
+            total = first
             for other in others:
-                first.add_(other)
-            torch.div(first, self._merge.divisor or len(counted), out=self.gradient)
+                total = torch.add(total, other, out=self.gradient)
+            torch.div(total, self._merge.divisor or len(counted), out=self.gradient)
             for number, table in enumerate(self.tables):
                 table.weight.grad = self._rows_of(table, number, counted, update, mean)
             assert self.step is not None, "the optimizer is there before the first round"
@@ -221,16 +234,16 @@ class ServedPart:
         return fmean(self._weights.values())
 
     def _weighed(self, contribution: Contribution, tau: int, mean_weight: float) -> Tensor:
-        gradient, _, weight, _ = self._sent[contribution]
+        """What a contribution is worth, [numel]; its gradient stays as it is."""
+        sent = self._sent[contribution]
+        gradient = sent.gradient
         assert gradient is not None, "those without are left out"
         if self._merge.staleness == "scaled":
-            scale_by_staleness(gradient, tau)
+            gradient = scaled_by_staleness(gradient, tau)
         elif self._merge.staleness == "compensated" and tau > 0:
             then = self._read[contribution.worker]
-            compensate_delay(gradient, self.values, then, strength=self._merge.strength)
-        if weight != mean_weight:
-            gradient.mul_(weight / mean_weight)
-        return gradient
+            gradient = compensated(gradient, self.values, then, strength=self._merge.strength)
+        return gradient if sent.weight == mean_weight else gradient * (sent.weight / mean_weight)
 
     def _rows_of(
         self, table: ServedTable, number: int, counted: Sequence[Contribution], update: Update, mean_weight: float
@@ -240,11 +253,11 @@ class ServedPart:
         divisor = self._merge.divisor or len(counted)
         for contribution, part in zip(counted, rows, strict=True):
             if self._merge.staleness == "scaled":
-                scale_by_staleness(part, staleness_of(contribution, update))
+                part.copy_(scaled_by_staleness(part, staleness_of(contribution, update)))
             part.mul_(self._sent[contribution].weight / mean_weight / divisor)
         return table.gradient(ids, rows)
 
     def _forget(self, contribution: Contribution) -> None:
-        gradient = self._sent.pop(contribution).gradient
-        if gradient is not None:
-            self._spare.append(gradient)
+        sent = self._sent.pop(contribution)
+        if sent.gradient is not None and not sent.lent:
+            self._spare.append(sent.gradient)

@@ -156,8 +156,7 @@ class Worker:
         for done in arriving:
             done()
         if self._rank in servers:
-            values, self.standings[self._rank] = self._own.await_release(self._rank)
-            self.row[self._parts.spans[self._rank]].copy_(values)
+            self.standings[self._rank] = self._own.await_release(self._rank, self.row[self._parts.spans[self._rank]])
 
     def look_up(self, table: int, ids: Tensor) -> Tensor:
         """The rows `ids` [n], ascending and each once, of table number `table`: [n, width], as servers have them now.
@@ -247,11 +246,10 @@ class Worker:
         gradient = None
         if push.gradient is not None:
             span, coding = self._parts.spans[self._rank], self._lanes.coding
-            own_part = push.gradient[span] if coding is None else coding.exact(span)
-            gradient = self._own.buffer().copy_(own_part)
+            gradient = push.gradient[span] if coding is None else coding.exact(span)
         contribution = Contribution(self._rank, push.number, self.standings[self._rank].version)
         own = [(ids, part.clone()) for ids, part in rows]
-        self._own.contribute(contribution, Sent(gradient, push.lr, push.weight, own))
+        self._own.contribute(contribution, Sent(gradient, push.lr, push.weight, own, lent=True))
 
 
 class Serving:

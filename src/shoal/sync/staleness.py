@@ -13,15 +13,14 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def scale_by_staleness(gradient: Tensor, tau: int) -> None:
-    """Divides `gradient` by max(1, tau), in place."""
-    if tau > 1:
-        gradient.div_(tau)
+def scaled_by_staleness(gradient: Tensor, tau: int) -> Tensor:
+    """`gradient` / max(1, tau); itself where that changes nothing."""
+    return gradient / tau if tau > 1 else gradient
 
 
-def compensate_delay(gradient: Tensor, now: Tensor, then: Tensor, *, strength: float) -> None:
-    """Adds strength * g * g * (now - then) to `gradient`, in place. All have one shape.
+def compensated(gradient: Tensor, now: Tensor, then: Tensor, *, strength: float) -> Tensor:
+    """`gradient` + strength * g * g * (now - then). All have one shape.
 
     `now` are the parameters that it will update, `then` those that it was computed from.
     """
-    gradient.addcmul_(gradient.square(), now - then, value=strength)
+    return gradient.addcmul(gradient.square(), now - then, value=strength)
