@@ -25,7 +25,7 @@ def items():
 
 
 def counted(start=0):
-    print("begun at", start)
+    print(f"begun at {start}\\n", end="", flush=True)  # in one piece: others write too
     while True:
         yield torch.tensor([float(start % 20), 1.0]), start % 20 % 7
         start += 1
