@@ -35,7 +35,7 @@ from shoal.launch.environment import Place
 from shoal.sync.admission import Asynchronous
 from shoal.sync.server_part import Merge, ServedPart
 from shoal.sync.server_partition import partition
-from shoal.sync.server_wire import FlatParts, Lanes, Push, Serving, Worker
+from shoal.sync.server_wire import FlatParts, Lanes, Push, Serving, Worker, share_rows
 
 LR = 1e-3
 PROMISED = 3.0
@@ -113,13 +113,16 @@ def _served(lanes: Lanes, clock: Collective, numel: int) -> Iterator[Callable[[]
     """One push and pull of this worker, which makes an update."""
     rank, size, numbers = clock.rank, clock.size, count()
     parts = FlatParts(partition([numel], size))
-    own = parts.spans[rank]
-    part = ServedPart(torch.zeros(own.stop - own.start), torch.zeros(own.stop - own.start), merge=Merge(divisor=1))
-    part.step = lambda lr: part.values.sub_(part.gradient, alpha=lr)  # pyright: ignore[reportAttributeAccessIssue]
-    worker, gradient = Worker(parts, lanes, part, dtype=torch.float32), torch.ones(numel)
+    own, lanes = parts.spans[rank], share_rows(lanes, parts, dtype=torch.float32)
+    assert lanes.shared is not None, "ranks of one host share memory"
+    values = torch.zeros(own.stop - own.start)
+    reads = list(lanes.shared.reads[rank][:, : len(values)])
+    part = ServedPart(values, merge=Merge(shares=True), reads=reads)
+    part.step = lambda lr, gradient: values.sub_(gradient, alpha=lr)  # pyright: ignore[reportAttributeAccessIssue]
+    worker, gradient = Worker(parts, lanes, part, dtype=torch.float32), lanes.shared.gradients[rank].fill_(1.0)
     part.begin(Asynchronous(range(size)), worker.row[own])
     worker.begin()
-    serving = Serving(part, lanes, range(size))
+    serving = Serving(part, parts, lanes, range(size))
     yield lambda: worker.push_pull(Push(next(numbers), gradient, LR))
     worker.leave()
     serving.wait()

@@ -131,6 +131,26 @@ def test_after_fifty_steps_in_float32_too(ranks, folder: Path) -> None:
     assert distance(rarely.state, plain.state) > LIKE_ALL_REDUCE
 
 
+def bits_and_wire(place: TestPlace, tables: Tables, folder: str, transport: str) -> tuple[dict[str, Tensor], int]:
+    """The weights after some steps, and the bytes that they sent."""
+    run, sent = opened(place, tables | {"wire": {"transport": transport}}, folder, Path(folder) / "unused", 4), 0
+    with closing(run.feed()) as feed:
+        for number in range(1, 5):
+            fed = feed.next()
+            run.state.progress.advance(fed.interval)
+            sent += run.step(number, fed.microbatches, lr=LR).wire["send"].bytes_sent
+    return weights(whole_state(run)), sent
+
+
+@pytest.mark.parametrize("sync", [server(), server(servers=1)], ids=["in workers", "apart"])
+def test_numbers_found_in_shared_memory_are_those_that_are_sent(ranks, folder: Path, sync: Tables) -> None:
+    """To the bit, and they count as sent."""
+    found = [ranks(3, bits_and_wire, SGD | BATCH | sync, str(folder), name) for name in ("gloo", "shm")]
+    for by_gloo, by_memory in zip(*found, strict=True):
+        assert all(torch.equal(by_gloo[0][name], values) for name, values in by_memory[0].items())
+        assert by_gloo[1] == by_memory[1] > 0
+
+
 @pytest.mark.matrix(first=2)
 @pytest.mark.parametrize(
     "sync",

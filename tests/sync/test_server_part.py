@@ -18,10 +18,10 @@ NUMEL, LR = 8, 0.5
 
 def part_of(merge: Merge) -> ServedPart:
     """A part whose optimizer is plain SGD."""
-    part = ServedPart(torch.zeros(NUMEL), torch.zeros(NUMEL), merge=merge)
+    part = ServedPart(torch.zeros(NUMEL), merge=merge)
 
-    def step(lr: float) -> None:
-        part.values.sub_(lr * part.gradient)
+    def step(lr: float, gradient: Tensor) -> None:
+        part.values.sub_(lr * gradient)
 
     part.step = step
     return part
@@ -76,21 +76,22 @@ def test_sums_do_not_depend_on_who_comes_first() -> None:
 @pytest.mark.parametrize(
     ("merge", "second"),
     [
-        (Merge(divisor=2), 3.0),
-        (Merge(divisor=2, staleness="scaled"), 1.5),
-        (Merge(divisor=2, staleness="compensated", strength=0.0), 3.0),
-        (Merge(divisor=2, staleness="compensated", strength=0.1), 3.0 + 0.1 * 9.0 * -(2 * LR * 1.0)),
+        (Merge(shares=True), 3.0),
+        (Merge(shares=True, staleness="scaled"), 1.5),
+        (Merge(shares=True, staleness="compensated", strength=0.0), 3.0),
+        (Merge(shares=True, staleness="compensated", strength=2 * 0.1), 3.0 + 0.1 * 9.0 * -(2 * LR * 1.0)),
     ],
     ids=["plain", "scaled", "without strength", "compensated"],
 )
 def test_what_an_old_gradient_is_worth(merge: Merge, second: float) -> None:
-    """Worker 1's gradient 3 is of version 0; worker 0 has moved the values by two updates of 1 meanwhile."""
+    """Worker 1's gradient 3 is of version 0; worker 0 has moved the values by two updates of 1 meanwhile. Both bring
+    half of their gradients."""
     part = part_of(merge)
     part.begin(Asynchronous(range(2)), torch.zeros(NUMEL))
     for number in range(2):
-        contribute(part, 0, number, torch.full((NUMEL,), 2.0), number=number)
+        contribute(part, 0, number, torch.full((NUMEL,), 2.0 / 2), number=number)
         read(part, 0)
-    contribute(part, 1, 0, torch.full((NUMEL,), 3.0))
+    contribute(part, 1, 0, torch.full((NUMEL,), 3.0 / 2))
     values, standing = read(part, 1)
     assert values.tolist() == pytest.approx([-2 * LR * 1.0 - LR * second / 2] * NUMEL)
     assert standing.staleness == 2
@@ -98,7 +99,7 @@ def test_what_an_old_gradient_is_worth(merge: Merge, second: float) -> None:
 
 def test_a_read_stays_as_it_is_while_others_update() -> None:
     """It may be on the wire."""
-    part = part_of(Merge(divisor=1))
+    part = part_of(Merge(shares=True))
     part.begin(Asynchronous(range(2)), torch.zeros(NUMEL))
     contribute(part, 0, 0, torch.ones(NUMEL))
     values, _, _ = part.await_changes(0)
@@ -110,13 +111,13 @@ def test_a_read_stays_as_it_is_while_others_update() -> None:
 
 def test_what_a_worker_lends_may_change_when_it_has_contributed() -> None:
     """Whether its gradient is used at once, or waits for others."""
-    for rule in (FirstComers(range(2)), Asynchronous(range(2))):
-        part = part_of(Merge(divisor=2))
+    for rule, merge in ((FirstComers(range(2)), Merge()), (Asynchronous(range(2)), Merge(shares=True))):
+        part = part_of(merge)
         part.begin(rule, torch.zeros(NUMEL))
         for worker, gradient in ((0, torch.full((NUMEL,), 2.0)), (1, torch.full((NUMEL,), 4.0))):
             part.contribute(Contribution(worker, 0, 0), Sent(gradient, LR, lent=True))
             gradient.fill_(100.0)
-        assert part.end().tolist() == [-LR * 3.0] * NUMEL
+        assert part.end().tolist() == [-LR * (6.0 if merge.shares else 3.0)] * NUMEL
         assert all((gradient != 100.0).all() for gradient in part._spare), "it became the part's"
 
 

@@ -100,6 +100,18 @@ class Allocate(Protocol):
     def __call__(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor: ...
 
 
+class SharedMemory(Protocol):
+    """Memory that the ranks of a group reach in each other."""
+
+    def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """See `Collective.allocate`."""
+        ...
+
+    def peer(self, memory: torch.Tensor, rank: int) -> torch.Tensor:
+        """What `rank` was given where this rank was given `memory`. All ranks have been, by now."""
+        ...
+
+
 def ordinary(numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """What a group gives that has no memory of its own: zeros `[numel]`."""
     return torch.zeros(numel, dtype=dtype, device=device)
@@ -111,11 +123,11 @@ _OPERATIONS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MA
 class GroupCollective:
     """`Collective` over a process group. `memory`: what allocates; None: ordinary memory."""
 
-    def __init__(self, group: dist.ProcessGroup, memory: Allocate | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup, memory: SharedMemory | None = None) -> None:
         self.group = group
         self.rank: int = group.rank()
         self.size: int = group.size()
-        self._memory: Allocate = memory or ordinary
+        self._memory = memory
 
     @property
     def wire(self) -> str:
@@ -127,7 +139,19 @@ class GroupCollective:
         return getattr(self.group, "hosts", ())
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return self._memory(numel, dtype=dtype, device=device)
+        allocate: Allocate = ordinary if self._memory is None else self._memory.allocate
+        return allocate(numel, dtype=dtype, device=device)
+
+    def shared(self, numel: int, *, dtype: torch.dtype) -> Sequence[torch.Tensor]:
+        """`allocate`s on the CPU, and gives every rank's memory, in rank order, for this rank to read and write where
+        it lies; empty where ranks do not share memory. All ranks call it together, with the same arguments.
+        """
+        if self._memory is None or numel == 0:
+            return ()
+        own = self._memory.allocate(numel, dtype=dtype, device=torch.device("cpu"))
+        self.barrier().wait()  # every rank has allocated
+        peers = range(self.size)
+        return [own if rank == self.rank else self._memory.peer(own, rank) for rank in peers]
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction = "sum") -> Handle:
         options = c10d.AllreduceOptions()

@@ -63,7 +63,7 @@ def connect(
     group = gather_capabilities(board, rank, size, device=device, transport=transport)
     choice = choose_backend(transport, group)
     inner, choice = _opened(choice, group, store, rank, size, wire=wire)
-    memory = inner.allocate if isinstance(inner, CoreGroup) else None
+    memory = inner if isinstance(inner, CoreGroup) and conditions is None else None  # conditions are those of calls
     if wire.algorithm != "backend" and size > 1:
         inner, choice = _by_algorithm(inner, choice, wire.algorithm, group.hosts)
     tables = inner.tables if isinstance(inner, AlgorithmGroup) else None

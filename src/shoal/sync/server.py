@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 
 from shoal.comm.collective import Collective, GroupCollective
@@ -41,7 +42,7 @@ from shoal.sync.server_part import Merge, ServedPart
 from shoal.sync.server_partition import owned_pieces, partition
 from shoal.sync.server_roles import Roles, roles_of
 from shoal.sync.server_tables import RowsFromServers, ServedTable, places_of, serve_table
-from shoal.sync.server_wire import FlatParts, Lanes, Push, Serving, Worker
+from shoal.sync.server_wire import FlatParts, Lanes, Push, Serving, Worker, share_rows
 from shoal.sync.strategy import Agreed, Carried, OwnSteps, Replica, Taken
 
 
@@ -115,23 +116,25 @@ class ServerAgreement:
         self._flat = FlatParts(runs)
         own = runs[replicas.rank]
         numel = sum(run.numel for run in own)
-        values, gradient = torch.zeros(numel, dtype=dtype), torch.zeros(numel, dtype=dtype)
-        self.served: list[Owned] = owned_pieces(dense, own, values, gradient)
+        values = torch.zeros(numel, dtype=dtype)
+        self._pieces = owned_pieces(dense, own, values)
+        self.served: list[Owned] = [*self._pieces]
         self._tables: list[Parameter] = []
         tables = self._serve_tables()
-        merge = Merge(
-            divisor=len(roles.parties) if config.admission == "async" else None,
-            staleness=config.staleness,
-            strength=config.compensation,
-        )
-        self._part = ServedPart(values, gradient, merge=merge, tables=tables)
+        self._shares = len(roles.parties) if config.admission == "async" else 1
+        strength = config.compensation * self._shares
+        merge = Merge(shares=config.admission == "async", staleness=config.staleness, strength=strength)
+        self._lanes = lanes = share_rows(lanes, self._flat, dtype=dtype)
+        reads = () if lanes.shared is None else lanes.shared.reads[replicas.rank][:, :numel]
+        self._part = ServedPart(values, merge=merge, tables=tables, reads=list(reads))
         if replica.pushes is not None:
             segments = self._flat.segments([owned.name for owned in dense])
             coding = replica.pushes(replicas.rank, roles.workers, segments, dtype)
             self._lanes = lanes = replace(lanes, coding=coding)
         places = [places_of(module, roles.servers) for module in replica.tables.values()]
         self._worker = Worker(self._flat, lanes, self._part, dtype=dtype, tables=places)
-        self._gradient = torch.zeros(self._flat.numel if self._works else 0, dtype=dtype)
+        pushed = torch.zeros(self._flat.numel if self._works else 0, dtype=dtype)
+        self._gradient = pushed if lanes.shared is None else lanes.shared.gradients[replicas.rank]
         self._serving: Serving | None = None
         self._number, self._contributed, self._weight = -1, True, 1.0
         self._stop, self._tokens, self._waited_s = False, 0, 0.0
@@ -139,7 +142,10 @@ class ServerAgreement:
     def stepped_by(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimizer of a worker: it pushes the gradients of its parameters and pulls what servers made of all."""
 
-        def step(lr: float) -> None:
+        def step(lr: float, gradient: Tensor) -> None:
+            pieces = [piece.parameter for piece in self._pieces]
+            for piece, part in zip(pieces, gradient.split([piece.numel() for piece in pieces]), strict=True):
+                piece.grad = part.view(piece.shape)
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.step()
@@ -186,13 +192,14 @@ class ServerAgreement:
     def push_pull(self, lr: float | None) -> None:
         """Contributes the gradients of the parameters, or nothing if `lr` is None, and reads the newest parameters."""
         if lr is not None:
-            self._flat.pack([_gradient_of(parameter) for parameter in self._parameters], self._gradient)
+            gradients = [_gradient_of(parameter) for parameter in self._parameters]
+            self._flat.pack(gradients, self._gradient, shares=self._shares)
         begin_s = time.perf_counter()
         weight = self._weight
         if self._party is not None:
             weight, lr = self._party.sum(self._gradient, weight, lr)
         if self._pushes:
-            rows = [_gradient_of(table) for table in self._tables] if lr is not None else []
+            rows = [_gradient_of(table) / self._shares for table in self._tables] if lr is not None else []
             gradient = None if lr is None else self._gradient
             servers = None if self._config.admission != "backup" else self._worker.awaited(self._number)
             self._worker.push_pull(Push(self._number, gradient, lr or 0.0, weight, rows), servers)
@@ -251,7 +258,7 @@ class ServerAgreement:
     def _serve(self, workers: Sequence[int], *, in_round: bool = True) -> Serving:
         """Nobody comes to a rank that has nothing."""
         comers = workers if self._replicas.rank in self._worker.servers else ()
-        return Serving(self._part, self._lanes, comers, in_round=in_round)
+        return Serving(self._part, self._flat, self._lanes, comers, in_round=in_round)
 
     def _end_round(self) -> None:
         """Returns when all workers have left all parts, and this rank has what they came to."""
@@ -302,7 +309,7 @@ def _carried(config: ServerConfig) -> Carried:
     return "agreed" if config.admission == "sync" or config.bound == 0 else "newest"
 
 
-def _gradient_of(parameter: Parameter) -> torch.Tensor:
+def _gradient_of(parameter: Parameter) -> Tensor:
     assert parameter.grad is not None, "gradients were reduced"
     return parameter.grad
 

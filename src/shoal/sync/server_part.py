@@ -2,9 +2,9 @@
 
 Threads bring contributions, one for each worker; the rule of `admission` says which of them make an update, and who may
 read. An update is the mean of its contributions, weighted by what their samples weigh and added in the order of the
-workers, so that the same contributions make the same bits; an asynchronous one is a contribution's share of the
-gradient of the global batch: its weight by those that all workers sent last. All rules so move the parameters equally
-far for the same samples.
+workers, so that the same contributions make the same bits; an asynchronous one is a share of the gradient of the global
+batch: the worker has divided it by the number of workers, and here its weight is compared with those that all sent
+last. All rules so move the parameters equally far for the same samples.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ StalenessPolicy = Literal["plain", "scaled", "compensated"]
 
 
 class Merge(NamedTuple):
-    """How contributions become a gradient. `divisor`: contributions that make a global batch (None: those of the
-    update).
+    """How contributions become a gradient: by their mean, or, if they are `shares` of a global batch's, by their sum.
 
-    `staleness` and `strength`: see `shoal.sync.staleness`.
+    `staleness` and `strength`: see `shoal.sync.staleness`. Of a share of 1 / n, the strength is n times as large.
     """
 
-    divisor: int | None = None
+    shares: bool = False
     staleness: StalenessPolicy = "plain"
     strength: float = 0.0
 
@@ -65,16 +64,24 @@ class Standing(NamedTuple):
 
 
 class ServedPart:
-    """`values` are its parameters, [numel]; `gradient` is what its optimizer finds, [numel]. `step` makes an update of
-    `values` from `gradient`, at a learning rate, and of `tables` from the sparse gradients of their weights.
+    """`values` are its parameters, [numel]. `step` makes an update of `values` at a learning rate from a gradient,
+    [numel], which may be memory of a worker, and of `tables` from the sparse gradients of their weights. `reads`: by
+    worker, where what it read last is kept, [numel]; none: in memory of the part's own.
 
     A round is what happens between two agreements of all workers. Methods may be called from any thread; where a
     round repeats another one, they wait for their turn.
     """
 
-    def __init__(self, values: Tensor, gradient: Tensor, *, merge: Merge, tables: Sequence[ServedTable] = ()) -> None:
-        self.values, self.gradient, self.tables = values, gradient, tables
-        self.step: Callable[[float], None] | None = None
+    def __init__(
+        self,
+        values: Tensor,
+        *,
+        merge: Merge,
+        tables: Sequence[ServedTable] = (),
+        reads: Sequence[Tensor] = (),
+    ) -> None:
+        self.values, self.tables = values, tables
+        self.step: Callable[[float, Tensor], None] | None = None
         self._merge = merge
         self._changed = threading.Condition()
         self._rule: Rule | None = None
@@ -82,7 +89,8 @@ class ServedPart:
         self._accounts = Accounts()
         self._sent: dict[Contribution, Sent] = {}
         self._spare: list[Tensor] = []
-        self._read: dict[int, Tensor] = {}
+        self._read = dict(enumerate(reads))
+        self._gradient: Tensor | None = None
         self._released: set[int] = set()
         self._failed: BaseException | None = None
         self._weights: dict[int, float] = {}
@@ -215,23 +223,31 @@ class ServedPart:
         counted = [c for c in ordered if self._sent[c].gradient is not None]
         if counted:
             mean = self._mean_weight(counted)
-            first, *others = [self._weighed(c, staleness_of(c, update), mean) for c in counted]
-            total = first
-            for other in others:
-                total = torch.add(total, other, out=self.gradient)
-            torch.div(total, self._merge.divisor or len(counted), out=self.gradient)
+            gradient = self._merged([self._weighed(c, staleness_of(c, update), mean) for c in counted])
             for number, table in enumerate(self.tables):
                 table.weight.grad = self._rows_of(table, number, counted, update, mean)
             assert self.step is not None, "the optimizer is there before the first round"
-            self.step(self._sent[max(counted, key=lambda c: c.number)].lr)
+            self.step(self._sent[max(counted, key=lambda c: c.number)].lr, gradient)
         for contribution in ordered:
             self._forget(contribution)
 
     def _mean_weight(self, counted: Sequence[Contribution]) -> float:
         """Of the contributions that make a global batch: those of the update, or what the workers sent last."""
-        if self._merge.divisor is None:
+        if not self._merge.shares:
             return fmean(self._sent[contribution].weight for contribution in counted)
         return fmean(self._weights.values())
+
+    def _merged(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The sum or the mean of `gradients`, each [numel]; of a single one, itself."""
+        first, *others = gradients
+        if not others:
+            return first
+        if self._gradient is None:
+            self._gradient = torch.empty_like(self.values)
+        torch.add(first, others[0], out=self._gradient)
+        for other in others[1:]:
+            self._gradient.add_(other)
+        return self._gradient if self._merge.shares else self._gradient.div_(len(gradients))
 
     def _weighed(self, contribution: Contribution, tau: int, mean_weight: float) -> Tensor:
         """What a contribution is worth, [numel]; its gradient stays as it is."""
@@ -250,7 +266,7 @@ class ServedPart:
     ) -> Tensor:
         """The gradient of a table, in the proportions of the dense one."""
         ids, rows = zip(*(self._sent[contribution].rows[number] for contribution in counted), strict=True)
-        divisor = self._merge.divisor or len(counted)
+        divisor = 1 if self._merge.shares else len(counted)
         for contribution, part in zip(counted, rows, strict=True):
             if self._merge.staleness == "scaled":
                 part.copy_(scaled_by_staleness(part, staleness_of(contribution, update)))

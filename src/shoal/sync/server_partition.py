@@ -70,9 +70,9 @@ def _whole(lengths: Sequence[int], servers: int) -> tuple[tuple[ParameterRun, ..
     return tuple(tuple(sorted(part)) for part in parts)
 
 
-def owned_pieces(owned: Sequence[Owned], runs: Sequence[ParameterRun], values: Tensor, gradient: Tensor) -> list[Owned]:
+def owned_pieces(owned: Sequence[Owned], runs: Sequence[ParameterRun], values: Tensor) -> list[Owned]:
     """What a server updates, as parts of the unsplit parameters `owned`: views of `values` [numel], the elements of
-    `runs`, whose gradients are views of `gradient` [numel].
+    `runs`, one behind the other.
     """
     pieces, at = [], 0
     for run in runs:
@@ -81,7 +81,6 @@ def owned_pieces(owned: Sequence[Owned], runs: Sequence[ParameterRun], values: T
         whole = run.numel == of.parameter.numel()
         shape = of.parameter.shape if whole else (run.numel,)
         piece = Parameter(values[place].view(shape))
-        piece.grad = gradient[place].view(shape)
         if whole:
             pieces.append(owned_whole(Trained(of.holding, of.parameter), piece))
         else:

@@ -7,7 +7,8 @@
     look-up   worker -> server   what, table, rows                      then ids; their rows come back
 
 Of gradients and parameters only the chunks that have changed are sent (`changed_chunks`), and before them which these
-are. A rank that is both contributes to its own part without a message. Pushes and pulls have a group each, so that
+are. Ranks that share memory (`SharedRows`) send no numbers where all have changed: the other side takes them where they
+lie. A rank that is both contributes to its own part without a message. Pushes and pulls have a group each, so that
 neither waits behind the other; a server has a thread for each worker.
 """
 
@@ -15,14 +16,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from shoal.comm.collective import Collective, Handle
+from shoal.comm import volume
+from shoal.comm.collective import Collective, GroupCollective, Handle
 from shoal.comm.exchanges.coded_push import CodedPushes
 from shoal.comm.exchanges.exchange import Segment
 from shoal.comm.ledger import Ledger
@@ -32,23 +34,40 @@ from shoal.sync.server_part import Sent, ServedPart, Standing
 from shoal.sync.server_partition import ParameterRun
 from shoal.sync.server_tables import TablePlaces
 
-_GRADIENT, _NOTHING, _LEAVE, _LOOK_UP, _CODED, _CHUNKS = 0.0, 1.0, 2.0, 3.0, 4.0, 5.0
+_GRADIENT, _NOTHING, _LEAVE, _LOOK_UP, _CODED, _CHUNKS, _IN_PLACE = 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0
 _HEAD, _BODY = 0, 1  # tags
 _HEAD_NUMBERS = 6
 """Beside the number of rows of each table."""
-_ALL, _SOME = 0.0, 1.0  # of the parameters are in an answer
+_ALL, _SOME, _THERE = 0.0, 1.0, 2.0  # of the parameters are in an answer; all are in memory that both ranks share
+
+
+@dataclass(frozen=True)
+class SharedRows:
+    """Memory of each rank, by rank, which all ranks reach.
+
+    `gradients`: what the rank pushes, [numel]. `reads`: what every worker read last of the part that the rank serves,
+    [ranks, the longest part].
+    """
+
+    gradients: Sequence[Tensor]
+    reads: Sequence[Tensor]
 
 
 @dataclass(frozen=True)
 class Lanes:
     """The groups of all ranks, in one order, that carry pushes and pulls; `ledger` books what they send. `coding`:
-    pushes are coded by it; None: they leave as they are.
+    pushes are coded by it; None: they leave as they are. `shared`: see `SharedRows`; None: ranks share no memory.
     """
 
     push: Collective
     pull: Collective
     ledger: Ledger
     coding: CodedPushes | None = None
+    shared: SharedRows | None = None
+
+    def found(self, values: Tensor) -> None:
+        """`values` need not be sent, for the receiver finds them; they count as sent."""
+        self.ledger.sent("send", volume.Sent(inside_bytes=values.nbytes))
 
 
 class FlatParts:
@@ -76,17 +95,31 @@ class FlatParts:
         """Those that have anything."""
         return [server for server, span in enumerate(self.spans) if span.start < span.stop]
 
-    def pack(self, tensors: Sequence[Tensor], into: Tensor) -> None:
-        """Copies `tensors`, all of them, into the row."""
+    def pack(self, tensors: Sequence[Tensor], into: Tensor, *, shares: int = 1) -> None:
+        """Copies `tensors`, all of them, divided by `shares`, into the row."""
         flat = [tensor.detach().reshape(-1) for tensor in tensors]
         for run, place in self._places:
-            into[place].copy_(flat[run.tensor][run.start : run.stop])
+            part = flat[run.tensor][run.start : run.stop]
+            if shares == 1:
+                into[place].copy_(part)
+            else:
+                torch.div(part, shares, out=into[place])
 
     def unpack(self, row: Tensor, into: Sequence[Tensor]) -> None:
         """Copies the row into the tensors, which are contiguous."""
         flat = [tensor.detach().view(-1) for tensor in into]
         for run, place in self._places:
             flat[run.tensor][run.start : run.stop].copy_(row[place])
+
+
+def share_rows(lanes: Lanes, parts: FlatParts, *, dtype: torch.dtype) -> Lanes:
+    """`lanes` of ranks that share memory, where they can. All ranks call it."""
+    if not isinstance(lanes.push, GroupCollective):
+        return lanes
+    ranks, longest = lanes.push.size, max(span.stop - span.start for span in parts.spans)
+    gradients = lanes.push.shared(parts.numel, dtype=dtype)
+    reads = [row.view(ranks, longest) for row in lanes.push.shared(ranks * longest, dtype=dtype)]
+    return replace(lanes, shared=SharedRows(gradients, reads)) if gradients else lanes
 
 
 class Push(NamedTuple):
@@ -211,7 +244,7 @@ class Worker:
         if push.gradient is not None and coding is not None:
             what, pushes, bodies = _CODED, coding.rounds, [coding.encoded(span, to=server)]
         elif push.gradient is not None:
-            what, bodies = _gradient_message(push.gradient[span])
+            what, bodies = self._gradient_message(push.gradient, span)
         head = [what, push.number, self.standings[server].version, push.lr, push.weight, pushes]
         head += [len(ids) for ids, _ in rows]
         head += [0.0] * (len(self._heads[server]) - len(head))
@@ -222,12 +255,27 @@ class Worker:
         self._on_the_wire[server] = bodies  # none may be freed before it has left
         return [lane.send(one, to=server, tag=_BODY if n else _HEAD) for n, one in _filled(bodies)]
 
-    def _receive(self, server: int, answer: Handle) -> list[Callable[[], None]]:
+    def _gradient_message(self, gradient: Tensor, span: slice) -> tuple[float, list[Tensor]]:
+        """What is sent of a server's part of a gradient, [numel], and its bodies."""
+        part, shared = gradient[span], self._lanes.shared
+        chunks = changed_chunks(part)
+        if chunks is not None:
+            return _CHUNKS, [chunks.to(torch.uint8), part[elements_of(chunks, len(part))]]
+        if shared is not None and gradient.data_ptr() == shared.gradients[self._rank].data_ptr():
+            self._lanes.found(part)
+            return _IN_PLACE, []
+        return _GRADIENT, [part]
+
+    def _receive(self, server: int, answer: Handle) -> list[Callable[[], object]]:
         """Waits for the answer of a server, and begins to receive what follows it; what is left to do when it comes."""
         answer.wait()
         *standing, amount = self._answers[server].tolist()
         self.standings[server] = Standing(*map(int, standing))
         lane, part = self._lanes.pull, self.row[self._parts.spans[server]]
+        if amount == _THERE:
+            assert self._lanes.shared is not None, "all ranks share memory, or none"
+            there = self._lanes.shared.reads[server][self._rank, : len(part)]
+            return [lambda: part.copy_(there)]
         if amount == _ALL:
             return [lane.recv(part, source=server, tag=_BODY).wait] if len(part) else []
         changed = _received_chunks(lane, server, len(part))
@@ -253,13 +301,17 @@ class Worker:
 
 
 class Serving:
-    """The threads that serve `part` to `workers`, but to this rank itself, until all have left.
+    """The threads that serve `part`, this rank's of `parts`, to `workers`, but to this rank itself, until all have
+    left.
 
     `in_round`: they contribute to a round of it; otherwise they look rows up alone.
     """
 
-    def __init__(self, part: ServedPart, lanes: Lanes, workers: Iterable[int], *, in_round: bool = True) -> None:
+    def __init__(
+        self, part: ServedPart, parts: FlatParts, lanes: Lanes, workers: Iterable[int], *, in_round: bool = True
+    ) -> None:
         self._part, self._lanes, self._in_round = part, lanes, in_round
+        self._span = parts.spans[lanes.push.rank]
         self._threads = [
             threading.Thread(target=self._serve, args=(worker,), name=f"shoal-serve-{worker}", daemon=True)
             for worker in workers
@@ -296,7 +348,7 @@ class Serving:
             self._lanes.pull.send(rows, to=worker, tag=_BODY).wait()
             return True
         gradient, rows = None, []
-        if what in (_GRADIENT, _CODED, _CHUNKS):
+        if what in (_GRADIENT, _CODED, _CHUNKS, _IN_PLACE):
             gradient = self._received_part(worker, what, number=int(pushes))
             for table, count in zip(self._part.tables, counts, strict=True):
                 ids = self._received(worker, int(count))
@@ -304,13 +356,18 @@ class Serving:
                 if len(ids):
                     self._lanes.push.recv(part, source=worker, tag=_BODY).wait()
                 rows.append((ids, part))
-        self._part.contribute(Contribution(worker, int(number), int(version)), Sent(gradient, lr, weight, rows))
+        sent = Sent(gradient, lr, weight, rows, lent=what == _IN_PLACE)
+        self._part.contribute(Contribution(worker, int(number), int(version)), sent)
         self._release(worker)
         return True
 
     def _received_part(self, worker: int, what: float, *, number: int) -> Tensor:
         """The gradient from `worker`, [numel], which `what` is coming of. `number`: of its push, if that is coded."""
-        gradient, coding, lane = self._part.buffer(), self._lanes.coding, self._lanes.push
+        coding, lane = self._lanes.coding, self._lanes.push
+        if what == _IN_PLACE:
+            assert self._lanes.shared is not None, "all ranks share memory, or none"
+            return self._lanes.shared.gradients[worker][self._span]
+        gradient = self._part.buffer()
         if what == _CODED:
             assert coding is not None, "all ranks code, or none"
             packed = torch.empty(coding.nbytes(len(gradient)), dtype=torch.uint8)
@@ -339,17 +396,12 @@ class Serving:
         amount, bodies, pull = _ALL, [values], self._lanes.pull
         if chunks is not None:
             amount, bodies = _SOME, [chunks.to(torch.uint8), values[elements_of(chunks, len(values))]]
+        elif self._lanes.shared is not None:
+            self._lanes.found(values)
+            amount, bodies = _THERE, []
         bodies = [torch.tensor([*standing, amount], dtype=torch.float64), *bodies]
         for handle in [pull.send(one, to=worker, tag=_BODY if n else _HEAD) for n, one in _filled(bodies)]:
             handle.wait()
-
-
-def _gradient_message(gradient: Tensor) -> tuple[float, list[Tensor]]:
-    """What is sent of a server's part of a gradient, [numel], and its bodies."""
-    chunks = changed_chunks(gradient)
-    if chunks is None:
-        return _GRADIENT, [gradient]
-    return _CHUNKS, [chunks.to(torch.uint8), gradient[elements_of(chunks, len(gradient))]]
 
 
 def _received_chunks(lane: Collective, source: int, numel: int) -> Tensor:

@@ -59,7 +59,7 @@ def left_over(place: Any) -> None:
 
 def _use(place: Any, number: int) -> None:
     group = shared(place, f"group-{number}")
-    collective = GroupCollective(group, group.allocate)
+    collective = GroupCollective(group, group)
     collective.all_reduce(torch.ones(8)).wait()
     memory = collective.allocate(WINDOW, dtype=torch.float32, device=torch.device("cpu"))
     if number % 2:  # some are never used

@@ -116,7 +116,7 @@ def gradients_of(place: Any, with_memory: bool) -> list[Tensor]:
     group = shared(place, f"group-{with_memory}")
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(300, 300) for _ in range(4)))
-    summed = GroupCollective(group, group.allocate if with_memory else None)
+    summed = GroupCollective(group, group if with_memory else None)
     parameters = list(model.named_parameters())
     buckets = buckets_over(parameters, summed, bucket_bytes=800_000, first_bucket_bytes=400_000)
     reducer = Reducer(parameters, buckets)
@@ -136,6 +136,63 @@ def same_gradients(place: Any) -> bool:
 
 def test_gradients_in_allocated_buckets_have_the_same_bits(ranks: Any) -> None:
     assert ranks(3, same_gradients) == [True] * 3
+
+
+def read_in_place(place: Any) -> list[float]:
+    """Each rank writes its own memory; then reads everybody's, and writes into the next rank's."""
+    group = shared(place)
+    collective = GroupCollective(group, group)
+    rows = collective.shared(LARGE, dtype=torch.float64)
+    rows[place.rank].fill_(place.rank + 1)
+    collective.barrier().wait()
+    found = [float(row.mean()) for row in rows]
+    collective.barrier().wait()
+    rows[(place.rank + 1) % place.size][:2] = torch.tensor([10.0 + place.rank, 0.0])
+    collective.barrier().wait()
+    mine = rows[place.rank]
+    del rows
+    group.close()
+    return [*found, *mine[:3].tolist()]  # it outlives the group and the others' rows
+
+
+def test_ranks_reach_each_others_memory(ranks: Any) -> None:
+    """Where it lies, for as long as they hold any of it."""
+    before = [1.0, 2.0, 3.0]
+    assert ranks(3, read_in_place) == [[*before, 10.0 + (rank - 1) % 3, 0.0, rank + 1] for rank in range(3)]
+
+
+def without_memory_of_peers(place: Any) -> str:
+    """Why there is none."""
+    group = shared(place)
+    try:
+        group.peer(torch.zeros(LARGE), 1 - place.rank)
+    except CollectiveError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ordinary_memory_has_no_peers(ranks: Any) -> None:
+    """It is no part of a window."""
+    assert ranks(2, without_memory_of_peers)[0] == "rank 1 of the group has no memory where this rank has 560004 bytes"
+
+
+def rows_given_back(place: Any) -> None:
+    """Peers' rows keep no map once nobody has them."""
+    group = shared(place)
+    collective = GroupCollective(group, group)
+    collective.shared(LARGE, dtype=torch.float32)
+    before = held()
+    del before["threads"]
+    for _ in range(40):
+        rows = collective.shared(TINY_BYTES, dtype=torch.float32)
+        rows[1 - place.rank][0] = 1
+        collective.barrier().wait()
+    del rows
+    none_more(before)
+
+
+def test_peers_memory_is_given_back(ranks: Any) -> None:
+    ranks(2, rows_given_back)
 
 
 def disagreement(place: Any, case: str) -> str:

@@ -92,6 +92,7 @@ _FUNCTIONS = {
     "start_lists": (c_void_p, [c_void_p, _SIGNATURE, _POINTERS, _COUNTS, _POINTERS, _COUNTS, c_bool]),
     "share": (c_void_p, [c_void_p, c_int, c_uint64, POINTER(c_int)]),
     "address": (c_void_p, [c_void_p]),
+    "peer": (c_void_p, [c_void_p, c_void_p, c_uint64, c_int]),
     "release": (None, [c_void_p]),
     "message": (c_void_p, [c_void_p, c_int, c_void_p, c_uint64, c_int, c_int64, c_bool]),
     "wait": (c_int, [c_void_p, c_double, c_bool]),

@@ -108,6 +108,10 @@ class CoreGroup(dist.ProcessGroup):
             return torch.zeros(numel, dtype=dtype, device=device)
         return self._transport.allocate(size_bytes).view(dtype)
 
+    def peer(self, memory: Tensor, rank: int) -> Tensor:
+        """See `Transport.peer`; of the dtype and shape of `memory`, which is contiguous."""
+        return self._transport.peer(memory, rank).view(memory.dtype).view(memory.shape)
+
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         if profiler_enabled():
             return self._allreduce(listed(tensors), opts or c10d.AllreduceOptions())

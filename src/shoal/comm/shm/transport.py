@@ -117,6 +117,18 @@ class Transport:
         weakref.finalize(memory, self._core.shoal_release, window).atexit = False
         return torch.frombuffer(memory, dtype=torch.uint8)
 
+    def peer(self, memory: Tensor, rank: int) -> Tensor:
+        """uint8: the memory of `rank` that `allocate` gave where it gave `memory` here, for this rank to read and write
+        where it lies. Every rank has allocated it before the call. Raises `CollectiveError` where it is not here.
+        """
+        self._check()
+        at = self._core.shoal_peer(self._handle, memory.data_ptr(), memory.nbytes, rank)
+        if at is None:
+            raise CollectiveError(f"rank {rank} of the group has no memory where this rank has {memory.nbytes} bytes")
+        found = (c_uint8 * memory.nbytes).from_address(at)
+        weakref.finalize(found, id, memory).atexit = False  # whoever has it has this rank's own, which unmaps both
+        return torch.frombuffer(found, dtype=torch.uint8)
+
     def collective(
         self, kind: Kind, send: Tensor | None, receive: Tensor | None, *, count: int, dtype: int = BYTES,
         reduction: int = 0, root: int = 0, sync: bool = False, outputs: Sequence[Tensor] = (),

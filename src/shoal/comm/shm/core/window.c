@@ -179,3 +179,20 @@ EXPORT window *shoal_share(group *g, int descriptor, uint64_t bytes, int *error)
 
 /* Where it lies in this rank's address space. */
 EXPORT void *shoal_address(const window *w) { return w->maps[w->group->rank]; }
+
+/* Where the memory of `rank` lies in this rank's address space, as far into it as `from` is into this rank's own; NULL:
+   `from` is in no window, or not all ranks' are here. Not beside a call of the group. */
+EXPORT void *shoal_peer(group *g, const char *from, uint64_t bytes, int rank) {
+    if (getpid() != g->owner || !join_users(g)) return NULL;
+    char *found = NULL;
+    int missing;
+    window *w = window_of(g, from, bytes);
+    if (w != NULL) {
+        pthread_mutex_lock(&g->turn_lock);
+        if (is_mapped(w, &missing)) found = w->maps[rank] + (from - w->maps[g->rank]);
+        pthread_mutex_unlock(&g->turn_lock);
+        drop_window(w);
+    }
+    part_users(g);
+    return found;
+}
