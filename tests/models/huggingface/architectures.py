@@ -82,6 +82,16 @@ GEMMA = model("GemmaForCausalLM", {**_DECODER, "head_dim": 8})
 """Tied, and its plan does not name the embedding."""
 PHI3 = model("Phi3ForCausalLM", _DECODER)
 """Its plan splits packed projections in a way of its own."""
+QWEN2 = model("Qwen2ForCausalLM", _DECODER)
+DEBERTA = model("DebertaV2ForMaskedLM", {**_ENCODER, "vocab_size": VOCABULARY, "max_position_embeddings": 64})
+_OLDER = {key: value for key, value in _DECODER.items() if key != "num_key_value_heads"}
+NEOX = model("GPTNeoXForCausalLM", _OLDER)
+"""Queries, keys and values of each head in one matrix, and dropout behind its embedding."""
+PHI = model("PhiForCausalLM", _OLDER)
+GPT_OSS = model(
+    "GptOssForCausalLM", {**_DECODER, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
+)
+"""With sinks in its attention, and an expert plan alone."""
 RESNET = model(
     "ResNetForImageClassification",
     {"num_channels": 1, "num_labels": 5, "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 2],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,13 @@ from shoal.models.huggingface.model import check_plans
 from shoal.models.layers import CausalAttention
 from shoal.runfile.rules import refusal
 from shoal.topology.layout import Layout
-from tests.models.huggingface.architectures import LLAMA, QWEN3, RESNET, TABLES, TIED_LLAMA
+from tests.models.huggingface.architectures import DEBERTA, GPT_OSS, LLAMA, NEOX, PHI, QWEN2, QWEN3, RESNET, TABLES, TIED_LLAMA
 from tests.recipes.layouts import run_file_of
 
 transformers = pytest.importorskip("transformers")
 
+ROUNDING = 1e-5
+"""Sums of a few dozen float32 products in another order, relative."""
 TOKENS = torch.randint(3, 61, (2, 9), generator=torch.Generator().manual_seed(2))
 
 
@@ -81,6 +84,17 @@ def test_padding_reaches_attention(tmp_path: Path) -> None:
     assert not torch.equal(wanted, own(TOKENS).logits)
 
 
+def test_attention_sinks_are_computed_where_all_layers_look_at_all_tokens() -> None:
+    """A plain core has no sinks: GPT-OSS keeps transformers' own attention, and its logits."""
+    config = {**GPT_OSS["config"], "layer_types": ["full_attention"] * LLAMA["config"]["num_hidden_layers"]}
+    own = transformers.GptOssForCausalLM(transformers.GptOssConfig(**config)).eval()
+    found = built(table(GPT_OSS, config=config)).eval()
+    found.load_state_dict(own.state_dict())
+    assert (found(TOKENS).logits - own(TOKENS).logits).norm() <= ROUNDING * own(TOKENS).logits.norm()
+    with pytest.raises(UserCodeError, match=r"layout\.context = 2: GptOssForCausalLM has layers whose attention"):
+        check_plans(found, Layout(context=2))
+
+
 def test_a_class_without_attention_is_built() -> None:
     """Of a config with `num_labels`, which no config lists among its keys."""
     assert built(table(RESNET))(torch.ones(2, 1, 16, 16)).logits.shape == (2, 5)
@@ -91,6 +105,33 @@ def test_a_config_may_be_a_json_file(tmp_path: Path) -> None:
     file.write_text(json.dumps(LLAMA["config"]))
     found = built(table(LLAMA, config=str(file)))
     assert all(torch.equal(a, b) for a, b in zip(found.parameters(), built(table(LLAMA)).parameters(), strict=True))
+
+
+UNDECLARED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "read by the model": (QWEN2, {"head_dim": 16}),
+    "read by parts of the model": (
+        DEBERTA,
+        {"relative_attention": True, "position_buckets": 4, "share_att_key": True, "pos_att_type": ["p2c", "c2p"]},
+    ),
+    "put into rope_parameters": (LLAMA, {"rope_theta": 500.0}),
+    "put there by the class's own names": (NEOX, {"rotary_pct": 0.5, "rotary_emb_base": 500}),
+    "a scaling of older folders": (LLAMA, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    "a share of the head": (PHI, {"partial_rotary_factor": 1.0}),
+}
+
+
+@pytest.mark.parametrize("case", UNDECLARED)
+def test_keys_that_a_class_takes_without_declaring_them_do_what_they_do_in_transformers(case: str) -> None:
+    """The logits are those of transformers' own model of that config, and others than without the keys."""
+    model, keys = UNDECLARED[case]
+    torch.manual_seed(7)
+    architecture = getattr(transformers, model["architecture"])
+    own = architecture(architecture.config_class(**copy.deepcopy(model["config"] | keys))).eval()
+    found = built(table(model, config=model["config"] | keys)).eval()
+    plain = built(table(model)).eval()
+    tokens = torch.randint(3, 61, (2, 40), generator=torch.Generator().manual_seed(2))
+    assert torch.equal(found(tokens).logits, own(tokens).logits)
+    assert not torch.equal(plain(tokens).logits, own(tokens).logits)
 
 
 def test_keys_beside_a_folder_replace_its_own(tmp_path: Path) -> None:
@@ -116,6 +157,10 @@ REFUSED: dict[str, tuple[TransformersConfig, str]] = {
     "a class that is no model": (table(LLAMA, architecture="LlamaConfig"), "is no model class of transformers"),
     "no class": (table(LLAMA, architecture=None), "model.architecture is missing"),
     "an unknown key": (llama(hiden_size=8), "did you mean 'hidden_size'"),
+    "a typo of a key that goes into another": (llama(rope_tetha=1e4), "did you mean 'rope_theta'"),
+    "a typo of a key that the model reads": (table(QWEN2, config={**QWEN2["config"], "haed_dim": 8}), "'head_dim'"),
+    "an old key of another model": (table(NEOX, config={**NEOX["config"], "rope_theta": 1e4}), "rope_theta: GPTNeoX"),
+    "a key that Shoal has": (llama(attn_implementation="eager"), "is that of model.attention; write it there"),
     "a wrong value": (llama(hidden_size="wide"), "LlamaConfig refuses model.config"),
     "another type": (llama(model_type="bert"), 'of model_type "bert", and LlamaForCausalLM takes "llama"'),
     "no such attention": (

@@ -27,18 +27,13 @@ from shoal.parallel.expert.exchange import ExpertGroups
 from shoal.parallel.expert.plan import split_experts
 from shoal.topology.layout import Layout
 from tests import programs
-from tests.models.huggingface.architectures import LLAMA, MIXTRAL, QWEN2_MOE, QWEN3_MOE, model
+from tests.models.huggingface.architectures import GPT_OSS, LLAMA, MIXTRAL, QWEN2_MOE, QWEN3_MOE, model
 from tests.ranks import TestPlace
 from tests.recipes.journey import Leg, travel
 from tests.recipes.layouts import corpus
 
 transformers = pytest.importorskip("transformers")
 
-GPT_OSS = model(
-    "GptOssForCausalLM",
-    {**LLAMA["config"], "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
-    attention="eager",
-)
 MIXTURES = {"Mixtral": MIXTRAL, "Qwen2-MoE": QWEN2_MOE, "Qwen3-MoE": QWEN3_MOE, "GPT-OSS": GPT_OSS}
 ROUNDING = 1e-5
 """Sums of a few dozen float32 products in another order, relative."""
