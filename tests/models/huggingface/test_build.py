@@ -18,7 +18,19 @@ from shoal.models.huggingface.model import check_plans
 from shoal.models.layers import CausalAttention
 from shoal.runfile.rules import refusal
 from shoal.topology.layout import Layout
-from tests.models.huggingface.architectures import DEBERTA, GPT_OSS, LLAMA, NEOX, PHI, QWEN2, QWEN3, RESNET, TABLES, TIED_LLAMA
+from tests.models.huggingface.architectures import (
+    DEBERTA,
+    FURTHER,
+    GPT_OSS,
+    LLAMA,
+    NEOX,
+    PHI,
+    QWEN2,
+    QWEN3,
+    RESNET,
+    TABLES,
+    TIED_LLAMA,
+)
 from tests.recipes.layouts import run_file_of
 
 transformers = pytest.importorskip("transformers")
@@ -91,7 +103,7 @@ def test_attention_sinks_are_computed_where_all_layers_look_at_all_tokens() -> N
     found = built(table(GPT_OSS, config=config)).eval()
     found.load_state_dict(own.state_dict())
     assert (found(TOKENS).logits - own(TOKENS).logits).norm() <= ROUNDING * own(TOKENS).logits.norm()
-    with pytest.raises(UserCodeError, match=r"layout\.context = 2: GptOssForCausalLM has layers whose attention"):
+    with pytest.raises(UserCodeError, match=r"layout\.context = 2: GptOssForCausalLM is no decoder of blocks with one"):
         check_plans(found, Layout(context=2))
 
 
@@ -214,21 +226,41 @@ def test_heads_that_tensor_does_not_divide_are_refused() -> None:
         check_plans(built(llama()), Layout(tensor=4))
 
 
-def test_an_architecture_that_computes_between_its_parts_is_no_chain() -> None:
-    """Granite scales its embedding and its logits outside of the modules of its plan: stages would leave that out."""
-    config = {**LLAMA["config"], "embedding_multiplier": 2.0, "logits_scaling": 3.0}
-    model = built(table(LLAMA, architecture="GraniteForCausalLM", config=config))
-    with pytest.raises(UserCodeError, match=r"GraniteForCausalLM computes something of its own before layers\.0"):
-        model.context(TOKENS)
-    model = built(table(LLAMA, architecture="GraniteForCausalLM", config=config | {"embedding_multiplier": 1.0}))
-    with pytest.raises(UserCodeError, match="GraniteForCausalLM computes something of its own behind lm_head"):
-        model.context(TOKENS)
+OTHERWISE: dict[str, tuple[Any, str]] = {
+    "between layers": (lambda x, first, named: (2 * x, named), r"computes something of its own before layers\.1"),
+    "from before them": (lambda x, first, named: (x + first, named), r"computes something of its own before layers\.1"),
+    "beside them": (lambda x, first, named: (x, named | {"kept": first}), "uses what its embedding gives beside"),
+}
 
 
-@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Mixtral"])
+@pytest.mark.parametrize("case", OTHERWISE)
+def test_an_architecture_that_computes_between_its_layers_is_no_chain(
+    monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """Stages would leave it out. What stands before the first layer and behind the last is in the two ends."""
+    change, said = OTHERWISE[case]
+
+    def forward(self: Any, input_ids: Any = None, position_ids: Any = None, inputs_embeds: Any = None, **_: Any) -> Any:
+        first = x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        named = {"position_embeddings": self.rotary_emb(x, position_ids=position_ids)}
+        for layer in self.layers:
+            x = layer(x, **named)
+            x, named = change(x, first, named)
+        return transformers.modeling_outputs.BaseModelOutputWithPast(last_hidden_state=self.norm(x))
+
+    monkeypatch.setattr(transformers.LlamaModel, "forward", forward)
+    with pytest.raises(UserCodeError, match=f"LlamaForCausalLM {said}.*layout.pipeline = 1"):
+        built(llama()).context(TOKENS)
+
+
+CHAINS = {name: TABLES[name]["model"] for name in ("Llama", "Qwen3", "Mixtral")}
+CHAINS |= {name: FURTHER[name] for name in ("GPT-NeoX", "Phi", "Gemma2", "Cohere", "Granite", "DeepSeek-V3", "GPT-OSS")}
+
+
+@pytest.mark.parametrize("name", CHAINS)
 def test_the_chain_gives_the_logits_of_the_model(name: str) -> None:
     """Bit by bit, and the model is left as it was."""
-    model = built(table(TABLES[name]["model"])).eval()
+    model = built(table(CHAINS[name])).eval()
     names = [name for name, _ in model.named_modules()]
     context = model.context(TOKENS)
     x: Any = None

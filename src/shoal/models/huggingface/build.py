@@ -19,10 +19,13 @@ from torch import nn
 from shoal.errors import ConfigError, MissingExtra
 from shoal.models.huggingface.adapters import add_adapters
 from shoal.models.huggingface.attention import use_causal_cores
+from shoal.models.huggingface.chain import has_chain
 from shoal.models.huggingface.config import TransformersConfig, config_keys
 from shoal.models.huggingface.experts import use_exchanges
 from shoal.models.huggingface.keys import check_keys
-from shoal.models.huggingface.model import declared_class
+from shoal.models.huggingface.model import Stages, declared_class
+from shoal.models.huggingface.tensor_plan import declares_roles, settle_plan
+
 
 def build(table: TransformersConfig) -> nn.Module:
     """The model on the CPU, with the folder's weights or with values drawn from PyTorch's generator.
@@ -33,6 +36,8 @@ def build(table: TransformersConfig) -> nn.Module:
     architecture = architecture_of(table)
     config = configuration_of(table, architecture)
     model = _made(table, declared_class(architecture, config), config)
+    if isinstance(model, Stages) and not has_chain(model):
+        model.__class__ = declared_class(architecture, config, chain=False)
     model.config.use_cache = False
     takes_sdpa = _choose_attention(model, table)
     if table.attention == "auto" and takes_sdpa:
@@ -40,6 +45,8 @@ def build(table: TransformersConfig) -> nn.Module:
     use_exchanges(model)
     if table.lora_rank is not None:
         add_adapters(model, table)
+    if declares_roles(config):
+        settle_plan(model)
     return model.train()
 
 

@@ -59,7 +59,9 @@ def declared_keys(config_class: Any) -> set[str]:
     from transformers import GenerationConfig, PreTrainedConfig
 
     own = config_class()
-    mine = [kind for kind in config_class.__mro__ if issubclass(kind, PreTrainedConfig) and kind is not PreTrainedConfig]
+    mine = [
+        kind for kind in config_class.__mro__ if issubclass(kind, PreTrainedConfig) and kind is not PreTrainedConfig
+    ]
     properties = {n for kind in mine for n, value in vars(kind).items() if isinstance(value, property) and value.fset}
     return {
         *own.to_dict(), *own.attribute_map, *vars(own), *properties, *GenerationConfig().to_dict(), *_WRITTEN_ANYWHERE
