@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shoal.errors import UserCodeError
+from shoal.models.keyed_draws import draws_of_a_forward
 from shoal.models.roles import Part
 
 
@@ -149,7 +150,8 @@ def _own_forward(
     whole: dict[str, nn.Module] = {places.base: _with_children(base, children)}
     if head is not None:
         whole[places.head] = head
-    return _with_children(model, whole).architecture_forward(**inputs)
+    with draws_of_a_forward():
+        return _with_children(model, whole).architecture_forward(**inputs)
 
 
 def _layers_in(plan: Mapping[str, Any]) -> int | None:

@@ -124,7 +124,8 @@ def check_plans(model: nn.Module, layout: Layout, *, sequence_parallel: bool = F
                 f"layout.tensor = {tensor}: {name} declares no tensor plan (base_model_tp_plan of "
                 f"{type(config).__name__}), which says how its layers are split: {left}"
             )
-        check_tensor_plan(model)
+        if isinstance(model, Roles):
+            check_tensor_plan(model)
         _check_heads(config, tensor)
     if tensor > 1 and sequence_parallel and getattr(model, "peft_config", None):
         raise UserCodeError(
