@@ -40,9 +40,7 @@ PARTS: dict[str, list[list[str]]] = {
 def tables(name: str) -> dict[str, Any]:
     if name in MODELS:
         return MODELS[name] | SGD
-    return SGD | {
-        "model": {"kind": "python", "build": "tests.recipes.relay_models:build", "arguments": {"name": name}}
-    }
+    return SGD | {"model": {"kind": "python", "build": "tests.recipes.relay_models:build", "arguments": {"name": name}}}
 
 
 def proposed(name: str, folder: Path) -> SplitProposal:

@@ -83,9 +83,9 @@ PHI3 = model("Phi3ForCausalLM", _DECODER)
 QWEN2 = model("Qwen2ForCausalLM", _DECODER)
 DEBERTA = model("DebertaV2ForMaskedLM", {**_ENCODER, "vocab_size": VOCABULARY, "max_position_embeddings": 64})
 _OLDER = {key: value for key, value in _DECODER.items() if key != "num_key_value_heads"}
-NEOX = model("GPTNeoXForCausalLM", _OLDER)
+NEOX = model("GPTNeoXForCausalLM", {**_OLDER, "hidden_dropout": 0.1})
 """Queries, keys and values of each head in one matrix, and dropout behind its embedding."""
-PHI = model("PhiForCausalLM", _OLDER)
+PHI = model("PhiForCausalLM", {**_OLDER, "embd_pdrop": 0.1, "resid_pdrop": 0.1})
 GPT_OSS = model("GptOssForCausalLM", {**_DECODER, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2})
 """With sinks in its attention, and an expert plan alone."""
 RESNET = model(
@@ -122,9 +122,7 @@ FURTHER: dict[str, dict[str, Any]] = {
     "StableLM": model("StableLmForCausalLM", _DECODER),
     "Starcoder2": model("Starcoder2ForCausalLM", _DECODER),
     "Cohere": model("CohereForCausalLM", _DECODER),
-    "Granite": model(
-        "GraniteForCausalLM", {**_DECODER, "embedding_multiplier": 2.0, "logits_scaling": 3.0, "residual_multiplier": 0.5}
-    ),
+    "Granite": model("GraniteForCausalLM", {**_DECODER, "embedding_multiplier": 2.0, "logits_scaling": 3.0}),
     "DeepSeek-V3": model(
         "DeepseekV3ForCausalLM",
         {**_DECODER, **_LATENT, "num_key_value_heads": 4, "moe_intermediate_size": 24, "n_routed_experts": 4,

@@ -36,8 +36,7 @@ def build(table: TransformersConfig) -> nn.Module:
     architecture = architecture_of(table)
     config = configuration_of(table, architecture)
     model = _made(table, declared_class(architecture, config), config)
-    if isinstance(model, Stages) and not has_chain(model):
-        model.__class__ = declared_class(architecture, config, chain=False)
+    _check_chain(model, architecture, config)
     model.config.use_cache = False
     takes_sdpa = _choose_attention(model, table)
     if table.attention == "auto" and takes_sdpa:
@@ -48,6 +47,12 @@ def build(table: TransformersConfig) -> nn.Module:
     if declares_roles(config):
         settle_plan(model)
     return model.train()
+
+
+def _check_chain(model: Any, architecture: Any, config: Any) -> None:
+    """A model whose pipeline plan names modules that it has not declares none."""
+    if isinstance(model, Stages) and not has_chain(model):
+        model.__class__ = declared_class(architecture, config, chain=False)
 
 
 def _choose_attention(model: Any, table: TransformersConfig) -> bool:

@@ -42,7 +42,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class _Places:
-    """Names of the chain's modules in the base model and, of the head, in the whole one. `before` the layers: several."""
+    """Names of the chain's modules: the head's in the whole model, the others' in the base model."""
 
     base: str
     before: tuple[str, ...]

@@ -1,6 +1,7 @@
 """Which keys of a config something reads, so that one that nothing reads is refused.
 
-transformers takes any key: what a config class does not know becomes an attribute that nobody looks at. A key is known if
+transformers takes any key: what a config class does not know becomes an attribute that nobody looks at. A key is known
+if it is
 
     declared    a field of the config class, an alias in its `attribute_map`, a property of it, or a key of generation
     converted   the class takes it out of what it is given, such as `rope_theta`, which goes into `rope_parameters`
@@ -92,7 +93,7 @@ def _keys_in(module: str) -> Mapping[str, frozenset[str]]:
 
 
 def _asked(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """`config.KEY`, `getattr(config, "KEY")`, and of the keywords of a config `kwargs.get("KEY")`, `kwargs.pop("KEY")`."""
+    """`config.KEY`, `getattr(config, "KEY")`; of the keywords of a config `kwargs.get("KEY")`, `kwargs.pop("KEY")`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and _is_named(node.value, "config"):
             yield _READS, node.attr

@@ -175,8 +175,8 @@ def _check_slices(model: nn.Module) -> None:
     window = getattr(model.config, "sliding_window", None)
     if window is not None and getattr(model.config, "layer_types", None) is None:
         raise UserCodeError(
-            f"layout.sequence_parallel = true: model.config.sliding_window = {window} of {type(model).__name__} asks for "
-            "masks, which would be those of a slice of the sequence; set it to false, or have no sliding window"
+            f"layout.sequence_parallel = true: model.config.sliding_window = {window} of {type(model).__name__} asks "
+            "for masks, which would be those of a slice of the sequence; set it to false, or have no sliding window"
         )
     kinds = {name: role.kind for name, role in roles_of(model).items()}
     if "embedding" not in kinds.values():

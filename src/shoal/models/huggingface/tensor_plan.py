@@ -11,9 +11,9 @@ a class):
 
 The parts of a column layer are runs of its rows: where an attention has queries, keys and values in one column layer,
 those of each head therefore stand together (GPT-NeoX). Layers whose outputs are gathered for a norm of all heads, and
-the row layer behind them, are whole (OLMo2). The input embedding is split, even if the plan leaves it out, where it does
-no more than look up. A head that is tied to an embedding which is not split is whole with it (Gemma). Stacked experts
-that the expert plan splits (`shoal.models.huggingface.experts`) have the role expert, whatever the tensor plan says.
+the row layer behind them, are whole (OLMo2). The input embedding is split, even if the plan leaves it out, where all it
+does is look up. A head that is tied to an embedding which is not split is whole with it (Gemma). Stacked experts that
+the expert plan splits (`shoal.models.huggingface.experts`) have the role expert, whatever the tensor plan says.
 Layers that no plan names are whole on every rank of `tensor`. An adapter (LoRA) on a column layer is A, whole, and B,
 split like the layer; on a row layer A is split and B whole.
 """
@@ -83,16 +83,16 @@ def check_tensor_plan(model: Any) -> None:
             )
     if not {"column", "row", "expert"} & {*kinds.values()}:
         raise UserCodeError(
-            f"the tensor plan of {type(model).__name__} gathers what each of its layers gives, so that every rank would "
-            "have all of them whole: set layout.tensor = 1"
+            f"the tensor plan of {type(model).__name__} gathers what each of its layers gives, so that every rank "
+            "would have all of them whole: set layout.tensor = 1"
         )
     for path, module in model.named_modules():
         children = [child for child, _ in module.named_children()]
         split = {child for child in children if kinds.get(f"{path}.{child}.weight") in ("column", "row")}
         for name in _beside(module, split) if split else ():
             raise UserCodeError(
-                f"{type(model).__name__} has {path}.{name} between layers that its tensor plan splits, where every rank "
-                "would see a part of the features: set layout.tensor = 1"
+                f"{type(model).__name__} has {path}.{name} between layers that its tensor plan splits, where every "
+                "rank would see a part of the features: set layout.tensor = 1"
             )
 
 

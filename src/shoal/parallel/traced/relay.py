@@ -122,8 +122,8 @@ class Relay:
             self._unseen.discard(index)
             if _has_nan(output) and not _has_nan(x):
                 raise UserCodeError(
-                    f"the part of {type(self._model).__name__} that begins with {self._names[index][0]} gave NaN in its "
-                    "first forward: it needs a value that model.parts leaves in another part, if the model itself "
+                    f"the part of {type(self._model).__name__} that begins with {self._names[index][0]} gave NaN in "
+                    "its first forward: it needs a value that model.parts leaves in another part, if the model itself "
                     "gives none; find the parts anew by `shoal split`"
                 )
         return output
