@@ -226,6 +226,38 @@ def test_heads_that_tensor_does_not_divide_are_refused() -> None:
         check_plans(built(llama()), Layout(tensor=4))
 
 
+@pytest.mark.parametrize("case", ["a window", "another attention"])
+def test_masks_of_a_slice_are_refused(case: str) -> None:
+    """Before the start: sequence parallelism gives the model slices, of which its masks and positions would be."""
+    window = {"architecture": "MistralForCausalLM", "config": {**LLAMA["config"], "sliding_window": 8}}
+    keys, said = {
+        "a window": (window, r"model\.config\.sliding_window = 8 of MistralForCausalLM asks for masks"),
+        "another attention": ({"attention": "sdpa"}, 'or model.attention is not "auto"'),
+    }[case]
+    model = built(table(LLAMA, **keys))
+    check_plans(model, Layout(tensor=2))
+    with pytest.raises(UserCodeError, match=f"layout.sequence_parallel = true: .*{said}.*set it to false"):
+        check_plans(model, Layout(tensor=2), sequence_parallel=True)
+
+
+def test_a_parameter_outside_of_the_chain_is_refused_by_name() -> None:
+    """No stage would have it."""
+    model = built(llama())
+    model.model.register_parameter("scale", torch.nn.Parameter(torch.ones(1)))
+    with pytest.raises(UserCodeError, match=r"LlamaForCausalLM has model\.scale outside .* layout\.pipeline = 1"):
+        check_plans(model, Layout(pipeline=2))
+
+
+def test_a_plan_of_modules_that_are_not_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is built, and refused as a chain alone."""
+    plan = {"embed_tokens": (["input_ids"], ["x"]), "stack": (["hidden_states"], ["x"]), "norm": (["x"], ["x"])}
+    monkeypatch.setattr(transformers.LlamaConfig, "base_model_pp_plan", plan)
+    model = built(llama())
+    assert type(model).__name__ == "LlamaForCausalLM"
+    with pytest.raises(UserCodeError, match="LlamaForCausalLM declares no pipeline plan"):
+        check_plans(model, Layout(pipeline=2))
+
+
 OTHERWISE: dict[str, tuple[Any, str]] = {
     "between layers": (lambda x, first, named: (2 * x, named), r"computes something of its own before layers\.1"),
     "from before them": (lambda x, first, named: (x + first, named), r"computes something of its own before layers\.1"),
