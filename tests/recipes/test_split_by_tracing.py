@@ -122,6 +122,16 @@ def test_what_cannot_be_split_is_said_by_name(tmp_path: Path) -> None:
     assert "returned" in whole["head"]
 
 
+def test_linear_layers_of_other_classes_are_said_by_name(tmp_path: Path) -> None:
+    """Falcon's are nn.Linear with a forward of their own: what is not split is said, and not left out."""
+    pytest.importorskip("transformers")
+    corpus(tmp_path)
+    config = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = {"kind": "transformers", "architecture": "FalconForCausalLM", "config": config}
+    whole = propose(run_file_of(tmp_path, model=model)).roles.whole
+    assert "a FalconLinear, which may compute otherwise" in whole["transformer.h.1.mlp.dense_h_to_4h"]
+
+
 def test_a_written_proposal_is_the_run_file_with_three_more_keys(tmp_path: Path) -> None:
     """Comments and other tables stay; a second proposal replaces the first."""
     path = tmp_path / "run.toml"

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -127,6 +127,18 @@ class KeyedDraws(TorchFunctionMode):
                 yield
         finally:
             self._replays -= 1
+            self._go_to(before)
+
+    @contextmanager
+    def from_the_start(self) -> Iterator[None]:
+        """Around the model's own forward where a part of a chain calls it past its hooks: its draws are those of a
+        whole forward, whatever parts ran before, and however it is left.
+        """
+        before = self.moment()
+        self._calls, self._counts = [_Call("", 0)], {}
+        try:
+            yield
+        finally:
             self._go_to(before)
 
     def _go_to(self, moment: Moment) -> None:
@@ -241,6 +253,12 @@ def active_draws() -> KeyedDraws | None:
     """The mode that is entered here."""
     entered = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, KeyedDraws)]
     return entered[-1] if entered else None
+
+
+def draws_of_a_forward() -> AbstractContextManager[None]:
+    """`KeyedDraws.from_the_start` of the mode that is entered here; nothing where none is."""
+    mode = active_draws()
+    return nullcontext() if mode is None else mode.from_the_start()
 
 
 def _in_backward() -> bool:

@@ -78,16 +78,63 @@ WHISPER = model(
         "begin_suppress_tokens": None,
     },
 )  # fmt: skip
-GEMMA = model("GemmaForCausalLM", {**_DECODER, "head_dim": 8})
-"""Tied, and its plan does not name the embedding."""
 PHI3 = model("Phi3ForCausalLM", _DECODER)
-"""Its plan splits packed projections in a way of its own."""
+"""Its plan gathers what each of its layers gives."""
+QWEN2 = model("Qwen2ForCausalLM", _DECODER)
+DEBERTA = model("DebertaV2ForMaskedLM", {**_ENCODER, "vocab_size": VOCABULARY, "max_position_embeddings": 64})
+_OLDER = {key: value for key, value in _DECODER.items() if key != "num_key_value_heads"}
+NEOX = model("GPTNeoXForCausalLM", {**_OLDER, "hidden_dropout": 0.1})
+"""Queries, keys and values of each head in one matrix, and dropout behind its embedding."""
+PHI = model("PhiForCausalLM", {**_OLDER, "embd_pdrop": 0.1, "resid_pdrop": 0.1})
+GPT_OSS = model("GptOssForCausalLM", {**_DECODER, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2})
+"""With sinks in its attention, and an expert plan alone."""
 RESNET = model(
     "ResNetForImageClassification",
     {"num_channels": 1, "num_labels": 5, "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 2],
      "layer_type": "basic"},
 )  # fmt: skip
 """Without attention, and with batch norms."""
+
+APERTUS = model("ApertusForCausalLM", _DECODER)
+"""Its activations have parameters."""
+
+_NAMES = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+DEEPSEEK_V2 = model(
+    "DeepseekV2ForCausalLM",
+    {**_DECODER, **_LATENT, "num_key_value_heads": 4, "moe_intermediate_size": 24, "n_routed_experts": 4,
+     "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+)  # fmt: skip
+"""Its plan has a style of its own for what keys and values are made of."""
+FURTHER: dict[str, dict[str, Any]] = {
+    "GPT-NeoX": NEOX,
+    "Phi": PHI,
+    "Falcon": model("FalconForCausalLM", {**_NAMES, "num_hidden_layers": 2, "num_attention_heads": 4}),
+    "OPT": model(
+        "OPTForCausalLM",
+        {**_NAMES, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64,
+         "word_embed_proj_dim": WIDTH, "dropout": 0.0},
+    ),
+    "Bloom": model("BloomForCausalLM", {**_NAMES, "n_layer": 2, "n_head": 4}),
+    "Gemma": model("GemmaForCausalLM", {**_DECODER, "head_dim": 8}),
+    "Gemma2": model("Gemma2ForCausalLM", {**_DECODER, "head_dim": 8, "sliding_window": 8}),
+    "OLMo2": model("Olmo2ForCausalLM", _DECODER),
+    "StableLM": model("StableLmForCausalLM", _DECODER),
+    "Starcoder2": model("Starcoder2ForCausalLM", _DECODER),
+    "Cohere": model("CohereForCausalLM", _DECODER),
+    "Granite": model("GraniteForCausalLM", {**_DECODER, "embedding_multiplier": 2.0, "logits_scaling": 3.0}),
+    "DeepSeek-V3": model(
+        "DeepseekV3ForCausalLM",
+        {**_DECODER, **_LATENT, "num_key_value_heads": 4, "moe_intermediate_size": 24, "n_routed_experts": 4,
+         "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
+    ),
+    "ERNIE": model(
+        "Ernie4_5_MoeForCausalLM", {**_DECODER, "moe_intermediate_size": 24, "moe_num_experts": 4, "moe_k": 2}
+    ),
+    "Mamba": model("MambaForCausalLM", {**_NAMES, "state_size": 4, "num_hidden_layers": 2}),
+    "GPT-OSS": GPT_OSS,
+}  # fmt: skip
+"""Decoders, each with something of its own."""
 
 TABLES: dict[str, dict[str, Any]] = {
     "Llama": {"model": LLAMA},

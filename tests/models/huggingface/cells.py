@@ -32,6 +32,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 _NO_TENSOR, _NO_PIPELINE, _NO_CONTEXT = "declares no tensor plan", "declares no pipeline plan", "plain causal"
+_NO_DECODER = "is no decoder of blocks with one plain causal self-attention each"
 _NO_EXPERTS = "declares no expert plan"
 _MIXTURES = ("Mixtral", "Qwen2-MoE", "Qwen3-MoE")
 _CAUSAL = ("Llama", "Qwen3", "tied Llama", "LoRA", *_MIXTURES)
@@ -74,3 +75,29 @@ def world_of(layout: str) -> int:
     for axis in ("replicate", "shard", "tensor", "pipeline", "context"):
         world *= LAYOUTS[layout]["layout"].get(axis, 1)
     return world
+
+
+FURTHER_LAYOUTS = ("ZeRO-3", "tensor 2", "tensor 2, sequence", "pipeline 2", "context 2", "tensor 2, pipeline 2")
+_PLANLESS = ("Falcon", "OPT", "Bloom", "StableLM", "Mamba")
+_MASKED = ("Falcon", "Bloom", "StableLM", "Mamba", "Gemma2", "GPT-OSS")
+_SLICED = {
+    "Gemma": "the embedding of GemmaForCausalLM, behind which sequences are cut",
+    "Gemma2": _NO_DECODER,
+    "OLMo2": "self_attn of Olmo2ForCausalLM is split by no tensor plan",
+    "DeepSeek-V3": "self_attn of DeepseekV3ForCausalLM is split by no tensor plan",
+    "ERNIE": "the model flattens samples and tokens before them",
+}
+
+
+def further_refusal(model: str, layout: str) -> str:
+    """A part of the sentence that refuses a cell of the further decoders; empty: the same as one process."""
+    axes = LAYOUTS[layout]["layout"]
+    if "tensor" in axes and model == "GPT-OSS":
+        return "use layout.expert, layout.replicate or layout.shard"
+    if "tensor" in axes and model in _PLANLESS:
+        return "`shoal split` proposes model.roles"
+    if "pipeline" in axes and model in _PLANLESS:
+        return "`shoal split` proposes model.parts"
+    if axes.get("sequence_parallel"):
+        return _SLICED.get(model, "")
+    return _NO_DECODER if "context" in axes and model in _MASKED else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,25 @@ from shoal.models.huggingface.model import check_plans
 from shoal.models.layers import CausalAttention
 from shoal.runfile.rules import refusal
 from shoal.topology.layout import Layout
-from tests.models.huggingface.architectures import LLAMA, QWEN3, RESNET, TABLES, TIED_LLAMA
+from tests.models.huggingface.architectures import (
+    DEBERTA,
+    FURTHER,
+    GPT_OSS,
+    LLAMA,
+    NEOX,
+    PHI,
+    QWEN2,
+    QWEN3,
+    RESNET,
+    TABLES,
+    TIED_LLAMA,
+)
 from tests.recipes.layouts import run_file_of
 
 transformers = pytest.importorskip("transformers")
 
+ROUNDING = 1e-5
+"""Sums of a few dozen float32 products in another order, relative."""
 TOKENS = torch.randint(3, 61, (2, 9), generator=torch.Generator().manual_seed(2))
 
 
@@ -81,6 +96,17 @@ def test_padding_reaches_attention(tmp_path: Path) -> None:
     assert not torch.equal(wanted, own(TOKENS).logits)
 
 
+def test_attention_sinks_are_computed_where_all_layers_look_at_all_tokens() -> None:
+    """A plain core has no sinks: GPT-OSS keeps transformers' own attention, and its logits."""
+    config = {**GPT_OSS["config"], "layer_types": ["full_attention"] * LLAMA["config"]["num_hidden_layers"]}
+    own = transformers.GptOssForCausalLM(transformers.GptOssConfig(**config)).eval()
+    found = built(table(GPT_OSS, config=config)).eval()
+    found.load_state_dict(own.state_dict())
+    assert (found(TOKENS).logits - own(TOKENS).logits).norm() <= ROUNDING * own(TOKENS).logits.norm()
+    with pytest.raises(UserCodeError, match=r"layout\.context = 2: GptOssForCausalLM is no decoder of blocks with one"):
+        check_plans(found, Layout(context=2))
+
+
 def test_a_class_without_attention_is_built() -> None:
     """Of a config with `num_labels`, which no config lists among its keys."""
     assert built(table(RESNET))(torch.ones(2, 1, 16, 16)).logits.shape == (2, 5)
@@ -91,6 +117,33 @@ def test_a_config_may_be_a_json_file(tmp_path: Path) -> None:
     file.write_text(json.dumps(LLAMA["config"]))
     found = built(table(LLAMA, config=str(file)))
     assert all(torch.equal(a, b) for a, b in zip(found.parameters(), built(table(LLAMA)).parameters(), strict=True))
+
+
+UNDECLARED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "read by the model": (QWEN2, {"head_dim": 16}),
+    "read by parts of the model": (
+        DEBERTA,
+        {"relative_attention": True, "position_buckets": 4, "share_att_key": True, "pos_att_type": ["p2c", "c2p"]},
+    ),
+    "put into rope_parameters": (LLAMA, {"rope_theta": 500.0}),
+    "put there by the class's own names": (NEOX, {"rotary_pct": 0.5, "rotary_emb_base": 500}),
+    "a scaling of older folders": (LLAMA, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    "a share of the head": (PHI, {"partial_rotary_factor": 1.0}),
+}
+
+
+@pytest.mark.parametrize("case", UNDECLARED)
+def test_keys_that_a_class_takes_without_declaring_them_do_what_they_do_in_transformers(case: str) -> None:
+    """The logits are those of transformers' own model of that config, and others than without the keys."""
+    model, keys = UNDECLARED[case]
+    torch.manual_seed(7)
+    architecture = getattr(transformers, model["architecture"])
+    own = architecture(architecture.config_class(**copy.deepcopy(model["config"] | keys))).eval()
+    found = built(table(model, config=model["config"] | keys)).eval()
+    plain = built(table(model)).eval()
+    tokens = torch.randint(3, 61, (2, 40), generator=torch.Generator().manual_seed(2))
+    assert torch.equal(found(tokens).logits, own(tokens).logits)
+    assert not torch.equal(plain(tokens).logits, own(tokens).logits)
 
 
 def test_keys_beside_a_folder_replace_its_own(tmp_path: Path) -> None:
@@ -116,6 +169,10 @@ REFUSED: dict[str, tuple[TransformersConfig, str]] = {
     "a class that is no model": (table(LLAMA, architecture="LlamaConfig"), "is no model class of transformers"),
     "no class": (table(LLAMA, architecture=None), "model.architecture is missing"),
     "an unknown key": (llama(hiden_size=8), "did you mean 'hidden_size'"),
+    "a typo of a key that goes into another": (llama(rope_tetha=1e4), "did you mean 'rope_theta'"),
+    "a typo of a key that the model reads": (table(QWEN2, config={**QWEN2["config"], "haed_dim": 8}), "'head_dim'"),
+    "an old key of another model": (table(NEOX, config={**NEOX["config"], "rope_theta": 1e4}), "rope_theta: GPTNeoX"),
+    "a key that Shoal has": (llama(attn_implementation="eager"), "is that of model.attention; write it there"),
     "a wrong value": (llama(hidden_size="wide"), "LlamaConfig refuses model.config"),
     "another type": (llama(model_type="bert"), 'of model_type "bert", and LlamaForCausalLM takes "llama"'),
     "no such attention": (
@@ -169,21 +226,73 @@ def test_heads_that_tensor_does_not_divide_are_refused() -> None:
         check_plans(built(llama()), Layout(tensor=4))
 
 
-def test_an_architecture_that_computes_between_its_parts_is_no_chain() -> None:
-    """Granite scales its embedding and its logits outside of the modules of its plan: stages would leave that out."""
-    config = {**LLAMA["config"], "embedding_multiplier": 2.0, "logits_scaling": 3.0}
-    model = built(table(LLAMA, architecture="GraniteForCausalLM", config=config))
-    with pytest.raises(UserCodeError, match=r"GraniteForCausalLM computes something of its own before layers\.0"):
-        model.context(TOKENS)
-    model = built(table(LLAMA, architecture="GraniteForCausalLM", config=config | {"embedding_multiplier": 1.0}))
-    with pytest.raises(UserCodeError, match="GraniteForCausalLM computes something of its own behind lm_head"):
-        model.context(TOKENS)
+@pytest.mark.parametrize("case", ["a window", "another attention"])
+def test_masks_of_a_slice_are_refused(case: str) -> None:
+    """Before the start: sequence parallelism gives the model slices, of which its masks and positions would be."""
+    window = {"architecture": "MistralForCausalLM", "config": {**LLAMA["config"], "sliding_window": 8}}
+    keys, said = {
+        "a window": (window, r"model\.config\.sliding_window = 8 of MistralForCausalLM asks for masks"),
+        "another attention": ({"attention": "sdpa"}, 'or model.attention is not "auto"'),
+    }[case]
+    model = built(table(LLAMA, **keys))
+    check_plans(model, Layout(tensor=2))
+    with pytest.raises(UserCodeError, match=f"layout.sequence_parallel = true: .*{said}.*set it to false"):
+        check_plans(model, Layout(tensor=2), sequence_parallel=True)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Mixtral"])
+def test_a_parameter_outside_of_the_chain_is_refused_by_name() -> None:
+    """No stage would have it."""
+    model = built(llama())
+    model.model.register_parameter("scale", torch.nn.Parameter(torch.ones(1)))
+    with pytest.raises(UserCodeError, match=r"LlamaForCausalLM has model\.scale outside .* layout\.pipeline = 1"):
+        check_plans(model, Layout(pipeline=2))
+
+
+def test_a_plan_of_modules_that_are_not_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is built, and refused as a chain alone."""
+    plan = {"embed_tokens": (["input_ids"], ["x"]), "stack": (["hidden_states"], ["x"]), "norm": (["x"], ["x"])}
+    monkeypatch.setattr(transformers.LlamaConfig, "base_model_pp_plan", plan)
+    model = built(llama())
+    assert type(model).__name__ == "LlamaForCausalLM"
+    with pytest.raises(UserCodeError, match="LlamaForCausalLM declares no pipeline plan"):
+        check_plans(model, Layout(pipeline=2))
+
+
+OTHERWISE: dict[str, tuple[Any, str]] = {
+    "between layers": (lambda x, first, named: (2 * x, named), r"computes something of its own before layers\.1"),
+    "from before them": (lambda x, first, named: (x + first, named), r"computes something of its own before layers\.1"),
+    "beside them": (lambda x, first, named: (x, named | {"kept": first}), "uses what its embedding gives beside"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERWISE)
+def test_an_architecture_that_computes_between_its_layers_is_no_chain(
+    monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """Stages would leave it out. What stands before the first layer and behind the last is in the two ends."""
+    change, said = OTHERWISE[case]
+
+    def forward(self: Any, input_ids: Any = None, position_ids: Any = None, inputs_embeds: Any = None, **_: Any) -> Any:
+        first = x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        named = {"position_embeddings": self.rotary_emb(x, position_ids=position_ids)}
+        for layer in self.layers:
+            x = layer(x, **named)
+            x, named = change(x, first, named)
+        return transformers.modeling_outputs.BaseModelOutputWithPast(last_hidden_state=self.norm(x))
+
+    monkeypatch.setattr(transformers.LlamaModel, "forward", forward)
+    with pytest.raises(UserCodeError, match=f"LlamaForCausalLM {said}.*layout.pipeline = 1"):
+        built(llama()).context(TOKENS)
+
+
+CHAINS = {name: TABLES[name]["model"] for name in ("Llama", "Qwen3", "Mixtral")}
+CHAINS |= {name: FURTHER[name] for name in ("GPT-NeoX", "Phi", "Gemma2", "Cohere", "Granite", "DeepSeek-V3", "GPT-OSS")}
+
+
+@pytest.mark.parametrize("name", CHAINS)
 def test_the_chain_gives_the_logits_of_the_model(name: str) -> None:
     """Bit by bit, and the model is left as it was."""
-    model = built(table(TABLES[name]["model"])).eval()
+    model = built(table(CHAINS[name])).eval()
     names = [name for name, _ in model.named_modules()]
     context = model.context(TOKENS)
     x: Any = None

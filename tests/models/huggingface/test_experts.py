@@ -27,18 +27,13 @@ from shoal.parallel.expert.exchange import ExpertGroups
 from shoal.parallel.expert.plan import split_experts
 from shoal.topology.layout import Layout
 from tests import programs
-from tests.models.huggingface.architectures import LLAMA, MIXTRAL, QWEN2_MOE, QWEN3_MOE, model
+from tests.models.huggingface.architectures import GPT_OSS, LLAMA, MIXTRAL, QWEN2_MOE, QWEN3_MOE, model
 from tests.ranks import TestPlace
 from tests.recipes.journey import Leg, travel
 from tests.recipes.layouts import corpus
 
 transformers = pytest.importorskip("transformers")
 
-GPT_OSS = model(
-    "GptOssForCausalLM",
-    {**LLAMA["config"], "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
-    attention="eager",
-)
 MIXTURES = {"Mixtral": MIXTRAL, "Qwen2-MoE": QWEN2_MOE, "Qwen3-MoE": QWEN3_MOE, "GPT-OSS": GPT_OSS}
 ROUNDING = 1e-5
 """Sums of a few dozen float32 products in another order, relative."""
@@ -112,15 +107,19 @@ def test_an_expert_plan_is_no_tensor_plan() -> None:
         check_plans(built(GPT_OSS), Layout(tensor=2))
 
 
-def test_a_tensor_plan_of_other_styles_is_refused_under_tensor_alone() -> None:
-    """OLMoE's plan splits its normed queries in a way of its own; its experts are split all the same."""
+def test_attention_around_a_norm_of_all_heads_is_whole() -> None:
+    """OLMoE's plan gathers queries for their norm, and splits what comes behind it: both are whole, experts are not."""
     config = {**LLAMA["config"], "num_experts": 4, "num_experts_per_tok": 2}
     olmoe = built(model("OlmoeForCausalLM", config))
     check_plans(olmoe, Layout(shard=2, expert=2))
-    roles = {name.rpartition("layers.0.")[2]: role.kind for name, role in roles_of(olmoe).items()}
-    assert (roles["mlp.experts.down_proj"], roles["self_attn.o_proj.weight"]) == ("expert", "replicated")
-    with pytest.raises(UserCodeError, match=r"splits 'model\.layers\.0\.self_attn\.o_proj' by 'rowwise_split_input'"):
-        check_plans(olmoe, Layout(tensor=2))
+    check_plans(olmoe, Layout(tensor=2))
+    kinds = {name.rpartition("layers.0.")[2]: role.kind for name, role in roles_of(olmoe).items()}
+    attention = [kinds[f"self_attn.{name}_proj.weight"] for name in "qkvo"]
+    assert (kinds["mlp.experts.down_proj"], attention, kinds["lm_head.weight"]) == (
+        "expert",
+        ["replicated"] * 4,
+        "head",
+    )
 
 
 def one_sided(place: TestPlace) -> tuple[list[Tensor], list[Tensor], tuple[int, ...]]:

@@ -10,8 +10,10 @@ rank sees whole sequences, and is refused where it does not.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.errors import UserCodeError
@@ -39,6 +41,14 @@ def use_causal_cores(model: Any) -> bool:
         attention.add_module(CORE, CausalAttention())
     model.set_attn_implementation(NAME)
     return True
+
+
+def whole_attentions(model: nn.Module, split: Collection[str]) -> Iterator[str]:
+    """The names of causal attentions of which no weight is among those `split`."""
+    for path, module in model.named_modules():
+        own = [f"{path}.{name}" for name, _ in module.named_parameters()]
+        if own and getattr(module, "is_causal", None) is not None and not set(own) & set(split):
+            yield path
 
 
 def has_causal_cores(model: nn.Module) -> bool:
@@ -73,10 +83,14 @@ def attend(
     changed = [name for name in _CHANGES if others.get(name) is not None]
     core = module.get_submodule(CORE)
     if not masked and not changed and not dropout:
+        wanted = query.shape[-1] ** -0.5 if scaling is None else scaling
+        width = value.shape[-1]
+        if type(core) is not CausalAttention:
+            query, key, value = _of_one_width(query, key, value)
         scale = query.shape[-1] ** -0.5
-        if scaling is not None and scaling != scale:
-            query = query * (scaling / scale)
-        return core(query, key, value).transpose(1, 2).contiguous(), None
+        if wanted != scale:
+            query = query * (wanted / scale)
+        return core(query, key, value)[..., :width].transpose(1, 2).contiguous(), None
     if type(core) is not CausalAttention:
         what = changed[0] if changed else "an attention mask" if masked else f"attention dropout ({dropout})"
         raise UserCodeError(
@@ -88,6 +102,12 @@ def attend(
     return sdpa_attention_forward(  # type: ignore[return-value]
         module, query, key, value, attention_mask if masked else None, dropout=dropout, scaling=scaling, **others
     )
+
+
+def _of_one_width(*tensors: Tensor) -> list[Tensor]:
+    """The same with zeros behind what is narrower: keys and values travel between ranks in one tensor."""
+    width = max(tensor.shape[-1] for tensor in tensors)
+    return [F.pad(tensor, (0, width - tensor.shape[-1])) for tensor in tensors]
 
 
 def _register() -> None:

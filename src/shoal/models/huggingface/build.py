@@ -19,14 +19,12 @@ from torch import nn
 from shoal.errors import ConfigError, MissingExtra
 from shoal.models.huggingface.adapters import add_adapters
 from shoal.models.huggingface.attention import use_causal_cores
+from shoal.models.huggingface.chain import has_chain
 from shoal.models.huggingface.config import TransformersConfig, config_keys
 from shoal.models.huggingface.experts import use_exchanges
-from shoal.models.huggingface.model import declared_class
-
-_WRITTEN_ANYWHERE = frozenset(
-    {"architectures", "model_type", "transformers_version", "torch_dtype", "auto_map", "num_labels"}
-)
-"""Keys of a config.json that no config class declares."""
+from shoal.models.huggingface.keys import check_keys
+from shoal.models.huggingface.model import Stages, declared_class
+from shoal.models.huggingface.tensor_plan import declares_roles, settle_plan
 
 
 def build(table: TransformersConfig) -> nn.Module:
@@ -38,18 +36,30 @@ def build(table: TransformersConfig) -> nn.Module:
     architecture = architecture_of(table)
     config = configuration_of(table, architecture)
     model = _made(table, declared_class(architecture, config), config)
+    _check_chain(model, architecture, config)
     model.config.use_cache = False
-    _choose_attention(model, table)
-    if table.attention == "auto":
+    takes_sdpa = _choose_attention(model, table)
+    if table.attention == "auto" and takes_sdpa:
         use_causal_cores(model)
     use_exchanges(model)
     if table.lora_rank is not None:
         add_adapters(model, table)
+    if declares_roles(config):
+        settle_plan(model)
     return model.train()
 
 
-def _choose_attention(model: Any, table: TransformersConfig) -> None:
-    """A class without the one that "auto" prefers keeps that of transformers' own choice."""
+def _check_chain(model: Any, architecture: Any, config: Any) -> None:
+    """A model whose pipeline plan names modules that it has not declares none."""
+    if isinstance(model, Stages) and not has_chain(model):
+        model.__class__ = declared_class(architecture, config, chain=False)
+
+
+def _choose_attention(model: Any, table: TransformersConfig) -> bool:
+    """Has it the one that the table asks for? A class without the one that "auto" prefers keeps transformers' choice.
+
+    Raises `ConfigError` where the table names one that it has not.
+    """
     try:
         model.set_attn_implementation("sdpa" if table.attention == "auto" else table.attention)
     except ValueError:
@@ -58,6 +68,8 @@ def _choose_attention(model: Any, table: TransformersConfig) -> None:
                 f"model.attention = {table.attention!r}: {type(model).__name__} has no such attention in transformers; "
                 'set model.attention to "auto"'
             ) from None
+        return False
+    return True
 
 
 def plain(table: TransformersConfig) -> Any:
@@ -92,17 +104,12 @@ def architecture_of(table: TransformersConfig) -> Any:
 
 
 def configuration_of(table: TransformersConfig, architecture: Any) -> Any:
-    """The config, every key of it known to the class. Raises `ConfigError` for one that is not, or a wrong value."""
+    """The config, every key of the table known (`shoal.models.huggingface.keys`).
+
+    Raises `ConfigError` for one that is not, for a wrong value, and for the config of another model.
+    """
     keys, config_class = config_keys(table), architecture.config_class
-    own = config_class()
-    generation = import_transformers().GenerationConfig().to_dict()  # older folders keep its keys here
-    known = {"num_labels", *own.to_dict(), *own.attribute_map, *vars(own), *generation, *_WRITTEN_ANYWHERE}
-    inline = table.config if isinstance(table.config, dict) else {}
-    for key in inline:
-        if key not in known:
-            near = difflib.get_close_matches(key, sorted(known), n=1)
-            hint = f", did you mean '{near[0]}'?" if near else f"; it has {', '.join(sorted(own.to_dict()))}"
-            raise ConfigError(f"model.config.{key}: {config_class.__name__} has no such key{hint}")
+    check_keys(table.config if isinstance(table.config, dict) else {}, architecture)
     wanted, found = config_class.model_type, keys.get("model_type")
     if found is not None and found != wanted:
         raise ConfigError(

@@ -1,46 +1,51 @@
 """A transformers model as a chain of parts, from the pipeline plan that it declares.
 
 A plan (`base_model_pp_plan` of a config, `_pp_plan` of a class) names the modules of the chain in order: an embedding,
-a list of layers, a norm, a head. What the layers get beside the activations (masks, rotary factors, positions) is made
-by the architecture's own forward. So a `Probe` runs that forward with recorders in place of all parts, which keep what
-they are called with; a stage then calls its own layers with it.
+perhaps dropout, a list of layers, a norm, a head. What the layers get beside the activations (masks, rotary factors,
+positions) is made by the architecture's own forward. So a `Probe` runs that forward with recorders in place of all
+parts, which keep what they are called with; a stage then calls its own layers with it. The two ends run the forward
+too, with recorders in place of what they do not compute, so that all that the architecture does around its layers
+(a factor of the embedding, a soft cap of the logits) is in them:
 
-The recorders also show whether the architecture does anything between its parts, such as scaling the embedding: then
-the chain would leave it out, and it is refused.
+    first part      tokens -> embedding -> what layers.0 is called with
+    last part       what the last layer gave -> norm -> head -> output
+
+The recorders of the probe also show whether the architecture does anything between its layers, or keeps a value from
+before them: then the chain would leave it out, and it is refused.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import nan
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from shoal.errors import UserCodeError
+from shoal.models.keyed_draws import draws_of_a_forward
 from shoal.models.roles import Part
-
-PLANNED = 3
-"""Modules in a base model's plan: embedding, layers, norm."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """The tokens `[samples, tokens]`, and what each layer is called with beside the activations."""
+    """The keywords of the model's forward, and what each layer is called with beside the activations."""
 
-    tokens: Tensor
+    inputs: Mapping[str, Any]
     calls: tuple[tuple[tuple[Any, ...], Mapping[str, Any]], ...]
 
 
 @dataclass(frozen=True)
 class _Places:
-    """Names of the chain's modules in the base model and in the whole one."""
+    """Names of the chain's modules: the head's in the whole model, the others' in the base model."""
 
     base: str
-    embedding: str
+    before: tuple[str, ...]
     layers: str
     norm: str
     head: str
@@ -51,89 +56,129 @@ class _Places:
 
 def declares_chain(architecture: Any, config: Any) -> bool:
     """Is there a plan of embedding, layers, norm and head?"""
-    base, top = getattr(config, "base_model_pp_plan", None) or {}, getattr(architecture, "_pp_plan", None) or {}
-    inputs = [names for names, _ in base.values()]
-    return len(base) == PLANNED and len(top) == 1 and inputs[0] == ["input_ids"] and "hidden_states" in inputs[1]
+    plan, top = getattr(config, "base_model_pp_plan", None) or {}, getattr(architecture, "_pp_plan", None) or {}
+    layers = _layers_in(plan)
+    if layers is None or not 1 <= layers == len(plan) - 2 or len(top) != 1:
+        return False
+    return next(iter(plan.values()))[0] == ["input_ids"]
+
+
+def has_chain(model: Any) -> bool:
+    """Are the modules of its plan there?"""
+    places, names = _places(model), {name for name, _ in model.named_modules()}
+    return {*map(places.full, (*places.before, places.layers, places.norm)), places.head} <= names
 
 
 def probed(model: Any, inputs: Mapping[str, Any]) -> Probe:
     """The context of the chain for these keywords of the model's forward, without computing a layer.
 
-    Raises `UserCodeError` where the architecture computes between its parts.
+    Raises `UserCodeError` where the architecture computes between its layers, or keeps a value from before them.
     """
-    places = _places(model)
-    tokens = inputs["input_ids"]
-    base = model.get_submodule(places.base)
-    count = len(base.get_submodule(places.layers))
-    recorders = [_Recorder() for _ in range(count)]
-    norm, head = _Recorder(), _Recorder()
-    stand_ins = {places.layers: nn.ModuleList(recorders), places.norm: norm, places.embedding: nn.Identity()}
-    probe = _with_children(model, {places.base: _with_children(base, stand_ins), places.head: head})
+    places, tokens = _places(model), inputs["input_ids"]
+    count = len(model.get_submodule(places.full(places.layers)))
     like = next(p for p in model.parameters() if p.is_floating_point())
-    stream = _pattern((*tokens.shape, model.config.get_text_config().hidden_size), like)
-    others = {name: value for name, value in inputs.items() if name != "input_ids"}
+    shape = (*tokens.shape, model.config.get_text_config().hidden_size)
+    stream = _pattern(shape, like)
+    recorders = [_Recorder(stream), *(_Recorder() for _ in range(count - 1))]
+    norm, head = _Recorder(), _Recorder()
     with torch.no_grad():
-        # The class's own forward, past this module's hooks: nothing is computed that they would have to know of.
-        output = probe.architecture_forward(inputs_embeds=stream, **others)
-    for name, recorder in [*((f"{places.layers}.{i}", r) for i, r in enumerate(recorders)), (places.norm, norm)]:
+        embedded = like.new_full((), nan).expand(shape)
+        output = _own_forward(model, places, inputs, recorders, embedded=embedded, norm=norm, head=head)
+    for name, recorder in [*((f"{places.layers}.{i}", r) for i, r in enumerate(recorders)), (places.norm, norm)][1:]:
         _check_untouched(model, name, recorder, stream)
-    _check_untouched(model, places.head, head, stream)
-    if not torch.equal(output.logits, stream):
-        raise _computes_between(model, f"behind {places.head}")
-    return Probe(tokens, tuple((r.args, r.named) for r in recorders))
+    calls = tuple((recorder.args, recorder.named) for recorder in recorders)
+    if any(_unknown(value) for value in tree_leaves((calls, output.logits))):
+        raise UserCodeError(
+            f"{type(model).__name__} uses what its embedding gives beside or behind its {places.layers}, so it is no "
+            "chain of the modules in its pipeline plan: set layout.pipeline = 1"
+        )
+    return Probe(inputs, calls)
 
 
-def parts_of(model: Any, output: Callable[[Tensor], Any]) -> list[Part]:
-    """Embedding, one part for each layer, norm and head; `output` makes what the model returns of the logits."""
+def parts_of(model: Any) -> list[Part]:
+    """Embedding, one part for each layer, norm and head, of which the last gives the model's output."""
     places = _places(model)
-    base = model.get_submodule(places.base)
-    layers = base.get_submodule(places.layers)
+    layers = model.get_submodule(places.full(places.layers))
+    count = len(layers)
 
     def layer(index: int, x: Tensor, context: Probe) -> Tensor:
         args, named = context.calls[index]
         found = layers[index](x, *args, **named)
         return found if isinstance(found, Tensor) else found[0]
 
-    def last(x: Tensor, context: Probe) -> Any:
-        return output(model.get_submodule(places.head)(base.get_submodule(places.norm)(x)))
+    def first(x: Tensor | None, context: Probe) -> Tensor:
+        recorders = [_Recorder() for _ in range(count)]
+        _own_forward(model, places, context.inputs, recorders, norm=_Recorder(), head=_Recorder())
+        seen = recorders[0].seen
+        assert seen is not None, "the probe has called it"
+        return seen
 
-    names = [f"{places.layers}.{index}" for index in range(len(layers))]
+    def last(x: Tensor, context: Probe) -> Any:
+        recorders = [_Recorder(x), *(_Recorder() for _ in range(count - 1))]
+        embedded = x.new_full((), nan).expand(*context.inputs["input_ids"].shape, x.shape[-1])
+        return _own_forward(model, places, context.inputs, recorders, embedded=embedded)
+
+    names = [f"{places.layers}.{index}" for index in range(count)]
     return [
-        Part("embedding", (places.full(places.embedding),), lambda x, context: _embedded(base, places, context)),
+        Part("embedding", tuple(map(places.full, places.before)), first),
         *(Part(name, (places.full(name),), partial(layer, index)) for index, name in enumerate(names)),
         Part("head", (places.full(places.norm), places.head), last),
     ]
 
 
-def head_output(logits: Tensor) -> Any:
-    """The logits as transformers returns them."""
-    from transformers.modeling_outputs import CausalLMOutput
+def _own_forward(
+    model: Any,
+    places: _Places,
+    inputs: Mapping[str, Any],
+    recorders: Sequence[nn.Module],
+    *,
+    embedded: Tensor | None = None,
+    norm: nn.Module | None = None,
+    head: nn.Module | None = None,
+) -> Any:
+    """The output of the class's own forward with these in place of modules, past its hooks: these belong to stages.
 
-    return CausalLMOutput(logits=logits)  # type: ignore[arg-type]
+    `embedded` `[samples, tokens, width]` is what the modules before the layers give; None: they compute.
+    """
+    base = model.get_submodule(places.base)
+    children: dict[str, nn.Module] = {places.layers: nn.ModuleList(recorders)}
+    if norm is not None:
+        children[places.norm] = norm
+    if embedded is not None:
+        children |= {name: nn.Identity() for name in places.before}
+        inputs = {name: value for name, value in inputs.items() if name != "input_ids"} | {"inputs_embeds": embedded}
+    whole: dict[str, nn.Module] = {places.base: _with_children(base, children)}
+    if head is not None:
+        whole[places.head] = head
+    with draws_of_a_forward():
+        return _with_children(model, whole).architecture_forward(**inputs)
 
 
-def _embedded(base: nn.Module, places: _Places, context: Probe) -> Tensor:
-    return base.get_submodule(places.embedding)(context.tokens)
+def _layers_in(plan: Mapping[str, Any]) -> int | None:
+    """Where the layers stand in a plan: the first that takes hidden states."""
+    return next((index for index, (inputs, _) in enumerate(plan.values()) if "hidden_states" in inputs), None)
 
 
 def _places(model: Any) -> _Places:
-    embedding, layers, norm = model.config.base_model_pp_plan
+    plan = model.config.base_model_pp_plan
+    *before, layers, norm = plan
     (head,) = type(model)._pp_plan
-    return _Places(model.base_model_prefix, embedding, layers, norm, head)
+    return _Places(model.base_model_prefix, tuple(before), layers, norm, head)
 
 
 class _Recorder(nn.Module):
-    """Keeps what it is called with, and hands the activations on."""
+    """Keeps what it is called with, and hands the activations on, or `gives` others in their place."""
 
-    def __init__(self) -> None:
+    def __init__(self, gives: Tensor | None = None) -> None:
         super().__init__()
+        self.gives = gives
         self.seen: Tensor | None = None
         self.args: tuple[Any, ...] = ()
         self.named: dict[str, Any] = {}
 
     def forward(self, hidden_states: Tensor, *args: Any, **named: Any) -> Tensor:
         self.seen, self.args, self.named = hidden_states, args, named
-        return hidden_states
+        return hidden_states if self.gives is None else self.gives
 
 
 def _with_children(module: nn.Module, children: Mapping[str, nn.Module]) -> Any:
@@ -151,11 +196,12 @@ def _pattern(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 def _check_untouched(model: Any, name: str, recorder: _Recorder, stream: Tensor) -> None:
     if recorder.seen is None or recorder.seen.shape != stream.shape or not torch.equal(recorder.seen, stream):
-        raise _computes_between(model, f"before {name}")
+        raise UserCodeError(
+            f"{type(model).__name__} computes something of its own before {name}, outside of the modules in its "
+            "pipeline plan, so it is no chain of them: set layout.pipeline = 1"
+        )
 
 
-def _computes_between(model: Any, where: str) -> UserCodeError:
-    return UserCodeError(
-        f"{type(model).__name__} computes something of its own {where}, outside of the modules in its pipeline plan, "
-        "so it is no chain of them: set layout.pipeline = 1"
-    )
+def _unknown(value: Any) -> bool:
+    """Does it follow from the embedding, which is NaN here?"""
+    return isinstance(value, Tensor) and value.is_floating_point() and bool(value.isnan().any())

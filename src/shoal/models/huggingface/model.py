@@ -19,22 +19,24 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import UserCodeError
-from shoal.models.huggingface.attention import has_causal_cores, whole_order
-from shoal.models.huggingface.chain import Probe, declares_chain, head_output, parts_of, probed
+from shoal.models.huggingface.attention import has_causal_cores, whole_attentions, whole_order
+from shoal.models.huggingface.chain import Probe, declares_chain, parts_of, probed
 from shoal.models.huggingface.experts import planned_experts
 from shoal.models.huggingface.tensor_plan import check_tensor_plan, declares_roles, roles_by_plan
 from shoal.models.layers import CausalAttention
-from shoal.models.roles import DeclaresParts, DeclaresRoles, Part, Role
+from shoal.models.roles import DeclaresParts, DeclaresRoles, Part, Role, roles_of
 from shoal.topology.layout import Layout
 from shoal.topology.refusal import nearest_divisors
 
 
-def declared_class(architecture: Any, config: Any) -> Any:
-    """The subclass of `architecture` for models of `config`, with roles and chain where these declare plans."""
+def declared_class(architecture: Any, config: Any, *, chain: bool = True) -> Any:
+    """The subclass of `architecture` for models of `config`, with roles and, where wanted, `chain`, if these declare
+    plans.
+    """
     bases: list[Any] = [Called]
     if declares_roles(config):
         bases.append(Roles)
-    if declares_chain(architecture, config):
+    if chain and declares_chain(architecture, config):
         bases.append(Stages)
     # transformers treats classes of other modules as custom code, whose first values it draws in another order.
     return type(architecture.__name__, (*bases, architecture), {"__module__": architecture.__module__})
@@ -101,7 +103,7 @@ class Stages(nn.Module):
 
     def parts(self) -> list[Part]:
         """See `shoal.models.roles`."""
-        return parts_of(self, head_output)
+        return parts_of(self)
 
 
 def check_plans(model: nn.Module, layout: Layout, *, sequence_parallel: bool = False) -> None:
@@ -112,27 +114,34 @@ def check_plans(model: nn.Module, layout: Layout, *, sequence_parallel: bool = F
     name, config = type(model).__name__, model.config
     tensor, pipeline, context = layout.tensor, layout.pipeline, layout.context
     others = "use layout.replicate or layout.shard"
+    proposed = "`shoal split` proposes {} where its forward allows it and says where not; or " + others
     if tensor > 1:
         experts_alone = isinstance(model, Roles) and not getattr(config, "base_model_tp_plan", None)
         if experts_alone or not isinstance(model, DeclaresRoles):
+            left = "use layout.expert, layout.replicate or layout.shard"
+            left = left if experts_alone else proposed.format("model.roles")
             raise UserCodeError(
                 f"layout.tensor = {tensor}: {name} declares no tensor plan (base_model_tp_plan of "
-                f"{type(config).__name__}), which says how its layers are split: "
-                f"let `shoal split` propose model.roles, or {others}"
+                f"{type(config).__name__}), which says how its layers are split: {left}"
             )
-        check_tensor_plan(model)
+        if isinstance(model, Roles):
+            check_tensor_plan(model)
         _check_heads(config, tensor)
     if tensor > 1 and sequence_parallel and getattr(model, "peft_config", None):
         raise UserCodeError(
             f"layout.sequence_parallel = true: adapters of {name} stand inside its attention, which reads the length "
             "of the sequence off its input; set it to false"
         )
+    if tensor > 1 and sequence_parallel:
+        _check_slices(model)
     if pipeline > 1 and not isinstance(model, DeclaresParts):
         raise UserCodeError(
             f"layout.pipeline = {pipeline}: {name} declares no pipeline plan (base_model_pp_plan of "
             f"{type(config).__name__}) of embedding, layers, norm and head: "
-            f"let `shoal split` propose model.parts, or {others}"
+            f"{proposed.format('model.parts')}"
         )
+    if pipeline > 1 and isinstance(model, Stages):
+        _check_parts(model)
     if layout.expert > 1 and not any(True for _ in planned_experts(model)):
         raise UserCodeError(
             f"layout.expert = {layout.expert}: {name} declares no expert plan (base_model_ep_plan of "
@@ -140,8 +149,46 @@ def check_plans(model: nn.Module, layout: Layout, *, sequence_parallel: bool = F
         )
     if context > 1 and not any(isinstance(module, CausalAttention) for module in model.modules()):
         raise UserCodeError(
-            f"layout.context = {context}: {name} has layers whose attention is not plain causal self-attention called "
-            f'through transformers\' AttentionInterface, or model.attention is not "auto"; {others}'
+            f"layout.context = {context}: {name} is no decoder of blocks with one plain causal self-attention each, "
+            f'called through transformers\' AttentionInterface, or model.attention is not "auto"; {others}'
+        )
+
+
+def _check_parts(model: Stages) -> None:
+    modules = [f"{module}." for part in model.parts() for module in part.modules]
+    for path, _ in model.named_parameters(remove_duplicate=False):
+        if not path.startswith(tuple(modules)):
+            raise UserCodeError(
+                f"{type(model).__name__} has {path} outside of the modules in its pipeline plan, so it is no chain of "
+                "them: set layout.pipeline = 1"
+            )
+
+
+def _check_slices(model: nn.Module) -> None:
+    """Sequences are cut behind the embedding; an attention that is whole on every rank would see a slice of one."""
+    if not has_causal_cores(model):
+        raise UserCodeError(
+            f"layout.sequence_parallel = true: {type(model).__name__} is no decoder of blocks with one plain causal "
+            'self-attention each, or model.attention is not "auto": its masks and positions would be those of a slice '
+            "of the sequence; set it to false"
+        )
+    window = getattr(model.config, "sliding_window", None)
+    if window is not None and getattr(model.config, "layer_types", None) is None:
+        raise UserCodeError(
+            f"layout.sequence_parallel = true: model.config.sliding_window = {window} of {type(model).__name__} asks "
+            "for masks, which would be those of a slice of the sequence; set it to false, or have no sliding window"
+        )
+    kinds = {name: role.kind for name, role in roles_of(model).items()}
+    if "embedding" not in kinds.values():
+        raise UserCodeError(
+            f"layout.sequence_parallel = true: the embedding of {type(model).__name__}, behind which sequences are "
+            "cut, is split by no tensor plan, as one that does more than look up tokens is not; set it to false"
+        )
+    split = {name for name, kind in kinds.items() if kind in ("column", "row", "packed")}
+    for path in whole_attentions(model, split):
+        raise UserCodeError(
+            f"layout.sequence_parallel = true: {path} of {type(model).__name__} is split by no tensor plan, and would "
+            "see a slice of the sequence alone; set it to false"
         )
 
 

@@ -9,9 +9,13 @@ a class):
     embedding_rowwise                  embedding                  rows
     replicated_with_grad_allreduce     norm                       whole; its gradient is a sum
 
-Stacked experts that the expert plan splits (`shoal.models.huggingface.experts`) have the role expert, whatever the
-tensor plan says. Layers that no plan names are whole on every rank of `tensor`. An adapter (LoRA) on a column layer is
-A, whole, and B, split like the layer; on a row layer A is split and B whole.
+The parts of a column layer are runs of its rows: where an attention has queries, keys and values in one column layer,
+those of each head therefore stand together (GPT-NeoX). Layers whose outputs are gathered for a norm of all heads, and
+the row layer behind them, are whole (OLMo2). The input embedding is split, even if the plan leaves it out, where all it
+does is look up. A head that is tied to an embedding which is not split is whole with it (Gemma). Stacked experts that
+the expert plan splits (`shoal.models.huggingface.experts`) have the role expert, whatever the tensor plan says.
+Layers that no plan names are whole on every rank of `tensor`. An adapter (LoRA) on a column layer is A, whole, and B,
+split like the layer; on a row layer A is split and B whole.
 """
 
 from __future__ import annotations
@@ -30,6 +34,9 @@ from shoal.models.roles import Kind, Role
 _LINEAR: Mapping[str, Kind] = MappingProxyType(
     {"colwise": "column", "rowwise": "row", "colwise_gather_output": "head", "colwise_rep": "head"}
 )
+_GATHERED = frozenset({"colwise_gather_output", "colwise_rep", "rowwise_split_input"})
+"""Around a norm of all queries or keys (OLMo2): whole here, but for the head."""
+_NOT_SPLIT = (None, "replicated", "norm")
 _WHOLE = frozenset({"replicated_with_grad_allreduce", "replicated", "sequence_parallel"})
 _ADAPTER = re.compile(r"\.(base_layer|lora_A\.[^.]+|lora_B\.[^.]+)$")
 
@@ -39,9 +46,22 @@ def declares_roles(config: Any) -> bool:
     return bool(getattr(config, "base_model_tp_plan", None) or getattr(config, "base_model_ep_plan", None))
 
 
+def settle_plan(model: Any) -> None:
+    """Finds, while the model is whole, what the plans say of it: ties are between its first layer and its last."""
+    kinds = _kinds_of(model)
+    model.planned_kinds = kinds
+    for path, module in model.named_modules():
+        if getattr(module, "is_causal", None) is None:
+            continue
+        widths = {kinds.get(f"{path}.{name}.weight"): child.out_features for name, child in module.named_children()
+                  if isinstance(child, nn.Linear)}  # fmt: skip
+        if "row" in widths and widths.get("column", 0) > widths["row"]:
+            module.packs_heads = True  # see `shoal.parallel.tensor.region`
+
+
 def roles_by_plan(model: Any) -> dict[str, Role]:
     """The role of every parameter, by all of its names; what has a style that Shoal does not know is replicated."""
-    kinds = _kinds_of(model)
+    kinds = model.planned_kinds
     roles = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         roles[name] = Role(kinds.get(name) or "replicated", init=None, decay=parameter.ndim >= 2)
@@ -49,8 +69,11 @@ def roles_by_plan(model: Any) -> dict[str, Role]:
 
 
 def check_tensor_plan(model: Any) -> None:
-    """Raises `UserCodeError` for a plan whose styles Shoal does not know, or with ties to layers that it leaves out."""
-    kinds, by_name = _kinds_of(model), dict(model.named_parameters(remove_duplicate=False))
+    """Refuses what cannot be split as the plan says.
+
+    Raises `UserCodeError` for styles that Shoal does not know, and for parameters between layers that are split.
+    """
+    kinds = model.planned_kinds
     for name, kind in kinds.items():
         if kind is None:
             layer = name.rpartition(".")[0]
@@ -58,22 +81,48 @@ def check_tensor_plan(model: Any) -> None:
                 f"the tensor plan of {type(model).__name__} splits {layer!r} by {model._tp_plan[pattern_of(layer)]!r}, "
                 "which Shoal does not know: set layout.tensor = 1"
             )
-    split = {id(by_name[name]) for name, kind in kinds.items() if kind in ("embedding", "head")}
-    for name, parameter in by_name.items():
-        if kinds.get(name, "replicated") == "replicated" and id(parameter) in split:
+    if not {"column", "row", "expert"} & {*kinds.values()}:
+        raise UserCodeError(
+            f"the tensor plan of {type(model).__name__} gathers what each of its layers gives, so that every rank "
+            "would have all of them whole: set layout.tensor = 1"
+        )
+    for path, module in model.named_modules():
+        children = [child for child, _ in module.named_children()]
+        split = {child for child in children if kinds.get(f"{path}.{child}.weight") in ("column", "row")}
+        for name in _beside(module, split) if split else ():
             raise UserCodeError(
-                f"{name!r} of {type(model).__name__} is tied to a layer that is split over the vocabulary, and has no "
-                "place in its tensor plan: set tie_word_embeddings = false in model.config, or layout.tensor = 1"
+                f"{type(model).__name__} has {path}.{name} between layers that its tensor plan splits, where every "
+                "rank would see a part of the features: set layout.tensor = 1"
             )
+
+
+def _beside(module: nn.Module, split: set[str]) -> Iterator[str]:
+    """Parameters of a module that are none of its split layers', none of its whole ones', and none of single heads."""
+    size = getattr(module, "head_size", getattr(module, "head_dim", None))
+    for name, child in module.named_modules():
+        if name.split(".")[0] in split or isinstance(child, nn.Linear):
+            continue
+        for own, parameter in child.named_parameters(recurse=False):
+            if tuple(parameter.shape) != (size,):
+                yield f"{name}.{own}".lstrip(".")
 
 
 def _kinds_of(model: Any) -> dict[str, Kind | None]:
     """What the plans say of parameters, by name; None where Shoal does not know the style."""
     kinds: dict[str, Kind | None] = {}
+    plan, embedding = dict(model._tp_plan), model.get_input_embeddings()
     for path, module in model.named_modules():
-        kinds |= dict(_kinds_in(path, module, model._tp_plan))
+        if module is embedding and getattr(model.config, "base_model_tp_plan", None):
+            plan.setdefault(pattern_of(path), "embedding_rowwise")
+        if plan.get(pattern_of(path)) in _GATHERED and module is not model.get_output_embeddings():
+            del plan[pattern_of(path)]
+        kinds |= dict(_kinds_in(path, module, plan))
     for path, module in planned_experts(model):
         kinds |= {f"{path}.{name}": "expert" for name, _ in module.named_parameters()}
+    whole = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if kinds.get(name) in _NOT_SPLIT}
+    for name in [name for name, kind in kinds.items() if kind in ("embedding", "head")]:
+        if id(model.get_parameter(name)) in whole:
+            kinds[name] = "replicated"
     return kinds
 
 

@@ -44,7 +44,15 @@ def leave(x: Tensor, group: Collective) -> Tensor:
 
 
 def enter_sequence(x: Tensor, group: Collective) -> Tensor:
-    """This rank's slice `[batch, seq / size, ...]` to the whole sequence, before layers of which each has a part."""
+    """This rank's slice `[batch, seq / size, width]` to the whole sequence, before layers of which each has a part.
+
+    Raises `LayoutError` for a matrix, in which samples and tokens are one dimension and features would be gathered.
+    """
+    if x.ndim == 2:
+        raise LayoutError(
+            f"layout.sequence_parallel = true: split layers were called with {tuple(x.shape)}, where they expect "
+            "[samples, tokens, width]: the model flattens samples and tokens before them; set it to false"
+        )
     return linear_map(x, partial(gathered, group=group), adjoint=partial(scattered, group=group))
 
 

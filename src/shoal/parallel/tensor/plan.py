@@ -197,8 +197,9 @@ def _layers_of(region: Region, crossings: Crossings) -> list[SplitLayer]:
 
 def _column_cut(region: Region, name: str, group: Collective) -> Cut:
     features, unit, inner = region.columns[name].out_features, region.head_size, region.inner_features
-    if unit is None or inner is None or features == inner:
-        return _even(region, name, features, group)
+    if unit is None or inner is None or features >= inner:
+        what, unit = region.full_name(name), region.unit_of(name)
+        return even_cut(features, group.rank, group.size, what=what, unit=unit or 1)
     return grouped_cut(
         features, group.rank, group.size, what=region.full_name(name), unit=unit, heads=inner // unit
     )  # fmt: skip

@@ -4,6 +4,8 @@ The roles say what is split, but not always in which units, nor where in a modul
 
     head_size    an integer attribute of the module (or head_dim): so many features of a layer stay together. The row
                  layer then has all query heads, a column layer with fewer is one of keys or values that they share.
+    packs_heads  a module with heads says by this attribute that a column layer of several times the row layer's
+                 features has all those of the first head, then all those of the next: its query, key and value.
     closed       all parameters of the module are those of its column layers and its one row layer, or act on single
                  heads between them. The module as a whole then takes the stream and gives it back.
     takes_blocks a module with heads says by this attribute that it reads no length off its input: on a grid its column
@@ -56,6 +58,13 @@ class Region:
     def head_size(self) -> int | None:
         """Features that stay together; None: each stands alone."""
         return getattr(self.module, "head_size", getattr(self.module, "head_dim", None))
+
+    def unit_of(self, column: str) -> int | None:
+        """Features of a column layer that stay together."""
+        inner, features = self.inner_features, self.columns[column].out_features
+        if self.head_size is None or inner is None or features <= inner:
+            return self.head_size
+        return self.head_size * (features // inner)
 
     @property
     def takes_blocks(self) -> bool:
@@ -156,6 +165,8 @@ def _check_widths(region: Region) -> None:
             )
     for child, layer in region.columns.items():
         if inner is None or layer.out_features == inner or (unit is not None and layer.out_features < inner):
+            continue
+        if unit is not None and getattr(region.module, "packs_heads", False) and layer.out_features % inner == 0:
             continue
         raise UserCodeError(
             f"the column layer '{region.full_name(child)}' has {layer.out_features} features and the row layer beside "

@@ -5,10 +5,12 @@
 
 What a skipped module gives has the shape of its output and is NaN. So masks and positions, which follow from the
 inputs, are made by the model's own code on every stage, and a value that the cut forgets shows itself: the
-result is NaN.
+result is NaN, which is an error in the first forward of a part.
 
 The parts are lists of names of modules in the order in which the forward calls them; the first of each is where it
-begins. `chain_of_calls` finds them on a batch, and keeps the cuts through which the output is the same, bit by bit.
+begins. `chain_of_calls` finds them on a batch, and keeps the cuts through which the output is the same, bit by bit:
+in evaluation, after other inputs went through the model, so that nothing is left of this batch in its modules; and in
+training, where dropout draws, not NaN.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from shoal.errors import UserCodeError
+from shoal.models.keyed_draws import draws_of_a_forward
 from shoal.models.roles import Part
 from shoal.parallel.traced.chain import trunk_of
 from shoal.parallel.traced.recording import tensors_in
@@ -88,6 +91,7 @@ class Relay:
         self._model, self._names = model, names
         listed = [name for part in names for name in part]
         self._skipped = skipped or skipped_of(model, listed)
+        self._unseen = set(range(1, len(names))) if skipped is None else set[int]()
         self.parts = tuple(
             Part(part[0], tuple(part), partial(self._run, index)) for index, part in enumerate(names)
         )  # fmt: skip
@@ -101,14 +105,27 @@ class Relay:
         last = index + 1 == len(self._names)
         with self._alone(index, x):
             try:
-                output = self._model.forward(*args, **named)
+                with draws_of_a_forward():
+                    output = self._model.forward(*args, **named)
             except _Reached as reached:
-                return reached.value
+                return self._first_seen(index, x, reached.value)
         if not last:
             raise UserCodeError(
                 f"the forward of {type(self._model).__name__} ended before it called {self._names[index + 1][0]}, "
                 "where model.parts says that a part begins; find the parts anew by `shoal split`"
             )
+        return self._first_seen(index, x, output)
+
+    def _first_seen(self, index: int, x: Any, output: Any) -> Any:
+        """`output`. Raises `UserCodeError` where it is NaN at the first call of a part, and its input is not."""
+        if index in self._unseen:
+            self._unseen.discard(index)
+            if _has_nan(output) and not _has_nan(x):
+                raise UserCodeError(
+                    f"the part of {type(self._model).__name__} that begins with {self._names[index][0]} gave NaN in "
+                    "its first forward: it needs a value that model.parts leaves in another part, if the model itself "
+                    "gives none; find the parts anew by `shoal split`"
+                )
         return output
 
     @contextmanager
@@ -165,17 +182,17 @@ def chain_of_calls(model: nn.Module, args: Sequence[Any], named: Mapping[str, An
     try:
         with torch.no_grad():
             units, output = _called(model, trunk, args, named)
-            skipped = skipped_of(model, units)
+            skipped, inputs = skipped_of(model, units), (tuple(args), named)
             starts, reason = [0], ""
             for start in range(1, len(units)):
-                why = _differs(model, [units[:start], units[start:]], skipped, (tuple(args), named), output)
+                cut = [units[:start], units[start:]]
+                why = _differs(model, cut, skipped, inputs, output) or _forgets(model, cut, skipped, inputs, flags)
                 reason = reason or why
                 starts += [] if why else [start]
             parts = [units[a:b] for a, b in zip(starts, [*starts[1:], len(units)], strict=True)]
-            why = reason if len(parts) < 2 else _differs(model, parts, skipped, (tuple(args), named), output)
+            why = reason if len(parts) < 2 else _differs(model, parts, skipped, inputs, output)
     finally:
-        for module, flag in flags.items():
-            module.training = flag
+        _set_training(flags)
     if why or len(parts) < 2:
         found = f"of no module is its input all that the rest needs ({why})" if why else "it has a single module"
         raise UserCodeError(
@@ -210,15 +227,53 @@ def _differs(
     output: Sequence[Tensor],
 ) -> str:
     """Why these parts are not the model; empty if they are."""
+    args, named = context
+    others = tree_map_only(Tensor, lambda t: t.flip(0) if t.ndim else t, (args, dict(named)))
     x: Any = None
     try:
         for part in Relay(model, names, skipped).parts:
+            model.forward(*others[0], **others[1])  # on a rank of its own, the part finds nothing that another left
             x = part.run(x, context)
     except Exception as error:
         return reason_of(error)
     found = list(tensors_in(x))
     same = len(found) == len(output) and all(torch.equal(a, b) for a, b in zip(found, output, strict=True))
     return "" if same else f"behind {names[1][0]} it needs more than that module's input"
+
+
+def _forgets(
+    model: nn.Module,
+    names: Sequence[Sequence[str]],
+    skipped: Mapping[str, _Skipped],
+    context: Inputs,
+    flags: Mapping[nn.Module, bool],
+) -> str:
+    """Why these parts are not the model in training, as `flags` say; empty if they are. Leaves buffers as they were."""
+    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    x: Any = None
+    _set_training(flags)
+    try:
+        whole = model.forward(*context[0], **context[1])
+        for part in Relay(model, names, skipped).parts:
+            x = part.run(x, context)
+    except Exception as error:
+        return f"in training {reason_of(error)}"
+    finally:
+        _set_training(dict.fromkeys(flags, False))
+        for buffer, value in kept:
+            buffer.copy_(value)
+    if _has_nan(whole) or not _has_nan(x):
+        return ""
+    return f"behind {names[1][0]} it needs, in training, more than that module's input"
+
+
+def _set_training(flags: Mapping[nn.Module, bool]) -> None:
+    for module, flag in flags.items():
+        module.training = flag
+
+
+def _has_nan(value: Any) -> bool:
+    return any(t.is_floating_point() and bool(t.isnan().any()) for t in tensors_in(value))
 
 
 def _give_once(module: nn.Module, x: Tensor | None) -> Any:

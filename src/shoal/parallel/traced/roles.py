@@ -48,6 +48,9 @@ def propose_roles(model: nn.Module, args: Sequence[Any], named: Mapping[str, Any
         proposal.whole[""] = f"does not run on a batch: {reason_of(error)}"
         return proposal
     graph, shapes = recording.graph, recording.shapes
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and not type(module).__module__.startswith("torch.nn"):
+            proposal.whole[name] = f"a {type(module).__name__}, which may compute otherwise than nn.Linear"
     for node in graph.nodes:
         if node.op == "call_module" and isinstance(model.get_submodule(str(node.target)), _OWN_CODE):
             proposal.whole[str(node.target)] = "a layer of PyTorch's, whose forward reads its parts' weights itself"
