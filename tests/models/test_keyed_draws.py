@@ -47,7 +47,7 @@ def drawn(draw: Callable[[Tensor], Tensor], samples: list[int]) -> Tensor:
     torch.manual_seed(len(samples))
     model = Draws(draw)
     mode = KeyedDraws(model, seed=3)
-    mode.begin(1, torch.tensor(samples) * 7919, tokens=0)
+    mode.begin(1, torch.tensor(samples) * 7919, tokens=5)
     with mode:
         found = model(torch.zeros(len(samples), NUMBERS))
     assert mode.unkeyed == set()
@@ -63,6 +63,16 @@ def test_a_sample_draws_the_same_in_any_batch_by_its_law(name: str) -> None:
     for sample in statistic(whole).double():
         assert abs(float(sample.mean()) - mean) < FAR * deviation
         assert abs(float(sample.std()) - deviation) < 2 * FAR * deviation
+
+
+@pytest.mark.parametrize("samples", [[2, 3], [1, 2, 3, 0], [0, 2, 1]])
+def test_rows_of_tokens_are_those_of_their_sample(samples: list[int]) -> None:
+    """Also where there are as many columns as samples, as in the scores of a router: tokens x experts."""
+    rows = drawn(lambda x: torch.rand(len(x) * 5, 4), [0, 1, 2, 3]).view(4, 5, 4)
+    part = drawn(lambda x: torch.rand(len(x) * 5, 4), samples).view(-1, 5, 4)
+    assert torch.equal(rows[samples], part)
+    sequences = drawn(lambda x: torch.rand(5, len(x), 4), [0, 1, 2, 3])
+    assert torch.equal(sequences[:, samples], drawn(lambda x: torch.rand(5, len(x), 4), samples))
 
 
 @pytest.mark.parametrize(

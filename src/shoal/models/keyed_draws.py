@@ -8,9 +8,9 @@ common random functions take their numbers from a counter instead, as `shoal.mod
 
 The layer is the innermost module that is being called, by name, with the number of its call in this forward and of the
 draw in this call. So a stage of a pipeline and a repeated forward draw what the whole model would. The dimension of
-samples is found by its length: dim 0, else dim 1, else a dim 0 that holds several rows of each. A tensor without them,
-such as a weight, is drawn from (seed, step, layer): the same on every rank. On ranks that hold a part of a sample,
-`Extent`s say where their slices stand in the whole.
+samples is found by its length: dim 0, else a dim 0 of all tokens, else dim 1, else a dim 0 that holds several rows of
+each. A tensor without them, such as a weight, is drawn from (seed, step, layer): the same on every rank. On ranks that
+hold a part of a sample, `Extent`s say where their slices stand in the whole.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ class Moment:
 
     step: int
     keys: Tensor | None
+    tokens: int
     sequence: Mapping[int, Extent]
     calls: Sequence[_Call]
     counts: Mapping[str, int]
@@ -98,7 +99,7 @@ class KeyedDraws(TorchFunctionMode):
         self.slices = Slices()
         self.unkeyed: set[str] = set()
         self._keys: Tensor | None = None
-        self._step, self._entered, self._replays = 0, 0, 0
+        self._step, self._tokens, self._entered, self._replays = 0, 0, 0, 0
         self._calls: list[_Call] = []
         self._counts: dict[str, int] = {}
         self._sequence: Mapping[int, Extent] = {}
@@ -108,13 +109,14 @@ class KeyedDraws(TorchFunctionMode):
 
     def begin(self, step: int, sample_keys: Tensor, *, tokens: int) -> None:
         """A forward follows, of samples with these keys, int64 `[samples]`, of which this rank gets so many tokens."""
-        self._step, self._keys = step, sample_keys
+        self._step, self._keys, self._tokens = step, sample_keys, tokens
         self._calls, self._counts = [], {}
         self._sequence = {} if self.slices.sequence is None else self.slices.sequence(tokens)
 
     def moment(self) -> Moment:
         """Where this forward stands: what `replaying` goes back to."""
-        return Moment(self._step, self._keys, self._sequence, [replace(c) for c in self._calls], dict(self._counts))
+        calls = [replace(call) for call in self._calls]
+        return Moment(self._step, self._keys, self._tokens, self._sequence, calls, dict(self._counts))
 
     @contextmanager
     def replaying(self, moment: Moment) -> Iterator[None]:
@@ -142,7 +144,7 @@ class KeyedDraws(TorchFunctionMode):
             self._go_to(before)
 
     def _go_to(self, moment: Moment) -> None:
-        self._step, self._keys, self._sequence = moment.step, moment.keys, moment.sequence
+        self._step, self._keys, self._tokens, self._sequence = moment.step, moment.keys, moment.tokens, moment.sequence
         self._calls, self._counts = [replace(call) for call in moment.calls], dict(moment.counts)
 
     def __enter__(self) -> KeyedDraws:
@@ -215,9 +217,10 @@ class KeyedDraws(TorchFunctionMode):
         """Which dimension counts the samples, and the shape of one; None where nothing does."""
         assert self._keys is not None
         samples = len(self._keys)
-        for dim in range(min(2, len(shape))):
-            if shape[dim] == samples:
-                return dim, (*shape[:dim], *shape[dim + 1 :])
+        if shape and shape[0] == samples:
+            return 0, tuple(shape[1:])
+        if len(shape) > 1 and shape[1] == samples and shape[0] != samples * self._tokens:
+            return 1, (shape[0], *shape[2:])
         if shape and shape[0] and shape[0] % samples == 0:
             return 0, (shape[0] // samples, *shape[1:])
         return None, tuple(shape)
