@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shoal.data.build import Dataset
+from shoal.data.config import StdlibText, TextFiles, Tokens
 from shoal.engine.loss import Loss
 from shoal.engine.precision import Precision, precision_of
 from shoal.models.huggingface.config import TransformersConfig
@@ -86,7 +87,9 @@ def load_workload(
     model = skeleton or model_of(run_file, objects, device=device, dtype=precision.parameters)
     shares = layout.replicate * layout.shard
     if isinstance(run_file.model, TransformersConfig) and objects.model is None:
-        check_plans(model, layout, sequence_parallel=run_file.layout.sequence_parallel)
+        cut = isinstance(run_file.data, StdlibText | TextFiles | Tokens)
+        sequence = run_file.batch.sequence if cut and objects.data is None else None
+        check_plans(model, layout, sequence_parallel=run_file.layout.sequence_parallel, sequence=sequence)
     check_layout_independent(
         model, shares=shares, global_samples=run_file.batch.global_samples, micro_samples=micro_samples
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from shoal.errors import ConfigError, UserCodeError
+from shoal.models.huggingface.attention import attend
 from shoal.models.huggingface.build import build
 from shoal.models.huggingface.config import TransformersConfig
 from shoal.models.huggingface.model import check_plans
@@ -238,6 +240,38 @@ def test_masks_of_a_slice_are_refused(case: str) -> None:
     check_plans(model, Layout(tensor=2))
     with pytest.raises(UserCodeError, match=f"layout.sequence_parallel = true: .*{said}.*set it to false"):
         check_plans(model, Layout(tensor=2), sequence_parallel=True)
+
+
+def test_a_window_that_is_shorter_than_the_sequence_is_refused_on_parts_of_it() -> None:
+    """Before the start where the length of sequences is known; one of the sequence's length changes nothing."""
+    config = {**LLAMA["config"], "sliding_window": 32}
+    model = built(table(LLAMA, architecture="MistralForCausalLM", config=config))
+    check_plans(model, Layout(context=2), sequence=32)
+    check_plans(model, Layout(shard=2), sequence=64)
+    with pytest.raises(
+        UserCodeError, match=r"sliding_window = 32 of MistralForCausalLM is less than batch.sequence = 33"
+    ):
+        check_plans(model, Layout(context=2), sequence=33)
+
+
+class HalfOfTheSequence(CausalAttention):
+    """The core of one of two ranks, as far as one can tell from outside."""
+
+    group = SimpleNamespace(size=2)
+
+
+@pytest.mark.parametrize(("window", "whole"), [(None, True), (8, True), (9, True), (7, False)])
+def test_a_window_of_the_whole_sequence_is_none(window: int | None, whole: bool) -> None:
+    """Two ranks hold 4 tokens each."""
+    module, x = torch.nn.Module(), torch.randn(1, 2, 4, 8)
+    module.add_module("core", HalfOfTheSequence())
+    if whole:
+        assert attend(module, x, x, x, None, sliding_window=window)[0].shape == (1, 4, 2, 8)
+    else:
+        with pytest.raises(
+            UserCodeError, match="uses sliding_window, which attention over parts of a sequence has not"
+        ):
+            attend(module, x, x, x, None, sliding_window=window)
 
 
 def test_a_parameter_outside_of_the_chain_is_refused_by_name() -> None:

@@ -80,8 +80,11 @@ def attend(
     Raises `UserCodeError` for what a core over parts of sequences cannot compute.
     """
     masked = attention_mask is not None and attention_mask.numel() > 0
-    changed = [name for name in _CHANGES if others.get(name) is not None]
     core = module.get_submodule(CORE)
+    length = query.shape[2] * getattr(getattr(core, "group", None), "size", 1)
+    if (others.get("sliding_window") or 0) >= length:  # a window of all tokens is none
+        others = others | {"sliding_window": None}
+    changed = [name for name in _CHANGES if others.get(name) is not None]
     if not masked and not changed and not dropout:
         wanted = query.shape[-1] ** -0.5 if scaling is None else scaling
         width = value.shape[-1]

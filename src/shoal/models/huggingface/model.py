@@ -106,8 +106,10 @@ class Stages(nn.Module):
         return parts_of(self)
 
 
-def check_plans(model: nn.Module, layout: Layout, *, sequence_parallel: bool = False) -> None:
-    """Refuses axes for which a model of transformers declares nothing.
+def check_plans(
+    model: nn.Module, layout: Layout, *, sequence_parallel: bool = False, sequence: int | None = None
+) -> None:
+    """Refuses axes for which a model of transformers declares nothing. `sequence`: tokens in a sample, where known.
 
     Raises `UserCodeError` with the class's name and the layouts that are left.
     """
@@ -151,6 +153,19 @@ def check_plans(model: nn.Module, layout: Layout, *, sequence_parallel: bool = F
         raise UserCodeError(
             f"layout.context = {context}: {name} is no decoder of blocks with one plain causal self-attention each, "
             f'called through transformers\' AttentionInterface, or model.attention is not "auto"; {others}'
+        )
+    if context > 1 and sequence is not None:
+        _check_window(model, layout, sequence)
+
+
+def _check_window(model: nn.Module, layout: Layout, sequence: int) -> None:
+    """A window that is shorter than the sequence, in all layers (models of several kinds of layers have no cores)."""
+    window = getattr(model.config, "sliding_window", None)
+    if window is not None and getattr(model.config, "layer_types", None) is None and window < sequence:
+        raise UserCodeError(
+            f"layout.context = {layout.context}: attention over parts of a sequence has no windows, and "
+            f"model.config.sliding_window = {window} of {type(model).__name__} is less than batch.sequence = "
+            f"{sequence}; use layout.replicate or layout.shard, or shorter sequences"
         )
 
 
