@@ -44,7 +44,7 @@ def _direction(gradient: Tensor) -> Tensor:
 @given(st.lists(st.integers(0, 300), max_size=12), st.integers(1, 5))
 def test_packed_tensors_lie_whole_in_one_piece(lengths: list[int], ranks: int) -> None:
     """Each on a cache line, none over another, and the longest piece is at most 4/3 of an even one, or one tensor."""
-    layout = flat_layout(lengths, ranks, whole=True)
+    layout = flat_layout(lengths, ranks, unit=None)
     covered = sorted((layout.starts[n], layout.starts[n] + length) for n, length in enumerate(lengths) if length)
     assert all(first[1] <= second[0] for first, second in itertools.pairwise(covered))
     for number, length in enumerate(lengths):
@@ -61,7 +61,7 @@ def trained(place: TestPlace, zero: int | None, whole: bool) -> tuple[dict[str, 
     layout = Layout(replicate=place.size) if zero is None else Layout(shard=place.size)
     case = Case(layout, zero, steps=4)
     mesh = build_mesh(layout, place.rank, store=place.store, device=torch.device("cpu"), wire=WireConfig(timeout_s=180))
-    net, gradients = synced(case, mesh, Summing(whole=whole))
+    net, gradients = synced(case, mesh, Summing(unit=None if whole else ALIGNMENT))
     optimizer = Orthogonal([owned.parameter for owned in gradients.owned], lr=0.02)
     for step in range(case.steps):
         take_step(net, gradients, optimizer, microbatches(case, step, mesh.rank), case.clip_norm)
