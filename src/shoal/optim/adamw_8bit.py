@@ -1,9 +1,9 @@
 """AdamW whose moments are kept in 8 bits (Dettmers et al., arXiv:2110.02861), decoded and encoded block by block.
 
-    m = b1 m' + (1 - b1) g,    v = b2 v' + (1 - b2) g^2        m', v' decoded; m, v and all that follows in float32
+    m = b1 m' + (1 - b1) g,    v = b2 v' + (1 - b2) g^2        m', v' decoded
     x <- (1 - lr w) x - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
-x moves by m and v as they are, and these are encoded for the next step (`shoal.optim.dynamic`). So a step that begins
+All in float32, or in float64 for parameters of it. x moves by m and v as they are, and these are encoded for the next step (`shoal.optim.dynamic`). So a step that begins
 with the same moments gives the same weights wherever blocks begin; the moments that it leaves are those of its blocks.
 
 On a CPU a loop in C does it in one pass (`codec/core/adam.c`). What follows in torch is its oracle, bit by bit, and what
@@ -91,7 +91,7 @@ class EightBitAdamW(FusedAdamW):
 
     def _from_tensors(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], factors: _Factors) -> None:
         given = [state[name] for name in MOMENTS]
-        first, second = (m.decoded() if isinstance(m, Quantised) else m.detach().float() for m in given)
+        first, second = (m.decoded() if isinstance(m, Quantised) else m.detach() for m in given)
         first, second = _moved(parameter, gradient, first, second, factors)
         for (name, signed), moment in zip(MOMENTS.items(), (first, second), strict=True):
             state[name] = quantised(moment, signed=signed)
@@ -134,18 +134,18 @@ def step_in_torch(x: Tensor, gradient: Tensor, moments: tuple[Quantised, Quantis
 
 def _moved(x: Tensor, gradient: Tensor, first: Tensor, second: Tensor, f: _Factors) -> tuple[Tensor, Tensor]:
     """Moves `x`; both moments after it. Plain products and sums, so that no fused multiply-add rounds otherwise."""
-    gradient = gradient.float()
-    first = first * f.beta1 + gradient * f.rest1
-    second = second * f.beta2 + gradient * gradient * f.rest2
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    gradient = gradient.to(dtype)
+    first = first.to(dtype) * f.beta1 + gradient * f.rest1
+    second = second.to(dtype) * f.beta2 + gradient * gradient * f.rest2
     step = first / (_root(second) / f.root + f.eps) * f.rate
-    wide = x if x.dtype == torch.float64 else x.float()
-    x.copy_(wide * f.kept - step)
-    return first, second
+    x.copy_(x.to(dtype) * f.kept - step)
+    return first.float(), second.float()
 
 
 def _root(x: Tensor) -> Tensor:
     """The square root, rounded to nearest: on a CPU, MKL's of float32 is off by a last bit for one number in twelve."""
-    return x.double().sqrt().float() if x.device.type == "cpu" else x.sqrt()
+    return x.double().sqrt().to(x.dtype) if x.device.type == "cpu" else x.sqrt()
 
 
 def _moment(moment: Quantised) -> Moment:

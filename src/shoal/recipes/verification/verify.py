@@ -8,7 +8,7 @@ last bit of a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 
@@ -44,6 +44,15 @@ from shoal.recipes.objects import UserObjects
 from shoal.recipes.run import Run, open_run
 from shoal.recipes.unkeyed_draws import said_of
 from shoal.recipes.verification import coded
+from shoal.recipes.verification.moments import (
+    LEFT_OUT,
+    NOTE,
+    compare_moments,
+    give_moments,
+    held_moments,
+    in_8_bits,
+    without_rounding,
+)
 from shoal.recipes.verification.passed import remember
 from shoal.recipes.verification.pipedream import verify_pipedream
 from shoal.recipes.verification.reference import (
@@ -112,6 +121,10 @@ def verify_rank(
     run_file = msgspec.structs.replace(run_file, precision=Float64() if exact else Float32())
     differ = replicas_differ(run_file.sync)
     run_file, notes = provable(run_file) if differ else (run_file, [])
+    if in_8_bits(run_file):
+        plain = differ or run_file.pipeline.asynchronous
+        notes.append((LEFT_OUT if plain else NOTE).format(run_file.optimizer.variant))
+        run_file = without_rounding(run_file) if plain else run_file
     if run_file.shard_codec != ShardCodecConfig():
         notes.append(LOSSY_PIECES)
         run_file = msgspec.structs.replace(run_file, shard_codec=ShardCodecConfig())
@@ -163,6 +176,7 @@ class _Proof:
     whole: Feed
     findings: list[Finding]
     bar: ProgressBar
+    moments: Sequence[HeldBox] = ()
     replayed: int = 0
     unkeyed: frozenset[str] = frozenset()
 
@@ -199,11 +213,13 @@ class _Proof:
         found = _take_step(run, number, self.feed.next().microbatches, tap)
         self.replayed += found.replayed
         if reference is not None and wanted is not None:
+            give_moments(reference, self.moments)
             rounding = lambda: reference.rounding(batches, wanted)  # noqa: E731
             own = list(_compare(reference, wanted, found, number, run.rate(number), tolerances, rounding))
             if not all(finding.holds for finding in own) and not self.unkeyed:  # whose draws differ with the batch, too
                 own += neighbour_findings(run, reference, batches, number, tolerances.loss)
             self.findings += own
+        self.moments = found.moments
 
 
 @dataclass(frozen=True)
@@ -216,6 +232,7 @@ class _LayoutStep:
     kept: list[HeldBox]
     weights: list[HeldBox]
     buffers: list[HeldBox]
+    moments: list[HeldBox]
     routes: list[RouteDifference]
     replayed: int
 
@@ -246,7 +263,8 @@ def _take_step(run: Run, number: int, batches: list[Batch], tap: ReplayRoutes) -
     with gradients.full_parameters():
         weights = collected(run, list(held_weights(run.trained)))
     differences, replayed = gather_routes(run, tap)
-    return _LayoutStep(result, *seen[0], weights, collected(run, buffers_of(run)), differences, replayed)
+    buffers, moments = collected(run, buffers_of(run)), held_moments(run)
+    return _LayoutStep(result, *seen[0], weights, buffers, moments, differences, replayed)
 
 
 def _compare(
@@ -271,6 +289,7 @@ def _compare(
     reference.update(whole, lr=lr)
     after = {name: parameter.detach() for name, parameter in reference.weights.items()}
     yield from compare_weights(number, found.weights, after, tolerance=tolerances.weight)
+    yield from compare_moments(reference, number, found.moments)
     yield from compare_buffers(reference, number, found.buffers, tolerances.gradient)
 
 
