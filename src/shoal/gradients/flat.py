@@ -4,10 +4,10 @@
     pieces   | rank 0      | rank 1      | rank 2          |
 
 All pieces are equally long, so that one reduce-scatter sums gradients and one all-gather brings parameters back. A
-piece may begin inside a tensor and hold several; a rank whose piece is all padding owns nothing. An optimizer that
-has scales for blocks of a tensor wants these whole, and with the same numbers on any number of ranks: tensors and pieces
-then start at a multiple of the `unit`. One that works on whole matrices (Muon, Shampoo) needs each of them on one rank:
-a `unit` of None packs tensors into pieces without cutting any,
+piece may begin inside a tensor and hold several; a rank whose piece is all padding owns nothing. An optimizer that has
+scales for blocks of a tensor wants these whole, and the same on any number of ranks: tensors and pieces then start at a
+multiple of the `unit`. One that works on whole matrices (Muon, Shampoo) needs each of them on one rank: a `unit` of
+None packs tensors into pieces without cutting any,
 
     buffer   | w2 ........... | w0 ..... | w1 .. | padding |
     pieces   | rank 0         | rank 1                     |
@@ -77,8 +77,8 @@ class FlatLayout:
 
 
 def flat_layout(lengths: Sequence[int], ranks: int, *, unit: int | None = ALIGNMENT) -> FlatLayout:
-    """The layout of tensors of these lengths. `unit`: so many numbers of a tensor, from its first on, stay on one rank, a
-    multiple of `ALIGNMENT`; None: all of them.
+    """The layout of tensors of these lengths. `unit`, a multiple of `ALIGNMENT`: so many numbers of a tensor, from its
+    first on, stay on one rank; None: all of them.
     """
     if unit is None:
         return _packed(lengths, ranks)

@@ -3,11 +3,12 @@
     m = b1 m' + (1 - b1) g,    v = b2 v' + (1 - b2) g^2        m', v' decoded
     x <- (1 - lr w) x - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
-All in float32, or in float64 for parameters of it. x moves by m and v as they are, and these are encoded for the next step (`shoal.optim.dynamic`). So a step that begins
-with the same moments gives the same weights wherever blocks begin; the moments that it leaves are those of its blocks.
+All in float32, or in float64 for parameters of it. x moves by m and v as they are, and these are encoded for the next
+step (`shoal.optim.dynamic`). So a step that begins with the same moments gives the same weights wherever blocks begin;
+the moments that it leaves are those of its blocks.
 
-On a CPU a loop in C does it in one pass (`codec/core/adam.c`). What follows in torch is its oracle, bit by bit, and what
-runs on other devices, for other dtypes and without a C compiler: in chunks, so that the float32 copies stay small.
+On a CPU a loop in C does it in one pass (`codec/core/adam.c`). What follows in torch is its oracle, bit by bit, and
+what runs on other devices, for other dtypes and without a C compiler: in chunks, so that float32 copies stay small.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from torch.nn import Parameter
 
 from shoal.codec.kernels import Kernels, Moment, kernels_for
 from shoal.optim.config import BLOCK, AdamW8bit
-from shoal.optim.dynamic import Quantised, quantised
+from shoal.optim.dynamic import Quantised, packed_form, quantised
 from shoal.optim.fused import FusedAdamW
 
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 """Each slot, and whether its numbers have signs."""
 _CHUNK = {"cpu": 1 << 16}
 _CHUNK_ELSEWHERE = 1 << 23
-"""Numbers that the torch form decodes at a time: as many as a cache holds, and elsewhere enough to be worth a launch."""
+"""Numbers that the torch form decodes at a time: as many as a cache holds; elsewhere enough to be worth a launch."""
 
 
 def build(config: AdamW8bit, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
@@ -133,13 +134,15 @@ def step_in_torch(x: Tensor, gradient: Tensor, moments: tuple[Quantised, Quantis
 
 
 def _moved(x: Tensor, gradient: Tensor, first: Tensor, second: Tensor, f: _Factors) -> tuple[Tensor, Tensor]:
-    """Moves `x`; both moments after it. Plain products and sums, so that no fused multiply-add rounds otherwise."""
+    """Moves `x`; both moments after it, in the place of those before. Plain products and sums, so that no fused
+    multiply-add rounds otherwise.
+    """
     dtype = torch.promote_types(x.dtype, torch.float32)
-    gradient = gradient.to(dtype)
-    first = first.to(dtype) * f.beta1 + gradient * f.rest1
-    second = second.to(dtype) * f.beta2 + gradient * gradient * f.rest2
-    step = first / (_root(second) / f.root + f.eps) * f.rate
-    x.copy_(x.to(dtype) * f.kept - step)
+    gradient, first, second = gradient.to(dtype), first.to(dtype).mul_(f.beta1), second.to(dtype).mul_(f.beta2)
+    first += gradient * f.rest1
+    second += (gradient * gradient).mul_(f.rest2)
+    step = (first / _root(second).div_(f.root).add_(f.eps)).mul_(f.rate)
+    x.copy_((x.to(dtype) * f.kept).sub_(step))
     return first.float(), second.float()
 
 
@@ -149,4 +152,4 @@ def _root(x: Tensor) -> Tensor:
 
 
 def _moment(moment: Quantised) -> Moment:
-    return Moment(moment.codes, moment.scales, moment.map.form)
+    return Moment(moment.codes, moment.scales, packed_form(moment.codes.dtype))

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
+import msgspec
+
 from shoal.config.table import Positive, PositiveFloat, Table, says
 
 Dims = tuple[int, ...]
@@ -124,6 +126,11 @@ class AdamW8bit(AdamW, frozen=True, tag_field="kind", tag="adamw_8bit"):
         """Both moments, and the number of steps."""
         each = 1 + 4 / BLOCK
         return (Slot("exp_avg", number_bytes=each), Slot("exp_avg_sq", number_bytes=each), counter("step"))
+
+
+def in_8_bits(optimizer: _Common) -> AdamW8bit | None:
+    """The same optimizer with moments in 8 bits; None where there is none, or it is that."""
+    return AdamW8bit(**msgspec.structs.asdict(optimizer)) if type(optimizer) is AdamW else None
 
 
 class SGD(_Common, frozen=True, tag_field="kind", tag="sgd"):

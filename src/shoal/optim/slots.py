@@ -47,7 +47,8 @@ def make_slots(
 ) -> dict[str, Tensor]:
     """Empty tensors for the slots that were `saved` (name and dtype), put in the optimizer's state, to be filled.
 
-    `slots` is what the optimizer declares; those in 8 bits are filled in float32, and then `pack_slots`. Raises `UsageError` for a saved slot that it does not have.
+    `slots` is what the optimizer declares. Those in 8 bits are filled in float32; then `pack_slots` is called. Raises
+    `UsageError` for a saved slot that it does not have.
     """
     owners, declared, made = dict(parameters), {slot.name: slot for slot in slots}, {}
     for key, dtype in saved.items():

@@ -28,8 +28,8 @@ TOLERANCE = 2**-3
 """Two roundings, each by at most 6.6 % of a tensor's norm: where its numbers all lie at the lower end of the highest
 decade of 64 values."""
 NOTE = (
-    'optimizer.kind = "{}": each step of the one process begins with the moments that the layout has in 8 bits; what they '
-    "become is compared within the rounding of 8 bits, and all else as ever"
+    'optimizer.kind = "{}": each step of the one process begins with the moments that the layout has in 8 bits, and so '
+    "weights are compared as ever; what the moments become is compared within the rounding of 8 bits"
 )
 LEFT_OUT = (
     'optimizer.kind = "{}" was taken as "adamw": what 8 bits round depends on the last digits of a gradient, which no '
@@ -37,7 +37,7 @@ LEFT_OUT = (
 )
 
 
-def in_8_bits(run_file: RunFile) -> bool:
+def rounds_moments(run_file: RunFile) -> bool:
     """Whether the run file's optimizer rounds what it keeps."""
     return isinstance(run_file.optimizer, AdamW8bit)
 
@@ -49,7 +49,7 @@ def without_rounding(run_file: RunFile) -> RunFile:
 
 def held_moments(run: Run) -> list[HeldBox]:
     """The moments of all ranks at rank 0, if the optimizer rounds them. All ranks call it, between two steps."""
-    if not in_8_bits(run.run_file) or run.workload.optimizers:
+    if not rounds_moments(run.run_file) or run.workload.optimizers:
         return []
     like = tuple(f"{OPTIMIZER}{slot.name}/" for slot in run.run_file.optimizer.slots if slot.like_parameter)
     own = [

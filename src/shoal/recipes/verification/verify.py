@@ -50,7 +50,7 @@ from shoal.recipes.verification.moments import (
     compare_moments,
     give_moments,
     held_moments,
-    in_8_bits,
+    rounds_moments,
     without_rounding,
 )
 from shoal.recipes.verification.passed import remember
@@ -121,7 +121,7 @@ def verify_rank(
     run_file = msgspec.structs.replace(run_file, precision=Float64() if exact else Float32())
     differ = replicas_differ(run_file.sync)
     run_file, notes = provable(run_file) if differ else (run_file, [])
-    if in_8_bits(run_file):
+    if rounds_moments(run_file):
         plain = differ or run_file.pipeline.asynchronous
         notes.append((LEFT_OUT if plain else NOTE).format(run_file.optimizer.variant))
         run_file = without_rounding(run_file) if plain else run_file
