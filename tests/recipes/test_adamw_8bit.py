@@ -20,7 +20,7 @@ from shoal.recipes.verification.moments import TOLERANCE
 from tests.ranks import TestPlace
 from tests.recipes.journey import LR, Leg, travel, whole_state
 from tests.recipes.layouts import GPT, MOE, corpus, verified
-from tests.sync.steps import gap, opened
+from tests.sync.steps import gap, opened, train
 
 MODEL = GPT | {"layers": 2, "width": 80, "heads": 4, "feed_forward_width": 96}
 """Matrices of 6,400 and 7,680 numbers: between tensor ranks they are cut within a block."""
@@ -83,10 +83,18 @@ def test_a_layout_that_cuts_within_a_block_rounds_its_moments_otherwise(
     assert losses == pytest.approx(straight["float64"].losses, rel=OTHER_BLOCKS)
 
 
-@pytest.mark.parametrize("layout", ["ZeRO-1", "ZeRO-2", "ZeRO-3", "replicate"])
+BY_PRIORITY = {
+    "layout": {"replicate": 2},
+    "gradients": {"schedule": "priority"},
+    "optimizer": EIGHT["optimizer"] | {"clip_norm": float("inf")},
+    "wire": {"check_collectives": False},
+}
+
+
+@pytest.mark.parametrize("layout", ["ZeRO-1", "ZeRO-2", "ZeRO-3", "replicate", "by priority"])
 def test_a_run_resumes_in_every_bit(ranks, folder: Path, layout: str) -> None:
     """Six steps, a checkpoint, six more in new processes: losses, weights and moments of twelve without a stop."""
-    tables = CUT_BETWEEN_BLOCKS[layout]
+    tables = CUT_BETWEEN_BLOCKS.get(layout, BY_PRIORITY)
     whole = leg(ranks, folder, tables, f"whole-{layout}", 12)
     first, second = (leg(ranks, folder, tables, f"halves-{layout}", 6) for _ in range(2))
     assert all(torch.equal(first.left[name], tensor) for name, tensor in second.came.items())
@@ -109,6 +117,26 @@ def test_a_checkpoint_goes_on_in_other_layouts(ranks, folder: Path, straight: di
     losses = [loss for one in legs for loss in one.losses]
     assert losses[:6] == pytest.approx(straight["float64"].losses[:6], rel=SAME_MATH)
     assert losses == pytest.approx(straight["float64"].losses[:10], rel=OTHER_BLOCKS)
+
+
+APART: dict[str, dict[str, Any]] = {
+    "server": {"sync": {"kind": "server", "admission": "sync"}, "optimizer": EIGHT["optimizer"] | {"clip_norm": None}},
+    "local": {"sync": {"kind": "local", "period": 2}},
+    "gossip": {"sync": {"kind": "gossip"}},
+    "coded": {"codec": {"kind": "blockwise"}},
+}
+
+
+@pytest.mark.parametrize("strategy", APART)
+def test_replicas_that_agree_otherwise_resume_in_every_bit(ranks, folder: Path, strategy: str) -> None:
+    """Servers that step parts of it, replicas with moments of their own, coded gradients."""
+    tables = EIGHT | {"batch": {"global_samples": 8, "denominator": "samples"}} | APART[strategy]
+    whole = ranks(2, train, tables, str(folder), 0, 8)[0]
+    ranks(2, train, tables, str(folder), 0, 4, f"apart-{strategy}")
+    resumed = ranks(2, train, tables, str(folder), 4, 8, f"apart-{strategy}")[0]
+    assert any("optimizer/exp_avg/" in name for name in whole.state)
+    assert resumed.state.keys() == whole.state.keys()
+    assert all(torch.equal(resumed.state[name], tensor) for name, tensor in whole.state.items())
 
 
 VERIFIED: dict[str, dict[str, Any]] = {

@@ -40,16 +40,16 @@ class FullyShardedGradients(ShardedBase):
         groups: Groups,
         replica: Collective,
         exchange: NewExchange = AllReduce,
-        unit: int | None = ALIGNMENT,
+        undivided: int | None = ALIGNMENT,
         pieces: PieceCodecs = PieceCodecs(),
     ) -> None:
         rest_modules = _direct_owners(model, [trained[i] for c in parts if c.unit < 0 for i in c.indices])
         stores = [
-            ShardedParameters(*flat(trained, part, groups, unit=unit), groups(part.shard), codecs=pieces)
+            ShardedParameters(*flat(trained, part, groups, undivided=undivided), groups(part.shard), codecs=pieces)
             for part in parts
         ]
         super().__init__(
-            trained, parts, stores, stage=3, groups=groups, replica=replica, exchange=exchange, unit=unit,
+            trained, parts, stores, stage=3, groups=groups, replica=replica, exchange=exchange, undivided=undivided,
             pieces=pieces,
         )  # fmt: skip
         self._rest = Unit(_of_unit(parts, stores, -1), passes=False)

@@ -58,7 +58,7 @@ class _Common(Table, frozen=True):
     """Keys that every optimizer has."""
 
     works_on: ClassVar[Granularity] = "elements"
-    unit: ClassVar[int] = 1
+    undivided: ClassVar[int] = 1
     """So many numbers of a parameter, one after the other, are not divided between ranks."""
     least_numbers: ClassVar[int] = 0
     """Parameters with fewer numbers form groups of their own, which say `small`."""
@@ -118,7 +118,7 @@ class AdamW8bit(AdamW, frozen=True, tag_field="kind", tag="adamw_8bit"):
     """
 
     implemented_by: ClassVar[str] = "shoal.optim.adamw_8bit:build"
-    unit: ClassVar[int] = BLOCK
+    undivided: ClassVar[int] = BLOCK
     least_numbers: ClassVar[int] = 4096
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 from dataclasses import asdict, dataclass, replace
@@ -15,7 +14,6 @@ from shoal.cost.footprint import Footprint, Overheads
 from shoal.cost.transformer import Transformer
 from shoal.errors import ConfigError, LayoutError, UsageError
 from shoal.models.config import GPTConfig, ModelConfig, MoEConfig
-from shoal.optim.config import in_8_bits
 from shoal.planner.explain.codecs import Codings, codec_changes, codings
 from shoal.planner.explain.explain import helps
 from shoal.planner.explain.explain import why_not as explain_why_not
@@ -25,12 +23,12 @@ from shoal.planner.predict.bill import Constants
 from shoal.planner.predict.measured import Measured
 from shoal.planner.predict.predictor import Prediction, Predictor, Workload
 from shoal.planner.predict.run_cost import run_cost
-from shoal.planner.search.candidates import Allowed
-from shoal.planner.search.search import Found, search
+from shoal.planner.search.search import Found
 from shoal.planning.history import remembered, track_record
 from shoal.planning.measured_step import MeasuredStep, calibrated
 from shoal.planning.operators import calibration_here, cores, measured_for_traces, measured_here
-from shoal.planning.plan_file import chunk_choices, runnable, with_codec, written_plan
+from shoal.planning.optimizers import optimizer_changes, search_with
+from shoal.planning.plan_file import allowed_by, with_codec, written_plan
 from shoal.planning.stack import stack_of
 from shoal.runfile.run_file import RunFile
 from shoal.topology.calibration import CodecTime
@@ -141,13 +139,13 @@ def planned(
     if measured_step is not None:
         predictor, evidence, how = _calibrated(predictor, cluster, measured_step)
         basis += how
-    allowed = Allowed(loss_chunks=chunk_choices(run_file))
-    found = _search(predictor, allowed, run_file, keep=keep)
+    allowed = allowed_by(run_file)
+    found = search_with(run_file, predictor, allowed, keep=keep)
     best = found.best[0]
     written = _written(run_file, predictor)
     codec_serves = with_codec(run_file)
     changes = [*helps(predictor, best), *codec_changes(predictor, best, codec_serves)]
-    changes += _optimizer_changes(predictor, best, run_file)
+    changes += optimizer_changes(run_file, predictor, best)
     return Planned(
         predictor=predictor,
         found=found,
@@ -160,51 +158,6 @@ def planned(
         evidence=evidence,
         track_record=_track_record(predictor),
     )
-
-
-def with_optimizer(predictor: Predictor, run_file: RunFile) -> Predictor:
-    """The same with what the optimizer of `run_file` keeps and moves."""
-    stack, other = predictor.stack, stack_of(run_file, predictor.cluster)
-    state = replace(stack.state, optimizer=other.state.optimizer, saved=other.state.saved)
-    if state == stack.state and other.update_bytes == stack.update_bytes:
-        return predictor
-    changed = replace(stack, state=state, update_bytes=other.update_bytes)
-    return predictor.on(predictor.cluster, measured=predictor.measured, stack=changed)
-
-
-def _in_8_bits(predictor: Predictor, run_file: RunFile) -> tuple[str, Predictor] | None:
-    """The key that brings moments to 8 bits, and what prices it; None where they cannot be, or are."""
-    optimizer = in_8_bits(run_file.optimizer)
-    if optimizer is None:
-        return None
-    changed = msgspec.structs.replace(run_file, optimizer=optimizer)
-    return f'optimizer.kind = "{optimizer.variant}"', with_optimizer(predictor, changed)
-
-
-def _search(predictor: Predictor, allowed: Allowed, run_file: RunFile, *, keep: int) -> Found:
-    """Raises `LayoutError` where nothing fits, with what moments in 8 bits would change in that."""
-    legal = runnable(run_file, predictor.cluster)
-    try:
-        return search(predictor, allowed, keep=keep, legal=legal)
-    except LayoutError as error:
-        other = _in_8_bits(predictor, run_file)
-        if other is None:
-            raise
-        with contextlib.suppress(LayoutError):
-            best = search(other[1], allowed, keep=1, legal=legal).best[0]
-            size = units.memory_size(best.memory_bytes)
-            raise LayoutError(f"{error}; with {other[0]}, {best.plan.describe()} fits in {size}") from error
-        raise
-
-
-def _optimizer_changes(predictor: Predictor, best: Prediction, run_file: RunFile) -> list[Change]:
-    """Moments in 8 bits, as a change of the best plan."""
-    other = _in_8_bits(predictor, run_file)
-    if other is None:
-        return []
-    one = other[1].predict(best.plan)
-    caveat = "moments are rounded to 8 bits"
-    return [Change(what=other[0], step_s=one.step_s, memory_bytes=one.memory_bytes, fits=one.fits, caveat=caveat)]
 
 
 def _calibrated(predictor: Predictor, cluster: Path | None, step: MeasuredStep) -> tuple[Predictor, Evidence, str]:
