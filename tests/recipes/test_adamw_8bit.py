@@ -5,12 +5,14 @@ from __future__ import annotations
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.adamw_8bit import compare_losses
 from shoal.memory.tracker import storage_bytes
 from shoal.optim.config import BLOCK
 from shoal.optim.dynamic import Quantised
@@ -22,6 +24,7 @@ from tests.recipes.journey import LR, Leg, travel, whole_state
 from tests.recipes.layouts import GPT, MOE, corpus, verified
 from tests.sync.steps import gap, opened, train
 
+RECIPES = Path(__file__).parents[2] / "recipes"
 MODEL = GPT | {"layers": 2, "width": 80, "heads": 4, "feed_forward_width": 96}
 """Matrices of 6,400 and 7,680 numbers: between tensor ranks they are cut within a block."""
 EIGHT = {"optimizer": {"kind": "adamw_8bit"}, "model": MODEL}
@@ -117,6 +120,31 @@ def test_a_checkpoint_goes_on_in_other_layouts(ranks, folder: Path, straight: di
     losses = [loss for one in legs for loss in one.losses]
     assert losses[:6] == pytest.approx(straight["float64"].losses[:6], rel=SAME_MATH)
     assert losses == pytest.approx(straight["float64"].losses[:10], rel=OTHER_BLOCKS)
+
+
+LIKE_ADAMW = 0.02
+"""Losses, relative: the mean of the last steps, over three seeds."""
+SEEDS = (0, 1, 2)
+
+
+def test_losses_are_those_of_adamw(ranks, folder: Path) -> None:
+    """Over sixty steps of a small GPT, from each of three seeds."""
+    means = []
+    for kind in ("adamw", "adamw_8bit"):
+        runs = (
+            leg(ranks, folder, {"run": {"seed": seed}, "optimizer": {"kind": kind}}, f"{kind}-{seed}", 60)
+            for seed in SEEDS
+        )
+        means.append([fmean(run.losses[-10:]) for run in runs])
+    assert means[1] == pytest.approx(means[0], rel=LIKE_ADAMW)
+    assert means[1] != means[0]
+
+
+@pytest.mark.stress
+def test_losses_of_a_recipe_are_those_of_adamw() -> None:
+    """A byte-level GPT of 800,000 parameters, 300 steps of text."""
+    found = compare_losses(RECIPES / "stdlib-gpt.toml", seeds=len(SEEDS), steps=300)
+    assert all(one["holds"] for one in found["checks"]), found
 
 
 APART: dict[str, dict[str, Any]] = {

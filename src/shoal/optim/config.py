@@ -113,9 +113,7 @@ class AdamW(_Common, frozen=True, tag_field="kind", tag="adamw"):
 
 
 class AdamW8bit(AdamW, frozen=True, tag_field="kind", tag="adamw_8bit"):
-    """AdamW with both moments in 8 bits (arXiv:2110.02861): 2 bytes a parameter in place of 8. Those of parameters with
-    fewer than 4,096 numbers stay as they are.
-    """
+    """AdamW with moments in 8 bits (arXiv:2110.02861): 2 bytes a parameter instead of 8, from 4,096 numbers on."""
 
     implemented_by: ClassVar[str] = "shoal.optim.adamw_8bit:build"
     undivided: ClassVar[int] = BLOCK
