@@ -111,21 +111,22 @@ def measure(parameters: int, *, turns: int) -> Result:
 def compare_losses(recipe: Path, *, seeds: int, steps: int) -> Result:
     """A row for each seed, and a check of the means. Raises `EnvironmentFault` where a run fails."""
     rows: list[Row] = []
+    all_found: dict[str, list[float]] = {"adamw": [], "adamw_8bit": []}
     for seed in range(seeds):
         found = {}
-        for kind in ("adamw", "adamw_8bit"):
+        for kind, losses in all_found.items():
             print(f"{recipe.stem}, seed {seed}: {kind}", file=sys.stderr, flush=True)
             found[kind] = _loss(recipe, kind, seed=seed, steps=steps)
+            losses.append(found[kind])
         rows.append(
             {
                 "recipe": recipe.stem,
                 "seed": seed,
-                **{f"loss_{kind}": round(loss, 4) for kind, loss in found.items()},
+                **{f"loss_{kind}": float(f"{loss:.4g}") for kind, loss in found.items()},
                 "difference_percent": round(100 * (found["adamw_8bit"] / found["adamw"] - 1), 2),
             }
         )
-    means = [statistics.fmean(row[f"loss_{kind}"] for row in rows) for kind in ("adamw", "adamw_8bit")]
-    off = abs(means[1] / means[0] - 1)
+    off = abs(statistics.fmean(all_found["adamw_8bit"]) / statistics.fmean(all_found["adamw"]) - 1)
     return {"rows": rows, "checks": [check("mean loss against AdamW's, relative", off, LOSS_BOUND, at_most=True)]}
 
 

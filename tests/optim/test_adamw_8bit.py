@@ -66,6 +66,18 @@ def test_the_kernel_gives_what_torch_gives(numel: int) -> None:
             assert torch.equal(a.scales, b.scales)
 
 
+@kernels_built
+@pytest.mark.parametrize("spoilt", [torch.nan, torch.inf, -torch.inf])
+def test_a_step_of_what_is_no_number_is_seen(spoilt: float) -> None:
+    """In the block that has it, and in no other, by the kernel as by torch."""
+    for step in (step_in_torch, lambda *given: step_in_c(built(), *given)):
+        x, gradient, held = torch.zeros(3 * BLOCK), torch.ones(3 * BLOCK), moments(3 * BLOCK)
+        gradient[BLOCK + 5] = spoilt
+        step(x, gradient, held, FACTORS)
+        finite = held[0].decoded().view(3, BLOCK).isfinite().all(dim=1)
+        assert finite.tolist() == [True, False, True]
+
+
 def test_the_first_step_is_that_of_adamw() -> None:
     """It is made before the moments are rounded."""
     (_, ours), (_, theirs) = taken(CONFIG, 1), taken(AdamW(lr=1e-2), 1)

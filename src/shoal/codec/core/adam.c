@@ -47,8 +47,8 @@ INLINE uint32_t level_of(float y, const struct map *map, const int decades) {
         least = pick_float(above, (float)(1 << k), least);
     }
     float level = y * slope + least * (float)(8.0 / 9.0), last = least + least - 1;
+    level = pick_float(level >= least, level, least); /* also of what is no number */
     level = pick_float(level > last, last, level);
-    level = pick_float(level < least, least, level);
     level = pick_float(level > most - 1, most - 1, level);
     level = pick_float(y > map->top, most, level);
     return pick(y > map->border[0], (uint32_t)(int32_t)level, 0);
