@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shoal.optim.config import BLOCK
-from shoal.optim.dynamic import TINIEST, Quantised, map_of, quantised
+from shoal.optim.dynamic import TINIEST, Quantised, map_of, quantised, zeros
 
 CPU = torch.device("cpu")
 CODES = {True: torch.int8, False: torch.uint8}
@@ -123,6 +123,16 @@ def test_a_larger_number_has_a_code_that_is_not_smaller(signed: bool) -> None:
     assert bool((found.diff() >= 0).all())
     if signed:
         assert torch.equal(quantised(-x, signed=True).codes.int(), -found)
+
+
+@signs
+def test_zeros_are_encoded_as_they_begin(signed: bool) -> None:
+    """Whatever the length."""
+    for numel in LENGTHS:
+        x = torch.zeros(numel)
+        first, again = zeros(x, signed=signed), quantised(x, signed=signed)
+        assert all(torch.equal(a, b) for a, b in zip(bits(first), bits(again), strict=True))
+        assert torch.equal(first.decoded(), x)
 
 
 def test_only_zero_becomes_zero_without_sign() -> None:

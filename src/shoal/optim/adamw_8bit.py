@@ -22,7 +22,7 @@ from torch.nn import Parameter
 
 from shoal.codec.kernels import Kernels, Moment, kernels_for
 from shoal.optim.config import BLOCK, AdamW8bit
-from shoal.optim.dynamic import Quantised, packed_form, quantised
+from shoal.optim.dynamic import Quantised, packed_form, quantised, zeros
 from shoal.optim.fused import FusedAdamW
 
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
@@ -73,10 +73,9 @@ class EightBitAdamW(FusedAdamW):
             return
         for parameter in parameters:
             if not self.state[parameter]:
-                zeros = torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.contiguous_format)
                 self.state[parameter] = {
                     "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    **{name: quantised(zeros, signed=signed) for name, signed in MOMENTS.items()},
+                    **{name: zeros(parameter, signed=signed) for name, signed in MOMENTS.items()},
                 }
         states = [self.state[parameter] for parameter in parameters]
         steps = [state["step"] for state in states]

@@ -151,11 +151,15 @@ class Quantised(NamedTuple):
         return self
 
 
+def zeros(x: Tensor, *, signed: bool) -> Quantised:
+    """Zeros in 8 bits, of the shape of `x` and on its device."""
+    codes = torch.zeros(x.shape, dtype=torch.int8 if signed else torch.uint8, device=x.device)
+    return Quantised(codes, torch.full((-(-x.numel() // BLOCK),), TINIEST, device=x.device))
+
+
 def quantised(x: Tensor, *, signed: bool) -> Quantised:
     """`x` in 8 bits; numbers below 0 only if `signed`."""
-    codes = torch.empty(x.shape, dtype=torch.int8 if signed else torch.uint8, device=x.device)
-    scales = torch.empty(-(-x.numel() // BLOCK), dtype=torch.float32, device=x.device)
-    return Quantised(codes, scales).encode_(x.detach().float())
+    return zeros(x, signed=signed).encode_(x.detach().float())
 
 
 def _blocks(flat: Tensor) -> Tensor:
