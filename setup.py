@@ -11,6 +11,7 @@ from setuptools import Extension, setup
 
 FOLDER = Path("src/shoal/comm/shm/core")
 FLAGS = ["-std=gnu11", "-O3", "-fvisibility=hidden", "-ffp-contract=off"]
+KERNELS = Path("src/shoal/codec/core")
 
 setup(
     ext_modules=[
@@ -24,8 +25,9 @@ setup(
         ),
         Extension(
             "shoal.codec._kernels",
-            sources=["src/shoal/codec/core/kernels.c"],
-            extra_compile_args=FLAGS,
+            sources=sorted(str(path) for path in KERNELS.glob("*.c")),
+            depends=[str(KERNELS / "kernels.h")],
+            extra_compile_args=[*FLAGS, "-fno-math-errno"],
             libraries=["m"],
             optional=True,
         ),

@@ -14,6 +14,7 @@ from shoal.comm.config import WireConfig
 from shoal.comm.mesh import build_mesh
 from shoal.gradients.build import Summing
 from shoal.gradients.flat import ALIGNMENT, flat_layout
+from shoal.optim.config import BLOCK
 from shoal.topology.layout import Layout
 from tests.gradients.training import Case, microbatches, synced, take_step
 from tests.ranks import TestPlace
@@ -44,7 +45,7 @@ def _direction(gradient: Tensor) -> Tensor:
 @given(st.lists(st.integers(0, 300), max_size=12), st.integers(1, 5))
 def test_packed_tensors_lie_whole_in_one_piece(lengths: list[int], ranks: int) -> None:
     """Each on a cache line, none over another, and the longest piece is at most 4/3 of an even one, or one tensor."""
-    layout = flat_layout(lengths, ranks, whole=True)
+    layout = flat_layout(lengths, ranks, undivided=None)
     covered = sorted((layout.starts[n], layout.starts[n] + length) for n, length in enumerate(lengths) if length)
     assert all(first[1] <= second[0] for first, second in itertools.pairwise(covered))
     for number, length in enumerate(lengths):
@@ -61,7 +62,7 @@ def trained(place: TestPlace, zero: int | None, whole: bool) -> tuple[dict[str, 
     layout = Layout(replicate=place.size) if zero is None else Layout(shard=place.size)
     case = Case(layout, zero, steps=4)
     mesh = build_mesh(layout, place.rank, store=place.store, device=torch.device("cpu"), wire=WireConfig(timeout_s=180))
-    net, gradients = synced(case, mesh, Summing(whole=whole))
+    net, gradients = synced(case, mesh, Summing(undivided=None if whole else ALIGNMENT))
     optimizer = Orthogonal([owned.parameter for owned in gradients.owned], lr=0.02)
     for step in range(case.steps):
         take_step(net, gradients, optimizer, microbatches(case, step, mesh.rank), case.clip_norm)
@@ -87,3 +88,16 @@ def test_divided_matrices_would_step_otherwise(ranks) -> None:
     results = ranks(3, trained, 1, False)
     assert any(len(shape) == 1 for _, found in results for shape in found if shape not in shapes)
     assert max(float((results[0][0][name] - wanted).abs().max()) for name, wanted in plain.items()) > 1e-4
+
+
+@given(st.lists(st.integers(0, 3000), min_size=1, max_size=12), st.integers(1, 9))
+def test_blocks_are_not_divided(lengths: list[int], ranks: int) -> None:
+    """Each rank's run of a tensor begins at a multiple of the block, and ends at one or with the tensor: so its blocks
+    are those of the whole, on any number of ranks.
+    """
+    layout = flat_layout(lengths, ranks, undivided=BLOCK)
+    for number, length in enumerate(lengths):
+        runs = [run for rank in range(ranks) if (run := layout.run(number, rank)) is not None]
+        assert sum(run.numel for run in runs) == length
+        assert all(run.start % BLOCK == 0 and (run.stop % BLOCK == 0 or run.stop == length) for run in runs)
+    assert layout.numel < sum(lengths) + BLOCK * (len(lengths) + ranks)

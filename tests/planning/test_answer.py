@@ -11,14 +11,16 @@ import torch
 
 from shoal.cost.plan import Plan
 from shoal.cost.transformer import total_parameters
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, LayoutError
 from shoal.models.config import MoEConfig
 from shoal.models.gpt import GPT
-from shoal.optim.config import SGD, AdamW, OptimizerConfig
+from shoal.optim.config import SGD, AdamW, AdamW8bit, OptimizerConfig
+from shoal.planner.explain.text import help_sentence
 from shoal.planner.predict.predictor import Prediction
-from shoal.planning.answer import cluster_of, predictor_on, transformer_of
+from shoal.planner.predict.saving import save_of
+from shoal.planning.answer import cluster_of, planned, predictor_on, transformer_of
 from shoal.planning.plan_file import written_plan
-from shoal.planning.stack import stack_of
+from shoal.planning.stack import CODED_BYTES, CODED_ON_CORES, stack_of
 from shoal.runfile.load import load_run
 from shoal.runfile.run_file import RunFile
 from shoal.topology.cluster_file import cluster_from
@@ -43,6 +45,56 @@ def test_the_optimizers_slots_are_what_is_priced(optimizer: OptimizerConfig, slo
     assert one.optimizer == pytest.approx(slots * one.weights)
     clip = 2 if run.optimizer.clip_norm else 0
     assert stack_of(run, cluster).update_bytes == 4 * (4 + clip + 2 * slots)
+
+
+def test_moments_in_8_bits_are_priced_as_they_are_kept() -> None:
+    """Two bytes and two scales of a block for a parameter, in float32 in a checkpoint; a step computes for longer."""
+    plain, run = _run(), _run('optimizer.kind="adamw_8bit"')
+    cluster = cluster_of(run, None)
+    one, other = (predictor_on(r, cluster).predict(written_plan(r, cluster)) for r in (run, plain))
+    numbers = one.peak.weights / 4
+    assert one.peak.optimizer == pytest.approx(2 * (1 + 4 / 256) * numbers)
+    assert other.peak.optimizer == pytest.approx(8 * numbers)
+    assert stack_of(run, cluster).update_bytes == 4 * (4 + 2) + 2 * CODED_ON_CORES
+    assert one.bill.seconds["optimizer"] > other.bill.seconds["optimizer"]
+    states = [save_of(predictor_on(r, cluster), written_plan(r, cluster)) for r in (run, plain)]
+    assert states[0] == states[1]
+
+
+def test_on_gpus_their_step_is_that_of_torchs_operators() -> None:
+    """No kernel decodes and encodes there."""
+    run = _run('optimizer.kind="adamw_8bit"')
+    cluster = cluster_from({"cluster": {"nodes": 1, "machine": "dgx-a100-80gb", "devices_per_node": 8}}, file="a test")
+    assert stack_of(run, cluster).update_bytes == 4 * (4 + 2) + 2 * CODED_BYTES
+
+
+def test_moments_in_8_bits_are_among_the_changes(tmp_path: Path) -> None:
+    """With the bytes that they free and what they cost; not where they are there, or there are none to round."""
+    keys, cluster = ("model.width=2048", "model.layers=16"), tmp_path / "c.toml"
+    cluster.write_text('[cluster]\nnodes = 1\nmachine = "cpu-2"\ndevices_per_node = 2\n')
+    what = 'optimizer.kind = "adamw_8bit"'
+    found = planned(_run(*keys), cluster, keep=1)
+    (change,) = [change for change in found.changes if change.what == what]
+    best = found.found.best[0]
+    assert change.memory_bytes < best.memory_bytes
+    assert change.fits
+    sentence = help_sentence(change, best)
+    assert sentence is not None
+    assert sentence.startswith(f"{what} frees ")
+    for optimizer in (AdamW8bit(), SGD()):
+        others = planned(msgspec.structs.replace(_run(*keys), optimizer=optimizer), cluster, keep=1).changes
+        assert what not in [change.what for change in others]
+
+
+def test_where_nothing_fits_moments_in_8_bits_are_named_if_they_do(tmp_path: Path) -> None:
+    """The plan that then fits, and its bytes; nothing of them where they do not help."""
+    cluster = tmp_path / "c.toml"
+    cluster.write_text('[cluster]\nnodes = 1\nmachine = "cpu-2"\ndevices_per_node = 1\n')
+    with pytest.raises(LayoutError, match=r'; with optimizer\.kind = "adamw_8bit", one device .*fits in'):
+        planned(_run("model.width=2176", "model.heads=16", "model.layers=12"), cluster, keep=1)
+    with pytest.raises(LayoutError) as refusal:
+        planned(_run("model.width=8192", "model.layers=40"), cluster, keep=1)
+    assert "adamw_8bit" not in str(refusal.value)
 
 
 def test_only_some_layers_recomputed_is_priced_between_none_and_all() -> None:

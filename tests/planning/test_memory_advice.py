@@ -14,13 +14,14 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 def test_each_change_is_named_with_what_it_frees() -> None:
-    """A GPT on two replicas: all four ways, the one that frees most first; those that are taken are not offered."""
+    """A GPT on two replicas: all ways, the one that frees most first; those that are taken are not offered."""
     advice = memory_advice(load_run(RECIPES / "stdlib-gpt.toml", ["run.processes=2"]))
     parts = advice.partition(": ")[2].split("; ")
-    changed = {"batch.micro_samples", "memory.recompute", "memory.loss_chunks", "layout.replicate"}
+    changed = {"batch.micro_samples", "memory.recompute", "memory.loss_chunks", "layout.replicate", "optimizer.kind"}
     assert {part.split("=")[0] for part in parts} == changed
     assert all(float(part.split()[-2]) > 0 for part in parts)
     taken = ["run.processes=2", "layout.shard=2", "batch.micro_samples=1", 'memory.recompute="full"']
+    taken.append('optimizer.kind="adamw_8bit"')
     assert memory_advice(load_run(RECIPES / "stdlib-gpt.toml", taken)).startswith("What frees memory: batch.micro")
 
 

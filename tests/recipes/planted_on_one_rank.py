@@ -171,6 +171,24 @@ def moments_forgotten(rank: int) -> Iterator[None]:
 
 
 @contextmanager
+def scales_of_other_blocks(rank: int) -> Iterator[None]:
+    """Rank 1 keeps moments in 8 bits, each block with the scale of the one before it."""
+    from shoal.optim.adamw_8bit import EightBitAdamW
+    from shoal.optim.dynamic import Quantised
+
+    original = EightBitAdamW.update
+
+    def mistaken(self: Any, group: Any, parameters: Any, gradients: Any) -> None:
+        original(self, group, parameters, gradients)
+        for held in (value for parameter in parameters for value in self.state[parameter].values()):
+            if rank and isinstance(held, Quantised):
+                held.scales.copy_(held.scales.roll(1))
+
+    with patch.object(EightBitAdamW, "update", mistaken):
+        yield
+
+
+@contextmanager
 def bias_correction_left_out(rank: int) -> Iterator[None]:
     """Rank 1's optimizer believes to have taken a thousand steps."""
 

@@ -53,6 +53,8 @@ LAYOUTS = {
     "loss chunks, tensor": ("layout.tensor=2", "memory.loss_chunks=4", "model.vocabulary=2048"),
     "recompute": ("layout.replicate=2", 'memory.recompute="full"'),
     "zero 2 accumulate": ("layout.shard=2", "memory.zero=2", "batch.micro_samples=2"),
+    "8 bits": ("layout.replicate=2", 'optimizer.kind="adamw_8bit"'),
+    "zero 1, 8 bits": ("layout.shard=2", "memory.zero=1", 'optimizer.kind="adamw_8bit"'),
     "zero 3": ("layout.shard=2", "memory.zero=3"),
     "tensor": ("layout.tensor=2",),
     "sequence parallel": ("layout.tensor=2", "layout.sequence_parallel=true"),

@@ -51,6 +51,8 @@ PLANTED: dict[str, tuple[dict[str, Any], str, str]] = {
 
 SGD = {"kind": "sgd", "lr": 0.1}
 ADAM = {"kind": "adamw", "lr": 0.1}
+EIGHT = {"kind": "adamw_8bit"}
+WIDE = {"width": 64, "feed_forward_width": 96}
 SEQUENCE = {"layout": {"tensor": 2, "sequence_parallel": True}}
 FROZEN = {"model": foreign("conv_norm", frozen=True), "data": PICTURES}
 WARM = {"schedule": {"warmup_steps": 5}}
@@ -74,6 +76,7 @@ ON_ONE_RANK: dict[str, tuple[dict[str, Any], str, str]] = {
     "warmup_left_out": ({**REPLICATE, **WARM}, "rate", "of step"),
     "decays_twice_as_long": ({**REPLICATE, "model": foreign("nested")}, "rate", "of step"),
     "moments_forgotten": ({"layout": {"shard": 2}, "memory": {"zero": 1}, "optimizer": ADAM}, "weight", ""),
+    "scales_of_other_blocks": ({"layout": {"shard": 2}, "optimizer": EIGHT, "model": GPT | WIDE}, "moment", "exp_avg"),
     "bias_correction_left_out": ({**REPLICATE, "optimizer": ADAM, "model": LLAMA}, "weight", ""),
     "updated_twice": ({**REPLICATE, "optimizer": SGD}, "weight", ""),
     "dropout_left_out": ({**REPLICATE, "model": GPT | {"dropout": 0.1}}, "gradient", ""),
@@ -93,7 +96,8 @@ ON_ONE_RANK: dict[str, tuple[dict[str, Any], str, str]] = {
 """The same; "refused": the run ends, and names what."""
 
 QUICK = ("accumulation_overwritten", "statistics_not_committed", "warmup_left_out", "balance_moves_twice",
-         "updated_twice", "sample_repeated", "teacher_frozen", "dropout_left_out")  # fmt: skip
+         "updated_twice", "scales_of_other_blocks", "sample_repeated", "teacher_frozen",
+         "dropout_left_out")  # fmt: skip
 
 
 @pytest.mark.matrix(every=3)

@@ -1,5 +1,5 @@
-"""The codecs' hot loops in C (`core/kernels.c`), as Python sees them: loaded with ctypes, so that calls leave the
-interpreter lock.
+"""The codecs' hot loops in C (`core/kernels.c`), and that of AdamW in 8 bits (`core/adam.c`), as Python sees them:
+loaded with ctypes, so that calls leave the interpreter lock.
 
 They work on float32 vectors in the memory of a CPU. For all others, and where Shoal was installed without a C compiler,
 `kernels_for` returns None, and the codecs' torch forms run: these are also the oracle of the tests.
@@ -13,6 +13,7 @@ import importlib.machinery
 from collections.abc import Sequence
 from ctypes import c_float, c_int, c_uint64, c_void_p
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ _FUNCTIONS = {
     "to_bfloat16": (None, (*_VECTOR, c_void_p)),
     "from_bfloat16": (None, (*_VECTOR, c_void_p)),
     "select": (c_uint64, (*_VECTOR, c_float, c_void_p, c_uint64)),
+    "adam": (None, (c_void_p, *_VECTOR, c_uint64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
 }
 
 SCALES = ("largest", "norm", "mean")
@@ -35,6 +37,16 @@ GROUP = 16
 """Numbers that `select` looks at together."""
 FORMATS = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 """As in `core/kernels.c`, in the order of its enumerations."""
+
+
+class Moment(NamedTuple):
+    """A vector in 8 bits, `codes` one byte each `[numel]` and `scales` float32 `[blocks]`; `form`: what is known of its
+    map, float32 `[26]`, as `core/adam.c` has it.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    form: Tensor
 
 
 class Kernels:
@@ -89,6 +101,18 @@ class Kernels:
     def largest(self, x: Tensor) -> float:
         """The largest magnitude; not finite if any number is not."""
         return self._library.shoal_codec_largest(x.data_ptr(), x.numel())
+
+    def adam(
+        self, x: Tensor, gradient: Tensor, moments: tuple[Moment, Moment], factors: Sequence[float], *, block: int
+    ) -> None:
+        """One step of `x` and its two `moments`, the first of which has signs; `factors` as `core/adam.c` has them."""
+        (first, first_scales, signed), (second, second_scales, unsigned) = moments
+        maps = torch.cat([signed, unsigned])
+        self._library.shoal_codec_adam(
+            x.data_ptr(), gradient.data_ptr(), x.numel(), block, maps.data_ptr(), first.data_ptr(),
+            first_scales.data_ptr(), second.data_ptr(), second_scales.data_ptr(),
+            ctypes.byref((c_float * len(factors))(*factors)),
+        )  # fmt: skip
 
     def select(self, x: Tensor, least: float, *, room: int) -> tuple[Tensor, int]:
         """The first places, int64 ascending, of magnitude `least` or more, `room` of them at most; and how many there

@@ -40,7 +40,8 @@ from shoal.cost.transformer import (
 class StateBytes:
     """Bytes a parameter has in each kind of state; `wire` is the dtype in which gradients are summed over ranks.
 
-    `stream` are those of the residual stream, which autocast leaves in the parameters' dtype.
+    `stream` are those of the residual stream, which autocast leaves in the parameters' dtype; `saved` those of what the
+    optimizer keeps, in a checkpoint, where they are others.
     """
 
     weight: float
@@ -49,6 +50,7 @@ class StateBytes:
     activation: float
     wire: float
     stream: float = 2
+    saved: float | None = None
 
     def sharded(self, zero: Zero, ranks: int) -> tuple[float, float, float]:
         """(weight, gradient, optimizer) bytes of one parameter on one of `ranks` ranks."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shoal.topology.box import Box
 
-Quantity = Literal["loss", "norm", "gradient", "weight", "agreement", "buffer", "rate", "route", "neighbours"]
+Quantity = Literal["loss", "norm", "gradient", "weight", "agreement", "buffer", "rate", "route", "neighbours", "moment"]
 
 
 @dataclass(frozen=True)

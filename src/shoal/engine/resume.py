@@ -111,6 +111,7 @@ def _load(state: TrainState, directory: Path, step: int) -> tuple[Loaded, str]:
         read_into(manifest, directory, state.targets(dtypes), elsewhere=state.elsewhere(dtypes))
     except CorruptCheckpoint as error:
         return loaded, str(error)
+    state.pack()
     return loaded, ""
 
 

@@ -27,7 +27,7 @@ from shoal.data.cursor import Cursor, Interval
 from shoal.engine.extra_state import ExtraSection
 from shoal.errors import UsageError, UserCodeError
 from shoal.optim.config import Slot
-from shoal.optim.slots import local, make_slots, named_slots, slot_and_parameter
+from shoal.optim.slots import local, make_slots, named_slots, pack_slots, slot_and_parameter
 from shoal.state.ownership import Owned
 from shoal.state.section import Section
 from shoal.state.target import Held, Target, targets_of, views
@@ -290,6 +290,12 @@ class TrainState:
             saved = state.get(section.name)
             if saved is not None:
                 section.load(saved)
+
+    def pack(self) -> None:
+        """After everything was read: brings optimizers' slots into the form that they are kept in."""
+        for section in self._sections:
+            if isinstance(section, OptimizerSection):
+                pack_slots(section.optimizer)
 
     def restore_extra(self) -> None:
         """After everything was read: hands a script's objects what was read for them."""

@@ -11,6 +11,7 @@ from shoal.comm.collective import Collective
 from shoal.comm.exchanges.exchange import AllReduce, NewExchange
 from shoal.comm.exchanges.pieces import PieceCodecs
 from shoal.gradients.config import GradientsConfig
+from shoal.gradients.flat import ALIGNMENT
 from shoal.gradients.fully_sharded import FullyShardedGradients
 from shoal.gradients.gradients import Gradients, Groups
 from shoal.gradients.partition import GradientRanks, parts_by_size, parts_by_unit, units_of
@@ -30,14 +31,14 @@ class Summing:
     """How gradients are summed, by the choice of `[sync]` and the optimizer.
 
     `ranks` sum a gradient in every step, by `exchange`; `lockstep` are the ranks that take every step together, and
-    search the size of buckets together; `whole`: no parameter may be divided between two ranks. `pieces` code what the
-    ranks of `shard` send each other.
+    search the size of buckets together; `undivided`: so many numbers of a parameter stay together on a rank, None: all
+    of them. `pieces` code what the ranks of `shard` send each other.
     """
 
     ranks: GradientRanks = all_replicas
     exchange: NewExchange = AllReduce
     lockstep: Collective | None = None
-    whole: bool = False
+    undivided: int | None = ALIGNMENT
     pieces: PieceCodecs = field(default_factory=PieceCodecs)
 
 
@@ -75,12 +76,12 @@ def build_gradients(
     _open(groups, (ranks for part in parts for ranks in (part.shard, beyond_shard(trained, part))))
     if zero < 3:
         return ShardedGradients(
-            trained, parts, stage=zero, groups=groups, replica=replica, exchange=summing.exchange, whole=summing.whole,
-            pieces=summing.pieces,
+            trained, parts, stage=zero, groups=groups, replica=replica, exchange=summing.exchange,
+            undivided=summing.undivided, pieces=summing.pieces,
         )  # fmt: skip
     return FullyShardedGradients(
         trained, parts, model=model, blocks=blocks, groups=groups, replica=replica, exchange=summing.exchange,
-        whole=summing.whole, pieces=summing.pieces,
+        undivided=summing.undivided, pieces=summing.pieces,
     )  # fmt: skip
 
 

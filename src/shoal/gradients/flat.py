@@ -4,9 +4,10 @@
     pieces   | rank 0      | rank 1      | rank 2          |
 
 All pieces are equally long, so that one reduce-scatter sums gradients and one all-gather brings parameters back. A
-piece may begin inside a tensor and hold several; a rank whose piece is all padding owns nothing. An optimizer that
-works on whole matrices (Muon, Shampoo) needs each of them on one rank: `whole` packs tensors into pieces without
-cutting any,
+piece may begin inside a tensor and hold several; a rank whose piece is all padding owns nothing. An optimizer that has
+scales for blocks of a tensor wants these whole, and the same on any number of ranks: tensors and pieces then start at a
+multiple of `undivided`. One that works on whole matrices (Muon, Shampoo) needs each of them on one rank: `undivided` of
+None packs tensors into pieces without cutting any,
 
     buffer   | w2 ........... | w0 ..... | w1 .. | padding |
     pieces   | rank 0         | rank 1                     |
@@ -75,15 +76,17 @@ class FlatLayout:
         return [slice(end, begin) for end, begin in zip(ends, begins, strict=True) if end < begin]
 
 
-def flat_layout(lengths: Sequence[int], ranks: int, *, whole: bool = False) -> FlatLayout:
-    """The layout of tensors of these lengths. `whole`: no tensor is divided between two ranks."""
-    if whole:
+def flat_layout(lengths: Sequence[int], ranks: int, *, undivided: int | None = ALIGNMENT) -> FlatLayout:
+    """The layout of tensors of these lengths. `undivided`, a multiple of `ALIGNMENT`: so many numbers of a tensor, from
+    its first on, stay on one rank; None: all of them.
+    """
+    if undivided is None:
         return _packed(lengths, ranks)
     starts, end = [], 0
     for length in lengths:
         starts.append(end)
-        end += _lines(length) * ALIGNMENT
-    return FlatLayout(tuple(lengths), tuple(starts), -(-_lines(end) // ranks) * ALIGNMENT, ranks)
+        end += -(-length // undivided) * undivided
+    return FlatLayout(tuple(lengths), tuple(starts), -(-end // (ranks * undivided)) * undivided, ranks)
 
 
 def share_of(length: int, rank: int, size: int) -> slice:

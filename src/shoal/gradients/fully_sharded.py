@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from shoal.comm.collective import Collective
 from shoal.comm.exchanges.exchange import AllReduce, NewExchange
 from shoal.comm.exchanges.pieces import PieceCodecs
+from shoal.gradients.flat import ALIGNMENT
 from shoal.gradients.gradients import Groups
 from shoal.gradients.partition import BucketParameters
 from shoal.gradients.sharded import ShardedBase, flat
@@ -39,16 +40,16 @@ class FullyShardedGradients(ShardedBase):
         groups: Groups,
         replica: Collective,
         exchange: NewExchange = AllReduce,
-        whole: bool = False,
+        undivided: int | None = ALIGNMENT,
         pieces: PieceCodecs = PieceCodecs(),
     ) -> None:
         rest_modules = _direct_owners(model, [trained[i] for c in parts if c.unit < 0 for i in c.indices])
         stores = [
-            ShardedParameters(*flat(trained, part, groups, whole=whole), groups(part.shard), codecs=pieces)
+            ShardedParameters(*flat(trained, part, groups, undivided=undivided), groups(part.shard), codecs=pieces)
             for part in parts
         ]
         super().__init__(
-            trained, parts, stores, stage=3, groups=groups, replica=replica, exchange=exchange, whole=whole,
+            trained, parts, stores, stage=3, groups=groups, replica=replica, exchange=exchange, undivided=undivided,
             pieces=pieces,
         )  # fmt: skip
         self._rest = Unit(_of_unit(parts, stores, -1), passes=False)

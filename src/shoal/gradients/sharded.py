@@ -19,7 +19,7 @@ from shoal.comm.collective import Allocate, Collective, Handle, ordinary
 from shoal.comm.exchanges.exchange import AllReduce, NewExchange
 from shoal.comm.exchanges.pieces import PieceCodecs
 from shoal.gradients.bucket import Bucket, Flight
-from shoal.gradients.flat import FlatLayout, flat_layout
+from shoal.gradients.flat import ALIGNMENT, FlatLayout, flat_layout
 from shoal.gradients.gradients import Groups, global_norm
 from shoal.gradients.partition import BucketParameters, segments_of
 from shoal.gradients.reducer import OwnGradient, Reducer
@@ -35,7 +35,8 @@ class HasPiece(Protocol):
 class ShardedBase:
     """What the stages have in common: buckets, pieces and their gradients. The norm adds up over `replica`.
 
-    `stores` hold the parameters of `parts`. `whole`: no parameter is divided between two ranks. `pieces` code what the
+    `stores` hold the parameters of `parts`. `undivided`: so many numbers of a parameter stay together on a
+    rank; None: all of them. `pieces` code what the
     ranks of `shard` send each other.
     """
 
@@ -51,12 +52,20 @@ class ShardedBase:
         groups: Groups,
         replica: Collective,
         exchange: NewExchange = AllReduce,
-        whole: bool = False,
+        undivided: int | None = ALIGNMENT,
         pieces: PieceCodecs = PieceCodecs(),
     ) -> None:
         flight = Flight()
         self._buckets = [
-            _bucket(trained, part, groups, exchange, flight=None if stage == 1 else flight, whole=whole, pieces=pieces)
+            _bucket(
+                trained,
+                part,
+                groups,
+                exchange,
+                flight=None if stage == 1 else flight,
+                undivided=undivided,
+                pieces=pieces,
+            )
             for part in parts
         ]
         self._reducer = Reducer([(t.holding.name, t.parameter) for t in trained], self._buckets, eager=stage > 1)
@@ -125,13 +134,15 @@ class ShardedGradients(ShardedBase):
         groups: Groups,
         replica: Collective,
         exchange: NewExchange = AllReduce,
-        whole: bool = False,
+        undivided: int | None = ALIGNMENT,
         pieces: PieceCodecs = PieceCodecs(),
     ) -> None:
-        self._stores = [FlatParameters(*flat(trained, part, groups, whole=whole), groups(part.shard)) for part in parts]
+        self._stores = [
+            FlatParameters(*flat(trained, part, groups, undivided=undivided), groups(part.shard)) for part in parts
+        ]
         super().__init__(
-            trained, parts, self._stores, stage=stage, groups=groups, replica=replica, exchange=exchange, whole=whole,
-            pieces=pieces,
+            trained, parts, self._stores, stage=stage, groups=groups, replica=replica, exchange=exchange,
+            undivided=undivided, pieces=pieces,
         )  # fmt: skip
 
     def gather(self) -> None:
@@ -169,11 +180,11 @@ def flattened(parameters: Sequence[Parameter], layout: FlatLayout, allocate: All
 
 
 def flat(
-    trained: Sequence[Trained], part: BucketParameters, groups: Groups, *, whole: bool = False
+    trained: Sequence[Trained], part: BucketParameters, groups: Groups, *, undivided: int | None = ALIGNMENT
 ) -> tuple[list[Parameter], FlatLayout]:
     """The parameters of a bucket, and how they lie."""
     parameters = [trained[index].parameter for index in part.indices]
-    return parameters, flat_layout([p.numel() for p in parameters], groups(part.shard).size, whole=whole)
+    return parameters, flat_layout([p.numel() for p in parameters], groups(part.shard).size, undivided=undivided)
 
 
 def _bucket(
@@ -183,11 +194,11 @@ def _bucket(
     exchange: NewExchange,
     *,
     flight: Flight | None,
-    whole: bool,
+    undivided: int | None,
     pieces: PieceCodecs,
 ) -> Bucket:
     """A bucket whose pieces are agreed on by `exchange`. With a `flight` its buffer is lent."""
-    parameters, layout = flat(trained, part, groups, whole=whole)
+    parameters, layout = flat(trained, part, groups, undivided=undivided)
     shard, beyond = groups(part.shard), groups(beyond_shard(trained, part))
     dtype = torch.float32 if parameters[0].dtype.itemsize == 2 else parameters[0].dtype
     device, buffer = parameters[0].device, None

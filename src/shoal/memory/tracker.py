@@ -147,8 +147,8 @@ def measured_activation_bytes(forward: Callable[[], Tensor]) -> int:
 def _tensors(state: Any) -> Iterator[Tensor]:
     if isinstance(state, Tensor):
         yield state
-    elif isinstance(state, dict):
-        for value in state.values():
+    elif isinstance(state, dict | tuple):
+        for value in state.values() if isinstance(state, dict) else state:
             yield from _tensors(value)
 
 

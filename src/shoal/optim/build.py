@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,8 +21,11 @@ def build_optimizer(
     *,
     lr: float,
     sparse: Collection[str] = (),
+    numbers: Mapping[str, int] | None = None,
 ) -> torch.optim.Optimizer:
-    """The optimizer over `(name, parameter, decays)`. Parameters that do not decay form a group of their own.
+    """The optimizer over `(name, parameter, decays)`. Parameters that do not decay form a group of their own, and so do
+    those of fewer numbers than the optimizer's `least_numbers`; `numbers` are those of whole parameters by name, where
+    `parameters` are parts of them.
 
     The gradients of those named `sparse` have the rows that a step touched alone, and form a third group. Without any
     parameter, as on a rank whose piece of a sharded model is empty, its step does nothing.
@@ -38,9 +41,19 @@ def build_optimizer(
         )
     of_tables = [p for name, p, _ in parameters if name in tables]
     parameters = [one for one in parameters if one[0] not in tables]
+    whole = numbers or {}
     groups = [
-        {"params": [p for _, p, decays in parameters if decays], "weight_decay": config.weight_decay},
-        {"params": [p for _, p, decays in parameters if not decays], "weight_decay": 0.0},
+        {
+            "params": [
+                p
+                for name, p, decays in parameters
+                if decays == decaying and (whole.get(name, p.numel()) < config.least_numbers) == small
+            ],
+            "weight_decay": config.weight_decay if decaying else 0.0,
+            **({"small": True} if small else {}),
+        }
+        for small in (False, True)
+        for decaying in (True, False)
     ]
     if of_tables:
         groups.append({"params": of_tables, "weight_decay": 0.0, "fused": False})

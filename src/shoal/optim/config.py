@@ -10,11 +10,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
+import msgspec
+
 from shoal.config.table import Positive, PositiveFloat, Table, says
 
 Dims = tuple[int, ...]
 Granularity = Literal["elements", "matrices"]
 """What an optimizer needs of a parameter on one rank: any elements of it, or the whole of it."""
+
+BLOCK = 256
+"""Numbers of a moment in 8 bits that share a scale (`shoal.optim.dynamic`)."""
 
 
 def _like_parameter(shape: Dims) -> Dims:
@@ -30,11 +35,13 @@ class Slot:
     """One tensor of an optimizer's state for each parameter: its name in PyTorch's state, and its shape from the
     parameter's.
 
-    A slot of the parameter's shape is divided with it.
+    A slot of the parameter's shape is divided with it. `number_bytes` is what a number of it takes between two steps;
+    None: what a number of the parameter does.
     """
 
     name: str
     shape: Callable[[Dims], Dims] = _like_parameter
+    number_bytes: float | None = None
 
     @property
     def like_parameter(self) -> bool:
@@ -51,6 +58,10 @@ class _Common(Table, frozen=True):
     """Keys that every optimizer has."""
 
     works_on: ClassVar[Granularity] = "elements"
+    undivided: ClassVar[int] = 1
+    """So many numbers of a parameter, one after the other, are not divided between ranks."""
+    least_numbers: ClassVar[int] = 0
+    """Parameters with fewer numbers form groups of their own, which say `small`."""
     sends_momentum: ClassVar[bool] = False
     """Whether ranks sum momenta, coded, instead of gradients (`OneBit`)."""
 
@@ -99,6 +110,25 @@ class AdamW(_Common, frozen=True, tag_field="kind", tag="adamw"):
     def slots(self) -> tuple[Slot, ...]:
         """Both moments, and the number of steps."""
         return (Slot("exp_avg"), Slot("exp_avg_sq"), counter("step"))
+
+
+class AdamW8bit(AdamW, frozen=True, tag_field="kind", tag="adamw_8bit"):
+    """AdamW with moments in 8 bits (arXiv:2110.02861): 2 bytes a parameter instead of 8, from 4,096 numbers on."""
+
+    implemented_by: ClassVar[str] = "shoal.optim.adamw_8bit:build"
+    undivided: ClassVar[int] = BLOCK
+    least_numbers: ClassVar[int] = 4096
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Both moments, and the number of steps."""
+        each = 1 + 4 / BLOCK
+        return (Slot("exp_avg", number_bytes=each), Slot("exp_avg_sq", number_bytes=each), counter("step"))
+
+
+def in_8_bits(optimizer: _Common) -> AdamW8bit | None:
+    """The same optimizer with moments in 8 bits; None where there is none, or it is that."""
+    return AdamW8bit(**msgspec.structs.asdict(optimizer)) if type(optimizer) is AdamW else None
 
 
 class SGD(_Common, frozen=True, tag_field="kind", tag="sgd"):
@@ -233,4 +263,4 @@ class Schedule(Table, frozen=True):
     final_fraction: Annotated[float, says("The rate at the last step, as a fraction of the peak.", ge=0, le=1)] = 0.1
 
 
-OptimizerConfig = AdamW | SGD | Adagrad | OneBitAdam | ZeroOneAdam | OneBitLAMB
+OptimizerConfig = AdamW | AdamW8bit | SGD | Adagrad | OneBitAdam | ZeroOneAdam | OneBitLAMB

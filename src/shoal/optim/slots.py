@@ -1,12 +1,14 @@
 """An optimizer's state as named tensors: `exp_avg/layers.0.weight`. What checkpoints save and load.
 
 The names are those of the parameters in the unsplit model. The tensors are what lies on this rank: of a sharded
-parameter (a `DTensor`) its local part.
+parameter (a `DTensor`) its local part. Of a slot in 8 bits they are the numbers that it stands for, in float32 and in
+memory of their own: blocks begin where a rank's part does, and so only numbers can be divided otherwise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -14,15 +16,25 @@ from torch.nn import Parameter
 
 from shoal.errors import UsageError
 from shoal.optim.config import Slot
+from shoal.optim.dynamic import Quantised
+
+
+@runtime_checkable
+class Packs(Protocol):
+    """An optimizer that keeps slots in another form than that in which they are read."""
+
+    def pack(self) -> None:
+        """Brings them there."""
+        ...
 
 
 def named_slots(optimizer: torch.optim.Optimizer, parameters: Iterable[tuple[str, Parameter]]) -> dict[str, Tensor]:
     """Every tensor of the state, by slot and parameter name. Empty before the first step."""
     return {
-        f"{slot}/{name}": local(value)
+        f"{slot}/{name}": value.decoded() if isinstance(value, Quantised) else local(value)
         for name, parameter in parameters
         for slot, value in optimizer.state.get(parameter, {}).items()
-        if isinstance(value, Tensor)
+        if isinstance(value, Tensor | Quantised)
     }
 
 
@@ -35,7 +47,8 @@ def make_slots(
 ) -> dict[str, Tensor]:
     """Empty tensors for the slots that were `saved` (name and dtype), put in the optimizer's state, to be filled.
 
-    `slots` is what the optimizer declares. Raises `UsageError` for a saved slot that it does not have.
+    `slots` is what the optimizer declares. Those in 8 bits are filled in float32; then `pack_slots` is called. Raises
+    `UsageError` for a saved slot that it does not have.
     """
     owners, declared, made = dict(parameters), {slot.name: slot for slot in slots}, {}
     for key, dtype in saved.items():
@@ -51,6 +64,12 @@ def make_slots(
         value = optimizer.state[parameter][slot] = _empty_slot(declared[slot], parameter, dtype)
         made[key] = local(value)
     return made
+
+
+def pack_slots(optimizer: torch.optim.Optimizer) -> None:
+    """After everything was read: what the optimizer keeps in 8 bits is brought there."""
+    if isinstance(optimizer, Packs):
+        optimizer.pack()
 
 
 def slot_and_parameter(key: str) -> tuple[str, str]:

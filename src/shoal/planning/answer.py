@@ -23,12 +23,12 @@ from shoal.planner.predict.bill import Constants
 from shoal.planner.predict.measured import Measured
 from shoal.planner.predict.predictor import Prediction, Predictor, Workload
 from shoal.planner.predict.run_cost import run_cost
-from shoal.planner.search.candidates import Allowed
-from shoal.planner.search.search import Found, search
+from shoal.planner.search.search import Found
 from shoal.planning.history import remembered, track_record
 from shoal.planning.measured_step import MeasuredStep, calibrated
 from shoal.planning.operators import calibration_here, cores, measured_for_traces, measured_here
-from shoal.planning.plan_file import chunk_choices, runnable, with_codec, written_plan
+from shoal.planning.optimizers import optimizer_changes, search_with
+from shoal.planning.plan_file import allowed_by, with_codec, written_plan
 from shoal.planning.stack import stack_of
 from shoal.runfile.run_file import RunFile
 from shoal.topology.calibration import CodecTime
@@ -139,12 +139,13 @@ def planned(
     if measured_step is not None:
         predictor, evidence, how = _calibrated(predictor, cluster, measured_step)
         basis += how
-    allowed = Allowed(loss_chunks=chunk_choices(run_file))
-    found = search(predictor, allowed, keep=keep, legal=runnable(run_file, predictor.cluster))
+    allowed = allowed_by(run_file)
+    found = search_with(run_file, predictor, allowed, keep=keep)
     best = found.best[0]
     written = _written(run_file, predictor)
     codec_serves = with_codec(run_file)
     changes = [*helps(predictor, best), *codec_changes(predictor, best, codec_serves)]
+    changes += optimizer_changes(run_file, predictor, best)
     return Planned(
         predictor=predictor,
         found=found,

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 import msgspec
 
 from shoal.errors import ShoalError
+from shoal.optim.config import in_8_bits
 from shoal.planner.predict.predictor import Predictor
 from shoal.planning.answer import predictor_on, tensor_bytes
+from shoal.planning.optimizers import with_optimizer
 from shoal.planning.plan_file import chunk_choices, written_plan
 from shoal.runfile.run_file import RunFile
 from shoal.topology.cluster_file import cluster_from
@@ -20,6 +22,7 @@ _KEYS = {
     "memory.recompute": "activations computed again in the backward",
     "memory.loss_chunks": "logits of a part of the tokens at a time",
     "layout.shard": "model and optimizer split over the ranks",
+    "optimizer.kind": "moments in 8 bits",
 }
 
 
@@ -46,7 +49,7 @@ def _saved(run_file: RunFile) -> Iterator[tuple[float, str]]:
         now = _tensor_bytes(predictor, run_file)
         for change, changed in _changes(run_file):
             with contextlib.suppress(ShoalError):  # it cannot be run so
-                saved_bytes = now - _tensor_bytes(predictor, changed)
+                saved_bytes = now - _tensor_bytes(with_optimizer(predictor, changed), changed)
                 if saved_bytes > 0:
                     yield saved_bytes, change
 
@@ -74,3 +77,5 @@ def _changes(run_file: RunFile) -> Iterator[tuple[str, RunFile]]:
         shard = layout.shard * layout.replicate
         split = replaced(run_file.layout, replicate=1, shard=shard)
         yield f"layout.replicate=1 layout.shard={shard}", replaced(run_file, layout=split)
+    if (optimizer := in_8_bits(run_file.optimizer)) is not None:
+        yield f'optimizer.kind="{optimizer.variant}"', replaced(run_file, optimizer=optimizer)

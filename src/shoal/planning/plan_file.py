@@ -16,6 +16,7 @@ from shoal.cost.plan import Plan, Zero
 from shoal.errors import LayoutError, ShoalError
 from shoal.memory.config import MemoryConfig
 from shoal.models.config import GPTConfig, ModelConfig
+from shoal.planner.search.candidates import Allowed
 from shoal.runfile.microbatches import microbatch_sizes
 from shoal.runfile.rules import check_across, loss_chunks_refusal, refusal
 from shoal.runfile.run_file import RunFile
@@ -87,6 +88,11 @@ def chunk_choices(run_file: RunFile) -> tuple[int, ...]:
     able = isinstance(run_file.model, GPTConfig)
     able = able and loss_chunks_refusal(msgspec.structs.replace(run_file, memory=tried)) is None
     return (1, LOSS_CHUNKS) if able else (1,)
+
+
+def allowed_by(run_file: RunFile) -> Allowed:
+    """What a search may choose, of all that a run file need not say."""
+    return Allowed(loss_chunks=chunk_choices(run_file))
 
 
 def with_plan(run_file: RunFile, plan: Plan) -> RunFile:

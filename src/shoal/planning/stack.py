@@ -23,24 +23,39 @@ _STATES: Mapping[type, tuple[StateBytes, str]] = {
     Float8: (AUTOCAST, "bfloat16"),
 }
 
+FLOAT_BYTES = 4
+CODED_BYTES = 112.0
+"""Read and written for a number of a moment in 8 bits by torch's operators, counted: 21 as it is decoded, 29 as it is
+encoded, and half of the 124 of the update's own that one kernel would not move."""
+CODED_ON_CORES = 32.0
+"""The same of the loop in C, which computes for as long as so many bytes take (`benchmarks/adamw_8bit.py`)."""
+
 
 def stack_of(run_file: RunFile, cluster: Cluster, *, times: tuple[CodecTime, ...] = ()) -> Stack:
     """What Shoal does: PyTorch's fused attention, gradients summed while the backward runs, eager operators.
 
     The optimizer keeps what its slots declare. Its step reads the gradient for the norm, reads and writes it where it
-    is clipped, reads it again, and reads and writes the weight and every slot: ten numbers for a clipped AdamW.
+    is clipped, reads it again, and reads and writes the weight and every slot: ten numbers for a clipped AdamW. A slot
+    in 8 bits is decoded and encoded, too.
     Ranks on CPU cores move bytes with the cores that compute, so that nothing hides behind anything but what a network
     moves. `times` of coding were measured on such cores.
     """
     on_cpu = cluster.machine.scale_up.kind == "memory"
     state, dtype = _STATES[type(run_file.precision)]
-    slots = sum(slot.like_parameter for slot in run_file.optimizer.slots)
-    moved = 4 + 2 * slots + (2 if run_file.optimizer.clip_norm else 0)
+    slots = [slot for slot in run_file.optimizer.slots if slot.like_parameter]
+    kept = [slot.number_bytes for slot in slots if slot.number_bytes is not None]
+    plain = len(slots) - len(kept)
+    moved = 4 + 2 * plain + (2 if run_file.optimizer.clip_norm else 0)
+    coded = len(kept) * (CODED_ON_CORES if on_cpu else CODED_BYTES)
     return Stack(
         name="Shoal",
-        state=replace(state, optimizer=slots * state.weight),
+        state=replace(
+            state,
+            optimizer=plain * state.weight + sum(kept),
+            saved=plain * state.weight + len(kept) * FLOAT_BYTES if kept else None,
+        ),
         dtype=dtype,
-        update_bytes=moved * state.weight,
+        update_bytes=moved * state.weight + coded,
         eager=not run_file.run.compile,
         own_blocks=not run_file.run.compile,
         stops_early=True,

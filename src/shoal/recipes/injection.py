@@ -30,6 +30,7 @@ from shoal.engine.step import TrainStep
 from shoal.engine.updates import Outcome, UpdatePolicy, Work
 from shoal.gradients.gradients import Gradients
 from shoal.launch.rank_process import LAUNCHER_PID
+from shoal.optim.dynamic import Quantised
 from shoal.resilience.faults import REHEARSAL, Fault, Strike, claim, has_struck, read_faults, wait_until_acted
 
 _INTEGERS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.float16: torch.int16}
@@ -191,7 +192,8 @@ class _Struck:
         tensor: Tensor = self._first_parameter()
         if fault.action == "flip_moment":
             states = self._optimizer.state.values()
-            tensor = next(v for state in states for v in state.values() if isinstance(v, Tensor) and v.numel() > 1)
+            held = (v.scales if isinstance(v, Quantised) else v for state in states for v in state.values())
+            tensor = next(v for v in held if isinstance(v, Tensor) and v.numel() > 1)
         tensor.copy_(flipped(tensor))
 
 

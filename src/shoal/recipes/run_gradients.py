@@ -10,6 +10,7 @@ from shoal.comm.exchanges.exchange import AllReduce, NewExchange
 from shoal.comm.mesh import Mesh
 from shoal.errors import ConfigError
 from shoal.gradients.build import Summing, build_gradients
+from shoal.gradients.flat import ALIGNMENT
 from shoal.gradients.gradients import Gradients
 from shoal.gradients.joint import JointGradients
 from shoal.gradients.priority import PriorityGradients
@@ -101,7 +102,8 @@ def build_run_gradients(
             "not serve; use nn.Embedding, or one optimizer"
         )
 
-    def of(own: Sequence[Trained], works_on: Granularity) -> Gradients:
+    def of(own: Sequence[Trained], works_on: Granularity, undivided: int = 1) -> Gradients:
+        whole = works_on == "matrices" or run_file.codec.codes_matrices
         there = {id(each.parameter) for each in own}
         return build_gradients(
             config,
@@ -115,12 +117,13 @@ def build_run_gradients(
                 sync.gradient_ranks,
                 exchange,
                 lockstep=None if several else mesh.axis(*sync.lockstep_axes),
-                whole=works_on == "matrices" or run_file.codec.codes_matrices,
+                undivided=None if whole else max(undivided, ALIGNMENT),
                 pieces=piece_codecs(run_file.shard_codec),
             ),
         )
 
     if not several:
-        dense = of(trained, optimizers[0].works_on if optimizers else run_file.optimizer.works_on)
+        own = run_file.optimizer
+        dense = of(trained, optimizers[0].works_on) if optimizers else of(trained, own.works_on, own.undivided)
         return with_tables(dense, tables, parts, groups=mesh.ranks, replica=replica, ranks=sync.gradient_ranks)
     return JointGradients([of([t for t in trained if t.holding.name in set(o.names)], o.works_on) for o in optimizers])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 
 import torch
@@ -92,7 +93,8 @@ def _built(run_file: RunFile, generation: Generation) -> torch.optim.Optimizer:
     parameters = [(owned.name, owned.parameter, roles[owned.name].decay) for owned in stepped]
     peak, _ = peak_rate(run_file.optimizer, global_samples=run_file.batch.global_samples)
     sparse = [name for name, role in roles.items() if role.kind == "table"]
-    return build_optimizer(run_file.optimizer, parameters, lr=peak, sparse=sparse)
+    numbers = {owned.name: math.prod(owned.holding.global_shape) for owned in stepped}
+    return build_optimizer(run_file.optimizer, parameters, lr=peak, sparse=sparse, numbers=numbers)
 
 
 def _of_script(workload: Workload) -> list[Section]:

@@ -3,33 +3,14 @@
 
    Digits are whole numbers from 0; `per` of them, of base `base`, make a byte, the first the least significant. */
 
+#include "kernels.h"
+
 #include <math.h>
-#include <stdint.h>
-#include <string.h>
 
 #define TILE 4096
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__GLIBC__) && !defined(SHOAL_ONE_TARGET)
-#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define CLONES
-#endif
-#define EXPORT __attribute__((visibility("default")))
-
 enum scale { LARGEST, NORM, MEAN };
 enum rounding { NEAREST, STOCHASTIC, SIGN };
-
-static inline uint32_t as_bits(float f) {
-    uint32_t bits;
-    memcpy(&bits, &f, 4);
-    return bits;
-}
-
-static inline float as_float(uint32_t bits) {
-    float f;
-    memcpy(&f, &bits, 4);
-    return f;
-}
 
 /* Magnitudes compare as their bits do; infinity is above all finite ones, and NaN above infinity. */
 CLONES static uint32_t largest_bits(const float *x, uint64_t n) {

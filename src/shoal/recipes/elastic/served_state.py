@@ -90,6 +90,7 @@ def gather_served(state: TrainState, held: HeldState | None, group: Collective, 
         for name, parts in own.items():
             for target in targets[name]:
                 filled(target, parts)
+    state.pack()
     state.restore_extra()
     return int(told[:, 1].max())
 

@@ -123,6 +123,7 @@ def load_state(state: TrainState, held: HeldState) -> None:
             f"the state of the last generation and this one's differ in {missing[0]}: run one version of Shoal and "
             "of the model everywhere"
         )
+    state.pack()
     state.restore_extra()
 
 

@@ -17,6 +17,7 @@ _TELLING: tuple[Quantity, ...] = (
     "norm",
     "buffer",
     "weight",
+    "moment",
     "agreement",
 )
 """Most telling first: a wrong gradient explains a wrong norm and a wrong weight, and names its parameter."""
@@ -26,6 +27,7 @@ _SUBJECTS: dict[Quantity, str] = {
     "weight": "the weight ",
     "agreement": "after the agreement of replicas the weight ",
     "buffer": "the buffer ",
+    "moment": "the moment ",
     "rate": "the learning rate ",
     "route": "the routes of ",
     "neighbours": "the loss changes with its batch: that of ",

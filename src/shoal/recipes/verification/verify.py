@@ -8,7 +8,7 @@ last bit of a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 
@@ -19,7 +19,6 @@ from shoal import units
 from shoal.codec.config import NoCodec, ShardCodecConfig
 from shoal.data.cursor import Cursor
 from shoal.data.feed import Feed
-from shoal.data.sample import Batch
 from shoal.engine.config import BFloat16, Float8, Float16, Float32, Float64, PrecisionConfig
 from shoal.engine.precision import LossScaler, precision_of
 from shoal.engine.proof import (
@@ -29,33 +28,30 @@ from shoal.engine.proof import (
     Finding,
     HeldBox,
     Tolerances,
-    assembled,
-    compare_gradients,
-    compare_number,
-    compare_weights,
 )
-from shoal.engine.reference import Reference, ReferenceGradient
-from shoal.engine.step_result import StepResult
+from shoal.engine.reference import Reference
 from shoal.launch.environment import Place
 from shoal.models.config import ForeignModel
-from shoal.models.mixture_routes import RecordRoutes, ReplayRoutes, RouteDifference, Routes, set_routes
+from shoal.models.mixture_routes import ReplayRoutes
 from shoal.observe.progress_bar import ProgressBar
 from shoal.recipes.objects import UserObjects
 from shoal.recipes.run import Run, open_run
 from shoal.recipes.unkeyed_draws import said_of
 from shoal.recipes.verification import coded
+from shoal.recipes.verification.layout_step import compare_step, expect_step, take_step
+from shoal.recipes.verification.moments import (
+    LEFT_OUT,
+    NOTE,
+    give_moments,
+    rounds_moments,
+    without_rounding,
+)
 from shoal.recipes.verification.passed import remember
 from shoal.recipes.verification.pipedream import verify_pipedream
 from shoal.recipes.verification.reference import (
     axes_of,
-    buffers_of,
-    collected,
-    compare_buffers,
-    gather_routes,
     give_weights,
-    held_weights,
     neighbour_findings,
-    owned_gradients,
     rate_findings,
     reference_of,
     share_routes,
@@ -112,6 +108,10 @@ def verify_rank(
     run_file = msgspec.structs.replace(run_file, precision=Float64() if exact else Float32())
     differ = replicas_differ(run_file.sync)
     run_file, notes = provable(run_file) if differ else (run_file, [])
+    if rounds_moments(run_file):
+        plain = differ or run_file.pipeline.asynchronous
+        notes.append((LEFT_OUT if plain else NOTE).format(run_file.optimizer.variant))
+        run_file = without_rounding(run_file) if plain else run_file
     if run_file.shard_codec != ShardCodecConfig():
         notes.append(LOSSY_PIECES)
         run_file = msgspec.structs.replace(run_file, shard_codec=ShardCodecConfig())
@@ -163,6 +163,7 @@ class _Proof:
     whole: Feed
     findings: list[Finding]
     bar: ProgressBar
+    moments: Sequence[HeldBox] = ()
     replayed: int = 0
     unkeyed: frozenset[str] = frozenset()
 
@@ -189,89 +190,23 @@ class _Proof:
         run, reference = self.run, self.reference
         self.bar.update(f"step {number} of {last}: one process computes it", done=2 * number - 2, total=2 * last)
         batches = self.whole.next().microbatches if reference is not None else []
-        wanted, routes = _expect(reference, batches, number)
+        wanted, routes = expect_step(reference, batches, number)
         if reference is not None and isinstance(run.run_file.model, ForeignModel):
             self.unkeyed |= reference.compute.randomness.unkeyed(run.device)
         run.process.announce(f"verify/{number}/expected", str)  # a long wait, which no collective would allow
         self.bar.update(f"step {number} of {last}: the layout computes it", done=2 * number - 1, total=2 * last)
         give_weights(run, reference)
         tap = ReplayRoutes(share_routes(run, routes, key=f"verify/{number}/routes"), tolerances.loss)
-        found = _take_step(run, number, self.feed.next().microbatches, tap)
+        found = take_step(run, number, self.feed.next().microbatches, tap)
         self.replayed += found.replayed
         if reference is not None and wanted is not None:
+            give_moments(reference, self.moments)
             rounding = lambda: reference.rounding(batches, wanted)  # noqa: E731
-            own = list(_compare(reference, wanted, found, number, run.rate(number), tolerances, rounding))
+            own = list(compare_step(reference, wanted, found, number, run.rate(number), tolerances, rounding))
             if not all(finding.holds for finding in own) and not self.unkeyed:  # whose draws differ with the batch, too
                 own += neighbour_findings(run, reference, batches, number, tolerances.loss)
             self.findings += own
-
-
-@dataclass(frozen=True)
-class _LayoutStep:
-    """What a step of the layout came to; the parts are those of all ranks, at rank 0 only."""
-
-    result: StepResult
-    norm: float
-    gradients: list[HeldBox]
-    kept: list[HeldBox]
-    weights: list[HeldBox]
-    buffers: list[HeldBox]
-    routes: list[RouteDifference]
-    replayed: int
-
-
-def _expect(
-    reference: Reference | None, batches: list[Batch], number: int
-) -> tuple[ReferenceGradient | None, Routes | None]:
-    """The reference's gradient of step `number`, and its routes; None where it is not."""
-    if reference is None:
-        return None, None
-    routes = Routes()
-    set_routes(reference.compute.model, RecordRoutes(routes))
-    return reference.gradient(number, batches), routes
-
-
-def _take_step(run: Run, number: int, batches: list[Batch], tap: ReplayRoutes) -> _LayoutStep:
-    """A step under the layout on the reference's routes, with what every rank holds of gradients and new weights."""
-    set_routes(run.model, tap)
-    gradients = run.generation.gradients
-    seen: list[tuple[float, list[HeldBox], list[HeldBox]]] = []
-
-    def record(norm: float) -> None:
-        scale = run.step.scale
-        own = [(name, box, values / scale) for name, box, values in owned_gradients(gradients)]
-        seen.append((norm, collected(run, own), coded.kept_back(run)))
-
-    result = run.step(number, batches, lr=run.rate(number), on_gradients=record)
-    with gradients.full_parameters():
-        weights = collected(run, list(held_weights(run.trained)))
-    differences, replayed = gather_routes(run, tap)
-    return _LayoutStep(result, *seen[0], weights, collected(run, buffers_of(run)), differences, replayed)
-
-
-def _compare(
-    reference: Reference,
-    wanted: ReferenceGradient,
-    found: _LayoutStep,
-    number: int,
-    lr: float,
-    tolerances: Tolerances,
-    rounding: Callable[[], Mapping[str, float]],
-) -> Iterator[Finding]:
-    """Loss, norm, every gradient, routes, and every weight and buffer after the step."""
-    for difference in found.routes:
-        where = f"{difference.layer}, token {difference.place} of sample {difference.sample}"
-        yield Finding(number, "route", where, -1, difference.gap, tolerances.loss)
-    yield compare_number(number, "loss", found.result.loss, wanted.loss, tolerance=tolerances.loss)
-    whole = assembled(found.gradients, wanted.gradients)
-    norm = coded.norm_of(whole) if found.kept else wanted.norm  # of what was decoded, which is what is clipped
-    yield compare_number(number, "norm", found.norm, norm, tolerance=tolerances.norm)
-    gradients = coded.completed(found.gradients, found.kept, wanted.gradients)
-    yield from compare_gradients(number, gradients, wanted.gradients, tolerances=tolerances, rounding=rounding)
-    reference.update(whole, lr=lr)
-    after = {name: parameter.detach() for name, parameter in reference.weights.items()}
-    yield from compare_weights(number, found.weights, after, tolerance=tolerances.weight)
-    yield from compare_buffers(reference, number, found.buffers, tolerances.gradient)
+        self.moments = found.moments
 
 
 def _whole_feed(run: Run) -> Feed:

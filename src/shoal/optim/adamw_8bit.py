@@ -1,0 +1,154 @@
+"""AdamW whose moments are kept in 8 bits (Dettmers et al., arXiv:2110.02861), decoded and encoded block by block.
+
+    m = b1 m' + (1 - b1) g,    v = b2 v' + (1 - b2) g^2        m', v' decoded
+    x <- (1 - lr w) x - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+
+All in float32, or in float64 for parameters of it. x moves by m and v as they are, and these are encoded for the next
+step (`shoal.optim.dynamic`). So a step that begins with the same moments gives the same weights wherever blocks begin;
+the moments that it leaves are those of its blocks.
+
+On a CPU a loop in C does it in one pass (`codec/core/adam.c`). What follows in torch is its oracle, bit by bit, and
+what runs on other devices, for other dtypes and without a C compiler: in chunks, so that float32 copies stay small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from shoal.codec.kernels import Kernels, Moment, kernels_for
+from shoal.optim.config import BLOCK, AdamW8bit
+from shoal.optim.dynamic import Quantised, packed_form, quantised, zeros
+from shoal.optim.fused import FusedAdamW
+
+MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
+"""Each slot, and whether its numbers have signs."""
+_CHUNK = {"cpu": 1 << 16}
+_CHUNK_ELSEWHERE = 1 << 23
+"""Numbers that the torch form decodes at a time: as many as a cache holds; elsewhere enough to be worth a launch."""
+
+
+def build(config: AdamW8bit, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
+    """The optimizer of the run file. Groups that say `small` keep their moments as AdamW does."""
+    return EightBitAdamW(groups, lr=lr, betas=(config.beta1, config.beta2), eps=config.eps)
+
+
+class _Factors(NamedTuple):
+    """What a step multiplies by, in the order of `core/adam.c`."""
+
+    beta1: float
+    rest1: float
+    beta2: float
+    rest2: float
+    root: float
+    eps: float
+    kept: float
+    rate: float
+
+
+class EightBitAdamW(FusedAdamW):
+    """AdamW with `Quantised` moments; in groups with `small` it is `FusedAdamW`.
+
+    A moment that is a tensor, as it is read from a checkpoint, is used as it is, and left in 8 bits. Arguments are
+    those of `FusedAdamW`.
+    """
+
+    def pack(self) -> None:
+        """Encodes the moments that are tensors, one after the other."""
+        for group in self.param_groups:
+            for parameter in () if group.get("small") else group["params"]:
+                state = self.state.get(parameter, {})
+                for name, signed in MOMENTS.items():
+                    if isinstance(state.get(name), Tensor):
+                        state[name] = quantised(state[name], signed=signed)
+
+    def update(self, group: dict[str, Any], parameters: list[Parameter], gradients: list[Tensor]) -> None:
+        """One step. States that are not there yet begin at zero."""
+        if group.get("small"):
+            super().update(group, parameters, gradients)
+            return
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    **{name: zeros(parameter, signed=signed) for name, signed in MOMENTS.items()},
+                }
+        states = [self.state[parameter] for parameter in parameters]
+        steps = [state["step"] for state in states]
+        torch._foreach_add_(steps, 1)  # pyright: ignore[reportPrivateImportUsage]
+        for parameter, gradient, state, step in zip(
+            parameters, gradients, states, torch.stack(steps).tolist(), strict=True
+        ):
+            factors = _factors(group, step)
+            if all(isinstance(state[name], Quantised) for name in MOMENTS):
+                step_(parameter, gradient, (state["exp_avg"], state["exp_avg_sq"]), factors)
+            else:
+                self._from_tensors(parameter, gradient, state, factors)
+
+    def _from_tensors(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], factors: _Factors) -> None:
+        given = [state[name] for name in MOMENTS]
+        first, second = (m.decoded() if isinstance(m, Quantised) else m.detach() for m in given)
+        first, second = _moved(parameter, gradient, first, second, factors)
+        for (name, signed), moment in zip(MOMENTS.items(), (first, second), strict=True):
+            state[name] = quantised(moment, signed=signed)
+
+
+def _factors(group: dict[str, Any], step: float) -> _Factors:
+    (beta1, beta2), lr = group["betas"], group["lr"]
+    root, rate = (1 - beta2**step) ** 0.5, lr / (1 - beta1**step)
+    return _Factors(beta1, 1 - beta1, beta2, 1 - beta2, root, group["eps"], 1 - lr * group["weight_decay"], rate)
+
+
+def step_(x: Tensor, gradient: Tensor, moments: tuple[Quantised, Quantised], factors: _Factors) -> None:
+    """One step of `x` and its moments, in place."""
+    kernels = kernels_for(x, gradient)
+    if kernels is not None and x.is_contiguous() and gradient.is_contiguous():
+        step_in_c(kernels, x, gradient, moments, factors)
+    else:
+        step_in_torch(x, gradient, moments, factors)
+
+
+def step_in_c(kernels: Kernels, x: Tensor, gradient: Tensor, moments: Iterable[Quantised], factors: _Factors) -> None:
+    """The same by the kernel: both float32, contiguous and on the CPU."""
+    first, second = (_moment(moment) for moment in moments)
+    kernels.adam(x, gradient, (first, second), factors, block=BLOCK)
+
+
+def step_in_torch(x: Tensor, gradient: Tensor, moments: tuple[Quantised, Quantised], factors: _Factors) -> None:
+    """The same by torch's operators."""
+    flat = x.detach().reshape(-1)
+    chunk, gradients = _CHUNK.get(x.device.type, _CHUNK_ELSEWHERE), gradient.reshape(-1)
+    for start in range(0, flat.numel(), chunk):
+        stop = min(start + chunk, flat.numel())
+        first, second = (moment.part(start, stop) for moment in moments)
+        found = _moved(flat[start:stop], gradients[start:stop], first.decoded(), second.decoded(), factors)
+        first.encode_(found[0])
+        second.encode_(found[1])
+    if flat.data_ptr() != x.data_ptr():
+        x.detach().copy_(flat.view(x.shape))
+
+
+def _moved(x: Tensor, gradient: Tensor, first: Tensor, second: Tensor, f: _Factors) -> tuple[Tensor, Tensor]:
+    """Moves `x`; both moments after it, in the place of those before. Plain products and sums, so that no fused
+    multiply-add rounds otherwise.
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    gradient, first, second = gradient.to(dtype), first.to(dtype).mul_(f.beta1), second.to(dtype).mul_(f.beta2)
+    first += gradient * f.rest1
+    second += (gradient * gradient).mul_(f.rest2)
+    step = (first / _root(second).div_(f.root).add_(f.eps)).mul_(f.rate)
+    x.copy_((x.to(dtype) * f.kept).sub_(step))
+    return first.float(), second.float()
+
+
+def _root(x: Tensor) -> Tensor:
+    """The square root, rounded to nearest: on a CPU, MKL's of float32 is off by a last bit for one number in twelve."""
+    return x.double().sqrt().to(x.dtype) if x.device.type == "cpu" else x.sqrt()
+
+
+def _moment(moment: Quantised) -> Moment:
+    return Moment(moment.codes, moment.scales, packed_form(moment.codes.dtype))
