@@ -125,8 +125,9 @@ class ServerAgreement:
         strength = config.compensation * self._shares
         merge = Merge(shares=config.admission == "async", staleness=config.staleness, strength=strength)
         self._lanes = lanes = share_rows(lanes, self._flat, dtype=dtype)
-        reads = () if lanes.shared is None else lanes.shared.reads[replicas.rank][:, :numel]
-        self._part = ServedPart(values, merge=merge, tables=tables, reads=list(reads))
+        place = self._flat.spans[replicas.rank]
+        rows = () if lanes.shared is None else [row[place] for row in lanes.shared.parameters]
+        self._part = ServedPart(values, merge=merge, tables=tables, rows=rows)
         if replica.pushes is not None:
             segments = self._flat.segments([owned.name for owned in dense])
             coding = replica.pushes(replicas.rank, roles.workers, segments, dtype)

@@ -65,8 +65,8 @@ class Standing(NamedTuple):
 
 class ServedPart:
     """`values` are its parameters, [numel]. `step` makes an update of `values` at a learning rate from a gradient,
-    [numel], which may be memory of a worker, and of `tables` from the sparse gradients of their weights. `reads`: by
-    worker, where what it read last is kept, [numel]; none: in memory of the part's own.
+    [numel], which may be memory of a worker, and of `tables` from the sparse gradients of their weights. `rows`: by
+    worker, where it has the parameters that it read last, [numel]; none: the part keeps copies of what they read.
 
     A round is what happens between two agreements of all workers. Methods may be called from any thread; where a
     round repeats another one, they wait for their turn.
@@ -78,7 +78,7 @@ class ServedPart:
         *,
         merge: Merge,
         tables: Sequence[ServedTable] = (),
-        reads: Sequence[Tensor] = (),
+        rows: Sequence[Tensor] = (),
     ) -> None:
         self.values, self.tables = values, tables
         self.step: Callable[[float, Tensor], None] | None = None
@@ -89,7 +89,7 @@ class ServedPart:
         self._accounts = Accounts()
         self._sent: dict[Contribution, Sent] = {}
         self._spare: list[Tensor] = []
-        self._read = dict(enumerate(reads))
+        self._rows, self._read = rows, dict(enumerate(rows))
         self._gradient: Tensor | None = None
         self._released: set[int] = set()
         self._failed: BaseException | None = None
@@ -103,7 +103,7 @@ class ServedPart:
             self.values.copy_(values)
             self._rule, self._accounts, self._reached = rule, Accounts(), 0
             self._sent, self._released, self._weights = {}, set(), {}  # a resumed run begins a round like any other
-            for worker in rule.present:
+            for worker in () if self._rows else rule.present:
                 self._read.setdefault(worker, torch.empty_like(values)).copy_(values)
 
     def buffer(self) -> Tensor:
@@ -132,7 +132,7 @@ class ServedPart:
         """
         with self._turn(f"{READ}{worker}", lambda: worker in self._released):
             into.copy_(self.values)
-            if self._merge.staleness == "compensated":
+            if self._merge.staleness == "compensated" and not self._rows:
                 self._read[worker].copy_(self.values)
             return self._read_by(worker)
 

@@ -38,19 +38,17 @@ _GRADIENT, _NOTHING, _LEAVE, _LOOK_UP, _CODED, _CHUNKS, _IN_PLACE = 0.0, 1.0, 2.
 _HEAD, _BODY = 0, 1  # tags
 _HEAD_NUMBERS = 6
 """Beside the number of rows of each table."""
-_ALL, _SOME, _THERE = 0.0, 1.0, 2.0  # of the parameters are in an answer; all are in memory that both ranks share
+_ALL, _SOME, _THERE = 0.0, 1.0, 2.0  # of the parameters are in an answer; all are in the worker's row already
 
 
 @dataclass(frozen=True)
 class SharedRows:
-    """Memory of each rank, by rank, which all ranks reach.
-
-    `gradients`: what the rank pushes, [numel]. `reads`: what every worker read last of the part that the rank serves,
-    [ranks, the longest part].
+    """Memory of each rank, by rank, which all ranks reach, [numel]: what it pushes, and the parameters that it read
+    last, where servers write them.
     """
 
     gradients: Sequence[Tensor]
-    reads: Sequence[Tensor]
+    parameters: Sequence[Tensor]
 
 
 @dataclass(frozen=True)
@@ -116,10 +114,8 @@ def share_rows(lanes: Lanes, parts: FlatParts, *, dtype: torch.dtype) -> Lanes:
     """`lanes` of ranks that share memory, where they can. All ranks call it."""
     if not isinstance(lanes.push, GroupCollective):
         return lanes
-    ranks, longest = lanes.push.size, max(span.stop - span.start for span in parts.spans)
-    gradients = lanes.push.shared(parts.numel, dtype=dtype)
-    reads = [row.view(ranks, longest) for row in lanes.push.shared(ranks * longest, dtype=dtype)]
-    return replace(lanes, shared=SharedRows(gradients, reads)) if gradients else lanes
+    gradients, parameters = (lanes.push.shared(parts.numel, dtype=dtype) for _ in range(2))
+    return replace(lanes, shared=SharedRows(gradients, parameters)) if gradients else lanes
 
 
 class Push(NamedTuple):
@@ -151,7 +147,8 @@ class Worker:
         dtype: torch.dtype,
         tables: Sequence[TablePlaces] = (),
     ) -> None:
-        self.row = torch.zeros(parts.numel, dtype=dtype)
+        shared = lanes.shared
+        self.row = torch.zeros(parts.numel, dtype=dtype) if shared is None else shared.parameters[lanes.push.rank]
         self._parts, self._lanes, self._own, self._rank = parts, lanes, own, lanes.push.rank
         self._tables, self._dtype = tables, dtype
         self.servers = sorted({*parts.servers, *(server for places in tables for server in places.servers)})
@@ -273,9 +270,7 @@ class Worker:
         self.standings[server] = Standing(*map(int, standing))
         lane, part = self._lanes.pull, self.row[self._parts.spans[server]]
         if amount == _THERE:
-            assert self._lanes.shared is not None, "all ranks share memory, or none"
-            there = self._lanes.shared.reads[server][self._rank, : len(part)]
-            return [lambda: part.copy_(there)]
+            return []
         if amount == _ALL:
             return [lane.recv(part, source=server, tag=_BODY).wait] if len(part) else []
         changed = _received_chunks(lane, server, len(part))
@@ -396,7 +391,7 @@ class Serving:
         amount, bodies, pull = _ALL, [values], self._lanes.pull
         if chunks is not None:
             amount, bodies = _SOME, [chunks.to(torch.uint8), values[elements_of(chunks, len(values))]]
-        elif self._lanes.shared is not None:
+        elif self._lanes.shared is not None:  # the values are in the worker's row
             self._lanes.found(values)
             amount, bodies = _THERE, []
         bodies = [torch.tensor([*standing, amount], dtype=torch.float64), *bodies]
