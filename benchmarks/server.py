@@ -45,14 +45,14 @@ TURNS, REGRESSIONS = 9, 3
 
 
 def server(
-    megabytes: Annotated[int, typer.Option(help="Size of the parameters.", min=1)] = 32,
+    megabytes: Annotated[int, typer.Option(help="Size of the parameters.", min=1)] = 128,
     rounds: Annotated[int, typer.Option(help="Pushes and pulls of each worker.", min=2)] = 20,
     processes: Processes = 2,
     as_json: AsJson = False,
 ) -> None:
     """Bytes a second of pushes and pulls beside torch.distributed.rpc, and Hogwild beside locks.
 
-    Example: python -m benchmarks.server --megabytes 32
+    Example: python -m benchmarks.server --megabytes 512
     """
     if is_rank():
         run_as_rank(lambda place: measure(place, numel=megabytes * 2**18, rounds=rounds))
