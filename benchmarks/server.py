@@ -116,7 +116,7 @@ def _served(lanes: Lanes, clock: Collective, numel: int) -> Iterator[Callable[[]
     own, lanes = parts.spans[rank], share_rows(lanes, parts, dtype=torch.float32)
     assert lanes.shared is not None, "ranks of one host share memory"
     values = torch.zeros(own.stop - own.start)
-    part = ServedPart(values, merge=Merge(shares=True), rows=[row[own] for row in lanes.shared.parameters])
+    part = ServedPart(values, merge=Merge(adds=True), rows=[row[own] for row in lanes.shared.parameters])
     part.step = lambda lr, gradient: values.sub_(gradient, alpha=lr)  # pyright: ignore[reportAttributeAccessIssue]
     worker, gradient = Worker(parts, lanes, part, dtype=torch.float32), lanes.shared.gradients[rank].fill_(1.0)
     part.begin(Asynchronous(range(size)), worker.row[own])

@@ -65,7 +65,7 @@ def test_a_sample_draws_the_same_in_any_batch_by_its_law(name: str) -> None:
         assert abs(float(sample.std()) - deviation) < 2 * FAR * deviation
 
 
-@pytest.mark.parametrize("samples", [[2, 3], [1, 2, 3, 0], [0, 2, 1]])
+@pytest.mark.parametrize("samples", [[2], [2, 3], [1, 2, 3, 0], [0, 2, 1]])
 def test_rows_of_tokens_are_those_of_their_sample(samples: list[int]) -> None:
     """Also where there are as many columns as samples, as in the scores of a router: tokens x experts."""
     rows = drawn(lambda x: torch.rand(len(x) * 5, 4), [0, 1, 2, 3]).view(4, 5, 4)

@@ -189,7 +189,7 @@ def test_a_gradient_with_gaps_in_memory_is_read_in_order() -> None:
     assert torch.equal(*results)
 
 
-def test_sizes_differ_between_parameters_of_one_group() -> None:
+def test_every_parameter_counts_its_own_steps() -> None:
     """Each has its own count of steps: one without a gradient stands still."""
     parameters = [("a", Parameter(torch.zeros(LARGE)), True), ("c", Parameter(torch.zeros(LARGE)), True)]
     optimizer = build_optimizer(CONFIG, parameters, lr=LR)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import CollectiveError
-from shoal.sync.admission import Asynchronous, Contribution, FirstComers
+from shoal.sync.admission import Asynchronous, Bounded, Contribution, FirstComers
 from shoal.sync.server_part import Merge, Sent, ServedPart, Standing
 from tests.waiting import HANG_S
 
@@ -76,10 +76,10 @@ def test_sums_do_not_depend_on_who_comes_first() -> None:
 @pytest.mark.parametrize(
     ("merge", "second"),
     [
-        (Merge(shares=True), 3.0),
-        (Merge(shares=True, staleness="scaled"), 1.5),
-        (Merge(shares=True, staleness="compensated", strength=0.0), 3.0),
-        (Merge(shares=True, staleness="compensated", strength=2 * 0.1), 3.0 + 0.1 * 9.0 * -(2 * LR * 1.0)),
+        (Merge(adds=True), 3.0),
+        (Merge(adds=True, staleness="scaled"), 1.5),
+        (Merge(adds=True, staleness="compensated", strength=0.0), 3.0),
+        (Merge(adds=True, staleness="compensated", strength=2 * 0.1), 3.0 + 0.1 * 9.0 * -(2 * LR * 1.0)),
     ],
     ids=["plain", "scaled", "without strength", "compensated"],
 )
@@ -99,7 +99,7 @@ def test_what_an_old_gradient_is_worth(merge: Merge, second: float) -> None:
 
 def test_a_read_stays_as_it_is_while_others_update() -> None:
     """It may be on the wire."""
-    part = part_of(Merge(shares=True))
+    part = part_of(Merge(adds=True))
     part.begin(Asynchronous(range(2)), torch.zeros(NUMEL))
     contribute(part, 0, 0, torch.ones(NUMEL))
     values, _, _ = part.await_changes(0)
@@ -111,14 +111,19 @@ def test_a_read_stays_as_it_is_while_others_update() -> None:
 
 def test_what_a_worker_lends_may_change_when_it_has_contributed() -> None:
     """Whether its gradient is used at once, or waits for others."""
-    for rule, merge in ((FirstComers(range(2)), Merge()), (Asynchronous(range(2)), Merge(shares=True))):
+    rules = (
+        (FirstComers(range(2)), Merge()),
+        (Bounded(range(2), bound=1), Merge()),
+        (Asynchronous(range(2)), Merge(adds=True)),
+    )
+    for rule, merge in rules:
         part = part_of(merge)
         part.begin(rule, torch.zeros(NUMEL))
         for worker, gradient in ((0, torch.full((NUMEL,), 2.0)), (1, torch.full((NUMEL,), 4.0))):
             part.contribute(Contribution(worker, 0, 0), Sent(gradient, LR, lent=True))
             gradient.fill_(100.0)
-        assert part.end().tolist() == [-LR * (6.0 if merge.shares else 3.0)] * NUMEL
-        assert all((gradient != 100.0).all() for gradient in part._spare), "it became the part's"
+        assert part.end().tolist() == [-LR * (6.0 if merge.adds else 3.0)] * NUMEL
+        assert len(part._spare) == (0 if merge.adds else 1), "the first one waits for the second, in a copy"
 
 
 def test_a_thread_that_fails_frees_those_that_wait() -> None:

@@ -108,7 +108,7 @@ class SharedMemory(Protocol):
         ...
 
     def peer(self, memory: torch.Tensor, rank: int) -> torch.Tensor:
-        """What `rank` was given where this rank was given `memory`. All ranks have been, by now."""
+        """The memory that `rank` got from the call of `allocate` that gave this rank `memory`; all have made it."""
         ...
 
 

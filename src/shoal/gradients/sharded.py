@@ -35,9 +35,8 @@ class HasPiece(Protocol):
 class ShardedBase:
     """What the stages have in common: buckets, pieces and their gradients. The norm adds up over `replica`.
 
-    `stores` hold the parameters of `parts`. `undivided`: so many numbers of a parameter stay together on a
-    rank; None: all of them. `pieces` code what the
-    ranks of `shard` send each other.
+    `stores` hold the parameters of `parts`. `undivided`: so many numbers of a parameter stay together on a rank; None:
+    all of them. `pieces` code what the ranks of `shard` send each other.
     """
 
     tuned = None

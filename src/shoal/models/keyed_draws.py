@@ -219,11 +219,19 @@ class KeyedDraws(TorchFunctionMode):
         samples = len(self._keys)
         if shape and shape[0] == samples:
             return 0, tuple(shape[1:])
-        if len(shape) > 1 and shape[1] == samples and shape[0] != samples * self._tokens:
+        if len(shape) > 1 and shape[1] == samples and not self._are_rows(shape[0]):
             return 1, (shape[0], *shape[2:])
         if shape and shape[0] and shape[0] % samples == 0:
             return 0, (shape[0] // samples, *shape[1:])
         return None, tuple(shape)
+
+    def _are_rows(self, length: int) -> bool:
+        """Are that many rows those of the tokens of all samples, whole or in slices? Of one sample there is no telling,
+        and no need: its tokens stand in dim 0 either way.
+        """
+        assert self._keys is not None
+        samples = len(self._keys)
+        return samples > 1 and length in {samples * tokens for tokens in (self._tokens, *self._sequence)}
 
     def _index(self, inner: Sequence[int], device: torch.device) -> Tensor:
         """The index within its whole sample of every element of this rank's part `inner` of one."""

@@ -22,7 +22,6 @@ _KEYS = {
     "memory.recompute": "activations computed again in the backward",
     "memory.loss_chunks": "logits of a part of the tokens at a time",
     "layout.shard": "model and optimizer split over the ranks",
-    "optimizer.kind": "moments in 8 bits",
 }
 
 

@@ -121,9 +121,9 @@ class ServerAgreement:
         self.served: list[Owned] = [*self._pieces]
         self._tables: list[Parameter] = []
         tables = self._serve_tables()
-        self._shares = len(roles.parties) if config.admission == "async" else 1
-        strength = config.compensation * self._shares
-        merge = Merge(shares=config.admission == "async", staleness=config.staleness, strength=strength)
+        self._divisor = len(roles.parties) if config.admission == "async" else 1
+        strength = config.compensation * self._divisor
+        merge = Merge(adds=config.admission == "async", staleness=config.staleness, strength=strength)
         self._lanes = lanes = share_rows(lanes, self._flat, dtype=dtype)
         place = self._flat.spans[replicas.rank]
         rows = () if lanes.shared is None else [row[place] for row in lanes.shared.parameters]
@@ -134,8 +134,10 @@ class ServerAgreement:
             self._lanes = lanes = replace(lanes, coding=coding)
         places = [places_of(module, roles.servers) for module in replica.tables.values()]
         self._worker = Worker(self._flat, lanes, self._part, dtype=dtype, tables=places)
-        pushed = torch.zeros(self._flat.numel if self._works else 0, dtype=dtype)
-        self._gradient = pushed if lanes.shared is None else lanes.shared.gradients[replicas.rank]
+        if lanes.shared is None:
+            self._gradient = torch.zeros(self._flat.numel if self._works else 0, dtype=dtype)
+        else:
+            self._gradient = lanes.shared.gradients[replicas.rank]
         self._serving: Serving | None = None
         self._number, self._contributed, self._weight = -1, True, 1.0
         self._stop, self._tokens, self._waited_s = False, 0, 0.0
@@ -143,8 +145,9 @@ class ServerAgreement:
     def stepped_by(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimizer of a worker: it pushes the gradients of its parameters and pulls what servers made of all."""
 
+        pieces = [piece.parameter for piece in self._pieces]
+
         def step(lr: float, gradient: Tensor) -> None:
-            pieces = [piece.parameter for piece in self._pieces]
             for piece, part in zip(pieces, gradient.split([piece.numel() for piece in pieces]), strict=True):
                 piece.grad = part.view(piece.shape)
             for group in optimizer.param_groups:
@@ -194,13 +197,13 @@ class ServerAgreement:
         """Contributes the gradients of the parameters, or nothing if `lr` is None, and reads the newest parameters."""
         if lr is not None:
             gradients = [_gradient_of(parameter) for parameter in self._parameters]
-            self._flat.pack(gradients, self._gradient, shares=self._shares)
+            self._flat.pack(gradients, self._gradient, divisor=self._divisor)
         begin_s = time.perf_counter()
         weight = self._weight
         if self._party is not None:
             weight, lr = self._party.sum(self._gradient, weight, lr)
         if self._pushes:
-            rows = [_gradient_of(table) / self._shares for table in self._tables] if lr is not None else []
+            rows = [_gradient_of(table) / self._divisor for table in self._tables] if lr is not None else []
             gradient = None if lr is None else self._gradient
             servers = None if self._config.admission != "backup" else self._worker.awaited(self._number)
             self._worker.push_pull(Push(self._number, gradient, lr or 0.0, weight, rows), servers)

@@ -29,12 +29,13 @@ StalenessPolicy = Literal["plain", "scaled", "compensated"]
 
 
 class Merge(NamedTuple):
-    """How contributions become a gradient: by their mean, or, if they are `shares` of a global batch's, by their sum.
+    """How contributions become a gradient: by their mean, or, if an update `adds` shares of a global batch's, by their
+    sum.
 
     `staleness` and `strength`: see `shoal.sync.staleness`. Of a share of 1 / n, the strength is n times as large.
     """
 
-    shares: bool = False
+    adds: bool = False
     staleness: StalenessPolicy = "plain"
     strength: float = 0.0
 
@@ -167,6 +168,11 @@ class ServedPart:
             self._changed.notify_all()
 
     @property
+    def writes_rows(self) -> bool:
+        """Whether what a worker reads is where that worker has it."""
+        return bool(self._rows)
+
+    @property
     def reached(self) -> int:
         """The steps of this round that the worker furthest ahead has contributed to."""
         with self._changed:
@@ -233,7 +239,7 @@ class ServedPart:
 
     def _mean_weight(self, counted: Sequence[Contribution]) -> float:
         """Of the contributions that make a global batch: those of the update, or what the workers sent last."""
-        if not self._merge.shares:
+        if not self._merge.adds:
             return fmean(self._sent[contribution].weight for contribution in counted)
         return fmean(self._weights.values())
 
@@ -247,7 +253,7 @@ class ServedPart:
         torch.add(first, others[0], out=self._gradient)
         for other in others[1:]:
             self._gradient.add_(other)
-        return self._gradient if self._merge.shares else self._gradient.div_(len(gradients))
+        return self._gradient if self._merge.adds else self._gradient.div_(len(gradients))
 
     def _weighed(self, contribution: Contribution, tau: int, mean_weight: float) -> Tensor:
         """What a contribution is worth, [numel]; its gradient stays as it is."""
@@ -266,7 +272,7 @@ class ServedPart:
     ) -> Tensor:
         """The gradient of a table, in the proportions of the dense one."""
         ids, rows = zip(*(self._sent[contribution].rows[number] for contribution in counted), strict=True)
-        divisor = 1 if self._merge.shares else len(counted)
+        divisor = 1 if self._merge.adds else len(counted)
         for contribution, part in zip(counted, rows, strict=True):
             if self._merge.staleness == "scaled":
                 part.copy_(scaled_by_staleness(part, staleness_of(contribution, update)))

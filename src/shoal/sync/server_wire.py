@@ -63,8 +63,8 @@ class Lanes:
     coding: CodedPushes | None = None
     shared: SharedRows | None = None
 
-    def found(self, values: Tensor) -> None:
-        """`values` need not be sent, for the receiver finds them; they count as sent."""
+    def book(self, values: Tensor) -> None:
+        """`values` need not be sent, for the receiver has them in its reach; they count as sent."""
         self.ledger.sent("send", volume.Sent(inside_bytes=values.nbytes))
 
 
@@ -93,15 +93,15 @@ class FlatParts:
         """Those that have anything."""
         return [server for server, span in enumerate(self.spans) if span.start < span.stop]
 
-    def pack(self, tensors: Sequence[Tensor], into: Tensor, *, shares: int = 1) -> None:
-        """Copies `tensors`, all of them, divided by `shares`, into the row."""
+    def pack(self, tensors: Sequence[Tensor], into: Tensor, *, divisor: int = 1) -> None:
+        """Copies `tensors`, all of them, divided by `divisor`, into the row."""
         flat = [tensor.detach().reshape(-1) for tensor in tensors]
         for run, place in self._places:
             part = flat[run.tensor][run.start : run.stop]
-            if shares == 1:
+            if divisor == 1:
                 into[place].copy_(part)
             else:
-                torch.div(part, shares, out=into[place])
+                torch.div(part, divisor, out=into[place])
 
     def unpack(self, row: Tensor, into: Sequence[Tensor]) -> None:
         """Copies the row into the tensors, which are contiguous."""
@@ -259,7 +259,7 @@ class Worker:
         if chunks is not None:
             return _CHUNKS, [chunks.to(torch.uint8), part[elements_of(chunks, len(part))]]
         if shared is not None and gradient.data_ptr() == shared.gradients[self._rank].data_ptr():
-            self._lanes.found(part)
+            self._lanes.book(part)
             return _IN_PLACE, []
         return _GRADIENT, [part]
 
@@ -391,8 +391,8 @@ class Serving:
         amount, bodies, pull = _ALL, [values], self._lanes.pull
         if chunks is not None:
             amount, bodies = _SOME, [chunks.to(torch.uint8), values[elements_of(chunks, len(values))]]
-        elif self._lanes.shared is not None:  # the values are in the worker's row
-            self._lanes.found(values)
+        elif self._part.writes_rows:
+            self._lanes.book(values)
             amount, bodies = _THERE, []
         bodies = [torch.tensor([*standing, amount], dtype=torch.float64), *bodies]
         for handle in [pull.send(one, to=worker, tag=_BODY if n else _HEAD) for n, one in _filled(bodies)]:

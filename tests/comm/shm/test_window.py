@@ -173,7 +173,9 @@ def without_memory_of_peers(place: Any) -> str:
 
 def test_ordinary_memory_has_no_peers(ranks: Any) -> None:
     """It is no part of a window."""
-    assert ranks(2, without_memory_of_peers)[0] == "rank 1 of the group has no memory where this rank has 560004 bytes"
+    assert ranks(2, without_memory_of_peers)[0] == (
+        "these 560004 bytes are no memory that all ranks of the group have allocated"
+    )
 
 
 def rows_given_back(place: Any) -> None:

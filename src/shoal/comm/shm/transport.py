@@ -118,15 +118,17 @@ class Transport:
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def peer(self, memory: Tensor, rank: int) -> Tensor:
-        """uint8: the memory of `rank` that `allocate` gave where it gave `memory` here, for this rank to read and write
-        where it lies. Every rank has allocated it before the call. Raises `CollectiveError` where it is not here.
+        """uint8: the memory that `rank` got from the call of `allocate` that gave this rank `memory`, to read and write
+        where it lies. All ranks have made that call. Raises `CollectiveError` where the memory of one is not here.
         """
         self._check()
         at = self._core.shoal_peer(self._handle, memory.data_ptr(), memory.nbytes, rank)
         if at is None:
-            raise CollectiveError(f"rank {rank} of the group has no memory where this rank has {memory.nbytes} bytes")
+            raise CollectiveError(
+                f"these {memory.nbytes} bytes are no memory that all ranks of the group have allocated"
+            )
         found = (c_uint8 * memory.nbytes).from_address(at)
-        weakref.finalize(found, id, memory).atexit = False  # whoever has it has this rank's own, which unmaps both
+        weakref.finalize(found, _let_go, memory).atexit = False  # this rank's own, with which both are unmapped
         return torch.frombuffer(found, dtype=torch.uint8)
 
     def collective(
@@ -263,6 +265,10 @@ class Transport:
                 key = next(iter(self._under_way))
                 if not self._under_way[key].is_completed():  # else it is gone
                     self._under_way.move_to_end(key)
+
+
+def _let_go(memory: Tensor) -> None:
+    """Nobody needs `memory` any more."""
 
 
 class _Life:

@@ -128,7 +128,8 @@ def check_plans(
             )
         if isinstance(model, Roles):
             check_tensor_plan(model)
-        _check_heads(config, tensor)
+        if any(role.kind in ("column", "packed") for role in roles_of(model).values()):
+            _check_heads(config, tensor)
     if tensor > 1 and sequence_parallel and getattr(model, "peft_config", None):
         raise UserCodeError(
             f"layout.sequence_parallel = true: adapters of {name} stand inside its attention, which reads the length "

@@ -10,12 +10,12 @@ a class):
     replicated_with_grad_allreduce     norm                       whole; its gradient is a sum
 
 The parts of a column layer are runs of its rows: where an attention has queries, keys and values in one column layer,
-those of each head therefore stand together (GPT-NeoX). Layers whose outputs are gathered for a norm of all heads, and
-the row layer behind them, are whole (OLMo2). The input embedding is split, even if the plan leaves it out, where all it
-does is look up. A head that is tied to an embedding which is not split is whole with it (Gemma). Stacked experts that
-the expert plan splits (`shoal.models.huggingface.experts`) have the role expert, whatever the tensor plan says.
-Layers that no plan names are whole on every rank of `tensor`. An adapter (LoRA) on a column layer is A, whole, and B,
-split like the layer; on a row layer A is split and B whole.
+those of each head therefore stand together (GPT-NeoX). Layers whose outputs the plan gathers, and the row layer behind
+them, are whole: those before a norm of all heads (OLMo2), or before a cut into two (GLM). The input embedding is split,
+even if the plan leaves it out, where all it does is look up. A head that is tied to an embedding which is not split is
+whole with it (Gemma). Stacked experts that the expert plan splits (`shoal.models.huggingface.experts`) have the role
+expert, whatever the tensor plan says. Layers that no plan names are whole on every rank of `tensor`. An adapter (LoRA)
+on a column layer is A, whole, and B, split like the layer; on a row layer A is split and B whole.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LINEAR: Mapping[str, Kind] = MappingProxyType(
     {"colwise": "column", "rowwise": "row", "colwise_gather_output": "head", "colwise_rep": "head"}
 )
 _GATHERED = frozenset({"colwise_gather_output", "colwise_rep", "rowwise_split_input"})
-"""Around a norm of all queries or keys (OLMo2): whole here, but for the head."""
+"""Of layers whose outputs are gathered, and of those behind them: whole here, but for the head."""
 _NOT_SPLIT = (None, "replicated", "norm")
 _WHOLE = frozenset({"replicated_with_grad_allreduce", "replicated", "sequence_parallel"})
 _ADAPTER = re.compile(r"\.(base_layer|lora_A\.[^.]+|lora_B\.[^.]+)$")
@@ -53,9 +53,10 @@ def settle_plan(model: Any) -> None:
     for path, module in model.named_modules():
         if getattr(module, "is_causal", None) is None:
             continue
-        widths = {kinds.get(f"{path}.{name}.weight"): child.out_features for name, child in module.named_children()
-                  if isinstance(child, nn.Linear)}  # fmt: skip
-        if "row" in widths and widths.get("column", 0) > widths["row"]:
+        linear = {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
+        given = [child.out_features for name, child in linear.items() if kinds.get(f"{path}.{name}.weight") == "column"]
+        taken = [child.in_features for name, child in linear.items() if kinds.get(f"{path}.{name}.weight") == "row"]
+        if given and taken and max(given) > max(taken):
             module.packs_heads = True  # see `shoal.parallel.tensor.region`
 
 
@@ -76,7 +77,7 @@ def check_tensor_plan(model: Any) -> None:
     kinds = model.planned_kinds
     for name, kind in kinds.items():
         if kind is None:
-            layer = name.rpartition(".")[0]
+            layer = _ADAPTER.sub("", name.rpartition(".")[0])
             raise UserCodeError(
                 f"the tensor plan of {type(model).__name__} splits {layer!r} by {model._tp_plan[pattern_of(layer)]!r}, "
                 "which Shoal does not know: set layout.tensor = 1"

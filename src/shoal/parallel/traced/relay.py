@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from math import nan
 from typing import Any
@@ -228,17 +228,25 @@ def _differs(
 ) -> str:
     """Why these parts are not the model; empty if they are."""
     args, named = context
-    others = tree_map_only(Tensor, lambda t: t.flip(0) if t.ndim else t, (args, dict(named)))
+    others = tree_map_only(Tensor, _other, (args, dict(named)))
     x: Any = None
     try:
         for part in Relay(model, names, skipped).parts:
-            model.forward(*others[0], **others[1])  # on a rank of its own, the part finds nothing that another left
+            with suppress(Exception):  # of these inputs, which may be none: lengths that no longer ascend
+                model.forward(*others[0], **others[1])  # on a rank of its own, the part finds nothing that another left
             x = part.run(x, context)
     except Exception as error:
         return reason_of(error)
     found = list(tensors_in(x))
     same = len(found) == len(output) and all(torch.equal(a, b) for a, b in zip(found, output, strict=True))
     return "" if same else f"behind {names[1][0]} it needs more than that module's input"
+
+
+def _other(x: Tensor) -> Tensor:
+    """The same numbers for other samples, or at other places where there is one sample."""
+    if x.ndim == 0:
+        return x
+    return x.flip(0) if x.shape[0] > 1 else x.roll(1, -1)
 
 
 def _forgets(
@@ -248,12 +256,17 @@ def _forgets(
     context: Inputs,
     flags: Mapping[nn.Module, bool],
 ) -> str:
-    """Why these parts are not the model in training, as `flags` say; empty if they are. Leaves buffers as they were."""
+    """Why these parts are not the model in training, as `flags` say; empty if they are, or if the model itself fails on
+    so few samples. Leaves buffers as they were.
+    """
     kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    x: Any = None
+    whole = x = None
     _set_training(flags)
     try:
-        whole = model.forward(*context[0], **context[1])
+        with suppress(Exception):
+            whole = model.forward(*context[0], **context[1])
+        if whole is None:
+            return ""
         for part in Relay(model, names, skipped).parts:
             x = part.run(x, context)
     except Exception as error:

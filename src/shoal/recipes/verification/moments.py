@@ -25,8 +25,8 @@ from shoal.runfile.run_file import RunFile
 from shoal.state.target import parts_of
 
 TOLERANCE = 2**-3
-"""Two roundings, each by at most 6.6 % of a tensor's norm: where its numbers all lie at the lower end of the highest
-decade of 64 values."""
+"""Two roundings, each by less than 6 % of a tensor's norm: at worst all numbers of a block but its largest, which is
+exact, lie at the lower end of the highest decade of 64 values."""
 NOTE = (
     'optimizer.kind = "{}": each step of the one process begins with the moments that the layout has in 8 bits, and so '
     "weights are compared as ever; what the moments become is compared within the rounding of 8 bits"
