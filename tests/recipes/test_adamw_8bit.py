@@ -178,6 +178,7 @@ VERIFIED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("layout", VERIFIED)
 @pytest.mark.parametrize("exact", [False, True], ids=["float32", "float64"])
 def test_verify_raises_no_false_alarm(ranks, folder: Path, layout: str, exact: bool) -> None:

@@ -58,7 +58,7 @@ def test_a_cut_is_where_one_value_goes_on(tmp_path: Path, name: str) -> None:
     assert not found.uncut
 
 
-@pytest.mark.matrix(every=2)
+@pytest.mark.matrix(every=4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", [*KINDS, *OTHERS])
 def test_a_relayed_model_is_the_same(ranks, tmp_path: Path, name: str, layout: str) -> None:

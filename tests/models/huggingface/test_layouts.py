@@ -88,6 +88,7 @@ def test_a_plan_that_cannot_be_followed_is_refused_under_tensor_alone(ranks, tmp
     assert all("layout.tensor = 1" in found for _, found in outcomes)
 
 
+@pytest.mark.matrix(every=4)
 @pytest.mark.parametrize("layout", FURTHER_LAYOUTS)
 @pytest.mark.parametrize("model", FURTHER)
 def test_a_further_decoder_is_the_same_model_or_refused(ranks, tmp_path: Path, model: str, layout: str) -> None:
