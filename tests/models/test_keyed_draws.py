@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.models.keyed_draws import KeyedDraws
+from shoal.models.keyed_draws import KeyedDraws, draws_nothing
 
 NUMBERS = 4096
 """Of each sample."""
@@ -92,3 +92,18 @@ def test_what_cannot_be_keyed_is_named(draw: Callable[[Tensor], Tensor], name: s
     with mode:
         model(torch.zeros(2, 8))
     assert mode.unkeyed == {name}
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Sequential(nn.LayerNorm(2))), True),
+        (nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), False),
+        (nn.Sequential(nn.Linear(2, 2), Draws(torch.rand_like)), False),
+        (nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2)), False),
+    ],
+    ids=["layers", "dropout", "a user's", "parametrized"],
+)
+def test_what_draws_nothing_is_known_by_its_classes(model: nn.Module, said: bool) -> None:
+    """A subclass is another class."""
+    assert draws_nothing(model) is said

@@ -260,6 +260,21 @@ class KeyedDraws(TorchFunctionMode):
             )
 
 
+_DRAW_NOTHING = frozenset({
+    nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Identity, nn.Flatten, nn.Unflatten,
+    nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm,
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softmax,
+    nn.AvgPool1d, nn.AvgPool2d, nn.MaxPool1d, nn.MaxPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d,
+})  # fmt: skip
+
+
+def draws_nothing(model: nn.Module) -> bool:
+    """Is `model` made of modules alone that draw nothing, or whose draws are keyed: PyTorch's and Shoal's? A class of a
+    user's, whatever it does, is none of them.
+    """
+    return all(type(m) in _DRAW_NOTHING or type(m).__module__.startswith("shoal.models.") for m in model.modules())
+
+
 def active_draws() -> KeyedDraws | None:
     """The mode that is entered here."""
     entered = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, KeyedDraws)]

@@ -24,7 +24,7 @@ from shoal.engine.randomness import Randomness
 from shoal.memory.recompute import check_recompute, recompute
 from shoal.models.config import ForeignModel
 from shoal.models.initialise import PartOf, initialise_parts
-from shoal.models.keyed_draws import Extent, KeyedDraws, Slices
+from shoal.models.keyed_draws import Extent, KeyedDraws, Slices, draws_nothing
 from shoal.models.roles import DeclaresParts
 from shoal.parallel.context.shard import positions
 from shoal.parallel.pipeline.cut import balanced_cut, cut_at, estimated_costs
@@ -132,8 +132,10 @@ def build_forward_backward(
 
 
 def draws_of(run_file: RunFile, model: nn.Module, *, one_at_a_time: bool = True) -> KeyedDraws | None:
-    """The mode that keys what a user's module draws; None for Shoal's own, and for one that is compiled."""
-    if not isinstance(run_file.model, ForeignModel) or run_file.run.compile:
+    """The mode that keys what a user's module draws; None for Shoal's own, for one that draws nothing, and for one that
+    is compiled.
+    """
+    if not isinstance(run_file.model, ForeignModel) or run_file.run.compile or draws_nothing(model):
         return None
     return KeyedDraws(model, seed=run_file.run.seed, one_at_a_time=one_at_a_time)
 
