@@ -94,6 +94,22 @@ def test_what_cannot_be_keyed_is_named(draw: Callable[[Tensor], Tensor], name: s
     assert mode.unkeyed == {name}
 
 
+def hooked(module: nn.Module) -> nn.Module:
+    """What it gives becomes noise."""
+
+    def noise(module: nn.Module, args: object, output: Tensor) -> Tensor:
+        return torch.rand_like(output)
+
+    module.register_forward_hook(noise)
+    return module
+
+
+def replaced(module: nn.Module) -> nn.Module:
+    """One module computes otherwise than its class."""
+    module.forward = torch.rand_like
+    return module
+
+
 @pytest.mark.parametrize(
     ("model", "said"),
     [
@@ -101,8 +117,10 @@ def test_what_cannot_be_keyed_is_named(draw: Callable[[Tensor], Tensor], name: s
         (nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), False),
         (nn.Sequential(nn.Linear(2, 2), Draws(torch.rand_like)), False),
         (nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2)), False),
+        (nn.Sequential(hooked(nn.Linear(2, 2))), False),
+        (nn.Sequential(replaced(nn.Linear(2, 2))), False),
     ],
-    ids=["layers", "dropout", "a user's", "parametrized"],
+    ids=["layers", "dropout", "a user's", "parametrized", "a hook", "another forward"],
 )
 def test_what_draws_nothing_is_known_by_its_classes(model: nn.Module, said: bool) -> None:
     """A subclass is another class."""

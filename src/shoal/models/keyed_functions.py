@@ -1,0 +1,246 @@
+"""PyTorch's random functions, computed from the bits that a mode of keyed draws gives (`shoal.models.keyed_draws`).
+
+Each handler is called as `handler(mode, function, *args, **kwargs)` in the place of the function. Their laws are those
+of PyTorch's functions; the numbers are others.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.maths.counter import normal, uniform
+
+
+class Draws(Protocol):
+    """Where the bits come from. `unkeyed`: see `KeyedDraws`."""
+
+    unkeyed: set[str]
+
+    def bits_for(self, shape: Sequence[int], *, device: torch.device, samples: bool = True) -> Tensor:
+        """See `KeyedDraws.bits_for`."""
+        ...
+
+
+def _scaled_mask(mode: Draws, x: Tensor, p: float, shape: Sequence[int] | None = None) -> Tensor:
+    """1 / (1 - p) where an element stays, else 0."""
+    of_samples = not isinstance(x, nn.Parameter)
+    drawn = mode.bits_for(x.shape if shape is None else shape, device=x.device, samples=of_samples)
+    return (drawn >= math.floor(p * 2**64) - 2**63).to(x.dtype) / (1 - p)
+
+
+def _dropout(
+    mode: Draws, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False,
+    train: bool | None = None,
+) -> Tensor:  # fmt: skip
+    if not (training if train is None else train) or not 0 < p < 1:
+        return func(input, p, training if train is None else train)
+    mask = _scaled_mask(mode, input, p)
+    return input.mul_(mask) if inplace else input * mask
+
+
+def _channel_dropout(
+    mode: Draws, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    if not training or not 0 < p < 1:
+        return func(input, p, training, inplace)
+    mask = _scaled_mask(mode, input, p, (*input.shape[:2], *[1] * (input.ndim - 2)))
+    return input.mul_(mask) if inplace else input * mask
+
+
+def _alpha_dropout(
+    mode: Draws, func: Any, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
+) -> Tensor:
+    if not training or not 0 < p < 1:
+        return func(input, p, training, inplace)
+    saturated = -1.7580993408473766  # of SELU
+    stays = _scaled_mask(mode, input, p) * (1 - p)
+    scale = ((1 - p) * (1 + p * saturated**2)) ** -0.5
+    out = scale * (input * stays + saturated * (1 - stays)) - scale * p * saturated
+    return input.copy_(out) if inplace else out
+
+
+def _attention(
+    mode: Draws, func: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """Without dropout PyTorch's own kernels; with it, softmax(q k' / sqrt(d)) written out."""
+    if dropout_p == 0:
+        return func(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None:
+        masked = attn_mask.dtype == torch.bool
+        scores = scores.masked_fill(~attn_mask, -math.inf) if masked else scores + attn_mask
+    weights = scores.softmax(-1).nan_to_num(0.0) if attn_mask is not None else scores.softmax(-1)
+    return (weights * _scaled_mask(mode, weights, dropout_p)).to(value.dtype) @ value
+
+
+def _recurrent(mode: Draws, func: Any, *args: Any) -> Any:
+    """Layer by layer, dropping between them: of (input, hidden, weights, biases, layers, p, training, both, first)."""
+    if isinstance(args[3], Sequence) or not args[6] or not args[5] or args[4] == 1:  # packed, or nothing to drop
+        if isinstance(args[3], Sequence) and args[6] and args[7]:
+            mode.unkeyed.add(f"{func.__name__} of packed sequences")
+        return func(*args)
+    x, hidden, weights, biases, layers, p, training, both, first = args
+    states, ends = list(hidden) if isinstance(hidden, tuple | list) else [hidden], []
+    rows, each = 1 + both, len(weights) // layers
+    for layer in range(layers):
+        own = [state[layer * rows : (layer + 1) * rows].contiguous() for state in states]
+        given = tuple(own) if isinstance(hidden, tuple | list) else own[0]
+        layer_weights = weights[layer * each : (layer + 1) * each]
+        x, *last = func(x, given, layer_weights, biases, 1, 0.0, training, both, first)
+        ends.append(last)
+        if layer < layers - 1:
+            x = x * _scaled_mask(mode, x, p)
+    return (x, *(torch.cat(parts) for parts in zip(*ends, strict=True)))
+
+
+def _drawn(law: Callable[[Tensor, Any, Any, Any], Tensor]) -> Callable[..., Tensor]:
+    """A random function whose result is overwritten, in its own shape and type, by numbers of `law`."""
+
+    def handler(mode: Draws, func: Any, *args: Any, **kwargs: Any) -> Tensor:
+        out = func(*args, **kwargs)
+        if kwargs.get("generator") is not None or not isinstance(out, Tensor):
+            return out
+        samples = not isinstance(out, nn.Parameter)
+        with torch.no_grad():
+            drawn = mode.bits_for(out.shape, device=out.device, samples=samples)
+            out.copy_(law(drawn, out, args, kwargs))
+        return out
+
+    return handler
+
+
+def _uniform(drawn: Tensor, out: Tensor) -> Tensor:
+    return uniform(drawn, torch.zeros_like(drawn), dtype=torch.float64 if out.dtype == torch.float64 else torch.float32)
+
+
+def _argument(args: Any, kwargs: Mapping[str, Any], place: int, name: str, default: Any) -> Any:
+    return args[place] if len(args) > place else kwargs.get(name, default)
+
+
+def _uniform_in_place(drawn: Tensor, out: Tensor, args: Any, kwargs: Any) -> Tensor:
+    low, high = _argument(args, kwargs, 1, "from", 0.0), _argument(args, kwargs, 2, "to", 1.0)
+    return low + (high - low) * _uniform(drawn, out)
+
+
+def _normal_in_place(drawn: Tensor, out: Tensor, args: Any, kwargs: Any) -> Tensor:
+    mean, std = _argument(args, kwargs, 1, "mean", 0.0), _argument(args, kwargs, 2, "std", 1.0)
+    return mean + std * normal(drawn, torch.zeros_like(drawn), dtype=torch.float64)
+
+
+def _normal_of(drawn: Tensor, out: Tensor, args: Any, kwargs: Any) -> Tensor:
+    mean, std = _argument(args, kwargs, 0, "mean", 0.0), _argument(args, kwargs, 1, "std", 1.0)
+    return mean + std * normal(drawn, torch.zeros_like(drawn), dtype=torch.float64)
+
+
+def _log_normal(drawn: Tensor, out: Tensor, args: Any, kwargs: Any) -> Tensor:
+    mean, std = _argument(args, kwargs, 1, "mean", 1.0), _argument(args, kwargs, 2, "std", 2.0)
+    return (mean + std * normal(drawn, torch.zeros_like(drawn), dtype=torch.float64)).exp()
+
+
+def _cauchy(drawn: Tensor, out: Tensor, args: Any, kwargs: Any) -> Tensor:
+    median, sigma = _argument(args, kwargs, 1, "median", 0.0), _argument(args, kwargs, 2, "sigma", 1.0)
+    return median + sigma * (math.pi * (_uniform(drawn, out).double() - 0.5)).tan()
+
+
+def _geometric(drawn: Tensor, out: Tensor, args: Any, kwargs: Any) -> Tensor:
+    failing = 1 - torch.as_tensor(_argument(args, kwargs, 1, "p", 0.5), dtype=torch.float64)
+    return (_uniform(drawn, out).double().log() / failing.log()).ceil().clamp(min=1)
+
+
+def _integers_in_place(drawn: Tensor, out: Tensor, args: Any, kwargs: Any) -> Tensor:
+    """`x.random_(to)`, `x.random_(from, to)`, or `x.random_()`, which goes as far as the type counts exactly."""
+    bounds = [bound for bound in (*args[1:], kwargs.get("from"), kwargs.get("to")) if bound is not None]
+    low = bounds[0] if len(bounds) > 1 else 0
+    high = bounds[-1] if bounds else _count_limit(out.dtype)
+    return low + (drawn >> 1).remainder(high - low)
+
+
+def _count_limit(dtype: torch.dtype) -> int:
+    if dtype.is_floating_point:
+        return round(2 / torch.finfo(dtype).eps)
+    return 2 if dtype == torch.bool else min(torch.iinfo(dtype).max + 1, 2**63 - 1)
+
+
+def _normal(drawn: Tensor, out: Tensor, args: Any, kwargs: Any) -> Tensor:
+    return normal(drawn, torch.zeros_like(drawn), dtype=torch.float64)
+
+
+def _bernoulli(drawn: Tensor, out: Tensor, args: Any, kwargs: Any) -> Tensor:
+    p = _argument(args, kwargs, 1, "p", None)
+    return _uniform(drawn, out) < (args[0] if p is None else p)
+
+
+def _bernoulli_in_place(drawn: Tensor, out: Tensor, args: Any, kwargs: Any) -> Tensor:
+    return _uniform(drawn, out) < _argument(args, kwargs, 1, "p", 0.5)
+
+
+def _exponential(drawn: Tensor, out: Tensor, args: Any, kwargs: Any) -> Tensor:
+    return -_uniform(drawn, out).log() / _argument(args, kwargs, 1, "lambd", 1.0)
+
+
+def _integers(drawn: Tensor, out: Tensor, args: Any, kwargs: Any) -> Tensor:
+    numbers = [x for x in args if isinstance(x, int)]
+    low = kwargs.get("low", numbers[0] if len(numbers) > 1 else 0)
+    high = kwargs.get("high", numbers[-1] if numbers else 1)
+    return low + (drawn >> 1).remainder(high - low)
+
+
+def _generator_draw(mode: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
+    mode.unkeyed.add(func.__name__)
+    return func(*args, **kwargs)
+
+
+def _body(function: Any) -> Any:
+    """A function of Python without the check by which it hands itself to a mode: what it calls meets the mode."""
+    never = {name: lambda *_: False for name in function.__globals__ if name.startswith("has_torch_function")}
+    copied = types.FunctionType(
+        function.__code__, {**function.__globals__, **never}, function.__name__, function.__defaults__
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
+BODIES: Mapping[Any, Any] = types.MappingProxyType(
+    {function: _body(function) for function in (F.multi_head_attention_forward, F.gumbel_softmax)}
+)
+
+DROPPING = frozenset({_dropout, _channel_dropout, _alpha_dropout, _attention, _recurrent})
+"""Handlers that take nothing from the generator but what they drop."""
+
+HANDLERS: Mapping[Any, Any] = types.MappingProxyType(
+    {
+        **dict.fromkeys((F.dropout, torch.dropout, torch.dropout_), _dropout),
+        **dict.fromkeys((F.dropout1d, F.dropout2d, F.dropout3d), _channel_dropout),
+        **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _recurrent),
+        **dict.fromkeys(BODIES, _dropout),
+        **dict.fromkeys((torch.rand, torch.rand_like), _drawn(lambda drawn, out, args, kwargs: _uniform(drawn, out))),
+        **dict.fromkeys((torch.randn, torch.randn_like), _drawn(_normal)),
+        **dict.fromkeys((torch.randperm, torch.multinomial, Tensor.multinomial, torch.poisson), _generator_draw),
+        **dict.fromkeys((F.feature_alpha_dropout, torch.rrelu, F.rrelu), _generator_draw),
+        F.alpha_dropout: _alpha_dropout,
+        F.scaled_dot_product_attention: _attention,
+        **dict.fromkeys((torch.randint, torch.randint_like), _drawn(_integers)),
+        torch.bernoulli: _drawn(_bernoulli),
+        Tensor.bernoulli_: _drawn(_bernoulli_in_place),
+        Tensor.uniform_: _drawn(_uniform_in_place),
+        Tensor.normal_: _drawn(_normal_in_place),
+        Tensor.exponential_: _drawn(_exponential),
+        Tensor.random_: _drawn(_integers_in_place),
+        Tensor.cauchy_: _drawn(_cauchy),
+        Tensor.log_normal_: _drawn(_log_normal),
+        Tensor.geometric_: _drawn(_geometric),
+        torch.normal: _drawn(_normal_of),
+    }
+)
