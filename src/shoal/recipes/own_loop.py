@@ -168,7 +168,7 @@ class Training:
         if total is None:
             return
         last = self._steps.open is not None and self._steps.open.is_last
-        with player.policy.gradients.backward(last=last), self._compute.randomness.drawing():
+        with player.backward(last=last), self._compute.randomness.drawing():
             total.backward(inputs=player.inputs)  # pyright: ignore[reportArgumentType]
 
     def step(self, *, clip_norm: float | None = None, optimizer: torch.optim.Optimizer | None = None) -> Update | None:
@@ -178,18 +178,17 @@ class Training:
         `clip_norm`: the largest 2-norm of the gradient of all that the optimizer steps.
         """
         player = self._player(optimizer)
-        player.clip(clip_norm)
+        if clip_norm is not None:
+            player.clip(clip_norm)
         player.optimizer.step()
         return player.update
 
     def clip_grad_norm_(self, max_norm: float, *, optimizer: torch.optim.Optimizer | None = None) -> float | None:
         """Scales the gradient of the global batch down to the 2-norm `max_norm`, and returns the norm it had; None
         before the step's last microbatch. Call it between `backward` and the optimizer's `step`.
+        `torch.nn.utils.clip_grad_norm_` does the same.
         """
-        player = self._player(optimizer)
-        player.clip(max_norm)
-        agreed = player.agree()
-        return None if agreed is None else agreed.norm
+        return self._player(optimizer).clip(max_norm)
 
     def save(self) -> None:
         """Asks for a checkpoint after this step, beside those of `checkpoint.every_steps`. Every rank calls it."""
@@ -213,7 +212,11 @@ class Training:
     def log(self, values: Mapping[str, float | Tensor]) -> None:
         """Records measurements of this rank beside those of the step: name and number, such as "accuracy/train"."""
         number = self._steps.given
-        self._job.sinks.record(number, {name: float(value) for name, value in values.items()}, time_s=time.time())
+        self._job.sinks.record(
+            number,
+            {name: float(value.detach() if isinstance(value, Tensor) else value) for name, value in values.items()},
+            time_s=time.time(),
+        )
 
     def note(self, text: str) -> None:
         """Says a sentence where the run's progress is shown, and in its log."""

@@ -1,9 +1,15 @@
 """`Player`: one optimizer of a script's own loop, and the gradients of the parameters that it steps.
 
-A script calls its optimizer's own `step()`. Two hooks make that the update of all ranks: the one before it lets ranks
-agree on the gradient and vote, the one behind it brings every rank the parameters that others have updated. Where there
-is nothing to update (before a step's last microbatch, or where something was not finite) the first hook takes the
-gradients away, so that the optimizer changes nothing, and the second puts them back.
+When the last backward of a step is over, ranks agree on the gradient and vote. From then on `.grad` is the gradient of
+the global batch, as it is in a plain loop on one process: a script may clip it, scale it, log it or take it away before
+the optimizer's step. Before that, between two microbatches, `.grad` is a placeholder on which such code has no effect,
+so that it may stand in the loop's body, and `zero_grad` has nothing to wipe out. A parameter that no rank has used in
+the step has no gradient, and the optimizer passes it by.
+
+A script calls its optimizer's own `step()`. Two hooks make that the update of all ranks: the one behind it brings every
+rank the parameters that others have updated. Where there is nothing to update (before a step's last microbatch, or
+where something was not finite) the one before it takes the gradients away, so that the optimizer changes nothing, and
+the second puts them back.
 
 A loop with several optimizers, as for a GAN, has a player for each. A backward computes the gradients of its own
 player's parameters alone: what the discriminator's weights would get from the generator's loss is not even computed.
@@ -13,21 +19,27 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from shoal.comm.collective import Alone
 from shoal.data.sample import Batch
 from shoal.engine.compute import Microbatch
-from shoal.engine.rank_context import GlobalSum, RankContext
+from shoal.engine.rank_context import RankContext
 from shoal.engine.updates import AgreedUpdate, AtOnce, Outcome, Work
 from shoal.errors import UserCodeError
+from shoal.gradients.gradients import VisibleGradients
 from shoal.gradients.joint import JointGradients
+from shoal.gradients.partial_gradient import PartialGradient
+from shoal.recipes.own_declaration import Declaration, named, numbers_of, used_anywhere
 from shoal.recipes.own_objects import scaler_in
 from shoal.recipes.run import Run
+from shoal.recipes.trained_set import FrozenParameters, TrainedSet
 
 
 class Update(NamedTuple):
@@ -77,22 +89,35 @@ def players_of(run: Run, sum_over_ranks: Callable[[float], float]) -> list[Playe
     """A player for each optimizer that the script handed over. What `[optimizer]` says is not theirs: they clip when
     the script asks for it.
     """
-    context, gradients, optimizers = run.step.context, run.generation.gradients, run.workload.optimizers
-    if not isinstance(gradients, JointGradients):
-        (own,) = optimizers
-        policy = AtOnce(gradients, own.optimizer)
-        return [Player(policy, own.optimizer, context, sum_over_ranks=sum_over_ranks)]
+    gradients, optimizers = run.generation.gradients, run.workload.optimizers
     trained = {each.holding.name: each.parameter for each in run.trained}
-    return [
-        Player(
-            AtOnce(part, own.optimizer),
-            own.optimizer,
-            context,
-            sum_over_ranks=sum_over_ranks,
-            inputs=[trained[name] for name in own.names],
+    trained_set = TrainedSet(run.model, trained, [own.optimizer for own in optimizers])
+    parts = gradients.parts if isinstance(gradients, JointGradients) else [gradients]
+    players = []
+    for own, part in zip(optimizers, parts, strict=True):
+        assert isinstance(part, VisibleGradients), "a schedule by priority is refused in a script's own loop"
+        players.append(
+            Player(
+                own.optimizer,
+                part,
+                run.step.context,
+                {name: trained[name] for name in own.names},
+                trained_set=trained_set,
+                sum_over_ranks=sum_over_ranks,
+                alone=len(parts) == 1,
+            )
         )
-        for own, part in zip(optimizers, gradients.parts, strict=True)
-    ]
+    return players
+
+
+def _placeholder(name: str, parameter: Parameter) -> PartialGradient:
+    what = f"the gradient of {name} is not there before the step's last microbatch"
+    return PartialGradient(parameter.detach().new_empty(0), 0, parameter.shape, group=Alone(), what=what)
+
+
+def _now(parameter: Parameter) -> tuple[Tensor | None, int]:
+    gradient = parameter.grad
+    return gradient, 0 if gradient is None else gradient._version
 
 
 def joint_outcome(players: Sequence[Player]) -> Outcome:
@@ -111,19 +136,23 @@ def joint_outcome(players: Sequence[Player]) -> Outcome:
 
 
 class Player:
-    """See above. `inputs` are the parameters that a backward differentiates by; None: all."""
+    """See above. `trained` are the model's parameters that the optimizer trains, by name; `alone`: there is no other
+    optimizer. `inputs` are the parameters that a backward differentiates by; None: all.
+    """
 
     def __init__(
         self,
-        policy: AtOnce,
         optimizer: torch.optim.Optimizer,
+        gradients: VisibleGradients,
         context: RankContext,
+        trained: Mapping[str, Parameter],
         *,
+        trained_set: TrainedSet,
         sum_over_ranks: Callable[[float], float],
-        inputs: Sequence[Parameter] | None = None,
+        alone: bool = True,
     ) -> None:
-        self.policy, self.optimizer, self.inputs = policy, optimizer, inputs
-        self.clip_norm: float | None = None
+        self.optimizer, self.gradients, self.policy = optimizer, gradients, AtOnce(gradients, optimizer)
+        self.inputs = None if alone else list(trained.values())
         self.outcome: Outcome | None = None
         self.lr = 0.0
         self._context, self._sum = context, sum_over_ranks
@@ -136,6 +165,11 @@ class Player:
         self._weighed_by_loop: bool | None = None
         self._own_weight, self._outcomes = 0.0, 0
         self._deferred: Tensor | None = None
+        self._trained, self._names, self._trained_set = trained, frozenset(trained), trained_set
+        self._owned = [owned.parameter for owned in gradients.owned]
+        self._placeholders = {name: _placeholder(name, parameter) for name, parameter in trained.items()}
+        self._seen: dict[str, tuple[Tensor | None, int]] = {}
+        self._norm, self._did, self._frozen = 0.0, list[str](), FrozenParameters(trained)
         self._hooks = (
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -150,7 +184,7 @@ class Player:
     def begin(self, step: OpenStep) -> None:
         """Before the first microbatch of a step."""
         self.policy.begin(step.work)
-        self._step, self._agreed, self.outcome, self.clip_norm = step, None, None, None
+        self._step, self._agreed, self.outcome = step, None, None
         self._loss, self._own_weight, self._weighed_by_loop = torch.zeros_like(self._loss), 0.0, None
         self._rates = []
 
@@ -188,6 +222,7 @@ class Player:
     def weighed(self, loss: Tensor, weight: float | None, *, more: bool) -> Tensor | None:
         """The losses of this microbatch, each times what it counts; None where `more` follow."""
         step = self._opened()
+        self._trained_set.check(step.work.step)
         self._check_loss(loss)
         self._check_unscaled()
         if self._agreed is not None or self._stepped or (self._backwards and not self._expecting_more):
@@ -211,35 +246,66 @@ class Player:
         self._deferred = total if more else None
         return None if more else total
 
-    def clip(self, max_norm: float | None) -> None:
-        """The largest norm of the step's gradient; None leaves it as it is. Raises `UserCodeError` where ranks have
-        agreed on the gradient with another one.
-        """
-        if max_norm is None or max_norm == self.clip_norm:
+    @contextmanager
+    def backward(self, *, last: bool) -> Iterator[None]:
+        """Around the backward of a microbatch, the `last` of a step or not."""
+        for name, parameter in self._trained.items():
+            if parameter.grad is self._placeholders[name]:
+                parameter.grad = None
+        with self.gradients.backward(last=last):
+            yield
+        if last:
+            self.agree()
             return
-        if self._agreed is not None:
-            raise UserCodeError(
-                f"step {self._opened().work.step}: the gradient was clipped to {self.clip_norm} already, and cannot be "
-                f"clipped to {max_norm} as well; clip once, before the optimizer's step"
-            )
-        self.clip_norm = max_norm
+        for name, parameter in self._trained.items():
+            parameter.grad = self._placeholders[name]
 
-    def agree(self) -> AgreedUpdate | None:
-        """After the last backward of a step: the gradient that all ranks agree on; None before that."""
+    def clip(self, max_norm: float) -> float | None:
+        """Scales the step's gradient down to the 2-norm `max_norm`, and returns the norm it had; None before the last
+        backward of the step.
+        """
+        if self.agreed() is None:
+            return None
+        self.gradients.accept()
+        known = not self.gradients.divided and not self._changed()
+        norm = self._norm if known else float(self.gradients.norm())
+        if norm > max_norm:
+            for parameter in self._owned:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(max_norm / norm)
+        self._remember(min(norm, max_norm))
+        return norm
+
+    def agree(self) -> None:
+        """After the last backward of a step: all ranks agree on the gradient, and vote."""
+        step, used = self._opened(), self.gradients.used
+        declared = Declaration(
+            self._context.lockstep,
+            self._loss,
+            without=len(self._names - used),
+            decisions=[*numbers_of(self.optimizer.param_groups), *named("is frozen", self._frozen.names), *self._did],
+        )
+        work = step.work
+        own = Work(work.step, work.batches, None, work.tally, declared, work.on_gradients)
+        self.lr = self._rates_now()[0]
+        self._agreed = self.policy.agree(self._context, own, denominator=self._denominator(step))
+        declared.check(work.step)
+        if not declared.all_used:
+            group, device = self._context.lockstep, self._context.device
+            used = used_anywhere(sorted(self._names), used, group, device)
+        self.gradients.expose(used)
+        self._remember(self._agreed.norm)
+
+    def agreed(self) -> AgreedUpdate | None:
+        """What all ranks have agreed on; None before the last backward of the step. Raises `UserCodeError` where this
+        microbatch had none.
+        """
         step = self._opened()
         if not self._backwards or self._expecting_more:
             raise UserCodeError(
                 f"step {step.work.step}: step() was called before the last backward() of the batch; call backward() "
                 "first, without more=True"
             )
-        if self._agreed is None and step.is_last:
-            denominator = self._denominator(step)
-            loss = GlobalSum(self._context.lockstep)
-            loss.start(self._loss)
-            self.lr = self._rates_now()[0]
-            work = step.work
-            own = Work(work.step, work.batches, None, work.tally, loss, work.on_gradients)
-            self._agreed = self.policy.agree(self._context, own, denominator=denominator, clip_norm=self.clip_norm)
         return self._agreed
 
     def close(self) -> None:
@@ -254,8 +320,11 @@ class Player:
         step = self._opened()
         if self._stepped:
             raise UserCodeError(f"step {step.work.step}: step() was called twice for one batch")
-        agreed = self.agree()
+        agreed = self.agreed()
         self._stepped = True
+        if agreed is not None:
+            self._did = named("had its gradient changed by the script in the step before", self._changed())
+            self.gradients.accept()
         if agreed is None or not agreed.committed:
             self._withheld = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
             for parameter, _ in self._withheld:
@@ -268,6 +337,19 @@ class Player:
         if self._agreed is not None:
             self.outcome = self.policy.conclude(self._context, self._agreed)
             self._outcomes += 1
+
+    def _remember(self, norm: float) -> None:
+        """The gradient as it is now, and its 2-norm."""
+        self._norm = norm
+        self._seen = {name: _now(parameter) for name, parameter in self._trained.items()}
+
+    def _changed(self) -> list[str]:
+        """The parameters whose gradients the script has changed since."""
+        return [
+            name
+            for name, parameter in self._trained.items()
+            if (now := _now(parameter))[0] is not self._seen[name][0] or now[1] != self._seen[name][1]
+        ]
 
     def _opened(self) -> OpenStep:
         if self._step is None:

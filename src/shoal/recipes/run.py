@@ -10,7 +10,7 @@ Parts have three lifetimes. A change of membership makes a new `Generation`, and
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +54,8 @@ class Run:
     generation: Generation
     state: TrainState
     step: TrainStep
+    trained: Sequence[Trained]
+    """The parameters that this rank trains, and where each stands in the unsplit model."""
 
     @property
     def mesh(self) -> Mesh:
@@ -76,11 +78,6 @@ class Run:
     def device(self) -> torch.device:
         """Where this rank computes."""
         return self.process.device
-
-    @property
-    def trained(self) -> list[Trained]:
-        """The parameters that this rank trains, and where each stands in the unsplit model."""
-        return trained_in(self.generation.parts)
 
     @property
     def trained_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -206,7 +203,7 @@ def run_in_generation(
         conditions=process.conditions,
     )  # fmt: skip
     generation = build_generation(run_file, process, workload, mesh, plan, rounds)
-    scaler = scaler_of(run_file.precision)
+    scaler, trained = scaler_of(run_file.precision), trained_in(generation.parts)
     state = build_state(run_file, generation, workload, scaler)
     step = build_step(run_file, generation, generation.agreement.stepped_by(state.optimizer.optimizer), scaler)
-    return Run(run_file, process, workload, generation, state, step)
+    return Run(run_file, process, workload, generation, state, step, trained)

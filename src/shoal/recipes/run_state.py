@@ -29,6 +29,8 @@ from shoal.recipes.epoch_end import epoch_samples
 from shoal.recipes.generation import Generation
 from shoal.recipes.run_gradients import zero_of
 from shoal.recipes.sameness import contents_of
+from shoal.recipes.splitting import trained_in
+from shoal.recipes.trained_set import FrozenParameters
 from shoal.recipes.workload import Workload
 from shoal.runfile.run_file import RunFile
 from shoal.state.ownership import Owned, boxes_in
@@ -82,7 +84,7 @@ def build_state(run_file: RunFile, generation: Generation, workload: Workload, s
         stepped = [(owned.name, owned.parameter) for owned in gradients.owned]
         optimizers = [section(o.adopt(stepped), o.slots, None if len(own) == 1 else o.names) for o in own]
     progress = Progress(identity, contents_of(workload.samples))
-    others = [*tuned, residuals, *generation.agreement.sections, *_of_script(workload)]
+    others = [*tuned, residuals, *generation.agreement.sections, *_of_script(generation, workload)]
     return TrainState(model, optimizers[0], progress, [*optimizers[1:], FactsSection("scaler", scaler), *others])
 
 
@@ -97,11 +99,15 @@ def _built(run_file: RunFile, generation: Generation) -> torch.optim.Optimizer:
     return build_optimizer(run_file.optimizer, parameters, lr=peak, sparse=sparse, numbers=numbers)
 
 
-def _of_script(workload: Workload) -> list[Section]:
+def _of_script(generation: Generation, workload: Workload) -> list[Section]:
     """The state of what a script passed."""
+    if not workload.optimizers:
+        return [ExtraSection(workload.objects.state)] if workload.objects.state else []
     groups = ["optimizer_groups", *(f"optimizer_groups_{n}" for n in range(1, len(workload.optimizers)))]
     own = [FactsSection(name, optimizer) for name, optimizer in zip(groups, workload.optimizers, strict=False)]
-    return [*own, *([ExtraSection(workload.objects.state)] if workload.objects.state else [])]
+    frozen = FrozenParameters({each.holding.name: each.parameter for each in trained_in(generation.parts)})
+    extra = [ExtraSection(workload.objects.state)] if workload.objects.state else []
+    return [*own, FactsSection("frozen", frozen), *extra]
 
 
 def _held_beside_tables(generation: Generation, served: Sequence[Owned]) -> list[HeldWeight]:

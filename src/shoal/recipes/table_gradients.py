@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from shoal.comm.collective import Collective
 from shoal.errors import ConfigError
-from shoal.gradients.gradients import Gradients, Groups
+from shoal.gradients.gradients import Gradients, Groups, VisibleGradients
 from shoal.gradients.partition import GradientRanks
 from shoal.gradients.sparse_rows import WithSparseRows
 from shoal.recipes.splitting import Divided, trained_in
@@ -40,6 +40,7 @@ def with_tables(
     """
     if not tables:
         return dense
+    assert isinstance(dense, VisibleGradients), "tables with a schedule by priority are refused"
     order = [trained.holding.name for trained in trained_in(parts)]
     return WithSparseRows(
         dense, tables, order=order, across=[groups(ranks(t.holding)) for t in tables], replica=replica

@@ -1,0 +1,154 @@
+"""What scripts do between the backward and the optimizer's step, and to the trained set, as in a plain loop of PyTorch.
+
+Each situation is the body of a loop. It runs in plain PyTorch, with one batch a step, and in a loop of Shoal on several
+layouts, with and without accumulation; both end with the same weights.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from tests.cli.warm_scripts import run_script
+
+SAMPLES, BATCH, STEPS = 24, 6, 4
+WEIGHTS = 2e-5
+"""Relative to the largest number of a tensor: float32 sums in two orders, over four steps."""
+
+SETUP = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(5, 7), nn.Linear(7, 7), nn.Linear(7, 3)])
+        self.side = nn.Linear(5, 3)
+        self.never = nn.Linear(4, 4)
+    def forward(self, x):
+        h = x
+        for block in self.blocks:
+            h = torch.tanh(block(h))
+        return h + self.side(x) if bool(x[0, 0] > 0) else h
+
+torch.manual_seed(1)
+inputs, targets = torch.randn(24, 5), torch.randn(24, 3)
+inputs[:, 0] = inputs[:, 0].abs() * torch.where(torch.arange(24) % 6 < 5, 1.0, -1.0)
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9, weight_decay=0.1)
+scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1.0, factor=0.5)
+def loss_of(x, y):
+    return (model(x) - y).square().mean()
+"""
+"""`side` is used by samples 0 to 4 of each batch of 6 alone, and `never` by none: both have momentum and decay."""
+
+LOOP = """
+import shoal
+data = torch.utils.data.TensorDataset(inputs, targets)
+loader = torch.utils.data.DataLoader(data, batch_size=6)
+run = shoal.start({"run": {"name": "mine"}}, model=model, optimizer=optimizer, data=loader, epochs=1)
+BEFORE
+for number, microbatches in run.steps():
+    for x, y in microbatches:
+        EARLY
+        run.backward(loss_of(x, y))
+        LATE
+        optimizer.step()
+        AFTER
+run.export("weights.safetensors")
+run.close()
+"""
+
+SITUATIONS: dict[str, dict[str, str]] = {
+    "zero_grad": {"AFTER": "optimizer.zero_grad()"},
+    "zero_grad in place": {"AFTER": "optimizer.zero_grad(set_to_none=False)"},
+    "zero_grad of the model": {"AFTER": "model.zero_grad(set_to_none=False)"},
+    "nothing": {},
+    "clip by norm": {"LATE": "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)"},
+    "clip by the largest": {"LATE": "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type=float('inf'))"},
+    "clip by value": {"LATE": "torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)"},
+    "clip of the group": {"LATE": "torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]['params'], 0.05)"},
+    "scaled by hand": {"LATE": "[p.grad.mul_(0.5) for p in model.parameters() if p.grad is not None]"},
+    "replaced": {"LATE": "for p in model.parameters():\n    if p.grad is not None: p.grad = p.grad * 0.5 + 0.001"},
+    "taken away": {"LATE": "model.blocks[1].weight.grad = None"},
+    "frozen": {"AFTER": "model.blocks[1].requires_grad_(number < 1)"},
+    "frozen for a while": {"EARLY": "model.blocks[0].weight.requires_grad_(number not in (1, 2))"},
+    "unfrozen one by one": {
+        "BEFORE": "model.blocks[:2].requires_grad_(False)",
+        "EARLY": "model.blocks[1].requires_grad_(number > 0); model.blocks[0].requires_grad_(number > 1)",
+    },
+    "norm of all, logged": {
+        "LATE": "norm = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))"
+        "\nfor p in model.parameters():\n    if p.grad is not None: p.grad.div_(max(norm, 0.1))"
+    },
+}
+SHARDED = {"clip of the group"}
+"""Situations that mean the group of the rank: under ZeRO its optimizer has pieces, and their norm is another."""
+
+LAYOUTS = {
+    "one rank": (1,),
+    "one rank, accumulated": (1, "batch.micro_samples=2"),
+    "3 ranks": (3,),
+    "2 ranks, accumulated": (2, "batch.micro_samples=1"),
+    "ZeRO-1": (2, "layout.shard=2", "memory.zero=1"),
+    "ZeRO-1, accumulated": (2, "layout.shard=2", "memory.zero=1", "batch.micro_samples=1"),
+    "ZeRO-2, accumulated": (2, "layout.shard=2", "memory.zero=2", "batch.micro_samples=1"),
+    "ZeRO-3": (2, "layout.shard=2", "memory.zero=3"),
+    "ZeRO-3, accumulated": (3, "layout.shard=3", "memory.zero=3", "batch.micro_samples=1"),
+}
+OFTEN = ("one rank, accumulated", "3 ranks", "ZeRO-1, accumulated", "ZeRO-3, accumulated")
+
+
+def plain(situation: dict[str, str]) -> dict[str, torch.Tensor]:
+    """The weights after the steps of a plain loop."""
+    scope: dict = {}
+    exec(SETUP, scope)  # noqa: S102
+    model, optimizer = scope["model"], scope["optimizer"]
+    exec(situation.get("BEFORE", ""), scope)  # noqa: S102
+    for number in range(STEPS):
+        batch = slice(number * BATCH, (number + 1) * BATCH)
+        scope |= {"number": number, "x": scope["inputs"][batch], "y": scope["targets"][batch]}
+        exec(situation.get("EARLY", ""), scope)  # noqa: S102
+        losses = [scope["loss_of"](x[None], y[None]) for x, y in zip(scope["x"], scope["y"], strict=True)]
+        torch.stack(losses).mean().backward()
+        exec(situation.get("LATE", ""), scope)  # noqa: S102
+        optimizer.step()
+        exec(situation.get("AFTER", ""), scope)  # noqa: S102
+        model.zero_grad()
+    return model.state_dict()
+
+
+def script_of(situation: dict[str, str]) -> str:
+    text = SETUP.replace("model(x)", "torch.cat([model(one[None]) for one in x])") + LOOP
+    for place in ("BEFORE", "EARLY", "LATE", "AFTER"):
+        indent = " " * (0 if place == "BEFORE" else 8)
+        text = text.replace(place, situation.get(place, "pass").replace("\n", "\n" + indent))
+    return text
+
+
+def _cases() -> list:
+    return [
+        pytest.param(name, layout, marks=() if layout in OFTEN else pytest.mark.stress, id=f"{name}-{layout}")
+        for name in SITUATIONS
+        for layout in LAYOUTS
+        if not (name in SHARDED and "ZeRO" in layout)
+    ]
+
+
+@pytest.mark.parametrize(("name", "layout"), _cases())
+def test_a_loop_trains_as_in_plain_pytorch(name: str, layout: str, tmp_path: Path) -> None:
+    """Whatever the script does to gradients and to `requires_grad`, on any layout: the weights of a plain loop."""
+    world, *keys = LAYOUTS[layout]
+    (tmp_path / "mine.py").write_text(script_of(SITUATIONS[name]))
+    codes = run_script(tmp_path / "mine.py", tmp_path, *keys, world=world)
+    assert codes == [0] * world, (tmp_path / "rank-0.txt").read_text()
+    found = load_file(tmp_path / "weights.safetensors")
+    for key, wanted in plain(SITUATIONS[name]).items():
+        torch.testing.assert_close(
+            found[key], wanted, rtol=0, atol=WEIGHTS * float(wanted.abs().max()), msg=lambda m: f"{key}: {m}"
+        )
