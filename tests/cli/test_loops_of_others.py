@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 from tests.cli.warm_scripts import run_script
 
@@ -83,8 +82,9 @@ SITUATIONS: dict[str, dict[str, str]] = {
         "EARLY": "model.blocks[1].requires_grad_(number > 0); model.blocks[0].requires_grad_(number > 1)",
     },
     "norm of all, logged": {
-        "LATE": "norm = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))"
-        "\nfor p in model.parameters():\n    if p.grad is not None: p.grad.div_(max(norm, 0.1))"
+        "LATE": "there = [p.grad for p in model.parameters() if p.grad is not None]\n"
+        "norm = float(torch.nn.utils.get_total_norm(there))\n"
+        "for gradient in there: gradient.div_(max(norm, 0.1))"
     },
 }
 SHARDED = {"clip of the group"}
@@ -107,18 +107,18 @@ OFTEN = ("one rank, accumulated", "3 ranks", "ZeRO-1, accumulated", "ZeRO-3, acc
 def plain(situation: dict[str, str]) -> dict[str, torch.Tensor]:
     """The weights after the steps of a plain loop."""
     scope: dict = {}
-    exec(SETUP, scope)  # noqa: S102
+    exec(SETUP, scope)
     model, optimizer = scope["model"], scope["optimizer"]
-    exec(situation.get("BEFORE", ""), scope)  # noqa: S102
+    exec(situation.get("BEFORE", ""), scope)
     for number in range(STEPS):
         batch = slice(number * BATCH, (number + 1) * BATCH)
         scope |= {"number": number, "x": scope["inputs"][batch], "y": scope["targets"][batch]}
-        exec(situation.get("EARLY", ""), scope)  # noqa: S102
+        exec(situation.get("EARLY", ""), scope)
         losses = [scope["loss_of"](x[None], y[None]) for x, y in zip(scope["x"], scope["y"], strict=True)]
         torch.stack(losses).mean().backward()
-        exec(situation.get("LATE", ""), scope)  # noqa: S102
+        exec(situation.get("LATE", ""), scope)
         optimizer.step()
-        exec(situation.get("AFTER", ""), scope)  # noqa: S102
+        exec(situation.get("AFTER", ""), scope)
         model.zero_grad()
     return model.state_dict()
 
@@ -148,7 +148,6 @@ def test_a_loop_trains_as_in_plain_pytorch(name: str, layout: str, tmp_path: Pat
     codes = run_script(tmp_path / "mine.py", tmp_path, *keys, world=world)
     assert codes == [0] * world, (tmp_path / "rank-0.txt").read_text()
     found = load_file(tmp_path / "weights.safetensors")
-    for key, wanted in plain(SITUATIONS[name]).items():
-        torch.testing.assert_close(
-            found[key], wanted, rtol=0, atol=WEIGHTS * float(wanted.abs().max()), msg=lambda m: f"{key}: {m}"
-        )
+    wanted = plain(SITUATIONS[name])
+    largest = {key: float((found[key] - wanted[key]).abs().max() / wanted[key].abs().max()) for key in wanted}
+    assert max(largest.values()) < WEIGHTS, largest
