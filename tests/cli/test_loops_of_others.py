@@ -6,6 +6,7 @@ layouts, with and without accumulation; both end with the same weights.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,10 @@ WEIGHTS = 2e-5
 """Relative to the largest number of a tensor: float32 sums in two orders, over four steps."""
 
 SETUP = """
+import copy
+import io
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 class Net(nn.Module):
     def __init__(self):
@@ -41,8 +43,10 @@ inputs[:, 0] = inputs[:, 0].abs() * torch.where(torch.arange(24) % 6 < 5, 1.0, -
 model = Net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9, weight_decay=0.1)
 scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1.0, factor=0.5)
+def call(x):
+    return torch.cat([model(one[None]) for one in x])
 def loss_of(x, y):
-    return (model(x) - y).square().mean()
+    return (call(x) - y).square().mean()
 """
 """`side` is used by samples 0 to 4 of each batch of 6 alone, and `never` by none: both have momentum and decay."""
 
@@ -59,6 +63,7 @@ for number, microbatches in run.steps():
         LATE
         optimizer.step()
         AFTER
+END
 run.export("weights.safetensors")
 run.close()
 """
@@ -75,11 +80,33 @@ SITUATIONS: dict[str, dict[str, str]] = {
     "scaled by hand": {"LATE": "[p.grad.mul_(0.5) for p in model.parameters() if p.grad is not None]"},
     "replaced": {"LATE": "for p in model.parameters():\n    if p.grad is not None: p.grad = p.grad * 0.5 + 0.001"},
     "taken away": {"LATE": "model.blocks[1].weight.grad = None"},
-    "frozen": {"AFTER": "model.blocks[1].requires_grad_(number < 1)"},
+    "frozen": {"EARLY": "model.blocks[1].requires_grad_(number < 2)"},
     "frozen for a while": {"EARLY": "model.blocks[0].weight.requires_grad_(number not in (1, 2))"},
     "unfrozen one by one": {
         "BEFORE": "model.blocks[:2].requires_grad_(False)",
         "EARLY": "model.blocks[1].requires_grad_(number > 0); model.blocks[0].requires_grad_(number > 1)",
+    },
+    "moving average": {
+        "BEFORE": "average = torch.optim.swa_utils.AveragedModel(model)",
+        "AFTER": "if run.update:\n    with run.full_parameters(): average.update_parameters(model)",
+        "END": "with run.full_parameters(): model.load_state_dict(average.module.state_dict())",
+    },
+    "weights clipped": {
+        "AFTER": "with run.full_parameters(), torch.no_grad(): [p.clamp_(-0.2, 0.2) for p in model.parameters()]",
+    },
+    "looked into": {
+        "LATE": "with run.full_parameters(), torch.no_grad():\n"
+        "    model.eval(); model(inputs[:1]); copy.deepcopy(model)(inputs[:1]); model.train()\n"
+        "    torch.save(model.state_dict(), io.BytesIO())\n"
+        "    with run.full_parameters(): nn.utils.parameters_to_vector(model.parameters()).norm().item()\n"
+        "    torch.func.functional_call(model, dict(model.named_parameters()), (inputs[:1],))",
+    },
+    "gradient penalty": {
+        "BEFORE": "def loss_of(x, y):\n"
+        "    x = x.clone().requires_grad_(True)\n"
+        "    outputs = call(x)\n"
+        "    (slope,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)\n"
+        "    return (outputs - y).square().mean() + slope.square().mean()",
     },
     "norm of all, logged": {
         "LATE": "there = [p.grad for p in model.parameters() if p.grad is not None]\n"
@@ -101,39 +128,63 @@ LAYOUTS = {
     "ZeRO-3": (2, "layout.shard=2", "memory.zero=3"),
     "ZeRO-3, accumulated": (3, "layout.shard=3", "memory.zero=3", "batch.micro_samples=1"),
 }
-OFTEN = ("one rank, accumulated", "3 ranks", "ZeRO-1, accumulated", "ZeRO-3, accumulated")
+OFTEN = {
+    "one rank, accumulated": ("zero_grad in place", "clip by value", "replaced", "unfrozen one by one"),
+    "3 ranks": ("clip by norm", "frozen"),
+    "ZeRO-1, accumulated": ("zero_grad in place", "clip by norm", "replaced", "frozen for a while"),
+    "ZeRO-3, accumulated": ("taken away", "looked into", "moving average", "gradient penalty", "unfrozen one by one"),
+}
+"""What runs at every test; the rest is stress."""
+
+
+PLACES = ("BEFORE", "EARLY", "LATE", "AFTER", "END")
+
+
+class PlainRun:
+    """What a situation asks a run for, in a plain loop."""
+
+    update = True
+
+    def full_parameters(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def plain(situation: dict[str, str]) -> dict[str, torch.Tensor]:
     """The weights after the steps of a plain loop."""
-    scope: dict = {}
+    scope: dict = {"run": PlainRun()}
+    before, early, late, after, end = (situation.get(place, "") for place in PLACES)
     exec(SETUP, scope)
-    model, optimizer = scope["model"], scope["optimizer"]
-    exec(situation.get("BEFORE", ""), scope)
+    exec(before, scope)
     for number in range(STEPS):
         batch = slice(number * BATCH, (number + 1) * BATCH)
         scope |= {"number": number, "x": scope["inputs"][batch], "y": scope["targets"][batch]}
-        exec(situation.get("EARLY", ""), scope)
-        losses = [scope["loss_of"](x[None], y[None]) for x, y in zip(scope["x"], scope["y"], strict=True)]
-        torch.stack(losses).mean().backward()
-        exec(situation.get("LATE", ""), scope)
-        optimizer.step()
-        exec(situation.get("AFTER", ""), scope)
-        model.zero_grad()
-    return model.state_dict()
+        exec(early, scope)
+        scope["loss_of"](scope["x"], scope["y"]).backward()
+        exec(late, scope)
+        scope["optimizer"].step()
+        exec(after, scope)
+        scope["model"].zero_grad()
+    exec(end, scope)
+    return scope["model"].state_dict()
 
 
 def script_of(situation: dict[str, str]) -> str:
-    text = SETUP.replace("model(x)", "torch.cat([model(one[None]) for one in x])") + LOOP
-    for place in ("BEFORE", "EARLY", "LATE", "AFTER"):
-        indent = " " * (0 if place == "BEFORE" else 8)
+    text = SETUP + LOOP
+    for place in PLACES:
+        indent = " " * (0 if place in ("BEFORE", "END") else 8)
         text = text.replace(place, situation.get(place, "pass").replace("\n", "\n" + indent))
     return text
 
 
+def _marks(name: str, layout: str) -> list[pytest.MarkDecorator]:
+    return [] if name in OFTEN.get(layout, ()) else [pytest.mark.stress]
+
+
 def _cases() -> list:
     return [
-        pytest.param(name, layout, marks=() if layout in OFTEN else pytest.mark.stress, id=f"{name}-{layout}")
+        pytest.param(
+            name, layout, marks=() if name in OFTEN.get(layout, ()) else pytest.mark.stress, id=f"{name}-{layout}"
+        )
         for name in SITUATIONS
         for layout in LAYOUTS
         if not (name in SHARDED and "ZeRO" in layout)
