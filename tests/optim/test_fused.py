@@ -104,3 +104,27 @@ FusedSGD([{"params": [p]}], lr=0.1, momentum=0.9, nesterov=False).step()
 sys.exit(any(name in sys.modules for name in ("torch._dynamo", "sympy")))
 """
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_kernel_multiplies_gradients_by_the_factor(name: str) -> None:
+    """In one step alone: the next one takes them as they are."""
+    mine, theirs = parameters(), parameters()
+    own, peer = (PAIRS[name][0](groups(held)) for held in (mine, theirs))
+    assert isinstance(own, FusedAdamW | FusedSGD)
+    assert own.takes_factor
+    for factor in (0.25, 1.0):
+        for one, other in zip(mine, theirs, strict=True):
+            one.grad = torch.full_like(one, 3.0)
+            other.grad = one.grad * factor
+        own.factor = factor
+        own.step()
+        peer.step()
+        assert own.factor == 1.0
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+def test_a_float64_parameter_has_no_factor() -> None:
+    """The kernel's is a float32."""
+    assert not FusedSGD([{"params": parameters((torch.float64,))}], lr=0.1, momentum=0.0, nesterov=False).takes_factor

@@ -87,6 +87,15 @@ class StepBuffers:
                 self._versions[name] = tensor._version
 
     @torch.no_grad()
+    def take_back(self) -> None:
+        """The forward that has just been computed does not count: what it changed is as it was before it."""
+        for name in self._comparable():
+            tensor = self.now(name)
+            if not _same(tensor, self._start[name]):
+                tensor.copy_(self._start[name])
+                self._versions[name] = tensor._version
+
+    @torch.no_grad()
     def look(self) -> None:
         """After the last forward: notes what has moved."""
         if self._looked:

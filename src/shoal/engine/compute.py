@@ -36,10 +36,14 @@ def as_it_is(outputs: Any) -> Any:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """This rank's part of some samples, and the weights of the whole ones, `[samples]` or `[samples, tokens]`."""
+    """This rank's part of some samples, and the weights of the whole ones, `[samples]` or `[samples, tokens]`.
+
+    `ones`: all of these are 1.
+    """
 
     batch: Batch
     weights: Tensor
+    ones: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ class Compute:
     def prepared(self, batch: Batch) -> Microbatch:
         """This rank's part of `batch`, on the device and in the type of the parameters."""
         own = on_device(self.cut(batch), self.device, self.precision.parameters)
-        return Microbatch(own, batch.weights.to(self.device))
+        return Microbatch(own, batch.weights.to(self.device), batch.weighs_ones)
 
     def announce(self, microbatch: Microbatch, factor: Callable[[], float]) -> None:
         """Tells the model which samples come next; their losses will be multiplied by `factor()`."""
@@ -92,13 +96,21 @@ class Compute:
 
     def losses(self, batch: Batch) -> tuple[Any, Tensor]:
         """The whole chain on a prepared batch: its outputs, and the loss of each sample or position."""
-        with self.coupled(), self.precision.autocast(self.device), self.randomness.drawing():
+
+        def forward() -> tuple[Any, Tensor]:
             outputs = call_model(self.model, batch.inputs)
             return outputs, self.loss(outputs, batch.targets)
+
+        with self.coupled(), self.precision.autocast(self.device):
+            return self.randomness.forward(forward, take_back=self.buffers.take_back, repeatable=self._repeatable)
 
     def coupled(self) -> AbstractContextManager[None]:
         """Around a forward and its loss: `gather_samples` gathers the samples that were announced."""
         return nullcontext() if self.global_batch is None else self.global_batch.current()
+
+    def _repeatable(self) -> bool:
+        """Whether a forward meets no other rank."""
+        return self.global_batch is None or not self.global_batch.gathered
 
     def _real(self, microbatch: Microbatch) -> Tensor:
         """Which of this rank's tokens are no padding, `[samples, tokens]`."""

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from shoal.errors import Diverged
 from shoal.gradients.gradients import Gradients
 from shoal.gradients.priority import PriorityGradients
 from shoal.optim.build import part_of, set_rate
+from shoal.optim.fused import FusedOptimizer
 
 OnGradients = Callable[[float], None]
 """Called with the 2-norm of the agreed gradient of the whole model."""
@@ -110,6 +111,7 @@ class AtOnce:
     ) -> None:
         self.gradients = gradients
         self._optimizer, self._transforms, self._noise = optimizer, transforms, noise
+        self._multiplies = isinstance(optimizer, FusedOptimizer) and optimizer.takes_factor
 
     def __call__(self, context: RankContext, work: Work) -> Outcome:
         self.begin(work)
@@ -159,8 +161,15 @@ class AtOnce:
             more = () if clip_norm is None else (clip_by_global_norm(clip_norm),)
             for transform in (*self._transforms, *more):
                 transform(gradient)
-            gradient.apply()
+            self._hand_over(gradient)
         return AgreedUpdate(loss, norm, finite, loss_scale, noise, clock)
+
+    def _hand_over(self, gradient: AgreedGradient) -> None:
+        """What is still to be multiplied by is the kernel's, where it takes it."""
+        if self._multiplies:
+            cast(FusedOptimizer, self._optimizer).factor = gradient.factor
+        else:
+            gradient.apply()
 
     def conclude(self, context: RankContext, agreed: AgreedUpdate) -> Outcome:
         """The second half, after the optimizer's step if `agreed.committed`, else without one."""

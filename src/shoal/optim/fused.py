@@ -8,6 +8,7 @@ the same bits (but for SGD with parameters in half precision on a CPU: see `HALV
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -16,10 +17,21 @@ from torch.nn import Parameter
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """A `torch.optim.Optimizer` whose step is one kernel for all tensors of a device and dtype."""
+    """A `torch.optim.Optimizer` whose step is one kernel for all tensors of a device and dtype.
+
+    `factor` is what the kernel multiplies gradients by, in the next step alone: clipping then costs no pass over memory
+    of its own. Set it where the optimizer `takes_factor`.
+    """
 
     def __init__(self, groups: Iterable[dict[str, Any]], **options: Any) -> None:
+        self.factor = 1.0
         super().__init__(groups, options)  # pyright: ignore[reportArgumentType]
+
+    @property
+    def takes_factor(self) -> bool:
+        """Whether the kernels do: theirs is a float32, too coarse for float64, and sparse gradients have no kernel."""
+        fused = all(group.get("fused", True) for group in self.param_groups)
+        return fused and all(p.dtype == torch.float32 for group in self.param_groups for p in group["params"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds `param_group`: a dictionary with `params`, a list of tensors, and any options of its own."""
@@ -43,7 +55,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameters in _alike([p for p in group["params"] if p.grad is not None]):
                 self.update(group, parameters, [p.grad for p in parameters if p.grad is not None])
+        self.factor = 1.0
         return loss
+
+    def divisor(self, device: torch.device) -> Tensor | None:
+        """What the kernel divides gradients by, as it takes it; None: by nothing."""
+        return None if self.factor == 1.0 else torch.full((), 1 / self.factor, device=device)
 
     def update(self, group: dict[str, Any], parameters: list[Parameter], gradients: list[Tensor]) -> None:
         """Updates these parameters, which have one device and dtype, with the options of their group."""
@@ -90,6 +107,7 @@ class FusedAdamW(FusedOptimizer):
             eps=group["eps"],
             amsgrad=False,
             maximize=False,
+            grad_scale=self.divisor(parameters[0].device),
         )
 
 
@@ -109,7 +127,8 @@ class FusedSGD(FusedOptimizer):
     def update(self, group: dict[str, Any], parameters: list[Parameter], gradients: list[Tensor]) -> None:
         """One step of the kernel. The first gradient of a parameter becomes its buffer."""
         plain = parameters[0].device.type == "cpu" and parameters[0].dtype in HALVES
-        step = _plain_step if plain or not group.get("fused", True) else _fused_step  # sparse ones have no kernel
+        kernel = partial(_fused_step, divisor=self.divisor(parameters[0].device))
+        step = _plain_step if plain or not group.get("fused", True) else kernel  # sparse ones have no kernel
         if group["momentum"] == 0:
             step(group, parameters, gradients, [], is_first_step=False)
             return
@@ -135,6 +154,7 @@ def _fused_step(
     buffers: list[Tensor],
     *,
     is_first_step: bool,
+    divisor: Tensor | None = None,
 ) -> None:
     torch._fused_sgd_(  # pyright: ignore[reportPrivateImportUsage]
         list(parameters),
@@ -147,6 +167,7 @@ def _fused_step(
         nesterov=group["nesterov"],
         maximize=False,
         is_first_step=is_first_step,
+        grad_scale=divisor,
     )
 
 

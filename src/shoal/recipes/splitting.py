@@ -23,16 +23,18 @@ from shoal.engine.precision import Precision
 from shoal.engine.randomness import Randomness
 from shoal.memory.recompute import check_recompute, recompute
 from shoal.models.config import ForeignModel
+from shoal.models.embedding_table import tables_in
 from shoal.models.initialise import PartOf, initialise_parts
 from shoal.models.keyed_draws import Extent, KeyedDraws, Slices, draws_nothing
 from shoal.models.roles import DeclaresParts
+from shoal.models.step_batch_norm import StepStatistics
 from shoal.parallel.context.shard import positions
 from shoal.parallel.pipeline.cut import balanced_cut, cut_at, estimated_costs
 from shoal.parallel.pipeline.stages import Stages, staged
 from shoal.parallel.split import Split, split_model
 from shoal.recipes.logits import gathered_outputs, loss_of_logits
 from shoal.recipes.microbatching import Microbatching, global_batch_of
-from shoal.runfile.run_file import RunFile
+from shoal.runfile.run_file import RunFile, synchronises_norms
 from shoal.schedules.build import build
 from shoal.schedules.table import ScheduleTable
 from shoal.state.ownership import Trained
@@ -100,7 +102,13 @@ def build_forward_backward(
     draws = draws_of(run_file, model, one_at_a_time=parts.table is None)
     if draws is not None:
         draws.slices = _slices(parts, mesh, sequence_parallel=run_file.layout.sequence_parallel)
-    randomness = Randomness(model, seed=run_file.run.seed, replica=mesh.batch_share[0], draws=draws)
+    randomness = Randomness(
+        model,
+        seed=run_file.run.seed,
+        replica=mesh.batch_share[0],
+        draws=draws,
+        may_sleep=_repeatable(run_file, parts, mesh),
+    )
     vocabulary, table = parts.split.vocabulary, parts.table
     last = table is None or table.placement[table.last_stage] == mesh.layout.index("pipeline", mesh.rank)
     compute = Compute(
@@ -138,6 +146,15 @@ def draws_of(run_file: RunFile, model: nn.Module, *, one_at_a_time: bool = True)
     if not isinstance(run_file.model, ForeignModel) or run_file.run.compile or draws_nothing(model):
         return None
     return KeyedDraws(model, seed=run_file.run.seed, one_at_a_time=one_at_a_time)
+
+
+def _repeatable(run_file: RunFile, parts: Divided, mesh: Mesh) -> bool:
+    """Can this rank repeat a forward by itself? Its own parts of the run exchange nothing in one and add nothing up."""
+    layout, model = mesh.layout, parts.split.model
+    whole = parts.table is None and layout.tensor == layout.context == layout.expert == 1
+    gathers = layout.shard > 1 and run_file.memory.zero not in (1, 2)
+    exchanges = gathers or synchronises_norms(run_file.model) or bool(tables_in(model))
+    return whole and not exchanges and not any(isinstance(module, StepStatistics) for module in model.modules())
 
 
 def _slices(parts: Divided, mesh: Mesh, *, sequence_parallel: bool) -> Slices:
