@@ -23,7 +23,7 @@ from shoal.recipes.coding import coded_exchanges
 from shoal.recipes.microbatching import Microbatching
 from shoal.recipes.process import Process
 from shoal.recipes.run_gradients import build_run_gradients
-from shoal.recipes.splitting import Divided, build_forward_backward, divided, draw_parts
+from shoal.recipes.splitting import Divided, build_forward_backward, compiled, divided, draw_parts
 from shoal.recipes.workload import Workload
 from shoal.runfile.run_file import RunFile, run_directory, synchronises_norms
 from shoal.sync.build import build_sync
@@ -65,13 +65,13 @@ def build_generation(
     parts = divided(run_file, model, mesh, in_flight=plan.in_flight)
     if workload.drawn_later:
         draw_parts(parts.split, seed=run_file.run.seed, device=process.device, dtype=workload.dtype)
-    if run_file.run.compile:
-        model.compile()
+    programs = compiled(run_file, parts, mesh, loss=workload.loss, own_loop=bool(workload.optimizers))
     if synchronises_norms(run_file.model):
         connect_norms(model, mesh.axis("replicate", "shard", lane="statistics"))
     forward_backward = build_forward_backward(
-        run_file, parts, mesh, loss=workload.loss, precision=workload.precision, microbatching=plan
-    )
+        run_file, parts, mesh, loss=workload.loss, precision=workload.precision, microbatching=plan,
+        programs=programs,
+    )  # fmt: skip
     sync = build_sync(run_file.sync, mesh)
     if workload.optimizers and run_file.optimizer.sends_momentum:
         raise ConfigError(

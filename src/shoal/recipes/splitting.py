@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shoal.comm.mesh import Mesh
+from shoal.engine.compiled import LossPrograms, compile_blocks
 from shoal.engine.compute import Compute, Cut, uncut
 from shoal.engine.float8 import use_float8
 from shoal.engine.forward_backward import (
@@ -95,9 +96,16 @@ def draw_parts(split: Split, *, seed: int, device: torch.device, dtype: torch.dt
 
 
 def build_forward_backward(
-    run_file: RunFile, parts: Divided, mesh: Mesh, *, loss: Loss, precision: Precision, microbatching: Microbatching
+    run_file: RunFile,
+    parts: Divided,
+    mesh: Mesh,
+    *,
+    loss: Loss,
+    precision: Precision,
+    microbatching: Microbatching,
+    programs: LossPrograms | None = None,
 ) -> ForwardBackward:
-    """Forward and backward of this rank's part."""
+    """Forward and backward of this rank's part. `programs` are what its model and the loss were compiled to."""
     model, arrange = parts.split.model, microbatching.uniform or as_they_are
     draws = draws_of(run_file, model, one_at_a_time=parts.table is None)
     if draws is not None:
@@ -120,6 +128,7 @@ def build_forward_backward(
         cut=_cut(mesh),
         gathered=gathered_outputs(vocabulary, mesh),
         global_batch=global_batch_of(run_file, mesh),
+        programs=programs,
     )
     first = mesh.layout.index("tensor", mesh.rank) == 0
     if table is None or parts.stages is None:
@@ -137,6 +146,22 @@ def build_forward_backward(
         splits=run_file.memory.recompute not in ("operators", "full") and run_file.memory.loss_chunks == 1,
         codec=run_file.pipeline.stage_codec,
     )
+
+
+def compiled(run_file: RunFile, parts: Divided, mesh: Mesh, *, loss: Loss, own_loop: bool) -> LossPrograms | None:
+    """Compiles what `run.compile` says, in place, and the loss with it unless the loop is the script's own. None where
+    nothing is compiled that the step has to call otherwise.
+    """
+    said, model = run_file.run.compile, parts.split.model
+    if said is False:
+        return None
+    whole = said != "blocks"
+    if not whole:
+        compile_blocks(blocks_in(model, parts.stages, mesh.layout.index("pipeline", mesh.rank)))
+    elif own_loop:
+        model.compile()
+    chunked = run_file.memory.loss_chunks > 1
+    return None if own_loop or chunked else LossPrograms(model, loss, whole=whole)
 
 
 def draws_of(run_file: RunFile, model: nn.Module, *, one_at_a_time: bool = True) -> KeyedDraws | None:
