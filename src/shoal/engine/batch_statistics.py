@@ -103,6 +103,8 @@ class StepBuffers:
         self._start = {name: self._start[name] for name in self._comparable()}
         for name, start in self._start.items():
             tensor = self.now(name)
+            if self._untouched(name, tensor):
+                continue
             if not _same(tensor, start):
                 self.moving.add(name)
                 self._compare_forwards(name, tensor)
@@ -118,6 +120,13 @@ class StepBuffers:
         if self._steps == self.WATCHED_STEPS:
             still = {name for name, _ in self._model.named_parameters()} - self.moving
             self._start = {name: start for name, start in self._start.items() if name not in still}
+
+    def _untouched(self, name: str, tensor: Tensor) -> bool:
+        """Does PyTorch know of no write in this step to what never moved? It sees none through `.data`: the first steps
+        are compared, whatever it says. A comparison on a GPU is a wait for it.
+        """
+        watched = self._steps > self.WATCHED_STEPS and name not in self.moving
+        return watched and tensor._version == self._versions.get(name)
 
     def _compare_forwards(self, name: str, tensor: Tensor) -> None:
         """`tensor` is what a forward has left: does another forward of this step leave something else?"""

@@ -78,7 +78,8 @@ class Compute:
     def prepared(self, batch: Batch) -> Microbatch:
         """This rank's part of `batch`, on the device and in the type of the parameters."""
         own = on_device(self.cut(batch), self.device, self.precision.parameters)
-        return Microbatch(own, batch.weights.to(self.device), batch.weighs_ones)
+        whole = own.weights if self.cut is uncut else batch.weights.to(self.device, non_blocking=True)
+        return Microbatch(own, whole, batch.weighs_ones)
 
     def announce(self, microbatch: Microbatch, factor: Callable[[], float]) -> None:
         """Tells the model which samples come next; their losses will be multiplied by `factor()`."""
