@@ -7,11 +7,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.shoal-installed
 
-.PHONY: help demo test check docs bench bench-wire bench-link bench-plan bench-zero bench-memory bench-pipeline bench-noise bench-check verify-matrix sanitize stress clean
+OLDEST := .venv-oldest
+
+.PHONY: help demo test test-oldest gpu check docs bench bench-wire bench-link bench-plan bench-zero bench-memory bench-pipeline bench-noise bench-check verify-matrix sanitize stress clean
 
 help:
 	@echo "make demo    trains a small GPT on this machine's Python library (about 2 minutes) and writes a report"
 	@echo "make test    runs the tests"
+	@echo "make test-oldest   runs the fast part of the tests on the oldest PyTorch that Shoal admits, in an environment of its own"
+	@echo "make gpu     on a machine with a GPU: tests and measurements there, in four minutes; docs/benchmarks/gpu.json"
 	@echo "make check   runs lint, format, types and the floors"
 	@echo "make docs    builds the documentation site in out/docs"
 	@echo "make bench   measures a training step beside PyTorch's DDP; JSON in out/"
@@ -23,7 +27,7 @@ help:
 	@echo "make verify-matrix   proves 150 layouts against one process (half an hour on two cores); JSON in out/"
 	@echo "make stress   runs what takes long for its numbers: 64 ranks, a thousand groups"
 	@echo "make sanitize   runs the C core under the address and thread sanitizers"
-	@echo "make clean   removes caches and out/; keeps runs/ and $(VENV)/"
+	@echo "make clean   removes caches, out/ and $(OLDEST)/; keeps runs/ and $(VENV)/"
 
 demo: $(READY)
 	$(BIN)/shoal train recipes/stdlib-gpt.toml
@@ -32,6 +36,13 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-oldest: $(OLDEST)/.shoal-installed
+	$(OLDEST)/bin/python -m pytest -n 2 --dist loadfile $(FAST)
+
+# Rooms whose tests touch what PyTorch changes from one version to the next, and take a few minutes together.
+FAST := tests/engine tests/gradients tests/maths tests/memory tests/models tests/observe tests/optim \
+	tests/assembly/test_profiling.py tests/verification/test_recipes.py tests/assembly/test_run_gradients.py
 
 check: $(READY)
 	$(BIN)/ruff check
@@ -96,7 +107,7 @@ sanitize: $(READY)
 	sh tests/comm/shm/sanitize/run.sh 40
 
 clean:
-	rm -rf out build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(OLDEST) out build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is touched last, so that an install that was cut short is done again.
@@ -112,3 +123,11 @@ $(BIN)/activate:
 		echo "$$($(PYTHON) -V 2>&1) is too old; Shoal needs 3.11 or newer: install one, and name it: make PYTHON=python3.11" >&2; exit 3; }
 	@$(PYTHON) -m venv --clear $(VENV) || { \
 		echo "$(PYTHON) could not make an environment; on Debian and Ubuntu its module is a package: sudo apt install python3-venv" >&2; exit 3; }
+
+# constraints.txt pins the PyTorch that the suite runs on; this environment has the lower bound of pyproject.toml.
+$(OLDEST)/.shoal-installed: pyproject.toml constraints.txt setup.py
+	@$(PYTHON) -m venv --clear $(OLDEST)
+	@oldest=$$(sed -n 's/.*"torch>=\([0-9.]*\).*/\1/p' pyproject.toml); \
+	grep -v -E '^torch(vision)?==' constraints.txt > $(OLDEST)/constraints.txt; \
+	$(OLDEST)/bin/python -m pip install --disable-pip-version-check -c $(OLDEST)/constraints.txt "torch==$$oldest.*" -e '.[vision,dev]'
+	@touch $@

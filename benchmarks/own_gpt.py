@@ -18,14 +18,15 @@ VOCABULARY, SEQUENCE, WIDTH, HEADS, LAYERS = 256, 128, 256, 8, 6
 class Attention(nn.Module):
     """Causal self-attention, [batch, seq, dim] to the same."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.queries_keys_values = nn.Linear(WIDTH, 3 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
+        self.heads = heads
+        self.queries_keys_values = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = self.queries_keys_values(x).split(WIDTH, dim=-1)
-        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in parts)
+        parts = self.queries_keys_values(x).chunk(3, dim=-1)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(-2))
 
@@ -33,11 +34,11 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Attention, then a feed-forward, each added to what comes in."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.attention_norm, self.attention = nn.LayerNorm(WIDTH), Attention()
-        self.forward_norm = nn.LayerNorm(WIDTH)
-        self.feed_forward = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.attention_norm, self.attention = nn.LayerNorm(width), Attention(width, heads)
+        self.forward_norm = nn.LayerNorm(width)
+        self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -47,18 +48,26 @@ class Block(nn.Module):
 class OwnGPT(nn.Module):
     """Tokens [batch, seq] to logits [batch, seq, vocabulary]."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        *,
+        vocabulary: int = VOCABULARY,
+        sequence: int = SEQUENCE,
+        width: int = WIDTH,
+        heads: int = HEADS,
+        layers: int = LAYERS,
+    ) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.positions = nn.Embedding(SEQUENCE, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(sequence, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         places = torch.arange(tokens.shape[1], device=tokens.device)
         return self.head(self.norm(self.blocks(self.tokens(tokens) + self.positions(places))))
 
 
-def build() -> OwnGPT:
-    """The module, its parameters drawn from PyTorch's generator."""
-    return OwnGPT()
+def build(**sizes: int) -> OwnGPT:
+    """The module, its parameters drawn from PyTorch's generator. `sizes`: those of `OwnGPT`."""
+    return OwnGPT(**sizes)

@@ -29,6 +29,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """Before any test is imported."""
     if config.getoption("markexpr") == "stress":
         hypothesis.settings.load_profile("other")
+    if config.getoption("markexpr") != "gpu":
+        # Tests of ranks fork, which a process that has once asked CUDA for its GPUs cannot; and a test says the same
+        # with a GPU in the machine as without.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.hookimpl(tryfirst=True)

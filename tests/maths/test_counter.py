@@ -157,7 +157,8 @@ def test_a_box_outside_its_tensor_is_refused() -> None:
             indices(*box)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: make gpu")
 def test_a_gpu_draws_the_same_numbers() -> None:
     """Bits and uniforms are equal on CPU and GPU; normals up to the last bits of the two machines' log and cos."""
     counters = torch.arange(DRAWS)

@@ -104,3 +104,47 @@ FusedSGD([{"params": [p]}], lr=0.1, momentum=0.9, nesterov=False).step()
 sys.exit(any(name in sys.modules for name in ("torch._dynamo", "sympy")))
 """
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_kernel_divides_gradients_by_the_scale(name: str) -> None:
+    """In one step alone: the next one takes them as they are."""
+    mine, theirs = parameters(), parameters()
+    own, peer = (PAIRS[name][0](groups(held)) for held in (mine, theirs))
+    assert isinstance(own, FusedAdamW | FusedSGD)
+    assert own.takes_scale
+    for factor in (0.25, 1.0):
+        for one, other in zip(mine, theirs, strict=True):
+            one.grad = torch.full_like(one, 3.0)
+            other.grad = one.grad * factor
+        own.grad_scale = None if factor == 1.0 else torch.tensor(1 / factor)
+        own.step()
+        peer.step()
+        assert own.grad_scale is None
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+def test_a_float64_parameter_takes_no_scale() -> None:
+    """The kernel's is a float32."""
+    assert not FusedSGD([{"params": parameters((torch.float64,))}], lr=0.1, momentum=0.0, nesterov=False).takes_scale
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_a_vote_against_it_leaves_weights_and_state(name: str) -> None:
+    """Of a step between two others: as if it had never been launched."""
+    mine, theirs = parameters(), parameters()
+    own, peer = (PAIRS[name][0](groups(held)) for held in (mine, theirs))
+    assert isinstance(own, FusedAdamW | FusedSGD)
+    assert own.takes_vote
+    for number, found_inf in enumerate((0.0, 1.0, 0.0)):
+        for one, other in zip(mine, theirs, strict=True):
+            one.grad = torch.full_like(one, float("nan") if found_inf else 1.0 + number)
+            other.grad = one.grad.clone()
+        own.found_inf = torch.tensor(found_inf)
+        own.step()
+        if not found_inf:
+            peer.step()
+    for one, other in zip(mine, theirs, strict=True):
+        assert torch.equal(one, other)
+        assert all(torch.equal(own.state[one][key], peer.state[other][key]) for key in peer.state[other])

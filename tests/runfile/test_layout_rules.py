@@ -31,7 +31,11 @@ REFUSED: list[tuple[int, dict[str, Any], list[str]]] = [
     (2, {"layout": {"context": 2}, "batch": {"sequence": 18}}, ["batch.sequence = 18", "4", "16 or 20"]),
     (2, {"layout": {"tensor": 2, "sequence_parallel": True}, "batch": {"sequence": 15}}, ["15", "2", "14 or 16"]),
     (1, {"layout": {"sequence_parallel": True}, "memory": {"zero": 2}}, []),  # of one rank, nothing is split
-    (2, {"layout": {"tensor": 2}, "run": {"compile": True}}, ["run.compile", "layout.tensor"]),
+    (2, {"layout": {"tensor": 2}, "run": {"compile": True}}, ["run.compile = true", "layout.tensor"]),
+    (2, {"layout": {"tensor": 2}, "run": {"compile": "blocks"}}, ['run.compile = "blocks"', "layout.tensor"]),
+    (2, {"layout": {"shard": 2}, "run": {"compile": True}}, ["memory.zero = 3", 'set run.compile = "blocks"']),
+    (2, {"layout": {"shard": 2}, "run": {"compile": "blocks"}}, []),
+    (2, {"layout": {"shard": 2}, "memory": {"zero": 2}, "run": {"compile": "model"}}, []),
     (4, {"layout": {"shard": 4, "expert": 3}, "model": MOE}, ["expert=3", "2 or expert=4"]),
     (3, {"layout": {"shard": 3, "expert": 3}, "model": MOE}, ["layout.expert = 3", "experts = 4", "2 or 4", "3 or 6"]),
     (2, {"layout": {"shard": 2, "expert": 2}}, ["layout.expert", "moe"]),

@@ -12,7 +12,7 @@ from shoal.assembly.coding import coded_exchanges
 from shoal.assembly.microbatching import Microbatching
 from shoal.assembly.process import Process
 from shoal.assembly.run_gradients import build_run_gradients
-from shoal.assembly.splitting import Divided, build_forward_backward, divided, draw_parts
+from shoal.assembly.splitting import Divided, build_forward_backward, compiled, divided, draw_parts
 from shoal.assembly.workload import Workload
 from shoal.codec.config import AutoConfig
 from shoal.comm.exchanges.coded import CodedExchanges
@@ -65,13 +65,13 @@ def build_generation(
     parts = divided(run_file, model, mesh, in_flight=plan.in_flight)
     if workload.drawn_later:
         draw_parts(parts.split, seed=run_file.run.seed, device=process.device, dtype=workload.dtype)
-    if run_file.run.compile:
-        model.compile()
+    programs = compiled(run_file, parts, mesh, loss=workload.loss, own_loop=bool(workload.optimizers))
     if synchronises_norms(run_file.model):
         connect_norms(model, mesh.axis("replicate", "shard", lane="statistics"))
     forward_backward = build_forward_backward(
-        run_file, parts, mesh, loss=workload.loss, precision=workload.precision, microbatching=plan
-    )
+        run_file, parts, mesh, loss=workload.loss, precision=workload.precision, microbatching=plan,
+        programs=programs,
+    )  # fmt: skip
     sync = build_sync(run_file.sync, mesh)
     if workload.optimizers and run_file.optimizer.sends_momentum:
         raise ConfigError(

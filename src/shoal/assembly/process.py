@@ -17,7 +17,7 @@ from shoal.engine.injection import Injector, injector_from
 from shoal.errors import EnvironmentFault
 from shoal.launch.allocator import keep_freed_memory, thresholds
 from shoal.launch.arrival import say_arrived
-from shoal.launch.devices import memory_limit
+from shoal.launch.devices import memory_limit, too_few_gpus
 from shoal.launch.environment import Place
 from shoal.launch.rendezvous import STARTED, Rendezvous, interface_for, open_store
 from shoal.runfile.run_file import RunFile
@@ -102,9 +102,7 @@ def device_of(asked: str, place: Place) -> torch.device:
     if there == 1 and place.launcher == "slurm":  # it shows each task its own GPU alone
         return torch.device("cuda", 0)
     if place.local_rank >= there:
-        raise EnvironmentFault(
-            f"{place.local_world_size} ranks on this host, but {there} GPUs; start one a GPU, or set run.device=cpu"
-        )
+        raise EnvironmentFault(too_few_gpus(place.local_world_size, there))
     torch.cuda.set_device(place.local_rank)
     return torch.device("cuda", place.local_rank)
 

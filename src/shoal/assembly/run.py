@@ -112,6 +112,7 @@ class Run:
             readers=run_file.data.readers,
             slow=slow_reads(run_file.wire, rank=self.mesh.rank, ranks=self.mesh.layout.world_size),
             open_reader=reader_opener(run_file, self.workload.data),
+            pinned=self.device.type == "cuda",
         )
 
     @property

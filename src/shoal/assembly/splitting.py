@@ -10,6 +10,7 @@ from torch import nn
 
 from shoal.assembly.microbatching import Microbatching, global_batch_of
 from shoal.comm.mesh import Mesh
+from shoal.engine.compiled import LossPrograms, compile_blocks
 from shoal.engine.compute import Compute, Cut, uncut
 from shoal.engine.float8 import use_float8
 from shoal.engine.forward_backward import (
@@ -25,14 +26,16 @@ from shoal.engine.precision import Precision
 from shoal.engine.randomness import Randomness
 from shoal.memory.recompute import check_recompute, recompute
 from shoal.models.config import ForeignModel
+from shoal.models.embedding_table import tables_in
 from shoal.models.initialise import PartOf, initialise_parts
 from shoal.models.keyed_draws import Extent, KeyedDraws, Slices, draws_nothing
 from shoal.models.roles import DeclaresParts
+from shoal.models.step_batch_norm import StepStatistics
 from shoal.parallel.context.shard import positions
 from shoal.parallel.pipeline.cut import balanced_cut, cut_at, estimated_costs
 from shoal.parallel.pipeline.stages import Stages, staged
 from shoal.parallel.split import Split, split_model
-from shoal.runfile.run_file import RunFile
+from shoal.runfile.run_file import RunFile, synchronises_norms
 from shoal.schedules.build import build
 from shoal.schedules.table import ScheduleTable
 from shoal.state.ownership import Trained
@@ -93,14 +96,27 @@ def draw_parts(split: Split, *, seed: int, device: torch.device, dtype: torch.dt
 
 
 def build_forward_backward(
-    run_file: RunFile, parts: Divided, mesh: Mesh, *, loss: Loss, precision: Precision, microbatching: Microbatching
+    run_file: RunFile,
+    parts: Divided,
+    mesh: Mesh,
+    *,
+    loss: Loss,
+    precision: Precision,
+    microbatching: Microbatching,
+    programs: LossPrograms | None = None,
 ) -> ForwardBackward:
-    """Forward and backward of this rank's part."""
+    """Forward and backward of this rank's part. `programs` are what its model and the loss were compiled to."""
     model, arrange = parts.split.model, microbatching.uniform or as_they_are
     draws = draws_of(run_file, model, one_at_a_time=parts.table is None)
     if draws is not None:
         draws.slices = _slices(parts, mesh, sequence_parallel=run_file.layout.sequence_parallel)
-    randomness = Randomness(model, seed=run_file.run.seed, replica=mesh.batch_share[0], draws=draws)
+    randomness = Randomness(
+        model,
+        seed=run_file.run.seed,
+        replica=mesh.batch_share[0],
+        draws=draws,
+        may_sleep=_repeatable(run_file, parts, mesh),
+    )
     vocabulary, table = parts.split.vocabulary, parts.table
     last = table is None or table.placement[table.last_stage] == mesh.layout.index("pipeline", mesh.rank)
     compute = Compute(
@@ -112,6 +128,7 @@ def build_forward_backward(
         cut=_cut(mesh),
         gathered=gathered_outputs(vocabulary, mesh),
         global_batch=global_batch_of(run_file, mesh),
+        programs=programs,
     )
     first = mesh.layout.index("tensor", mesh.rank) == 0
     if table is None or parts.stages is None:
@@ -131,6 +148,22 @@ def build_forward_backward(
     )
 
 
+def compiled(run_file: RunFile, parts: Divided, mesh: Mesh, *, loss: Loss, own_loop: bool) -> LossPrograms | None:
+    """Compiles what `run.compile` says, in place, and the loss with it unless the loop is the script's own. None where
+    nothing is compiled that the step has to call otherwise.
+    """
+    said, model = run_file.run.compile, parts.split.model
+    if said is False:
+        return None
+    whole = said != "blocks"
+    if not whole:
+        compile_blocks(blocks_in(model, parts.stages, mesh.layout.index("pipeline", mesh.rank)))
+    elif own_loop:
+        model.compile()
+    chunked = run_file.memory.loss_chunks > 1
+    return None if own_loop or chunked else LossPrograms(model, loss, whole=whole)
+
+
 def draws_of(run_file: RunFile, model: nn.Module, *, one_at_a_time: bool = True) -> KeyedDraws | None:
     """The mode that keys what a user's module draws; None for Shoal's own, for one that draws nothing, and for one that
     is compiled.
@@ -138,6 +171,15 @@ def draws_of(run_file: RunFile, model: nn.Module, *, one_at_a_time: bool = True)
     if not isinstance(run_file.model, ForeignModel) or run_file.run.compile or draws_nothing(model):
         return None
     return KeyedDraws(model, seed=run_file.run.seed, one_at_a_time=one_at_a_time)
+
+
+def _repeatable(run_file: RunFile, parts: Divided, mesh: Mesh) -> bool:
+    """Can this rank repeat a forward by itself? Its own parts of the run exchange nothing in one and add nothing up."""
+    layout, model = mesh.layout, parts.split.model
+    whole = parts.table is None and layout.tensor == layout.context == layout.expert == 1
+    gathers = layout.shard > 1 and run_file.memory.zero not in (1, 2)
+    exchanges = gathers or synchronises_norms(run_file.model) or bool(tables_in(model))
+    return whole and not exchanges and not any(isinstance(module, StepStatistics) for module in model.modules())
 
 
 def _slices(parts: Divided, mesh: Mesh, *, sequence_parallel: bool) -> Slices:

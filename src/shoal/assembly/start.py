@@ -20,7 +20,7 @@ from shoal.assembly.failed_run import alerts, tell_of_failure
 from shoal.assembly.lab import processes_in
 from shoal.comm.mpi.world import why_no_mpi
 from shoal.errors import EnvironmentFault, OutOfMemory, Stopped, UsageError
-from shoal.launch.devices import gpus
+from shoal.launch.devices import gpus, too_few_gpus
 from shoal.launch.environment import Place, place_from
 from shoal.launch.failure import FAILURE_FOLDER, TORCHRUN_FILE, failure_of, is_out_of_memory, report_failure
 from shoal.launch.lab.lab_file import Lab
@@ -93,6 +93,8 @@ def run(
             f'run.device = "cuda", and torch {installed("torch")} is built without CUDA: install a build with it, or '
             'set run.device to "auto" or "cpu"'
         )
+    if place is None and lab is None:
+        _check_gpus(run_file, processes, environ)
     if place is None and run_file.wire.transport == "mpi":
         raise EnvironmentFault(f'wire.transport = "mpi", but {why_no_mpi(environ)}; or set it to "auto"')
     if place is None:
@@ -148,6 +150,18 @@ def run(
 
     as_rank(place, ranked, environ, None if planner is None else partial(planner.memory_advice, run_file))
     return ExitCode(0)
+
+
+def _check_gpus(run_file: RunFile, processes: int, environ: Mapping[str, str]) -> None:
+    """Raises `EnvironmentFault` for ranks of this host that would share a GPU. Where the driver shows none, they look
+    themselves.
+    """
+    on_gpus = run_file.run.device == "cuda" or (
+        run_file.run.device == "auto" and not (installed("torch") or "").endswith("+cpu")
+    )
+    there = gpus(environ)
+    if on_gpus and 0 < there < processes:
+        raise EnvironmentFault(too_few_gpus(processes, there))
 
 
 def _joins_a_coordinator(elastic: ElasticConfig | None, environ: Mapping[str, str]) -> bool:

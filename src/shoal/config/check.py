@@ -73,10 +73,13 @@ def choices_of(declared: Any) -> tuple[Any, ...]:
     return tuple(literals)
 
 
-def takes_text(declared: Any) -> bool:
-    """Whether a bare word on the command line is this key's value as it stands."""
+def takes_text(declared: Any, value: Any = None) -> bool:
+    """Whether a bare word on the command line is this key's value as it stands, though TOML reads `value` in it: of a
+    key that takes `true` or some words, `true` is no word.
+    """
     options = [value for option in _options(declared) for value in _values(option)]
-    return any(option is str or isinstance(option, str) for option in options)
+    words = type(value) not in options and any(isinstance(option, str) for option in options)
+    return str in options or words
 
 
 def _values(option: Any) -> tuple[Any, ...]:

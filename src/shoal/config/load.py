@@ -126,7 +126,7 @@ def _value(text: str, declared: Any) -> Any:
         value = parse(f"value = {text}")["value"]
     except ValueError:
         return text
-    return text if takes_text(declared) and not isinstance(value, str) else value
+    return text if takes_text(declared, value) and not isinstance(value, str) else value
 
 
 def _declared(root: type[Table], path: list[str], data: Mapping[str, Any]) -> Any:

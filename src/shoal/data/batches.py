@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from shoal.errors import DataError, ShoalError, UserCodeError
 
 MOST_STAND_INS = 64
 """Samples that are tried as a stand-in where no sample of a batch is readable."""
+
+ASKED_AT_ONCE = 256
+"""Positions that a reader of small batches asks an order for."""
 
 
 class OrderOfSamples(Protocol):
@@ -76,12 +79,12 @@ class SourceReader:
         self._source, self._order = source, order
         self._denominator: Denominator = denominator
         self._augmentation = augmentation
+        self._known, self._known_ids = Interval(0, 0), np.empty(0, dtype=np.int64)
         self.where = ""
 
     def read(self, part: Interval) -> BatchRead:
         """See `BatchReader.read`."""
-        positions = part.positions()
-        ids = self._order.ids(positions)
+        positions, ids = part.positions(), self._ids_of(part)
         if self._augmentation is None:
             return read_batch(self._source, ids, positions, denominator=self._denominator, began=self._began)
         changed = (self._augmentation, self._order.epochs(positions))
@@ -91,6 +94,16 @@ class SourceReader:
 
     def close(self) -> None:
         """Nothing is held."""
+
+    def _ids_of(self, part: Interval) -> np.ndarray:
+        """The samples that stand at `part`. An order costs a call, however few positions it is asked for."""
+        if len(part) > ASKED_AT_ONCE // 2:
+            return self._order.ids(part.positions())
+        if not self._known.start <= part.start <= part.stop <= self._known.stop:
+            self._known = Interval(part.start, part.start + ASKED_AT_ONCE)
+            self._known_ids = self._order.ids(self._known.positions())
+        first = part.start - self._known.start
+        return self._known_ids[first : first + len(part)]
 
     def _began(self, where: str) -> None:
         self.where = where
@@ -112,9 +125,9 @@ def read_batch(
         DataError, UserCodeError: the source raised (its exception is the cause) or returned what no sample may be; the
             message names the sample id and the position.
     """
-    if isinstance(source, BatchSource) and (changed is None or not changed[0].changes):
+    if hasattr(source, "samples_at") and (changed is None or not changed[0].changes):
         began(where_of(ids, positions))
-        stacked = _guarded(source.samples_at, ids, where=where_of(ids, positions))
+        stacked = _guarded(cast(BatchSource, source).samples_at, ids, where=where_of(ids, positions))
         return BatchRead(
             _guarded(
                 lambda rows: collate_stacked(rows, positions, denominator=denominator),
@@ -122,8 +135,10 @@ def read_batch(
                 where=where_of(ids, positions),
             )
         )
-    if isinstance(source, Collates):
-        return _read_collated(source, ids, positions, denominator=denominator, changed=changed, began=began)
+    if hasattr(source, "collated"):
+        return _read_collated(
+            cast(Collates, source), ids, positions, denominator=denominator, changed=changed, began=began
+        )
     samples: list[Sample | None] = []
     skipped: list[str] = []
     for place, index in enumerate(ids.tolist()):

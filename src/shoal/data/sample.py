@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -87,15 +88,25 @@ class Batch:
     def __len__(self) -> int:
         return len(self.positions)
 
-    @property
+    @cached_property
     def real_samples(self) -> int:
         """Its samples without those that are made up."""
         return int((self.positions >= 0).sum())
 
-    @property
+    @cached_property
     def weight(self) -> float:
         """This batch's part of the denominator, summed in float64."""
         return float(self.weights.sum(dtype=torch.float64))
+
+    @cached_property
+    def weighs_ones(self) -> bool:
+        """Is every weight 1?"""
+        return bool((self.weights == 1).all())
+
+    def pinned(self) -> Batch:
+        """The same batch in memory that a GPU reads by itself, while the host goes on."""
+        inputs, targets = map_tree(Tensor.pin_memory, self.inputs), map_tree(Tensor.pin_memory, self.targets)
+        return Batch(inputs, targets, weights=self.weights.pin_memory(), positions=self.positions.pin_memory())
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
         """The same batch on `device`."""

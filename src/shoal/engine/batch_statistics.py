@@ -87,6 +87,15 @@ class StepBuffers:
                 self._versions[name] = tensor._version
 
     @torch.no_grad()
+    def take_back(self) -> None:
+        """The forward that has just been computed does not count: what it changed is as it was before it."""
+        for name in self._comparable():
+            tensor = self.now(name)
+            if not _same(tensor, self._start[name]):
+                tensor.copy_(self._start[name])
+                self._versions[name] = tensor._version
+
+    @torch.no_grad()
     def look(self) -> None:
         """After the last forward: notes what has moved."""
         if self._looked:
@@ -94,6 +103,8 @@ class StepBuffers:
         self._start = {name: self._start[name] for name in self._comparable()}
         for name, start in self._start.items():
             tensor = self.now(name)
+            if self._untouched(name, tensor):
+                continue
             if not _same(tensor, start):
                 self.moving.add(name)
                 self._compare_forwards(name, tensor)
@@ -109,6 +120,13 @@ class StepBuffers:
         if self._steps == self.WATCHED_STEPS:
             still = {name for name, _ in self._model.named_parameters()} - self.moving
             self._start = {name: start for name, start in self._start.items() if name not in still}
+
+    def _untouched(self, name: str, tensor: Tensor) -> bool:
+        """Does PyTorch know of no write in this step to what never moved? It sees none through `.data`: the first steps
+        are compared, whatever it says. A comparison on a GPU is a wait for it.
+        """
+        watched = self._steps > self.WATCHED_STEPS and name not in self.moving
+        return watched and tensor._version == self._versions.get(name)
 
     def _compare_forwards(self, name: str, tensor: Tensor) -> None:
         """`tensor` is what a forward has left: does another forward of this step leave something else?"""

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from shoal.data.sample import Batch, first_leaf, map_tree
 from shoal.engine.batch_statistics import StepBuffers
+from shoal.engine.compiled import LossPrograms
 from shoal.engine.global_batch import GlobalBatch
-from shoal.engine.loss import Loss, call_model
+from shoal.engine.loss import Loss, call_model, weighted_sum
 from shoal.engine.precision import Precision
 from shoal.engine.randomness import Randomness
 from shoal.engine.statistics_exchange import synchronised_norms
@@ -36,17 +37,22 @@ def as_it_is(outputs: Any) -> Any:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """This rank's part of some samples, and the weights of the whole ones, `[samples]` or `[samples, tokens]`."""
+    """This rank's part of some samples, and the weights of the whole ones, `[samples]` or `[samples, tokens]`.
+
+    `ones`: all of these are 1.
+    """
 
     batch: Batch
     weights: Tensor
+    ones: bool = False
 
 
 @dataclass(frozen=True)
 class Compute:
     """One rank's means. `cut` gives this rank's part of every sample, where samples are split along the sequence;
     `gathered` the outputs over all classes, where ranks have parts of them; `global_batch` the samples of other ranks,
-    for losses that couple samples (None: this process computes all of them).
+    for losses that couple samples (None: this process computes all of them); `programs` are what model and loss were
+    compiled to, None: they are called as they are.
     """
 
     model: nn.Module
@@ -57,6 +63,7 @@ class Compute:
     cut: Cut = field(default=uncut)
     gathered: Callable[[Any], Any] = field(default=as_it_is)
     global_batch: GlobalBatch | None = None
+    programs: LossPrograms | None = None
     frozen: Sequence[nn.Module] = field(init=False)
     buffers: StepBuffers = field(init=False)
 
@@ -71,7 +78,8 @@ class Compute:
     def prepared(self, batch: Batch) -> Microbatch:
         """This rank's part of `batch`, on the device and in the type of the parameters."""
         own = on_device(self.cut(batch), self.device, self.precision.parameters)
-        return Microbatch(own, batch.weights.to(self.device))
+        whole = own.weights if self.cut is uncut else batch.weights.to(self.device, non_blocking=True)
+        return Microbatch(own, whole, batch.weighs_ones)
 
     def announce(self, microbatch: Microbatch, factor: Callable[[], float]) -> None:
         """Tells the model which samples come next; their losses will be multiplied by `factor()`."""
@@ -92,13 +100,31 @@ class Compute:
 
     def losses(self, batch: Batch) -> tuple[Any, Tensor]:
         """The whole chain on a prepared batch: its outputs, and the loss of each sample or position."""
-        with self.coupled(), self.precision.autocast(self.device), self.randomness.drawing():
+
+        def forward() -> tuple[Any, Tensor]:
+            if self.programs is not None:
+                return self.programs.evaluated(batch.inputs, batch.targets)
             outputs = call_model(self.model, batch.inputs)
             return outputs, self.loss(outputs, batch.targets)
+
+        with self.coupled(), self.precision.autocast(self.device):
+            return self.randomness.forward(forward, take_back=self.buffers.take_back, repeatable=self._repeatable)
+
+    def loss_sum(self, microbatch: Microbatch) -> Tensor:
+        """`sum(losses * weights)` of a prepared microbatch, of which a backward follows."""
+        batch, programs = microbatch.batch, self.programs
+        if programs is None:
+            return weighted_sum(self.losses(batch)[1], batch.weights, ones=microbatch.ones)
+        with self.coupled(), self.precision.autocast(self.device):
+            return programs.loss_sum(batch.inputs, batch.targets, batch.weights, ones=microbatch.ones)
 
     def coupled(self) -> AbstractContextManager[None]:
         """Around a forward and its loss: `gather_samples` gathers the samples that were announced."""
         return nullcontext() if self.global_batch is None else self.global_batch.current()
+
+    def _repeatable(self) -> bool:
+        """Whether a forward meets no other rank."""
+        return self.global_batch is None or not self.global_batch.gathered
 
     def _real(self, microbatch: Microbatch) -> Tensor:
         """Which of this rank's tokens are no padding, `[samples, tokens]`."""

@@ -111,8 +111,7 @@ class SequentialForwardBackward:
 
     def _forward(self, microbatch: Microbatch, factor: Callable[[], float]) -> Tensor:
         self.compute.announce(microbatch, factor)
-        _, losses = self.compute.losses(microbatch.batch)
-        return weighted_sum(losses, microbatch.batch.weights)
+        return self.compute.loss_sum(microbatch)
 
 
 @dataclass(frozen=True)

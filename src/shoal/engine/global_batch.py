@@ -67,6 +67,8 @@ class GlobalBatch:
         self._whole = self._samples = samples
         self._positions = torch.zeros(0, dtype=torch.int64)
         self._rows: _Rows | None = None
+        self.gathered = False
+        """Whether a forward has gathered anything so far."""
 
     def step(self, samples: int | None) -> None:
         """A step begins, of so many samples of all ranks; None: of a whole one."""
@@ -94,7 +96,7 @@ class GlobalBatch:
                 f"gather_samples got a tensor {tuple(x.shape)} for {len(self._positions)} samples; its first dimension "
                 "must have one row for each sample"
             )
-        group = self._open()
+        group, self.gathered = self._open(), True
         if self._rows is None:
             self._rows = _Rows.of(self._positions.to(x.device), group, wanted=self._samples)
         if x.dtype == torch.bool:

@@ -53,15 +53,16 @@ def squared_error(outputs: Any, targets: Tensor) -> Tensor:
     return (at_least_float32(prediction) - targets).square()
 
 
-def weighted_sum(losses: Any, weights: Tensor) -> Tensor:
+def weighted_sum(losses: Any, weights: Tensor, *, ones: bool = False) -> Tensor:
     """`sum(losses * weights)`, a scalar; see `weighted_losses`."""
-    return weighted_losses(losses, weights).sum()
+    return weighted_losses(losses, weights, ones=ones).sum()
 
 
-def weighted_losses(losses: Any, weights: Tensor) -> Tensor:
+def weighted_losses(losses: Any, weights: Tensor, *, ones: bool = False) -> Tensor:
     """`losses * weights`, in the shape of `weights`. Dimensions of `losses` behind those of `weights` are averaged.
 
-    Positions of weight 0 do not count, whatever their loss. Raises `UserCodeError` for losses of another shape.
+    Positions of weight 0 do not count, whatever their loss. `ones`: every weight is known to be 1. Raises
+    `UserCodeError` for losses of another shape.
     """
     if not isinstance(losses, Tensor) or losses.shape[: weights.ndim] != weights.shape:
         raise UserCodeError(
@@ -71,6 +72,8 @@ def weighted_losses(losses: Any, weights: Tensor) -> Tensor:
     losses = at_least_float32(losses)
     if losses.ndim > weights.ndim:
         losses = losses.flatten(weights.ndim).mean(-1)
+    if ones:
+        return losses
     weights = weights.to(losses.dtype)
     return losses.masked_fill(weights == 0, 0) * weights
 

@@ -27,16 +27,20 @@ class Meeting:
 
     def __init__(self, call: Call, numbers: Sequence[float], group: Collective, *, device: torch.device) -> None:
         self._call, self._size = CALLS.index(call), group.size
+        self._handle: Handle | None = None
         own = [0.0] * (len(CALLS) + NUMBERS)
         own[self._call] = 1.0
         own[len(CALLS) : len(CALLS) + len(numbers)] = numbers
-        self._sums = torch.tensor(own, dtype=torch.float64, device=device)
-        self._handle: Handle | None = group.all_reduce(self._sums) if group.size > 1 else None
+        self._own = own
+        if group.size > 1:
+            self._sums = torch.tensor(own, dtype=torch.float64, device=device)
+            self._handle = group.all_reduce(self._sums)
 
     def wait(self) -> list[float]:
         """The sums. Raises `UserCodeError`, on every rank, where not all of them are in the same call."""
-        if self._handle is not None:
-            self._handle.wait()
+        if self._handle is None:
+            return self._own[len(CALLS) :]
+        self._handle.wait()
         sums = self._sums.tolist()
         if sums[self._call] != self._size:
             said = [f"{int(ranks)} in {call}" for call, ranks in zip(CALLS, sums, strict=False) if ranks]

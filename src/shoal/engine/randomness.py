@@ -8,22 +8,38 @@ uninterrupted one would have drawn, and no generator state needs saving.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from shoal.maths.counter import bits, key_of
+from shoal.models.draw_watch import SleepingDraws
 from shoal.models.dropout import KeyedDropout, set_sample_keys
 from shoal.models.keyed_draws import KeyedDraws
 
+T = TypeVar("T")
+
 
 class Randomness:
-    """Seeds what a step of `model` draws. `draws`: the mode for a user's module; None for one of Shoal's own."""
+    """Seeds what a step of `model` draws. `draws`: the mode for a user's module; None for one of Shoal's own.
 
-    def __init__(self, model: nn.Module, *, seed: int, replica: int, draws: KeyedDraws | None = None) -> None:
+    `may_sleep`: a forward may be repeated, so that a mode which has nothing to key is left out (`SleepingDraws`).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        seed: int,
+        replica: int,
+        draws: KeyedDraws | None = None,
+        may_sleep: bool = False,
+    ) -> None:
         self._seed, self._replica, self.draws = seed, replica, draws
+        self.sleeping = None if draws is None else SleepingDraws(draws, may_sleep=may_sleep)
         self._sample_key, self._step, self._step_seed = key_of(seed, "dropout"), 0, 0
         self._keyed = [m for m in model.modules() if isinstance(m, KeyedDropout) and m.p > 0]
 
@@ -40,15 +56,21 @@ class Randomness:
 
         `tokens`: of each sample this rank gets so many.
         """
-        if self._keyed or self.draws is not None:
-            keys = bits(self._sample_key, positions)
-            set_sample_keys(self._keyed, keys)
-            if self.draws is not None:
-                self.draws.begin(self._step, keys, tokens=tokens)
+        if self._keyed:
+            set_sample_keys(self._keyed, bits(self._sample_key, positions))
+        if self.sleeping is not None:
+            step, draws = self._step, self.sleeping.draws
+            self.sleeping.begin(lambda: draws.begin(step, bits(self._sample_key, positions), tokens=tokens))
 
     def drawing(self) -> AbstractContextManager[Any]:
-        """Around every forward, and every backward, which may repeat one."""
-        return nullcontext() if self.draws is None else self.draws
+        """Around a forward, and every backward, which may repeat one."""
+        return nullcontext() if self.draws is None or self.draws.asleep else self.draws
+
+    def forward(self, forward: Callable[[], T], *, take_back: Callable[[], None], repeatable: Callable[[], bool]) -> T:
+        """What `forward` returns, its draws keyed. See `SleepingDraws`."""
+        if self.sleeping is None:
+            return forward()
+        return self.sleeping(forward, take_back=take_back, repeatable=repeatable)
 
     def unkeyed(self, device: torch.device) -> frozenset[str]:
         """What this step's forwards have drawn so far that no sample's key decides: names of functions of PyTorch.

@@ -110,8 +110,12 @@ class GlobalSum:
         self._total = own
         self._handle = self._group.all_reduce(own) if self._group.size > 1 else None
 
-    def wait(self) -> float:
-        """The sum."""
+    def tensor(self) -> Tensor:
+        """The sum, a scalar on the device: the host need not wait for it."""
         if self._handle is not None:
             self._handle.wait()
-        return float(self._total)
+        return self._total
+
+    def wait(self) -> float:
+        """The sum."""
+        return float(self.tensor())

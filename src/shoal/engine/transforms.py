@@ -37,11 +37,17 @@ class AgreedGradient:
 Transform = Callable[[AgreedGradient], None]
 
 
-def clip_by_global_norm(limit: float) -> Transform:
+@dataclass(frozen=True)
+class ClipByGlobalNorm:
+    """See `clip_by_global_norm`."""
+
+    limit: float
+
+    def __call__(self, gradient: AgreedGradient) -> None:
+        if gradient.norm > self.limit:
+            gradient.scale(self.limit / gradient.norm)
+
+
+def clip_by_global_norm(limit: float) -> ClipByGlobalNorm:
     """Scales a gradient whose 2-norm is above `limit` down to it (Pascanu et al., arXiv:1211.5063, algorithm 1)."""
-
-    def clip(gradient: AgreedGradient) -> None:
-        if gradient.norm > limit:
-            gradient.scale(limit / gradient.norm)
-
-    return clip
+    return ClipByGlobalNorm(limit)

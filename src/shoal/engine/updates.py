@@ -20,15 +20,17 @@ from torch import Tensor
 
 from shoal.comm.collective import Collective
 from shoal.data.sample import Batch
+from shoal.engine.device_vote import DeviceVote
 from shoal.engine.forward_backward import PipelinedForwardBackward
 from shoal.engine.noise import NoiseMeter, NoiseReading
 from shoal.engine.rank_context import GlobalSum, RankContext
 from shoal.engine.tally import PendingTally, Tally
-from shoal.engine.transforms import AgreedGradient, Transform, clip_by_global_norm
+from shoal.engine.transforms import AgreedGradient, ClipByGlobalNorm, Transform, clip_by_global_norm
 from shoal.errors import Diverged
 from shoal.gradients.gradients import Gradients
 from shoal.gradients.priority import PriorityGradients
 from shoal.optim.build import part_of, set_rate
+from shoal.optim.fused import FusedOptimizer
 
 OnGradients = Callable[[float], None]
 """Called with the 2-norm of the agreed gradient of the whole model."""
@@ -96,6 +98,9 @@ class AtOnce:
     """One update, from the whole gradient. `transforms` are applied to it in order; `noise` measures it.
 
     The vote: norm and loss are sums over all ranks in lock-step, so what is not finite anywhere shows on every rank.
+
+    `votes_ahead`: the device votes, and the host launches the update before it knows the outcome (`DeviceVote`). Else
+    the device would stand still from the end of a backward until the host has read the norm. None: on GPUs.
     """
 
     overlaps_steps = False
@@ -107,9 +112,12 @@ class AtOnce:
         *,
         transforms: Sequence[Transform] = (),
         noise: NoiseMeter | None = None,
+        votes_ahead: bool | None = None,
     ) -> None:
         self.gradients = gradients
         self._optimizer, self._transforms, self._noise = optimizer, transforms, noise
+        self._fused = optimizer if isinstance(optimizer, FusedOptimizer) and optimizer.takes_scale else None
+        self._votes_ahead = votes_ahead
 
     def __call__(self, context: RankContext, work: Work) -> Outcome:
         self.begin(work)
@@ -130,6 +138,8 @@ class AtOnce:
 
     def update(self, context: RankContext, work: Work) -> Outcome:
         """After the last backward: the vote and the update."""
+        if (outcome := self._ahead(context, work)) is not None:
+            return outcome
         agreed = self.agree(context, work)
         if agreed.committed:
             context.agree_on_buffers(work.tally.wait())
@@ -159,8 +169,32 @@ class AtOnce:
             more = () if clip_norm is None else (clip_by_global_norm(clip_norm),)
             for transform in (*self._transforms, *more):
                 transform(gradient)
-            gradient.apply()
+            self._hand_over(gradient)
         return AgreedUpdate(loss, norm, finite, loss_scale, noise, clock)
+
+    def _ahead(self, context: RankContext, work: Work) -> Outcome | None:
+        """The vote and the update, launched before the outcome is known; None where that cannot be."""
+        wanted = context.device.type == "cuda" if self._votes_ahead is None else self._votes_ahead
+        limits = [transform.limit for transform in self._transforms if isinstance(transform, ClipByGlobalNorm)]
+        measured = self._noise is not None or work.on_gradients is not None or len(limits) < len(self._transforms)
+        if not wanted or measured or self._fused is None or not self._fused.takes_vote:
+            return None
+        tally, clock, scale = work.tally.wait(), UpdateClock(context), context.scaler.scale
+        vote = DeviceVote(self.gradients.reduce() / scale, work.loss.tensor() / tally.denominator)
+        context.agree_on_buffers(tally)
+        set_rate(self._fused, work.lr)
+        self._fused.grad_scale, self._fused.found_inf = vote.divisor(scale, limits), vote.found_inf
+        self._fused.step()
+        norm, loss = vote.read()
+        return self.conclude(context, AgreedUpdate(loss, norm, vote.finite(norm, loss), scale, None, clock))
+
+    def _hand_over(self, gradient: AgreedGradient) -> None:
+        """What is still to be multiplied by is the kernel's, where it takes it."""
+        if self._fused is None:
+            gradient.apply()
+        elif gradient.factor != 1.0:
+            device = self._fused.param_groups[0]["params"][0].device
+            self._fused.grad_scale = torch.full((), 1 / gradient.factor, device=device)
 
     def conclude(self, context: RankContext, agreed: AgreedUpdate) -> Outcome:
         """The second half, after the optimizer's step if `agreed.committed`, else without one."""

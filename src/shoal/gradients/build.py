@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from shoal.comm.collective import Collective
@@ -17,8 +18,12 @@ from shoal.gradients.gradients import Gradients, Groups
 from shoal.gradients.partition import GradientRanks, parts_by_size, parts_by_unit, units_of
 from shoal.gradients.replicated import ReplicatedGradients
 from shoal.gradients.sharded import ShardedGradients, beyond_shard
+from shoal.gradients.unsummed import UnsummedGradients
 from shoal.state.ownership import Trained
 from shoal.topology.holding import Holding, Ranks
+
+SUMMED_IN = (torch.float32, torch.float64)
+"""The types in which gradients are summed as they are."""
 
 
 def all_replicas(holding: Holding) -> Ranks:
@@ -61,6 +66,8 @@ def build_gradients(
     build the optimizer afterwards, on `Gradients.owned`.
     """
     summing = summing or Summing()
+    if zero is None and _sums_nothing(trained, summing):
+        return UnsummedGradients(trained, replica=replica)
     if zero is None:
         _open(groups, (summing.ranks(t.holding) for t in trained))
         return ReplicatedGradients(
@@ -83,6 +90,14 @@ def build_gradients(
         trained, parts, model=model, blocks=blocks, groups=groups, replica=replica, exchange=summing.exchange,
         undivided=summing.undivided, pieces=summing.pieces,
     )  # fmt: skip
+
+
+def _sums_nothing(trained: Sequence[Trained], summing: Summing) -> bool:
+    """Does every gradient of this rank stay as its backward leaves it? Nobody has a term of it, nothing codes it, and
+    it is in the type in which sums are kept.
+    """
+    alone = all(len(summing.ranks(t.holding)) == 1 for t in trained)
+    return alone and summing.exchange is AllReduce and all(t.parameter.dtype in SUMMED_IN for t in trained)
 
 
 def _open(groups: Groups, wanted: Iterable[Ranks]) -> None:

@@ -1,6 +1,7 @@
 """`Gradients`: from the backward of one replica's rank to the agreed gradient of what this rank's optimizer updates.
 
     kind              whole on every rank            pieces                       a step sends
+    unsummed          parameters, gradients, state   -                            nothing: one rank has all of it
     replicated        parameters, gradients, state   -                            an all-reduce
     sharded, ZeRO-1   parameters, gradients          state                        a reduce-scatter, an all-gather
     sharded, ZeRO-2   parameters                     gradients, state             one reduce-scatter a microbatch, ...
@@ -103,7 +104,7 @@ class VisibleGradients(Gradients, Protocol):
 
     @property
     def used(self) -> frozenset[str]:
-        """The trained parameters that got a gradient on this rank in this step."""
+        """Before `reduce`: the trained parameters that got a gradient on this rank in this step."""
         ...
 
     @property

@@ -83,6 +83,16 @@ class OwnGradient:
         return torch.stack([square.to(device) for square in self._squares]).sum()
 
 
+def check_empty(name: str, gradient: Tensor) -> None:
+    """Raises `UserCodeError` where a script has left numbers in a gradient before a backward of the run."""
+    if bool(gradient.any()):
+        raise UserCodeError(
+            f"{name}.grad is not empty before run.backward(): a backward() of your own, or code that writes gradients, "
+            "has left numbers there, which would be lost. Make them part of the loss that run.backward() gets, or call "
+            "zero_grad() after your own backward()"
+        )
+
+
 @dataclass
 class Reducer:
     """Fills and sends `buckets` with the gradients of `parameters`, which are floating point and dense.
@@ -182,12 +192,8 @@ class Reducer:
     def _show_sums(self) -> None:
         """Makes `.grad` what autograd is to add to: the sum of the microbatches before, or nothing."""
         for index, (name, parameter) in enumerate(self.parameters):
-            if parameter.grad is not None and bool(parameter.grad.any()):
-                raise UserCodeError(
-                    f"{name}.grad is not empty before run.backward(): a backward() of your own, or code that writes "
-                    "gradients, has left numbers there, which would be lost. Make them part of the loss that "
-                    "run.backward() gets, or call zero_grad() after your own backward()"
-                )
+            if parameter.grad is not None:
+                check_empty(name, parameter.grad)
             kept = index in self._filled and self._home[index].keeps
             parameter.grad = self._home[index].slice(index) if kept else None
 

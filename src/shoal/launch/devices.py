@@ -18,6 +18,11 @@ def gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> int:
     return min(there, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
 
 
+def too_few_gpus(ranks: int, there: int) -> str:
+    """The sentence for a host on which `ranks` are to compute on `there` GPUs, of which each serves one."""
+    return f"{ranks} ranks on this host, but {there} GPU{'s' * (there != 1)}; start one a GPU, or set run.device=cpu"
+
+
 DRIVER = Path("/proc/driver/nvidia/gpus")
 NAMELESS = "a GPU that the driver does not name"
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils.hooks import RemovableHandle
 
 from shoal.errors import UserCodeError
 from shoal.maths.counter import bits, key_of
@@ -89,6 +90,10 @@ class KeyedDraws(TorchFunctionMode):
     `one_at_a_time`: a backward follows its forward before the next begins, so that a forward that is repeated in the
     backward is the last one. `unkeyed` has the names of functions that were called and that draw from PyTorch's
     generator, which knows no samples: what they return depends on the layout.
+
+    Each call of PyTorch's and of a module passes through Python here, which a small model feels. So a mode whose model
+    has drawn nothing may be `asleep`: it is not entered, and its hooks are off, until `wake`. Who lets it sleep sees to
+    it that nothing is drawn meanwhile (`shoal.models.draw_watch`). `drew`: something was drawn.
     """
 
     def __init__(self, model: nn.Module, *, seed: int, one_at_a_time: bool = True) -> None:
@@ -96,14 +101,36 @@ class KeyedDraws(TorchFunctionMode):
         self._model, self._seed, self.one_at_a_time = model, seed, one_at_a_time
         self.slices = Slices()
         self.unkeyed: set[str] = set()
+        self.drew = False
         self._keys: Tensor | None = None
         self._step, self._tokens, self._entered, self._replays = 0, 0, 0, 0
         self._calls: list[_Call] = []
         self._counts: dict[str, int] = {}
         self._sequence: Mapping[int, Extent] = {}
-        for name, module in model.named_modules():
-            module.register_forward_pre_hook(self._before(name))
-            module.register_forward_hook(self._after(name), always_call=True)
+        self._hooks: list[RemovableHandle] = []
+        self.wake()
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the modules are called without it."""
+        return not self._hooks
+
+    @property
+    def training(self) -> bool:
+        """Whether its model is."""
+        return self._model.training
+
+    def sleep(self) -> None:
+        """Its model is to be called without it."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def wake(self) -> None:
+        """Its model is to be called with it."""
+        for name, module in self._model.named_modules() if self.asleep else ():
+            self._hooks.append(module.register_forward_pre_hook(self._before(name)))
+            self._hooks.append(module.register_forward_hook(self._after(name), always_call=True))
 
     def begin(self, step: int, sample_keys: Tensor, *, tokens: int) -> None:
         """A forward follows, of samples with these keys, int64 `[samples]`, of which this rank gets so many tokens."""
@@ -140,6 +167,15 @@ class KeyedDraws(TorchFunctionMode):
             yield
         finally:
             self._go_to(before)
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """Around the model's own forward where its hooks are passed by: what they do."""
+        self._before("")(self._model, ())
+        try:
+            yield
+        finally:
+            self._after("")(self._model, (), None)
 
     def _go_to(self, moment: Moment) -> None:
         self._step, self._keys, self._tokens, self._sequence = moment.step, moment.keys, moment.tokens, moment.sequence
@@ -197,7 +233,7 @@ class KeyedDraws(TorchFunctionMode):
         """64 random bits for each element of a tensor of this shape, the next draw of the module that is called."""
         if not self._calls:
             raise _repeated("a function that is no module")
-        call = self._calls[-1]
+        call, self.drew = self._calls[-1], True
         if call.number is None:
             raise _repeated(f"the module {call.module}")
         key = key_of(self._seed, "draw", call.module, call.number, call.draws)

@@ -97,7 +97,7 @@ class OwnOptimizer:
         self.optimizer.state.clear()
         for group, names in zip(self.optimizer.param_groups, self.groups, strict=True):
             group["params"] = [parameter for name in names for parameter in pieces.get(name, ())]
-        if isinstance(self.optimizer, torch.optim.Adagrad):  # which makes its state before the first step
+        if isinstance(self.optimizer, torch.optim.Adagrad):
             _start_adagrad(self.optimizer)
         return self.optimizer
 
@@ -139,6 +139,7 @@ def _is_saved(value: Any) -> bool:
 
 
 def _start_adagrad(optimizer: torch.optim.Adagrad) -> None:
+    """The state that it makes when it is built (before PyTorch 2.12), or at its first step."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             first = torch.full_like(parameter, group["initial_accumulator_value"])
@@ -180,6 +181,8 @@ def _stepped(
         {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
     )
     torch.optim.Optimizer.__init__(twin, [{"params": list(probes), **options}], dict(optimizer.defaults))
+    if isinstance(twin, torch.optim.Adagrad):
+        _start_adagrad(twin)
     try:
         type(twin).step(twin)  # of the class: a scheduler puts a wrapper of the optimizer's own into its attributes
     except Exception as error:

@@ -8,6 +8,7 @@ the same bits (but for SGD with parameters in half precision on a CPU: see `HALV
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -16,10 +17,24 @@ from torch.nn import Parameter
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """A `torch.optim.Optimizer` whose step is one kernel for all tensors of a device and dtype."""
+    """A `torch.optim.Optimizer` whose step is one kernel for all tensors of a device and dtype.
+
+    Two tensors on the device, of the names that PyTorch's own fused optimizers have for them, hold for the next step
+    alone. `grad_scale`: gradients are divided by it, so that clipping costs no pass over memory of its own; set it
+    where the optimizer `takes_scale`. `found_inf`: nothing is updated where it is 1, which the host need not know when
+    it launches the step; set it where the optimizer `takes_vote`. Both are float32.
+    """
 
     def __init__(self, groups: Iterable[dict[str, Any]], **options: Any) -> None:
+        self.grad_scale: Tensor | None = None
+        self.found_inf: Tensor | None = None
         super().__init__(groups, options)  # pyright: ignore[reportArgumentType]
+
+    @property
+    def takes_scale(self) -> bool:
+        """Whether the kernels do: it is too coarse for float64, and sparse gradients have no kernel."""
+        fused = all(group.get("fused", True) for group in self.param_groups)
+        return fused and all(p.dtype == torch.float32 for group in self.param_groups for p in group["params"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds `param_group`: a dictionary with `params`, a list of tensors, and any options of its own."""
@@ -43,7 +58,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameters in _alike([p for p in group["params"] if p.grad is not None]):
                 self.update(group, parameters, [p.grad for p in parameters if p.grad is not None])
+        self.grad_scale = self.found_inf = None
         return loss
+
+    @property
+    def takes_vote(self) -> bool:
+        """Whether the kernels do, and leave the state as it is."""
+        return self.takes_scale
 
     def update(self, group: dict[str, Any], parameters: list[Parameter], gradients: list[Tensor]) -> None:
         """Updates these parameters, which have one device and dtype, with the options of their group."""
@@ -74,7 +95,8 @@ class FusedAdamW(FusedOptimizer):
                 }
         states = [self.state[parameter] for parameter in parameters]
         steps = [state["step"] for state in states]
-        torch._foreach_add_(steps, 1)  # pyright: ignore[reportPrivateImportUsage]
+        made = 1 if self.found_inf is None else 1 - self.found_inf
+        torch._foreach_add_(steps, made)  # pyright: ignore[reportPrivateImportUsage]
         beta1, beta2 = group["betas"]
         torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
             cast(list[Tensor], parameters),
@@ -90,6 +112,8 @@ class FusedAdamW(FusedOptimizer):
             eps=group["eps"],
             amsgrad=False,
             maximize=False,
+            grad_scale=self.grad_scale,
+            found_inf=self.found_inf,
         )
 
 
@@ -106,10 +130,16 @@ class FusedSGD(FusedOptimizer):
     def __init__(self, groups: Iterable[dict[str, Any]], *, lr: float, momentum: float, nesterov: bool) -> None:
         super().__init__(groups, lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=0.0)
 
+    @property
+    def takes_vote(self) -> bool:
+        """A buffer begins as the first gradient, which the kernel writes only where it updates."""
+        return self.takes_scale and all(group["momentum"] == 0 for group in self.param_groups)
+
     def update(self, group: dict[str, Any], parameters: list[Parameter], gradients: list[Tensor]) -> None:
         """One step of the kernel. The first gradient of a parameter becomes its buffer."""
         plain = parameters[0].device.type == "cpu" and parameters[0].dtype in HALVES
-        step = _plain_step if plain or not group.get("fused", True) else _fused_step  # sparse ones have no kernel
+        kernel = partial(_fused_step, grad_scale=self.grad_scale, found_inf=self.found_inf)
+        step = _plain_step if plain or not group.get("fused", True) else kernel  # sparse ones have no kernel
         if group["momentum"] == 0:
             step(group, parameters, gradients, [], is_first_step=False)
             return
@@ -135,6 +165,8 @@ def _fused_step(
     buffers: list[Tensor],
     *,
     is_first_step: bool,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> None:
     torch._fused_sgd_(  # pyright: ignore[reportPrivateImportUsage]
         list(parameters),
@@ -147,6 +179,8 @@ def _fused_step(
         nesterov=group["nesterov"],
         maximize=False,
         is_first_step=is_first_step,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
     )
 
 

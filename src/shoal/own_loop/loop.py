@@ -59,7 +59,7 @@ class Training:
         self._steps = OwnSteps(run, job, self._players)
         models = self.model if isinstance(self.model, nn.ModuleList) else [self.model]
         self._closed = False
-        self._draws = DrawsBySample(models, self._compute.randomness.draws, inside=lambda: self._steps.open is not None)
+        self._draws = DrawsBySample(models, self._compute, inside=lambda: self._steps.open is not None)
 
     @property
     def model(self) -> nn.Module:

@@ -186,11 +186,15 @@ def _compiled(run_file: RunFile) -> str | None:
     if not run_file.run.compile:
         return None
     inside = [axis for axis in ("tensor", "context", "expert", "pipeline") if getattr(layout, axis) > 1]
-    if layout.shard > 1 and run_file.memory.zero in (None, 3):
-        inside.append("shard (with memory.zero = 3)")
-    if not inside:
-        return None
-    return f"run.compile = true with layout.{inside[0]}: a split model cannot be compiled; leave run.compile out"
+    compiles = run_file.run.compile_said
+    if inside:
+        return f"{compiles} with layout.{inside[0]}: a split model cannot be compiled; leave run.compile out"
+    if layout.shard > 1 and run_file.memory.zero in (None, 3) and run_file.run.compile != "blocks":
+        return (
+            f"{compiles} with layout.shard and memory.zero = 3: blocks fetch their weights while the model computes, "
+            'which one program of all of it cannot; set run.compile = "blocks", or memory.zero to 1 or 2'
+        )
+    return None
 
 
 def _zero(run_file: RunFile) -> str | None:

@@ -37,4 +37,4 @@ def _against_synchronised(run_file: RunFile) -> Iterator[tuple[str, str]]:
         why = 'the statistics follow the number of replicas, which changes; set model.batch_norm = "grouped"'
         yield "[elastic]", why
     if run_file.run.compile:
-        yield "run.compile = true", "a compiled forward holds no exchange between ranks; leave it out"
+        yield run_file.run.compile_said, "a compiled forward holds no exchange between ranks; leave it out"

@@ -159,10 +159,10 @@ def loss_chunks_refusal(run_file: RunFile) -> str | None:
             f'memory.loss_chunks = {chunks} with loss.kind = "{loss.variant}": only the cross-entropy of each token is '
             "known to need no other token; leave memory.loss_chunks out"
         )
-    if run_file.run.compile:
+    if run_file.run.compile not in (False, "blocks"):
         return (
-            f"memory.loss_chunks = {chunks} with run.compile = true: a compiled forward ends with its logits; leave "
-            "one of the two out"
+            f"memory.loss_chunks = {chunks} with {run_file.run.compile_said}: a compiled forward ends "
+            'with its logits; leave one of the two out, or set run.compile = "blocks"'
         )
     return None
 
@@ -322,7 +322,7 @@ def _against_priority(run_file: RunFile) -> Iterator[tuple[str, str]]:
         why = "it looks at one wait of a rank at a time, and here a second thread waits; leave it out"
         yield "wire.check_collectives = true", why
     if run_file.run.compile:
-        yield "run.compile = true", "a compiled model does not say which module it comes to; leave run.compile out"
+        yield run_file.run.compile_said, "a compiled model does not say which module it comes to; leave run.compile out"
     if run_file.run.device == "cuda":
         yield 'run.device = "cuda"', "a credit of bytes on the wire is kept between processors only so far"
 

@@ -6,11 +6,11 @@ That slows the step down several times, so its times are not used, and its opera
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
 
+from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
-
-from shoal.observe.profile.recorder import events_of
 
 _BETWEEN = ("torch/", "<", "__torch_function__")
 """PyTorch's own frames, those of functions in C, and those that see every operator."""
@@ -23,20 +23,25 @@ def sources(step: Callable[[], object], names: Collection[str]) -> dict[str, str
     """
     with profile(activities=[ProfilerActivity.CPU], with_stack=True) as profiler:
         step()
-    return callers(
-        [
-            (event.start_thread_id(), event.start_ns(), event.end_ns(), event.name(), event.is_python_function())
-            for event in events_of(profiler)
-        ],
-        names,
-    )
+    results = profiler.profiler.kineto_results if profiler.profiler is not None else None
+    return {} if results is None else callers(frames_in(results.experimental_event_tree()), names)
 
 
 Frame = tuple[int, int, int, str, bool]
 """Thread, begin and end in ns, name, and whether it is a function of Python."""
 
 
-def callers(frames: Sequence[Frame], names: Collection[str]) -> dict[str, str]:
+def frames_in(tree: Iterable[Any]) -> Iterator[Frame]:
+    """What PyTorch's profiler recorded, of which each event knows those within it: from 2.11 on the one place that
+    tells functions of Python from operators.
+    """
+    for event in tree:
+        is_python = event.tag in (_EventType.PyCall, _EventType.PyCCall)
+        yield event.start_tid, event.start_time_ns, event.end_time_ns, event.name, is_python
+        yield from frames_in(event.children)
+
+
+def callers(frames: Iterable[Frame], names: Collection[str]) -> dict[str, str]:
     """The innermost of the model's functions around each operator."""
     found: dict[str, Counter[str]] = defaultdict(Counter)
     stack: list[Frame] = []

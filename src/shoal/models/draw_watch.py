@@ -1,0 +1,97 @@
+"""Whether a forward has drawn anything from PyTorch's generators, seen from outside.
+
+A generator that has not moved has given no number. Its state is compared before and after: microseconds, where a mode
+that looks at every call costs a small model a third of its step. On that rests a bet: a model that has drawn nothing
+is called without the mode that keys draws (`KeyedDraws`). Where it then draws after all, the forward is taken back,
+and repeated under the mode, which stays. Whoever bets or not, the numbers are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from shoal.models.keyed_draws import KeyedDraws
+
+T = TypeVar("T")
+
+
+class DrawWatch:
+    """The state of PyTorch's generators, of the CPU and of the GPU that is in use, when it was made."""
+
+    def __init__(self) -> None:
+        self._generators = [torch.default_generator]
+        if torch.cuda.is_initialized():
+            self._generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+        self._before = [generator.get_state() for generator in self._generators]
+
+    def drew(self) -> bool:
+        """Has any of them given a number since?"""
+        now = (generator.get_state() for generator in self._generators)
+        return not all(torch.equal(one, other) for one, other in zip(now, self._before, strict=True))
+
+    def rewind(self) -> None:
+        """They will give the same numbers once more."""
+        for generator, state in zip(self._generators, self._before, strict=True):
+            generator.set_state(state)
+
+
+class SleepingDraws:
+    """Calls forwards under `draws`, or without them for as long as nothing is drawn. See above.
+
+    `may_sleep`: a forward can be repeated, as it cannot where ranks exchange something in it.
+    """
+
+    def __init__(self, draws: KeyedDraws, *, may_sleep: bool) -> None:
+        self.draws, self.may_sleep = draws, may_sleep
+        self._begin: Callable[[], None] = lambda: None
+        self._begun = True
+        self.forwards = 0
+        """Of this microbatch, so far."""
+
+    def begin(self, begin: Callable[[], None]) -> None:
+        """A microbatch follows, of which `begin` tells the mode: now, or when it is woken."""
+        self._begin, self._begun, self.forwards = begin, not self.draws.asleep, 0
+        if self._begun:
+            begin()
+
+    def __call__(self, forward: Callable[[], T], *, take_back: Callable[[], None], repeatable: Callable[[], bool]) -> T:
+        """What `forward` returns. `take_back` undoes what it changed beside its result; `repeatable` is asked after it
+        whether it met other ranks.
+        """
+        draws = self.draws
+        if not self.may_sleep or not draws.training:
+            with draws:
+                return forward()
+        watch = DrawWatch()
+        if not draws.asleep:
+            with draws:
+                result = forward()
+            self.learn(watch, stays=not repeatable())
+            return result
+        result = forward()
+        if not watch.drew():
+            return result
+        self.stay()
+        watch.rewind()
+        take_back()
+        with draws:
+            return forward()
+
+    def learn(self, watch: DrawWatch, *, stays: bool) -> None:
+        """After a forward under the mode, which `watch` has seen: `stays` the mode, whatever was drawn?"""
+        if stays or self.draws.drew or watch.drew():
+            self.stay()
+        else:
+            self.draws.sleep()
+
+    def stay(self) -> None:
+        """The mode has something to do: it is there from now on."""
+        self.may_sleep = False
+        if self.draws.asleep:
+            self.draws.wake()
+        if not self._begun:
+            self._begin()
+            self._begun = True

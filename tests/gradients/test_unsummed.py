@@ -1,0 +1,111 @@
+"""Gradients of a rank that has nobody to sum with: those of the bucketed form, without its buckets."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoal.comm.collective import Alone
+from shoal.errors import UserCodeError
+from shoal.gradients.build import Summing, build_gradients
+from shoal.gradients.config import GradientsConfig
+from shoal.gradients.gradients import Gradients
+from shoal.gradients.replicated import ReplicatedGradients
+from shoal.gradients.unsummed import UnsummedGradients
+from shoal.state.ownership import Trained
+from shoal.topology.holding import held
+from shoal.topology.layout import Layout
+from tests.gradients.training import Net
+
+NOISE = 1e-12
+"""Relative, float64: sums in another order."""
+
+
+def trained(model: nn.Module) -> list[Trained]:
+    return [Trained(held(Layout(), 0, name, tuple(p.shape)), p) for name, p in model.named_parameters()]
+
+
+def bucketed(model: nn.Module) -> Gradients:
+    """The naive form: every gradient goes through a bucket."""
+    return ReplicatedGradients(
+        GradientsConfig(), trained(model), ranks=lambda holding: holding.sums, groups=lambda ranks: Alone(),
+        replica=Alone(),
+    )  # fmt: skip
+
+
+def unsummed(model: nn.Module) -> Gradients:
+    return build_gradients(
+        GradientsConfig(), trained(model), zero=None, groups=lambda ranks: Alone(), replica=Alone(), model=model
+    )
+
+
+def agreed(gradients: Gradients, model: nn.Module, *, wiping: bool = False) -> tuple[float, float, dict[str, Tensor]]:
+    """The norm, that of the first microbatch, and the gradients of three microbatches, scaled by 0.5."""
+    batches = torch.randint(13, (3, 4, 4), generator=torch.Generator().manual_seed(0))
+    gradients.own.wanted = True
+    gradients.start()
+    for index, batch in enumerate(batches):
+        if wiping:
+            assert all(parameter.grad is None for parameter in model.parameters())
+            model.zero_grad(set_to_none=False)
+        with gradients.backward(last=index == 2):
+            model(batch).square().sum().backward()
+    norm, first = float(gradients.reduce()), float(gradients.own.square(torch.device("cpu")))
+    gradients.scale(0.5)
+    gradients.gather()
+    return norm, first, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_they_are_what_buckets_hold() -> None:
+    """Of parameters that some or no microbatch uses, too, whose gradient is zero."""
+    model = Net().double()
+    norm, first, expected = agreed(bucketed(model), model)
+    gradients = unsummed(model)
+    assert isinstance(gradients, UnsummedGradients)
+    found_norm, found_first, found = agreed(gradients, model)
+    assert found_norm == pytest.approx(norm, rel=NOISE)
+    assert found_first == pytest.approx(first, rel=NOISE)
+    assert found.keys() == expected.keys() == dict(model.named_parameters()).keys()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=NOISE, atol=NOISE)
+
+
+def test_a_script_cannot_wipe_the_sum_between_microbatches() -> None:
+    model = Net().double()
+    kept, wiped = (agreed(unsummed(model), model, wiping=wiping)[2] for wiping in (False, True))
+    assert all(torch.equal(kept[name], wiped[name]) for name in kept)
+
+
+def test_a_parameter_has_no_hook() -> None:
+    """Each would cost a call of Python in every backward."""
+    model = Net()
+    unsummed(model)
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
+def test_a_sparse_gradient_is_refused_by_name() -> None:
+    model = nn.Embedding(5, 3, sparse=True)
+    gradients = unsummed(model)
+    gradients.start()
+    with gradients.backward(last=True):
+        model(torch.tensor([1])).sum().backward()
+    with pytest.raises(UserCodeError, match="the gradient of weight is sparse"):
+        gradients.reduce()
+
+
+class Coded:
+    """An exchange that does something even of one rank."""
+
+    by_microbatch = False
+
+
+def test_what_an_exchange_works_on_has_buckets() -> None:
+    """Only a plain sum over one rank leaves gradients as they are; and only types in which sums are kept."""
+    with pytest.raises(TypeError):  # it has come to making the exchange of a bucket
+        build_gradients(
+            GradientsConfig(), trained(Net()), zero=None, groups=lambda ranks: Alone(), replica=Alone(),
+            model=nn.Identity(), summing=Summing(exchange=Coded()),  # type: ignore[arg-type]
+        )  # fmt: skip
+    half = nn.Linear(2, 2).bfloat16()
+    assert isinstance(unsummed(half), ReplicatedGradients)

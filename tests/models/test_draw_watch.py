@@ -1,0 +1,124 @@
+"""The mode that keys draws is left out while nothing is drawn, and the numbers are those that it would have given."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.engine.batch_statistics import StepBuffers
+from shoal.engine.randomness import Randomness
+from shoal.models.keyed_draws import KeyedDraws
+from shoal.own_loop.sample_draws import DrawsBySample
+
+STEPS = 5
+
+
+class Sleeper(nn.Module):
+    """Draws from its forward `wakes` on: dropout in a module, dropout of its own, and what nobody can key."""
+
+    def __init__(self, wakes: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.inside = nn.Linear(6, 6), nn.Dropout(0.0)
+        self.wakes, self.calls = wakes, 0
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        draws = self.calls >= self.wakes
+        self.seen += 1
+        self.inside.p = 0.5 if draws else 0.0
+        x = self.inside(self.inner(x))
+        if not draws:
+            return x
+        return F.dropout(x, 0.5, self.training) * torch.randperm(6)
+
+
+def randomness_of(model: nn.Module, *, may_sleep: bool) -> Randomness:
+    return Randomness(model, seed=5, replica=0, draws=KeyedDraws(model, seed=5), may_sleep=may_sleep)
+
+
+def trained(wakes: int, *, may_sleep: bool, repeatable: bool = True) -> tuple[list[Tensor], Sleeper, Randomness]:
+    """The outputs of some steps, each of one microbatch, as `shoal train` computes them."""
+    model = Sleeper(wakes)
+    randomness, buffers = randomness_of(model, may_sleep=may_sleep), StepBuffers(model)
+    found = []
+    for step in range(STEPS):
+        model.calls = step
+        randomness.step(step)
+        buffers.start()
+        buffers.rewind()
+        randomness.microbatch(torch.tensor([4 * step, 4 * step + 1]))
+        found.append(
+            randomness.forward(
+                lambda: model(torch.ones(2, 6)), take_back=buffers.take_back, repeatable=lambda: repeatable
+            )
+        )
+        buffers.finish(committed=True)
+    return found, model, randomness
+
+
+@pytest.mark.parametrize("wakes", [0, 1, 3, STEPS])
+def test_outputs_and_buffers_are_those_of_the_mode(wakes: int) -> None:
+    """Whenever it begins to draw: the forward that was taken back is computed as if it were the first."""
+    expected, model, _ = trained(wakes, may_sleep=False)
+    found, other, randomness = trained(wakes, may_sleep=True)
+    assert all(torch.equal(one, two) for one, two in zip(expected, found, strict=True))
+    assert float(model.seen) == float(other.seen) == STEPS  # type: ignore[arg-type]
+    assert randomness.draws is not None
+    assert randomness.draws.asleep is (wakes == STEPS)
+    assert bool(other._forward_hooks) is (wakes < STEPS)
+
+
+def test_a_forward_that_meets_other_ranks_is_under_the_mode() -> None:
+    _, _, randomness = trained(STEPS, may_sleep=True, repeatable=False)
+    assert randomness.draws is not None
+    assert not randomness.draws.asleep
+
+
+def looped(wakes: int, *, may_sleep: bool, calls: int = 1) -> tuple[list[Tensor], Randomness]:
+    """The same in a script's own loop, which calls the model by itself, so many times a microbatch."""
+    model = Sleeper(wakes)
+    del model._buffers["seen"]
+    model.seen = torch.zeros(())  # type: ignore[assignment]
+    randomness = randomness_of(model, may_sleep=may_sleep)
+    compute: Any = SimpleNamespace(randomness=randomness, buffers=StepBuffers(model))
+    hooks = DrawsBySample([model], compute, inside=lambda: True)
+    found = []
+    for step in range(STEPS):
+        model.calls = step
+        randomness.step(step)
+        compute.buffers.start()
+        randomness.microbatch(torch.tensor([4 * step, 4 * step + 1]))
+        found += [model(torch.ones(2, 6)) for _ in range(calls)]
+    hooks.close()
+    return found, randomness
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+@pytest.mark.parametrize("wakes", [0, 1, 3, STEPS])
+def test_a_loop_of_a_script_draws_the_same(wakes: int, calls: int) -> None:
+    expected, _ = looped(wakes, may_sleep=False, calls=calls)
+    found, randomness = looped(wakes, may_sleep=True, calls=calls)
+    assert all(torch.equal(one, two) for one, two in zip(expected, found, strict=True))
+    assert randomness.draws is not None
+    assert randomness.draws.asleep is (wakes == STEPS and calls == 1)
+
+
+def test_what_the_model_itself_drops_is_keyed_in_a_loop() -> None:
+    """Dropout called in the forward of the outermost module: the same for a sample in any batch."""
+    outputs = []
+    for samples in ([3, 4], [4, 3]):
+        model = nn.Sequential()
+        model.forward = lambda x: F.dropout(x, 0.5)  # type: ignore[method-assign]
+        randomness = randomness_of(model, may_sleep=True)
+        compute: Any = SimpleNamespace(randomness=randomness, buffers=StepBuffers(model))
+        DrawsBySample([model], compute, inside=lambda: True)
+        randomness.step(1)
+        randomness.microbatch(torch.tensor(samples))
+        outputs.append(model(torch.ones(2, 64)))
+    assert torch.equal(outputs[0], outputs[1].flip(0))
