@@ -19,6 +19,7 @@ from shoal.launch.environment import Place, place_from
 from shoal.launch.supervision import say
 from shoal.observe.facts import facts_path
 from shoal.planning.arrange import PLANNER
+from shoal.recipes.finished_run import chosen_run, intent_of, with_flag
 from shoal.recipes.objects import UserObjects
 from shoal.recipes.own_script import Reached, own_command, reads_for
 from shoal.recipes.start import run
@@ -44,8 +45,13 @@ def train(
     model: Any = None,
     data: Any = None,
     loss: Any = None,
+    resume: bool | None = None,
 ) -> Path:
     """Train, and return the run directory. Afterwards an `nn.Module` passed as `model` has the trained weights.
+
+    A run that was cut off is resumed. One that is finished is trained again only if keys, the script or its code have
+    changed, as a new run beside it (`runs/NAME-2`). `resume`: True keeps to the newest run in any case, False trains a
+    new one; so do the overrides `--resume` and `--fresh`.
 
     `config` is a run file, its tables as dictionaries, or a `RunFile`. `model` is an `nn.Module` or a function that
     returns one; `data` a map-style data set, an iterable, a function that returns one of these, or a pair (training,
@@ -57,7 +63,7 @@ def train(
     A rank itself ends with its own code, and does not return.
     """
     try:
-        return _trained(config, overrides, model=model, data=data, loss=loss)
+        return _trained(config, with_flag(overrides, resume), model=model, data=data, loss=loss)
     except RunEnded:
         raise
     except ShoalError as refusal:
@@ -66,7 +72,9 @@ def train(
 
 
 def _trained(config: Configuration, overrides: Sequence[str], *, model: Any, data: Any, loss: Any) -> Path:
-    run_file, file = _resolved(config, overrides, model=model, data=data, loss=loss)
+    intent, keys = intent_of(overrides)
+    run_file, file = _resolved(config, keys, model=model, data=data, loss=loss)
+    run_file = chosen_run(run_file, intent)
     directory = run_directory(run_file)
 
     def be_rank(run_file: RunFile, place: Place) -> None:
@@ -111,6 +119,7 @@ def start(
     epochs: int | None = None,
     steps: int | None = None,
     state: Mapping[str, Any] | None = None,
+    resume: bool | None = None,
 ) -> Training:
     """Begin a run whose loop is the script's own, and return its `Training`: see `shoal.recipes.own_loop`.
 
@@ -126,8 +135,10 @@ def start(
     `state_dict()`, by name, such as {"scheduler": scheduler}: they are saved with the run, and a resume restores them.
 
     Under a launcher every rank calls it. Without one, a run of several processes (`run.processes`; by default one a
-    GPU, else one) starts them with this script, and ends the process with their exit code: what follows runs in the
-    ranks alone. If the run directory holds a checkpoint, the run goes on from it.
+    GPU, else two, but one in a notebook) starts them with this script, and ends the process with their exit code: what
+    follows runs in the ranks alone. If the run was cut off, it is resumed from its newest checkpoint. Once it is
+    finished, it is trained again only if keys, the script or its code have changed, as a new run beside it; see
+    `train`, for `resume` too.
 
     A refusal is one sentence on standard error, and the exit code of its kind.
     """
@@ -138,7 +149,7 @@ def start(
         tables["data"] = {**tables.get("data", {}), **data}
     return start_own_loop(
         tables,
-        overrides,
+        with_flag(overrides, resume),
         file=file,
         command=own_command,
         objects={"model": model, "optimizer": optimizer, "data": data, "state": dict(state or {})},

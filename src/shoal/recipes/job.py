@@ -221,7 +221,10 @@ def introduce(sinks: Sinks, run: Run, resumed_step: int | None) -> None:
     if resumed_step is not None:
         sinks.note(f"going on from the checkpoint of step {resumed_step}")
     if resumed_step is not None and resumed_step >= run.run_file.run.steps:
-        sinks.warn(f"run.steps = {run.run_file.run.steps} are done already: nothing to train; raise it to go on")
+        sinks.warn(
+            f"run.steps = {run.run_file.run.steps} are done already: nothing to train; raise it to go on, or give "
+            "--fresh to train a new run"
+        )
 
 
 def used_twice_in_a_step(config: BatchConfig, samples: int) -> str | None:

@@ -129,7 +129,8 @@ def check_layout_independent(model: nn.Module, *, shares: int, global_samples: i
                 f"module {name} ({type(module).__name__}) takes statistics over the samples of one microbatch of one "
                 'rank, so the result would depend on the layout; set model.batch_norm = "synchronised" to take them '
                 'over a microbatch of all ranks, or model.batch_norm = "grouped" and model.group_samples to take them '
-                "over declared groups of samples, put it into eval() to freeze it, or use GroupNorm or LayerNorm"
+                "over declared groups of samples, put it into eval() to freeze it, use GroupNorm or LayerNorm, or "
+                "train on one process with whole steps (run.processes = 1, no batch.micro_samples)"
             )
 
 

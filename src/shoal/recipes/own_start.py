@@ -20,7 +20,6 @@ from shoal.config.load import apply
 from shoal.data.dataset import Dataset
 from shoal.engine.config import Float16
 from shoal.errors import ConfigError, ShoalError, UsageError
-from shoal.launch.devices import gpus
 from shoal.launch.environment import ALONE, Place, place_from
 from shoal.launch.lock import RunLock
 from shoal.launch.supervision import say
@@ -28,6 +27,7 @@ from shoal.models.embedding_table import tables_in
 from shoal.observe.facts import write_facts
 from shoal.recipes.epoch_end import epoch_steps
 from shoal.recipes.facts import run_facts
+from shoal.recipes.finished_run import chosen_run, intent_of
 from shoal.recipes.hang_watch import watch_hangs
 from shoal.recipes.job import build_job, introduce, restore, run_start, sinks_of
 from shoal.recipes.objects import UserObjects, data_of
@@ -45,7 +45,7 @@ from shoal.recipes.own_objects import (
 from shoal.recipes.preempted import stop_request_of
 from shoal.recipes.run import open_run
 from shoal.recipes.run_record import write_run_file
-from shoal.recipes.start import Planner, as_launched, checked, in_rank, run
+from shoal.recipes.start import Planner, as_launched, checked, in_rank, processes_of, run
 from shoal.recipes.user_code import GIVEN
 from shoal.runfile.load import run_file_of
 from shoal.runfile.run_file import RunFile, run_directory, with_processes
@@ -78,13 +78,15 @@ def start_own_loop(
         _refuse_second(os.environ)
         check_alone()
         data, loader = data_of_script(objects["data"])
+        intent, keys = intent_of(overrides)
         run_file = _run_file(
-            tables, overrides, file=file, loader=loader, data=data, samples=batch_samples, epochs=epochs, steps=steps
+            tables, keys, file=file, loader=loader, data=data, samples=batch_samples, epochs=epochs, steps=steps
         )
+        run_file = chosen_run(run_file, intent)
         stop_in_reader(data, run_directory(run_file))
         place = place_from(os.environ)
         if place is None:
-            processes = run_file.run.processes or run_file.layout.default_processes or gpus(os.environ) or 1
+            processes = _processes(run_file, command)
             if processes > 1:
                 run_file = with_processes(run_file, processes)
                 code = run(run_file, command(), _never, directory=run_directory(run_file), file=file, planner=planner)
@@ -182,6 +184,19 @@ def _leave_through(stack: ExitStack) -> None:
 
 def _never(run_file: RunFile, place: Place) -> None:
     raise AssertionError("this process starts ranks and is none")
+
+
+def _processes(run_file: RunFile, command: Callable[[], list[str]]) -> int:
+    """As many as of any run; one, which is said, where nobody asks for more and there is no script to start again."""
+    wanted, asked = processes_of(run_file), run_file.run.processes or run_file.layout.default_processes
+    if wanted == 1 or asked is not None:
+        return wanted
+    try:
+        command()
+    except UsageError:
+        say("shoal: there is no script to start more ranks with: this process trains alone")
+        return 1
+    return wanted
 
 
 def _run_file(
