@@ -23,7 +23,7 @@ from shoal.recipes.finished_run import chosen_run, intent_of, with_flag
 from shoal.recipes.objects import UserObjects
 from shoal.recipes.own_script import Reached, own_command, reads_for
 from shoal.recipes.start import run
-from shoal.recipes.user_code import GIVEN
+from shoal.recipes.user_code import GIVEN, table_of_object
 from shoal.runfile.load import run_file_of
 from shoal.runfile.run_file import RunFile, run_directory
 
@@ -197,9 +197,7 @@ def _resolved(config: Configuration, overrides: Sequence[str], **objects: Any) -
     tables, file = _tables(config)
     for name, value in objects.items():
         if value is not None:
-            written = tables.get(name, {})
-            own = written if isinstance(written, Mapping) and written.get("kind") == "python" else {}
-            tables[name] = {**own, "kind": "python", "build": GIVEN}
+            tables[name] = table_of_object(name, tables.get(name, {}))
     return run_file_of(apply(tables, overrides, RunFile), file=file), file
 
 

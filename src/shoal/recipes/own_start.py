@@ -46,15 +46,11 @@ from shoal.recipes.preempted import stop_request_of
 from shoal.recipes.run import open_run
 from shoal.recipes.run_record import write_run_file
 from shoal.recipes.start import Planner, as_launched, checked, in_rank, processes_of, run
-from shoal.recipes.user_code import GIVEN
+from shoal.recipes.user_code import GIVEN, table_of_object
 from shoal.runfile.load import run_file_of
 from shoal.runfile.run_file import RunFile, run_directory, with_processes
 from shoal.sync.config import ServerConfig
 
-OF_MODEL = ("batch_norm", "group_samples", "counts", "roles", "parts")
-"""Keys of [model] that say how to train a model which a script hands over."""
-GIVEN_AS_OBJECT = ("kind", "build", "arguments")
-"""Keys of [data] that name data, in place of which a script hands it over."""
 STARTED = "SHOAL_STARTED"
 """Of which run this process is a rank: its own number, and the run's name."""
 
@@ -211,14 +207,14 @@ def _run_file(
     steps: int | None,
 ) -> RunFile:
     """The run file of a loop: what the script leaves out follows from what it handed over."""
-    model = {name: key for name, key in dict(tables.get("model") or {}).items() if name in OF_MODEL}
+    model = table_of_object("model", tables.get("model") or {})
     table = dict(tables.get("data") or {})
     if data is not None and table.get("kind", "python") != "python":
         raise ConfigError(
             f"{file}: data.kind = {table['kind']!r}, and the script hands over data of its own: leave one of them out"
         )
     if data is not None:
-        table = {name: key for name, key in table.items() if name not in GIVEN_AS_OBJECT}
+        table = table_of_object("data", table)
     whole = apply({**tables, "model": model, "data": table}, overrides, RunFile)
     if data is None and "kind" not in whole.get("data", {}):
         raise ConfigError(f"{file}: there is no data: pass data to shoal.start, or set data.kind")
