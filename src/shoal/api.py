@@ -54,9 +54,9 @@ def train(
     new one; so do the overrides `--resume` and `--fresh`.
 
     `config` is a run file, its tables as dictionaries, or a `RunFile`. `model` is an `nn.Module` or a function that
-    returns one; `data` a map-style data set, an iterable, a function that returns one of these, or a pair (training,
-    held out); `loss` a callable of (outputs, targets) that returns one value per sample or position. What is not given,
-    the configuration names.
+    returns one; `data` a map-style data set, an iterable, a DataLoader, a function that returns one of these, or a pair
+    (training, held out); `loss` a callable of (outputs, targets) that returns one value per sample or position. What is
+    not given, the configuration names. Samples may be those of transformers' data sets, whose `labels` are the targets.
 
     Raises `RunFailed` where the run is refused or one of its ranks fails, and `RunStopped` after a signal. What went
     wrong is on standard error already; a script that does not catch them ends with the exit code and no traceback.
@@ -198,7 +198,23 @@ def _resolved(config: Configuration, overrides: Sequence[str], **objects: Any) -
     for name, value in objects.items():
         if value is not None:
             tables[name] = table_of_object(name, tables.get(name, {}))
+    if "torch" in sys.modules and objects.get("data") is not None:
+        tables = _with_loader(tables, objects["data"])
     return run_file_of(apply(tables, overrides, RunFile), file=file), file
+
+
+def _with_loader(tables: dict[str, Any], data: Any) -> dict[str, Any]:
+    """The tables, with what a DataLoader says of order and batches where they say nothing."""
+    from shoal.data.loaders import training_loader
+    from shoal.recipes.own_objects import batch_of_loader, order_of_loader, unread_arguments
+
+    loader = training_loader(data)
+    if loader is None:
+        return tables
+    for sentence in unread_arguments(loader) if place_from(os.environ) is None else []:
+        say(f"shoal: {sentence}")
+    table = {**order_of_loader(loader), **tables["data"]}
+    return {**tables, "data": table, "batch": {**batch_of_loader(loader), **tables.get("batch", {})}}
 
 
 def _tables(config: str | Path | Mapping[str, Any] | None) -> tuple[dict[str, Any], str]:

@@ -200,6 +200,8 @@ def introduce(sinks: Sinks, run: Run, resumed_step: int | None) -> None:
     endless = "a stream" if data.iterable is None else "the items of an iterable"
     samples = endless if data.endless else units.plural(len(data.train), "training sample")
     sinks.note(f"{run.mesh.layout.describe()} on {run.device.type}, {count:,} parameters, {samples}")
+    if data.said_of_targets:
+        sinks.note(data.said_of_targets)
     if run.mesh.layout.world_size > 1:
         sinks.note(run.mesh.world.wire)
     table = run.generation.parts.table
