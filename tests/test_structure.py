@@ -13,6 +13,7 @@ import shoal
 SOURCE = Path(shoal.__file__).parent
 MOST_IMPORTS, MOST_ARGUMENTS = 25, 9
 LONG_SIGNATURES = {
+    "shoal.api:start": "what a user's loop hands over, all of it by keyword",
     "shoal.comm.shm.transport:collective": "one call of the interpreter between c10d and the core, without objects",
     "shoal.comm.shm.transport:at_once": "the same",
     "shoal.comm.shm.transport:collective_of_lists": "the same",

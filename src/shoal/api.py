@@ -13,9 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.assembly.finished_run import chosen_run, intent_of, with_flag
 from shoal.assembly.objects import UserObjects
 from shoal.assembly.start import run
-from shoal.assembly.user_code import GIVEN
+from shoal.assembly.user_code import GIVEN, table_of_object
 from shoal.config.load import apply, read
 from shoal.errors import RunEnded, RunFailed, RunStopped, ShoalError, UsageError
 from shoal.launch.environment import Place, place_from
@@ -44,20 +45,25 @@ def train(
     model: Any = None,
     data: Any = None,
     loss: Any = None,
+    resume: bool | None = None,
 ) -> Path:
     """Train, and return the run directory. Afterwards an `nn.Module` passed as `model` has the trained weights.
 
+    A run that was cut off is resumed. One that is finished is trained again only if keys, the script or its code have
+    changed, as a new run beside it (`runs/NAME-2`). `resume`: True keeps to the newest run in any case, False trains a
+    new one; so do the overrides `--resume` and `--fresh`.
+
     `config` is a run file, its tables as dictionaries, or a `RunFile`. `model` is an `nn.Module` or a function that
-    returns one; `data` a map-style data set, an iterable, a function that returns one of these, or a pair (training,
-    held out); `loss` a callable of (outputs, targets) that returns one value per sample or position. What is not given,
-    the configuration names.
+    returns one; `data` a map-style data set, an iterable, a DataLoader, a function that returns one of these, or a pair
+    (training, held out); `loss` a callable of (outputs, targets) that returns one value per sample or position. What is
+    not given, the configuration names. Samples may be those of transformers' data sets, whose `labels` are the targets.
 
     Raises `RunFailed` where the run is refused or one of its ranks fails, and `RunStopped` after a signal. What went
     wrong is on standard error already; a script that does not catch them ends with the exit code and no traceback.
     A rank itself ends with its own code, and does not return.
     """
     try:
-        return _trained(config, overrides, model=model, data=data, loss=loss)
+        return _trained(config, with_flag(overrides, resume), model=model, data=data, loss=loss)
     except RunEnded:
         raise
     except ShoalError as refusal:
@@ -66,7 +72,9 @@ def train(
 
 
 def _trained(config: Configuration, overrides: Sequence[str], *, model: Any, data: Any, loss: Any) -> Path:
-    run_file, file = _resolved(config, overrides, model=model, data=data, loss=loss)
+    intent, keys = intent_of(overrides)
+    run_file, file = _resolved(config, keys, model=model, data=data, loss=loss)
+    run_file = chosen_run(run_file, intent)
     directory = run_directory(run_file)
 
     def be_rank(run_file: RunFile, place: Place) -> None:
@@ -111,6 +119,7 @@ def start(
     epochs: int | None = None,
     steps: int | None = None,
     state: Mapping[str, Any] | None = None,
+    resume: bool | None = None,
 ) -> Training:
     """Begin a run whose loop is the script's own, and return its `Training`: see `shoal.own_loop.loop`.
 
@@ -126,8 +135,10 @@ def start(
     `state_dict()`, by name, such as {"scheduler": scheduler}: they are saved with the run, and a resume restores them.
 
     Under a launcher every rank calls it. Without one, a run of several processes (`run.processes`; by default one a
-    GPU, else one) starts them with this script, and ends the process with their exit code: what follows runs in the
-    ranks alone. If the run directory holds a checkpoint, the run goes on from it.
+    GPU, else two, but one in a notebook) starts them with this script, and ends the process with their exit code: what
+    follows runs in the ranks alone. If the run was cut off, it is resumed from its newest checkpoint. Once it is
+    finished, it is trained again only if keys, the script or its code have changed, as a new run beside it; see
+    `train`, for `resume` too.
 
     A refusal is one sentence on standard error, and the exit code of its kind.
     """
@@ -138,7 +149,7 @@ def start(
         tables["data"] = {**tables.get("data", {}), **data}
     return start_own_loop(
         tables,
-        overrides,
+        with_flag(overrides, resume),
         file=file,
         command=own_command,
         objects={"model": model, "optimizer": optimizer, "data": data, "state": dict(state or {})},
@@ -186,10 +197,24 @@ def _resolved(config: Configuration, overrides: Sequence[str], **objects: Any) -
     tables, file = _tables(config)
     for name, value in objects.items():
         if value is not None:
-            written = tables.get(name, {})
-            own = written if isinstance(written, Mapping) and written.get("kind") == "python" else {}
-            tables[name] = {**own, "kind": "python", "build": GIVEN}
+            tables[name] = table_of_object(name, tables.get(name, {}))
+    if "torch" in sys.modules and objects.get("data") is not None:
+        tables = _with_loader(tables, objects["data"])
     return run_file_of(apply(tables, overrides, RunFile), file=file), file
+
+
+def _with_loader(tables: dict[str, Any], data: Any) -> dict[str, Any]:
+    """The tables, with what a DataLoader says of order and batches where they say nothing."""
+    from shoal.data.loaders import training_loader
+    from shoal.own_loop.objects import batch_of_loader, order_of_loader, unread_arguments
+
+    loader = training_loader(data)
+    if loader is None:
+        return tables
+    for sentence in unread_arguments(loader) if place_from(os.environ) is None else []:
+        say(f"shoal: {sentence}")
+    table = {**order_of_loader(loader), **tables["data"]}
+    return {**tables, "data": table, "batch": {**batch_of_loader(loader), **tables.get("batch", {})}}
 
 
 def _tables(config: str | Path | Mapping[str, Any] | None) -> tuple[dict[str, Any], str]:

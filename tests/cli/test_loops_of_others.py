@@ -24,6 +24,7 @@ import copy
 import io
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 class Net(nn.Module):
     def __init__(self):

@@ -193,7 +193,7 @@ def test_what_a_loop_may_not_do(own: Project, change: tuple[str, str], sentence:
     )
     assert change[0] in script
     (own.folder / "wrong.py").write_text(script.replace(*change))
-    done = own.python("wrong.py")
+    done = own.python("wrong.py", "run.processes=1")
     assert done.returncode not in (0, 75)
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr

@@ -200,6 +200,8 @@ def introduce(sinks: Sinks, run: Run, resumed_step: int | None) -> None:
     endless = "a stream" if data.iterable is None else "the items of an iterable"
     samples = endless if data.endless else units.plural(len(data.train), "training sample")
     sinks.note(f"{run.mesh.layout.describe()} on {run.device.type}, {count:,} parameters, {samples}")
+    if data.said_of_targets:
+        sinks.note(data.said_of_targets)
     if run.mesh.layout.world_size > 1:
         sinks.note(run.mesh.world.wire)
     table = run.generation.parts.table
@@ -221,7 +223,10 @@ def introduce(sinks: Sinks, run: Run, resumed_step: int | None) -> None:
     if resumed_step is not None:
         sinks.note(f"going on from the checkpoint of step {resumed_step}")
     if resumed_step is not None and resumed_step >= run.run_file.run.steps:
-        sinks.warn(f"run.steps = {run.run_file.run.steps} are done already: nothing to train; raise it to go on")
+        sinks.warn(
+            f"run.steps = {run.run_file.run.steps} are done already: nothing to train; raise it to go on, or give "
+            "--fresh to train a new run"
+        )
 
 
 def used_twice_in_a_step(config: BatchConfig, samples: int) -> str | None:

@@ -20,6 +20,7 @@ from shoal.data.build import Dataset
 from shoal.data.config import PythonData
 from shoal.data.corpora import cache_folder
 from shoal.data.iterable import as_source, made_by, takes_start
+from shoal.data.loaders import without_loaders
 from shoal.data.sample import describe
 from shoal.data.strata import strata_of
 from shoal.engine.compute import enter_training, frozen_modules
@@ -129,7 +130,8 @@ def check_layout_independent(model: nn.Module, *, shares: int, global_samples: i
                 f"module {name} ({type(module).__name__}) takes statistics over the samples of one microbatch of one "
                 'rank, so the result would depend on the layout; set model.batch_norm = "synchronised" to take them '
                 'over a microbatch of all ranks, or model.batch_norm = "grouped" and model.group_samples to take them '
-                "over declared groups of samples, put it into eval() to freeze it, or use GroupNorm or LayerNorm"
+                "over declared groups of samples, put it into eval() to freeze it, use GroupNorm or LayerNorm, or "
+                "train on one process with whole steps (run.processes = 1, no batch.micro_samples)"
             )
 
 
@@ -159,7 +161,7 @@ def _opened_data(run_file: RunFile, given: UserObjects, environ: Mapping[str, st
         vocabulary = vocabulary_of(model) if foreign else getattr(model, "vocabulary", None)
         return data_build.build(config, batch=run_file.batch, vocabulary=vocabulary, cache=cache_folder(environ))
     data = _named_data(config) if isinstance(config, PythonData) and given.data is None else given.data
-    data = as_source(data)
+    data = without_loaders(as_source(without_loaders(data)))
     if isinstance(data, tuple) and _is_pair(data):
         return data_build.from_objects(data[0], data[1])
     return data_build.from_objects(data)

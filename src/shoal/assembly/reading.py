@@ -17,6 +17,7 @@ from shoal.data.batches import BatchReader, SourceReader
 from shoal.data.config import PythonData
 from shoal.data.dataset import Dataset
 from shoal.data.feed import SlowReads
+from shoal.data.labelled import NEXT_TOKEN, with_labels
 from shoal.data.reader_process import Opening, ReaderProcess
 from shoal.errors import ConfigError
 from shoal.launch.own_script import data_given, own_command
@@ -60,21 +61,22 @@ def reader_opener(run_file: RunFile, data: Dataset) -> Callable[[], BatchReader]
     if run_file.data.reader_kind == "processes":
         handed_over = isinstance(run_file.data, PythonData) and run_file.data.build == GIVEN
         script = own_command() if handed_over else []
-        opening = Opening("shoal.assembly.reading:reader_of", {"text": dumps(run_file), "script": script})
+        keywords = {"text": dumps(run_file), "script": script, "next_token": data.said_of_targets == NEXT_TOKEN}
+        opening = Opening("shoal.assembly.reading:reader_of", keywords)
         return lambda: ReaderProcess(opening)
     return lambda: _reader(run_file, data, augmentation_of(run_file.data, run_file.run.seed))
 
 
-def reader_of(text: str, script: Sequence[str]) -> BatchReader:
+def reader_of(text: str, script: Sequence[str], *, next_token: bool = False) -> BatchReader:
     """The reader of a resolved run file, in a process that has nothing else of the run. `script` is the command of the
-    script that hands the data over, if one does.
+    script that hands the data over, if one does; `next_token`: the model predicts the next token (`Labelled`).
 
     Raises:
         UserCodeError: the script does not come to the call that hands it over; or see `data_of`.
     """
     run_file = run_file_of(parse(text), file="the run file")
     given = data_given(script, run_directory(run_file), os.environ) if script else None
-    data = data_of(run_file, UserObjects(data=given), os.environ)
+    data = with_labels(data_of(run_file, UserObjects(data=given), os.environ), next_token=next_token)
     augmentation = augmentation_of(run_file.data, run_file.run.seed) or Augmentation([], run_file.run.seed)
     return _reader(run_file, data, replace(augmentation, seeds_process=True))
 

@@ -9,11 +9,37 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from shoal.config.check import keys_of
+from shoal.config.table import Table
+from shoal.data.config import PythonData
+from shoal.engine.config import PythonLoss
 from shoal.errors import ShoalError, UserCodeError
 from shoal.launch.failure import is_out_of_memory
+from shoal.models.config import PythonModel
 
 GIVEN = "given:object"
 """What stands in the run file for an object that a script passed."""
+
+
+NAMING = ("kind", "build", "arguments")
+"""Keys that name what a script hands over as an object."""
+
+
+OF_OBJECTS: Mapping[str, type[Table]] = {"model": PythonModel, "data": PythonData, "loss": PythonLoss}
+"""The table of each object that a script can pass."""
+
+
+def table_of_object(name: str, written: Any) -> Any:
+    """What stands in the run file's table `name` for an object that a script passed: kind "python", with what is
+    written there. Of a table of another kind, whose place the object takes, only keys that kind "python" has too.
+
+    So a key means the same in a dictionary, in a file and on the command line.
+    """
+    if not isinstance(written, Mapping):
+        return written
+    other, known = written.get("kind", "python") != "python", keys_of(OF_OBJECTS[name])
+    kept = {key: value for key, value in written.items() if key not in NAMING and (not other or key in known)}
+    return {**kept, "kind": "python", "build": GIVEN}
 
 
 def call_named(name: str, arguments: Mapping[str, Any], *, key: str) -> Any:

@@ -15,6 +15,7 @@ from shoal.assembly.reading import check_reading, slow_reads
 from shoal.assembly.sameness import require_same, require_same_code, require_same_length, samples_of, shapes_of
 from shoal.data.build import Dataset
 from shoal.data.config import StdlibText, TextFiles, Tokens
+from shoal.data.labelled import predicts_next_token, with_labels
 from shoal.engine.loss import Loss
 from shoal.engine.precision import Precision, precision_of
 from shoal.models.huggingface.config import TransformersConfig
@@ -94,6 +95,7 @@ def load_workload(
         model, shares=shares, global_samples=run_file.batch.global_samples, micro_samples=micro_samples
     )
     loss, data = loss_of(run_file.loss, objects), data_of(run_file, objects, environ)
+    data = with_labels(data, next_token=predicts_next_token(model))
     check_reading(run_file, data)
     check_short_step(run_file, len(data.train), layout)
     optimizers = own_optimizers(objects.optimizers, model) if objects.optimizers else []

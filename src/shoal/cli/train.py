@@ -26,6 +26,12 @@ def train(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[key=value]...", help="Keys that replace the file's.")
     ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Train a new run, runs/NAME-2, whatever there is of this one.")
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Keep to the run that is there, even if it is finished and keys changed.")
+    ] = False,
     lab: Annotated[
         Path | None, typer.Option("--lab", metavar="LAB.toml", help="Train on the hosts and links of a lab file.")
     ] = None,
@@ -47,24 +53,30 @@ def train(
         int | None, typer.Option("--replicas", min=1, help="Replicas on this host, with --coordinator; default: one.")
     ] = None,
 ) -> None:
-    """Trains a run file; goes on from the newest checkpoint of its run directory.
+    """Trains a run file. A run that was cut off is resumed from its newest checkpoint.
+
+    A run that is finished stays as it is: with the same keys there is nothing to train, with more run.steps it goes on
+    from its last step, and with any other key that changes the result a new run is trained in runs/NAME-2.
 
     Example: shoal train recipes/digits.toml run.processes=2 run.steps=200
     """
+    from shoal.assembly.finished_run import chosen_run, intent_of
     from shoal.assembly.start import run
     from shoal.observe.facts import recorded_run_file
     from shoal.planning.arrange import PLANNER
     from shoal.runfile.load import load_run
     from shoal.runfile.run_file import run_directory
 
+    intent, _ = intent_of([flag for flag, given in (("--fresh", fresh), ("--resume", resume)) if given])
+    environ = os.environ | _coordination(coordinator, token, authorities, replicas)
     keys, command = overrides or [], [sys.executable, "-m", "shoal", "train"]
     if replay is None:
         if run_file is None:
             raise typer.BadParameter("give a run file, or --replay RUN_DIR", param_hint="RUN.toml")
         file, command = Path(run_file), [*command, run_file, *keys]
-        loaded = load_run(file, keys)
+        loaded = chosen_run(load_run(file, keys), intent, environ=environ)
     else:
-        if run_file is not None:
+        if run_file is not None or intent != "auto":
             raise typer.BadParameter("a replay is the recorded run, and takes no keys", param_hint="--replay")
         file, command = recorded_run_file(replay), [*command, "--replay", str(replay)]
         recorded = load_run(file, [f"run.directory={json.dumps(f'{replay}-replay')}"])
@@ -72,7 +84,6 @@ def train(
 
         loaded = replayed(recorded)
     directory, hosts = run_directory(loaded), _lab(lab)
-    environ = os.environ | _coordination(coordinator, token, authorities, replicas)
     be_rank = partial(_rank, replay=replay)
     _check_one_rank(loaded)
     with _page(loaded.observe, directory):

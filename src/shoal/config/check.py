@@ -82,6 +82,12 @@ def takes_text(declared: Any, value: Any = None) -> bool:
     return str in options or words
 
 
+def takes(declared: Any, value: Any) -> bool:
+    """Whether one of the declared types is that of `value`; a whole number may stand for a float."""
+    origins = [typing.get_origin(option) or option for option in _options(declared)]
+    return type(value) in origins or (type(value) is int and float in origins)
+
+
 def _values(option: Any) -> tuple[Any, ...]:
     """What a `Literal` allows; any other type itself."""
     return typing.get_args(option) if typing.get_origin(option) is Literal else (option,)

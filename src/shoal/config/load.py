@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 import tomli_w
 
-from shoal.config.check import checked, keys_of, shown, table_for, takes_text
+from shoal.config.check import checked, keys_of, shown, table_for, takes, takes_text
 from shoal.config.table import Table
 from shoal.errors import ConfigError
 from shoal.files import printable, read_file
@@ -121,12 +121,13 @@ def _split(text: str) -> tuple[list[str], str]:
 
 
 def _value(text: str, declared: Any) -> Any:
-    """The TOML value of a text; a bare word is a string, and so is any text where the key takes one."""
+    """The TOML value of a text; a bare word is a string, and so is any text where the key takes one and no such value,
+    as 5 in run.name=5."""
     try:
         value = parse(f"value = {text}")["value"]
     except ValueError:
         return text
-    return text if takes_text(declared, value) and not isinstance(value, str) else value
+    return text if takes_text(declared, value) and not isinstance(value, str) and not takes(declared, value) else value
 
 
 def _declared(root: type[Table], path: list[str], data: Mapping[str, Any]) -> Any:

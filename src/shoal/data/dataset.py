@@ -15,6 +15,8 @@ from shoal.data.sample import Source
 from shoal.data.strata import StratifiedOrder
 
 Facts = dict[str, str | int | float]
+TARGETS = "targets"
+"""The fact that says what the targets are, where they are the labels of the samples (`labelled`)."""
 AnyOrder = Order | MixtureOrder | StratifiedOrder
 
 
@@ -37,6 +39,11 @@ class Dataset:
     endless: bool = False
     iterable: IterableSource | None = None
     strata: np.ndarray | None = None
+
+    @property
+    def said_of_targets(self) -> str:
+        """What a user should know of them; "" where there is nothing."""
+        return str(self.facts.get(TARGETS, ""))
 
     def order(self, seed: int, *, shuffle: bool, window: int | None = None) -> AnyOrder:
         """Which sample of `train` stands at which position. Raises DataError: see `Order`."""

@@ -7,12 +7,14 @@ those that `SHOAL_RECORD` names), the others by name alone, and a secret's value
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ RECORDED_NAMES = "SHOAL_RECORD"
 """The variable that names more to record, with commas: what `shoal submit --env` gave."""
 SITES = ("site-packages", "dist-packages")
 GIT_TIMEOUT_S = 10.0
+_OVERRIDE = re.compile(r"[a-z_]+(\.\w+)+=")
 
 
 def provenance(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
@@ -43,6 +46,7 @@ def provenance(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
         "packages": packages(),
         "git": git_state(directory),
         "files": file_hashes(imported_files(directory), directory),
+        **({} if is_shoals_command() else {"arguments": argument_hash(sys.argv[1:])}),
         **_variables(environ),
     }
 
@@ -55,6 +59,20 @@ def _variables(environ: Mapping[str, str]) -> dict[str, Any]:
         if (name.startswith(PREFIXES) or name in given) and not is_secret(name, value)
     }
     return {"environment": kept, "other_variables": sorted(environ.keys() - kept.keys())}
+
+
+def is_shoals_command() -> bool:
+    """Whether this process runs a verb of Shoal's, and no script."""
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    return file is None or Path(file).resolve().is_relative_to(PACKAGE)
+
+
+def argument_hash(arguments: Sequence[str]) -> str:
+    """The hash of a script's own arguments, whose values may be secret: without keys of the run file, which are
+    recorded as such, and without the flags that say which run is meant.
+    """
+    own = [one for one in arguments if one not in ("--fresh", "--resume") and not _OVERRIDE.match(one)]
+    return blake3(json.dumps(own).encode()).hexdigest()[:32]
 
 
 def packages() -> dict[str, str]:

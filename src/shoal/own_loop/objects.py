@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from shoal.assembly.objects import UserObjects, may_be_data
 from shoal.data.as_inputs import AsInputs, Collated
 from shoal.data.iterable import IterableSource, as_source, held_out_items
+from shoal.data.loaders import training_loader
 from shoal.errors import UsageError, UserCodeError
 from shoal.launch.own_script import Reached, reads_for
 
@@ -73,13 +74,19 @@ def scaler_in(frame: FrameType | None) -> GradScaler | None:
 
 
 def data_of_script(data: Any) -> tuple[Any, DataLoader | None]:
-    """The data sets, each sample as inputs alone; and the DataLoader they came in. None and None: `[data]` names it."""
+    """The data sets, each sample as inputs alone; and the DataLoader of the training data. None and None: `[data]`
+    names it.
+    """
     if data is None or isinstance(data, Mapping):
         return None, None
-    loader: DataLoader | None = data if isinstance(data, DataLoader) else None
-    made = (loader.dataset, None) if loader is not None else as_source(data)
+    made = data if training_loader(data) is not None else as_source(data)
     train, held_out = made if _is_pair(made) else (made, None)
-    sets: Any = (as_source(train), held_out_items(held_out))
+    loader = training_loader(train)
+    held_out_loader = training_loader(held_out)
+    sets = (
+        as_source(train if loader is None else loader.dataset),
+        held_out_items(held_out if held_out_loader is None else held_out_loader.dataset),
+    )
     for part in sets:
         if part is not None and not (hasattr(part, "__len__") and hasattr(part, "__getitem__")):
             raise UserCodeError(
@@ -87,10 +94,16 @@ def data_of_script(data: Any) -> tuple[Any, DataLoader | None]:
                 "iterable or a function that makes one, a DataLoader of one of these, a pair (training, held out), or "
                 "a table [data]"
             )
-    if loader is not None and loader.collate_fn is not default_collate:
-        collate = loader.collate_fn
-        return (Collated(sets[0], collate), None), loader
-    return tuple(None if part is None else AsInputs(part) for part in sets), loader
+    return (_as_inputs(sets[0], loader), _as_inputs(sets[1], held_out_loader or loader)), loader
+
+
+def _as_inputs(source: Any, loader: DataLoader | None) -> AsInputs | None:
+    """The samples as inputs alone, put side by side as `loader` does it."""
+    if source is None:
+        return None
+    if loader is None or loader.collate_fn is default_collate:
+        return AsInputs(source)
+    return Collated(source, loader.collate_fn)
 
 
 def stop_in_reader(data: Any, directory: Path) -> None:
@@ -118,6 +131,13 @@ def order_of_loader(loader: DataLoader | None) -> dict[str, Any]:
             "among ranks itself, so that a resumed run uses each once: leave the sampler out"
         )
     return {"shuffle": isinstance(loader.sampler, RandomSampler)}
+
+
+def batch_of_loader(loader: DataLoader) -> dict[str, Any]:
+    """Keys of [batch] for the batches of a DataLoader: their samples, and the end of an epoch where there is one."""
+    size = {} if loader.batch_size is None else {"global_samples": loader.batch_size}
+    ends = not isinstance(loader.dataset, IterableDataset)
+    return size | ({"epoch_end": "drop" if loader.drop_last else "short"} if ends else {})
 
 
 def unread_arguments(loader: DataLoader | None) -> list[str]:

@@ -18,19 +18,19 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from shoal.assembly.epoch_end import epoch_steps
 from shoal.assembly.facts import run_facts
+from shoal.assembly.finished_run import chosen_run, intent_of
 from shoal.assembly.hang_watch import watch_hangs
 from shoal.assembly.job import build_job, introduce, restore, run_start, sinks_of
 from shoal.assembly.objects import UserObjects, data_of
 from shoal.assembly.preempted import stop_request_of
 from shoal.assembly.run import open_run
 from shoal.assembly.run_record import write_run_file
-from shoal.assembly.start import Planner, as_launched, checked, in_rank, run
-from shoal.assembly.user_code import GIVEN
+from shoal.assembly.start import Planner, as_launched, checked, in_rank, processes_of, run
+from shoal.assembly.user_code import GIVEN, table_of_object
 from shoal.config.load import apply
 from shoal.data.dataset import Dataset
 from shoal.engine.config import Float16
 from shoal.errors import ConfigError, ShoalError, UsageError
-from shoal.launch.devices import gpus
 from shoal.launch.environment import ALONE, Place, place_from
 from shoal.launch.lock import RunLock
 from shoal.launch.supervision import say
@@ -51,10 +51,6 @@ from shoal.runfile.load import run_file_of
 from shoal.runfile.run_file import RunFile, run_directory, with_processes
 from shoal.sync.config import ServerConfig
 
-OF_MODEL = ("batch_norm", "group_samples", "counts", "roles", "parts")
-"""Keys of [model] that say how to train a model which a script hands over."""
-GIVEN_AS_OBJECT = ("kind", "build", "arguments")
-"""Keys of [data] that name data, in place of which a script hands it over."""
 STARTED = "SHOAL_STARTED"
 """Of which run this process is a rank: its own number, and the run's name."""
 
@@ -78,13 +74,15 @@ def start_own_loop(
         _refuse_second(os.environ)
         check_alone()
         data, loader = data_of_script(objects["data"])
+        intent, keys = intent_of(overrides)
         run_file = _run_file(
-            tables, overrides, file=file, loader=loader, data=data, samples=batch_samples, epochs=epochs, steps=steps
+            tables, keys, file=file, loader=loader, data=data, samples=batch_samples, epochs=epochs, steps=steps
         )
+        run_file = chosen_run(run_file, intent)
         stop_in_reader(data, run_directory(run_file))
         place = place_from(os.environ)
         if place is None:
-            processes = run_file.run.processes or run_file.layout.default_processes or gpus(os.environ) or 1
+            processes = _processes(run_file, command)
             if processes > 1:
                 run_file = with_processes(run_file, processes)
                 code = run(run_file, command(), _never, directory=run_directory(run_file), file=file, planner=planner)
@@ -184,6 +182,19 @@ def _never(run_file: RunFile, place: Place) -> None:
     raise AssertionError("this process starts ranks and is none")
 
 
+def _processes(run_file: RunFile, command: Callable[[], list[str]]) -> int:
+    """As many as of any run; one, which is said, where nobody asks for more and there is no script to start again."""
+    wanted, asked = processes_of(run_file), run_file.run.processes or run_file.layout.default_processes
+    if wanted == 1 or asked is not None:
+        return wanted
+    try:
+        command()
+    except UsageError:
+        say("shoal: there is no script to start more ranks with: this process trains alone")
+        return 1
+    return wanted
+
+
 def _run_file(
     tables: Mapping[str, Any],
     overrides: Sequence[str],
@@ -196,14 +207,14 @@ def _run_file(
     steps: int | None,
 ) -> RunFile:
     """The run file of a loop: what the script leaves out follows from what it handed over."""
-    model = {name: key for name, key in dict(tables.get("model") or {}).items() if name in OF_MODEL}
+    model = table_of_object("model", tables.get("model") or {})
     table = dict(tables.get("data") or {})
     if data is not None and table.get("kind", "python") != "python":
         raise ConfigError(
             f"{file}: data.kind = {table['kind']!r}, and the script hands over data of its own: leave one of them out"
         )
     if data is not None:
-        table = {name: key for name, key in table.items() if name not in GIVEN_AS_OBJECT}
+        table = table_of_object("data", table)
     whole = apply({**tables, "model": model, "data": table}, overrides, RunFile)
     if data is None and "kind" not in whole.get("data", {}):
         raise ConfigError(f"{file}: there is no data: pass data to shoal.start, or set data.kind")
