@@ -32,5 +32,5 @@ setup(
             libraries=["m"],
             optional=True,
         ),
-    ]
+    ],
 )
