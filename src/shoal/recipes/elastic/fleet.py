@@ -40,7 +40,7 @@ from shoal.resilience.events import Committed, Decision, Ended, Fenced, Formed
 from shoal.resilience.fingerprints import Divergence
 from shoal.resilience.hang_file import read_verdict
 from shoal.resilience.preemption import Preemption
-from shoal.resilience.stragglers import Slow
+from shoal.resilience.stragglers import Slow, ranks_of
 
 FOR_GOOD = (UsageError.exit_code, Diverged.exit_code, VerificationFailed.exit_code)
 """Exit codes of failures that a replacement would repeat."""
@@ -121,14 +121,14 @@ class Fleet:
                 if step == self.steps:
                     self._finished()
             case Fenced(name, reason, False) if name in self.running and not self.over:
-                self._warn(f"{name} is fenced: {reason}")
+                self._warn(f"{self._who(name)} is fenced: {reason}")
                 self._say_verdict()
                 self.running[name].send(signal.SIGKILL, as_end=self._ending)
             case Divergence(_, (), sentence):
                 self.fault = VerificationFailed(sentence)
                 self._send_all(signal.SIGKILL)  # nobody may save
-            case Slow(name) if name in self.running:
-                self._warn(event.sentence)
+            case Slow(name) if name in self.running and name in self.members:
+                self._warn(event.sentence(self._rank_of(name)))
             case Preemption(sentence) if not self.over and not self._ending:
                 self.preempted = True
                 self._warn(f"{sentence}: its replicas hand over and leave")
@@ -214,7 +214,9 @@ class Fleet:
                 since_s = self._stopped_since_s.setdefault(pid, now_s)
                 if now_s - since_s >= 2 * self.config.silence_s:
                     del self._stopped_since_s[pid]
-                    self._warn(f"{replica.name} (pid {pid}) has been stopped for {now_s - since_s:.0f} s: it is ended")
+                    self._warn(
+                        f"{self._who(replica.name, pid)} has been stopped for {now_s - since_s:.0f} s: it is ended"
+                    )
                     replica.send(signal.SIGKILL, as_end=self._ending or self.over)
 
     def _end_late(self, now_s: float) -> None:
@@ -232,6 +234,14 @@ class Fleet:
                     process.send(signal.SIGABRT)
             elif over_s >= DUMP_S:
                 replica.send(signal.SIGKILL, as_end=self._ending or self.over)
+
+    def _rank_of(self, member: str) -> str:
+        return ranks_of(self.members.index(member), self.starter.ranks)
+
+    def _who(self, name: str, pid: int | None = None) -> str:
+        """Its ranks, as the live line names them, if it is a member; and what its log and `ps` call it."""
+        found = [self._rank_of(name)] if name in self.members else []
+        return ", ".join([*found, name]) + ("" if pid is None else f" (pid {pid})")
 
     def _warn(self, sentence: str) -> None:
         say(sentence)
@@ -303,7 +313,7 @@ class Fleet:
         """Starts another in its slot, unless that came to nothing several times."""
         end, slot = replica.end, replica.slot
         said = next((f.headline for f in read_failures(self.folder) if f.pid == end.pid), how(end))
-        who = f"{replica.name} (pid {end.pid})"
+        who = self._who(replica.name, end.pid)
         if self.coordinated and self.replaced[slot] < self.config.retries:
             self.replaced[slot] += 1
             self._warn(f"{who} ended: {said}; another takes its place")
