@@ -12,11 +12,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shoal.observe.figures import help_lines
+
 if TYPE_CHECKING:
     from shoal.launch.environment import Place
     from shoal.launch.lab.lab_file import Lab
     from shoal.observe.config import ObserveConfig
     from shoal.runfile.run_file import RunFile
+
+HELP = f"""Trains a run file; resumes from the newest checkpoint of its run directory.
+
+Example: shoal train recipes/digits.toml run.processes=2 run.steps=200
+
+What the live line and the last line say:
+
+\b
+{help_lines()}
+"""
 
 
 def train(
@@ -47,10 +59,7 @@ def train(
         int | None, typer.Option("--replicas", min=1, help="Replicas on this host, with --coordinator; default: one.")
     ] = None,
 ) -> None:
-    """Trains a run file; goes on from the newest checkpoint of its run directory.
-
-    Example: shoal train recipes/digits.toml run.processes=2 run.steps=200
-    """
+    """Trains a run file, as `HELP` says."""
     from shoal.observe.facts import recorded_run_file
     from shoal.planning.arrange import PLANNER
     from shoal.recipes.start import run

@@ -55,7 +55,7 @@ class PlainDisplay(Sink):
     def record(self, step: int, values: Mapping[str, float], *, time_s: float) -> None:
         if self._status is None:
             return
-        self._status.update(step, values)
+        self._status.update(step, values, time_s=time_s)
         if self._is_due() or "loss/eval" in values:
             self._print_step()
 
@@ -122,7 +122,7 @@ class LiveDisplay(Sink):
     def record(self, step: int, values: Mapping[str, float], *, time_s: float) -> None:
         """Stores the values; the thread draws them when it is due."""
         if self._status is not None:
-            self._status.update(step, values)
+            self._status.update(step, values, time_s=time_s)
 
     def note(self, text: str) -> None:
         self._lines.say(escape_controls(text))

@@ -15,8 +15,8 @@ from typing import Any, TextIO
 
 from shoal.observe.ending import ending_of
 from shoal.observe.facts import read_facts, write_facts
+from shoal.observe.goodput import DETECTING, RESTARTING
 from shoal.observe.sink import Sinks
-from shoal.observe.summary import DETECTING, RESTARTING
 from shoal.recipes.facts import run_facts
 from shoal.recipes.job import run_start, sinks_of
 from shoal.recipes.provenance import provenance
@@ -68,7 +68,7 @@ class MembershipSinks:
         """A generation begins, and all its ranks have the state."""
         step = run.state.progress.step
         sentence = membership_sentence(self._members, view.members, most=self._most, step=step, ranks=self._ranks)
-        start = replace(run_start(run), membership=sentence)
+        start = replace(run_start(run, earlier=not self._started), membership=sentence)
         if self._rank == 0:
             self._write(run, sinks, {"step": step, "replicas": len(view.members), "change": sentence})
         if self._started:
