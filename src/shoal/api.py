@@ -127,7 +127,7 @@ def start(
 
     Under a launcher every rank calls it. Without one, a run of several processes (`run.processes`; by default one a
     GPU, else one) starts them with this script, and ends the process with their exit code: what follows runs in the
-    ranks alone. If the run directory holds a checkpoint, the run goes on from it.
+    ranks alone. If the run directory holds a checkpoint, the run resumes from it.
 
     A refusal is one sentence on standard error, and the exit code of its kind.
     """

@@ -47,7 +47,7 @@ def training_time_s(found: Iterable[Attempt], *, first_step_s: float = 0.0) -> f
 
 def failures(found: Sequence[Attempt], *, resumed: int) -> int:
     """How many attempts ended without having saved their last steps: a later one took them again. `resumed`: the step
-    that the next attempt goes on from. A planned stop saves, and so do replicas that go on with the state.
+    that the next attempt resumes from. A planned stop saves, and so do replicas that go on with the state.
     """
     lost = sum(one.repeated_steps > 0 for one in found[1:])
     return lost + (bool(found) and found[-1].last_step > resumed)

@@ -18,7 +18,7 @@ MEANINGS: Mapping[str, str] = MappingProxyType(
         "memory": "the most that rank 0 has held so far",
         "lr": "learning rate of the last step",
         "exposed communication": "share of all steps in which rank 0 stood still for other ranks or the wire",
-        "goodput": "share of the time since the first step in steps that last; the rest: data, saves, evaluation, restarts",
+        "goodput": "share of the time since the first step in steps that last; not data, saves, evaluation, restarts",
     }
 )
 

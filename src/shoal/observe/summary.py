@@ -146,7 +146,7 @@ def _failure(record: Record, summary: Summary) -> str:
     if summary.state == "killed":
         text = (
             "The run ended without a word: it was killed, or its machine went down. "
-            "The same command goes on from the newest checkpoint."
+            "The same command resumes from the newest checkpoint."
         )
         return f'<div class="failure"><p>{text}</p></div>'
     if ending is None or ending.state == "finished":

@@ -160,7 +160,7 @@ class Fleet:
         if self.over and self.stop_signal is None and not kept:  # all here stood by
             return ExitCode(0)
         if self._debounce.requests > 1 and self.stop_signal is not None:
-            sentence = f"{self.stop_signal.name}: stopped at once; the next start goes on from the newest checkpoint"
+            sentence = f"{self.stop_signal.name}: stopped at once; the next start resumes from the newest checkpoint"
             say(sentence)
             return ExitCode(128 + self.stop_signal, sentence=sentence)
         if self.stop_signal is not None and any(end.code == Stopped.exit_code for end in kept):
@@ -171,9 +171,9 @@ class Fleet:
             most = self.config.max * self.starter.ranks
             say(failure_report(ends, kept, world_size=most, stopped={}, log_tails=tails))
             return ExitCode(exit_code(kept, ends), rank=ends[0].exit.rank, sentence=ends[0].sentence)
-        sentence = "stopped; the same command goes on from the newest checkpoint"
+        sentence = "stopped; the same command resumes from the newest checkpoint"
         if self.stop_signal is None:
-            sentence = "all replicas were asked to leave; the same command goes on from the newest checkpoint"
+            sentence = "all replicas were asked to leave; the same command resumes from the newest checkpoint"
         say(sentence)
         return ExitCode(Stopped.exit_code, sentence=sentence)
 
@@ -331,7 +331,7 @@ class Fleet:
             here = " here" if several else f" of at least {self.config.min}"
             self.fault = EnvironmentFault(
                 f"{len(self.running)}{here} replicas are left: the last one was not replaced, because {why}; see what "
-                "they said in logs/; the same command goes on from the newest checkpoint"
+                "they said in logs/; the same command resumes from the newest checkpoint"
             )
             self.deadline_s = time.monotonic() + LAST_S
             self._send_all(signal.SIGINT)  # those that are left save the state that they hold
