@@ -172,7 +172,7 @@ def test_what_a_script_raises_ends_its_run(own: Project) -> None:
         (("optimizer=optimizer", "optimizer=torch.optim.SGD([nn.Parameter(x0)], lr=1)"), "not in the model"),
         (("optimizer=optimizer", "optimizer=torch.optim.SGD(model[0].parameters(), lr=1)"),
          "the optimizer does not step 2.weight, which requires a gradient"),
-        (('{"run": {"name": "own"}}', '{"optimizer": {"kind": "sgd"}}'), "[optimizer] is for runs without a loop of their own"),
+        (('{"run": {"name": "own"}}', '{"optimizer": {"kind": "sgd"}}'), "[optimizer] is for runs without a loop"),
         (("epochs=2, ", ""), "pass epochs or steps, one of them"),
         (("sys.argv[1:]", '["layout.tensor=2"]'), "layout.tensor = 2: a script's own loop can be"),
         (("sys.argv[1:]", '["run.processes=2", "sync.kind=\\"server\\"", "sync.servers=1"]'),

@@ -122,6 +122,7 @@ def plan(
     from shoal.planning.measured_step import step_of_earlier_run
     from shoal.planning.pictures import draw_plan
     from shoal.planning.plan_file import run_file_of
+    from shoal.planning.tried_step import tried_step
 
     if elsewhere is not None:
         _show_elsewhere(loaded, elsewhere, as_json=as_json)
@@ -130,6 +131,8 @@ def plan(
     step = _measured_step(measured_step, of, loaded, expert_imbalance or 1.0)
     if step is None and where is None:
         step = step_of_earlier_run(loaded, host=socket.gethostname())
+        with busy("measuring the model's own step for two seconds"):
+            step = step or tried_step(loaded)
     with busy("searching the layouts that fit"):
         result = planned(
             loaded,
@@ -237,12 +240,13 @@ def _head(result: Planned, shown: int) -> list[str]:
     cluster = result.predictor.cluster
     rate = "tokens/s" if result.predictor.workload.sequence > 1 else "samples/s"
     written = [] if result.written is None else [result.written]
+    found = [one for one in result.found.best[:shown] if result.written is None or one.plan != result.written.plan]
     title = "The run file as it stands, then the fastest plans:\n" if written else "The fastest plans:\n"
     return [
         f"{cluster.name}: {cluster.nodes} x {cluster.machine.devices} {cluster.device.name}; "
         f"{result.found.considered} legal plans, {result.found.fitting} fit\n"
         f"Predicted from {result.basis}" + (f"; {result.track_record}" if result.track_record else ""),
-        title + text.plans([*written, *result.found.best[:shown]], rate=rate),
+        title + text.plans([*written, *found], rate=rate),
     ]
 
 

@@ -105,7 +105,10 @@ def confidence_in(predictor: Predictor, environ: Mapping[str, str], *, evidence:
     sizes = [run.measured_bytes / run.predicted_bytes for run in past if run.predicted_bytes and run.measured_bytes]
     cores = predictor.cluster.machine.scale_up.kind == "memory"
     assumed = predictor.measured is None and cores
-    time = None if assumed and evidence == "data sheet" else _own(times, PUBLISHED_TIME[evidence])
+    published = PUBLISHED_TIME[evidence]
+    if cores:
+        published = replace(published, source=f"{published.source}, none of them on CPU cores")
+    time = None if assumed and evidence == "data sheet" else _own(times, published)
     return Confidence(time=time, memory=_own(sizes, PUBLISHED_OF_GPUS if cores else PUBLISHED_MEMORY))
 
 
