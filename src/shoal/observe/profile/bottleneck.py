@@ -275,7 +275,7 @@ def _computes(ranks: Sequence[Measured]) -> Bottleneck:
             own_s[operator.name] = own_s.get(operator.name, 0.0) + operator.own_s
     name = max(own_s, key=lambda name: own_s[name], default=None)
     most = f", {name} most of it" if name else ""
-    sentence = f"operators take {units.percent(share)} of the step{most}; nothing waits: more ranks would shorten it"
+    sentence = f"operators take {units.percent(share)} of the step{most}; no wait stands out: more ranks shorten it"
     return Bottleneck("compute", None, share, sentence, operator=name)
 
 
