@@ -168,7 +168,11 @@ def _calibrated(predictor: Predictor, cluster: Path | None, step: MeasuredStep) 
         found, evidence = calibrated(predictor, of, step)
     except (UsageError, LayoutError) as why:
         if step.tried:
-            return predictor, DATA_SHEET, f"; not calibrated on the {took} that a step took here on one rank: {why}"
+            return (
+                predictor,
+                DATA_SHEET,
+                f"; not calibrated on the {took} that a step took here on one rank, as no rate explains it",
+            )
         if step.directory is None:
             raise
         return predictor, DATA_SHEET, f"; not calibrated on the {took} a step that {step.directory} took: {why}"
