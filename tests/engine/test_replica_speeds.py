@@ -88,7 +88,7 @@ def test_a_slow_replica_is_named(ranks, divides: bool) -> None:
     played, *others = ranks(REPLICAS, play, 200, [(101, 2, 1.5), (151, 2, 1.0), (171, 2, 1.5)], divides)
     ((named, sentence),) = played.said
     assert 101 <= named <= 100 + WITHIN
-    assert sentence.startswith("rank 2 needs 1.")
+    assert sentence.startswith("rank 2 has long taken 1.")
     assert all(other.said == played.said for other in others)
 
 
@@ -99,8 +99,8 @@ def test_who_is_slow_for_a_while_is_nobodys_business(ranks) -> None:
     played, *_ = ranks(2, play, 800, [*busy, (541, 1, 1.5)], False, 120)
     ((named, sentence),) = played.said
     assert 541 + 120 <= named <= 540 + 120 + 2 * WITHIN
-    assert sentence.startswith("rank 1 needs 1.")
-    assert sentence.endswith("times as long for a sample as the others, lastingly: check its host")
+    assert sentence.startswith("rank 1 has long taken 1.")
+    assert sentence.endswith("times as long for a sample as the others: check its host")
 
 
 def test_even_replicas_are_no_alarm(ranks) -> None:
@@ -163,7 +163,7 @@ def test_a_slow_replica_is_named_long_before_an_agreement(slow: int) -> None:
     """
     ((named, sentence),) = play_apart(200, [(101, slow, 1.5), (151, slow, 1.0)])
     assert 101 <= named <= 100 + WITHIN
-    assert sentence.startswith(f"rank {slow} needs 1.")
+    assert sentence.startswith(f"rank {slow} has long taken 1.")
 
 
 def test_even_replicas_that_never_agree_are_no_alarm() -> None:

@@ -38,8 +38,8 @@ class Slow:
 
     def sentence(self, who: str) -> str:
         """For people; `who` names the replica: see `ranks_of`."""
-        verb = "need" if who.startswith("ranks ") else "needs"
-        return f"{who} {verb} {self.ratio:.2f} times as long for a sample as the others, lastingly: check its host"
+        verb, its = ("have", "their") if who.startswith("ranks ") else ("has", "its")
+        return f"{who} {verb} long taken {self.ratio:.2f} times as long for a sample as the others: check {its} host"
 
 
 def ranks_of(replica: int, ranks: int) -> str:
