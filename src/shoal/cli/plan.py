@@ -255,7 +255,7 @@ def _screen(result: Planned, confidence: Confidence, shown: int) -> list[str]:
     from shoal.planner.explain import text
 
     best, limit = result.found.best[0], result.predictor.cluster.device.memory_bytes
-    advice = ["What would help most: " + text.helps(result.changes, best, most=FEW_HELPS)]
+    advice = ["What would help most: " + text.helps(result.changes, best, most=FEW_HELPS).replace("\n", "; ")]
     advice += [] if result.codings is None else [f"Codecs of gradients: {result.codings.verdict}"]
     return [
         *_head(result, shown),
