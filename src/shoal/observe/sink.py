@@ -17,12 +17,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from shoal.observe.ending import Ending, ending_of
-
-if TYPE_CHECKING:
-    from shoal.observe.goodput import Goodput
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +26,7 @@ class RunStart:
     """What a sink is told at the start. `first_step` is the number of the first step to be done (1 in a fresh run).
 
     `epoch_samples` are the samples of one epoch, None where the data has no end. `membership`: which replicas of an
-    elastic run train, in a sentence. `earlier`: what the attempts before this one left, where there were any, for
-    rank 0's display to go on adding to.
+    elastic run train, in a sentence.
     """
 
     name: str
@@ -40,7 +35,6 @@ class RunStart:
     generation: int = 0
     epoch_samples: int | None = None
     membership: str = ""
-    earlier: Goodput | None = None
 
     @property
     def resumed_from(self) -> int | None:

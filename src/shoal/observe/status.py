@@ -50,7 +50,10 @@ class Totals:
 class Status:
     """The latest values of a run, its pace and the time that is left."""
 
-    def __init__(self, run: RunStart, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, run: RunStart, *, earlier: Goodput | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`earlier`: of the attempts before this one, if there were any; this one is added to it."""
         self.run = run
         self.step = run.first_step - 1
         self.values: Mapping[str, float] = {}
@@ -58,8 +61,9 @@ class Status:
         self.activity, self.membership = "", run.membership
         self.totals = Totals()
         self._recent: deque[Mapping[str, float]] = deque(maxlen=RECENT_STEPS)
-        self.goodput = Goodput() if run.earlier is None else run.earlier
-        self._starts = run.earlier is not None
+        self.goodput = earlier or Goodput()
+        if earlier is not None:  # as the events say it
+            self.goodput.add(Event(run.first_step - 1, 0.0, run.generation), new_attempt=True)
         self._clock = clock
         self._start_s = clock()
 
@@ -67,8 +71,7 @@ class Status:
         """Stores a step that ended at the Unix time `time_s`. An evaluation alone (`loss/eval` without `loss/train`)
         leaves the other values standing."""
         self.step = step
-        self.goodput.add(Event(step, time_s, self.run.generation, dict(values)), new_attempt=self._starts)
-        self._starts = False
+        self.goodput.add(Event(step, time_s, self.run.generation, dict(values)), new_attempt=False)
         for name in ("loss/eval", "accuracy/eval"):
             if name in values:
                 self.held_out[name] = values[name]

@@ -24,8 +24,6 @@ from shoal.engine.recovery import NonfiniteGuard
 from shoal.engine.resume import Loaded, load_weights, resume
 from shoal.engine.state import OPTIMIZER
 from shoal.launch.environment import Place
-from shoal.observe.events import read_events
-from shoal.observe.goodput import goodput_of
 from shoal.observe.sink import RunStart, Sinks
 from shoal.observe.sinks import open_sinks
 from shoal.optim.config import Schedule
@@ -55,16 +53,14 @@ def sinks_of(run_file: RunFile, place: Place, *, stream: TextIO | None = None) -
     )
 
 
-def run_start(run: Run, *, earlier: bool = True) -> RunStart:
-    """What sinks are told at the start; `earlier`: rank 0's also what earlier attempts left, read from its events."""
-    resumed = earlier and run.process.place.rank == 0 and run.state.progress.step > 0
+def run_start(run: Run) -> RunStart:
+    """What sinks are told at the start."""
     return RunStart(
         name=run.run_file.run.name,
         total_steps=run.run_file.run.steps,
         first_step=run.state.progress.step + 1,
         generation=run.mesh.generation,
         epoch_samples=None if run.workload.data.endless else run.epoch_samples,
-        earlier=goodput_of(read_events(run_directory(run.run_file))) if resumed else None,
     )
 
 

@@ -68,7 +68,7 @@ class MembershipSinks:
         """A generation begins, and all its ranks have the state."""
         step = run.state.progress.step
         sentence = membership_sentence(self._members, view.members, most=self._most, step=step, ranks=self._ranks)
-        start = replace(run_start(run, earlier=not self._started), membership=sentence)
+        start = replace(run_start(run), membership=sentence)
         if self._rank == 0:
             self._write(run, sinks, {"step": step, "replicas": len(view.members), "change": sentence})
         if self._started:
